@@ -11,7 +11,7 @@ from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import COLUMNS as PIECE_COLUMNS
 from cpu.row_products import BLOCK_ROWS
 from cpu.sample_errors import COLUMNS as SUM_COLUMNS
-from cpu.workspace import SCORE_BLOCKS, STATE, TOTALS, Batch, Buffers, Plan, Shape
+from cpu.workspace import MOST_MEMBERS, SCORE_BLOCKS, STATE, TOTALS, Batch, Buffers, Plan, Shape
 from transfer.host_memory import STRIPE_TOKENS
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64
@@ -80,14 +80,14 @@ def open_context(address, kind, query_kind):
         c[COVERED], c[STAMP], c[ANSWERED], c[ERRORS_AT], c[FULL],
     )  # fmt: skip
     plan = Plan(
-        numba.carray(pointer_to(c[PLAN]), (c[REQUESTS] + 1,), np.int32),
+        numba.carray(pointer_to(c[PLAN]), (c[REQUESTS], 3), np.int32),
         numba.carray(pointer_to(c[PLAN + 1]), (c[NUM_PIECES],), np.int32),
         numba.carray(pointer_to(c[PLAN + 2]), (c[NUM_SAMPLED],), np.int32),
         numba.carray(pointer_to(c[PLAN + 3]), (c[NUM_SAMPLED], 2), np.int64),
-        numba.carray(pointer_to(c[PLAN + 4]), (c[NUM_PARTS], 4), np.int32),
+        numba.carray(pointer_to(c[PLAN + 4]), (c[NUM_PARTS], 5), np.int32),
         numba.carray(pointer_to(c[PLAN + 5]), (c[NUM_SAMPLED] * c[HEADS] + c[NUM_PARTS],), np.int32),
     )
-    threads, group, dim = c[MAX_THREADS], c[HEADS] // c[KV_HEADS], c[DIM]
+    threads, dim = c[MAX_THREADS], c[DIM]
     at, unknown = BUFFERS, 1  # the first axis of a flat buffer: nothing here looks at it
     buffers = Buffers(
         numba.carray(pointer_to(c[at]), (unknown,), np.uint16),
@@ -100,8 +100,8 @@ def open_context(address, kind, query_kind):
         numba.carray(pointer_to(c[at + 7]), (unknown, threads + 1, COUNTER_INT64), np.int64),
         numba.carray(pointer_to(c[at + 8]), (threads, STRIPE_TOKENS + 2 * COUNTER_MARGIN), np.uint8),
         numba.carray(pointer_to(c[at + 9]), (threads, c[TABLES] * SPANS), np.int64),
-        numba.carray(pointer_to(c[at + 10]), (threads, group, dim), np.float32),
-        numba.carray(pointer_to(c[at + 11]), (threads, group, dim), np.float32),
+        numba.carray(pointer_to(c[at + 10]), (threads, MOST_MEMBERS, dim), np.float32),
+        numba.carray(pointer_to(c[at + 11]), (threads, MOST_MEMBERS, dim), np.float32),
         numba.carray(pointer_to(c[at + 12]), (threads, SCORE_BLOCKS, BLOCK_ROWS), np.float32),
         numba.carray(pointer_to(c[at + 13]), (threads, 4, STATE), np.float32),
         numba.carray(pointer_to(c[at + 14]), (unknown,), np.uint8),

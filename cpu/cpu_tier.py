@@ -102,7 +102,7 @@ class CpuTier:
         self._store = SegmentStore(self._pool, self._builder)
         self._growth = Growth(shape, self._store, is_adaptive)
         self._attend = Attend(kernel, num_threads, self._builder, AttentionCounts(), audits)
-        self._tables = PieceTables(len(shape.layers), self._store.changed)
+        self._tables = PieceTables(len(shape.layers), kernel.most_sharing, self._store.changed)
         self._contexts: dict[int, Context] = {}
 
     def open(self, context_id: int, reading: Reading) -> None:

@@ -22,6 +22,7 @@ from cpu.pieces import (
     COLUMNS,
     END,
     EXACT,
+    FOLLOWERS,
     KEY_HEAD,
     KEY_ROW,
     KEY_SCALE,
@@ -72,11 +73,12 @@ class AttentionCounts:
 class PieceTables:
     """A cache of tables of pieces, for contexts' first tokens and for batches of them. They are int64 inside, since
     numpy copies structures field by field. A batch is a sequence of (context, tokens); the context is None for rows
-    without host reads. changed: the store's condition, for leases.
+    without host reads. Rows one behind another that read the same of a context, all of it, share its pieces: at most
+    `most_sharing` of them. changed: the store's condition, for leases.
     """
 
-    def __init__(self, num_layers: int, changed: Condition) -> None:
-        self._num_layers, self._changed = num_layers, changed
+    def __init__(self, num_layers: int, most_sharing: int, changed: Condition) -> None:
+        self._num_layers, self._most_sharing, self._changed = num_layers, most_sharing, changed
         self._contexts: dict[int, tuple[_Cut, np.ndarray]] = {}  # by context id
         self._batches: dict[tuple[_Cut, ...], _Table] = {}
 
@@ -93,9 +95,11 @@ class PieceTables:
 
     def make(self, batch: Sequence[tuple[Context | None, int]]) -> _Table:
         """Make what `find` returns; context i is request i. Its rows have landed and its tables are built."""
-        parts = [self._of_context(context, tokens) for context, tokens in batch]
-        columns = np.concatenate(parts, axis=1)  # [layers, pieces, COLUMNS]
-        columns[:, :, REQUEST] = np.repeat(np.arange(len(parts)), [part.shape[1] for part in parts])
+        shares = self._share(batch)
+        parts = [self._of_context(*batch[first]) for first, _ in shares]
+        columns, sizes = np.concatenate(parts, axis=1), [part.shape[1] for part in parts]  # [layers, pieces, COLUMNS]
+        columns[:, :, REQUEST] = np.repeat([first for first, _ in shares], sizes)
+        columns[:, :, FOLLOWERS] = np.repeat([count - 1 for _, count in shares], sizes)
         read = {piece.segment for context, tokens in batch if context for piece in context.first_pieces(tokens)}
         table = columns.view(PIECE)[:, :, 0], Lease([*read], self._changed)
         if len(self._batches) >= MOST_TABLES:
@@ -108,6 +112,18 @@ class PieceTables:
         self._batches = {
             key: table for key, table in self._batches.items() if all(version != context.version for version, _ in key)
         }
+
+    def _share(self, batch: Sequence[tuple[Context | None, int]]) -> list[tuple[int, int]]:
+        """Return the first row and the number of those that share pieces, of all rows in order."""
+        shares: list[tuple[int, int]] = []
+        for row, (context, tokens) in enumerate(batch):
+            first, count = shares[-1] if shares else (0, self._most_sharing)
+            is_same = context is not None and batch[first] == (context, tokens) and count < self._most_sharing
+            if is_same and not any(piece.reading.has_tables for piece in context.first_pieces(tokens)):  # type: ignore[union-attr]
+                shares[-1] = first, count + 1
+            else:
+                shares.append((row, 1))
+        return shares
 
     def _of_context(self, context: Context | None, tokens: int) -> np.ndarray:
         if context is None:
@@ -190,7 +206,8 @@ class StepAttention:
 
     def places(self, row: int) -> np.ndarray:
         columns = self.table.view(np.int64).reshape(*self.table.shape, COLUMNS)
-        own = columns[:, columns[0, :, REQUEST] == row]  # [layers, pieces, COLUMNS]
+        ahead = row - columns[0, :, REQUEST]
+        own = columns[:, (ahead >= 0) & (ahead <= columns[0, :, FOLLOWERS])]  # [layers, pieces, COLUMNS]
         assert not own[..., BEGIN].any(), "places: pieces begin where their segments do"
         lent = own[..., _LENT].swapaxes(1, 2)
         lent[:, 1] += lent[:, 0]

@@ -59,6 +59,18 @@ def count_excluded(bits, words, begin, end):
 
 
 @numba.njit(nogil=True)
+def excludes_alike(bits, other, words, begin, end):
+    """Return whether two rows exclude the same of tokens `begin .. end`."""
+    if bits == 0 or begin == end:
+        return True
+    first, last = _blocks_of(words, begin, end)
+    for word in range(first // WORD_BITS, (last + WORD_BITS - 1) // WORD_BITS):
+        if _mask(bits, word, first, last) != _mask(other, word, first, last):
+            return False
+    return True
+
+
+@numba.njit(nogil=True)
 def next_covered(bits, words, at, end):
     """Return the first tokens of `at .. end` that are covered and adjacent: (begin, end), or (end, end)."""
     if bits == 0:

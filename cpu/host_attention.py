@@ -75,7 +75,7 @@ from cpu.context import (
 from cpu.host_request_turns import BOARD_INT64, INSIDE, TURN, start_when_requested, take_turns
 from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.piece_plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_REQUESTED, PLANNED
-from cpu.pieces import BEGIN, END, PIECE, REQUEST, TOKENS
+from cpu.pieces import BEGIN, END, FOLLOWERS, PIECE, REQUEST, TOKENS
 from cpu.row_products import BLOCK_ROWS, COLUMNS
 from cpu.sample_errors import COLUMNS as SUM_COLUMNS
 from cpu.sample_errors import ERRORS, draw_direction
@@ -83,6 +83,7 @@ from cpu.workspace import (
     BEGAN_NS,
     INDEX_BYTES,
     KEYS_SCORED,
+    MOST_MEMBERS,
     ROWS_READ,
     SAMPLED_NS,
     SCORE_BLOCKS,
@@ -143,7 +144,8 @@ class HostPartial(NamedTuple):
     """A partial on the host, and its cost. The next call overwrites the arrays.
 
     out: float32 `[requests, heads, dim]`; lse: float32 `[requests, heads]`, natural log; covered: int32 `[requests,
-    heads]`, tokens that the partial stands for. rows: keys read (as many values), a row shared by a group once; keys:
+    heads]`, tokens that the partial stands for. rows: keys read (as many values), a row shared by a group, and by
+    requests that share pieces, once; keys:
     scored, over all heads; index_bytes: read of hash tables. lookup_ns, sampled_ns: times of the first thread in the
     stage of lookups and exact parts, and in that of samples. errors: float32 `[requests, heads, ERRORS]` of
     `cpu.sample_errors`, or None.
@@ -207,6 +209,7 @@ class HostAttention:
             raise ValueError(f"threads: asked {threads}, have {most}; set NUMBA_NUM_THREADS or lower threads")
         self.row_type, self.query_type = np.dtype(row_type), np.dtype(query_type)
         self.row_bytes = 2 * dim * self.row_type.itemsize  # a key and a value
+        self.most_sharing = MOST_MEMBERS // group  # requests that may share exact pieces
         self.estimates = estimates
         self._logs, self._direction = log_weights(bits, tables), draw_direction(dim)
         self._shape = Shape(
@@ -237,7 +240,8 @@ class HostAttention:
         full: uint8 `[requests, heads]`, heads that read all of what others sample, or None.
 
         A request without pieces, without samples or without wanted heads gets (0, -inf). A NaN in a query or key makes
-        its own heads NaN. Raises ValueError if requests do not rise or a range is not in its segment.
+        its own heads NaN. Raises ValueError if requests do not rise, share what they cannot, or a range is not in its
+        segment.
         """
         shape, requests, host_request = self._shape, len(queries), self._lone_host_request[0]
         assert queries.shape == (requests, shape.heads, shape.dim), "queries: [requests, heads, dim]"
@@ -357,8 +361,9 @@ class HostAttention:
             listed = _pieces_at(row[PIECES], row[NUM_PIECES])
             raise ValueError(
                 f"pieces: got requests {listed[:, REQUEST].tolist()}, ranges "
-                f"{listed[:, [BEGIN, END, TOKENS]].tolist()}; wanted requests in rising order below {row[REQUESTS]}, "
-                f"and 0 <= begin <= end <= tokens"
+                f"{listed[:, [BEGIN, END, TOKENS]].tolist()}, followers {listed[:, FOLLOWERS].tolist()}; wanted "
+                f"requests in rising order below {row[REQUESTS]}, up to {self.most_sharing} that share exact pieces, "
+                "and 0 <= begin <= end <= tokens"
             )
         assert row[OUTCOME] in (PLANNED, NOT_REQUESTED), "plan: what comes of it"
         return int(row[NEXT_HOST_REQUEST]), idle_ns
@@ -381,7 +386,7 @@ class HostAttention:
             self._buffers = self._new_buffers(*sizes)
 
     def _new_buffers(self, ids: int, sampled_heads: int, slots: int) -> Buffers:
-        s, threads, group = self._shape, self._threads, self._shape.heads // self._shape.kv_heads
+        s, threads = self._shape, self._threads
         buffers = Buffers(
             ids=np.empty(ids, np.uint16),
             found=np.empty(sampled_heads, np.int32),
@@ -393,8 +398,8 @@ class HostAttention:
             counters=new_counters(STAGES, threads),
             counts=np.zeros((threads, STRIPE_TOKENS + 2 * COUNTER_MARGIN), np.uint8),
             spans=np.empty((threads, s.tables * SPANS), np.int64),
-            query=np.empty((threads, group, s.dim), np.float32),
-            sums=np.empty((threads, group, s.dim), np.float32),
+            query=np.empty((threads, MOST_MEMBERS, s.dim), np.float32),
+            sums=np.empty((threads, MOST_MEMBERS, s.dim), np.float32),
             scores=np.empty((threads, SCORE_BLOCKS, BLOCK_ROWS), np.float32),
             state=np.empty((threads, 4, STATE), np.float32),
             marks=np.empty(ids if self.estimates else 1, np.uint8),
@@ -411,11 +416,11 @@ class HostAttention:
     def _new_plan(self, requests: int, num_pieces: int, sampled: int, parts: int) -> Plan:
         """Return a plan with room for these numbers of entries, at least one each."""
         step = Plan(
-            first_piece=np.empty(requests + 1, np.int32),
+            reads=np.empty((requests, 3), np.int32),
             ordinals=np.empty(max(1, num_pieces), np.int32),
             sampled=np.empty(max(1, sampled), np.int32),
             ids_at=np.empty((max(1, sampled), 2), np.int64),
-            parts=np.empty((max(1, parts), 4), np.int32),
+            parts=np.empty((max(1, parts), 5), np.int32),
             work=np.empty(max(1, sampled * self._shape.heads + parts), np.int32),
         )
         set_arrays(self._context, PLAN, step)

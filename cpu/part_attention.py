@@ -1,15 +1,17 @@
 """Attend over one part: some samples of a head in a piece, or some rows of an exact piece for all heads of a group.
 
-A part is what one thread claims at a time. Its partial depends on its own rows alone. Bytes moved: a key and a value
-for each sample; of an exact part, each row that is not excluded once.
+A part is what one thread claims at a time. Its partial depends on its own rows alone, and a head's on no other query.
+Bytes moved: a key and a value for each sample; of an exact part, each row that is not excluded once, for all queries of
+a group and of the requests that share it.
 """
 
 import numba
 import numpy as np
 
-from cpu.exclusions import next_covered
+from cpu.exclusions import excludes_alike, next_covered
 from cpu.pieces import (
     BEGIN,
+    FOLLOWERS,
     KEY_HEAD,
     KEY_ROW,
     KEY_SCALE,
@@ -57,7 +59,9 @@ def attend_samples(team, shape, columns, batch, plan, buffers, slot):
         fetch_sample(kind, columns, keys, key_row, values, value_row, ids, index)
     query, sums = address_of(buffers.query[team.me]), address_of(buffers.sums[team.me])
     scores, rescale = address_of(buffers.scores[team.me]), address_of(buffers.state[team.me])
-    to_unit, inverse_norm = prepare_query(kind, shape.query_kind, query_at(shape, batch, piece, head), shape.dim, query)
+    to_unit, inverse_norm = prepare_query(
+        kind, shape.query_kind, query_at(shape, batch, piece[REQUEST], head), shape.dim, query
+    )  # fmt: skip
     to_logit = to_unit * shape.scale
     if column_bytes(kind) == 1:
         to_logit *= load_float32(piece[KEY_SCALE] + 4 * kv_head)
@@ -115,9 +119,35 @@ def _aim(team, shape, buffers, piece, kv_head):
 
 
 @numba.njit(nogil=True)
-def attend_rows(team, shape, columns, batch, buffers, part, first_slot):
-    """Attend with the wanted heads of a group over rows of an exact piece, in blocks that stay in the first cache.
-    Return how many rows it read, and for how many heads.
+def attend_rows(team, shape, columns, batch, buffers, part):
+    """Attend over rows of an exact piece, in blocks that stay in the first cache, with the wanted heads of a group of
+    all requests that share it. Requests that exclude other blocks than those before them read for themselves. Return
+    how many rows were read, and how many keys were scored.
+    """
+    piece, kv_head = batch.pieces[part[0]], np.int64(part[1])
+    group, first = shape.heads // shape.kv_heads, piece[REQUEST]
+    to_run = piece[RUN_BEGIN] - piece[BEGIN]
+    begin, end = np.int64(part[2]) + to_run, np.int64(part[3]) + to_run
+    last = first + piece[FOLLOWERS] + 1
+    request, rows, keys = first, 0, 0
+    while request < last:
+        following, excluded = request + 1, excluded_at(shape, batch, request, kv_head)
+        while following < last and excludes_alike(
+            excluded, excluded_at(shape, batch, following, kv_head), batch.words, begin, end
+        ):
+            following += 1
+        slot = np.int64(part[4]) + (request - first) * group
+        read, members = _attend_together(team, shape, columns, batch, buffers, part, request, following, slot)
+        rows += read
+        keys += read * members
+        request = following
+    return rows, keys
+
+
+@numba.njit(nogil=True)
+def _attend_together(team, shape, columns, batch, buffers, part, first, last, first_slot):
+    """Attend with the wanted heads of a group of requests `first .. last`, which exclude the same blocks. Return how
+    many rows it read, and for how many heads.
     """
     kind, dim = shape.kind, shape.dim
     group, piece, kv_head = shape.heads // shape.kv_heads, batch.pieces[part[0]], np.int64(part[1])
@@ -127,19 +157,20 @@ def attend_rows(team, shape, columns, batch, buffers, part, first_slot):
     top, mass, to_logit = state[0], state[1], state[2]
     key_scale = load_float32(piece[KEY_SCALE] + 4 * kv_head) if column_bytes(kind) == 1 else np.float32(1.0)
     members = np.int64(0)  # not a literal, of which numba would compile what it is given to once more
-    for head in range(kv_head * group, kv_head * group + group):
-        if is_wanted(shape, batch, piece[REQUEST], head):
-            at = query_at(shape, batch, piece, head)
-            to_unit, _ = prepare_query(kind, shape.query_kind, at, dim, query + 4 * dim * members)
-            to_logit[members] = to_unit * shape.scale * key_scale
-            top[members] = -np.inf
-            mass[members] = 0.0
-            members += 1
-    buffers.sums[team.me, :, :] = np.float32(0.0)
-    excluded, to_run = excluded_at(shape, batch, piece[REQUEST], kv_head), piece[RUN_BEGIN] - piece[BEGIN]
-    read, begin, last = 0, np.int64(part[2]), np.int64(part[3])
-    while begin < last:
-        begin, end = next_covered(excluded, batch.words, begin + to_run, last + to_run)
+    for request in range(first, last):
+        for head in range(kv_head * group, kv_head * group + group):
+            if is_wanted(shape, batch, request, head):
+                at = query_at(shape, batch, request, head)
+                to_unit, _ = prepare_query(kind, shape.query_kind, at, dim, query + 4 * dim * members)
+                to_logit[members] = to_unit * shape.scale * key_scale
+                top[members] = -np.inf
+                mass[members] = 0.0
+                members += 1
+    buffers.sums[team.me, :members, :] = np.float32(0.0)
+    excluded, to_run = excluded_at(shape, batch, first, kv_head), piece[RUN_BEGIN] - piece[BEGIN]
+    read, begin, end_of_part = 0, np.int64(part[2]), np.int64(part[3])
+    while members > 0 and begin < end_of_part:
+        begin, end = next_covered(excluded, batch.words, begin + to_run, end_of_part + to_run)
         begin, end = begin - to_run, end - to_run
         read += end - begin
         for at in range(begin, end, BLOCK_ROWS):
@@ -148,16 +179,17 @@ def attend_rows(team, shape, columns, batch, buffers, part, first_slot):
             _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state)
         begin = end
     member = 0
-    for head in range(kv_head * group, kv_head * group + group):
-        slot = first_slot + head % group
-        if read == 0:
-            buffers.lse[slot] = -np.inf
-        elif is_wanted(shape, batch, piece[REQUEST], head):
-            write_partial(
-                kind, sums + 4 * dim * member, mass[member], top[member], piece[VALUE_SCALE] + 4 * dim * kv_head, dim,
-                address_of(buffers.out[slot]), address_of(buffers.lse) + 4 * slot,
-            )  # fmt: skip
-            member += 1
+    for request in range(first, last):
+        for head in range(kv_head * group, kv_head * group + group):
+            slot = first_slot + (request - first) * group + head % group
+            if read == 0:
+                buffers.lse[slot] = -np.inf
+            elif is_wanted(shape, batch, request, head):
+                write_partial(
+                    kind, sums + 4 * dim * member, mass[member], top[member], piece[VALUE_SCALE] + 4 * dim * kv_head,
+                    dim, address_of(buffers.out[slot]), address_of(buffers.lse) + 4 * slot,
+                )  # fmt: skip
+                member += 1
     return read, members
 
 

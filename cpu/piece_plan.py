@@ -30,8 +30,19 @@ from cpu.context import (
     open_row,
 )
 from cpu.lookup import room_for
-from cpu.pieces import BEGIN, END, MODE, REQUEST, SAMPLED, TOKENS
-from cpu.workspace import BEGAN_NS, PART_ROWS, PART_SAMPLES, SLOTS_TAKEN, STAGES, WAITED_NS, WORK_ITEMS, is_wanted
+from cpu.pieces import BEGIN, END, FOLLOWERS, MODE, REQUEST, SAMPLED, TOKENS
+from cpu.workspace import (
+    BEGAN_NS,
+    EXACT_SLOTS,
+    MOST_MEMBERS,
+    PART_ROWS,
+    PART_SAMPLES,
+    SLOTS_TAKEN,
+    STAGES,
+    WAITED_NS,
+    WORK_ITEMS,
+    is_wanted,
+)
 from transfer.exchange import LOOKS, await_rows
 from transfer.simd.team import now_ns
 
@@ -61,9 +72,9 @@ def make_plan(context, kind, query_kind):
     ):
         return NO_ROOM
     shape, batch, plan, buffers = open_context(context, kind, query_kind)
-    _fill(shape, batch, plan)
+    exact_slots = _fill(shape, batch, plan)
     buffers.totals[:] = 0
-    buffers.totals[SLOTS_TAKEN] = row[NUM_PARTS] * (shape.heads // shape.kv_heads)
+    buffers.totals[SLOTS_TAKEN] = buffers.totals[EXACT_SLOTS] = exact_slots
     for counter in range(STAGES):
         buffers.counters[counter, :, 0] = 0
     planned_ns = now_ns()
@@ -86,10 +97,11 @@ def _list_work(shape, batch, plan):
                 plan.work[count] = order * shape.heads + head
                 count += 1
     for part in range(len(plan.parts)):
-        request, first = batch.pieces[plan.parts[part, 0]][REQUEST], np.int64(plan.parts[part, 1]) * group
+        piece, first = batch.pieces[plan.parts[part, 0]], np.int64(plan.parts[part, 1]) * group
         wanted = 0
-        for head in range(first, first + group):
-            wanted += is_wanted(shape, batch, request, head)
+        for request in range(piece[REQUEST], piece[REQUEST] + piece[FOLLOWERS] + 1):
+            for head in range(first, first + group):
+                wanted += is_wanted(shape, batch, request, head)
         if wanted > 0:
             plan.work[count] = lookups + part
             count += 1
@@ -99,37 +111,51 @@ def _list_work(shape, batch, plan):
 @numba.njit(nogil=True)
 def _count(row, pieces):
     """Count what a table needs: sampled pieces, exact parts, ids, slots of partials. Return False if requests do not
-    rise or a range is not in its segment.
+    rise or share what they cannot, or a range is not in its segment.
     """
     heads, kv_heads = row[HEADS], row[KV_HEADS]
-    sampled, parts, ids, slots, last = 0, 0, 0, 0, 0
+    sampled, parts, ids, slots, last, last_followers = 0, 0, 0, 0, 0, -1
     for index in range(len(pieces)):
         piece = pieces[index]
         begin, end = piece[BEGIN], piece[END]
-        if not (last <= piece[REQUEST] < row[REQUESTS] and 0 <= begin <= end <= piece[TOKENS]):
+        request, followers = piece[REQUEST], piece[FOLLOWERS]
+        if not (last <= request < row[REQUESTS] - followers and 0 <= begin <= end <= piece[TOKENS]):
             return False
-        last = piece[REQUEST]
+        if last_followers >= 0 and (
+            followers != last_followers if request == last else request <= last + last_followers
+        ):
+            return False
+        if followers < 0 or (piece[MODE] == SAMPLED and followers > 0):
+            return False
+        if (1 + followers) * (heads // kv_heads) > MOST_MEMBERS:
+            return False
+        last, last_followers = request, followers
         if piece[MODE] == SAMPLED:
             sampled += 1
             ids += room_for(begin, end) * heads
             slots += (end - begin + PART_SAMPLES - 1) // PART_SAMPLES * heads
         else:
-            parts += (end - begin + PART_ROWS - 1) // PART_ROWS * kv_heads
+            own = (end - begin + PART_ROWS - 1) // PART_ROWS
+            parts += own * kv_heads
+            slots += own * heads * (1 + followers)
     row[NUM_SAMPLED], row[NUM_PARTS] = sampled, parts
-    row[NUM_IDS], row[NUM_SLOTS] = ids, slots + parts * (heads // kv_heads)
+    row[NUM_IDS], row[NUM_SLOTS] = ids, slots
     return True
 
 
 @numba.njit(nogil=True)
 def _fill(shape, batch, plan):
-    pieces = batch.pieces
-    order, ids, part, request = 0, 0, 0, 0
-    plan.first_piece[0] = 0
+    """Write the plan's arrays. Return the slots that exact parts have."""
+    pieces, group = batch.pieces, shape.heads // shape.kv_heads
+    order, ids, part, slots = 0, 0, 0, 0
+    plan.reads[:] = 0
     for index in range(len(pieces)):
         piece = pieces[index]
-        while request < piece[REQUEST]:
-            request += 1
-            plan.first_piece[request] = index
+        for place in range(piece[FOLLOWERS] + 1):
+            read = plan.reads[piece[REQUEST] + place]
+            if read[1] == 0:
+                read[0], read[2] = index, place
+            read[1] = index + 1
         begin, end = piece[BEGIN], piece[END]
         if piece[MODE] == SAMPLED:
             plan.ordinals[index], plan.sampled[order] = order, index
@@ -137,12 +163,12 @@ def _fill(shape, batch, plan):
             ids += room_for(begin, end) * shape.heads
             order += 1
             continue
-        plan.ordinals[index] = part
+        plan.ordinals[index] = slots
         for kv_head in range(shape.kv_heads):
             for at in range(begin, end, PART_ROWS):
                 plan.parts[part, 0], plan.parts[part, 1] = index, kv_head
                 plan.parts[part, 2], plan.parts[part, 3] = at, min(at + PART_ROWS, end)
+                plan.parts[part, 4] = slots
+                slots += group * (piece[FOLLOWERS] + 1)
                 part += 1
-    while request < batch.requests:
-        request += 1
-        plan.first_piece[request] = len(pieces)
+    return slots

@@ -1,9 +1,9 @@
 """Define the table of pieces: which rows a step's attention reads, for which request, and where they lie.
 
 A piece is a range `[begin, end)` of the tokens of one segment in one layer. Addresses must stay valid until the call
-returns. A request's pieces stand together, with requests in rising order, and are disjoint. A request without a piece
-gets the empty partial. Rows may begin anywhere, but those that fill whole lines of 64 bytes, in huge pages, are read
-1.5 times as fast.
+returns. A request's pieces stand together, with requests in rising order, and are disjoint. Requests one behind another
+may share exact pieces, which are read once for all of them. A request without a piece gets the empty partial. Rows may
+begin anywhere, but those that fill whole lines of 64 bytes, in huge pages, are read 1.5 times as fast.
 """
 
 import numpy as np
@@ -36,13 +36,14 @@ PIECE = np.dtype(
             "centre",  # address of float32 [kv_heads, dim], contiguous, or 0: keys are stored as they are
             "key_scale",  # int8: address of float32 [kv_heads]; else 0
             "value_scale",  # int8: address of float32 [kv_heads, dim], contiguous; else 0
+            "followers",  # requests behind `request` that read all of its pieces, too; with any, all these are EXACT
         )
     ]
 )
 COLUMNS = len(PIECE.names or ())
 (
     REQUEST, MODE, BEGIN, END, RUN_BEGIN, TOKENS, KEYS, KEY_HEAD, KEY_ROW, VALUES, VALUE_HEAD, VALUE_ROW, ENTRIES,
-    ENTRY_HEAD, ENTRY_TABLE, OFFSETS, OFFSET_HEAD, OFFSET_TABLE, CENTRE, KEY_SCALE, VALUE_SCALE,
+    ENTRY_HEAD, ENTRY_TABLE, OFFSETS, OFFSET_HEAD, OFFSET_TABLE, CENTRE, KEY_SCALE, VALUE_SCALE, FOLLOWERS,
 ) = range(COLUMNS)  # fmt: skip
 
 

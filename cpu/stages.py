@@ -3,8 +3,8 @@ merge.
 
 The partial of a piece and a head depends on its samples alone, and partials are merged in the order of the table, so
 results do not depend on the threads. Bytes moved: for a sampled head, its buckets and then a key and a value for each
-sample; for an exact piece, each key and value once for all heads of a group; for heads that are not wanted and rows
-that are excluded, nothing.
+sample; for an exact piece, each key and value once for all heads of a group and all requests that share it; for heads
+that are not wanted and rows that are excluded, nothing.
 """
 
 import math
@@ -15,9 +15,10 @@ import numpy as np
 from cpu.exclusions import count_excluded
 from cpu.lookup import COUNTER_MARGIN, count_bytes, fetch_bucket, fetch_offsets, find_samples, list_covered
 from cpu.part_attention import attend_rows, attend_samples
-from cpu.pieces import BEGIN, CENTRE, END, MODE, REQUEST, RUN_BEGIN, SAMPLED
+from cpu.pieces import BEGIN, CENTRE, END, FOLLOWERS, MODE, REQUEST, RUN_BEGIN, SAMPLED
 from cpu.sample_errors import ERRORS, MASSES, add_part, mark_groups, write_errors
 from cpu.workspace import (
+    EXACT_SLOTS,
     INDEX_BYTES,
     KEYS_SCORED,
     LOOKED_UP_NS,
@@ -109,7 +110,7 @@ def _claim_own_work(team, plan, items):
 @numba.njit(nogil=True, inline="always")
 def _first_stage(team, shape, columns, batch, plan, buffers):
     """Run lookups and exact parts, and count what they and the samples read: see `cpu.host_attention.HostPartial`."""
-    lookups, group = len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
+    lookups = len(plan.sampled) * shape.heads
     items, rows, keys, index_bytes = buffers.totals[WORK_ITEMS], 0, 0, 0
     item, done = _claim_work(team, plan, items), 0
     is_cold = True
@@ -124,10 +125,9 @@ def _first_stage(team, shape, columns, batch, plan, buffers):
             keys += found
             index_bytes += looked_at
         else:
-            part = plan.parts[item - lookups]
-            read, heads = attend_rows(team, shape, columns, batch, buffers, part, (item - lookups) * group)
+            read, scored = attend_rows(team, shape, columns, batch, buffers, plan.parts[item - lookups])
             rows += read
-            keys += read * heads
+            keys += scored
         done += 1
         is_cold, item = following < 0, following
         if item < 0:
@@ -141,7 +141,7 @@ def _first_stage(team, shape, columns, batch, plan, buffers):
 
 @numba.njit(nogil=True, inline="always")
 def _second_stage(team, shape, columns, batch, plan, buffers):
-    exact = len(plan.parts) * (shape.heads // shape.kv_heads)
+    exact = buffers.totals[EXACT_SLOTS]
     items, done = atomic_load(address_of(buffers.totals)) - exact, 0
     item = claim(team, 1, items)
     while item >= 0:
@@ -152,22 +152,25 @@ def _second_stage(team, shape, columns, batch, plan, buffers):
 
 
 @numba.njit(nogil=True)
-def _slots_of(shape, plan, buffers, pieces, index, head):
-    """Return (first slot, slots, step between them) of a piece's partials of a head."""
+def _slots_of(shape, plan, buffers, pieces, index, place, head):
+    """Return (first slot, slots, step between them) of a piece's partials of a head. place: of the request among those
+    that share the piece.
+    """
     group, piece = shape.heads // shape.kv_heads, pieces[index]
     if piece[MODE] == SAMPLED:
         item = plan.ordinals[index] * shape.heads + head
         return np.int64(buffers.first_slot[item]), (buffers.found[item] + PART_SAMPLES - 1) // PART_SAMPLES, 1
     parts = (piece[END] - piece[BEGIN] + PART_ROWS - 1) // PART_ROWS
-    return (plan.ordinals[index] + head // group * parts) * group + head % group, parts, group
+    members = group * (piece[FOLLOWERS] + 1)
+    return plan.ordinals[index] + head // group * parts * members + place * group + head % group, parts, members
 
 
 @numba.njit(nogil=True)
-def _centre_logit(shape, batch, piece, head):
+def _centre_logit(shape, batch, piece, request, head):
     """Return what centring took from every logit of the piece: the query times the mean key."""
     if piece[CENTRE] == 0:
         return np.float32(0.0)
-    query = query_at(shape, batch, piece, head)
+    query = query_at(shape, batch, request, head)
     centre = piece[CENTRE] + 4 * shape.dim * (head // (shape.heads // shape.kv_heads))
     product = 0.0
     for column in range(shape.dim):
@@ -179,7 +182,7 @@ def _centre_logit(shape, batch, piece, head):
 def _merge(team, shape, batch, plan, buffers, request, head):
     """Merge the partials of a request's pieces for one head, if it is wanted. Return the tokens covered."""
     item, covered = request * shape.heads + head, 0
-    first, last = plan.first_piece[request], plan.first_piece[request + 1]
+    first, last, place = np.int64(plan.reads[request, 0]), np.int64(plan.reads[request, 1]), plan.reads[request, 2]
     if not is_wanted(shape, batch, request, head):
         last = first
     excluded = excluded_at(shape, batch, request, head // (shape.heads // shape.kv_heads))
@@ -188,8 +191,8 @@ def _merge(team, shape, batch, plan, buffers, request, head):
         piece = batch.pieces[index]
         tokens, run_begin = piece[END] - piece[BEGIN], piece[RUN_BEGIN]
         covered += tokens - count_excluded(excluded, batch.words, run_begin, run_begin + tokens)
-        slot, slots, step = _slots_of(shape, plan, buffers, batch.pieces, index, head)
-        shift = _centre_logit(shape, batch, piece, head)
+        slot, slots, step = _slots_of(shape, plan, buffers, batch.pieces, index, place, head)
+        shift = _centre_logit(shape, batch, piece, request, head)
         for at in range(slot, slot + slots * step, step):
             buffers.lse[at] += shift
             if batch.errors != 0 and piece[MODE] == SAMPLED:
@@ -199,7 +202,7 @@ def _merge(team, shape, batch, plan, buffers, request, head):
     sums, mass, parts = buffers.sums[team.me, 0], 0.0, 0
     sums[:] = np.float32(0.0)
     for index in range(first, last):
-        slot, slots, step = _slots_of(shape, plan, buffers, batch.pieces, index, head)
+        slot, slots, step = _slots_of(shape, plan, buffers, batch.pieces, index, place, head)
         for at in range(slot, slot + slots * step, step):
             if buffers.lse[at] == -np.inf:  # of rows that are all excluded
                 continue
@@ -233,7 +236,7 @@ def _note_errors(team, shape, batch, plan, buffers, request, head, first, last, 
     for index in range(first, last):
         if batch.pieces[index][MODE] != SAMPLED:
             continue
-        slot, slots, step = _slots_of(shape, plan, buffers, batch.pieces, index, head)
+        slot, slots, step = _slots_of(shape, plan, buffers, batch.pieces, index, 0, head)
         for at in range(slot, slot + slots * step, step):
             scale = np.float32(math.exp(np.float64(buffers.deviations[at, MASSES, 0]) - top))
             add_part(totals, buffers.deviations[at], scale, in_full)

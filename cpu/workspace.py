@@ -11,14 +11,23 @@ import numba
 import numpy as np
 
 from cpu.exclusions import bits_at
-from cpu.pieces import REQUEST
 from cpu.row_products import column_bytes
 from transfer.simd.memory import load_uint8
 
 STAGES = 3
-SLOTS_TAKEN, WORK_ITEMS, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS = 0, 1, 8, 9, 10, 11, 12
+SLOTS_TAKEN, WORK_ITEMS, EXACT_SLOTS, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED_NS, WAITED_NS = (
+    0,
+    1,
+    2,
+    8,
+    9,
+    10,
+    11,
+    12,
+)
 KEYS_SCORED, INDEX_BYTES, TOKENS_COVERED, TOTALS = 13, 14, 15, 16  # two lines
-STATE = 32  # float32 between the rows of a thread's state: more than the largest group
+MOST_MEMBERS = 128  # queries that read an exact piece together: of a KV head's group, times requests
+STATE = MOST_MEMBERS  # float32 between the rows of a thread's state
 SCORE_BLOCKS = 6  # of a thread: four of scores, two of values with a direction
 PART_SAMPLES = 512  # of a head and piece: what one thread claims
 PART_ROWS = 512  # of an exact piece and KV head, the same
@@ -68,13 +77,14 @@ class Batch(NamedTuple):
 class Plan(NamedTuple):
     """The work of one host request.
 
-    first_piece: int32 `[requests + 1]`; ordinals: int32 `[pieces]`, of a piece among the sampled, or its first exact
-    part; sampled: int32 `[sampled]`, pieces; ids_at: int64 `[sampled, 2]`: first id, and ids per head; parts: int32
-    `[exact parts, 4]`: piece, KV head, begin, end; work: int32 `[WORK_ITEMS of sampled * heads + exact parts]`, the
+    reads: int32 `[requests, 3]`: a request's pieces, begin and end, and its place among those that share them;
+    ordinals: int32 `[pieces]`, of a piece among the sampled, or its first exact part's first slot; sampled: int32
+    `[sampled]`, pieces; ids_at: int64 `[sampled, 2]`: first id, and ids per head; parts: int32 `[exact parts, 5]`:
+    piece, KV head, begin, end, first slot; work: int32 `[WORK_ITEMS of sampled * heads + exact parts]`, the
     items that some head wants: a lookup's number or, behind all lookups, an exact part's.
     """
 
-    first_piece: np.ndarray
+    reads: np.ndarray
     ordinals: np.ndarray
     sampled: np.ndarray
     ids_at: np.ndarray
@@ -87,8 +97,8 @@ class Buffers(NamedTuple):
 
     Shared: ids uint16; found, first_slot int32 `[sampled * heads]`; slots int32 `[slots, 2]`: sampled head and begin;
     out float32 `[slots, dim]`, lse `[slots]`; totals int64 `[TOTALS]`; counters. Per thread: counts uint8, spans int64,
-    query and sums float32 `[group, dim]`, scores float32 `[SCORE_BLOCKS, BLOCK_ROWS]`, state float32 `[4, STATE]`:
-    maxima, masses, factors of products, rescaling.
+    query and sums float32 `[MOST_MEMBERS, dim]`, scores float32 `[SCORE_BLOCKS, BLOCK_ROWS]`, state float32 `[4,
+    STATE]`: maxima, masses, factors of products, rescaling.
 
     For errors, with one entry where there are none: marks uint8, one for each id; deviations float32 `[slots, 2,
     COLUMNS]`; direction float32 `[dim]`; per thread digits uint16 `[STRIPE_TOKENS]`, aims float32 `[2, dim]`: the
@@ -134,6 +144,6 @@ def excluded_at(shape, batch, request, kv_head):
 
 
 @numba.njit(nogil=True)
-def query_at(shape, batch, piece, head):
+def query_at(shape, batch, request, head):
     bytes_ = column_bytes(shape.query_kind) * shape.dim
-    return batch.queries + bytes_ * (piece[REQUEST] * shape.heads + head)
+    return batch.queries + bytes_ * (request * shape.heads + head)

@@ -204,7 +204,7 @@ def _compose(name: str, composition: Composition, methods: Mapping[str, Method],
         parts.append(part)
     _check_together(name, parts)
     if composition.draft is not None:
-        _check_draft(name, parts)
+        _check_draft(name, parts, host)
     keys = [key for part in parts if (key := _kv_key(part, host))]
     return Profile(name, " + ".join(keys) or UNCHANGED, tuple(parts), composition.draft)
 
@@ -219,14 +219,14 @@ def _check_together(name: str, parts: Iterable[ProfilePart]) -> None:
                 )
 
 
-def _check_draft(name: str, parts: Iterable[ProfilePart]) -> None:
-    """Refuse drafts beside methods that keep something of each token, or whose contexts go to host memory."""
+def _check_draft(name: str, parts: Iterable[ProfilePart], host: HostConfig | None) -> None:
+    """Refuse drafts beside methods that keep something of each token or step."""
     for part in parts:
         method, why = part.method, ""
-        if method.reading is not Reading.NONE:
-            why = "what lies in host memory would be read once for each drafted token"
-        elif method.has_rings:
+        if method.has_rings:
             why = "its rings would keep tokens that are not drawn"
+        elif method.reading is Reading.SAMPLE and host is not None and host.sampled.errors is not None:
+            why = "host.sampled.errors counts steps, and which heads it has read in full goes by their number"
         if why:
             raise ProfileError(
                 f"profiles.{name}.draft: is not served with {method.name!r}: {why}; leave out `draft` or "

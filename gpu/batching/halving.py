@@ -10,6 +10,7 @@ either way could win. One thread chooses and another may report times, a step la
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from gpu.batching.step_reads import StepReads
 from gpu.step import HostRead
@@ -43,10 +44,10 @@ class Halving:
 
     def choose(self, cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> int:
         """Return how many parts the next step has, 1 or 2. `cells[i]`: row i's last cell; `host_reads[i]`: its host
-        read.
+        read. Rows with the same one stay together: the host reads it once for all of them.
         """
         rows = len(cells)
-        if rows < FEWEST_ROWS:
+        if rows < FEWEST_ROWS or any(one is not None and one == other for one, other in pairwise(host_reads)):
             return 1
         if self.always is not None:
             return self.always

@@ -4,8 +4,7 @@ A step with drafts is expected to draw `rows + sum of chances` tokens. It is tak
 step without draws, by `LEAST_GAIN`, with the times that such steps were seen to take: the wait for its result, which
 the next step cannot be launched without, is in them. Of all drafted tokens of a step the likeliest are computed, as
 many as fill a size that steps are known by. Invariants: a sequence has at most one draft in flight, and steps in no
-other step meanwhile. A row of a draft has its page. What reads host memory, holds a ring or draws from a mask has no
-draft.
+other step meanwhile. A row of a draft has its page. What holds a ring or draws from a mask has no draft.
 """
 
 import time
@@ -51,8 +50,6 @@ class Drafts:
     ) -> tuple[list[tuple[int, ...]] | None, list[PageWrite]]:
         """Return the draft of each row, and the page writes for them. None: no row has one."""
         if not self.is_on or all(sequence.profile.draft is None for sequence, _ in rows):
-            return None, []
-        if any(host_read is not None for _, host_read in rows):
             return None, []
         num_fed = len(rows) + sum(map(len, runs or ()))
         if num_fed >= self.most_rows:

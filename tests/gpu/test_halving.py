@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpu.batching.halving import Halving, cut, most_rows_of_parts, step_seconds
+from gpu.step import HostRead
 
 
 def halving_of(reread_share: float, always: int | None = None) -> Halving:
@@ -74,3 +75,12 @@ def test_sizes_are_learnt_apart_and_a_row_is_never_halved() -> None:
 def test_it_can_be_told_to_do_it_always_or_never() -> None:
     for parts in (1, 2):
         assert run(halving_of(1.0, parts), 4, 1.0, 1.0, 20) == [parts] * 20
+
+
+def test_rows_that_read_the_same_of_a_context_go_whole() -> None:
+    """The host reads it once for all of them; halves would read it twice."""
+    halving = halving_of(0.1)
+    run(halving, 4, 0.005, 0.018, 20)
+    own, other = HostRead(1, 16, 160), HostRead(2, 16, 160)
+    assert halving.choose([9] * 4, [own, other, None, None]) == 2
+    assert halving.choose([9] * 4, [own, other, other, None]) == 1

@@ -19,7 +19,7 @@ from gpu.methods.registry import list_methods
 from gpu.model.architecture import named_shape
 from gpu.profiles import Profile, ProfileError, find_kept, get_profile, list_states, resolve_profiles
 from tests.gpu.toy_method import add_toy
-from transfer.host_config import HostConfig, SampledConfig
+from transfer.host_config import ErrorsConfig, HostConfig, SampledConfig
 from transfer.machine import load_machine
 from transfer.reading import Reading
 
@@ -50,9 +50,13 @@ def test_what_may_draft_and_what_is_refused_says_why() -> None:
     assert profiles["exact"].draft is None
     with pytest.raises(ProfileError, match=r"profiles\.fast\.draft: is not served with 'mac': its rings"):
         resolve_profiles({"fast": Composition(draft="ngram", reuse={"method": "mac"})}, None)
-    for host in ("offloaded", "sampled", "indexed"):
+    for host in ("offloaded", "sampled"):
+        fast = Composition(draft="ngram", host={"method": host})
+        assert resolve_profiles({"fast": fast}, HostConfig())["fast"].draft == DraftConfig()
+    errors = HostConfig(sampled=SampledConfig(errors=ErrorsConfig()))
+    for host, config in (("indexed", HostConfig()), ("sampled", errors)):
         with pytest.raises(ProfileError, match=rf"profiles\.fast\.draft: is not served with '{host}'"):
-            resolve_profiles({"fast": Composition(draft="ngram", host={"method": host})}, HostConfig())
+            resolve_profiles({"fast": Composition(draft="ngram", host={"method": host})}, config)
     for wrong in ("ngrams", {"source": "ngram", "least_match": 1}, {"model": "x"}, 7):
         with pytest.raises(ValidationError):
             Composition(draft=wrong)

@@ -1,23 +1,18 @@
 """Drafts by n-grams, of a real model in float32: text, logprobs and ends are those that steps of one token have."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from gpu.config import Composition, DraftConfig, GpuConfig, ModelConfig
-from gpu.model.architecture import load_architecture
 from gpu.sampling_params import SamplingParams
 from scheduler.drafts.ngrams import NGrams
 from scheduler.engine.engine import Engine
-from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
-from scheduler.messages import ACCEPTED, Delta, EngineRequest, Logprob, pack_tokens
-from scheduler.planning.engine_memory import plan_engine
-from tests.gpu.reference_model import FOLDER, shallow_model
+from scheduler.messages import ACCEPTED, EngineRequest, pack_tokens
 from tests.scheduler.drafting import foresee, take_all
 from tests.scheduler.engines import drain, prompt_of, text
-from transfer.machine import probe_machine
+from tests.scheduler.real_model import check_giving_way, check_told, load, shallow_config
 
 MOST = 120
 
@@ -26,13 +21,12 @@ MOST = 120
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """It counts in every layer of every step who reads what, or goes without a loop where it can."""
     config = EngineConfig(
-        model=ModelConfig(path=Path(shallow_model(4).name), tokenizer=FOLDER),
+        model=shallow_config(),
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param),
         profiles={"drafting": Composition(draft=DraftConfig(least_match=2))},
         scheduler=SchedulerConfig(max_running=24, max_context_tokens=2600, prefix_cache=False),
     )
-    plan = plan_engine(config, load_architecture(config.model), probe_machine())
-    made, _ = load_engine(config, plan, lambda *_: None)
+    made = load(config)
     take_all(made)
     yield made
     made.shutdown()
@@ -58,10 +52,6 @@ def ask(number: int) -> EngineRequest:
     )
 
 
-def logprobs(deltas: list[Delta]) -> list[Logprob]:
-    return [one for delta in deltas for one in delta.logprobs or []]
-
-
 def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:
     told, drafts = {}, engine.scheduler.drafts
     for drafts.is_on in (False, True):
@@ -72,38 +62,12 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> 
         accepted, steps = after.drafts.accepted - before.drafts.accepted, after.steps - before.steps
         assert (accepted > MOST) is drafts.is_on
         assert (steps > MOST - 2) or drafts.is_on
-    for name, deltas in told[True].items():
-        alone = told[False][name]
-        assert text(deltas) == text(alone)
-        assert len(text(deltas)) == MOST - int(name)
-        assert deltas[-1].finish_reason == alone[-1].finish_reason == "length"
-        mine, theirs = logprobs(deltas), logprobs(alone)
-        assert len(mine) == (len(text(deltas)) if int(name) % 2 else 0)
-        assert [one.logprob for one in mine] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
-        assert [one.top[0][0] for one in mine] == [one.top[0][0] for one in theirs]
+    check_told(told[True], told[False], ask)
     assert any(deltas[-1].figures.get(ACCEPTED) for deltas in told[True].values())
 
 
 def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine) -> None:
-    engine.scheduler.drafts.is_on = False
-    engine.submit([ask(number) for number in range(4)])
-    wanted = {name: text(deltas) for name, deltas in drain(engine).items()}
-    engine.scheduler.drafts.is_on = True
-    scheduler, preemptions = engine.scheduler, engine.scheduler.roster.num_preemptions
-    engine.submit([*(ask(number) for number in range(4)), ask(5)])
-    told: dict[str, list[Delta]] = {}
-    for step in range(20_000):
-        if not engine.has_work:
-            break
-        for delta in engine.step():
-            told.setdefault(delta.request_id, []).append(delta)
-        if step % 9 == 8 and scheduler.roster.running:
-            scheduler.roster.preempt_last([scheduler.roster.running[step % len(scheduler.roster.running)]])
-        if step == 20:
-            engine.cancel(["5"])
-    assert scheduler.roster.num_preemptions > preemptions + 3
-    assert {name: text(deltas) for name, deltas in told.items() if name != "5"} == wanted
-    assert not scheduler.pages.num_held
+    check_giving_way(engine, ask, lambda is_on: setattr(engine.scheduler.drafts, "is_on", is_on))
 
 
 @pytest.mark.parametrize("shape", ["tiny-glm4-moe-lite", "tiny-gemma3", "tiny-gpt-oss"])
@@ -115,8 +79,7 @@ def test_texts_of_other_layers_are_the_same_with_drafts(shape: str) -> None:
         profiles={"drafting": Composition(draft=DraftConfig())},
         scheduler=SchedulerConfig(max_running=16, max_context_tokens=512, prefix_cache=False),
     )
-    plan = plan_engine(config, load_architecture(config.model), probe_machine())
-    engine, _ = load_engine(config, plan, lambda *_: None)
+    engine = load(config)
     told: dict[bool, dict[str, list[int]]] = {}
     for is_on in (False, True):
         engine.scheduler.drafts.is_on = is_on
@@ -153,7 +116,5 @@ def test_what_a_first_draft_would_have_others_wait_for_is_compiled_at_the_start(
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1),
         profiles={"drafting": Composition(draft=DraftConfig())} if drafts else {},
     )
-    plan = plan_engine(config, load_architecture(config.model), probe_machine())
-    engine, _ = load_engine(config, plan, lambda *_: None)
-    engine.shutdown()
+    load(config).shutdown()
     assert bool(proposed) is drafts

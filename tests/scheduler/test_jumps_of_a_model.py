@@ -3,23 +3,18 @@ the context lies, and every token of a run reads all of its own.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from gpu.config import GpuConfig, ModelConfig
-from gpu.model.architecture import load_architecture
+from gpu.config import GpuConfig
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
-from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
-from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
-from scheduler.planning.engine_memory import plan_engine
+from scheduler.messages import EngineRequest, pack_tokens
 from server.grammar.structured import schema_grammar
-from tests.gpu.reference_model import FOLDER, shallow_model
-from tests.scheduler.engines import drain, prompt_of, text
+from tests.scheduler.engines import drain, prompt_of
+from tests.scheduler.real_model import check_giving_way, check_told, load, shallow_config
 from transfer.host_config import HostConfig, SampledConfig
-from transfer.machine import probe_machine
 
 GRAMMAR = schema_grammar(
     "schema",
@@ -45,7 +40,7 @@ MOST = 90
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """It counts in every layer of every step who reads what, or goes without a loop where it can."""
     config = EngineConfig(
-        model=ModelConfig(path=Path(shallow_model(4).name), tokenizer=FOLDER),
+        model=shallow_config(),
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param),
         host=HostConfig(
             memory_limit_gib=0.02,
@@ -56,8 +51,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         ),
         scheduler=SchedulerConfig(max_running=24, max_context_tokens=2600, prefix_cache=False),
     )
-    plan = plan_engine(config, load_architecture(config.model), probe_machine())
-    made, _ = load_engine(config, plan, lambda *_: None)
+    made = load(config)
     yield made
     made.shutdown()
 
@@ -82,10 +76,6 @@ def ask(number: int) -> EngineRequest:
     )
 
 
-def logprobs(deltas: list[Delta]) -> list[Logprob]:
-    return [one for delta in deltas for one in delta.logprobs or []]
-
-
 def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:
     told, runs = {}, {}
     for jumps in (False, True):
@@ -96,35 +86,8 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> 
         runs[jumps] = engine.stats().masks.jumped_tokens - before.jumped_tokens
     assert runs[False] == 0
     assert runs[True] > MOST // 2, "how many is a matter of what steps are expected to take: 120 to 360 of 525"
-    for name, deltas in told[True].items():
-        alone = told[False][name]
-        assert text(deltas) == text(alone)
-        assert len(text(deltas)) == MOST - int(name)
-        assert deltas[-1].finish_reason == alone[-1].finish_reason == "length"
-        mine, theirs = logprobs(deltas), logprobs(alone)
-        assert len(mine) == (len(text(deltas)) if int(name) % 2 else 0)
-        assert [one.logprob for one in mine] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
-        assert [one.top[0][0] for one in mine] == [one.top[0][0] for one in theirs]
+    check_told(told[True], told[False], ask)
 
 
 def test_one_that_gives_way_in_a_run_goes_on_as_if_it_had_not(engine: Engine) -> None:
-    """Each of these loses its pages, some of them with a run in flight; another is cancelled, and frees what it had."""
-    engine.scheduler.jumps.is_on = False
-    engine.submit([ask(number) for number in range(4)])
-    wanted = {name: text(deltas) for name, deltas in drain(engine).items()}
-    engine.scheduler.jumps.is_on = True
-    scheduler, preemptions = engine.scheduler, engine.scheduler.roster.num_preemptions
-    engine.submit([*(ask(number) for number in range(4)), ask(5)])
-    told: dict[str, list[Delta]] = {}
-    for step in range(20_000):
-        if not engine.has_work:
-            break
-        for delta in engine.step():
-            told.setdefault(delta.request_id, []).append(delta)
-        if step % 9 == 8 and scheduler.roster.running:
-            scheduler.roster.preempt_last([scheduler.roster.running[step % len(scheduler.roster.running)]])
-        if step == 20:
-            engine.cancel(["5"])
-    assert scheduler.roster.num_preemptions > preemptions + 3
-    assert {name: text(deltas) for name, deltas in told.items() if name != "5"} == wanted
-    assert not scheduler.pages.num_held
+    check_giving_way(engine, ask, lambda is_on: setattr(engine.scheduler.jumps, "is_on", is_on))

@@ -1,0 +1,73 @@
+"""What tests of several tokens a step ask of a real model in float32: the text that steps of one token have."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpu.config import ModelConfig
+from gpu.model.architecture import load_architecture
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig
+from scheduler.messages import Delta, EngineRequest, Logprob
+from scheduler.planning.engine_memory import plan_engine
+from tests.gpu.reference_model import FOLDER, shallow_model
+from tests.scheduler.engines import drain, text
+from transfer.machine import probe_machine
+
+Asked = Callable[[int], EngineRequest]
+
+
+def shallow_config() -> ModelConfig:
+    """Four layers of the reference model."""
+    return ModelConfig(path=Path(shallow_model(4).name), tokenizer=FOLDER)
+
+
+def load(config: EngineConfig) -> Engine:
+    plan = plan_engine(config, load_architecture(config.model), probe_machine())
+    engine, _ = load_engine(config, plan, lambda *_: None)
+    return engine
+
+
+def logprobs(deltas: list[Delta]) -> list[Logprob]:
+    return [one for delta in deltas for one in delta.logprobs or []]
+
+
+def check_told(told: dict[str, list[Delta]], alone: dict[str, list[Delta]], ask: Asked) -> None:
+    """Texts, logprobs and ends are those of steps of one token; request names are their numbers."""
+    assert told.keys() == alone.keys()
+    for name, deltas in told.items():
+        theirs, request = alone[name], ask(int(name))
+        assert text(deltas) == text(theirs)
+        assert len(text(deltas)) == request.max_tokens
+        assert deltas[-1].finish_reason == theirs[-1].finish_reason == "length"
+        mine, others = logprobs(deltas), logprobs(theirs)
+        assert len(mine) == (len(text(deltas)) if request.sampling.num_logprobs is not None else 0)
+        assert [one.logprob for one in mine] == pytest.approx([one.logprob for one in others], abs=1e-4)
+        assert [one.top[0][0] for one in mine] == [one.top[0][0] for one in others]
+
+
+def check_giving_way(engine: Engine, ask: Asked, switch: Callable[[bool], None]) -> None:
+    """Some of four requests lose their pages now and then, others are in flight then; a fifth is cancelled. switch:
+    turns on or off what is tested.
+    """
+    switch(False)
+    engine.submit([ask(number) for number in range(4)])
+    wanted = {name: text(deltas) for name, deltas in drain(engine).items()}
+    switch(True)
+    roster, preemptions = engine.scheduler.roster, engine.scheduler.roster.num_preemptions
+    engine.submit([*(ask(number) for number in range(4)), ask(5)])
+    told: dict[str, list[Delta]] = {}
+    for step in range(20_000):
+        if not engine.has_work:
+            break
+        for delta in engine.step():
+            told.setdefault(delta.request_id, []).append(delta)
+        if step % 9 == 8 and roster.running:
+            roster.preempt_last([roster.running[step % len(roster.running)]])
+        if step == 20:
+            engine.cancel(["5"])
+    assert roster.num_preemptions > preemptions + 3
+    assert {name: text(deltas) for name, deltas in told.items() if name != "5"} == wanted
+    assert not engine.scheduler.pages.num_held

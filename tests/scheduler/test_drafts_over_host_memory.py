@@ -1,0 +1,161 @@
+"""Drafts over contexts in host memory, of a real model in float32: the text is that of steps of one token, the host
+reads a context once for all rows of a draft, and every row reads all of its own.
+"""
+
+from collections.abc import Iterator
+from itertools import cycle
+
+import numpy as np
+import pytest
+
+from gpu.config import Composition, DraftConfig, GpuConfig
+from gpu.sampling_params import SamplingParams
+from scheduler.drafts.draft_source import Proposal
+from scheduler.engine.engine import Engine
+from scheduler.engine_config import EngineConfig, SchedulerConfig
+from scheduler.messages import Delta, EngineRequest, pack_tokens
+from tests.scheduler.drafting import foresee, take_all
+from tests.scheduler.engines import drain, prompt_of, text
+from tests.scheduler.real_model import check_giving_way, check_told, load, shallow_config
+from transfer.host_config import HostConfig, SampledConfig
+
+PROFILES = ("whole", "sample", "whole", "offloaded", "exact")
+MOST = 90
+DRAFT = DraftConfig()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["counted by nobody", "counted"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """It counts in every layer of every step who reads what, or goes without."""
+    config = EngineConfig(
+        model=shallow_config(),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param),
+        host=HostConfig(
+            memory_limit_gib=0.02,
+            threads=1,
+            resident_tokens=128,
+            residency="fixed",
+            sampled=SampledConfig(bits_per_table=6, num_tables=20),
+        ),
+        profiles={
+            "whole": Composition(host="offloaded", draft=DRAFT),
+            "sample": Composition(host="sampled", draft=DRAFT),
+        },
+        scheduler=SchedulerConfig(max_running=24, max_context_tokens=2600, prefix_cache=False),
+    )
+    made = load(config)
+    yield made
+    made.shutdown()
+
+
+def ask(number: int) -> EngineRequest:
+    params = SamplingParams(
+        temperature=(0.0, 1.0, 0.7)[number % 3],
+        seed=number,
+        num_logprobs=(None, 1)[number % 2],
+        frequency_penalty=(0.0, 0.4)[number // 2 % 2],
+    )
+    return EngineRequest(
+        request_id=f"{number}",
+        prompt=pack_tokens(prompt_of((480, 500, 60, 333)[number % 4], number)),
+        sampling=params,
+        max_tokens=MOST - number,
+        stop_token_ids=[],
+        attention_profile=PROFILES[number % 5],
+        arrival_s=float(number),
+    )
+
+
+def switch(engine: Engine, is_on: bool, spoilt: float = 0.3) -> None:
+    """Have drafts, of the texts that come without them, spoilt; or none."""
+    drafts = engine.scheduler.drafts
+    if is_on and not drafts.is_on:
+        foresee(engine, {name: text(deltas) for name, deltas in drain_without(engine).items()}, spoilt)
+    drafts.is_on = is_on
+
+
+def drain_without(engine: Engine) -> dict[str, list[Delta]]:
+    engine.scheduler.drafts.is_on = False
+    engine.submit([ask(number) for number in range(6)])
+    return drain(engine)
+
+
+@pytest.mark.parametrize("spoilt", [0.0, 0.3, 1.0])
+def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine, spoilt: float) -> None:
+    alone = drain_without(engine)
+    before = engine.stats()
+    switch(engine, True, spoilt)
+    engine.submit([ask(number) for number in range(6)])
+    told = drain(engine)
+    after = engine.stats()
+    check_told(told, alone, ask)
+    proposed, accepted = (
+        getattr(after.drafts, name) - getattr(before.drafts, name) for name in ("proposed", "accepted")
+    )
+    assert proposed > MOST
+    assert (accepted == proposed, accepted == 0) == (spoilt == 0.0, spoilt == 1.0)
+
+
+class SpoiltAt:
+    """Proposes the text of one request with one wrong token: each number of right ones of each length in turn."""
+
+    turns = cycle((length, right) for length in range(1, 6) for right in range(length + 1))
+
+    def __init__(self, num_prompt_tokens: int, output: list[int]) -> None:
+        self.num_observed, self._num_prompt_tokens, self._output = 0, num_prompt_tokens, output
+
+    def observe(self, token_ids: np.ndarray) -> None:
+        self.num_observed += len(token_ids)
+
+    def propose(self, most_tokens: int) -> Proposal:
+        length, right = next(self.turns)
+        begin = self.num_observed - self._num_prompt_tokens
+        follow = self._output[begin : begin + length]
+        return Proposal([token_id + (place == right) for place, token_id in enumerate(follow)], 8)
+
+    def forget(self) -> None:
+        """Keep nothing."""
+
+
+def test_every_number_of_drafted_tokens_is_accepted_and_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[int, int]] = set()
+    tell = engine.scheduler.drafts.tell
+
+    def noted(lane: object, drafted: list[tuple[object, int, int]], *rest: object) -> None:
+        seen.update((num_drafted, num_accepted) for _, num_drafted, num_accepted in drafted)
+        tell(lane, drafted, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.scheduler.drafts, "tell", noted)
+    alone = drain_without(engine)
+    outputs = {name: text(deltas) for name, deltas in alone.items()}
+    engine.scheduler.drafts.is_on = True
+    engine.scheduler.drafts.make_source = lambda config, sequence: SpoiltAt(
+        sequence.num_prompt_tokens, outputs[sequence.request_id]
+    )
+    take_all(engine)
+    engine.submit([ask(number) for number in range(6)])
+    check_told(drain(engine), alone, ask)
+    assert seen >= {(length, right) for length in range(1, 6) for right in range(length + 1)}
+
+
+def test_the_host_reads_a_context_once_for_all_rows_of_a_draft(engine: Engine) -> None:
+    """Of a draft that is right throughout: rows read of contexts go by steps, not by tokens."""
+    read, tokens = {}, {}
+    for is_on in (False, True):
+        engine.scheduler.drafts.is_on = False
+        switch(engine, is_on, 0.0)
+        before = engine.stats().host
+        engine.submit([ask(0)])
+        tokens[is_on] = len(text(drain(engine)["0"]))
+        after = engine.stats().host
+        assert before is not None
+        assert after is not None
+        read[is_on] = after.rows_read - before.rows_read
+    assert tokens[True] == tokens[False] == MOST
+    assert 0 < read[True] < read[False] / 3
+
+
+def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine) -> None:
+    check_giving_way(engine, ask, lambda is_on: switch(engine, is_on))
