@@ -1,0 +1,290 @@
+"""Records on disk: whole or absent, whatever happens to files, disks and processes; limits hold; the oldest go."""
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.transfer.chunk_cases import fail_at
+from tests.transfer.record_cases import (
+    FILE_BYTES,
+    MODEL,
+    OTHER_MODEL,
+    SHAPE,
+    fetch,
+    name_of,
+    open_folder,
+    parts_of,
+    path_of,
+    reopen,
+    store,
+)
+from transfer.disk.disk_rate import SLOW_RATE, ReadRate, probe_rate
+from transfer.disk.record_folder import FolderError
+from transfer.disk.record_format import RecordError, RecordShape, name_model, read_header, write_header
+
+ROOT = Path(__file__).parents[2]
+PLACES = [*range(0, 320, 3), *range(320, 4096, 64), *range(4096, FILE_BYTES, 3)]  # more densely where there is text
+
+WHAT = st.sampled_from(["put", "put", "get", "get", "drop", "restart"])
+OPERATIONS = st.lists(st.tuples(WHAT, st.integers(0, 4)), max_size=40)
+
+
+def run_child(code: str, *arguments: str) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
+def test_what_is_stored_is_found_by_this_process_and_the_next(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path / "a" / "b")
+    assert fetch(folder, 1) is None
+    assert store(folder, 1)
+    assert store(folder, 2)
+    assert store(folder, 1), "it is there already"
+    assert (folder.bytes_held, folder.bytes_written) == (2 * FILE_BYTES, 2 * FILE_BYTES)
+    again = reopen(folder)
+    assert [fetch(again, number) for number in (1, 2, 3)] == [parts_of(1), parts_of(2), None]
+    assert again.bytes_held == 2 * FILE_BYTES
+    again.shutdown()
+    assert fetch(open_folder(tmp_path / "a" / "b", model=OTHER_MODEL), 1) is None
+
+
+def test_a_header_is_that_of_one_record_of_one_model() -> None:
+    sums = ["1" * 32, "2" * 32]
+    raw = write_header(MODEL, SHAPE, name_of(1), sums)
+    assert len(raw) == SHAPE.header_bytes == 4096
+    assert read_header(raw, MODEL, SHAPE, name_of(1)) == sums
+    others = [
+        (OTHER_MODEL, SHAPE, name_of(1)),
+        (MODEL, SHAPE, name_of(2)),
+        (MODEL, RecordShape("kv", (60, 101)), name_of(1)),
+        (MODEL, RecordShape("end", SHAPE.part_bytes), name_of(1)),
+    ]
+    for other in others:
+        with pytest.raises(RecordError):
+            read_header(raw, *other)
+    assert RecordShape("kv", (8,) * 200).header_bytes == 8192
+    assert name_model("a", 1) != name_model("a1") != name_model("a", "1", "")
+
+
+def test_a_flipped_bit_anywhere_is_found_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = open_folder(tmp_path)
+    store(folder, 1)
+    folder.shutdown()
+    sound = path_of(tmp_path, 1).read_bytes()
+    with caplog.at_level(logging.ERROR, "transfer.disk.record_folder"):
+        for place in PLACES:
+            flipped = bytearray(sound)
+            flipped[place] ^= 1 << place % 8
+            path_of(tmp_path, 1).write_bytes(flipped)
+            folder = open_folder(tmp_path)
+            assert fetch(folder, 1) is None, place
+            assert not path_of(tmp_path, 1).exists()
+            folder.shutdown()
+    path_of(tmp_path, 1).write_bytes(sound)
+    assert fetch(open_folder(tmp_path), 1) == parts_of(1)
+
+
+def test_what_changes_under_a_running_server_is_found_out_too(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    for number in range(4):
+        store(folder, number)
+    os.truncate(path_of(tmp_path, 0), FILE_BYTES - 1)
+    path_of(tmp_path, 1).unlink()
+    shutil.copy(path_of(tmp_path, 3), path_of(tmp_path, 2))
+    assert [fetch(folder, number) for number in range(4)] == [None, None, None, parts_of(3)]
+    assert folder.counts["damaged"] == 3
+    assert folder.bytes_held == FILE_BYTES
+
+
+@pytest.mark.parametrize("content", [b"", b"TANDEMCX", b"PK\x03\x04", bytes(FILE_BYTES), b"TANDEMCX" * 532])
+def test_a_foreign_or_cut_file_goes_at_the_start(content: bytes, tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    path_of(tmp_path, 1).write_bytes(content)
+    (tmp_path / MODEL / f"{name_of(2)}.kv.part").write_bytes(content)
+    (tmp_path / MODEL / "notes.kv").write_text("mine")
+    folder = reopen(folder)
+    assert fetch(folder, 1) is None
+    assert [path.name for path in (tmp_path / MODEL).iterdir()] == ["notes.kv"], "what is not ours is not touched"
+
+
+def test_a_record_of_another_model_or_name_is_never_read(tmp_path: Path) -> None:
+    other = open_folder(tmp_path, model=OTHER_MODEL)
+    store(other, 1)
+    other.shutdown()
+    (tmp_path / MODEL).mkdir()
+    shutil.copy(path_of(tmp_path, 1, OTHER_MODEL), path_of(tmp_path, 1))
+    shutil.copy(path_of(tmp_path, 1, OTHER_MODEL), path_of(tmp_path, 2))
+    folder = open_folder(tmp_path)
+    assert [fetch(folder, 1), fetch(folder, 2), len(folder)] == [None, None, 1]
+    store(folder, 1)
+    shutil.copy(path_of(tmp_path, 1), path_of(tmp_path, 2))
+    assert fetch(reopen(folder), 2) is None
+
+
+def test_files_of_all_models_share_the_limit(tmp_path: Path) -> None:
+    other = open_folder(tmp_path, model=OTHER_MODEL)
+    store(other, 1)
+    store(other, 2)
+    other.shutdown()
+    folder = open_folder(tmp_path, 3 * FILE_BYTES)
+    assert folder.bytes_held == 2 * FILE_BYTES
+    store(folder, 3)
+    store(folder, 4)
+    assert [path_of(tmp_path, one, OTHER_MODEL).exists() for one in (1, 2)] == [False, True]
+    assert [fetch(folder, 3), fetch(folder, 4)] == [parts_of(3), parts_of(4)]
+
+
+def test_what_is_read_now_stays_and_a_prefix_outlives_what_is_behind_it(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path, 3 * FILE_BYTES)
+    for number in (1, 2, 3):
+        store(folder, number)
+    folder.touch("kv", [name_of(number) for number in (1, 2, 3)])
+    folder = reopen(folder, 3 * FILE_BYTES)
+    assert not folder.lease("kv", [name_of(1), name_of(9)]), "all or none"
+    assert folder.lease("kv", [name_of(3)])
+    assert store(folder, 4)
+    assert [folder.has("kv", name_of(one)) for one in (1, 2, 3, 4)] == [True, False, True, True]
+    folder.release("kv", [name_of(3)])
+    assert store(folder, 5)
+    assert not folder.has("kv", name_of(3))
+
+
+def test_where_all_is_read_nothing_is_written(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path, 2 * FILE_BYTES)
+    store(folder, 1)
+    store(folder, 2)
+    folder.lease("kv", [name_of(1), name_of(2)])
+    assert not store(folder, 3)
+    assert folder.counts["refused"] == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(operations=OPERATIONS, capacity=st.integers(0, 4))
+def test_the_least_recently_used_go_as_in_an_ordered_dictionary(
+    operations: list[tuple[str, int]], capacity: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root, limit = tmp_path_factory.mktemp("records"), max(1, capacity * FILE_BYTES)
+    folder, model = open_folder(root, limit), OrderedDict[int, None]()
+    for what, number in operations:
+        if what == "put":
+            assert store(folder, number) == (capacity > 0)
+            model[number] = None  # what is there stays where it is, until it is used
+            while len(model) > capacity:
+                model.popitem(last=False)
+        elif what == "get":
+            assert fetch(folder, number) == (parts_of(number) if number in model else None)
+            if number in model:
+                model.move_to_end(number)
+        elif what == "drop":
+            folder.drop("kv", name_of(number), "a test")
+            model.pop(number, None)
+        else:
+            folder = reopen(folder, limit)
+        assert {path.name for path in root.rglob("*.kv")} == {f"{name_of(one)}.kv" for one in model}
+        assert folder.bytes_held == len(model) * FILE_BYTES
+    folder.shutdown()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_refuses_at_any_call_stops_writes_and_says_so_once(
+    code: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = open_folder(tmp_path)
+    store(folder, 0)
+    failed = 0
+    for when in range(100):
+        folder._stopped_until = 0.0
+        undo = fail_at(when, code)
+        try:
+            was_stored = store(folder, 1)
+        finally:
+            undo()
+        assert list((tmp_path / MODEL).glob("*.part")) == []
+        assert fetch(folder, 1) == (parts_of(1) if was_stored else None)
+        assert fetch(folder, 0) == parts_of(0)
+        if was_stored:
+            break
+        failed += 1
+        assert not store(folder, 1), "for a while nothing is tried"
+    assert failed == 5, "open, three writes, rename"
+    assert folder.counts["refused"] == 2 * failed
+    assert caplog.text.count("disk_writes_stop") == 1
+    assert caplog.text.count("disk_writes_go_on") == 1
+
+
+def test_the_limit_of_a_day_holds_over_a_restart_and_ends_with_the_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    day = "2026-11-29"
+    monkeypatch.setattr("transfer.disk.day_count._today", lambda: day)
+    folder = open_folder(tmp_path, day_limit_bytes=2 * FILE_BYTES)
+    store(folder, 1)
+    folder.shutdown()
+    folder = open_folder(tmp_path, day_limit_bytes=2 * FILE_BYTES)
+    assert [store(folder, number) for number in (2, 3, 4)] == [True, False, False]
+    assert (folder.counts["capped"], caplog.text.count("disk_day_limit")) == (2, 1)
+    day = "2026-11-30"
+    assert [store(folder, number) for number in (3, 4, 5)] == [True, True, False]
+    folder.shutdown()
+    (tmp_path / "written.json").write_text('{"day": []')
+    assert store(open_folder(tmp_path, day_limit_bytes=FILE_BYTES), 6)
+
+
+def test_a_second_process_is_refused_by_name_until_the_first_is_gone(tmp_path: Path) -> None:
+    code = "import sys, pathlib; from tests.transfer.record_cases import open_folder; " \
+           "folder = open_folder(pathlib.Path(sys.argv[1])); print('there', flush=True); sys.stdin.read()"  # fmt: skip
+    child = run_child(code, str(tmp_path))
+    assert child.stdout is not None
+    assert child.stdout.readline() == "there\n"
+    with pytest.raises(FolderError, match=f"disk.folder: .* in use by process {child.pid}; give each server a folder"):
+        open_folder(tmp_path)
+    child.kill()
+    child.communicate()
+    open_folder(tmp_path).shutdown()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FolderError, match="disk.folder: .*file cannot be used"):
+        open_folder(tmp_path / "file")
+
+
+def test_a_writer_killed_at_any_call_leaves_whole_records_or_none(tmp_path: Path) -> None:
+    code = "import sys, pathlib; from tests.transfer.record_cases import *; " \
+           "print(kill_everywhere(pathlib.Path(sys.argv[1])), 'torch' in sys.modules)"  # fmt: skip
+    child = run_child(code, str(tmp_path))
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err[-2000:]
+    kills, has_torch = out.split()
+    assert int(kills) >= 2 * 8, "of the lock, the scans, three writes, rename, and its time"
+    assert has_torch == "False"
+
+
+def test_the_rate_is_measured_and_learnt_from_reads_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert probe_rate(tmp_path, 2) > SLOW_RATE / 10
+    assert list(tmp_path.iterdir()) == []
+    assert probe_rate(tmp_path / "missing", 2) == SLOW_RATE
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    rate = ReadRate(1e9)
+    rate.begin()
+    rate.begin()
+    now = 0.1
+    rate.end(2**26)
+    rate.end(2**26)
+    assert rate.bytes_a_second == pytest.approx(1e9 + 0.3 * (2**27 / 0.1 - 1e9))

@@ -1,0 +1,96 @@
+"""The contexts of one model on disk, and the threads that read and write them.
+
+Blocks are named by the hash of all tokens to their end, so a prefix that two contexts share is there once. Reads run
+side by side, in the order in which they are asked for; writes one after another, behind the steps.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from transfer.disk.disk_config import DiskConfig
+from transfer.disk.disk_rate import ReadRate, probe_rate
+from transfer.disk.record_folder import RecordFolder
+from transfer.disk.record_format import RecordShape
+
+GIB = 2**30
+KV = "kv"  # blocks of keys and values
+END = "end"  # what windows or states hold where a prefix ends
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCounts:
+    """Bytes and records now, and counts since the engine started."""
+
+    bytes_held: int
+    records: int
+    bytes_written: int
+    bytes_read: int
+    written: int
+    refused: int
+    capped: int
+    evicted: int
+    damaged: int
+    read_rate: int  # bytes a second, as it is reckoned with
+
+
+class ContextStore:
+    """Records of one model's contexts. block_tokens: of a record of keys and values, whose `kv.part_bytes` are of
+    layers that have pages; end: what else a prefix's end has, or None.
+    """
+
+    def __init__(self, config: DiskConfig, model: str, kv: RecordShape, end: RecordShape | None) -> None:
+        """Raises FolderError."""
+        self.config, self.block_tokens, self.kv, self.end = config, config.block_tokens, kv, end
+        root = config.resolved_folder
+        shapes = [kv] if end is None else [kv, end]
+        day = None if config.written_gib_a_day is None else int(config.written_gib_a_day * GIB)
+        self.folder = RecordFolder(root, model, shapes, int(config.limit_gib * GIB), day)
+        self.rate = ReadRate(probe_rate(root, config.threads))
+        self.bytes_read = 0
+        self._readers = ThreadPoolExecutor(config.threads, "context-reads")
+        self._writer = ThreadPoolExecutor(1, "context-writes")
+
+    def count_front(self, names: Sequence[str], first: int) -> int:
+        """Return how many of these blocks are there without a gap, those before `first` taken for granted."""
+        end = first
+        while end < len(names) and self.folder.has(KV, names[end]):
+            end += 1
+        return end
+
+    def read_seconds(self, num_blocks: int) -> float:
+        """Return the seconds that so many blocks take to be read."""
+        return num_blocks * self.kv.file_bytes / self.rate.bytes_a_second
+
+    def read(self, kind: str, name: str, part: int, out: memoryview) -> None:
+        """Read a part now. Raises RecordError."""
+        self.rate.begin()
+        try:
+            self.folder.read(kind, name, part, out)
+        finally:
+            self.rate.end(out.nbytes)
+        self.bytes_read += out.nbytes
+
+    def run_read(self, read: Callable[[], None]) -> "Future[None]":
+        """Run `read` in a thread, behind those that were asked for before."""
+        return self._readers.submit(read)
+
+    def run_write(self, write: Callable[[], None]) -> "Future[None]":
+        return self._writer.submit(write)
+
+    def counts(self) -> DiskCounts:
+        folder = self.folder
+        return DiskCounts(
+            bytes_held=folder.bytes_held,
+            records=len(folder),
+            bytes_written=folder.bytes_written,
+            bytes_read=self.bytes_read,
+            read_rate=int(self.rate.bytes_a_second),
+            **{name: folder.counts[name] for name in ("written", "refused", "capped", "evicted", "damaged")},
+        )
+
+    def shutdown(self) -> None:
+        """Finish what is being written, and give the folder to others."""
+        self._writer.shutdown()
+        self._readers.shutdown(cancel_futures=True)
+        self.folder.shutdown()

@@ -1,0 +1,49 @@
+"""Define the settings of contexts on disk: where they lie, how much is kept and written, and when they are read."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from transfer.settings_model import Settings
+
+BLOCK_STEP = 64  # tokens: the largest page
+
+
+class DiskConfig(Settings):
+    """Contexts on disk, below host memory: prefixes of prompts that are found again after they were evicted, and after a
+    restart. A deployment without this section keeps none.
+    """
+
+    folder: Path | None = Field(
+        None, description="on a fast disk, of this server alone; default: tandem/contexts in the user's cache folder"
+    )
+    limit_gib: float = Field(64.0, gt=0, description="of all models in the folder; the least recently used go")
+    written_gib_a_day: float | None = Field(
+        256.0, gt=0, description="most that is written on one day (UTC); then nothing is until the next; null: any"
+    )
+    block_tokens: int = Field(
+        256, description="of a block, a file of its own; a multiple of 64. What is behind the last whole one is computed"
+    )
+    choose: Literal["time", "always"] = Field(
+        "time",
+        description="read, and write, a block where that is faster than to compute it, by the disk's measured rate and "
+        "prefill's (`time`), or whenever there is one (`always`)",
+    )
+    threads: int = Field(4, ge=1, le=64, description="files that are read at a time")
+    memory_mib: float = Field(
+        256.0, gt=0, description="of pinned host memory for blocks on their way to the disk; two blocks at the least"
+    )
+
+    @field_validator("block_tokens")
+    @classmethod
+    def _whole_pages(cls, given: int) -> int:
+        if given < BLOCK_STEP or given % BLOCK_STEP:
+            raise ValueError(f"wanted a multiple of {BLOCK_STEP}, {BLOCK_STEP} or more")
+        return given
+
+    @property
+    def resolved_folder(self) -> Path:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return self.folder or cache / "tandem" / "contexts"

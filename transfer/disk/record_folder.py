@@ -1,0 +1,298 @@
+"""Keep records on disk: a folder for each model, a file for each record, written aside and renamed, the least recently
+used evicted first. No torch.
+
+One process has the folder: a lock says so, and what is there is read once, at the start. A file with a record's name is
+whole, or its reader notices that it is not: every part is checked when it is read. So nothing is synchronised with the
+disk: after a loss of power the last records may be gone, and none is wrong. The files of all models stay below the
+limit, including the one that is being written. Records that somebody reads are not evicted.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import RLock
+
+from transfer.chunks.chunk_file import read_bytes, write_bytes
+from transfer.disk.day_count import DayCount
+from transfer.disk.record_format import NAME_DIGITS, RecordError, RecordShape, checksum, read_header, write_header
+
+RETRY_SECONDS = 60.0  # after the disk refused
+_MODEL = re.compile(r"[0-9a-f]{32}")
+_OURS = re.compile(rf"[0-9a-f]{{{NAME_DIGITS}}}\.[a-z]+(\.part)?")
+_PART = ".part"
+
+log = logging.getLogger(__name__)
+
+
+class FolderError(Exception):
+    """The folder cannot be used; the message names it and says what to change."""
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    path: Path
+    num_bytes: int
+    checksums: list[str]
+    num_leases: int = 0
+
+
+class RecordFolder:
+    """Records of one model below `root`, and files of others that count to the limit. From any thread."""
+
+    def __init__(
+        self, root: Path, model: str, shapes: Sequence[RecordShape], limit_bytes: int, day_limit_bytes: int | None
+    ) -> None:
+        """model: `name_model` of all that the bytes depend on. Raises FolderError where it cannot be made, or another
+        process has it.
+        """
+        assert _MODEL.fullmatch(model), "a model is 32 hexadecimal digits"
+        self.root, self.model, self.limit_bytes = root, model, limit_bytes
+        self.counts: Counter[str] = Counter()  # written, refused, capped, evicted, damaged
+        self.bytes_held = 0
+        self.bytes_written = 0
+        self._shapes = {shape.kind: shape for shape in shapes}
+        self._folder = root / model
+        self._lock = RLock()
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by the file's name, the last used last
+        self._stopped_until = 0.0
+        self._is_refusing = self._is_capped = False
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock_file = _take(root)
+            self._scan()
+        except OSError as error:
+            raise FolderError(f"disk.folder: {root} cannot be used ({error}); wanted one that can be written") from None
+        self.day = DayCount(root / "written.json", day_limit_bytes)
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def has(self, kind: str, name: str) -> bool:
+        return f"{name}.{kind}" in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def lease(self, kind: str, names: Iterable[str]) -> bool:
+        """Keep records from being evicted until `release`; False, and none is kept, where one is not there."""
+        with self._lock:
+            found = [self._entries.get(f"{name}.{kind}") for name in names]
+            entries = [entry for entry in found if entry is not None]
+            if len(entries) < len(found):
+                return False
+            for entry in entries:
+                entry.num_leases += 1
+            return True
+
+    def release(self, kind: str, names: Iterable[str]) -> None:
+        with self._lock:
+            for name in names:
+                entry = self._entries.get(f"{name}.{kind}")
+                if entry is not None:
+                    entry.num_leases = max(0, entry.num_leases - 1)
+
+    def touch(self, kind: str, names: Sequence[str]) -> None:
+        """Mark the blocks of one prefix as used, so that its last ones are evicted before those in front."""
+        for name in reversed(names):
+            with self._lock:
+                entry = self._entries.get(f"{name}.{kind}")
+                if entry is None:
+                    continue
+                self._entries.move_to_end(f"{name}.{kind}")
+            with suppress(OSError):  # the order after a restart
+                os.utime(entry.path)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, kind: str, name: str, part: int, out: memoryview) -> None:
+        """Fill `out` with a part's bytes. Raises RecordError where they are not those that were stored, and then the
+        record is gone.
+        """
+        entry = self._entries.get(f"{name}.{kind}")
+        if entry is None:
+            raise RecordError(f"record {name}.{kind} is not there any more")
+        begin, end = self._shapes[kind].part_ranges()[part]
+        assert out.nbytes == end - begin, f"out has {out.nbytes} bytes, a part {end - begin}"
+        try:
+            descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                num_read = read_bytes(descriptor, out, begin)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self.drop(kind, name, str(error))
+            raise RecordError(f"record {name}.{kind} cannot be read ({error})") from error
+        if num_read < out.nbytes or checksum(out) != entry.checksums[part]:
+            why = f"part {part} " + ("does not match its checksum" if num_read == out.nbytes else "is cut short")
+            self.drop(kind, name, why)
+            raise RecordError(f"record {name}.{kind}: {why}")
+
+    def drop(self, kind: str, name: str, reason: str) -> None:
+        """Remove a record that is not what was stored."""
+        with self._lock:
+            entry = self._forget(f"{name}.{kind}")
+            if entry is None:
+                return
+            self.counts["damaged"] += 1
+        log.warning("disk_record_damaged path=%s reason=%s", entry.path, reason)
+        with suppress(OSError):
+            entry.path.unlink(missing_ok=True)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def put(self, kind: str, name: str, parts: Sequence[memoryview]) -> bool:
+        """Write a record; False where the day's limit is reached, there is no room, or the disk refuses: then nothing
+        is written for a while. Both are logged once.
+        """
+        shape, file_name = self._shapes[kind], f"{name}.{kind}"
+        assert tuple(part.nbytes for part in parts) == shape.part_bytes, "a record has the parts of its kind"
+        with self._lock:
+            if file_name in self._entries:
+                return True
+            if time.monotonic() < self._stopped_until:
+                self.counts["refused"] += 1
+                return False
+            if not self._may_write(shape.file_bytes):
+                return False
+        path = self._folder / file_name
+        try:
+            checksums = self._write(path, shape, name, parts)
+        except OSError as error:
+            with suppress(OSError):
+                path.with_name(file_name + _PART).unlink(missing_ok=True)
+            self._refuse(str(error))
+            return False
+        with self._lock:
+            self._add(file_name, _Entry(path, shape.file_bytes, checksums))
+            self.counts["written"] += 1
+            self.bytes_written += shape.file_bytes
+            self.day.add(shape.file_bytes)
+            if self._is_refusing:
+                log.warning("disk_writes_go_on folder=%s", self.root)
+            self._is_refusing = False
+        return True
+
+    def shutdown(self) -> None:
+        """Give the folder to others; nothing is read or written any more."""
+        with suppress(OSError):
+            os.close(self._lock_file)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _write(self, path: Path, shape: RecordShape, name: str, parts: Sequence[memoryview]) -> list[str]:
+        part_path = path.with_name(path.name + _PART)
+        descriptor = os.open(part_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        checksums = []
+        try:
+            for part, (begin, _) in zip(parts, shape.part_ranges(), strict=True):
+                checksums.append(checksum(part))
+                write_bytes(descriptor, part, begin)
+            write_bytes(descriptor, memoryview(write_header(self.model, shape, name, checksums)), 0)
+        finally:
+            os.close(descriptor)
+        os.rename(part_path, path)
+        return checksums
+
+    def _may_write(self, num_bytes: int) -> bool:
+        """Evict until so many bytes fit; False where they cannot, or the day's limit is reached."""
+        if not self.day.allows(num_bytes):
+            self.counts["capped"] += 1
+            if not self._is_capped:
+                log.warning(
+                    "disk_day_limit folder=%s written_bytes=%d raise=disk.written_gib_a_day; nothing more is written "
+                    "today", self.root, self.day.num_bytes,
+                )  # fmt: skip
+            self._is_capped = True
+            return False
+        self._is_capped = False
+        while self.bytes_held + num_bytes > self.limit_bytes:
+            oldest = next((key for key, entry in self._entries.items() if not entry.num_leases), None)
+            if oldest is None:
+                self.counts["refused"] += 1
+                return False
+            entry = self._forget(oldest)
+            assert entry is not None
+            self.counts["evicted"] += 1
+            with suppress(OSError):
+                entry.path.unlink(missing_ok=True)
+        return True
+
+    def _refuse(self, error: str) -> None:
+        """Stop writing for a while, and log it once until it goes on."""
+        with self._lock:
+            self.counts["refused"] += 1
+            self._stopped_until = time.monotonic() + RETRY_SECONDS
+            is_first, self._is_refusing = not self._is_refusing, True
+        if is_first:
+            log.warning(
+                "disk_writes_stop folder=%s error=%s wanted=room that can be written: see disk.folder and "
+                "disk.limit_gib; contexts are kept in memory alone meanwhile", self.root, error,
+            )  # fmt: skip
+
+    def _add(self, file_name: str, entry: _Entry) -> None:
+        if file_name not in self._entries:
+            self._entries[file_name] = entry
+            self.bytes_held += entry.num_bytes
+
+    def _forget(self, file_name: str) -> _Entry | None:
+        entry = self._entries.pop(file_name, None)
+        if entry is not None:
+            self.bytes_held -= entry.num_bytes
+        return entry
+
+    def _scan(self) -> None:
+        """Find what is there, and remove what was being written, is damaged, or is of another model than its folder."""
+        found: list[tuple[int, str, _Entry]] = []
+        for folder in self.root.iterdir():
+            if not _MODEL.fullmatch(folder.name) or not folder.is_dir():
+                continue
+            with os.scandir(folder) as files:
+                for file in [file for file in files if _OURS.fullmatch(file.name)]:
+                    state, path = file.stat(follow_symlinks=False), Path(file.path)
+                    checksums = self._examine(path, state.st_size)
+                    if checksums is None:
+                        path.unlink(missing_ok=True)
+                        continue
+                    key = file.name if folder == self._folder else f"{folder.name}/{file.name}"
+                    found.append((state.st_mtime_ns, key, _Entry(path, state.st_size, checksums)))
+        for _, key, entry in sorted(found, key=lambda one: one[:2]):
+            self._add(key, entry)
+
+    def _examine(self, path: Path, size: int) -> list[str] | None:
+        """Return the checksums of a record of this model; none of another's; None: the file is to go."""
+        if path.suffix == _PART:
+            return None
+        if path.parent != self._folder:
+            return []
+        try:
+            shape = self._shapes.get(path.suffix[1:])
+            if shape is None or size != shape.file_bytes:
+                raise RecordError(f"it has {size:,} bytes, wanted those of a record")
+            with path.open("rb") as file:
+                return read_header(file.read(shape.header_bytes), self.model, shape, path.stem)
+        except (RecordError, OSError) as error:
+            self.counts["damaged"] += 1
+            log.warning("disk_record_damaged path=%s reason=%s", path, error)
+            return None
+
+
+def _take(root: Path) -> int:
+    """Lock the folder for this process. Raises FolderError."""
+    descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "another"
+        os.close(descriptor)
+        raise FolderError(
+            f"disk.folder: {root} is in use by process {holder}; give each server a folder of its own, or end that one"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
