@@ -12,7 +12,7 @@ BLOCK_STEP = 64  # tokens: the largest page
 
 
 class DiskConfig(Settings):
-    """Contexts on disk, below host memory: prefixes of prompts that are found again after they were evicted, and after a
+    """Contexts on disk, below host memory: prefixes of prompts are found again after they were evicted, and after a
     restart. A deployment without this section keeps none.
     """
 
@@ -24,7 +24,7 @@ class DiskConfig(Settings):
         256.0, gt=0, description="most that is written on one day (UTC); then nothing is until the next; null: any"
     )
     block_tokens: int = Field(
-        256, description="of a block, a file of its own; a multiple of 64. What is behind the last whole one is computed"
+        256, description="of a block, a file of its own; a multiple of 64. What is behind the last one is computed"
     )
     choose: Literal["time", "always"] = Field(
         "time",

@@ -61,6 +61,7 @@ class RecordFolder:
         self._folder = root / model
         self._lock = RLock()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by the file's name, the last used last
+        self.version = 0  # changes with what is there
         self._stopped_until = 0.0
         self._is_refusing = self._is_capped = False
         try:
@@ -106,7 +107,7 @@ class RecordFolder:
                     continue
                 self._entries.move_to_end(f"{name}.{kind}")
             with suppress(OSError):  # the order after a restart
-                os.utime(entry.path)
+                _mark_used(entry.path)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -194,6 +195,7 @@ class RecordFolder:
                 checksums.append(checksum(part))
                 write_bytes(descriptor, part, begin)
             write_bytes(descriptor, memoryview(write_header(self.model, shape, name, checksums)), 0)
+            _mark_used(descriptor)
         finally:
             os.close(descriptor)
         os.rename(part_path, path)
@@ -239,11 +241,13 @@ class RecordFolder:
         if file_name not in self._entries:
             self._entries[file_name] = entry
             self.bytes_held += entry.num_bytes
+            self.version += 1
 
     def _forget(self, file_name: str) -> _Entry | None:
         entry = self._entries.pop(file_name, None)
         if entry is not None:
             self.bytes_held -= entry.num_bytes
+            self.version += 1
         return entry
 
     def _scan(self) -> None:
@@ -280,6 +284,11 @@ class RecordFolder:
             self.counts["damaged"] += 1
             log.warning("disk_record_damaged path=%s reason=%s", path, error)
             return None
+
+
+def _mark_used(file: int | Path) -> None:
+    now = time.time_ns()  # the system's own times are some milliseconds coarse
+    os.utime(file, ns=(now, now))
 
 
 def _take(root: Path) -> int:
