@@ -17,6 +17,8 @@ from gpu.batching.halving import Halving, most_rows_of_parts
 from gpu.batching.step_reads import StepReads
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import Batch, DecodeSteps, HostReader, HostReadTimes, LaunchedStep
+from gpu.disk.block_writer import BlockWriter
+from gpu.disk.disk_copies import DiskCopies
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.fusion.chunk_copies import Documents
@@ -135,9 +137,11 @@ class Runner:
         self._sides = make_prefill_sides(parts, site, self.dense)
         prefill_sides = {DENSE: self.dense, **self._sides}
         self._documents = None if settings.library is None else Documents(settings.library, device)
+        copies = None if settings.disk is None else DiskCopies(self.pool, settings.disk, Streams(device))
+        self._block_writer = None if copies is None else BlockWriter(copies)
         self._prefill = Prefill(
             decoder, self._sampler, settings.max_hidden_tokens, prefill_sides, tuple(self._reusing.values()), tier,
-            row_transfer, self._documents,
+            row_transfer, self._documents, copies,
         )  # fmt: skip
         self._last_tokens = torch.zeros(3 * max_running + 1, dtype=torch.int64, device=device)
         heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
@@ -217,6 +221,19 @@ class Runner:
     def is_loaded(self, job_id: int, layer: int) -> bool:
         """Return whether a unit that begins this layer of the job waits for no disk, by the plans launched."""
         return self._prefill.is_loaded(job_id, layer)
+
+    def is_read(self, job_id: int, layer: int) -> bool:
+        """Return whether a unit may begin this layer of a job whose front comes from the disk."""
+        return self._prefill.is_read(job_id, layer)
+
+    def lost_jobs(self) -> list[int]:
+        """Return prefill jobs whose fronts turned out not to be on disk, by the plans launched."""
+        return self._prefill.lost_jobs()
+
+    @property
+    def num_savable(self) -> int:
+        """Return how many blocks a plan may save now."""
+        return 0 if self._block_writer is None else self._block_writer.num_free
 
     def watch_prefill(self, watch: Callable[[PrefillQuery], None] | None) -> None:
         """Show what prompts attend to, for who measures; None: no more."""
@@ -368,6 +385,9 @@ class Runner:
         self._buffers.check(plan)
         whole = Timer(self.device)
         whole.mark(0)
+        if plan.saves:
+            assert self._block_writer is not None, "runner: blocks to save in a plan, but there are no contexts on disk"
+            self._block_writer.save(plan.saves)
         for slot in plan.released_slots:
             self._lanes.keep(self._sampler.release(slot))
             self._failures.pop(slot, None)
@@ -423,6 +443,8 @@ class Runner:
         self.decode_steps.shutdown()
         if self._documents is not None:
             self._documents.shutdown()
+        if self._block_writer is not None:
+            self._block_writer.shutdown()
 
     def _launch_offloads(self, offloads: Sequence[Offload]) -> dict[int, str]:
         """Launch offloads; return the slots that the host refused memory now, and why."""

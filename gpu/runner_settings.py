@@ -10,6 +10,7 @@ from gpu.methods.method import ProfilePart
 from gpu.page_layout import KvFormat
 from gpu.step import PartId
 from transfer.chunks.chunk_library import ChunkLibrary
+from transfer.disk.context_store import ContextStore
 from transfer.expert_exchange import OpenExperts
 from transfer.host_tier import HostTier
 
@@ -26,7 +27,7 @@ class RunnerSettings:
     where document chunks are, or None. windows: of layers that keep no more; of the others pages hold all of a context.
     kv: how pages hold rows; what is no format of codes, in `dtype`. open_experts: the CPU computes experts in host
     memory for decode steps of up to `computed_rows` rows; None: they are fetched. num_states: of recurrent layers
-    (`gpu.kv.states`), 0: one a slot; state_dtype: of these.
+    (`gpu.kv.states`), 0: one a slot; state_dtype: of these. disk: where contexts are kept beside, or None.
     """
 
     num_pages: int
@@ -44,6 +45,7 @@ class RunnerSettings:
     window_tokens: int = 0
     checks_coverage: bool = False
     library: ChunkLibrary | None = None
+    disk: ContextStore | None = None
     windows: WindowShape = NO_WINDOWS
     kv: KvFormat = "bfloat16"
     open_experts: OpenExperts | None = None
@@ -73,6 +75,7 @@ class LoadSettings:
     sink_tokens: int = 0
     window_tokens: int = 0
     library: ChunkLibrary | None = None
+    disk: ContextStore | None = None
     num_windows: int = 0
     window_pages: int = 1
     experts_on_card: int | None = None

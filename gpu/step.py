@@ -195,6 +195,27 @@ class WindowBranch:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskPrefix(Frozen):
+    """The front of a prompt that comes from the disk: tokens `[begin, end)`, whole pages, into `page_ids`; those in
+    front are in pages. names: of the blocks that have them, in order, from number `first_block` of the prompt on.
+    """
+
+    names: tuple[str, ...]
+    first_block: int
+    begin: int
+    end: int
+    page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBlock(Frozen):
+    """A block whose pages, which hold what is final, are copied out for the disk."""
+
+    name: str
+    page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillPrompt:
     """One sequence of a prefill job: tokens `[begin, len(token_ids))` are computed, `[0, begin)` are in its pages.
 
@@ -205,7 +226,7 @@ class PrefillPrompt:
     `pooling`: what is told of it beside the draw, or None.
     `fused`: what it takes of chunks, or None; such a prompt is alone in its job. `capture`: it is a chunk, in NO_SLOT,
     whose keys and values are kept under that key; all prompts of its job are. `branches`: windows that it leaves, one
-    at most, or states.
+    at most, or states. `disk`: what of its front comes from the disk, up to `begin`; such a prompt is alone in its job.
     """
 
     slot: int
@@ -219,6 +240,7 @@ class PrefillPrompt:
     capture: ChunkKey | None = None
     pooling: Pooling | None = None
     branches: tuple[WindowBranch, ...] = ()
+    disk: DiskPrefix | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -430,6 +452,7 @@ class StepPlan(Frozen):
 
     lane: Lane = Lane.DEVICE
     is_fenced: bool = False
+    saves: tuple[SavedBlock, ...] = ()
     released_slots: tuple[int, ...] = ()
     closed_contexts: tuple[int, ...] = ()
     offloads: tuple[Offload, ...] = ()

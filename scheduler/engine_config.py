@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 from gpu.config import GpuConfig, ModelConfig, Profiles
 from gpu.memory.plan import MemoryPlan
 from gpu.profiles import FULL_ATTENTION, add_by_name
+from transfer.disk.disk_config import DiskConfig
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.settings_model import Settings
 
@@ -122,6 +123,7 @@ class EngineConfig(Settings):
     model: ModelConfig
     gpu: GpuConfig = GpuConfig()
     host: HostConfig | None = None
+    disk: DiskConfig | None = None
     documents: DocumentsConfig | None = None
     profiles: Profiles = {}
     scheduler: SchedulerConfig = SchedulerConfig()

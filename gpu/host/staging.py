@@ -62,11 +62,11 @@ class StagedPrompt:
         self.staging = staging
         self.slot = prompt.slot
         self.host = host
-        self.begin = prompt.begin
+        self.begin = 0 if prompt.disk is not None else prompt.begin  # what the disk gives is offloaded, too
         self.end = len(prompt.token_ids)
         if host.source_id is not None:
             tier.fork(host.source_id, host.context_id, self._num_offloaded, host.reading)
-        elif prompt.begin == 0:
+        elif self.begin == 0:
             tier.open(host.context_id, host.reading)
         num_tokens = host.end - max(self.begin, host.sink)
         self._reservations = tier.reserve(host.context_id, num_tokens) if num_tokens > 0 else []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu.attention.prefill_attention import Packing
+from gpu.disk.prefix_load import PrefixLoad
 from gpu.fusion.eviction import Eviction
 from gpu.fusion.fused_prompt import FusedPrompt
 from gpu.host.staging import StagedPrompt
@@ -66,6 +67,7 @@ class JobState:
     method_states: dict[int, object | None]  # by slot: what the prefill method keeps of the layer
     fused: FusedPrompt | None
     eviction: Eviction | None = None
+    load: PrefixLoad | None = None
     packed: PackedTokens | None = None
     windowed: tuple[slice, WindowedUnit] | None = None  # of the last unit in a layer with a window, and its tokens
     kept: dict[int, Tensor] = field(default_factory=dict)  # of `Carried`, of all tokens of the job

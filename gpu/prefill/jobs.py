@@ -13,6 +13,8 @@ from torch import Tensor
 
 from gpu.attention.prefill_attention import scattered_attention
 from gpu.attention.prefill_query import Attended
+from gpu.disk.disk_copies import DiskCopies
+from gpu.disk.prefix_load import PrefixLoad
 from gpu.fusion.chunk_copies import Documents
 from gpu.fusion.chunk_job import ChunkJob
 from gpu.fusion.chunk_rows import read_rows, store_rows
@@ -42,12 +44,13 @@ class Prefill:
 
     sides: what attends to prompts, by what units name it, `DENSE` among them. reusing: what sees the prompts of slots
     that hold its rings. tier, row_transfer: where prompts with a `host` go, and how; or None and None. documents: where
-    chunks come from, and go; or None.
+    chunks come from, and go; or None. disk: where prompts' fronts come from; or None.
     """
 
     def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int, sides: Mapping[str, PrefillSide],
                  reusing: Sequence[RingSide], tier: HostTier | None,
-                 row_transfer: RowTransfer | None, documents: Documents | None) -> None:  # fmt: skip
+                 row_transfer: RowTransfer | None, documents: Documents | None,
+                 disk: DiskCopies | None = None) -> None:  # fmt: skip
         self.max_hidden_tokens = max_hidden_tokens
         self.decoder = decoder
         self.sampler = sampler
@@ -58,6 +61,7 @@ class Prefill:
         )
         pool = decoder.pool
         self._documents = documents
+        self._disk = disk
         self.windows = WindowPrefill(pool, decoder.scale) if pool.windows.shape.layers else None
         self.attention = UnitAttention(decoder, self.gathered, sides, reusing)
         self._jobs: dict[int, JobState] = {}
@@ -107,6 +111,9 @@ class Prefill:
                 state.staged = StagedPrompt(self.staging, job.prompts[0])
             except HostMemoryError as error:
                 self._fail(state, error)
+        if job.prompts[0].disk is not None and not state.has_failed:
+            assert self._disk is not None, "prefill: a prompt's front is on disk, but there are no contexts there"
+            state.load = PrefixLoad(self._disk, job.prompts[0].disk, state.staged)
 
     def drop(self, job_id: int) -> None:
         """Forget a job, finished or not, and free all that it holds; nothing happens if there is none."""
@@ -114,6 +121,8 @@ class Prefill:
         state = self._jobs.pop(job_id, None)
         if state is not None and state.fused is not None:
             state.fused.close()
+        if state is not None and state.load is not None:
+            state.load.close()
         self.gathered.forget()
 
     def cut(self, slot: int) -> None:
@@ -140,6 +149,15 @@ class Prefill:
         """Return whether a unit that begins this layer of the job waits for no disk, as far as is known."""
         state = self._jobs.get(job_id)
         return state is None or state.fused is None or state.fused.is_loaded(layer)
+
+    def is_read(self, job_id: int, layer: int) -> bool:
+        """Return whether a unit may begin this layer of a job whose front comes from the disk."""
+        state = self._jobs.get(job_id)
+        return state is not None and (state.has_failed or (state.load is not None and state.load.is_loaded(layer)))
+
+    def lost_jobs(self) -> list[int]:
+        """Return the jobs under way whose fronts turned out not to be on disk: nothing of them can be computed."""
+        return [job_id for job_id, state in self._jobs.items() if state.load is not None and state.load.is_lost]
 
     def run(self, unit: Unit, draws: bool = True) -> FinishedJob | None:
         """Compute one unit; the one that ends the job also samples, if it `draws`."""
@@ -171,6 +189,8 @@ class Prefill:
         place = staged.place(unit.layer) if staged is not None else None
         if staged is not None and place is not None and unit.begin == 0:
             staged.begin_layer(place)
+        if state.load is not None and unit.begin == 0:
+            state.load.begin_layer(unit.layer)
         pages = staged.staging.pages(place) if staged is not None and place is not None else None
         if unit.begin == 0:
             self._begin_fused_layer(state, unit.layer, pages)

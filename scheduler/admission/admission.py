@@ -8,6 +8,7 @@ prompt.
 import logging
 import time
 from collections import deque
+from functools import partial
 
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt
 from scheduler.admission.admission_round import Admitted, Batches, Round
@@ -200,7 +201,8 @@ class Admission:
         `Residence.take` looks again, since pages that are found and held are no longer those of idle contexts.
         """
         begin = sequence.num_known_blocks * self._residence.page_tokens
-        if this.num_hidden + sequence.num_tokens - begin > self._max_hidden_tokens:
+        start = Start(begin, 0, None, self._find_on_disk(sequence, begin))
+        if this.num_hidden + sequence.num_tokens - start.first_computed > self._max_hidden_tokens:
             return None
         num_pages = sequence.num_pages - self._residence.prefixes.count_held(sequence)
         if num_pages >= this.fewest_refused and sequence.left_context is None:
@@ -210,8 +212,12 @@ class Admission:
             if sequence.left_context is None:
                 this.fewest_refused = num_pages
             return None
-        start = Start(begin, 0, None)
         return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
+
+    def _find_on_disk(self, sequence: Sequence, begin: int) -> int:
+        """Return the end of what a prompt takes from the disk behind what is known; 0: nothing."""
+        seconds_of = partial(self._prefill.prompt_seconds, method=sequence.profile.prefill_method)
+        return self._residence.disk.find(sequence, begin, seconds_of)
 
     def _try_offloaded(self, sequence: Sequence, this: Round) -> Start | None:
         """Give a prompt of which a part is offloaded what it needs, if there is room."""
@@ -235,23 +241,30 @@ class Admission:
         sequence.state = State.PREFILLING
         sequence.slot = self.free_slots.pop()
         sequence.num_bypassed = 0
-        self._rings.take(sequence, start.begin, [one for one in holding if one.state is State.RUNNING])
+        self._rings.take(sequence, start.first_computed, [one for one in holding if one.state is State.RUNNING])
         self._residence.start_prefill(sequence, start.begin)
         if sequence.started_s is None:
             sequence.started_s = time.monotonic()
-            sequence.num_cached_tokens = start.begin
+            sequence.num_cached_tokens = start.first_computed
             self.num_queried_tokens += sequence.num_tokens
-            self.num_cached_tokens += start.begin
+            self.num_cached_tokens += start.first_computed
         else:
-            self._note_resumed(sequence, start.begin)
+            self._note_resumed(sequence, start.first_computed)
         this.batches.add(sequence, start, sequence.profile.prefill_method)
-        this.num_hidden += sequence.num_tokens - start.begin
+        this.num_hidden += sequence.num_tokens - start.first_computed
         this.num_coming_pages += self._residence.room.num_coming_pages(sequence)
         this.is_offloading |= start.end > 0
         this.num_admitted += 1
         this.has_others = True
         if self._documents is not None:
             self._documents.count_begun()
+
+    def forget_start(self, sequence: Sequence) -> None:
+        """Count a sequence anew whose prefill could not go on for want of what it was to begin with."""
+        if sequence.started_s is not None and not sequence.has_reported:
+            self.num_queried_tokens -= sequence.num_tokens
+            self.num_cached_tokens -= sequence.num_cached_tokens
+            sequence.started_s = None
 
     def _note_resumed(self, sequence: Sequence, num_found: int) -> None:
         """Count and log what the preemption of a sequence cost, which begins again behind `num_found` tokens."""
@@ -272,7 +285,7 @@ class Admission:
             PrefillPrompt(
                 slot=sequence.slot,
                 token_ids=sequence.tokens_from(0),
-                begin=start.begin,
+                begin=start.first_computed,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 sampling=sequence.request.sampling,
                 profile=sequence.profile.name,
@@ -280,6 +293,7 @@ class Admission:
                 pooling=sequence.request.pooling,
                 branches=sequence.branches,
                 fused=None if self._documents is None else self._documents.plan(sequence, start.begin),
+                disk=self._residence.disk.prefix(sequence, start.begin, start.disk_end),
             )
             for sequence, start in batch
         ]

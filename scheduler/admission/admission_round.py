@@ -13,7 +13,7 @@ _MANY_PAGES = 1 << 62
 @dataclass(slots=True)
 class Batches:
     """Prompts that share a job: in order, up to one chunk of tokens together, of one prefill method; an offloaded one
-    is alone, and so is one that takes documents' chunks.
+    is alone, and so is one that takes documents' chunks, or its front from the disk.
     """
 
     chunk_tokens: int
@@ -22,8 +22,8 @@ class Batches:
     method: PartId = DENSE
 
     def add(self, sequence: Sequence, start: Start, method: PartId) -> None:
-        num_new = sequence.num_tokens - start.begin
-        is_alone = bool(start.end or sequence.chunks)
+        num_new = sequence.num_tokens - start.first_computed
+        is_alone = bool(start.end or sequence.chunks or start.disk_end)
         if not is_alone and num_new <= self.room and method == self.method:
             self.jobs[-1].append((sequence, start))
             self.room -= num_new

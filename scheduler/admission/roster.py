@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from gpu.step import Lane, PageWrite, RingGrowth
 from scheduler.admission.admission import Admission
@@ -161,6 +162,13 @@ class Roster:
             remedy,
         )
 
+    def begin_anew(self, job_id: int) -> None:
+        """Let the prompts of a job wait again whose fronts were not on disk, as far as it is still under way."""
+        for entry in [entry for entry in self._prefill.jobs if entry.job.job_id == job_id]:
+            for sequence in list(entry.sequences):
+                self._admission.forget_start(sequence)
+                self.preempt_last([sequence])
+
     def preempt_last(self, candidates: Iterable[Sequence]) -> Sequence:
         """Preempt the last of these by priority and then by arrival, and return it."""
         candidates = list(candidates)
@@ -217,6 +225,9 @@ class Roster:
         else:
             self.running.remove(sequence)
         is_kept = sequence.state is State.RUNNING and not sequence.has_failed
+        if is_kept:
+            seconds_of = partial(self._prefill.prompt_seconds, method=sequence.profile.prefill_method)
+            self._residence.disk.note_left(sequence, sequence.num_published, seconds_of)
         self._residence.leave(sequence, is_kept)
         self._rings.give_back(sequence)
         self._lanes.give_back(sequence.lane)

@@ -180,6 +180,12 @@ class PagePool:
             self._prefixes[hashes[count - 1]] = front
         return front
 
+    def find_pages(self, hashes: list[bytes]) -> list[int] | None:
+        """Return the pages of blocks that are all published; None: one is not, any more."""
+        pages = [self._page_of.get(digest) for digest in hashes]
+        found = [page for page in pages if page is not None]
+        return found if len(found) == len(pages) else None
+
     def publish(self, hashes: list[bytes], pages: list[int], begin: int, end: int) -> None:
         """Publish a prompt's final blocks `[begin, end)`, if the one before them is known; `pages` are those of all."""
         before = hashes[begin - 1] if begin else None

@@ -69,7 +69,8 @@ class Engine:
         """Tell whether there is work, also once all requests are gone and only their memory is to be given back."""
         scheduler, documents = self.scheduler, self.scheduler.documents
         has_documents = documents is not None and documents.has_work
-        return scheduler.roster.num_unfinished > 0 or bool(self._in_flight) or scheduler.has_changes or has_documents
+        has_more = has_documents or scheduler.residence.disk.has_work
+        return scheduler.roster.num_unfinished > 0 or bool(self._in_flight) or scheduler.has_changes or has_more
 
     def submit(self, requests: list[EngineRequest]) -> None:
         """Prepare and queue all or none. Raises QueueFullError, TooLargeError or GrammarError."""
@@ -155,7 +156,9 @@ class Engine:
         The engine steps no more.
         """
         self.scheduler.constraints.shutdown()
-        if self._tier is None and self.scheduler.documents is None and self._runner.expert_counts() is None:
+        disk = self.scheduler.residence.disk
+        is_plain = self._tier is None and self.scheduler.documents is None and disk.side is None
+        if is_plain and self._runner.expert_counts() is None:
             return
         self._draw_all()
         for _, step, _ in self._in_flight:

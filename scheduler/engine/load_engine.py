@@ -14,6 +14,7 @@ from cpu.experts import HostExperts
 from cpu.host_attention import COMPILED
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
+from gpu.disk.record_shapes import kv_record
 from gpu.layers.rope import rope_key
 from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
@@ -31,11 +32,16 @@ from scheduler.messages import Ready
 from scheduler.planning.engine_memory import find_tier_shape
 from scheduler.prefill.document_chunks import Documents
 from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS
+from scheduler.residence.disk_contexts import DiskSide
 from scheduler.sequences.capacity import plan_capacity
 from scheduler.steps.scheduler import Device, Scheduler
 from transfer.chunks.chunk_format import ChunkShape
 from transfer.chunks.chunk_library import ChunkLibrary
 from transfer.chunks.chunk_store import open_chunks
+from transfer.disk.context_store import ContextStore
+from transfer.disk.disk_config import DiskConfig
+from transfer.disk.record_folder import FolderError
+from transfer.disk.record_format import name_model
 from transfer.expert_exchange import OpenExperts
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import probe_gpu
@@ -73,7 +79,8 @@ def load_engine(
     prefill = config.scheduler.prefill.model_copy(update={"chunk_tokens": plan.chunk_tokens})
     scheduler_config = config.scheduler.model_copy(update={"prefill": prefill})
     shape = None if config.host is None else find_tier_shape(config, architecture, plan)
-    tier = library = None
+    tier = library = disk = None
+    digest: str | None = None
     if config.host is not None and shape is not None:
         with (
             _reporting_stage(on_progress, "host_attention"),
@@ -83,6 +90,10 @@ def load_engine(
     if config.documents is not None:
         with _reporting_stage(on_progress, "documents"):
             library = open_library(config.documents, config.model, architecture, plan)
+    if config.disk is not None:
+        with _reporting_stage(on_progress, "disk"):
+            digest = digest_model(config.model, plan)
+            disk = open_contexts(config.disk, digest, architecture, plan)
     runner = load_runner(
         config.model,
         gpu,
@@ -104,6 +115,7 @@ def load_engine(
             sink_tokens=plan.sink_tokens,
             window_tokens=plan.window_tokens,
             library=library,
+            disk=disk,
         ),
         on_progress=on_progress,
         loaded=loaded,
@@ -116,11 +128,12 @@ def load_engine(
         scheduler_config,
         architecture,
         capacity,
-        model_key(config.model, gpu, rope_key(architecture, plan.max_context_tokens)),
+        model_key(digest, config.model, gpu, rope_key(architecture, plan.max_context_tokens)),
         profiles,
         Device(lanes, runner.most_rows, runner.reads, runner.page_memory, runner.window_memory),
         None if library is None else make_documents(library, config, architecture, plan, runner),
         Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
+        None if disk is None else DiskSide(disk, runner.is_read, runner.lost_jobs, lambda: runner.num_savable),
     )
     if any(profile.draft is not None for profile in profiles.values()):
         NGrams.compile_ahead()
@@ -206,14 +219,36 @@ def open_library(
     """Open the document chunks of this model, whatever its folder is called. Raises ModelError."""
     if documents.rows == "int8" and plan.device == "cpu" and find_spec("fbgemm_gpu") is None:
         raise ModelError("documents.rows: int8 on the CPU wants fbgemm; pip install '.[cpu]', or choose bfloat16")
-    if model.path is not None:
-        digest = digest_rounded(digest_weights(model.path, kept_path()), model.weights)
-    else:
-        split = "" if plan.experts_on_card is None else f" with {plan.experts_on_card} experts drawn first"
-        drawn = digest_random(f"{model.random_weights}{split}", RANDOM_SEED, plan.dtype, plan.device)
-        digest = digest_rounded(drawn, model.weights)
+    digest = digest_model(model, plan)
     shape = ChunkShape(architecture.num_layers, architecture.num_kv_heads, architecture.dim, documents.rows)
     return ChunkLibrary(open_chunks(documents, plan.documents_bytes, digest, shape, is_pinned=plan.device == "cuda"))
+
+
+def digest_model(model: ModelConfig, plan: MemoryPlan) -> str:
+    """Return 32 hexadecimal digits of the model's weights, whatever its folder is called. Raises ModelError."""
+    if model.path is not None:
+        return digest_rounded(digest_weights(model.path, kept_path()), model.weights)
+    split = "" if plan.experts_on_card is None else f" with {plan.experts_on_card} experts drawn first"
+    drawn = digest_random(f"{model.random_weights}{split}", RANDOM_SEED, plan.dtype, plan.device)
+    return digest_rounded(drawn, model.weights)
+
+
+def open_contexts(config: DiskConfig, digest: str, architecture: Architecture, plan: MemoryPlan) -> ContextStore:
+    """Open the contexts of this model on disk; digest: of its weights. Raises ModelError where the folder cannot be
+    used.
+    """
+    kv = kv_record(architecture, plan.window_layers, plan.kv, config.block_tokens)
+    rope = rope_key(architecture, plan.max_context_tokens)
+    model = name_model(digest, plan.device, plan.dtype, plan.kv, rope, plan.page_tokens, config.block_tokens)
+    try:
+        store = ContextStore(config, model, kv, None)
+    except FolderError as error:
+        raise ModelError(str(error)) from None
+    log.info(
+        "disk folder=%s records=%d held_bytes=%d read_bytes_per_s=%d",
+        store.folder.root, len(store.folder), store.folder.bytes_held, int(store.rate.bytes_a_second),
+    )  # fmt: skip
+    return store
 
 
 def make_documents(
@@ -233,9 +268,9 @@ def chunk_kv_key(architecture: Architecture, dtype: str, max_context_tokens: int
     return f"{dtype}:{DENSE.method}:{rope_key(architecture, max_context_tokens)}"
 
 
-def model_key(model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:
-    """Return the seed of prefix hashes: weights, their precision, that of rows in pages, and the rotation
-    (`rope_key`).
+def model_key(digest: str | None, model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:
+    """Return the seed of prefix hashes: weights (by their digest where hashes outlive the process), their precision,
+    that of rows in pages, and the rotation (`rope_key`).
     """
-    source = f"{model.path or model.random_weights}:{model.weights}:{gpu.dtype}:{gpu.kv}:{rope}"
+    source = f"{digest or model.path or model.random_weights}:{model.weights}:{gpu.dtype}:{gpu.kv}:{rope}"
     return hashlib.blake2b(source.encode(), digest_size=16).digest()

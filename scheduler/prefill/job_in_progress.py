@@ -34,6 +34,11 @@ class JobInProgress:
         return min((sequence.priority for sequence in self.sequences), default=0)
 
     @property
+    def is_from_disk(self) -> bool:
+        """Tell whether its units wait for what comes from the disk, and which may turn out not to be there."""
+        return any(prompt.disk is not None for prompt in self.job.prompts)
+
+    @property
     def is_scattered(self) -> bool:
         """Tell whether its next unit is of tokens that may be any of its prompt's."""
         return self.job.is_scattered(self.layer)

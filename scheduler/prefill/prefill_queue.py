@@ -20,7 +20,9 @@ MOST_SCORED_TOKENS = 512  # of a unit: the logits of one may take what several l
 
 
 class PrefillQueue:
-    """The prefill jobs under way. `jobs`: in order of arrival. `is_loaded`: whether a job could go on with a layer."""
+    """The prefill jobs under way. `jobs`: in order of arrival. `is_loaded`: whether a job could go on with a layer;
+    `is_read`: of a job whose prompt's front comes from the disk, whether it may.
+    """
 
     def __init__(self, config: PrefillConfig, num_layers: int, costs: CostModel) -> None:
         self._config = config
@@ -28,6 +30,7 @@ class PrefillQueue:
         self._costs = costs
         self._owed_seconds = 0.0  # to the oldest job, by the shorter ones that passed it
         self.is_loaded: Callable[[int, int], bool] = lambda job_id, layer: True
+        self.is_read: Callable[[int, int], bool] = lambda job_id, layer: True
         self.jobs: list[JobInProgress] = []
 
     @property
@@ -112,11 +115,18 @@ class PrefillQueue:
 
     def _eligible_jobs(self, seconds: float | None, has_units: bool) -> list[JobInProgress]:
         """Return jobs that may have the next unit: those of the background only where there are no others; one whose
-        next layer is on its way from the disk only where there is nothing else to do.
+        next layer is on its way from the disk only where there is nothing else to do, and then it is waited for; a
+        context's layer is not, since it may turn out to be lost.
         """
         jobs = [entry for entry in self.jobs if not entry.is_background] or self.jobs
-        loaded = [entry for entry in jobs if entry.begin or self.is_loaded(entry.job.job_id, entry.layer)]
-        return loaded if loaded or has_units or seconds is not None else jobs
+        loaded = [entry for entry in jobs if entry.begin or self._is_loaded(entry)]
+        if loaded or has_units or seconds is not None:
+            return loaded
+        return [entry for entry in jobs if not entry.is_from_disk]
+
+    def _is_loaded(self, entry: JobInProgress) -> bool:
+        is_loaded = self.is_read if entry.is_from_disk else self.is_loaded
+        return entry.is_scoring or is_loaded(entry.job.job_id, entry.layer)
 
     def _is_oldest_due(self, seconds: float | None) -> bool:
         """Tell whether what the oldest job is owed pays for its next unit.

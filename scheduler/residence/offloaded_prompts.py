@@ -28,12 +28,18 @@ class Start:
     """The place where a prompt's prefill begins: behind blocks that are known, or behind the front of a `source`
     context.
 
-    `end`: where the offloaded run ends; 0: all of it stays on the device.
+    `end`: where the offloaded run ends; 0: all of it stays on the device. `disk_end`: what is in front of it comes from
+    the disk; 0: nothing does.
     """
 
     begin: int
     end: int
     source: HostContext | None
+    disk_end: int = 0
+
+    @property
+    def first_computed(self) -> int:
+        return max(self.begin, self.disk_end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from gpu.step import FinishedReload, HostRead, PageEviction, PageWrite, Reload
 from scheduler.cache.page_pool import Memory, PagePool
 from scheduler.cache.prefix_cache import PrefixCache
 from scheduler.cache.window_pool import Windows
+from scheduler.residence.disk_contexts import DiskContexts, DiskSide
 from scheduler.residence.evictions import Evictor
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.residence.offloaded_prompts import OffloadedPrompts, Start
@@ -40,12 +41,12 @@ class Changes:
 class Residence:
     """The place of each context: its pages, and its blocks in host memory. `model_key`: names the model in prefix
     hashes. `contexts`, `evictor`: None where every context stays on the device. page_memory, window_memory: how these
-    come to be there; None: all are.
+    come to be there; None: all are. disk: where contexts are kept beside; None: nowhere.
     """
 
     def __init__(
         self, capacity: Capacity, prefix_cache: bool, model_key: bytes,
-        page_memory: Memory | None = None, window_memory: Memory | None = None,
+        page_memory: Memory | None = None, window_memory: Memory | None = None, disk: DiskSide | None = None,
     ) -> None:  # fmt: skip
         self.page_tokens = page_tokens = capacity.page_tokens
         self._capacity = capacity
@@ -55,6 +56,7 @@ class Residence:
             capacity.snapshot_tokens,
         )  # fmt: skip
         self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key)
+        self.disk = DiskContexts(disk, self.pages, page_tokens)
         self.contexts: HostContexts | None = None
         self.evictor: Evictor | None = None
         self.prompts: OffloadedPrompts | None = None
@@ -224,6 +226,7 @@ class Residence:
         self.prefixes.retract(sequence)
         if self.contexts is not None:
             self.contexts.retract(sequence.hashes)
+        self.disk.retract(sequence)
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 

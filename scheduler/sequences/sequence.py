@@ -58,6 +58,7 @@ class Sequence:
     run_end: int = 0  # where its offloaded run ends; 0: it has none
     num_known_blocks: int = 0  # in the prefix cache at the last look, where the next look begins
     num_seen_blocks: int = 0  # likewise in pages, also where the window that ends them is not kept
+    on_disk: tuple[int, int, int] | None = None  # blocks there at the last look, behind what it depended on
     num_held_blocks: int = 0  # of the known blocks, in pages that somebody held
     shares: "tuple[Sequence, int] | None" = None  # one that computes blocks of this one, and how many are common
     num_bypassed: int = 0  # admissions that passed it, since it did not fit

@@ -26,6 +26,7 @@ from gpu.step import (
     PrefillUnit,
     Reload,
     RingGrowth,
+    SavedBlock,
     StepPlan,
     StepResult,
     Unit,
@@ -42,6 +43,7 @@ from scheduler.prefill.cost_model import CostModel
 from scheduler.prefill.document_chunks import Documents
 from scheduler.prefill.job_in_progress import JobInProgress
 from scheduler.prefill.prefill_queue import PrefillQueue
+from scheduler.residence.disk_contexts import DiskSide
 from scheduler.residence.residence import Residence
 from scheduler.sequences.capacity import Capacity
 from scheduler.sequences.lane_fences import Lanes, rows_of
@@ -106,7 +108,8 @@ class Scheduler:
     """The state of all requests of an engine, and its next steps.
 
     profiles: those that requests may name. model_key: names the model in prefix hashes. documents: chunks of prompts;
-    None: prompts are computed whole. constraints: of draws; None: without grammars.
+    None: prompts are computed whole. constraints: of draws; None: without grammars. disk: where contexts are kept
+    beside; None: nowhere.
     """
 
     def __init__(
@@ -119,12 +122,15 @@ class Scheduler:
         device: Device = Device(),
         documents: Documents | None = None,
         constraints: Constraints | None = None,
+        disk: DiskSide | None = None,
     ) -> None:
         self._profiles = profiles
         self._num_layers = architecture.num_layers
         self._costs = CostModel(architecture)
         self._prefill = PrefillQueue(config.prefill, architecture.num_layers, self._costs)
-        self.residence = Residence(capacity, config.prefix_cache, model_key, device.page_memory, device.window_memory)
+        self.residence = Residence(
+            capacity, config.prefix_cache, model_key, device.page_memory, device.window_memory, disk
+        )
         self.pages = self.residence.pages
         self.prefixes = self.residence.prefixes
         self.rings = Rings(capacity.num_rings, capacity.page_tokens, capacity.ring_pages)
@@ -132,6 +138,8 @@ class Scheduler:
         self.documents = documents
         if documents is not None:
             self._prefill.is_loaded = documents.is_loaded
+        if disk is not None:
+            self._prefill.is_read = disk.is_read
         self._admission = Admission(
             config, capacity.max_hidden_tokens, self.residence, self._prefill, self.rings, documents
         )
@@ -181,6 +189,7 @@ class Scheduler:
         outline = _Outline(lane, self._stepping_in(lane))
         if lane is Lane.HOST and not outline.stepping:
             return StepPlan(lane)
+        saves = self._save(lane)
         grown = self.roster.grow(outline.stepping)
         outline.page_writes, outline.ring_growth = grown.pages, grown.rings
         self._offload(outline)
@@ -194,6 +203,7 @@ class Scheduler:
         changes = self.residence.take_changes()
         plan = StepPlan(
             lane=lane,
+            saves=tuple(saves),
             released_slots=tuple(self.roster.take_released()) if lane is Lane.DEVICE else (),  # it hands out slots
             closed_contexts=changes.closed_contexts,
             offloads=tuple(outline.offloads),
@@ -216,6 +226,18 @@ class Scheduler:
         self._late.count(outline.rows, outline.taken)
         self._note_launch(plan, outline)
         return plan
+
+    def _save(self, lane: Lane) -> list[SavedBlock]:
+        """Save blocks of what has left, and let prompts begin anew whose fronts were not on disk."""
+        disk = self.residence.disk
+        if disk.side is None or lane is not Lane.DEVICE:
+            return []
+        for job_id in disk.side.lost_jobs():
+            self.roster.begin_anew(job_id)
+        saves = disk.take_saves()
+        if saves:
+            self._lanes.give_back(Lane.DEVICE)  # pages that nobody holds are read by this step
+        return saves
 
     def _offload(self, outline: _Outline) -> None:
         """Offload what short contexts gave to make room, and old tokens of sequences that draw."""

@@ -92,5 +92,6 @@ def test_a_models_key_names_its_weights_and_their_precision() -> None:
         (ModelConfig(path=Path("b")), GpuConfig(dtype="float32")),
         (ModelConfig(random_weights="tiny", tokenizer=Path("a")), GpuConfig(dtype="float32")),
     ]
-    assert len({model_key(model, gpu, "one") for model, gpu in settings}) == len(settings)
-    assert model_key(*settings[0], "one") != model_key(*settings[0], "another")
+    assert len({model_key(None, model, gpu, "one") for model, gpu in settings}) == len(settings)
+    assert model_key(None, *settings[0], "one") != model_key(None, *settings[0], "another")
+    assert model_key("0" * 32, *settings[1], "one") == model_key("0" * 32, *settings[2], "one"), "wherever it lies"

@@ -1,0 +1,68 @@
+"""Copies between the device's pages and records: whole pages as they are, without a look at what they hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.kv.pool import KvPool
+from gpu.upload import upload
+from transfer.copies import Event, Streams
+from transfer.disk.context_store import ContextStore
+
+
+def pinned_bytes(num_bytes: int, device: torch.device) -> Tensor:
+    """Return uint8 `[num_bytes]` of host memory that the device copies from and to by itself."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCopies:
+    """The pages of a pool as records have them. layers: those with pages, in the order of a record's parts."""
+
+    pool: KvPool
+    store: ContextStore
+    streams: Streams
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted((*self.pool.dense_layers, *self.pool.offloaded_layers)))
+
+    @property
+    def num_sides(self) -> int:
+        """Return 2, keys and values; 1 where a row is both."""
+        return len(self.pool.arenas)
+
+    @property
+    def block_pages(self) -> int:
+        return self.store.block_tokens // self.pool.page_tokens
+
+    @property
+    def part_bytes(self) -> int:
+        return self.store.kv.part_bytes[0]
+
+    def sides(self, layer: int) -> list[Tensor]:
+        """Return a layer's pages: keys, then values, `[pages, kv_heads, page_tokens, row]`."""
+        return [self.pool.key_pages[layer], self.pool.value_pages[layer]][: self.num_sides]
+
+    def gather(self, page_ids: Sequence[int]) -> Tensor:
+        """Return resident pages of all layers, uint8 `[layers, sides, pages, page_bytes]` on the device."""
+        pool = self.pool
+        ids = upload(np.array(page_ids, np.int64), pool.device)
+        in_arena = [*pool.dense_layers, *pool.offloaded_layers]
+        order = upload(np.array([in_arena.index(layer) for layer in self.layers], np.int64), pool.device)
+        sides = []
+        for arena in pool.arenas:
+            layers = arena.view(len(in_arena), pool.num_pages, -1)
+            sides.append(layers[order[:, None], ids[None, :]].view(torch.uint8))
+        return torch.stack(sides, 1)
+
+    def copy_down(self, rows: Tensor, host: Tensor) -> Event:
+        """Copy to pinned host memory beside what is computed next."""
+        with self.streams.aside(self.streams.down):
+            host.view_as(rows).copy_(rows, non_blocking=True)
+            done = self.streams.record()
+        self.streams.keep((rows,), self.streams.down)
+        return done

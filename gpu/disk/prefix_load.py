@@ -1,0 +1,174 @@
+"""The front of a prompt that comes from the disk, layer by layer, while the layers before it compute.
+
+Threads read the parts of blocks, in the order of layers, check them, and copy each to where its layer's rows belong:
+the prompt's pages, or the staging buffer of a layer that is offloaded. Invariants: a unit that begins a layer runs
+behind all rows of it; nothing is written to a page or buffer before the device has passed what was there, nor after
+the prompt is gone; a part that is not what was stored is never copied, and the prompt's front is lost then.
+"""
+
+import logging
+from collections import Counter
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from threading import Lock, local
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.disk.disk_copies import DiskCopies, pinned_bytes
+from gpu.host.staging import StagedPrompt
+from gpu.operations.kv.gather_pages import gather_pages
+from gpu.step import DiskPrefix
+from gpu.upload import upload
+from transfer.copies import Event
+from transfer.disk.context_store import KV
+from transfer.disk.record_format import RecordError
+from transfer.host_tier import HostMemoryError
+
+PIECE_BYTES = 8 * 2**20  # that a thread reads and copies at once
+
+log = logging.getLogger(__name__)
+_buffers = local()
+
+
+def piece_blocks(part_bytes: int) -> int:
+    """Return the blocks of a piece."""
+    return max(1, PIECE_BYTES // part_bytes)
+
+
+class PrefixLoad:
+    """One prompt's front on its way. staged: where rows of offloaded layers go, of a prompt that is offloaded."""
+
+    def __init__(self, copies: DiskCopies, prefix: DiskPrefix, staged: StagedPrompt | None) -> None:
+        self._copies, self._prefix, self._staged = copies, prefix, staged
+        self.is_lost = self._is_closed = False
+        pool, self._lock = copies.pool, Lock()
+        self._first_page = prefix.begin // pool.page_tokens
+        self._end_page = prefix.end // pool.page_tokens
+        self._page_ids = upload(np.array(prefix.page_ids, np.int64), pool.device)
+        self._reads: dict[int, list[Future[None]]] = {}
+        self._copied: dict[int, list[Event]] = {}
+        self._num_missing: Counter[int] = Counter()  # pieces of a layer that are not there
+        self._has_lease = copies.store.folder.lease(KV, prefix.names)
+        if not self._has_lease:
+            self.is_lost = True
+            return
+        begin = copies.streams.record()
+        for part, layer in enumerate(copies.layers):
+            if self._place(layer) is None:
+                self._read(part, layer, [begin])
+        self._stage(0)
+
+    def is_loaded(self, layer: int) -> bool:
+        """Tell whether the layer's rows are there, or on their way over the link."""
+        if self.is_lost or layer not in self._copies.layers:
+            return not self.is_lost
+        return layer in self._reads and all(read.done() for read in self._reads[layer])
+
+    def begin_layer(self, layer: int) -> None:
+        """Let the layer's first unit wait for its rows. Raises HostMemoryError where they are lost: whoever plans units
+        asks `is_loaded` before.
+        """
+        for read in self._reads.get(layer, []):
+            read.result()
+        if self._num_missing[layer] or not self._has_lease:
+            raise HostMemoryError("contexts on disk: a block is lost, and its prompt was not computed anew")
+        for event in self._copied.pop(layer, []):
+            self._copies.streams.wait_for(event)
+        place = self._place(layer)
+        if place is not None:
+            self._stage(place + 1)
+
+    def close(self) -> None:
+        """End it: what has not begun is not read, and what follows on the device runs behind what was."""
+        self._is_closed = True
+        reads = [read for reads in self._reads.values() for read in reads]
+        wait([read for read in reads if not read.cancel()])
+        for events in self._copied.values():
+            for event in events:
+                self._copies.streams.wait_for(event)
+        if self._has_lease:
+            self._copies.store.folder.release(KV, self._prefix.names)
+            self._copies.store.run_write(partial(self._copies.store.folder.touch, KV, self._prefix.names))
+
+    def _place(self, layer: int) -> int | None:
+        return None if self._staged is None else self._staged.place(layer)
+
+    def _stage(self, place: int) -> None:
+        """Begin to read an offloaded layer into its buffer, once the device has passed what is there."""
+        if self._staged is None or place >= len(self._staged.staging.tier.shape.layers):
+            return
+        staging = self._staged.staging
+        layer = staging.tier.shape.layers[place]
+        before = [self._copies.streams.record(), staging.read[place % len(staging.read)]]
+        self._read(self._copies.layers.index(layer), layer, before)
+
+    def _read(self, part: int, layer: int, before: list[Event]) -> None:
+        names, most = self._prefix.names, piece_blocks(self._copies.part_bytes)
+        pieces = [(first, names[first : first + most]) for first in range(0, len(names), most)]
+        self._copied[layer], self._num_missing[layer] = [], len(pieces)
+        self._reads[layer] = [
+            self._copies.store.run_read(partial(self._read_piece, part, layer, *piece, before)) for piece in pieces
+        ]
+
+    def _read_piece(self, part: int, layer: int, first: int, names: tuple[str, ...], before: list[Event]) -> None:
+        """Read some blocks' part, and copy it; in a thread."""
+        if self._is_closed or self.is_lost:
+            return
+        buffer = _buffer_of(self._copies)[: len(names)]
+        for name, row in zip(names, buffer.numpy(), strict=True):
+            try:
+                self._copies.store.read(KV, name, part, row.data)
+            except RecordError as error:
+                log.warning("disk_block_lost layer=%d reason=%s", layer, error)
+                self.is_lost = True
+                return
+        with torch.inference_mode(), _on_stream(self._copies):
+            for event in before:
+                self._copies.streams.wait_for(event)
+            self._place_rows(layer, first, buffer)
+            done = self._copies.streams.record()
+        with self._lock:
+            self._copied[layer].append(done)
+            self._num_missing[layer] -= 1
+        done.synchronize()  # the thread's next piece takes the buffer
+
+    def _place_rows(self, layer: int, first: int, buffer: Tensor) -> None:
+        """Copy blocks from number `first` of the prefix on to where their rows belong."""
+        copies, pool = self._copies, self._copies.pool
+        rows = buffer.to(pool.device, non_blocking=True).view(len(buffer), copies.num_sides, copies.block_pages, -1)
+        first_page = (self._prefix.first_block + first) * copies.block_pages
+        begin, end = max(self._first_page, first_page), min(self._end_page, first_page + len(buffer) * copies.block_pages)
+        if begin >= end:
+            return
+        own = slice(begin - first_page, end - first_page)
+        shape = pool.key_pages[layer].shape[1:]
+        dtype = pool.key_pages[layer].dtype
+        sides = [rows[:, side].flatten(0, 1)[own].view(dtype).view(-1, *shape) for side in range(copies.num_sides)]
+        place = self._place(layer)
+        if place is None or self._staged is None:
+            ids = self._page_ids[begin - self._first_page : end - self._first_page]
+            for pages, side in zip(copies.sides(layer), sides, strict=True):
+                pages.index_copy_(0, ids, side)
+            return
+        tokens = slice(begin * pool.page_tokens, end * pool.page_tokens)
+        into = [one[:, tokens].unflatten(1, (-1, pool.page_tokens)) for one in self._staged.staging.buffer(place)]
+        numbers = torch.arange(end - begin, device=pool.device)
+        gather_pages(sides[0].contiguous(), sides[1].contiguous(), numbers, *into)
+
+
+def _buffer_of(copies: DiskCopies) -> Tensor:
+    """Return this thread's piece of pinned memory, uint8 `[blocks, part_bytes]`."""
+    size = piece_blocks(copies.part_bytes), copies.part_bytes
+    buffer: Tensor | None = getattr(_buffers, "own", None)
+    if buffer is None or tuple(buffer.shape) != size:
+        buffer = _buffers.own = pinned_bytes(size[0] * size[1], copies.pool.device).view(size)
+    return buffer
+
+
+def _on_stream(copies: DiskCopies) -> AbstractContextManager[Any]:
+    up = copies.streams.up
+    return nullcontext() if up is None else torch.cuda.stream(up)

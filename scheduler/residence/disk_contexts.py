@@ -1,0 +1,153 @@
+"""Contexts on disk: which blocks of a prompt are read from there, and which of what leaves are written.
+
+A block is `disk.block_tokens` tokens from the prompt's first one on, named by the hash of the last KV block in it, which
+covers all tokens in front, the model, what made the KV, and the salt. So a prefix that contexts share is written once,
+and requests of other salts find nothing of each other. What is written is copied out of pages while they are known by
+their hashes: whoever needs them does not wait. Invariant: a prompt takes from the disk what is there without a gap
+behind what pages have, and what would take longer to read than to compute is neither read nor written.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from gpu.step import DiskPrefix, SavedBlock
+from scheduler.cache.page_pool import PagePool
+from scheduler.sequences.sequence import Sequence
+from transfer.disk.context_store import KV, ContextStore
+
+Seconds = Callable[[int, int], float]
+"""Of the computation of a prompt's tokens `[begin, end)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSide:
+    """The store, and the device's part in it: whether a job's layer is read, which jobs' blocks turned out to be
+    lost, and how many blocks a plan may save now.
+    """
+
+    store: ContextStore
+    is_read: Callable[[int, int], bool]
+    lost_jobs: Callable[[], list[int]]
+    num_savable: Callable[[], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsaved:
+    name: str
+    hashes: list[bytes]  # of its KV blocks
+
+
+class DiskContexts:
+    """The choice of what is read and written. side: None: no contexts are on disk, and nothing is."""
+
+    def __init__(self, side: DiskSide | None, pages: PagePool, page_tokens: int) -> None:
+        self.side = side
+        self._pages = pages
+        self._page_tokens = page_tokens
+        self._block_pages = 1 if side is None else side.store.block_tokens // page_tokens
+        self._unsaved: deque[_Unsaved | list[str]] = deque()  # and behind a context's last block, the names of all
+        self._waiting: set[str] = set()
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def find(self, sequence: Sequence, begin: int, seconds_of: Seconds) -> int:
+        """Return the end of what a prompt takes from the disk behind its first `begin` tokens; 0: nothing."""
+        if self.side is None or sequence.chunks:
+            return 0
+        end = min(self._count(sequence) * self._block_pages, sequence.num_usable_blocks)
+        end = end // sequence.border_blocks * sequence.border_blocks * self._page_tokens
+        if end <= begin or not self._pays(end - begin, seconds_of(begin, end)):
+            return 0
+        return end
+
+    def prefix(self, sequence: Sequence, begin: int, end: int) -> DiskPrefix | None:
+        """Return what a prompt's prefill is told of it; None: nothing comes from the disk."""
+        if end <= begin:
+            return None
+        block_tokens = self._block_pages * self._page_tokens
+        first, last = begin // block_tokens, -(-end // block_tokens)
+        pages = sequence.pages[begin // self._page_tokens : end // self._page_tokens]
+        return DiskPrefix(self._names(sequence, first, last), first, begin, end, tuple(pages))
+
+    def _count(self, sequence: Sequence) -> int:
+        """Return how many of the prompt's blocks in front are on disk; a block in pages alone counts."""
+        assert self.side is not None
+        version = self.side.store.folder.version
+        if sequence.on_disk is None or sequence.on_disk[:2] != (version, sequence.num_known_blocks):
+            num_blocks = len(sequence.hashes) // self._block_pages
+            first = min(sequence.num_known_blocks // self._block_pages, num_blocks)
+            count = self.side.store.count_front(self._names(sequence, 0, num_blocks), first)
+            sequence.on_disk = version, sequence.num_known_blocks, count
+        return sequence.on_disk[2]
+
+    def _pays(self, num_tokens: int, seconds: float) -> bool:
+        assert self.side is not None
+        store = self.side.store
+        num_blocks = math.ceil(num_tokens / store.block_tokens)
+        return store.config.choose == "always" or store.read_seconds(num_blocks) < seconds
+
+    def _names(self, sequence: Sequence, first: int, last: int) -> tuple[str, ...]:
+        size = self._block_pages
+        return tuple(sequence.hashes[(block + 1) * size - 1].hex() for block in range(first, last))
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def note_left(self, sequence: Sequence, num_final_blocks: int, seconds_of: Seconds) -> None:
+        """Note what a sequence leaves in pages, of which the first KV blocks are final and known: what of it is not on
+        disk is written as long as it is there.
+        """
+        if self.side is None:
+            return
+        size, folder = self._block_pages, self.side.store.folder
+        names = self._names(sequence, 0, num_final_blocks // size)
+        tokens = self.side.store.block_tokens
+        new = [
+            block
+            for block, name in enumerate(names)
+            if name not in self._waiting
+            and not folder.has(KV, name)
+            and self._pays(tokens, seconds_of(block * tokens, (block + 1) * tokens))
+        ]
+        for block in new:
+            self._waiting.add(names[block])
+            self._unsaved.append(_Unsaved(names[block], sequence.hashes[block * size : (block + 1) * size]))
+        if names:
+            self._unsaved.append(list(names))
+
+    def retract(self, sequence: Sequence) -> None:
+        """Remove the blocks of a context that gave no finite logits."""
+        if self.side is not None:
+            folder = self.side.store.folder
+            for name in self._names(sequence, 0, len(sequence.hashes) // self._block_pages):
+                if folder.has(KV, name):
+                    self.side.store.run_write(partial(folder.drop, KV, name, "its context gave no finite logits"))
+
+    @property
+    def has_work(self) -> bool:
+        """Tell whether something is to be written."""
+        return bool(self._unsaved)
+
+    def take_saves(self) -> list[SavedBlock]:
+        """Return what the next plan copies out, of what is still in pages."""
+        saves: list[SavedBlock] = []
+        if not self._unsaved or self.side is None:
+            return saves
+        num_savable, store = self.side.num_savable(), self.side.store
+        while self._unsaved:
+            first = self._unsaved[0]
+            if isinstance(first, list):
+                if saves:
+                    break  # these are written before
+                store.run_write(partial(store.folder.touch, KV, first))
+            elif len(saves) == num_savable:
+                break
+            else:
+                self._waiting.discard(first.name)
+                page_ids = self._pages.find_pages(first.hashes)
+                if page_ids is not None and not store.folder.has(KV, first.name):
+                    saves.append(SavedBlock(first.name, tuple(page_ids)))
+            self._unsaved.popleft()
+        return saves

@@ -1,0 +1,252 @@
+"""Contexts on disk behind the engine: after a restart a conversation goes on from there, with the text of a cold server.
+"""
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+
+from gpu.config import GpuConfig, ModelConfig
+from gpu.model.architecture import ModelError, load_architecture
+from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
+from scheduler.planning.engine_memory import plan_engine
+from tests.scheduler.engines import drain
+from tests.scheduler.test_states_of_a_model import ask, converse, draw, serve
+from transfer.disk.disk_config import DiskConfig
+from transfer.machine import probe_machine
+
+BLOCK = 64
+FEW_PAGES_GIB = 0.0045  # 1,152 tokens, where the longest context has 1,024 and several run
+
+
+def make_engine(
+    folder: Path | None, pages_gib: float = 0.05, name: str = "tiny", prefix_cache: bool = True, **disk: Any
+) -> Engine:
+    model = ModelConfig(random_weights=name)
+    config = EngineConfig(
+        model=model,
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1),
+        disk=None if folder is None else DiskConfig(**{"folder": folder, "block_tokens": BLOCK, "choose": "always"} | disk),
+        scheduler=SchedulerConfig(
+            max_running=4, max_context_tokens=1024, prefix_cache=prefix_cache,
+            prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096),
+        ),
+    )  # fmt: skip
+    plan = plan_engine(config, load_architecture(model), probe_machine())
+    return load_engine(config, plan, lambda stage, fraction: None)[0]
+
+
+def test_after_a_restart_a_prompt_begins_with_what_is_on_disk(tmp_path: Path) -> None:
+    prompt = draw(300, 1)
+    cold = make_engine(None, prefix_cache=False)
+    wanted = serve(cold, [ask("a", prompt, 40)])[0][0]
+    first = make_engine(tmp_path)
+    assert serve(first, [ask("a", prompt, 40)])[0] == (wanted, 0)
+    first.shutdown()
+    history = [*prompt, *wanted, *draw(50, 2)]
+    second = make_engine(tmp_path)
+    told, found = serve(second, [ask("b", history, 40)])[0]
+    assert found == (300 + 40 - 1) // BLOCK * BLOCK
+    assert told == serve(cold, [ask("b", history, 40)])[0][0]
+    second.shutdown()
+
+
+def records(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.kv"))
+
+
+@pytest.fixture(scope="module")
+def cold() -> Engine:
+    return make_engine(None, prefix_cache=False)
+
+
+@pytest.mark.parametrize("pages_gib", [0.05, FEW_PAGES_GIB])
+def test_turns_and_forks_with_restarts_between_give_the_text_of_a_cold_server(
+    pages_gib: float, tmp_path: Path, cold: Engine
+) -> None:
+    wanted, _ = converse(cold)
+    engine = make_engine(tmp_path, pages_gib)
+    told, found = converse(engine)
+    engine.shutdown()
+    again = make_engine(tmp_path, pages_gib)
+    told_again, found_again = converse(again)
+    assert told == wanted == told_again
+    assert min(found_again) >= 240 // BLOCK * BLOCK, "the very first prompt is there, too"
+    counts = again.scheduler.residence.disk.side.store.counts()
+    assert counts.damaged == counts.refused == 0
+    assert counts.written <= 8, "what was there is not written again; ends of answers may be"
+    again.shutdown()
+
+
+def test_what_was_evicted_from_pages_comes_from_the_disk(tmp_path: Path, cold: Engine) -> None:
+    engine = make_engine(tmp_path, FEW_PAGES_GIB)
+    prompts = [draw(700, number) for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        serve(engine, [ask(f"a{number}", prompt, 4)])
+    for number, prompt in enumerate(prompts):
+        request = ask(f"b{number}", [*prompt, *draw(9, 50)], 20)
+        told, found = serve(engine, [request])[0]
+        assert found >= 640
+        assert told == serve(cold, [request])[0][0]
+    engine.shutdown()
+
+
+def test_many_at_once_come_from_the_disk_each_as_alone(tmp_path: Path, cold: Engine) -> None:
+    requests = [ask(f"r{number}", draw(200 + 137 * (number % 5), number // 2), 30) for number in range(10)]
+    alone = [serve(cold, [request])[0][0] for request in requests]
+    for pages_gib in (0.05, FEW_PAGES_GIB, FEW_PAGES_GIB):
+        engine = make_engine(tmp_path, pages_gib)
+        assert [told for told, _ in serve(engine, requests)] == alone
+        engine.shutdown()
+
+
+def seed_folder(folder: Path, prompt: list[int]) -> None:
+    engine = make_engine(folder)
+    serve(engine, [ask("seed", prompt, 2)])
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "swap", "part", "header"])
+def test_a_damaged_block_is_a_miss_and_never_another_text(damage: str, tmp_path: Path, cold: Engine) -> None:
+    prompt = draw(500, 3)
+    seed_folder(tmp_path, prompt)
+    wanted = serve(cold, [ask("b", prompt, 8)])[0][0]
+    assert len(records(tmp_path)) == 7
+    for number in (0, 3, 6):
+        engine = make_engine(tmp_path)
+        path = records(tmp_path)[number]
+        sound = path.read_bytes()
+        if damage == "flip":
+            path.write_bytes(sound[:-5] + bytes([sound[-5] ^ 64]) + sound[-4:])
+        elif damage == "cut":
+            os.truncate(path, len(sound) - 1)
+        elif damage == "gone":
+            path.unlink()
+        elif damage == "swap":
+            shutil.copy(records(tmp_path)[(number + 1) % 7], path)
+        elif damage == "part":
+            path.write_bytes(sound[:4500] + bytes(64) + sound[4564:])
+        else:
+            engine.shutdown()
+            path.write_bytes(b"TANDEMCX" + bytes(len(sound) - 8))
+            engine = make_engine(tmp_path)
+        told, found = serve(engine, [ask("b", prompt, 8)])[0]
+        assert told == wanted
+        assert found in range(0, 448, BLOCK), "what is in front of it is used, and counted as it is"
+        assert len(records(tmp_path)) == 7, "it is computed, and written again"
+        stats = engine.stats()
+        assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (500, found)
+        engine.shutdown()
+
+
+def test_power_other_rows_under_a_sound_checksum_give_another_text(
+    tmp_path: Path, cold: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = draw(500, 3)
+    seed_folder(tmp_path, prompt)
+    engine = make_engine(tmp_path)
+    folder = engine.scheduler.residence.disk.side.store.folder
+    read, first = folder.read, records(tmp_path)[0].stem
+    monkeypatch.setattr(folder, "read", lambda kind, name, part, out: read(kind, first, part, out))
+    assert serve(engine, [ask("b", prompt, 20)])[0][0] != serve(cold, [ask("b", prompt, 20)])[0][0]
+    engine.shutdown()
+
+
+def test_requests_of_other_salts_find_nothing_of_each_other(tmp_path: Path) -> None:
+    prompt = draw(300, 5)
+    salted = {salt: structs.replace(ask(f"s{salt}", prompt, 4), cache_salt=salt) for salt in ("", "one", "two")}
+    engine = make_engine(tmp_path)
+    serve(engine, [salted["one"]])
+    engine.shutdown()
+    engine = make_engine(tmp_path)
+    found = {salt: serve(engine, [request])[0][1] for salt, request in salted.items()}
+    assert found == {"": 0, "one": 256, "two": 0}
+    engine.shutdown()
+
+
+def test_a_disk_without_room_changes_nothing_but_what_is_written(
+    tmp_path: Path, cold: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tmp_path)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("transfer.disk.record_folder.write_bytes", refuse)
+    assert converse(engine)[0] == converse(cold)[0]
+    counts = engine.scheduler.residence.disk.side.store.counts()
+    assert (counts.written, counts.bytes_held) == (0, 0)
+    assert counts.refused > 10
+    assert list(tmp_path.glob("*/*")) == []
+    engine.shutdown()
+
+
+def test_what_is_slower_to_read_than_to_compute_is_neither_read_nor_written(tmp_path: Path) -> None:
+    prompt = draw(500, 3)
+    engine = make_engine(tmp_path, choose="time")
+    store = engine.scheduler.residence.disk.side.store
+    store.rate.bytes_a_second = 1.0
+    serve(engine, [ask("a", prompt, 2)])
+    assert records(tmp_path) == []
+    engine.shutdown()
+    seed_folder(tmp_path, prompt)
+    for rate, wanted in ((1.0, 0), (1e15, 448)):
+        engine = make_engine(tmp_path, choose="time")
+        engine.scheduler.residence.disk.side.store.rate.bytes_a_second = rate
+        assert serve(engine, [ask("b", prompt, 2)])[0][1] == wanted
+        engine.shutdown()
+
+
+def test_a_context_without_finite_logits_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    prompt = draw(300, 3)
+    seed_folder(tmp_path, prompt)
+    engine = make_engine(tmp_path)
+    with torch.inference_mode():
+        engine._runner.weights.final_norm.fill_(float("nan"))
+    engine.submit([ask("b", prompt, 4)])
+    assert drain(engine)["b"][-1].finish_reason == "error"
+    engine.shutdown()
+    assert records(tmp_path) == []
+
+
+def test_two_engines_in_one_folder_are_refused_by_name(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    with pytest.raises(ModelError, match=r"disk\.folder: .* is in use by process"):
+        make_engine(tmp_path)
+    engine.shutdown()
+    make_engine(tmp_path).shutdown()
+
+
+def test_another_models_blocks_are_not_read(tmp_path: Path) -> None:
+    prompt = draw(300, 3)
+    seed_folder(tmp_path, prompt)
+    other = make_engine(tmp_path, name="tiny-qwen3")
+    assert serve(other, [ask("b", prompt, 4)])[0][1] == 0
+    other.shutdown()
+
+
+def test_a_sequence_that_leaves_while_it_is_read_takes_nothing_with_it(tmp_path: Path, cold: Engine) -> None:
+    """A read is held up; its request is cancelled; its pages go to another, whose rows nothing overwrites."""
+    prompt = draw(600, 3)
+    seed_folder(tmp_path, prompt)
+    engine = make_engine(tmp_path, FEW_PAGES_GIB, threads=1)
+    store, go_on = engine.scheduler.residence.disk.side.store, threading.Event()
+    store.run_read(lambda: go_on.wait(20) and None)
+    engine.submit([ask("b", prompt, 4)])
+    for _ in range(3):
+        engine.step()
+    assert engine._runner.num_prefill_jobs == 1
+    engine.cancel(["b"])
+    threading.Timer(0.2, go_on.set).start()
+    other = ask("c", draw(900, 8), 30)
+    assert serve(engine, [other])[0][0] == serve(cold, [other])[0][0]
+    assert engine._runner.num_prefill_jobs == 0
+    engine.shutdown()
