@@ -25,6 +25,18 @@ FIGURES = {
 }
 """The scheduler's own figures of a request, by name."""
 
+CACHED_FROM = {
+    "card": RequestFigure("prompt tokens found in pages of the device", True, "cached_tokens_from_card"),
+    "host": RequestFigure("prompt tokens found in host memory", True, "cached_tokens_from_host"),
+    "disk": RequestFigure("prompt tokens found on disk", True, "cached_tokens_from_disk"),
+}
+"""Figures of where a prompt's cached tokens were, by the place: they stand together in an answer's usage."""
+
+
+def cached_figure(place: str) -> str:
+    """Return the figure's name of tokens that were there."""
+    return f"cached_from_{place}"
+
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """Pack token ids as a prompt has them: int32, in this host's byte order."""
@@ -305,6 +317,21 @@ class ChunkStats(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
 
 
+class DiskStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of contexts on disk; counters count since the engine started."""
+
+    bytes_held: int  # of all models in the folder
+    records: int
+    read_rate: int  # bytes a second, as it is reckoned with
+    bytes_written: int
+    bytes_read: int
+    written: int
+    refused: int
+    capped: int
+    evicted: int
+    damaged: int
+
+
 class MaskStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of what draws are held to, since the engine started. mask_seconds: of the loop, making masks; jumps:
     runs of tokens that had to come and were computed in one step, of `jumped_tokens` together.
@@ -351,6 +378,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: DraftStats = DraftStats()
     experts: ExpertStats | None = None  # None: all lie on the device
     chunks: ChunkStats | None = None  # None: no documents
+    disk: DiskStats | None = None  # None: no contexts on disk
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

@@ -288,8 +288,11 @@ def _anchor(deployment: Deployment, folder: Path) -> Deployment:
     server = server.model_copy(update={key: folder / path for key, path in files.items() if path is not None})
     if documents is not None and documents.folder is not None:
         documents = documents.model_copy(update={"folder": folder / documents.folder})
+    disk = deployment.disk
+    if disk is not None and disk.folder is not None:
+        disk = disk.model_copy(update={"folder": folder / disk.folder})
     profiles = {name: _anchor_methods(one, folder) for name, one in deployment.profiles.items()}
-    update = {"model": model.model_copy(update=anchored), "server": server, "documents": documents}
+    update = {"model": model.model_copy(update=anchored), "server": server, "documents": documents, "disk": disk}
     return deployment.model_copy(update={**update, "profiles": profiles})
 
 

@@ -7,16 +7,10 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from gpu.disk.disk_copies import DiskCopies, pinned_bytes
+from gpu.disk.record_shapes import num_buffers
 from gpu.step import SavedBlock
 from transfer.copies import Event
 from transfer.disk.context_store import KV
-
-MIB = 2**20
-
-
-def num_buffers(memory_mib: float, record_bytes: int) -> int:
-    """Return how many blocks may be on their way at once."""
-    return max(2, int(memory_mib * MIB) // record_bytes)
 
 
 class BlockWriter:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu.disk.disk_copies import DiskCopies, pinned_bytes
+from gpu.disk.record_shapes import piece_blocks
 from gpu.host.staging import StagedPrompt
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.step import DiskPrefix
@@ -28,15 +29,8 @@ from transfer.disk.context_store import KV
 from transfer.disk.record_format import RecordError
 from transfer.host_tier import HostMemoryError
 
-PIECE_BYTES = 8 * 2**20  # that a thread reads and copies at once
-
 log = logging.getLogger(__name__)
 _buffers = local()
-
-
-def piece_blocks(part_bytes: int) -> int:
-    """Return the blocks of a piece."""
-    return max(1, PIECE_BYTES // part_bytes)
 
 
 class PrefixLoad:
@@ -141,7 +135,10 @@ class PrefixLoad:
         copies, pool = self._copies, self._copies.pool
         rows = buffer.to(pool.device, non_blocking=True).view(len(buffer), copies.num_sides, copies.block_pages, -1)
         first_page = (self._prefix.first_block + first) * copies.block_pages
-        begin, end = max(self._first_page, first_page), min(self._end_page, first_page + len(buffer) * copies.block_pages)
+        begin, end = (
+            max(self._first_page, first_page),
+            min(self._end_page, first_page + len(buffer) * copies.block_pages),
+        )
         if begin >= end:
             return
         own = slice(begin - first_page, end - first_page)

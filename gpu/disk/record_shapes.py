@@ -8,6 +8,19 @@ from gpu.page_layout import KvFormat, row_bytes
 from transfer.disk.context_store import KV
 from transfer.disk.record_format import RecordShape
 
+MIB = 2**20
+PIECE_BYTES = 8 * MIB  # that a thread reads and copies at once
+
+
+def piece_blocks(part_bytes: int) -> int:
+    """Return the blocks of a piece."""
+    return max(1, PIECE_BYTES // part_bytes)
+
+
+def num_buffers(memory_mib: float, record_bytes: int) -> int:
+    """Return how many blocks may be on their way to the disk at once."""
+    return max(2, int(memory_mib * MIB) // record_bytes)
+
 
 def paged_layers(architecture: Architecture, window_layers: tuple[int, ...]) -> tuple[int, ...]:
     """Return the layers that have all of a context in pages."""

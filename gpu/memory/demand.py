@@ -8,6 +8,7 @@ from typing import Literal
 
 from gpu.batching.captured_steps import steps_to_capture
 from gpu.cpu_step.step_arrays import logits_array, num_step_rows, part_arrays
+from gpu.disk.record_shapes import kv_record, num_buffers, piece_blocks
 from gpu.fusion.fusion_arrays import chunk_token_bytes
 from gpu.host.footprint import STAGED_LAYERS, gathered_array
 from gpu.layers.layer_arrays import activation_bytes, rope_bytes
@@ -32,8 +33,9 @@ from gpu.prefill.prefill_arrays import (
 from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.sampling.sampling_arrays import drawing_bytes, penalty_arrays
 from gpu.weights.expert_shares import ExpertShares, most_experts, why_not_computed
-from transfer.arrays import sum_bytes
+from transfer.arrays import FLOATS, sum_bytes
 from transfer.chunks.chunk_format import ChunkShape
+from transfer.disk.disk_config import DiskConfig
 from transfer.host_config import LEAST_AHEAD_BYTES, DocumentsConfig
 
 Place = Literal["gpu", "host"]
@@ -60,10 +62,11 @@ class PlanError(Exception):
 class Demand:
     """One model with its settings on one device. `host`: what its host tier asks for, or None without one;
     `states`: what attention methods keep for sequences that run; how many rings there are is told where it is known.
-    `documents`: how their chunks are kept, or None, in `documents_bytes` of host memory. `num_windows`: of
-    `window_pages` pages in each layer with a window, which then has no others (`gpu.kv.windows`); no pages: it has them
-    as all layers have. kv: how pages hold rows, None: in the dtype that computes. computed_rows: see `MemoryPlan`.
-    asked_context: tokens of the longest context, None: as many as fit. state_bytes: of an element of a recurrent
+    `disk`: how contexts are kept there, or None. `documents`: how their chunks are kept, or None, in `documents_bytes`
+    of host memory. `num_windows`: of `window_pages` pages in each layer with a window, which then has no others
+    (`gpu.kv.windows`); no pages: it has them as all layers have. kv: how pages hold rows, None: in the dtype that
+    computes. computed_rows: see `MemoryPlan`. asked_context: tokens of the longest context, None: as many as fit.
+    state_bytes: of an element of a recurrent
     layer's state; where a model has such layers, states are counted as windows.
     unpacked: why matrices of few bits are unpacked at load, None: they are not.
     """
@@ -79,6 +82,7 @@ class Demand:
     states: tuple[MethodState, ...]
     documents: DocumentsConfig | None = None
     documents_bytes: int = 0
+    disk: DiskConfig | None = None
     window_pages: int = 0
     num_windows: int = 0
     kv: KvFormat | None = None
@@ -200,7 +204,7 @@ class Demand:
     def fixed_items(self) -> tuple[MemoryItem, ...]:
         """Return what does not depend on the context; weights first."""
         items = (*self._weights(), *self._workspaces(), *self._method_states(), *self._reserves(), *self._exchange())
-        return (*items, *self._documents(), *self._windows(), *self.fetching_items())
+        return (*items, *self._documents(), *self._disk(), *self._windows(), *self.fetching_items())
 
     def fetching_items(self) -> tuple[MemoryItem, ...]:
         """Return the items of experts in host memory: they themselves, and what they are fetched to. A captured step
@@ -428,6 +432,21 @@ class Demand:
         return (
             MemoryItem("documents", "host", self.documents_bytes, f"chunks used last, in {self.documents.rows}"),
             MemoryItem("documents under way", "host", ahead, "chunks that are computed, and not on disk yet"),
+        )
+
+    def _disk(self) -> tuple[MemoryItem, ...]:
+        """Return what blocks pass through on their way to the disk and back."""
+        if self.disk is None:
+            return ()
+        kv = self.kv or FLOATS[self.dtype_bytes]
+        parts = kv_record(self.shape, self.window_layers, kv, self.disk.block_tokens).part_bytes
+        record, piece = sum(parts), max(parts, default=0)
+        reading = self.disk.threads * piece * piece_blocks(piece) if piece else 0
+        writing = num_buffers(self.disk.memory_mib, record) * record if piece else 0
+        return (
+            MemoryItem("contexts to the disk", "host", writing, f"blocks of {self.disk.block_tokens} tokens, pinned"),
+            MemoryItem("contexts from the disk", "host", reading, f"pieces that {self.disk.threads} threads read"),
+            self.item("blocks of contexts", reading + 2 * record, "as they come from the disk, and go there"),
         )
 
     def item(self, name: str, num_bytes: int, note: str) -> MemoryItem:

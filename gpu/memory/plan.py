@@ -34,6 +34,7 @@ from gpu.memory.machine_limits import (
 )
 from gpu.memory.refusals import (
     check_configured,
+    check_disk,
     check_documents,
     check_fixed,
     check_latents,
@@ -49,6 +50,7 @@ from gpu.page_layout import KvFormat, page_table
 from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.step import PartId
 from gpu.weights.expert_shares import PINNED_SHARE
+from transfer.disk.disk_config import DiskConfig
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import GIB, GpuProfile, MachineProfile
 
@@ -165,6 +167,7 @@ def plan_memory(
     sizes: PlannedSizes,
     machine: MachineProfile,
     documents: DocumentsConfig | None = None,
+    disk: DiskConfig | None = None,
     computed_rows: int = 0,
 ) -> MemoryPlan:
     """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
@@ -172,8 +175,8 @@ def plan_memory(
     kept: what of contexts that are offloaded stays on the device (`gpu.profiles.find_kept`), None without `host`;
     states: what attention methods keep for sequences that run (`gpu.profiles.list_states`); rings that nobody counted
     take an eighth of what weights and workspaces leave, and there is one at least; documents: how their chunks are
-    kept; computed_rows: see `MemoryPlan`. A context that nobody asked for shrinks to what fits; one
-    that the configuration names must fit. Raises PlanError.
+    kept; disk: how contexts are kept there; computed_rows: see `MemoryPlan`. A context that nobody asked for shrinks to
+    what fits; one that the configuration names must fit. Raises PlanError.
     """
     max_running, max_context_tokens, max_hidden_tokens = (
         sizes.max_running, sizes.max_context_tokens, sizes.max_hidden_tokens,
@@ -196,6 +199,8 @@ def plan_memory(
         check_documents(architecture)
     else:  # a prompt that takes chunks has queries anywhere in it, and what they see must be there
         window_pages = count_window_pages(architecture, gpu, spare_tokens, max_context_tokens)
+    if disk is not None:
+        check_disk(architecture, window_pages)
     if gpu.kv_windows is not None and not window_pages:
         why = "documents need all of a context" if architecture.window_layers else "no layer of the model has a window"
         raise PlanError(f"gpu.kv_windows: asked {gpu.kv_windows}, but {why}; leave it out")
@@ -215,6 +220,7 @@ def plan_memory(
         tuple(states),
         documents,
         0 if documents is None else documents.memory_bytes(machine.memory_bytes),
+        disk,
         window_pages,
         kv=kv,
         computed_rows=computed_rows,

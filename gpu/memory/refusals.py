@@ -57,6 +57,19 @@ def check_documents(shape: Architecture) -> None:
         raise PlanError(f"documents: {why} in {shape.name}, of which no chunks are kept; leave out `documents`")
 
 
+def check_disk(shape: Architecture, window_pages: int) -> None:
+    """Check that contexts of a model can be kept on disk: pages have all of them. Raises PlanError."""
+    if shape.recurrent is not None:
+        raise PlanError(
+            f"disk: layers of {shape.name} are recurrent, and their states are not kept on disk; leave out `disk`"
+        )
+    if window_pages:
+        raise PlanError(
+            f"disk: layers of {shape.name} keep windows by themselves, which are not kept on disk; leave out `disk`, "
+            "or keep all of a context in pages with gpu.kv_windows: 0"
+        )
+
+
 def check_latents(shape: Architecture, host: HostConfig | None, kv: str, states: Sequence[MethodState]) -> None:
     """Check that nothing reads rows of latents that knows keys and values alone. Raises PlanError."""
     if shape.latent is None:

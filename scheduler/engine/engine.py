@@ -23,6 +23,7 @@ from scheduler.engine.decode_reads import DecodeReads
 from scheduler.messages import (
     ChunksStored,
     Delta,
+    DiskStats,
     DropChunks,
     EngineRequest,
     ExpertStats,
@@ -126,7 +127,10 @@ class Engine:
         parts = self._host_stats(), self._method_counts(), self._expert_stats()
         stats = self.scheduler.stats(self._num_steps, self._step_seconds, *parts)
         documents = self.scheduler.documents
-        return stats if documents is None else structs.replace(stats, chunks=documents.stats())
+        if documents is not None:
+            stats = structs.replace(stats, chunks=documents.stats())
+        side = self.scheduler.residence.disk.side
+        return stats if side is None else structs.replace(stats, disk=DiskStats(**asdict(side.store.counts())))
 
     def _method_counts(self) -> dict[str, list[int]]:
         """Return the sums over the parts of profiles."""

@@ -39,6 +39,8 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     _check_units(profiles, config.scheduler.prefill.chunk_tokens)
     _check_select_layer(config.documents, architecture.num_layers)
     _check_drafts(profiles, architecture)
+    if config.disk is not None and not config.scheduler.prefix_cache:
+        raise PlanError("disk: contexts there are prefixes, and scheduler.prefix_cache is false; leave one of them out")
     share_out = partial(
         plan_memory,
         architecture,
@@ -48,6 +50,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         states=list_states(profiles, architecture),
         machine=machine,
         documents=config.documents,
+        disk=config.disk,
     )
     share_out = partial(share_out, sizes=_choose_sizes(config.scheduler, share_out))
     asked, rates = config.gpu.host_experts, find_rates(machine, measured_path())

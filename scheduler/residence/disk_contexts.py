@@ -1,10 +1,10 @@
 """Contexts on disk: which blocks of a prompt are read from there, and which of what leaves are written.
 
-A block is `disk.block_tokens` tokens from the prompt's first one on, named by the hash of the last KV block in it, which
-covers all tokens in front, the model, what made the KV, and the salt. So a prefix that contexts share is written once,
-and requests of other salts find nothing of each other. What is written is copied out of pages while they are known by
-their hashes: whoever needs them does not wait. Invariant: a prompt takes from the disk what is there without a gap
-behind what pages have, and what would take longer to read than to compute is neither read nor written.
+A block is `disk.block_tokens` tokens, counted from the prompt's first, named by the hash of the last KV block in it:
+that covers all tokens in front, the model, what made the KV, and the salt. So a prefix that contexts share is written
+once, and requests of other salts find nothing of each other. What is written is copied out of pages while they are
+known by their hashes: whoever needs them does not wait. Invariant: a prompt takes from the disk what is there without a
+gap behind what pages have, and what would take longer to read than to compute is neither read nor written.
 """
 
 import math

@@ -80,6 +80,12 @@ class Residence:
         """
         return self.evictor is not None and self.evictor.is_adaptive
 
+    def cached_from(self, start: Start) -> dict[str, int]:
+        """Return where the tokens are that a prompt need not compute: how many by place."""
+        sink = 0 if start.source is None else self._num_sink_blocks * self.page_tokens
+        from_host = start.begin - sink if start.source is not None else 0
+        return {"card": start.begin - from_host, "host": from_host, "disk": start.first_computed - start.begin}
+
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def await_room(self, sequence: Sequence) -> None:

@@ -6,6 +6,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from gpu.disk.record_shapes import kv_record
 from gpu.memory.host_demand import HostDemand
 from gpu.page_layout import row_bytes
 from scheduler.planning.engine_memory import find_host_demand
@@ -45,6 +46,7 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
             "items": items,
         },
         "host": describe_host(plan),
+        "disk": describe_disk(plan),
         "profiles": describe_profiles(plan),
         "notes": list(plan.notes),
     }
@@ -101,6 +103,21 @@ def describe_host(plan: ResolvedPlan) -> dict[str, Any] | None:
             length: demand.resident_tokens_of(length, memory.num_pages)
             for length in _lengths(memory.resident_tokens, memory.max_context_tokens)
         },
+    }
+
+
+def describe_disk(plan: ResolvedPlan) -> dict[str, Any] | None:
+    """Return what is kept on disk: where, how many bytes, and tokens of contexts; None where nothing is."""
+    disk, memory = plan.deployment.disk, plan.memory
+    if disk is None:
+        return None
+    record = kv_record(plan.architecture, memory.window_layers, memory.kv, disk.block_tokens)
+    return {
+        "folder": str(disk.resolved_folder),
+        "limit_bytes": int(disk.limit_gib * GIB),
+        "block_bytes": record.file_bytes,
+        "tokens": int(disk.limit_gib * GIB) // record.file_bytes * disk.block_tokens,
+        "day_bytes": None if disk.written_gib_a_day is None else int(disk.written_gib_a_day * GIB),
     }
 
 
@@ -163,9 +180,23 @@ def print_plan(plan: ResolvedPlan, console: Console) -> None:
             f"{length:,}: {'all' if tokens == length else f'{tokens:,}'}" for length, tokens in host["on_card"].items()
         )
         console.print(f"tokens of one context that stay on the device, by its length: {kept}", highlight=False)
+    print_disk(plan, console)
     console.print(_tabulate_profiles(plan))
     for note in plan.notes:
         console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
+
+
+def print_disk(plan: ResolvedPlan, console: Console) -> None:
+    """Print what is kept on disk, if anything is."""
+    disk, settings = describe_disk(plan), plan.deployment.disk
+    if disk is None or settings is None:
+        return
+    day = "any bytes" if disk["day_bytes"] is None else f"up to {disk['day_bytes'] / GIB:.2f} GiB"
+    console.print(
+        f"contexts on disk, in {disk['folder']}: {disk['limit_bytes'] / GIB:.2f} GiB, {disk['tokens']:,} tokens in "
+        f"blocks of {settings.block_tokens} ({disk['block_bytes'] / 2**20:.2f} MiB), {day} written a day",
+        highlight=False, markup=False,
+    )  # fmt: skip
 
 
 def print_token(plan: ResolvedPlan, console: Console) -> None:

@@ -22,6 +22,7 @@ STAGES = {  # the engine's words, and ours
     "starting": "starting the engine",
     "host_attention": "preparing attention in host memory",
     "documents": "reading the weights' digest for documents",
+    "disk": "looking through contexts on disk",
     "weights": "loading the weights",
     "products": "preparing the library's products",
     "kernels": "preparing kernels",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from gpu.methods.registry import list_counters
-from scheduler.messages import HostStats, Stats
+from scheduler.messages import DiskStats, HostStats, Stats
 from server.engine.request_figures import find_figures
 
 _LONG_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -33,6 +33,15 @@ CHUNK_COUNTERS = {
     "evicted": "files of chunks that made room for others",
     "set_aside": "files that were not what they were stored as, and are not read again",
     "lost": "of these, those of which a layer was found out while a prompt read it, and computed it anew",
+}
+DISK_COUNTERS = {
+    "bytes_written": "bytes of contexts that were written to the disk",
+    "bytes_read": "bytes of contexts that were read from the disk",
+    "written": "blocks of contexts that were written to the disk",
+    "refused": "blocks that were not: no room, or the disk refused; see the log",
+    "capped": "blocks that were not, since the day's limit was reached",
+    "evicted": "blocks on disk that made room for others",
+    "damaged": "blocks on disk that were not what they were stored as, and are computed anew",
 }
 EXPERT_COUNTERS = {
     "fetched": "experts in host memory that came over the link one by one, for decode steps and short prompts",
@@ -147,6 +156,10 @@ class Metrics:
         self.chunks_stored = self._counter("tandem_document_chunks_stored", "chunks that clients had stored ahead")
         self.chunks_memory = self._gauge("tandem_chunks_memory_bytes", "host memory of the chunks that were used last")
         self.chunks = {name: self._counter(f"tandem_chunks_{name}", what) for name, what in CHUNK_COUNTERS.items()}
+        self.disk_held = self._gauge("tandem_disk_bytes_held", "bytes of contexts on disk, of all models in the folder")
+        self.disk_records = self._gauge("tandem_disk_records", "files of contexts on disk")
+        self.disk_rate = self._gauge("tandem_disk_read_rate", "bytes a second, by which reading is weighed")
+        self.disk = {name: self._counter(f"tandem_disk_{name}", what) for name, what in DISK_COUNTERS.items()}
         self.chunks_known = self._counter("tandem_document_chunks_known", "of chunks to be stored, those that were")
         self.finished = Counter(
             "tandem_requests_finished", "sequences ended", ["reason"], registry=self._registry
@@ -194,9 +207,18 @@ class Metrics:
             for name, counter in self.chunks.items():
                 before = getattr(last.chunks, name) if last and last.chunks else 0
                 counter.inc(getattr(stats.chunks, name) - before)
+        if stats.disk is not None:
+            self._take_disk(stats.disk, last.disk if last else None)
         if stats.host is not None:
             self._take_host(stats.host, last.host if last else None)
         self.latest = stats
+
+    def _take_disk(self, disk: DiskStats, last: DiskStats | None) -> None:
+        self.disk_held.set(disk.bytes_held)
+        self.disk_records.set(disk.records)
+        self.disk_rate.set(disk.read_rate)
+        for name, counter in self.disk.items():
+            counter.inc(getattr(disk, name) - (getattr(last, name) if last else 0))
 
     def _take_host(self, host: HostStats, last: HostStats | None) -> None:
         self.host_bytes.set(host.bytes_used)
@@ -254,7 +276,8 @@ class Metrics:
         of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments)
         of_tokens = (self.host_tokens, self.host_tokens_evicted, self.host_tokens_resident)
         for gauge in (
-            *of_device, *of_host, *of_tokens, self.pages_committed, self.rings_free, self.chunks_memory,
+            *of_device, *of_host, *of_tokens, self.pages_committed, self.rings_free, self.chunks_memory, self.disk_held,
+            self.disk_records, self.disk_rate,
             self.draft_saved_s,
         ):  # fmt: skip
             gauge.set(0)

@@ -11,13 +11,20 @@ from scheduler import messages
 @cache
 def find_figures() -> dict[str, RequestFigure]:
     """Return all figures by name."""
-    return {**FIGURES, **messages.FIGURES, **list_figures()}
+    places = {messages.cached_figure(place): figure for place, figure in messages.CACHED_FROM.items()}
+    return {**FIGURES, **messages.FIGURES, **places, **list_figures()}
 
 
 @cache
 def figure_names(of_prompt: bool) -> dict[str, bool]:
     """Return the names of those of a prompt, or of those of an answer, and whether all answers have it: those of a
-    method are told where it ran. Kept, since methods are found by reading a folder, and every answer asks.
+    method are told where it ran. Without those of places, which stand together. Kept, since methods are found by
+    reading a folder, and every answer asks.
     """
     of_methods = list_figures()
-    return {name: name not in of_methods for name, figure in find_figures().items() if figure.of_prompt == of_prompt}
+    of_places = {messages.cached_figure(place) for place in messages.CACHED_FROM}
+    return {
+        name: name not in of_methods
+        for name, figure in find_figures().items()
+        if figure.of_prompt == of_prompt and name not in of_places
+    }

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 from gpu.pooling import Pooling
 from gpu.sampling_params import SamplingParams
-from scheduler.messages import ChunkSpan, Delta, EngineRequest, Fusion, Progress, Ready, pack_tokens
+from scheduler.messages import (
+    CACHED_FROM,
+    ChunkSpan,
+    Delta,
+    EngineRequest,
+    Fusion,
+    Progress,
+    Ready,
+    cached_figure,
+    pack_tokens,
+)
 from server import logs
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, internal, invalid, time_up, unavailable
 from server.bodies.answer_form import form_param
@@ -167,6 +177,11 @@ class Generation:
         """Return the cached tokens of the prompts, each prompt counted once."""
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.num_each])
 
+    def cached_from(self) -> dict[str, int]:
+        """Return where the cached tokens were: how many by place."""
+        choices = self.choices[:: self.num_each]
+        return {place: sum(choice.figures.get(cached_figure(place), 0) for choice in choices) for place in CACHED_FROM}
+
     def figures(self, of_prompt: bool) -> dict[str, int]:
         """Return the figures of the prompts, each prompt counted once, or of all answers; those of methods that ran."""
         choices = self.choices[:: self.num_each] if of_prompt else self.choices
@@ -175,6 +190,9 @@ class Generation:
             for name, is_told in figure_names(of_prompt).items()
             if is_told or any(name in choice.figures for choice in choices)
         }
+
+    def _cached_figures(self) -> dict[str, int]:
+        return {cached_figure(place): number for place, number in self.cached_from().items()}
 
     def job_of(self, index: int) -> Job:
         return self.jobs[index // self.num_each]
@@ -278,7 +296,7 @@ class Generation:
             self._end(delta.request_id, piece.finish_reason, forget=not is_over)
             self._service.metrics.request_s.observe(now - self._arrival_s)
             if self.done:
-                self._service.metrics.take_figures(self.figures(True) | self.figures(False))
+                self._service.metrics.take_figures(self.figures(True) | self.figures(False) | self._cached_figures())
                 self._log(now)
         return Update(index, delta, piece)
 
@@ -310,6 +328,7 @@ class Generation:
             id=self.id,
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
+            **self._cached_figures(),
             **self.figures(True),
             **self.figures(False),
             generated_tokens=self.num_generated_tokens,

@@ -1,5 +1,4 @@
-"""Contexts on disk behind the engine: after a restart a conversation goes on from there, with the text of a cold server.
-"""
+"""Contexts on disk behind the engine: after a restart a conversation goes on, with the text of a cold server."""
 
 import errno
 import os
@@ -31,10 +30,11 @@ def make_engine(
     folder: Path | None, pages_gib: float = 0.05, name: str = "tiny", prefix_cache: bool = True, **disk: Any
 ) -> Engine:
     model = ModelConfig(random_weights=name)
+    settings = {"folder": folder, "block_tokens": BLOCK, "choose": "always"} | disk
     config = EngineConfig(
         model=model,
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1),
-        disk=None if folder is None else DiskConfig(**{"folder": folder, "block_tokens": BLOCK, "choose": "always"} | disk),
+        disk=None if folder is None else DiskConfig(**settings),
         scheduler=SchedulerConfig(
             max_running=4, max_context_tokens=1024, prefix_cache=prefix_cache,
             prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096),
@@ -74,7 +74,7 @@ def test_turns_and_forks_with_restarts_between_give_the_text_of_a_cold_server(
 ) -> None:
     wanted, _ = converse(cold)
     engine = make_engine(tmp_path, pages_gib)
-    told, found = converse(engine)
+    told, _ = converse(engine)
     engine.shutdown()
     again = make_engine(tmp_path, pages_gib)
     told_again, found_again = converse(again)

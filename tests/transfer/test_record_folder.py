@@ -249,7 +249,8 @@ def test_a_second_process_is_refused_by_name_until_the_first_is_gone(tmp_path: P
     child = run_child(code, str(tmp_path))
     assert child.stdout is not None
     assert child.stdout.readline() == "there\n"
-    with pytest.raises(FolderError, match=rf"disk\.folder: .* in use by process {child.pid}; give each server a folder"):
+    refusal = rf"disk\.folder: .* in use by process {child.pid}; give each server a folder"
+    with pytest.raises(FolderError, match=refusal):
         open_folder(tmp_path)
     child.kill()
     child.communicate()

@@ -21,10 +21,19 @@ def _declare_figures(name: str, of_prompt: bool) -> Any:
     return msgspec.defstruct(name, fields, bases=(Answer,), kw_only=True, forbid_unknown_fields=True)
 
 
+class CachedFrom(Answer):
+    """Count cached tokens by where they were: pages of the device, host memory, the disk."""
+
+    card: Count
+    host: Count
+    disk: Count
+
+
 class PromptTokensDetails(_declare_figures("PromptFigures", of_prompt=True)):  # type: ignore[misc]
     """Count tokens of a prompt. `reused`: of documents, computed before; `recomputed`: of these, computed again."""
 
     cached_tokens: Count
+    cached_tokens_from: CachedFrom
 
 
 class CompletionTokensDetails(_declare_figures("CompletionFigures", of_prompt=False)):  # type: ignore[misc]
