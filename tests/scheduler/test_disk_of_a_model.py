@@ -217,7 +217,8 @@ def test_a_context_without_finite_logits_leaves_nothing_on_disk(tmp_path: Path) 
     assert records(tmp_path) == []
 
 
-def test_two_engines_in_one_folder_are_refused_by_name(tmp_path: Path) -> None:
+def test_two_engines_in_one_folder_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.disk.record_folder.LOCK_SECONDS", 0.1)
     engine = make_engine(tmp_path)
     with pytest.raises(ModelError, match=r"disk\.folder: .* is in use by process"):
         make_engine(tmp_path)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from hypothesis import given, settings
@@ -243,7 +244,10 @@ def test_the_limit_of_a_day_holds_over_a_restart_and_ends_with_the_day(
     assert store(open_folder(tmp_path, day_limit_bytes=FILE_BYTES), 6)
 
 
-def test_a_second_process_is_refused_by_name_until_the_first_is_gone(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_by_name_until_the_first_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transfer.disk.record_folder.LOCK_SECONDS", 0.1)
     code = "import sys, pathlib; from tests.transfer.record_cases import open_folder; " \
            "folder = open_folder(pathlib.Path(sys.argv[1])); print('there', flush=True); sys.stdin.read()"  # fmt: skip
     child = run_child(code, str(tmp_path))
@@ -252,9 +256,10 @@ def test_a_second_process_is_refused_by_name_until_the_first_is_gone(tmp_path: P
     refusal = rf"disk\.folder: .* in use by process {child.pid}; give each server a folder"
     with pytest.raises(FolderError, match=refusal):
         open_folder(tmp_path)
-    child.kill()
+    monkeypatch.setattr("transfer.disk.record_folder.LOCK_SECONDS", 30)
+    Timer(0.2, child.kill).start()
+    open_folder(tmp_path).shutdown()  # one that is about to end is waited for
     child.communicate()
-    open_folder(tmp_path).shutdown()
 
 
 def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:

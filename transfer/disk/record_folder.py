@@ -24,6 +24,7 @@ from transfer.disk.day_count import DayCount
 from transfer.disk.record_format import NAME_DIGITS, RecordError, RecordShape, checksum, read_header, write_header
 
 RETRY_SECONDS = 60.0  # after the disk refused
+LOCK_SECONDS = 10.0  # for a process that is about to end: an engine outlives a server that was killed by a second
 _MODEL = re.compile(r"[0-9a-f]{32}")
 _OURS = re.compile(rf"[0-9a-f]{{{NAME_DIGITS}}}\.[a-z]+(\.part)?")
 _PART = ".part"
@@ -291,12 +292,22 @@ def _mark_used(file: int | Path) -> None:
     os.utime(file, ns=(now, now))
 
 
-def _take(root: Path) -> int:
-    """Lock the folder for this process. Raises FolderError."""
-    descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        return False
+    return True
+
+
+def _take(root: Path) -> int:
+    """Lock the folder for this process. Raises FolderError."""
+    descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    ends = time.monotonic() + LOCK_SECONDS
+    while not _try_lock(descriptor):
+        if time.monotonic() < ends:
+            time.sleep(0.05)
+            continue
         holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "another"
         os.close(descriptor)
         raise FolderError(

@@ -1,0 +1,55 @@
+"""`tandem serve` with contexts on disk on the reference model: killed and started again, the next turn comes from there."""
+
+import signal
+from pathlib import Path
+from subprocess import Popen
+
+from openai import OpenAI
+
+from tests.server.test_end_to_end import FILLER, NEEDLE, QUESTION, serve
+from tests.server.test_host_end_to_end import gauge
+
+DISK = {"block_tokens": 64, "choose": "always"}
+CHAT = [{"role": "user", "content": f"{FILLER * 40}{NEEDLE} {FILLER * 40}\n\n{QUESTION}"}]
+
+
+def ask(url: str, messages: list[dict[str, str]]):
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240)
+    return client.chat.completions.create(model="reference", messages=messages, temperature=0, max_tokens=24)
+
+
+def await_written(url: str, process: Popen[str]) -> None:
+    """The writer is behind the answers: wait until what was left is on the disk."""
+    before = -1.0
+    while process.poll() is None and (now := gauge(url, "tandem_disk_written_total")) != before or not now:
+        before = now
+        signal.sigtimedwait([], 0.6)  # the engine reports its counters four times a second
+
+
+def test_a_server_that_is_killed_goes_on_from_the_disk_and_says_so(tmp_path: Path) -> None:
+    settings = {"disk": DISK | {"folder": str(tmp_path / "contexts")}}
+    process, url = serve(tmp_path, settings)
+    first = ask(url, CHAT)
+    said = first.choices[0].message.content
+    assert "4815162" in said
+    assert first.usage.prompt_tokens_details.cached_tokens_from == {"card": 0, "host": 0, "disk": 0}
+    await_written(url, process)
+    assert gauge(url, "tandem_disk_bytes_written_total") == gauge(url, "tandem_disk_bytes_held") > 0
+    process.kill()
+    process.wait(timeout=60)
+    more = [*CHAT, {"role": "assistant", "content": said}, {"role": "user", "content": QUESTION}]
+    process, url = serve(tmp_path, settings)
+    warm = ask(url, more)
+    details = warm.usage.prompt_tokens_details
+    assert details.cached_tokens > 0.9 * first.usage.prompt_tokens
+    assert details.cached_tokens_from == {"card": 0, "host": 0, "disk": details.cached_tokens}
+    assert gauge(url, "tandem_cached_tokens_from_disk_total") == details.cached_tokens
+    again = ask(url, more).usage.prompt_tokens_details
+    assert again.cached_tokens_from == {"card": again.cached_tokens, "host": 0, "disk": 0}
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    (tmp_path / "cold").mkdir()
+    process, url = serve(tmp_path / "cold", {})
+    assert ask(url, more).choices[0].message.content == warm.choices[0].message.content
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
