@@ -1,4 +1,4 @@
-"""`tandem serve` with contexts on disk on the reference model: killed and started again, the next turn comes from there."""
+"""`tandem serve` with contexts on disk on the reference model: killed, and started again, it goes on from there."""
 
 import signal
 from pathlib import Path
@@ -20,9 +20,9 @@ def ask(url: str, messages: list[dict[str, str]]):
 
 def await_written(url: str, process: Popen[str]) -> None:
     """The writer is behind the answers: wait until what was left is on the disk."""
-    before = -1.0
-    while process.poll() is None and (now := gauge(url, "tandem_disk_written_total")) != before or not now:
-        before = now
+    before, now = -1.0, 0.0
+    while process.poll() is None and (not now or now != before):
+        before, now = now, gauge(url, "tandem_disk_written_total")
         signal.sigtimedwait([], 0.6)  # the engine reports its counters four times a second
 
 

@@ -142,9 +142,9 @@ class RecordFolder:
             if entry is None:
                 return
             self.counts["damaged"] += 1
+            with suppress(OSError):
+                entry.path.unlink(missing_ok=True)
         log.warning("disk_record_damaged path=%s reason=%s", entry.path, reason)
-        with suppress(OSError):
-            entry.path.unlink(missing_ok=True)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
