@@ -79,6 +79,12 @@ class SchedulerConfig(Settings):
         100.0, gt=0, description="aim for the gap between a stream's tokens; default: by `favour`"
     )
     prefix_cache: bool = True
+    session_seconds: float = Field(
+        600.0,
+        ge=0,
+        description="after its last request a session is alive for so long: what its prompts begin with, the system's "
+        "words and the tools, is the last to be evicted",
+    )
     jump_forward: bool = Field(True, description="text that a grammar leaves no choice of takes no step for each token")
     prefill: PrefillConfig = PrefillConfig()
     default_profile: str | None = Field(

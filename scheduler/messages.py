@@ -95,6 +95,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     allowed_token_ids: list[int] = []  # the only ones drawn; none: all
     bad_token_ids: list[list[int]] = []  # runs of tokens that the output does not contain
     prediction: bytes = b""  # packed: tokens that the output may repeat, for a profile that drafts
+    owner: str = ""  # whose sessions it may name
+    session: str = ""  # that it says it is part of; "": none
+    front_tokens: int = 0  # of the prompt: what the system says, with the tools
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -172,7 +175,23 @@ class DropChunks(msgspec.Struct, frozen=True, tag=True):
     chunks: list[NamedChunk]
 
 
-ToEngine = Submit | Cancel | Shutdown | StoreChunks | DropChunks
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """A message that the answers to these requests called tools, so that their conversations will go on. No reply."""
+
+    request_ids: list[str]
+
+
+class AskSessions(msgspec.Struct, frozen=True, tag=True):
+    """Ask what is kept of an owner's conversations; answered by one `Sessions`. `forget`: a session, of which all that
+    nobody reads is forgotten first; "": nothing is.
+    """
+
+    request_id: str
+    owner: str
+    forget: str = ""
+
+
+ToEngine = Submit | Cancel | Shutdown | StoreChunks | DropChunks | Expect | AskSessions
 
 
 # --- engine -> API process -------------------------------------------------------------------------------------------
@@ -235,6 +254,31 @@ class ChunksStored(msgspec.Struct, frozen=True, tag=True):
     num_stored: int
     num_known: int
     reason: str
+
+
+class KeptConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a conversation of a session, which is given a name if it has none: `tokens` of its last prompt
+    and answer, of which so many in front are in pages of the device, in host memory, and on disk. idle_seconds: since
+    its last request began or ended.
+    """
+
+    session: str
+    turns: int
+    running: int
+    is_awaited: bool
+    tokens: int
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    idle_seconds: float
+
+
+class Sessions(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `AskSessions`: what is kept, used last first. `forgotten_tokens`: in all places together."""
+
+    request_id: str
+    conversations: list[KeptConversation]
+    forgotten_tokens: int = 0
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -389,4 +433,4 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     stats: Stats | None
 
 
-FromEngine = Loading | Ready | Failed | Pulse | Accepted | Refused | ChunksStored | Outputs
+FromEngine = Loading | Ready | Failed | Pulse | Accepted | Refused | ChunksStored | Sessions | Outputs

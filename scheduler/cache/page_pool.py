@@ -1,18 +1,20 @@
 """KV pages on the device: who holds which, and which of them hold a known prefix.
 
 A page is held by sequences (counted) or free. A free page whose content is published under a block hash can be found
-until it is needed for something else, least recently used first. Where the host gives memory on demand (`Memory`), a
-page that is not there yet is taken before a known prefix is evicted. Invariants: every page is in exactly one of held,
-`idle` (free, published) and `blank` (free, content unknown); a block is published only as long as the block before it
-is, so the number of known blocks of a prompt is found without looking at each.
+until it is needed for something else, what is worth least first (`IdlePages`). Where the host gives memory on demand
+(`Memory`), a page that is not there yet is taken before a known prefix is evicted. Invariants: every page is in exactly
+one of held, `idle` (free, published) and `blank` (free, content unknown); a block is published only as long as the
+block before it is, so the number of known blocks of a prompt is found without looking at each.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+
+from scheduler.cache.idle_pages import NOBODY, IdlePages
 
 _MOST_PREFIXES = 16  # remembered fronts
 
@@ -85,7 +87,7 @@ class PagePool:
         self._first_page = first_page
         self._holders = np.zeros(num_pages, np.int32)
         self._blank: deque[int] = deque(range(first_page, first_page + self.num_committed))
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self.idle = IdlePages()
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._before: dict[bytes, bytes | None] = {}  # of a published block, the one in front of it
@@ -96,7 +98,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        return len(self._blank) + len(self._idle)
+        return len(self._blank) + len(self.idle)
 
     @property
     def num_held(self) -> int:
@@ -104,7 +106,7 @@ class PagePool:
 
     @property
     def num_idle(self) -> int:
-        return len(self._idle)
+        return len(self.idle)
 
     def num_holders(self, page: int) -> int:
         return int(self._holders[page - self._first_page])
@@ -127,7 +129,7 @@ class PagePool:
         pages = []
         for _ in range(count):
             if not self._blank:
-                self.retract(self._hash_of[next(iter(self._idle))])
+                self.retract(self._hash_of[self.idle.choose(self._is_last)])
             pages.append(self._blank.popleft())
         self._holders[np.array(pages, np.int64) - self._first_page] = 1
         return pages
@@ -136,15 +138,17 @@ class PagePool:
         """Add one holder to each of these pages, which are known or held, and all different."""
         places = np.asarray(pages, np.int64) - self._first_page
         for place in places[self._holders[places] == 0].tolist():
-            del self._idle[place + self._first_page]
+            self.idle.remove(place + self._first_page)
         self._holders[places] += 1
 
-    def release(self, pages: list[int]) -> None:
-        """Remove one holder of each. Last blocks are evicted first, so that prefixes outlive their branches."""
+    def release(self, pages: list[int], owner: int = NOBODY) -> None:
+        """Remove one holder of each; who held it last is its owner. Last blocks are evicted first, so that prefixes
+        outlive their branches.
+        """
         places = np.array(pages[::-1], np.int64) - self._first_page
         self._holders[places] -= 1
         for place in places[self._holders[places] == 0].tolist():
-            self._free_page(place + self._first_page)
+            self._free_page(place + self._first_page, owner)
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
@@ -210,6 +214,13 @@ class PagePool:
             for one in self._all_behind(digest) if digest in self._num_behind else [digest]:
                 self._forget(one)
 
+    def forget(self, hashes: list[bytes]) -> None:
+        """Take back the blocks at the end of this front that nobody holds, and behind which nothing else stands."""
+        for digest in reversed(hashes[: self.count_known(hashes, 0, len(hashes))]):
+            if digest in self._num_behind or self._is_held(digest):
+                return
+            self._forget(digest)
+
     def _publish(self, digest: bytes, before: bytes | None, page: int) -> None:
         """Publish one block, unless its page has another or the one `before` it is not known."""
         if page in self._hash_of or (before is not None and before not in self._page_of):
@@ -227,7 +238,11 @@ class PagePool:
     def _is_held(self, digest: bytes) -> bool:
         return bool(self._holders[self._page_of[digest] - self._first_page])
 
-    def _free_page(self, page: int) -> None:
+    def _is_last(self, page: int) -> bool:
+        """Tell whether nothing that is published stands behind the block of an idle page."""
+        return self._hash_of[page] not in self._num_behind
+
+    def _free_page(self, page: int, owner: int) -> None:
         """Free a page that nobody holds any more."""
         digest = self._hash_of.get(page)
         twin = None if digest is None else self._twins.get(digest)
@@ -235,7 +250,7 @@ class PagePool:
             self._drop_twin(page)
             self._blank.append(page)
         elif twin is None:
-            self._idle[page] = None
+            self.idle.add(page, owner)
         else:
             self._drop_twin(twin)
             del self._hash_of[page]
@@ -272,6 +287,6 @@ class PagePool:
         self._prefixes.pop(digest, None)
         page = self._page_of.pop(digest)
         del self._hash_of[page]
-        if page in self._idle:
-            del self._idle[page]
+        if page in self.idle:
+            self.idle.remove(page)
             self._blank.append(page)

@@ -19,9 +19,11 @@ import zmq
 
 from scheduler.constraints.constraints import GrammarError
 from scheduler.messages import (
+    AskSessions,
     Cancel,
     DropChunks,
     EngineRequest,
+    Expect,
     FromEngine,
     Refused,
     Shutdown,
@@ -47,7 +49,8 @@ class Prepared:
     sequences: list[Sequence]
 
 
-Arrival = Prepared | Refused | Cancel | Shutdown | StoreChunks | DropChunks
+Message = Cancel | StoreChunks | DropChunks | Expect | AskSessions
+Arrival = Prepared | Refused | Shutdown | Message
 
 
 class Connection:

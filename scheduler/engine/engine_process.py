@@ -20,16 +20,18 @@ from pydantic import ValidationError
 from gpu.memory.plan import PlanError
 from gpu.model.architecture import ModelError
 from gpu.profiles import ProfileError
-from scheduler.engine.connection import Connection, Prepared
+from scheduler.engine.connection import Connection, Message, Prepared
 from scheduler.engine.engine import Engine
 from scheduler.engine.heartbeat import Heartbeat
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineStart
 from scheduler.messages import (
     Accepted,
+    AskSessions,
     Cancel,
     Delta,
     DropChunks,
+    Expect,
     Failed,
     Loading,
     Outputs,
@@ -39,6 +41,7 @@ from scheduler.messages import (
     Stats,
     StoreChunks,
 )
+from scheduler.residence.kept_sessions import answer_sessions
 from scheduler.sequences.capacity import QueueFullError
 from transfer.host_tier import HostMemoryError
 
@@ -77,19 +80,24 @@ class Loop:
             for stored in self._engine.take_stored():
                 self._connection.send(stored)
 
-    def _handle(self, message: Prepared | Refused | Cancel | StoreChunks | DropChunks) -> None:
-        if isinstance(message, StoreChunks):
-            self._engine.store_chunks(message)
-            return
-        if isinstance(message, DropChunks):
-            self._engine.drop_chunks(message)
-            return
-        if isinstance(message, Cancel):
-            self._engine.cancel(message.request_ids)
-            return
-        if isinstance(message, Refused):
-            self._connection.send(message)
-            return
+    def _handle(self, message: Prepared | Refused | Message) -> None:
+        match message:
+            case Prepared():
+                self._queue(message)
+            case Refused():
+                self._connection.send(message)
+            case Cancel():
+                self._engine.cancel(message.request_ids)
+            case StoreChunks():
+                self._engine.store_chunks(message)
+            case DropChunks():
+                self._engine.drop_chunks(message)
+            case Expect():
+                self._engine.scheduler.residence.conversations.expect(message.request_ids)
+            case AskSessions():
+                self._connection.send(answer_sessions(self._engine.scheduler.residence, message))
+
+    def _queue(self, message: Prepared) -> None:
         try:
             self._engine.scheduler.roster.queue(message.sequences)
         except QueueFullError as error:

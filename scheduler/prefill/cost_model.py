@@ -78,6 +78,11 @@ class CostModel:
         terms = self._terms(num_tokens, context)
         return one * terms[0] + projections * terms[1] + attention * terms[2]
 
+    def prompt_work(self, num_tokens: int) -> float:
+        """Return the floating-point operations of a prompt's projections and attention, in all layers."""
+        _, projections, attention = self._terms(num_tokens, num_tokens)
+        return self._num_layers * (projections + attention)
+
     def logits_seconds(self, num_rows: int) -> float:
         """Return the seconds of logprobs of so many scored tokens; none take none."""
         one, flops = self._logits.costs if self._logits.has_seen else self._layers[DENSE].costs[:2]

@@ -113,6 +113,10 @@ class PrefillQueue:
         """Return the seconds of work for a prompt's tokens `[begin, end)` in all layers."""
         return self.num_layers * self._costs.unit_seconds(end - begin, end, method)
 
+    def prompt_work(self, num_tokens: int) -> float:
+        """Return the operations of a prompt of so many tokens."""
+        return self._costs.prompt_work(num_tokens)
+
     def _eligible_jobs(self, seconds: float | None, has_units: bool) -> list[JobInProgress]:
         """Return jobs that may have the next unit: those of the background only where there are no others; one whose
         next layer is on its way from the disk only where there is nothing else to do, and then it is waited for; a

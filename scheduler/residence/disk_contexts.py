@@ -90,8 +90,10 @@ class DiskContexts:
         return store.config.choose == "always" or store.read_seconds(num_blocks) < seconds
 
     def _names(self, sequence: Sequence, first: int, last: int) -> tuple[str, ...]:
-        size = self._block_pages
-        return tuple(sequence.hashes[(block + 1) * size - 1].hex() for block in range(first, last))
+        return tuple(self._names_of(sequence.hashes[first * self._block_pages : last * self._block_pages]))
+
+    def _names_of(self, hashes: list[bytes]) -> list[str]:
+        return [digest.hex() for digest in hashes[self._block_pages - 1 :: self._block_pages]]
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -124,6 +126,20 @@ class DiskContexts:
             for name in self._names(sequence, 0, len(sequence.hashes) // self._block_pages):
                 if folder.has(KV, name):
                     self.side.store.run_write(partial(folder.drop, KV, name, "its context gave no finite logits"))
+
+    def count_tokens(self, hashes: list[bytes]) -> int:
+        """Return the tokens in front of a prompt of these KV blocks that are there without a gap."""
+        if self.side is None:
+            return 0
+        return self.side.store.count_front(self._names_of(hashes), 0) * self.side.store.block_tokens
+
+    def forget(self, hashes: list[bytes], kept: set[bytes]) -> None:
+        """Remove the blocks of a prompt, but those that end with a KV block of `kept`."""
+        if self.side is not None:
+            folder = self.side.store.folder
+            for name in self._names_of(hashes):
+                if bytes.fromhex(name) not in kept and folder.has(KV, name):
+                    self.side.store.run_write(partial(folder.remove, KV, name))
 
     @property
     def has_work(self) -> bool:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from scheduler.cache.idle_pages import Ranks
 from scheduler.cache.page_pool import PagePool
 from scheduler.sequences.capacity import HostCapacity
 from scheduler.sequences.offloaded_context import HostContext, RunSize, owner_of, root_of
@@ -20,16 +21,17 @@ from scheduler.sequences.offloaded_context import HostContext, RunSize, owner_of
 
 class HostContexts:
     """The host contexts of an engine, and what each is charged. `keeps_idle`: whether a context outlives its sequence.
-    `used_bytes`: all charges together.
+    `ranks`: how long each owner's are worth keeping. `used_bytes`: all charges together.
     """
 
-    def __init__(self, host: HostCapacity, pages: PagePool, keeps_idle: bool) -> None:
+    def __init__(self, host: HostCapacity, pages: PagePool, keeps_idle: bool, ranks: Ranks) -> None:
         self.limit_bytes = host.limit_bytes
         self.used_bytes = 0
         self._host = host
         self._pages = pages
         self._layout = host.layout
         self._keeps_idle = keeps_idle
+        self._ranks = ranks
         self._contexts: dict[int, HostContext] = {}
         self._owners: dict[bytes, list[HostContext]] = {}
         self._next_id = 0
@@ -194,8 +196,15 @@ class HostContexts:
             assert freed, "what can be freed was counted"
         return True
 
+    def forget(self, hashes: list[bytes]) -> None:
+        """Close the idle contexts that have nothing but these blocks, from the last one on that others stand on."""
+        for context in sorted(self._idle(()), key=lambda one: -len(one.hashes)):
+            last = len(context.hashes) + self._host.num_sink_blocks - 1
+            if context.hashes and not context.num_forks and hashes[last : last + 1] == context.hashes[-1:]:
+                self.discard(context)
+
     def evict_idle(self, kept: Collection[HostContext | None]) -> bool:
-        """Close the idle context without forks that was used longest ago, but not `kept`; False if there is none."""
+        """Close the idle context without forks that is worth least, but not `kept`; False if there is none."""
         return self._evict(self._idle(kept))
 
     @property
@@ -225,10 +234,12 @@ class HostContexts:
         return [context for context in self._contexts.values() if context not in pinned]
 
     def _evict(self, idle: list[HostContext]) -> bool:
-        """Close the one without forks that was used longest ago; False if there is none."""
+        """Close the one without forks that is worth least, of these the one used longest ago; False: there is none."""
         leaves = [context for context in idle if not context.num_forks]
         if leaves:
-            self.discard(min(leaves, key=lambda context: context.used))
+            least = min(leaves, key=lambda context: (self._ranks.rank_of(context.owner), context.used))
+            self._ranks.note_evicted(least.owner)
+            self.discard(least)
         return bool(leaves)
 
     def _make_room(self, num_bytes: int, kept: Collection[HostContext | None]) -> bool:

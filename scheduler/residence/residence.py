@@ -11,6 +11,8 @@ from typing import Literal
 
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.step import FinishedReload, HostRead, PageEviction, PageWrite, Reload
+from scheduler.cache.conversations import Conversations
+from scheduler.cache.idle_pages import NOBODY
 from scheduler.cache.page_pool import Memory, PagePool
 from scheduler.cache.prefix_cache import PrefixCache
 from scheduler.cache.window_pool import Windows
@@ -47,10 +49,13 @@ class Residence:
     def __init__(
         self, capacity: Capacity, prefix_cache: bool, model_key: bytes,
         page_memory: Memory | None = None, window_memory: Memory | None = None, disk: DiskSide | None = None,
+        session_seconds: float = 0.0,
     ) -> None:  # fmt: skip
         self.page_tokens = page_tokens = capacity.page_tokens
         self._capacity = capacity
         self.pages = PagePool(0, capacity.num_pages, prefix_cache, page_memory)
+        self.conversations = Conversations(page_tokens, session_seconds)
+        self.pages.idle.ranks = self.conversations
         self.windows = Windows(
             capacity.num_windows, capacity.spare_window_tokens, page_tokens, prefix_cache, window_memory,
             capacity.snapshot_tokens,
@@ -62,9 +67,9 @@ class Residence:
         self.prompts: OffloadedPrompts | None = None
         self.offloads: Offloads | None = None
         host = capacity.host
-        self._num_sink_blocks = 0 if host is None else host.num_sink_blocks
+        self.num_sink_blocks = 0 if host is None else host.num_sink_blocks
         if host is not None:
-            self.contexts = HostContexts(host, self.pages, prefix_cache)
+            self.contexts = HostContexts(host, self.pages, prefix_cache, self.conversations)
             self.evictor = Evictor(host, self.contexts, self.pages)
         self.room = PageRoom(capacity, self.pages, self.contexts, self.evictor)
         self.counts = ResidenceCounts(page_tokens, self.contexts, self.evictor)
@@ -82,7 +87,7 @@ class Residence:
 
     def cached_from(self, start: Start) -> dict[str, int]:
         """Return where the tokens are that a prompt need not compute: how many by place."""
-        sink = 0 if start.source is None else self._num_sink_blocks * self.page_tokens
+        sink = 0 if start.source is None else self.num_sink_blocks * self.page_tokens
         from_host = start.begin - sink if start.source is not None else 0
         return {"card": start.begin - from_host, "host": from_host, "disk": start.first_computed - start.begin}
 
@@ -218,7 +223,7 @@ class Residence:
         if sequence.has_failed:
             self.contexts.discard(context)
         elif self.prefixes.is_enabled and not context.is_closed:
-            num_sink = self._num_sink_blocks
+            num_sink = self.num_sink_blocks
             hashes = self.prefixes.known_hashes(sequence)
             assert len(hashes) >= num_sink + num_blocks, (
                 "what is offloaded is known: the window is longer than a flight"
@@ -239,9 +244,10 @@ class Residence:
     def leave(self, sequence: Sequence, is_kept: bool) -> None:
         """Give all back; `is_kept`: its window and its offloaded context stay, idle, for prompts that begin alike."""
         self.windows.give_back(sequence, is_kept)
+        self.conversations.leave(sequence)
         context = sequence.left_context = sequence.context
         if context is None:
-            self.pages.release(sequence.pages)
+            self._release(sequence, sequence.pages, [])
         else:
             self._leave_context(sequence, context, is_kept)
         sequence.context = None
@@ -252,9 +258,11 @@ class Residence:
         assert self.contexts is not None
         assert self.evictor is not None
         assert self.offloads is not None
-        first = self._num_sink_blocks if context.is_open else len(sequence.pages)
+        first = self.num_sink_blocks if context.is_open else len(sequence.pages)
         last = first + context.num_blocks
-        self.pages.release(sequence.pages[:first] + sequence.pages[last:])
+        self._release(sequence, sequence.pages[:first], sequence.pages[last:])
+        if sequence.conversation is not None:
+            context.owner = sequence.conversation.number
         self.offloads.forget(sequence)
         del self.evictor.holders[context]
         self.contexts.release(context, is_kept)
@@ -292,6 +300,14 @@ class Residence:
         )
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _release(self, sequence: Sequence, first_pages: list[int], other_pages: list[int]) -> None:
+        """Release pages of a sequence, those of its first blocks and others, for its conversation to find again."""
+        one, front = sequence.conversation, sequence.front
+        num_front = 0 if front is None else min(front.num_blocks, len(first_pages))
+        self.pages.release(first_pages[num_front:] + other_pages, NOBODY if one is None else one.number)
+        if front is not None:
+            self.pages.release(first_pages[:num_front], front.number)
 
     def _needs_page(self, sequence: Sequence) -> bool:
         return sequence.next_cell // self.page_tokens >= len(sequence.pages)

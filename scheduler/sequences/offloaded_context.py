@@ -27,7 +27,8 @@ class HostContext:
     `is_written`: whether all of it is in host memory once the plans so far are carried out; else a prefill is at it.
     `num_landed`: of its first blocks, whose rows have landed by now, or will soon.
     `hashes`: of the first blocks, those that others may find and those in front of them.
-    `is_open`: the device has been told of it. `used`: the time of its last use, counted in uses.
+    `is_open`: the device has been told of it. `used`: the time of its last use, counted in uses. `owner`: the number of
+    the conversation that left it.
     """
 
     context_id: int
@@ -42,6 +43,7 @@ class HostContext:
     num_forks: int = 0
     charged_bytes: int = 0
     used: int = 0
+    owner: int = 0
     is_open: bool = False
     is_written: bool = True
     is_held: bool = True

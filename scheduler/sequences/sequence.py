@@ -10,6 +10,7 @@ from gpu.profiles import Profile
 from gpu.step import Lane, PartId, PlacedChunk, WindowBranch
 from scheduler.constraints.constraints import Constraint
 from scheduler.messages import EngineRequest
+from scheduler.sequences.conversation import Conversation, Front
 from scheduler.sequences.offloaded_context import HostContext
 
 MOST_OVERTAKEN = 64
@@ -77,6 +78,8 @@ class Sequence:
     figures: dict[str, int] = field(default_factory=dict)  # by the names of `RequestFigure`s
     has_reported: bool = False
     has_failed: bool = False
+    conversation: Conversation | None = None  # once it has begun
+    front: Front | None = None  # the blocks that its prompt shares with others'
 
     @property
     def request_id(self) -> str:

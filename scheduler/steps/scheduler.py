@@ -128,9 +128,8 @@ class Scheduler:
         self._num_layers = architecture.num_layers
         self._costs = CostModel(architecture)
         self._prefill = PrefillQueue(config.prefill, architecture.num_layers, self._costs)
-        self.residence = Residence(
-            capacity, config.prefix_cache, model_key, device.page_memory, device.window_memory, disk
-        )
+        memories = device.page_memory, device.window_memory
+        self.residence = Residence(capacity, config.prefix_cache, model_key, *memories, disk, config.session_seconds)
         self.pages = self.residence.pages
         self.prefixes = self.residence.prefixes
         self.rings = Rings(capacity.num_rings, capacity.page_tokens, capacity.ring_pages)

@@ -250,6 +250,11 @@ ATTENTION: dict[str, Rule] = {
            "`x-request-timeout`", "max_seconds"),
 }  # fmt: skip
 
+SESSION: dict[str, Rule] = does(
+    "names the session: what it has computed is kept while its conversation waits. Also the header `x-session-id`",
+    "prompt_cache_key",
+)
+
 GENERATION: dict[str, Rule] = {
     **served("model", "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop",
              "max_tokens", "stream", "user", "logprobs"),
@@ -272,8 +277,10 @@ GENERATION: dict[str, Rule] = {
     "stream_options": STREAM_OPTIONS,
     "response_format": RESPONSE_FORMAT,
     "structured_outputs": STRUCTURED_OUTPUTS,
-    **no_effect(LABEL, "metadata", "safety_identifier", "session_id"),
-    **no_effect(OWN_CACHE, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    **SESSION,
+    **does("likewise", "session_id"),
+    **no_effect(LABEL, "metadata", "safety_identifier"),
+    **no_effect(OWN_CACHE, "prompt_cache_options", "prompt_cache_retention"),
     **no_effect("reasoning is always sent apart, as `reasoning_content`", "include_reasoning", "separate_reasoning",
            "stream_reasoning"),
     **no_effect("chats are not kept by this server; the answer is the same", "store"),

@@ -79,6 +79,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     cache_salt: CacheSalt | None = None
     return_progress: bool | None = None
     return_token_ids: bool | None = None
+    prompt_cache_key: str | None = None
+    session_id: str | None = None
 
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])

@@ -20,10 +20,12 @@ from gpu.memory.plan import MemoryPlan
 from scheduler.engine_config import EngineStart
 from scheduler.messages import (
     Accepted,
+    AskSessions,
     Cancel,
     ChunksStored,
     DropChunks,
     EngineRequest,
+    Expect,
     Failed,
     Loading,
     NamedChunk,
@@ -31,6 +33,7 @@ from scheduler.messages import (
     Pulse,
     Ready,
     Refused,
+    Sessions,
     Shutdown,
     StoreChunks,
     Submit,
@@ -77,6 +80,7 @@ class Supervisor:
         self._answers: dict[str, asyncio.Future[Refused | None]] = {}
         self._submit_ids = itertools.count()
         self._storing: dict[str, asyncio.Future[ChunksStored | ApiError]] = {}
+        self._asked: dict[str, asyncio.Future[Sessions | ApiError]] = {}
         self._stopping = False
         self._lives = 0
         self._ready_since_s: float | None = None  # in this life
@@ -215,6 +219,8 @@ class Supervisor:
                         self._answer(message.submit_id, message)
                     case ChunksStored():
                         self._end_storing(message)
+                    case Sessions():
+                        self._end_asking(message)
                     case Loading():
                         is_new = message.stage != self.loading.stage
                         self.loading = message
@@ -373,6 +379,33 @@ class Supervisor:
         answer.add_done_callback(lambda _: self._storing.pop(request_id, None))
         return answer
 
+    def expect(self, request_ids: list[str]) -> None:
+        """Tell the engine that these answers called tools: their conversations will go on."""
+        if self._engine is not None:
+            with suppress(EngineGone):
+                self._engine.send(Expect(request_ids))
+
+    async def ask_sessions(self, owner: str, forget: str = "") -> Sessions:
+        """Return what is kept of an owner's conversations, once what `forget` names is forgotten.
+
+        Raises ApiError 503 (no engine).
+        """
+        self.ready()
+        assert self._engine is not None
+        request_id = f"sessions-{next(self._submit_ids)}"
+        answer: asyncio.Future[Sessions | ApiError] = asyncio.get_running_loop().create_future()
+        self._asked[request_id] = answer
+        try:
+            self._engine.send(AskSessions(request_id, owner, forget))
+            found = await answer
+        except EngineGone as error:
+            raise unavailable(str(error), self._lost.code, self._retry_after()) from None
+        finally:
+            del self._asked[request_id]
+        if isinstance(found, ApiError):
+            raise found
+        return found
+
     def drop_chunks(self, chunks: list[NamedChunk]) -> None:
         """Drop chunks that no document has any more. Without an engine they stay until the store needs their room."""
         if self._engine is None or not chunks:
@@ -391,6 +424,11 @@ class Supervisor:
         if answer is not None and not answer.done():
             answer.set_result(stored)
 
+    def _end_asking(self, sessions: Sessions) -> None:
+        answer = self._asked.get(sessions.request_id)
+        if answer is not None and not answer.done():
+            answer.set_result(sessions)
+
     def forget(self, request_ids: list[str], cancel: bool) -> None:
         """Stop the output of these requests; with `cancel`, the engine drops them as well."""
         for request_id in request_ids:
@@ -408,6 +446,9 @@ class Supervisor:
         for answer in self._storing.values():
             if not answer.done():
                 answer.set_result(unavailable(message, code, self._retry_after()))
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_result(unavailable(message, code, self._retry_after()))
 
     def _deliver(self, outputs: Outputs) -> None:
         mailboxes = self._mailboxes

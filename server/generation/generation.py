@@ -86,8 +86,11 @@ class Generation:
         limits: Ready,
         cache_salt: str,
         limit_seconds: float | None,
+        owner: str = "",
+        session: str = "",
     ) -> None:
         self.id = f"{kind}-{uuid.uuid4().hex}"
+        self.owner, self.session = owner, session
         self.created = int(time.time())
         self.jobs = jobs
         self.num_each = body.n or 1
@@ -252,6 +255,9 @@ class Generation:
                     bad_token_ids=bad_words,
                     pooling=job.pooling,
                     prediction=pack_tokens(job.prediction),
+                    owner=self.owner,
+                    session=self.session,
+                    front_tokens=job.prompt.num_front,
                 )
             )
         return requests
@@ -303,6 +309,8 @@ class Generation:
     def _end(self, request_id: str, reason: str, forget: bool) -> None:
         self._open.discard(request_id)
         self._service.supervisor.forget([request_id], cancel=forget)
+        if reason == "tool_calls":
+            self._service.supervisor.expect([request_id])
         self._service.metrics.finished.labels(reason).inc()
 
     def _observe(self, index: int, num_tokens: int, delta: Delta, now: float) -> None:

@@ -28,7 +28,7 @@ class Prompt:
     """Hold the tokens of a prompt. `text` is what `echo` repeats, without its first `num_added` tokens (BOS).
 
     `chunks`: half-open ranges of tokens that are documents' chunks. `documents`: each document's chunks. `end`: the
-    last text of a chat's prompt.
+    last text of a chat's prompt. `num_front`: tokens of its first instructions and its tools.
     """
 
     token_ids: list[int]
@@ -37,6 +37,7 @@ class Prompt:
     chunks: tuple[tuple[int, int], ...] = ()
     documents: tuple[Chunks, ...] = ()
     end: str = ""
+    num_front: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class Truncation:
             return prompt
         token_ids = prompt.token_ids[: self.keep] if self.is_right else prompt.token_ids[-self.keep :]
         text = spell(tokenizer, token_ids) if prompt.text else ""
-        return Prompt(token_ids, text, 0, end="" if self.is_right else prompt.end)
+        num_front = min(prompt.num_front, len(token_ids)) if self.is_right else 0
+        return Prompt(token_ids, text, 0, end="" if self.is_right else prompt.end, num_front=num_front)
 
 
 def choose_truncation(body: GenerationBody, context: int, num_answer: int) -> Truncation | None:
@@ -133,7 +135,8 @@ async def chat_prompt(service: Service, conversation: Conversation, context: int
         raise PromptTooLong("messages", f"at least {error.num_tokens}", context) from None
     if not token_ids:
         raise invalid("messages", "the chat template made an empty prompt of them")
-    return Prompt(token_ids, "", 0, end=text[-END_CHARS:])
+    num_front = 0 if mark is not None else await service.fronts.count(template, conversation, text)
+    return Prompt(token_ids, "", 0, end=text[-END_CHARS:], num_front=num_front)
 
 
 def check_variables(service: Service, variables: dict[str, object]) -> None:

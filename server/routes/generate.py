@@ -18,6 +18,7 @@ from server.generation.prompt_tokens import (
     document_prompt,
     predicted_tokens,
 )
+from server.generation.session_name import find_session
 from server.generation.time_limit import choose_limit
 from server.generation.tool_use import choose_tools, constrain_answer, make_reader
 from server.prompting.conversation import read_conversation
@@ -64,7 +65,8 @@ def start_generation(
     limit_seconds = choose_limit(call.request.headers, body.max_seconds, call.service.settings.max_request_seconds)
     if limit_seconds is not None:
         limit_seconds = max(0.0, limit_seconds - elapsed_seconds)
-    return Generation(call.service, kind, body, jobs, limits, call.cache_salt, limit_seconds)
+    session = find_session(call.request.headers, body)
+    return Generation(call.service, kind, body, jobs, limits, call.cache_salt, limit_seconds, call.owner, session)
 
 
 async def respond(call: Call[Any], body: CompletionBody | ChatBody, generation: Generation, shape: Shape) -> Response:

@@ -20,6 +20,7 @@ from server.engine.supervisor import Supervisor
 from server.parsing.answer_formats import AnswerFormat, choose_format
 from server.prompting.chat_template import ChatTemplate, load_template
 from server.prompting.left_out import LeftOut
+from server.prompting.prompt_fronts import PromptFronts
 from server.service.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from server.service.vector_settings import Vectors, load_vectors
 from server.stores.document_texts import Documents, open_documents
@@ -61,6 +62,7 @@ class Service:
     responses: ResponseStore
     documents: Documents | None  # None: the deployment takes none
     left_out: LeftOut
+    fronts: PromptFronts
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_open: int = 0  # HTTP requests that a drain waits for
@@ -115,11 +117,12 @@ def build_service(
     server = deployment.server
     parts = load_parts(deployment)
     metrics = Metrics()
+    texts = TextPool(server.retry_after_seconds)
     return Service(
         deployment=deployment,
         tokenizer=parts.tokenizer,
         control_tokens=ControlTokens(parts.tokenizer),
-        texts=TextPool(server.retry_after_seconds),
+        texts=texts,
         body_memory=BodyMemory(server.max_body_mib, server.max_bodies_mib, server.retry_after_seconds),
         template=parts.template,
         answer_format=parts.answer_format,
@@ -132,6 +135,7 @@ def build_service(
         responses=ResponseStore(server.responses_seconds, int(server.responses_limit_mib * 2**20)),
         documents=open_documents(deployment, parts.tokenizer),
         left_out=LeftOut(server.left_out, metrics.count_left_out),
+        fronts=PromptFronts(parts.tokenizer, texts),
     )
 
 

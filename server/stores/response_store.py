@@ -16,16 +16,18 @@ _decode = msgspec.json.Decoder(list[Message]).decode
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """Hold a `response` as it was answered, and the `messages` up to it, its own last."""
+    """Hold a `response` as it was answered, the `messages` up to it, its own last, and the name of its session."""
 
     response: bytes
     messages: list[Message]
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
     response: bytes
     messages: bytes
+    session: str
     until_s: float
 
     @property
@@ -40,10 +42,10 @@ class ResponseStore:
         self._kept: dict[tuple[str, str], _Kept] = {}  # by owner and id, oldest first
         self.num_bytes = 0
 
-    def keep(self, owner: str, response_id: str, response: bytes, messages: list[Message]) -> None:
+    def keep(self, owner: str, response_id: str, response: bytes, messages: list[Message], session: str = "") -> None:
         """Keep a response, unless it alone exceeds the limit."""
         now = time.monotonic()
-        one = _Kept(response, _encode(messages), now + self._seconds)
+        one = _Kept(response, _encode(messages), session, now + self._seconds)
         if one.num_bytes > self._limit_bytes or not self._seconds:
             return
         self._kept[owner, response_id] = one
@@ -58,7 +60,7 @@ class ResponseStore:
         if kept.until_s <= time.monotonic():
             self._drop((owner, response_id))
             return None
-        return KeptResponse(kept.response, _decode(kept.messages))
+        return KeptResponse(kept.response, _decode(kept.messages), kept.session)
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Delete a response, and return whether it was there. Responses that follow it stay, with their messages."""

@@ -16,7 +16,9 @@ from gpu.model.architecture import ModelError, load_architecture
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
+from scheduler.messages import AskSessions
 from scheduler.planning.engine_memory import plan_engine
+from scheduler.residence.kept_sessions import answer_sessions
 from tests.scheduler.engines import drain
 from tests.scheduler.test_states_of_a_model import ask, converse, draw, serve
 from transfer.disk.disk_config import DiskConfig
@@ -61,6 +63,21 @@ def test_after_a_restart_a_prompt_begins_with_what_is_on_disk(tmp_path: Path) ->
 
 def records(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.kv"))
+
+
+def test_a_session_that_is_forgotten_is_told_of_and_leaves_the_disk_but_for_what_others_begin_with(
+    tmp_path: Path,
+) -> None:
+    engine = make_engine(tmp_path)
+    shared = draw(128, 7)
+    for name in ("mine", "other"):
+        serve(engine, [structs.replace(ask(name, shared + draw(200, len(name)), 4), session=name)])
+    other, mine = answer_sessions(engine.scheduler.residence, AskSessions("q", "")).conversations
+    assert (mine.session, other.session) == ("mine", "other")
+    assert mine.disk_tokens == other.disk_tokens == 320
+    answer_sessions(engine.scheduler.residence, AskSessions("q", "", "mine"))
+    engine.shutdown()
+    assert len(records(tmp_path)) == 320 // BLOCK
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 `fake_engine.py SETTINGS REQUESTS REPLIES PARENT_ID`.
 It repeats the prompt: output token i is prompt token i (shifted by the seed if the temperature is not 0), then the end
 token if that is asked for. The attention profile of a request chooses what goes wrong with it. With a `script`, a file
-of lists of token ids, one a line, a request says the first of them instead, and takes it out.
+of lists of token ids, one a line, a request says the first of them instead, and takes it out. With `prefixes` it
+knows the blocks of every prompt and answer so far, as a prefix cache without limits does.
 """
 
 import json
@@ -11,7 +12,9 @@ import os
 import sys
 import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -21,20 +24,24 @@ from gpu.pooling import Pooling
 from scheduler.engine.heartbeat import Heartbeat
 from scheduler.messages import (
     Accepted,
+    AskSessions,
     Cancel,
     ChunksStored,
     Delta,
     DropChunks,
     EngineRequest,
+    Expect,
     Failed,
     FromEngine,
     HostStats,
+    KeptConversation,
     Loading,
     Logprob,
     Outputs,
     Progress,
     Ready,
     Refused,
+    Sessions,
     Shutdown,
     Stats,
     StoreChunks,
@@ -44,6 +51,7 @@ from scheduler.messages import (
 )
 
 VOCAB = 8192
+PAGE = 16
 CONTEXT = 16384
 EOS = 5
 CACHED = 7  # of every prompt longer than this
@@ -68,6 +76,8 @@ class Running:
     started: bool = field(default=False)
     reused: dict[str, int] = field(default_factory=dict)
     says: list[int] | None = None
+    drawn: list[int] = field(default_factory=list)
+    num_cached: int = 0
 
     def __post_init__(self) -> None:
         self.prompt = self.request.prompt_token_ids
@@ -95,6 +105,14 @@ def pool(prompt: list[int], pooling: Pooling) -> bytes:
     return array("f", [sum(token % 8 == entry for token in counted) for entry in range(8)]).tobytes()
 
 
+def blocks_of(tokens: list[int]) -> Iterator[bytes]:
+    """Yield a name of each full block, which all tokens to its end are part of."""
+    name = b""
+    for begin in range(0, len(tokens) - PAGE + 1, PAGE):
+        name = blake2b(array("i", tokens[begin : begin + PAGE]).tobytes(), key=name, digest_size=16).digest()
+        yield name
+
+
 class FakeEngine:
     def __init__(self, settings: dict[str, float], requests: str, replies: str) -> None:
         context = zmq.Context()
@@ -104,6 +122,9 @@ class FakeEngine:
         self.settings = settings
         self.decode = msgspec.msgpack.Decoder(ToEngine).decode
         self.running: dict[str, Running] = {}
+        self.begun: list[EngineRequest] = []
+        self.expected: list[str] = []
+        self.blocks: set[bytes] = set()
         self.stored: set[tuple[str, bytes]] = set()
         self.pulse = Heartbeat(replies)
         self.num_pages = json.load(sys.stdin)["memory"]["num_pages"] if "planned" in settings else 1024
@@ -127,7 +148,7 @@ class FakeEngine:
         profiles = {"exact": context} if "context" in self.settings else PROFILES
         self.say(Ready(
             vocab_size=VOCAB, num_layers=12, max_context_tokens=context, profiles=profiles, default_profile="exact",
-            num_pages=self.num_pages, page_tokens=16, device="fake", load_seconds=0.1,
+            num_pages=self.num_pages, page_tokens=PAGE, device="fake", load_seconds=0.1,
         ))  # fmt: skip
 
     def run(self) -> None:
@@ -143,7 +164,13 @@ class FakeEngine:
                     self.handle(message)
             self.step()
 
-    def handle(self, message: Submit | Cancel | StoreChunks | DropChunks) -> None:
+    def handle(self, message: Submit | Cancel | StoreChunks | DropChunks | Expect | AskSessions) -> None:
+        if isinstance(message, Expect):
+            self.expected += message.request_ids
+            return
+        if isinstance(message, AskSessions):
+            self.say(self.tell_sessions(message))
+            return
         if isinstance(message, DropChunks):
             gone = {(chunk.tokens, chunk.salt) for chunk in message.chunks}
             self.stored = {(salt, chunk) for salt, chunk in self.stored if (digest(chunk), salt) not in gone}
@@ -169,7 +196,33 @@ class FakeEngine:
             prefill_s = self.settings.get("prefill_s", 1.0) if request.attention_profile == "long_prefill" else 0.0
             running = Running(request, now + prefill_s, now + prefill_s, says=self.next_line())
             self.running[request.request_id] = running
+            self.begun.append(request)
         self.say(Accepted(message.submit_id))
+
+    def tell_sessions(self, asked: AskSessions) -> Sessions:
+        """Tell of each request as a conversation of its own, all of it on the device."""
+        forgotten = [one for one in self.begun if one.owner == asked.owner and asked.forget == one.session]
+        if asked.forget:
+            self.begun = [one for one in self.begun if one not in forgotten]
+        kept = [
+            KeptConversation(
+                session=one.session or f"conversation-{number}", turns=1, running=0,
+                is_awaited=one.request_id in self.expected,
+                tokens=one.num_prompt_tokens, device_tokens=one.front_tokens, host_tokens=0, disk_tokens=0,
+                idle_seconds=1.5,
+            )
+            for number, one in enumerate(self.begun, 1)
+            if one.owner == asked.owner
+        ]  # fmt: skip
+        num_forgotten = sum(one.num_prompt_tokens for one in forgotten) if asked.forget else 0
+        return Sessions(asked.request_id, kept[::-1], num_forgotten)
+
+    def count_cached(self, prompt: list[int]) -> int:
+        """Count the tokens of a prompt that are in known blocks, its last one never."""
+        if "prefixes" not in self.settings:
+            return CACHED if len(prompt) > CACHED else 0
+        usable = list(blocks_of(prompt))[: (len(prompt) - 1) // PAGE]
+        return PAGE * next((i for i, block in enumerate(usable) if block not in self.blocks), len(usable))
 
     def next_line(self) -> list[int] | None:
         """Return what the script has for a request, if there is anything left."""
@@ -250,12 +303,12 @@ class FakeEngine:
         if first and sampling.num_prompt_logprobs is not None:
             prompt_logprobs = [logprob_of(token, sampling.num_prompt_logprobs) for token in prompt[1:]]
         if first:
-            running.reused = self.reuse(request)
+            running.reused, running.num_cached = self.reuse(request), self.count_cached(prompt)
         common = {
             "figures": running.reused,
             "request_id": request.request_id,
             "prompt_logprobs": prompt_logprobs,
-            "num_cached_tokens": CACHED if len(prompt) > CACHED else 0,
+            "num_cached_tokens": running.num_cached,
             "queue_seconds": now - request.arrival_s if first else None,
             "prefill_seconds": 0.0 if first else None,
         }
@@ -271,9 +324,12 @@ class FakeEngine:
         ends = EOS in request.stop_token_ids and running.num_tokens >= max(len(said), request.min_tokens)
         token = EOS if ends else said[(running.num_tokens + shift) % len(said)]
         running.num_tokens += 1
+        running.drawn.append(token)
         reason = "length" if running.num_tokens >= request.max_tokens else None
         if token in request.stop_token_ids and running.num_tokens > request.min_tokens:
             reason = "stop"
+        if reason and "prefixes" in self.settings:  # the last token's keys and values are never computed
+            self.blocks.update(blocks_of(prompt + running.drawn[:-1]))
         logprobs = None if sampling.num_logprobs is None else [logprob_of(token, sampling.num_logprobs)]
         return Delta(token_ids=[token], logprobs=logprobs, finish_reason=reason, **common)
 

@@ -95,9 +95,10 @@ LIMITS = BodyLimits(
 DOCUMENT = "/v1/documents/{document_id}"
 RESPONSE = "/v1/responses/{response_id}"
 INPUT_ITEMS = f"{RESPONSE}/input_items"
+SESSION = "/v1/sessions/{session_id}"
 GETS = (
     "/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/server_info", "/v1/loads",
-    "/health", "/live", "/version", "/metrics", "/v1/documents", DOCUMENT, RESPONSE, INPUT_ITEMS,
+    "/health", "/live", "/version", "/metrics", "/v1/documents", DOCUMENT, RESPONSE, INPUT_ITEMS, "/v1/sessions",
 )  # fmt: skip
 
 
@@ -147,7 +148,7 @@ def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
     Return the number of cases.
     """
     document = httpx.get(f"{url}/openapi.json").json()
-    assert set(document["paths"]) == {*POSTS, *GETS}
+    assert set(document["paths"]) == {*POSTS, *GETS, SESSION}
     del document["security"]  # or half of the bodies that are not allowed would be good ones without a key
     open_schema = schemathesis.openapi.from_dict(deepcopy(document))  # what narrows one would be no fault
     name_what_is_there(url, document)
@@ -170,7 +171,9 @@ def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
         deleted = fuzz_operation(url, schema[path]["DELETE"], GenerationMode.POSITIVE, num_of_gets, is_sample)
         assert (deleted[200], deleted[200] + deleted[404]) == (1, deleted.total())
         total += deleted.total()
-    return total
+    unknown = fuzz_operation(url, schema[SESSION]["DELETE"], GenerationMode.POSITIVE, num_of_gets, is_sample)
+    assert unknown[404] == unknown.total()
+    return total + unknown.total()
 
 
 def name_what_is_there(url: str, document: dict[str, Any]) -> None:

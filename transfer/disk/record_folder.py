@@ -146,6 +146,15 @@ class RecordFolder:
                 entry.path.unlink(missing_ok=True)
         log.warning("disk_record_damaged path=%s reason=%s", entry.path, reason)
 
+    def remove(self, kind: str, name: str) -> None:
+        """Remove a record that is not wanted any more, unless somebody reads it."""
+        with self._lock:
+            entry = self._entries.get(f"{name}.{kind}")
+            if entry is not None and not entry.num_leases:
+                self._forget(f"{name}.{kind}")
+                with suppress(OSError):
+                    entry.path.unlink(missing_ok=True)
+
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def put(self, kind: str, name: str, parts: Sequence[memoryview]) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 
 from server.bodies.chat_message import CallId
 from server.bodies.field_table import CACHED, LABEL, STOP, WHOLE_HISTORY
-from server.bodies.fields import Fields, no_effect, refused, served
+from server.bodies.fields import Fields, does, no_effect, refused, served
 from server.bodies.generation_bodies import MAX_STOP_STRINGS, ReasoningEffort
 from server.bodies.schema_limits import SchemaLimits
 from server.routes.messages.message_unknown import replace_unknown_blocks
@@ -71,6 +71,10 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: OutputFormat | None = None
 
 
+class Metadata(msgspec.Struct, kw_only=True):
+    user_id: str | None = None
+
+
 class PromptBody(TranslatedBody, kw_only=True):
     """Declare what a prompt is made of."""
 
@@ -80,6 +84,7 @@ class PromptBody(TranslatedBody, kw_only=True):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
 
 
 class CountTokensBody(PromptBody, kw_only=True):
@@ -98,7 +103,8 @@ COUNT_TOKENS = Fields(
         **SHARED,
         **served("messages", "system", "thinking", "output_config"),
         **no_effect(CACHED, "cache_control"),
-        **no_effect(LABEL, "metadata", "diagnostics", "user_profile_id", "workspace_id"),
+        **does("its `user_id` names the session, as `prompt_cache_key` does in chats", "metadata"),
+        **no_effect(LABEL, "diagnostics", "user_profile_id", "workspace_id"),
         **no_effect("there is one place: this machine", "inference_geo"),
         **no_effect(WHOLE_HISTORY, "context_management"),
         **refused("code is not run by this server", "container"),

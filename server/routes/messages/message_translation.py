@@ -6,6 +6,7 @@ from server.api_error import invalid
 from server.bodies.answer_form import JsonSchema, ResponseFormat
 from server.bodies.chat_message import CalledFunction, Message, MessageCall, join_texts, message_text
 from server.bodies.chat_tools import Function, Tool
+from server.generation.session_name import session_in_user_id
 from server.routes.messages.message_bodies import (
     CallBlock,
     MessagesBody,
@@ -57,6 +58,8 @@ def translate_messages(body: PromptBody) -> Translation:
         kinds = {"auto": "auto", "any": "required", "none": "none"}
         chat.tool_choice = choose_function(choice.name) if choice.name is not None else kinds[choice.type]  # type: ignore[assignment]
         chat.parallel_tool_calls = False if choice.disable_parallel_tool_use else None
+    if body.metadata is not None and body.metadata.user_id:
+        chat.prompt_cache_key = session_in_user_id(body.metadata.user_id)
     config = body.output_config or OutputConfig()
     chat.reasoning_effort = config.effort
     if body.thinking is not None:

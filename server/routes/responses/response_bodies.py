@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from server.bodies.chat_message import CallId
-from server.bodies.field_table import LABEL, OWN_CACHE, WHOLE_HISTORY
+from server.bodies.field_table import LABEL, OWN_CACHE, SESSION, WHOLE_HISTORY
 from server.bodies.fields import Fields, no_effect, refused, served
 from server.bodies.generation_bodies import ReasoningEffort
 from server.bodies.ranges import RANGES
@@ -89,6 +89,7 @@ class ResponsesBody(TranslatedBody, kw_only=True):
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
     reasoning: ReasoningSettings | None = None
     store: bool | None = None
     text: TextSettings | None = None
@@ -110,7 +111,8 @@ RESPONSES = Fields(
         **SHARED,
         **served("input", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls",
                  "previous_response_id", "reasoning", "store", "text", "user"),
-        **no_effect(OWN_CACHE, "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        **SESSION,
+        **no_effect(OWN_CACHE, "prompt_cache_options", "prompt_cache_retention"),
         **no_effect(LABEL, "safety_identifier", "client_metadata"),
         **no_effect("items hold all that there is of them", "include"),
         **no_effect("events are not padded", "stream_options"),

@@ -29,13 +29,16 @@ async def create_response(call: Call[ResponsesBody]) -> HttpResponse:
     service, owner, body = call.service, call.owner, call.body
     earlier: list[Message] = []
     if body.previous_response_id is not None:
-        earlier = _find_response(service, owner, "previous_response_id", body.previous_response_id).messages
+        kept = _find_response(service, owner, "previous_response_id", body.previous_response_id)
+        earlier, body.prompt_cache_key = kept.messages, body.prompt_cache_key or kept.session
     body.input = resolve_references(service, owner, body.input)
     translated = translate_response(body, earlier)
 
     def keep(response_id: str, raw: bytes, answer: Message) -> None:
         if body.store is not False:
-            service.responses.keep(owner, response_id, raw, [*earlier, *translated.new_messages, answer])
+            service.responses.keep(
+                owner, response_id, raw, [*earlier, *translated.new_messages, answer], generation.session
+            )
 
     generation = await generate_chat(call, translated, "resp", "input")
     shape = ResponseShape(generation, body, service.model_name, keep)

@@ -32,6 +32,7 @@ def translate_response(body: ResponsesBody, earlier: list[Message]) -> Translati
     chat = start_chat(body, [*opening, *earlier, *messages])
     chat.max_completion_tokens = body.max_output_tokens
     chat.parallel_tool_calls = body.parallel_tool_calls
+    chat.prompt_cache_key = body.prompt_cache_key
     chat.reasoning_effort = None if body.reasoning is None else body.reasoning.effort
     chat.tools = [
         Tool(type="function", function=Function(

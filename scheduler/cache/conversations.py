@@ -1,0 +1,181 @@
+"""Conversations: prompts of which each goes on from the one before, and how long what they left is worth keeping.
+
+What is evicted is what costs least to make again, by GreedyDual (Young, Algorithmica 11, 1994): a conversation's rank
+is a clock and the work that computing it again takes, and the clock stands at the rank that went last. So one that is
+used rarely goes in the end, however long it is, and a few short ones do not take the place of a long one. One whose
+last answer called tools is expected to go on, and counts several times. What is asked in its session meanwhile, by the
+agents that it has started, keeps it: they do not evict it.
+
+The front of its prompts, the system's words with the tools, is a thing of its own (`Front`), which others share. It
+stays as long as its session is alive, if anything else can go. Invariant: ranks never fall but where a front's time is
+over, which `take_lowered` tells.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+
+from scheduler.cache.idle_pages import NOBODY
+from scheduler.sequences.conversation import Conversation, Front
+from scheduler.sequences.sequence import Sequence
+
+_EXPECTED = 4.0  # times what a conversation counts that is sure to go on
+_MOST_KNOWN = 1024  # conversations that nobody asks in; of more, those asked in longest ago are nobody's
+
+
+class Conversations:
+    """The conversations of an engine. alive_seconds: a session is alive for so long after it was used last.
+
+    clock: of seconds, `time.monotonic` but in tests.
+    """
+
+    def __init__(self, page_tokens: int, alive_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._page_tokens = page_tokens
+        self._alive_seconds = alive_seconds
+        self._now = clock
+        self._clock = 0.0  # the rank that went last
+        self._last_number = NOBODY
+        self._known: dict[int, Conversation] = {}  # used last, last
+        self._fronts: dict[bytes, Front] = {}
+        self._numbered: dict[int, Conversation | Front] = {}
+        self._ending: list[tuple[float, int]] = []  # a heap: when a front's time is over, unless it is used meanwhile
+        self._unpinned: set[int] = set()  # fronts whose time is over
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return iter(self._known.values())
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def enter(self, sequence: Sequence, work_of: Callable[[int], float]) -> None:
+        """Note that a sequence begins, the next turn of a conversation or the first of one.
+
+        `work_of(n)`: operations of a prompt of n tokens.
+        """
+        num_blocks = min(sequence.num_prompt_tokens // self._page_tokens, len(sequence.hashes))
+        if not num_blocks:
+            return
+        request = sequence.request
+        one = sequence.conversation or self._find(sequence, num_blocks) or self._add(sequence)
+        one.hashes, one.num_blocks, one.num_tokens = sequence.hashes, num_blocks, sequence.num_tokens
+        one.work, one.request_id, one.is_awaited = work_of(sequence.num_tokens), request.request_id, False
+        one.session = request.session or one.session
+        one.num_turns += sequence.conversation is None
+        one.num_running += 1
+        sequence.conversation = one
+        num_front = min(request.front_tokens // self._page_tokens, num_blocks)
+        if num_front:
+            sequence.front = self._front(sequence.hashes[num_front - 1], num_front, work_of)
+        self._use(one, sequence.front)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Note that a sequence has left its slot, and what it leaves is idle from now on."""
+        one = sequence.conversation
+        if one is None:
+            return
+        one.num_running -= 1
+        one.num_tokens = sequence.num_tokens
+        self._use(one, sequence.front)
+        self._forget_some()
+
+    def expect(self, request_ids: list[str]) -> None:
+        """Note that the answers to these requests called tools, whose results will come."""
+        for one in self._known.values():
+            if one.request_id in request_ids:
+                one.is_awaited = True
+                self._rank(one)
+
+    # --- what stays ---------------------------------------------------------------------------------------------------
+
+    def rank_of(self, owner: int) -> float:
+        """Return until when what an owner left is kept, on the clock of what has gone; nobody's goes first."""
+        found = self._numbered.get(owner)
+        if found is None:
+            return -math.inf
+        if isinstance(found, Front) and found.until_s > self._now():
+            return math.inf
+        return found.rank
+
+    def note_evicted(self, owner: int) -> None:
+        """Let all others grow older: what goes was worth this much."""
+        found = self._numbered.get(owner)
+        if found is not None:
+            self._clock = max(self._clock, found.rank)
+
+    def take_lowered(self) -> list[int]:
+        """Return the fronts whose time is over since the last call."""
+        over, now = [], self._now()
+        while self._ending and self._ending[0][0] <= now:
+            number = heappop(self._ending)[1]
+            front = self._numbered.get(number)
+            if isinstance(front, Front) and front.until_s > now:
+                heappush(self._ending, (front.until_s, number))
+            else:
+                over.append(number)
+                self._unpinned.add(number)
+        return over
+
+    def forget(self, one: Conversation) -> None:
+        """Forget a conversation: what is left of it is nobody's."""
+        self._known.pop(one.number, None)
+        self._numbered.pop(one.number, None)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _find(self, sequence: Sequence, num_blocks: int) -> Conversation | None:
+        """Return the conversation whose last prompt this one begins with, the longest such."""
+        hashes, best = sequence.hashes, None
+        for one in self._known.values():
+            known = one.num_blocks
+            if known <= num_blocks and hashes[known - 1] == one.hashes[known - 1]:
+                best = one if best is None or known >= best.num_blocks else best
+        return best
+
+    def _add(self, sequence: Sequence) -> Conversation:
+        request = sequence.request
+        return Conversation(self._number(), request.owner, request.session)
+
+    def _front(self, digest: bytes, num_blocks: int, work_of: Callable[[int], float]) -> Front:
+        front = self._fronts.get(digest)
+        if front is None:
+            work = work_of(num_blocks * self._page_tokens)
+            front = self._fronts[digest] = Front(self._number(), num_blocks, work)
+            self._numbered[front.number] = front
+            heappush(self._ending, (self._now() + self._alive_seconds, front.number))
+        return front
+
+    def _number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _use(self, one: Conversation, front: Front | None) -> None:
+        """Note the use of a conversation, and with it of those that wait in its session."""
+        one.used_s = self._now()
+        self._known.pop(one.number, None)
+        self._known[one.number] = one
+        self._numbered[one.number] = one
+        self._rank(one)
+        if one.session:
+            for other in self._known.values():
+                if other.is_awaited and (other.session, other.owner) == (one.session, one.owner):
+                    self._rank(other)
+        if front is not None:
+            front.rank = self._clock + front.work
+            front.until_s = one.used_s + self._alive_seconds
+            if front.number in self._unpinned:
+                self._unpinned.remove(front.number)
+                heappush(self._ending, (front.until_s, front.number))
+
+    def _rank(self, one: Conversation) -> None:
+        one.rank = self._clock + one.work * (_EXPECTED if one.is_awaited else 1.0)
+
+    def _forget_some(self) -> None:
+        if len(self._known) > 2 * _MOST_KNOWN:
+            idle = [one for one in self._known.values() if not one.num_running]
+            for one in idle[: len(self._known) - _MOST_KNOWN]:
+                self.forget(one)
+            now = self._now()
+            for digest in [digest for digest, front in self._fronts.items() if front.until_s <= now]:
+                number = self._fronts.pop(digest).number
+                del self._numbered[number]
+                self._unpinned.discard(number)

@@ -1,0 +1,100 @@
+"""Free pages with a known prefix, by whom they were left, and which of them is needed least.
+
+Pages of one owner go in the order in which they came, the last block of a prefix first. An owner's rank says when its
+turn is: the lowest goes first. Invariant: a page is taken before one in front of it, unless none such is left.
+"""
+
+from collections.abc import Callable
+from heapq import heappop, heappush, heapreplace
+from typing import Protocol
+
+NOBODY = 0
+
+
+class Ranks(Protocol):
+    """How long owners' pages are worth keeping.
+
+    rank_of(owner): the lowest goes first; of nobody's it is the lowest of all. note_evicted(owner): one of its pages
+    goes. take_lowered(): owners whose rank has become lower since the last call.
+    """
+
+    def rank_of(self, owner: int) -> float: ...
+
+    def note_evicted(self, owner: int) -> None: ...
+
+    def take_lowered(self) -> list[int]: ...
+
+
+class LeastRecent:
+    """The ranks of a pool whose pages are all nobody's: what was used longest ago goes first."""
+
+    def rank_of(self, owner: int) -> float:
+        return 0.0
+
+    def note_evicted(self, owner: int) -> None:
+        pass
+
+    def take_lowered(self) -> list[int]:
+        return []
+
+
+class IdlePages:
+    """Idle pages by owner. `ranks` may change at any time."""
+
+    def __init__(self) -> None:
+        self.ranks: Ranks = LeastRecent()
+        self._owner_of: dict[int, int] = {}
+        self._pages_of: dict[int, dict[int, None]] = {}
+        self._heap: list[tuple[float, int]] = []  # an entry whose rank has changed is put right when it comes up
+
+    def __len__(self) -> int:
+        return len(self._owner_of)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._owner_of
+
+    def num_of(self, owner: int) -> int:
+        return len(self._pages_of.get(owner, ()))
+
+    def add(self, page: int, owner: int) -> None:
+        self._owner_of[page] = owner
+        pages = self._pages_of.get(owner)
+        if pages is None:
+            pages = self._pages_of[owner] = {}
+            heappush(self._heap, (self.ranks.rank_of(owner), owner))
+        pages[page] = None
+
+    def remove(self, page: int) -> None:
+        owner = self._owner_of.pop(page)
+        pages = self._pages_of[owner]
+        del pages[page]
+        if not pages:
+            del self._pages_of[owner]
+
+    def choose(self, is_last: Callable[[int], bool]) -> int:
+        """Return the page to take: the first of the owner of lowest rank for whose first page `is_last` holds.
+
+        Where it holds for none, the first page of the owner of lowest rank.
+        """
+        for owner in self.ranks.take_lowered():
+            if owner in self._pages_of:
+                heappush(self._heap, (self.ranks.rank_of(owner), owner))
+        passed: dict[int, float] = {}
+        found = None
+        while self._heap and found is None:
+            rank, owner = self._heap[0]
+            pages, now = self._pages_of.get(owner), self.ranks.rank_of(owner)
+            if pages is None or owner in passed:
+                heappop(self._heap)
+            elif now != rank:
+                heapreplace(self._heap, (now, owner))
+            elif is_last(next(iter(pages))):
+                found = owner
+            else:
+                passed[owner] = rank
+                heappop(self._heap)
+        for owner, rank in passed.items():
+            heappush(self._heap, (rank, owner))
+        owner = next(iter(passed)) if found is None else found
+        self.ranks.note_evicted(owner)
+        return next(iter(self._pages_of[owner]))

@@ -1,0 +1,38 @@
+"""A conversation, of which each prompt goes on from the one before, and the front that prompts share."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False, slots=True)
+class Conversation:
+    """What is known of a conversation. `hashes`: of the blocks of its last prompt and answer, of which `num_blocks` are
+    the prompt's. `owner`, `session`: as its requests name them. `work`: operations that computing it again takes.
+    `is_awaited`: its last answer called tools. `used_s`: when it began or left last. `request_id`: of its last request.
+    """
+
+    number: int
+    owner: str
+    session: str
+    hashes: list[bytes] = field(default_factory=list)
+    num_blocks: int = 0
+    num_tokens: int = 0
+    num_turns: int = 0
+    num_running: int = 0
+    is_awaited: bool = False
+    work: float = 0.0
+    rank: float = 0.0
+    used_s: float = 0.0
+    request_id: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Front:
+    """The blocks that the prompts of conversations begin with: what the system says, with the tools. `until_s`: they
+    stay until then.
+    """
+
+    number: int
+    num_blocks: int
+    work: float = 0.0
+    rank: float = 0.0
+    until_s: float = 0.0

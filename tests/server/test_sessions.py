@@ -1,0 +1,127 @@
+"""Sessions: how clients name them, what is told of them, and who may see and forget them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.generation.session_name import MOST_CHARS, session_in_user_id
+from tests.server.live_server import Running, fake_command, make_deployment, running_server
+from tests.server.scripted_model import Script
+
+HI = [{"role": "user", "content": "Hi there, you."}]
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+UUID = "c2deb283-803c-4222-86ed-60059889d1f3"
+CLAUDE = json.dumps({"device_id": "7166", "account_uuid": "", "session_id": UUID})
+
+
+async def sessions(live: Running, **headers: str) -> list[dict[str, Any]]:
+    answer = await live.http.get("/v1/sessions", headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["data"]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "fields", "name"),
+    [
+        (CHAT, {"X-Session-Id": "ses_1"}, {"prompt_cache_key": "other"}, "ses_1"),
+        (CHAT, {"x-session-affinity": "ses_2"}, {}, "ses_2"),
+        (CHAT, {}, {"prompt_cache_key": "key"}, "key"),
+        (CHAT, {}, {"session_id": "body"}, "body"),
+        (CHAT, {}, {"prompt_cache_key": "k" * 1000}, "k" * MOST_CHARS),
+        (MESSAGES, {"X-Claude-Code-Session-Id": UUID}, {}, UUID),
+        (MESSAGES, {}, {"metadata": {"user_id": CLAUDE}}, UUID),
+        (MESSAGES, {}, {"metadata": {"user_id": f"user_19f2_account_a9_session_{UUID}"}}, UUID),
+        (MESSAGES, {}, {"metadata": {"user_id": "somebody"}}, "somebody"),
+        (RESPONSES, {"session-id": UUID}, {}, UUID),
+        (RESPONSES, {}, {"prompt_cache_key": "key"}, "key"),
+        ("/v1/completions", {"x-session-id": "text"}, {}, "text"),
+        (CHAT, {}, {"metadata": {"a": "b"}}, "conversation-1"),
+        (MESSAGES, {}, {"metadata": {}}, "conversation-1"),
+    ],
+)
+async def test_clients_name_their_session_each_in_its_own_way(
+    live: Running, path: str, headers: dict[str, str], fields: dict[str, Any], name: str
+) -> None:
+    body: dict[str, Any] = {"messages": HI, "max_tokens": 4}
+    if path == RESPONSES:
+        body = {"input": "Hi"}
+    if path == "/v1/completions":
+        body = {"prompt": "Hi"}
+    answer = await live.http.post(path, json=body | fields, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert [one["id"] for one in await sessions(live)] == [name]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"session_id": 3}', "[" * 100_000])
+def test_a_user_id_of_any_text_is_a_name(text: str) -> None:
+    assert session_in_user_id(text) == text
+
+
+async def test_a_response_that_follows_another_is_of_its_session(live: Running) -> None:
+    first = (await live.http.post(RESPONSES, json={"input": "Hi", "prompt_cache_key": "mine"})).json()
+    asked = {"input": "And?", "previous_response_id": first["id"]}
+    second = (await live.http.post(RESPONSES, json=asked)).json()
+    await live.http.post(RESPONSES, json=asked | {"previous_response_id": second["id"]})
+    (mine,) = await sessions(live)
+    assert (mine["id"], len(mine["conversations"])) == ("mine", 3)
+
+
+async def test_what_is_kept_is_told_and_a_session_is_forgotten(live: Running) -> None:
+    for name, content in (("a", "One"), ("b", "Two"), ("a", "Three")):
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "prompt_cache_key": name}
+        await live.http.post(CHAT, json=body)
+    first, second = await sessions(live)
+    assert (first["id"], first["object"], second["id"]) == ("a", "session", "b")
+    one = first["conversations"][0]
+    assert (one["turns"], one["running"], one["is_awaited"], one["host_tokens"]) == (1, 0, False, 0)
+    assert one["tokens"] > 0
+    gone = (await live.http.delete("/v1/sessions/a")).json()
+    wanted = sum(one["tokens"] for one in first["conversations"])
+    assert gone == {"id": "a", "object": "session", "deleted": True, "forgotten_tokens": wanted}
+    assert [one["id"] for one in await sessions(live)] == ["b"]
+    unknown = await live.http.delete("/v1/sessions/a")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "session_not_found")
+
+
+async def test_a_key_sees_and_forgets_its_own_sessions_alone(tmp_path: Path) -> None:
+    async with running_server(make_deployment(api_keys=["one", "two"]), fake_command()) as live:
+        mine, yours = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        await live.http.post(CHAT, json={"messages": HI, "max_tokens": 4, "prompt_cache_key": "s"}, headers=mine)
+        assert [one["id"] for one in await sessions(live, **mine)] == ["s"]
+        assert await sessions(live, **yours) == []
+        assert (await live.http.delete("/v1/sessions/s", headers=yours)).status_code == 404
+        assert (await live.http.get("/v1/sessions")).status_code == 401
+
+
+async def front_of(live: Running, **fields: Any) -> int:
+    """Return the tokens of a chat's front, which this engine tells as those on its device."""
+    await live.http.post(CHAT, json={"max_tokens": 4, "prompt_cache_key": "front"} | fields)
+    one = (await sessions(live))[0]["conversations"][0]
+    await live.http.delete("/v1/sessions/front")
+    return int(one["device_tokens"])
+
+
+async def test_the_front_of_a_prompt_is_what_the_system_says_and_the_tools(hermes: tuple[Running, Script]) -> None:
+    live, script = hermes
+    script.add(*["So."] * 8)
+    tool = {"type": "function", "function": {"name": "weather", "description": "Tells the weather of a city."}}
+    system = {"role": "system", "content": "You are brief. " * 20}
+    assert await front_of(live, messages=HI) == 0
+    alone = await front_of(live, messages=[system, *HI])
+    both = await front_of(live, messages=[system, *HI], tools=[tool])
+    assert 60 < alone < both
+    grown = [system, *HI, {"role": "assistant", "content": "So."}, {"role": "user", "content": "And?"}]
+    assert await front_of(live, messages=grown, tools=[tool]) == both
+    assert await front_of(live, messages=[system | {"content": "Be."}, *HI]) < alone
+
+
+async def test_the_engine_is_told_of_answers_that_call_tools(hermes: tuple[Running, Script]) -> None:
+    live, script = hermes
+    tool = {"type": "function", "function": {"name": "weather"}}
+    script.add('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>', "It is fine.")
+    for is_awaited in (True, False):
+        body = {"messages": HI, "tools": [tool], "prompt_cache_key": str(is_awaited)}
+        assert (await live.http.post(CHAT, json=body)).status_code == 200
+        assert (await sessions(live))[0]["conversations"][0]["is_awaited"] is is_awaited
