@@ -49,11 +49,13 @@ def world_errors() -> tuple[type[Exception], ...]:
     from server.commands.chat import ChatError
     from server.commands.doctor import DoctorError
     from server.commands.document_commands import DocumentsError
+    from server.commands.launch import LaunchError
     from server.deployment import ConfigError
     from transfer.machine import MachineError
 
     return (
-        ChatError, ConfigError, DocumentsError, DoctorError, MachineError, ModelError, OSError, PlanError, ProfileError,
+        ChatError, ConfigError, DocumentsError, DoctorError, LaunchError, MachineError, ModelError, OSError, PlanError,
+        ProfileError,
     )  # fmt: skip
 
 
@@ -268,3 +270,31 @@ def chat(
         ask(conversation, once, console)
     else:
         hold_conversation(conversation, console)
+
+
+@app.command()
+def launch(
+    agent: Annotated[str, typer.Argument(metavar="AGENT", help="claude, codex, opencode or aider")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="the agent's own, behind `--`")
+    ] = None,
+    url: Annotated[str, typer.Option(help="the server, with or without http:// and /v1")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="model id; default: the first that the server lists")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer key")] = None,
+    shows: Annotated[bool, typer.Option("--print", help="print variables and command for a shell, and end")] = False,
+) -> None:
+    """Start a coding agent against a running server; docs/AGENTS.md has what it is told, and other agents."""
+    from server.commands.chat import ChatError, check_key
+    from server.commands.launch import find_target, plan_launch, start
+    from server.server_url import find_root
+
+    check_key(api_key)
+    try:
+        root = find_root(url)
+    except ValueError as error:
+        raise ChatError(f"--url: {error}") from None
+    found = plan_launch(agent, find_target(root, model, api_key), arguments or [])
+    if shows:
+        print(found.as_text())
+    else:
+        start(agent, found)

@@ -25,12 +25,19 @@ from tests.server.program import Program
 from tests.server.scripted_model import HERMES, make_model
 
 PROGRAMS = {  # and the packages that they use
+    "aider_edits": "aider-chat",
     "instructor_answers": "instructor",
     "langchain_openai_agent": "langchain-openai",
     "litellm_calls": "litellm",
     "pydantic_ai_agent": "pydantic-ai-slim",
 }
-AGENT_PROGRAMS = {"claude_code": "@anthropic-ai/claude-code", "codex": "@openai/codex"}
+AGENT_PROGRAMS = {
+    "claude_code": "@anthropic-ai/claude-code",
+    "cline": "cline",
+    "codex": "@openai/codex",
+    "continue_cli": "@continuedev/cli",
+    "opencode": "opencode-ai",
+}
 AGENT_CONTEXT = 200_000  # the agents' own instructions and tools take 30,000 tokens of the reference tokenizer's
 CLOSED_PROXY = "http://127.0.0.1:9"  # where requests for any other host end
 _SERVE = (

@@ -18,8 +18,9 @@ from tests.server.scripted_model import HERMES, Script, make_model
 HERE = Path(__file__).parent
 CAPTURED = sorted((HERE / "client_bodies").glob("*.json"))
 CLIENTS = {
-    "claude_code", "codex", "guidellm", "instructor_answers", "langchain_openai", "langchain_openai_agent", "litellm",
-    "litellm_calls", "lm_eval", "openai", "pydantic_ai", "pydantic_ai_agent", "smg",
+    "aider_edits", "claude_code", "cline", "codex", "continue_cli", "guidellm", "instructor_answers",
+    "langchain_openai", "langchain_openai_agent", "litellm", "litellm_calls", "lm_eval", "openai", "opencode",
+    "pydantic_ai", "pydantic_ai_agent", "smg",
 }  # fmt: skip
 CONTEXT = 48_000  # room for the 32,000 tokens that Claude Code asks for
 TOO_LONG, PROMPT_TOO_LONG = "an answer longer than the context has room for", "a prompt longer than the context"
