@@ -16,6 +16,7 @@ from cpu.decode_step import QUERY_TYPES, Attend, AttentionCounts, PieceTables, S
 from cpu.growth import Growth, SegmentReservation
 from cpu.host_attention import HostAttention
 from cpu.host_context import Context
+from cpu.lease import Lease
 from cpu.segment import ROW_TYPES
 from cpu.segment_store import SegmentStore
 from transfer.exchange import ExchangeSlot
@@ -29,6 +30,7 @@ from transfer.host_tier import (
     Filled,
     HostMemoryError,
     LayerRows,
+    LentRows,
     Reservation,
     TierShape,
 )
@@ -158,6 +160,21 @@ class CpuTier:
         for piece in pieces:
             self._store.wait_for_rows(piece.segment, (layer,), piece.tokens)
         return [piece.segment.rows(layer, 0, piece.tokens, with_codes=False) for piece in pieces]
+
+    def lend_rows(self, context_id: int, num_tokens: int) -> LentRows | None:
+        """Lend the first `num_tokens` to a thread that reads them; None where they are not all there now."""
+        context = self._contexts.get(context_id)
+        if context is None or context.tokens < num_tokens:
+            return None
+        pieces = context.first_pieces(num_tokens)
+        for piece in pieces:
+            if piece.segment.error is not None or not self._store.is_ready(piece.segment, piece.tokens, False):
+                return None
+        lease = Lease([piece.segment for piece in pieces], self._store.changed)
+        lease.begin()
+        layers = range(len(self.shape.layers))
+        rows = [[piece.segment.rows(layer, 0, piece.tokens, with_codes=False) for piece in pieces] for layer in layers]
+        return LentRows(rows, lease.end)
 
     def runs(self, context_id: int) -> list[tuple[int, Reading]]:
         """Return a context's tokens, in order: how many, and how attention reads them."""

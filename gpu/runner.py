@@ -138,7 +138,7 @@ class Runner:
         prefill_sides = {DENSE: self.dense, **self._sides}
         self._documents = None if settings.library is None else Documents(settings.library, device)
         copies = None if settings.disk is None else DiskCopies(self.pool, settings.disk, Streams(device))
-        self._block_writer = None if copies is None else BlockWriter(copies)
+        self._block_writer = None if copies is None else BlockWriter(copies, tier)
         self._prefill = Prefill(
             decoder, self._sampler, settings.max_hidden_tokens, prefill_sides, tuple(self._reusing.values()), tier,
             row_transfer, self._documents, copies,

@@ -208,11 +208,26 @@ class DiskPrefix(Frozen):
 
 
 @dataclass(frozen=True, slots=True)
+class EvictedPart:
+    """Of a block, what is evicted: tokens `[begin, end)` of the run of `context_id`, from its page `first_page` on. It
+    has dense pages, and its other layers' rows are in host memory.
+    """
+
+    context_id: int
+    begin: int
+    end: int
+    first_page: int
+
+
+@dataclass(frozen=True, slots=True)
 class SavedBlock(Frozen):
-    """A block whose pages, which hold what is final, are copied out for the disk."""
+    """A block whose pages, which hold what is final, are copied out for the disk. evicted: the part of it that has
+    dense pages alone, if any.
+    """
 
     name: str
     page_ids: tuple[int, ...]
+    evicted: EvictedPart | None = None
 
 
 @dataclass(frozen=True, slots=True)

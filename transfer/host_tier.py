@@ -6,7 +6,7 @@ begins after the sink; `begin, end` below count within that run. Rows are centre
 and KV head; keys are rotated; a row is final once it is filled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,7 @@ __all__ = [
     "HostMemoryError",
     "HostTier",
     "LayerRows",
+    "LentRows",
     "Loan",
     "Reservation",
     "TierShape",
@@ -77,6 +78,16 @@ class LayerRows:
     centre: Tensor
     key_scale: Tensor | None
     value_scale: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LentRows:
+    """The first rows of a context's run, `rows[layer]` in order: they stay where they are until `end`, which any thread
+    may call, once.
+    """
+
+    rows: list[list[LayerRows]]
+    end: Callable[[], None]
 
 
 class Reservation(Protocol):
@@ -173,6 +184,11 @@ class HostTier(Protocol):
         """Return the first `num_tokens` of the run, in order, to be read back. Waits for their copies.
 
         Raises HostMemoryError where rows cannot come.
+        """
+
+    def lend_rows(self, context_id: int, num_tokens: int) -> LentRows | None:
+        """Lend the first `num_tokens` of the run to a thread that reads them, whatever becomes of the context; None
+        where they are not all there now.
         """
 
     def is_ready(self, read: ContextRead) -> bool:

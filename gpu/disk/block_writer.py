@@ -1,23 +1,33 @@
-"""Blocks on their way to the disk: copied out of their pages in stream order, written by a thread behind the steps."""
+"""Blocks on their way to the disk: copied out of their pages in stream order, written by a thread behind the steps.
+
+Rows of evicted pages are in host memory. The thread that writes reads them there, as pages would have them, while they
+are lent.
+"""
 
 from collections.abc import Sequence
 from functools import partial
 from queue import SimpleQueue
 
+import torch
 from torch import Tensor
 
 from gpu.disk.disk_copies import DiskCopies, pinned_bytes
 from gpu.disk.record_shapes import num_buffers
-from gpu.step import SavedBlock
+from gpu.host.row_transfer import cut_rows
+from gpu.operations.host_rows.restore_rows import restore_rows
+from gpu.operations.kv.kv_rows import write_rows
+from gpu.step import EvictedPart, SavedBlock
 from transfer.copies import Event
 from transfer.disk.context_store import KV
+from transfer.host_tier import HostTier, LentRows
 
 
 class BlockWriter:
     """Buffers of pinned memory, a block each, that pass from the device to the disk and back."""
 
-    def __init__(self, copies: DiskCopies) -> None:
+    def __init__(self, copies: DiskCopies, tier: HostTier | None) -> None:
         self._copies = copies
+        self._tier = tier
         shape = copies.store.kv
         self._free: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(num_buffers(copies.store.config.memory_mib, sum(shape.part_bytes))):
@@ -31,18 +41,55 @@ class BlockWriter:
     def save(self, blocks: Sequence[SavedBlock]) -> None:
         """Copy blocks out of their pages; no more than `num_free`. Returns at once."""
         for block in blocks:
+            lent, evicted = None, block.evicted
+            if evicted is not None:
+                assert self._tier is not None, "disk: a block in host memory, but there is no tier"
+                lent = self._tier.lend_rows(evicted.context_id, evicted.end)
+                if lent is None:
+                    continue  # its rows have not landed yet: the context's next turn writes it
             buffer = self._free.get_nowait()
-            done = self._copies.copy_down(self._copies.gather(block.page_ids), buffer)
-            self._copies.store.run_write(partial(self._write, block.name, buffer, done))
+            done = self._copies.copy_down(self._gather(block), buffer)
+            self._copies.store.run_write(partial(self._write, block, buffer, lent, done))
 
     def shutdown(self) -> None:
         """Finish what is under way, and give the folder to others."""
         self._copies.store.shutdown()
 
-    def _write(self, name: str, buffer: Tensor, done: Event) -> None:
+    def _gather(self, block: SavedBlock) -> Tensor:
+        evicted = block.evicted
+        if evicted is None:
+            return self._copies.gather(block.page_ids)
+        num_pages = (evicted.end - evicted.begin) // self._copies.pool.page_tokens
+        return self._copies.gather_mixed(block.page_ids, evicted.first_page, evicted.first_page + num_pages)
+
+    def _write(self, block: SavedBlock, buffer: Tensor, lent: LentRows | None, done: Event) -> None:
         try:
             done.synchronize()
-            parts = buffer.view(len(self._copies.layers), -1).numpy()
-            self._copies.store.folder.put(KV, name, [part.data for part in parts])
+            layers = buffer.view(len(self._copies.layers), -1)
+            if lent is not None and block.evicted is not None:
+                with torch.inference_mode():
+                    self._restore(block.evicted, layers, lent)
+            self._copies.store.folder.put(KV, block.name, [part.data for part in layers.numpy()])
         finally:
+            if lent is not None:
+                lent.end()
             self._free.put(buffer)
+
+    def _restore(self, evicted: EvictedPart, layers: Tensor, lent: LentRows) -> None:
+        """Write rows of host memory to their places in a block, uint8 `[layers, part_bytes]`."""
+        assert self._tier is not None
+        pool, num_tokens = self._copies.pool, evicted.end - evicted.begin
+        num_pages = num_tokens // pool.page_tokens
+        pages_of = layers.view(len(layers), self._copies.num_sides, self._copies.block_pages, -1)
+        own, numbers = slice(evicted.first_page, evicted.first_page + num_pages), torch.arange(num_pages)
+        for rows, layer in zip(lent.rows, self._tier.shape.layers, strict=True):
+            sides = torch.empty((2, pool.num_kv_heads, num_tokens, pool.dim), dtype=pool.dtype)
+            begin = 0
+            for one in cut_rows(rows, evicted.begin):
+                end = begin + one.keys.shape[1]
+                scales = one.centre, one.key_scale, one.value_scale
+                restore_rows(one.keys, one.values, *scales, sides[0, :, begin:end], sides[1, :, begin:end])
+                begin = end
+            like = pool.key_pages[layer]
+            for side, to in zip(sides, pages_of[self._copies.layers.index(layer)], strict=True):
+                write_rows(side, numbers, None, to[own].view(like.dtype).view(-1, *like.shape[1:]))

@@ -59,6 +59,22 @@ class DiskCopies:
             sides.append(layers[order[:, None], ids[None, :]].view(torch.uint8))
         return torch.stack(sides, 1)
 
+    def gather_mixed(self, page_ids: Sequence[int], first: int, last: int) -> Tensor:
+        """Return pages as `gather` does, of which `[first, last)` are dense ones: of other layers they are zeros."""
+        pool, num_pages = self.pool, len(page_ids)
+        ids = upload(np.array(page_ids, np.int64), pool.device)
+        rows = torch.zeros(
+            (len(self.layers), self.num_sides, num_pages, self.part_bytes // self.num_sides // num_pages),
+            dtype=torch.uint8, device=pool.device,
+        )  # fmt: skip
+        parts = [slice(0, first), slice(last, num_pages)]
+        for place, layer in enumerate(self.layers):
+            for part in parts if layer in pool.offloaded_layers else [slice(0, num_pages)]:
+                for side, pages in enumerate(self.sides(layer)):
+                    own = pages.index_select(0, ids[part])
+                    rows[place, side, part] = own.flatten(1).view(torch.uint8)
+        return rows
+
     def copy_down(self, rows: Tensor, host: Tensor) -> Event:
         """Copy to pinned host memory beside what is computed next."""
         with self.streams.aside(self.streams.down):

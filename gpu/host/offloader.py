@@ -9,13 +9,12 @@ under way then.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS, offload_block_array
 from gpu.host.gathered import GatheredKv
-from gpu.host.row_transfer import RowTransfer, of_heads
+from gpu.host.row_transfer import RowTransfer, cut_rows, of_heads
 from gpu.host.staging import Staging
 from gpu.kv.pool import KvPool
 from gpu.step import FinishedReload, Offload, Reload
@@ -82,7 +81,7 @@ class Offloader:
             keys, values = staging.buffer(place)
             with streams.aside(streams.up):
                 streams.wait_for(staging.read[place % len(staging.read)])
-            self._row_transfer.load(_cut(rows, fetch.begin), keys[:, own], values[:, own])
+            self._row_transfer.load(cut_rows(rows, fetch.begin), keys[:, own], values[:, own])
             with streams.aside(streams.up):
                 self._pool.scatter_rows(layer, page_ids, keys[:, own], values[:, own])
                 self._fetched = staging.loaded[place % len(staging.loaded)] = streams.record()
@@ -122,14 +121,3 @@ class Offloader:
                     self._row_transfer.streams.wait_for(sent.read)
             for number, (reservation, _) in enumerate(rooms):
                 self.tier.fill(reservation, [place], done[number])
-
-
-def _cut(rows: Sequence[LayerRows], begin: int) -> list[LayerRows]:
-    """Return rows without the first `begin` tokens."""
-    left = []
-    for one in rows:
-        num_tokens = one.keys.shape[1]
-        if begin < num_tokens:
-            left.append(replace(one, keys=one.keys[:, begin:], values=one.values[:, begin:], codes=None))
-        begin = max(0, begin - num_tokens)
-    return left

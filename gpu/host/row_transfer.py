@@ -7,7 +7,7 @@ rows are written where they belong.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -228,6 +228,17 @@ def of_heads(rows: LayerRows, heads: slice) -> LayerRows:
         None if rows.key_scale is None else rows.key_scale[heads],
         None if rows.value_scale is None else rows.value_scale[heads],
     )
+
+
+def cut_rows(rows: Sequence[LayerRows], begin: int) -> list[LayerRows]:
+    """Return rows without the first `begin` tokens."""
+    left = []
+    for one in rows:
+        num_tokens = one.keys.shape[1]
+        if begin < num_tokens:
+            left.append(replace(one, keys=one.keys[:, begin:], values=one.values[:, begin:], codes=None))
+        begin = max(0, begin - num_tokens)
+    return left
 
 
 def _present(tensor: Tensor | None) -> Tensor:

@@ -215,19 +215,22 @@ class Admission:
             return None
         return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
 
-    def _find_on_disk(self, sequence: Sequence, begin: int) -> int:
+    def _find_on_disk(self, sequence: Sequence, begin: int, is_read_whole: bool = False) -> int:
         """Return the end of what a prompt takes from the disk behind what is known; 0: nothing."""
         seconds_of = partial(self._prefill.prompt_seconds, method=sequence.profile.prefill_method)
-        return self._residence.disk.find(sequence, begin, seconds_of)
+        return self._residence.disk.find(sequence, begin, seconds_of, is_read_whole)
 
     def _try_offloaded(self, sequence: Sequence, this: Round) -> Start | None:
         """Give a prompt of which a part is offloaded what it needs, if there is room."""
         assert self._residence.prompts is not None, "admission: a prompt is offloaded where there is host memory"
         start = self._residence.prompts.find(sequence)
+        disk_end = self._find_on_disk(sequence, start.begin, is_read_whole=True)
+        if disk_end:  # a run is made of one source
+            start = Start(0, start.end, None, disk_end)
         this.num_tried_offloaded += 1
         if (
             this.num_tried_offloaded > _MOST_TRIED_OFFLOADED
-            or this.num_hidden + sequence.num_tokens - start.begin > self._max_hidden_tokens
+            or this.num_hidden + sequence.num_tokens - start.first_computed > self._max_hidden_tokens
         ):
             return None
         kept = self._kept(sequence, this)

@@ -227,7 +227,7 @@ class Roster:
         is_kept = sequence.state is State.RUNNING and not sequence.has_failed
         if is_kept:
             seconds_of = partial(self._prefill.prompt_seconds, method=sequence.profile.prefill_method)
-            self._residence.disk.note_left(sequence, sequence.num_published, seconds_of)
+            self._residence.note_left(sequence, seconds_of)
         self._residence.leave(sequence, is_kept)
         self._rings.give_back(sequence)
         self._lanes.give_back(sequence.lane)

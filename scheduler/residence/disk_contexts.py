@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from gpu.step import DiskPrefix, SavedBlock
+from gpu.step import DiskPrefix, EvictedPart, SavedBlock
 from scheduler.cache.page_pool import PagePool
+from scheduler.residence.host_contexts import HostContexts
 from scheduler.sequences.sequence import Sequence
 from transfer.disk.context_store import KV, ContextStore
 
@@ -37,14 +38,22 @@ class DiskSide:
 @dataclass(frozen=True, slots=True)
 class _Unsaved:
     name: str
+    first: int  # KV block
     hashes: list[bytes]  # of its KV blocks
 
 
 class DiskContexts:
-    """The choice of what is read and written. side: None: no contexts are on disk, and nothing is."""
+    """The choice of what is read and written. side: None: no contexts are on disk, and nothing is. contexts: in host
+    memory, behind a sink of `num_sink_blocks` in pages; None: there are none.
+    """
 
-    def __init__(self, side: DiskSide | None, pages: PagePool, page_tokens: int) -> None:
+    def __init__(
+        self, side: DiskSide | None, pages: PagePool, page_tokens: int, contexts: HostContexts | None,
+        num_sink_blocks: int,
+    ) -> None:  # fmt: skip
         self.side = side
+        self._contexts = contexts
+        self._num_sink_blocks = num_sink_blocks
         self._pages = pages
         self._page_tokens = page_tokens
         self._block_pages = 1 if side is None else side.store.block_tokens // page_tokens
@@ -53,13 +62,15 @@ class DiskContexts:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def find(self, sequence: Sequence, begin: int, seconds_of: Seconds) -> int:
-        """Return the end of what a prompt takes from the disk behind its first `begin` tokens; 0: nothing."""
+    def find(self, sequence: Sequence, begin: int, seconds_of: Seconds, is_read_whole: bool = False) -> int:
+        """Return the end of what a prompt takes from the disk, which would begin behind `begin` tokens without; 0:
+        nothing. is_read_whole: these are read from there as well.
+        """
         if self.side is None or sequence.chunks:
             return 0
         end = min(self._count(sequence) * self._block_pages, sequence.num_usable_blocks)
         end = end // sequence.border_blocks * sequence.border_blocks * self._page_tokens
-        if end <= begin or not self._pays(end - begin, seconds_of(begin, end)):
+        if end <= begin or not self._pays(end - begin * (not is_read_whole), seconds_of(begin, end)):
             return 0
         return end
 
@@ -115,7 +126,8 @@ class DiskContexts:
         ]
         for block in new:
             self._waiting.add(names[block])
-            self._unsaved.append(_Unsaved(names[block], sequence.hashes[block * size : (block + 1) * size]))
+            hashes = sequence.hashes[block * size : (block + 1) * size]
+            self._unsaved.append(_Unsaved(names[block], block * size, hashes))
         if names:
             self._unsaved.append(list(names))
 
@@ -162,8 +174,25 @@ class DiskContexts:
                 break
             else:
                 self._waiting.discard(first.name)
-                page_ids = self._pages.find_pages(first.hashes)
-                if page_ids is not None and not store.folder.has(KV, first.name):
-                    saves.append(SavedBlock(first.name, tuple(page_ids)))
+                saved = None if store.folder.has(KV, first.name) else self._locate(first)
+                if saved is not None:
+                    saves.append(saved)
             self._unsaved.popleft()
         return saves
+
+    def _locate(self, block: _Unsaved) -> SavedBlock | None:
+        """Return where a block is: in known pages, or in those of a context in host memory; None: no more."""
+        page_ids = self._pages.find_pages(block.hashes)
+        if page_ids is not None:
+            return SavedBlock(block.name, tuple(page_ids))
+        context = None if self._contexts is None else self._contexts.owner(block.hashes[-1])
+        if context is None or not context.is_written or not context.is_open:
+            return None
+        num_sink, last = self._num_sink_blocks, block.first + len(block.hashes)
+        pages = [*context.sink_pages, *context.pages[: last - num_sink]][block.first : last]
+        first_evicted, end_evicted = max(block.first, num_sink), min(last, num_sink + context.num_evicted)
+        if end_evicted <= first_evicted:
+            return SavedBlock(block.name, tuple(pages))
+        begin, end = ((evicted - num_sink) * self._page_tokens for evicted in (first_evicted, end_evicted))
+        part = EvictedPart(context.context_id, begin, end, first_evicted - block.first)
+        return SavedBlock(block.name, tuple(pages), part)

@@ -69,6 +69,11 @@ class HostContexts:
         last = bisect_left(range(begin, end), True, key=lambda block: hashes[block] not in self._owners)
         return (self._owners[hashes[begin + last - 1]][0], last) if last else (None, 0)
 
+    def owner(self, digest: bytes) -> HostContext | None:
+        """Return a context whose run has this block, and those in front of it."""
+        owners = self._owners.get(digest)
+        return owners[0] if owners else None
+
     # --- holding ------------------------------------------------------------------------------------------------------
 
     def has_room(self, size: RunSize, parent: HostContext | None) -> bool:

@@ -16,7 +16,7 @@ from scheduler.cache.idle_pages import NOBODY
 from scheduler.cache.page_pool import Memory, PagePool
 from scheduler.cache.prefix_cache import PrefixCache
 from scheduler.cache.window_pool import Windows
-from scheduler.residence.disk_contexts import DiskContexts, DiskSide
+from scheduler.residence.disk_contexts import DiskContexts, DiskSide, Seconds
 from scheduler.residence.evictions import Evictor
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.residence.offloaded_prompts import OffloadedPrompts, Start
@@ -61,7 +61,6 @@ class Residence:
             capacity.snapshot_tokens,
         )  # fmt: skip
         self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key)
-        self.disk = DiskContexts(disk, self.pages, page_tokens)
         self.contexts: HostContexts | None = None
         self.evictor: Evictor | None = None
         self.prompts: OffloadedPrompts | None = None
@@ -71,6 +70,7 @@ class Residence:
         if host is not None:
             self.contexts = HostContexts(host, self.pages, prefix_cache, self.conversations)
             self.evictor = Evictor(host, self.contexts, self.pages)
+        self.disk = DiskContexts(disk, self.pages, page_tokens, self.contexts, self._num_sink_blocks)
         self.room = PageRoom(capacity, self.pages, self.contexts, self.evictor)
         self.counts = ResidenceCounts(page_tokens, self.contexts, self.evictor)
         if host is not None and self.contexts is not None and self.evictor is not None:
@@ -252,6 +252,14 @@ class Residence:
             self._leave_context(sequence, context, is_kept)
         sequence.context = None
         sequence.pages = []
+
+    def note_left(self, sequence: Sequence, seconds_of: Seconds) -> None:
+        """Note what is to be written to the disk of a sequence that is about to leave, and whose context is kept."""
+        num_final = sequence.num_published
+        if sequence.context is not None:
+            context = sequence.open_context
+            num_final = 0 if context is None else self._num_sink_blocks + len(context.hashes)
+        self.disk.note_left(sequence, num_final, seconds_of)
 
     def _leave_context(self, sequence: Sequence, context: HostContext, is_kept: bool) -> None:
         """Give back the pages in front of its run and behind it; those of the run are the context's."""
