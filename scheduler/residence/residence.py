@@ -70,7 +70,7 @@ class Residence:
         if host is not None:
             self.contexts = HostContexts(host, self.pages, prefix_cache, self.conversations)
             self.evictor = Evictor(host, self.contexts, self.pages)
-        self.disk = DiskContexts(disk, self.pages, page_tokens, self.contexts, self._num_sink_blocks)
+        self.disk = DiskContexts(disk, self.pages, page_tokens, self.contexts, self.num_sink_blocks)
         self.room = PageRoom(capacity, self.pages, self.contexts, self.evictor)
         self.counts = ResidenceCounts(page_tokens, self.contexts, self.evictor)
         if host is not None and self.contexts is not None and self.evictor is not None:
@@ -258,7 +258,7 @@ class Residence:
         num_final = sequence.num_published
         if sequence.context is not None:
             context = sequence.open_context
-            num_final = 0 if context is None else self._num_sink_blocks + len(context.hashes)
+            num_final = 0 if context is None else self.num_sink_blocks + len(context.hashes)
         self.disk.note_left(sequence, num_final, seconds_of)
 
     def _leave_context(self, sequence: Sequence, context: HostContext, is_kept: bool) -> None:
