@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, StringConstraints, field_validator, model_validator
 
 from transfer.settings_model import Settings
 
@@ -139,6 +139,11 @@ class GpuConfig(Settings):
     )
     page_tokens: Literal[16, 32, 64] = 16
     graph_batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 24, 32, 48, 64), description="CUDA graphs of decode")
+    prefill_graph_sizes: tuple[PositiveInt, ...] = Field(
+        (128, 256, 512),
+        description="CUDA graphs of layers of short prefill units, by their tokens; a size that is not faster on this "
+        "machine than launching kernels one by one is dropped at start. []: none",
+    )
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")
     check_coverage: bool = Field(
         False, description="count in every decode step who covers which tokens, and stop where one is lost; slow"

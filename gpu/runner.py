@@ -275,6 +275,14 @@ class Runner:
             self.decode_steps.capture(batch_sizes, on_progress)
 
     @torch.inference_mode()
+    def capture_prefill(self, sizes: Sequence[int]) -> None:
+        """Capture layers of prefill units of up to these numbers of tokens, where that is faster; not on the CPU. It
+        comes behind `warm_up`, whose longest unit sets the size of the windows' buffer.
+        """
+        if self.device.type == "cuda":
+            self._prefill.capture(sizes)
+
+    @torch.inference_mode()
     def warm_up(self, chunk_tokens: int, on_progress: Progress) -> None:
         """Choose prefill's kernel, have prefill methods attend to numbers that mean nothing, then run one prefill chunk
         and one decode step on pages nobody owns yet: kernels compile now, not in a request.

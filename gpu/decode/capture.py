@@ -26,6 +26,13 @@ def capture(
         for _ in range(WARMUP_RUNS):
             work()
     torch.cuda.current_stream().wait_stream(stream)
+    return record(work, pool, on)
+
+
+def record(
+    work: Callable[[], Result], pool: tuple[int, int] | None, on: torch.cuda.Stream | None = None
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Return the graph of `work` as `capture` does, without a warm-up: its kernels must be compiled."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=on):
         result = work()

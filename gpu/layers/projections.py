@@ -42,7 +42,7 @@ class Projections:
         self._num_first_columns = 0 if latent is None else latent.first_columns(architecture.num_heads)
         self._cap, self._gain = architecture.logit_cap, architecture.logit_gain
         size = widened_bytes(architecture, weights.embedding.element_size())
-        widened = Widened(size, weights.embedding.device)
+        widened = self.widened = Widened(size, weights.embedding.device)
         self._matrices = [
             {name: as_matrix(stored, widened) for name, stored in layer.matrices.items() if name not in OF_EXPERTS}
             for layer in weights.layers

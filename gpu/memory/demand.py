@@ -21,6 +21,7 @@ from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_byt
 from gpu.operations.decode_attention.split_rows import most_rows, scratch_arrays
 from gpu.operations.recurrent.state_arrays import state_arrays
 from gpu.page_layout import CODE_FORMATS, KvFormat, page_table, row_bytes
+from gpu.prefill.graph_arrays import layer_graphs_bytes
 from gpu.prefill.prefill_arrays import (
     EXPANDED_TOKENS,
     HIDDEN_TOKEN_IDS_BYTES,
@@ -68,7 +69,8 @@ class Demand:
     computes. computed_rows: see `MemoryPlan`. asked_context: tokens of the longest context, None: as many as fit.
     state_bytes: of an element of a recurrent
     layer's state; where a model has such layers, states are counted as windows.
-    unpacked: why matrices of few bits are unpacked at load, None: they are not.
+    unpacked: why matrices of few bits are unpacked at load, None: they are not. prefill_graph_sizes: of units whose
+    layers are captured.
     """
 
     shape: Architecture
@@ -91,6 +93,7 @@ class Demand:
     unpacked: str | None = None
     asked_context: int | None = None
     state_bytes: int = 4
+    prefill_graph_sizes: tuple[int, ...] = ()
 
     @property
     def served(self) -> Architecture:
@@ -390,7 +393,17 @@ class Demand:
             processes,
             self.item("CUDA runtime", CUDA_RUNTIME_BYTES, "context, library workspaces, kernels (reserve)"),
             self.item("CUDA graphs", graphs * CUDA_GRAPH_BYTES, f"{graphs} decode steps (reserve)"),
+            *self._prefill_graphs(),
         )
+
+    def _prefill_graphs(self) -> tuple[MemoryItem, ...]:
+        """Return the item of captured layers of short prefill units; a layer with experts in host memory has none."""
+        sizes = [size for size in self.prefill_graph_sizes if size <= self.chunk_tokens]
+        num_bytes = layer_graphs_bytes(self.shape, sizes, self.dtype_bytes)
+        if not num_bytes or self.expert_shares.host_bytes:
+            return ()
+        note = f"layers of prefill units of up to {max(sizes)} tokens, and their activations (reserve)"
+        return (self.item("prefill graphs", num_bytes, note),)
 
     def _exchange(self) -> tuple[MemoryItem, ...]:
         """Return rings and slots between device and host memory, with what they are filled from."""

@@ -227,6 +227,7 @@ def plan_memory(
         asked_context=max_context_tokens,
         state_bytes=4 if gpu.state_dtype == "float32" else 2,
         unpacked=why_unpacked(architecture, machine.has_vectors) if device == "cpu" else None,
+        prefill_graph_sizes=() if gpu.check_coverage else gpu.prefill_graph_sizes,
     )
     place = demand.place
     limits = resolve_limits(gpu, device, machine)

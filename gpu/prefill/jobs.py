@@ -22,11 +22,12 @@ from gpu.fusion.fused_prompt import FusedPrompt
 from gpu.host.gathered import GatheredKv
 from gpu.host.row_transfer import RowTransfer
 from gpu.host.staging import StagedPrompt, Staging
-from gpu.layers.decoder import Carried, Decoder, Pages
+from gpu.layers.decoder import Attend, Carried, Decoder, Pages
 from gpu.layers.delta_layers import StatePart
 from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.job_state import JobState, ends_with, pack_job
+from gpu.prefill.layer_graphs import LayerGraphs
 from gpu.prefill.outputs import FinishedJob, finish_job, score_tokens
 from gpu.prefill.unit_attention import UnitAttention
 from gpu.prefill.window_attention import UnitPart, WindowedUnit, WindowPrefill
@@ -64,6 +65,7 @@ class Prefill:
         self._disk = disk
         self.windows = WindowPrefill(pool, decoder.scale) if pool.windows.shape.layers else None
         self.attention = UnitAttention(decoder, self.gathered, sides, reusing)
+        self._graphs = LayerGraphs(decoder)
         self._jobs: dict[int, JobState] = {}
         self._chunk_jobs: dict[int, tuple[PrefillJob, ChunkJob]] = {}
         self._failures: dict[int, str] = {}
@@ -211,9 +213,7 @@ class Prefill:
                 state.eviction.note(query[len(query) - num_own :])
             return self.attention.attend(state, unit, query, pre_rope_query)
 
-        computed = self.decoder.layer(
-            unit.layer, state.hidden[chunk], state.positions[chunk], state.slots[chunk], attend, pages, carried=carried
-        )
+        computed = self._layer(state, unit.layer, chunk, attend, pages, None, carried)
         state.put(chunk, computed)
         state.keep(unit.layer, chunk, carried)
         if staged is not None and place is not None and unit.end == state.offsets[-1]:
@@ -260,12 +260,29 @@ class Prefill:
             state.windowed = chunk, WindowedUnit(self.decoder.pool, parts, state.positions[chunk], slots)
         unit = state.windowed[1]
         pages, cells = windows.pages(len(slots)), windows.cells(len(slots))
-        hidden = self.decoder.layer(
-            layer, state.hidden[chunk], state.positions[chunk], slots,
-            lambda query, _: windows.attend(unit, layer, window, query), pages, cells, carried=carried,
-        )  # fmt: skip
+        hidden = self._layer(
+            state, layer, chunk, lambda query, _: windows.attend(unit, layer, window, query), pages, cells, carried
+        )
         windows.keep(unit, layer)
         return hidden
+
+    def _layer(self, state: JobState, layer: int, chunk: slice, attend: Attend, pages: Pages | None,
+               cells: Tensor | None, carried: Carried) -> Tensor:  # fmt: skip
+        """Return a layer's hidden states of a chunk: by graphs where it has some, else kernel by kernel."""
+        assert state.hidden is not None, "prefill: its tokens are embedded"
+        hidden, positions, slots = state.hidden[chunk], state.positions[chunk], state.slots[chunk]
+        if state.fused is None and self._graphs.covers(layer, len(slots), pages):
+            return self._graphs.run(layer, hidden, positions, slots, attend, cells)
+        return self.decoder.layer(layer, hidden, positions, slots, attend, pages, cells, carried=carried)
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture layers of units of up to these numbers of tokens as CUDA graphs, where these are faster."""
+        windows, windowed = self.windows, self.decoder.pool.windows.shape.layers
+
+        def pages_of(layer: int) -> Pages | None:
+            return windows.pages(max(sizes)) if windows is not None and layer in windowed else None
+
+        self._graphs.capture(sizes, pages_of)
 
     def warm_up_chunks(self) -> None:
         """Compile what prompts with chunks need now, not in one: on numbers that mean nothing, of no slot."""

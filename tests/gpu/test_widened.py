@@ -25,9 +25,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Addresses of the words of what was widened."""
     seen: list[int] = []
 
-    def counted(packed: Packed) -> torch.Tensor:
+    def counted(packed: Packed, out: torch.Tensor | None = None) -> torch.Tensor:
         seen.append(packed.words.data_ptr())
-        return widen(packed)
+        return widen(packed, out)
 
     monkeypatch.setattr(widened, "widen", counted)
     return seen
@@ -43,10 +43,35 @@ def test_what_is_kept_is_the_matrix_that_was_asked_for(matrices: list[Packed], c
 
 def test_no_more_is_kept_than_there_is_room_for_and_the_oldest_goes_first(matrices, calls) -> None:
     kept, (first, second, third) = Widened(2 * BYTES, CPU), matrices
-    for packed in (first, second, first, third, first, second, first, second):
+    for packed in (first, second, first, third, second, first, second, first):
         assert torch.equal(kept(packed), widen(packed))
-        assert sum(one.nbytes for one in kept._kept.values()) <= 2 * BYTES
-    assert calls == [one.words.data_ptr() for one in (first, second, third, second)]
+        assert sum(one.nbytes for _, one in kept._kept.values()) <= 2 * BYTES
+    assert calls == [one.words.data_ptr() for one in (first, second, third, first, second)]
+
+
+def test_matrices_of_other_sizes_take_the_place_of_those_that_they_overlap(calls: list[int]) -> None:
+    """A large one at the end of the room begins at its start, over two small ones, and leaves the third
+    until the next one comes."""
+    sizes = {"a": 16, "b": 16, "c": 64, "large": 32, "d": 16}
+    drawn = {name: draw_packed("int4", rows, 128, 32, 1, True, False, torch.float32, "cpu").packed
+             for name, rows in sizes.items()}  # fmt: skip
+    kept, asked = Widened(96 * 128 * 4, CPU), ("a", "b", "c", "large", "c", "d", "large", "c")
+    for name in asked:
+        assert torch.equal(kept(drawn[name]), widen(drawn[name])), name
+    names = {packed.words.data_ptr(): name for name, packed in drawn.items()}
+    assert [names[call] for call in calls] == ["a", "b", "c", "large", "d", "c"]
+
+
+def test_in_place_each_matrix_is_widened_anew_and_nothing_is_known_afterwards(matrices, calls) -> None:
+    kept, (first, second, _) = Widened(2 * BYTES, CPU), matrices
+    kept(first)
+    with kept.in_place():
+        one = kept(second)
+        assert one.data_ptr() == kept(second).data_ptr() == kept(first).data_ptr()
+    assert torch.equal(kept(second), widen(second))
+    kept.forget()
+    assert torch.equal(kept(second), widen(second))
+    assert len(calls) == 6
 
 
 def test_what_is_larger_than_the_room_is_widened_each_time(matrices: list[Packed], calls: list[int]) -> None:

@@ -155,18 +155,24 @@ def _product(
     return (product if added is None else product.add_(added)).to(dtype)
 
 
-def widen(packed: Packed) -> Tensor:
-    """Return `[rows, inner]` as `unpack`, columns in the matrix's own order."""
+def widen(packed: Packed, out: Tensor | None = None) -> Tensor:
+    """Return `[rows, inner]` as `unpack`, columns in the matrix's own order. out: where it is written, or None."""
     if not runs_on_triton(packed.words):
-        if multiplies(packed):
-            return widen_packed(packed)
-        wide = unpack_reference(packed, torch.float32).to(packed.dtype)
-        return wide if packed.order is None else wide.index_select(1, packed.order)
+        wide = _widen_on_cpu(packed)
+        return wide if out is None else out.copy_(wide)
     block_rows, block_words = UNPACK_BLOCK
-    out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype, device=packed.words.device)
+    if out is None:
+        out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype, device=packed.words.device)
     grid = triton.cdiv(packed.rows, block_rows), triton.cdiv(packed.num_words, block_words)
     _unpack_kernel[grid](
         *tensors_of(packed), out, packed.rows, **layout(packed),
         CUTS_RUNS=packed.cuts_runs, BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _widen_on_cpu(packed: Packed) -> Tensor:
+    if multiplies(packed):
+        return widen_packed(packed)
+    wide = unpack_reference(packed, torch.float32).to(packed.dtype)
+    return wide if packed.order is None else wide.index_select(1, packed.order)

@@ -1,0 +1,217 @@
+"""Layers of short prefill units as CUDA graphs: what comes before attention is one graph, what comes behind another.
+
+For some hundred tokens the host takes longer to launch a layer's kernels one by one than the device takes to run them.
+Attention follows each prompt's past, so it is launched between the two. A unit takes the graph of the smallest size
+that holds its tokens; the rows behind them are in no slot, so they write no keys, and nobody reads what they become.
+
+Invariant: graphs read and write the buffers here alone, beside weights, KV pages and the windows' buffer, and run on
+one stream, one after another.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gpu.attention.prefill_query import Attended
+from gpu.decode.capture import record
+from gpu.layers.decoder import Attend, Decoder, Pages
+from gpu.prefill.graph_arrays import graph_arrays, layers_in_graphs
+from transfer.allocation import allocate
+
+log = logging.getLogger(__name__)
+
+_REPEATS = 8  # of a layer that is timed
+_WARM_UPS = 2  # before it is
+
+
+class Replayed(Protocol):
+    def replay(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerGraphs:
+    """The two graphs of one layer for one size. pages: where the first one writes keys and values, None: the pool's."""
+
+    before: Replayed
+    behind: Replayed
+    pages: Pages | None
+
+
+class LayerGraphs:
+    """Captured layers of units of up to `most_tokens` tokens; none on the CPU, and none where no size is asked for."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._sizes: list[int] = []
+        self._layers: dict[tuple[int, int], _LayerGraphs] = {}  # by layer and size
+        self._num_filled = 0  # rows of the buffers that are in slots
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the tokens of the longest unit that has graphs; 0: none has."""
+        return max(self._sizes, default=0)
+
+    def capture(self, sizes: Sequence[int], pages_of: Callable[[int], Pages | None]) -> None:
+        """Capture each layer that can be, for those of these numbers of tokens for which a graph is faster here than
+        launching kernels one by one. pages_of: where a layer's keys and values go, None: to the pool's pages.
+        """
+        layers = [layer for layer in layers_in_graphs(self._decoder.architecture) if not self._has_far_experts(layer)]
+        if not layers or not sizes:
+            return
+        self._allocate(max(sizes))
+        pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        first = layers[0]
+        for size in sorted(set(sizes)):
+            self._capture_layer(first, size, pages_of(first), pool)
+            least = self.most_tokens + 1
+            launched = self._seconds(partial(self._launch, first, least, pages_of(first)))
+            replayed = self._seconds(partial(self._replay, first, size, least))
+            log.debug("prefill graph of %d tokens: %.0f us, launched: %.0f us", size, 1e6 * replayed, 1e6 * launched)
+            if replayed >= launched:
+                del self._layers[first, size]
+                continue
+            self._sizes.append(size)
+            for layer in layers[1:]:
+                self._capture_layer(layer, size, pages_of(layer), pool)
+        log.info("prefill graphs: %d layers, sizes %s", len(layers), ",".join(map(str, self._sizes)) or "none")
+
+    def covers(self, layer: int, num_tokens: int, pages: Pages | None) -> bool:
+        """Return whether a layer has a graph for so many tokens whose keys and values go to these pages."""
+        if not 0 < num_tokens <= self.most_tokens:
+            return False
+        graphs = self._layers.get((layer, self._size_of(num_tokens)))
+        if graphs is None or (graphs.pages is None) != (pages is None):
+            return False
+        return pages is None or graphs.pages is None or pages[0] is graphs.pages[0]
+
+    def run(self, layer: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
+            cells: Tensor | None = None) -> Tensor:  # fmt: skip
+        """Compute one layer as `Decoder.layer` does, of a number of tokens that `covers` names."""
+        num, graphs = len(hidden), self._layers[layer, self._size_of(len(hidden))]
+        self._hidden[:num].copy_(hidden)
+        self._positions[:num].copy_(positions)
+        self._cells[:num].copy_(positions if cells is None else cells)
+        self._fill_slots(slots)
+        self._decoder.projections.widened.forget()  # graphs widen in its memory
+        graphs.before.replay()
+        query, pre_rope_query = (self._rows(buffer, layer, num) for buffer in (self._query, self._pre_rope_query))
+        attended = attend(query, pre_rope_query)
+        self._rows(self._attended_of(layer), layer, num).copy_(attended.out)
+        if self._has_sinks(layer):
+            self._lse[:num].copy_(attended.partial_lse)
+        graphs.behind.replay()
+        return self._out[:num].clone()
+
+    def poison(self) -> None:
+        """Fill the buffers with NaN: a debug and test aid."""
+        for buffer in (
+            self._hidden,
+            self._out,
+            self._query,
+            self._pre_rope_query,
+            self._attended,
+            self._wide,
+            self._lse,
+        ):
+            buffer.fill_(float("nan"))
+
+    @property
+    def _device(self) -> torch.device:
+        return self._decoder.pool.device
+
+    def _allocate(self, most_tokens: int) -> None:
+        architecture = self._decoder.architecture
+        arrays = graph_arrays(architecture, most_tokens, self._decoder.weights.embedding.element_size())
+        buffers = {name: allocate(spec, self._device) for name, spec in arrays.items()}
+        self._hidden, self._out = buffers["hidden"], buffers["out"]
+        self._query, self._pre_rope_query = buffers["query"], buffers["pre_rope_query"]
+        self._attended, self._wide, self._lse = buffers["attended"], buffers["wide"], buffers["lse"]
+        self._positions, self._cells = buffers["positions"], buffers["cells"]
+        self._slots = buffers["slots"].fill_(-1)
+
+    def _has_far_experts(self, layer: int) -> bool:
+        experts = self._decoder.weights.layers[layer].experts
+        return experts is not None and experts.host is not None
+
+    def _has_sinks(self, layer: int) -> bool:
+        return self._decoder.weights.layers[layer].sinks is not None
+
+    def _attended_of(self, layer: int) -> Tensor:
+        """Return attention's output; sinks are merged in float32, as they are without a graph."""
+        return self._wide if self._has_sinks(layer) else self._attended
+
+    def _rows(self, buffer: Tensor, layer: int, num_tokens: int) -> Tensor:
+        """Return the first rows of a buffer `[most_tokens, columns]` as `[num_tokens, heads, dim]` of the layer."""
+        architecture = self._decoder.architecture
+        heads, dim = architecture.num_heads, architecture.heads_of(self._decoder.specs[layer]).dim
+        return buffer.flatten()[: num_tokens * heads * dim].view(num_tokens, heads, dim)
+
+    def _size_of(self, num_tokens: int) -> int:
+        return self._sizes[bisect_left(self._sizes, num_tokens)]
+
+    def _fill_slots(self, slots: Tensor) -> None:
+        num = len(slots)
+        self._slots[:num].copy_(slots)
+        if num < self._num_filled:
+            self._slots[num : self._num_filled].fill_(-1)
+        self._num_filled = num
+
+    def _capture_layer(self, layer: int, size: int, pages: Pages | None, pool: tuple[int, int] | None) -> None:
+        decoder, hidden, slots = self._decoder, self._hidden[:size], self._slots[:size]
+        positions, cells = self._positions[:size], self._cells[:size]
+        query, pre_rope_query = (self._rows(buffer, layer, size) for buffer in (self._query, self._pre_rope_query))
+        attended = self._rows(self._attended_of(layer), layer, size)
+        lse = self._lse[:size] if self._has_sinks(layer) else None
+
+        def before() -> None:
+            made = decoder.enter(layer, hidden, positions, cells, slots, pages)
+            query.copy_(made[0])
+            pre_rope_query.copy_(made[1])
+
+        def behind() -> None:
+            self._out[:size].copy_(decoder.leave(layer, hidden, attended, lse, slots))
+
+        self._fill_slots(slots[:0])
+        with decoder.projections.widened.in_place():
+            for work in (before, behind):
+                work()  # its kernels are compiled now: no module may be loaded in a capture
+            self._layers[layer, size] = _LayerGraphs(record(before, pool)[0], record(behind, pool)[0], pages)
+
+    def _launch(self, layer: int, num_tokens: int, pages: Pages | None) -> None:
+        """Compute a layer of rows that are in no slot, without graphs and without attention."""
+        rows = slice(0, num_tokens)
+        out, lse = self._rows(self._attended_of(layer), layer, num_tokens), self._lse[rows]
+        self._decoder.layer(layer, self._hidden[rows], self._positions[rows], self._slots[rows],
+                            lambda *queries: Attended(out, lse), pages, self._cells[rows])  # fmt: skip
+
+    def _replay(self, layer: int, size: int, num_tokens: int) -> None:
+        """Compute the same by the graphs of a size, with the copies that they want."""
+        rows, graphs = slice(0, num_tokens), self._layers[layer, size]
+        for buffer in (self._hidden, self._positions, self._cells, self._slots, self._attended):
+            buffer[rows].copy_(buffer[rows].clone())
+        self._decoder.projections.widened.forget()
+        graphs.before.replay()
+        graphs.behind.replay()
+        self._out[rows].clone()
+
+    def _seconds(self, work: Callable[[], None]) -> float:
+        """Return the seconds of a run of `work`, the mean of some behind each other."""
+        for _ in range(_WARM_UPS):
+            work()
+        self._wait()
+        began = time.perf_counter()
+        for _ in range(_REPEATS):
+            work()
+        self._wait()
+        return (time.perf_counter() - began) / _REPEATS
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,184 @@
+"""Layers of short prefill units by graphs give what they give kernel by kernel.
+
+On the CPU a stand-in for a graph runs its work again, so that buffers, sizes and padding are seen there, too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+
+import numpy as np
+import pytest
+import torch
+
+from bench.decode_loop import build_runner
+from gpu.model.architecture import named_shape
+from gpu.model.matrix_formats import rounded
+from gpu.prefill import layer_graphs
+from gpu.prefill.graph_arrays import graph_arrays, layers_in_graphs
+from gpu.prefill.layer_graphs import LayerGraphs
+from gpu.runner import Runner
+from gpu.sampling_params import SamplingParams
+from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan, WindowWrite
+from gpu.weights.drawing import random_weights
+from tests.gpu.reference_model import layer_units
+
+SIZES = (8, 32, 64)
+NAMES = ["tiny", "tiny int4", "tiny-qwen3-moe", "tiny-gpt-oss", "tiny-gemma3", "tiny-gemma4", "tiny-ministral3"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+PAGE_TOKENS, CONTEXT, SLOTS = 16, 128, 4
+CPU_ATOL, BF16_ATOL = 2e-4, 0.15  # of log probabilities
+# Lengths of a job's prompts, and the most tokens of its units: padded, packed, in chunks with a past, the whole of a
+# size, one token, and more than any graph has.
+JOBS: list[tuple[list[int], int]] = [([5], 64), ([40, 20], 64), ([50], 20), ([32], 32), ([9, 1], 9), ([90], 90)]
+
+
+@dataclass
+class Again:
+    """A graph that runs its work again, and counts how often."""
+
+    work: Callable[[], object]
+    count: int = 0
+
+    def replay(self) -> None:
+        self.count += 1
+        self.work()
+
+
+@pytest.fixture
+def graphs_win(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
+    """Every graph is faster than launching; on the CPU graphs are stand-ins, which are listed here."""
+    made: list[Again] = []
+
+    def record(work: Callable[[], object], pool: object) -> tuple[Again, None]:
+        made.append(Again(work))
+        return made[-1], None
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(layer_graphs, "record", record)
+    seconds = cycle([2.0, 1.0])
+    monkeypatch.setattr(LayerGraphs, "_seconds", lambda self, work: [work(), next(seconds)][1])
+    return made
+
+
+def runner_of(name: str, device: str) -> Runner:
+    shape_name, _, asked = name.partition(" ")
+    shape = named_shape(shape_name)
+    shape = rounded(shape, asked, "weights") if asked else shape
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    weights = random_weights(shape, 5, dtype, torch.device(device), lambda fraction: None)
+    return build_runner(shape, weights, SLOTS, CONTEXT, dtype, torch.device(device))
+
+
+def logprobs(runner: Runner, lengths: list[int], chunk_tokens: int) -> list[np.ndarray]:
+    """Of all tokens of each prompt, drawn by its place."""
+    asks = SamplingParams(temperature=0.0, num_prompt_logprobs=0)
+    draw, pages = np.random.default_rng(sum(lengths)), -(-CONTEXT // PAGE_TOKENS)
+    prompts = [
+        PrefillPrompt(slot, draw.integers(0, 200, length, dtype=np.int32), 0, length, asks, "exact")
+        for slot, length in enumerate(lengths)
+    ]
+    job, has_windows = PrefillJob(1, prompts), runner.pool.windows.shape.count > 0
+    plan = StepPlan(
+        page_writes=[PageWrite(slot, 0, list(range(slot * pages, (slot + 1) * pages))) for slot in range(len(lengths))],
+        window_writes=[WindowWrite(slot, None, slot) for slot in range(len(lengths)) if has_windows],
+        new_jobs=[job],
+        units=layer_units(job, chunk_tokens, runner.architecture.num_layers),
+    )
+    told = runner.launch(plan).collect().prompt_logprobs
+    runner.launch(StepPlan(released_slots=list(range(len(lengths))))).collect()
+    return [np.array([entry.logprob for entry in told[slot]]) for slot in range(len(lengths))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_by_graphs_are_told_what_they_are_kernel_by_kernel(
+    name: str, device: str, graphs_win: list[Again]
+) -> None:
+    runner = runner_of(name, device)
+    wanted = [logprobs(runner, *job) for job in JOBS]
+    assert not runner._prefill._graphs.most_tokens
+    runner._prefill.capture(SIZES)
+    assert runner._prefill._graphs.most_tokens == max(SIZES)
+    assert len(graphs_win) in (0, 2 * len(SIZES) * len(layers_in_graphs(runner.architecture)))
+    runner._prefill._graphs.poison()
+    for job, known in zip(JOBS, wanted, strict=True):
+        for got, own in zip(logprobs(runner, *job), known, strict=True):
+            assert np.isfinite(own).all()
+            np.testing.assert_allclose(got, own, atol=CPU_ATOL if device == "cpu" else BF16_ATOL, rtol=0)
+    assert device == "cuda" or all(graph.count for graph in graphs_win)
+
+
+def test_jobs_that_take_turns_keep_their_own_hidden_states(graphs_win: list[Again]) -> None:
+    """Both by graphs, layer by layer."""
+    runner = runner_of("tiny", "cpu")
+    asks = SamplingParams(temperature=0.0, num_prompt_logprobs=0)
+    prompts = [
+        PrefillPrompt(slot, np.arange(3 + slot, 3 + slot + length, dtype=np.int32), 0, length, asks, "exact")
+        for slot, length in enumerate((30, 8))
+    ]
+    jobs = [PrefillJob(number, [prompt]) for number, prompt in enumerate(prompts)]
+    writes = [PageWrite(0, 0, [0, 1]), PageWrite(1, 0, [2])]
+    units = [layer_units(job, 64, runner.architecture.num_layers) for job in jobs]
+
+    def told(in_turns: bool) -> dict[int, list[float]]:
+        order = [unit for pair in zip(*units, strict=True) for unit in pair] if in_turns else [*units[0], *units[1]]
+        found = runner.launch(StepPlan(page_writes=writes, new_jobs=jobs, units=order)).collect().prompt_logprobs
+        runner.launch(StepPlan(released_slots=[0, 1])).collect()
+        return {slot: [entry.logprob for entry in entries] for slot, entries in found.items()}
+
+    wanted = told(in_turns=False)
+    runner._prefill.capture(SIZES)
+    for in_turns in (False, True):
+        got = told(in_turns)
+        for slot in wanted:
+            np.testing.assert_allclose(got[slot], wanted[slot], atol=CPU_ATOL, rtol=0)
+
+
+def test_rows_behind_a_units_tokens_write_no_keys(graphs_win: list[Again]) -> None:
+    runner = runner_of("tiny", "cpu")
+    runner._prefill.capture(SIZES)
+    logprobs(runner, [64], 64)  # fills all rows of the largest size
+    runner.pool.poison()
+    logprobs(runner, [3], 64)
+    written = torch.isfinite(runner.pool.key_pages[1]).flatten(2).all(2).any(1)
+    assert written.nonzero().flatten().tolist() == []
+    assert torch.isfinite(runner.pool.key_pages[1][0, :, :3]).all()
+    assert not torch.isfinite(runner.pool.key_pages[1][0, :, 3:]).any()
+
+
+def test_a_size_that_is_not_faster_is_left_to_launching(monkeypatch: pytest.MonkeyPatch, graphs_win) -> None:
+    """What is compared is the shortest unit that would take the graph."""
+    seen: list[int] = []
+    seconds = {"_launch": {1: 3.0, 9: 2.0}, "_replay": {8: 1.0, 32: 2.5, 64: 1.0}}
+
+    def timed(self: LayerGraphs, work: partial) -> float:
+        kind = work.func.__name__
+        seen.append(work.args[1])
+        return seconds[kind][work.args[1]]
+
+    monkeypatch.setattr(LayerGraphs, "_seconds", timed)
+    runner = runner_of("tiny", "cpu")
+    runner._prefill.capture(SIZES)
+    assert runner._prefill._graphs._sizes == [8, 64]
+    assert seen == [1, 8, 9, 32, 9, 64]
+    assert not runner._prefill._graphs.covers(0, 65, None)
+    assert runner._prefill._graphs.covers(0, 9, None)
+
+
+def test_no_size_and_no_plain_layer_means_no_graphs(graphs_win: list[Again]) -> None:
+    runner = runner_of("tiny", "cpu")
+    runner._prefill.capture([])
+    assert not runner._prefill._graphs.covers(0, 1, None)
+    assert layers_in_graphs(named_shape("tiny-qwen3.5")) == []
+    assert not graphs_win
+
+
+def test_buffers_are_as_wide_as_the_widest_layer() -> None:
+    shape = named_shape("tiny-gemma4")
+    arrays = graph_arrays(shape, 64, 2)
+    widest = max(shape.heads_of(spec).dim for spec in shape.layer_pattern)
+    assert arrays["query"].shape == (64, shape.num_heads * widest)
+    assert arrays["wide"].shape[0] == 0
+    assert graph_arrays(named_shape("tiny-gpt-oss"), 64, 2)["wide"].shape[0] == 64
