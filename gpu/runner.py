@@ -70,6 +70,7 @@ from transfer.expert_exchange import ExpertCounts
 from transfer.host_tier import ContextLostError, ContextRead, HostMemoryError
 from transfer.reading import Reading
 
+_TIMED_PROMPTS = 3  # of which the fastest counts
 CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
 
 
@@ -279,8 +280,14 @@ class Runner:
         """Capture layers of prefill units of up to these numbers of tokens, where that is faster; not on the CPU. It
         comes behind `warm_up`, whose longest unit sets the size of the windows' buffer.
         """
+        limits = self.limits
+        most = min(limits.max_context_tokens, limits.num_pages * limits.page_tokens) - 1
+
+        def seconds(num_tokens: int) -> float:
+            return min(self.time_prefill([min(num_tokens, most)], DENSE)[1] for _ in range(_TIMED_PROMPTS))
+
         if self.device.type == "cuda":
-            self._prefill.capture(sizes)
+            self._prefill.capture([size for size in sizes if size <= most], seconds)
 
     @torch.inference_mode()
     def warm_up(self, chunk_tokens: int, on_progress: Progress) -> None:

@@ -5,7 +5,7 @@ unit reads only its own job's pages or staging, so units of several jobs and dec
 may be cut into units at different places. An offloaded prompt is alone in its job, and so is one of document chunks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -275,14 +275,16 @@ class Prefill:
             return self._graphs.run(layer, hidden, positions, slots, attend, cells)
         return self.decoder.layer(layer, hidden, positions, slots, attend, pages, cells, carried=carried)
 
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Capture layers of units of up to these numbers of tokens as CUDA graphs, where these are faster."""
+    def capture(self, sizes: Sequence[int], seconds: Callable[[int], float]) -> None:
+        """Capture layers of units of up to these numbers of tokens as CUDA graphs, where these are faster by `seconds`
+        of a prompt of so many tokens.
+        """
         windows, windowed = self.windows, self.decoder.pool.windows.shape.layers
 
         def pages_of(layer: int) -> Pages | None:
             return windows.pages(max(sizes)) if windows is not None and layer in windowed else None
 
-        self._graphs.capture(sizes, pages_of)
+        self._graphs.capture(sizes, pages_of, seconds)
 
     def warm_up_chunks(self) -> None:
         """Compile what prompts with chunks need now, not in one: on numbers that mean nothing, of no slot."""

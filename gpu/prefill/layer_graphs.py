@@ -9,26 +9,20 @@ one stream, one after another.
 """
 
 import logging
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gpu.attention.prefill_query import Attended
 from gpu.decode.capture import record
 from gpu.layers.decoder import Attend, Decoder, Pages
 from gpu.prefill.graph_arrays import graph_arrays, layers_in_graphs
 from transfer.allocation import allocate
 
 log = logging.getLogger(__name__)
-
-_REPEATS = 8  # of a layer that is timed
-_WARM_UPS = 2  # before it is
 
 
 class Replayed(Protocol):
@@ -58,28 +52,31 @@ class LayerGraphs:
         """Return the tokens of the longest unit that has graphs; 0: none has."""
         return max(self._sizes, default=0)
 
-    def capture(self, sizes: Sequence[int], pages_of: Callable[[int], Pages | None]) -> None:
-        """Capture each layer that can be, for those of these numbers of tokens for which a graph is faster here than
-        launching kernels one by one. pages_of: where a layer's keys and values go, None: to the pool's pages.
+    def capture(
+        self, sizes: Sequence[int], pages_of: Callable[[int], Pages | None], seconds: Callable[[int], float]
+    ) -> None:
+        """Capture each layer that can be, for those of these numbers of tokens for which graphs are faster here than
+        launching kernels one by one: by the shortest prompt that would take them, which wastes most rows. pages_of:
+        where a layer's keys and values go, None: to the pool's pages; seconds: of a prompt of so many tokens, as the
+        graphs are then.
         """
         layers = [layer for layer in layers_in_graphs(self._decoder.architecture) if not self._has_far_experts(layer)]
         if not layers or not sizes:
             return
         self._allocate(max(sizes))
         pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        first = layers[0]
         for size in sorted(set(sizes)):
-            self._capture_layer(first, size, pages_of(first), pool)
-            least = self.most_tokens + 1
-            launched = self._seconds(partial(self._launch, first, least, pages_of(first)))
-            replayed = self._seconds(partial(self._replay, first, size, least))
-            log.debug("prefill graph of %d tokens: %.0f us, launched: %.0f us", size, 1e6 * replayed, 1e6 * launched)
-            if replayed >= launched:
-                del self._layers[first, size]
-                continue
-            self._sizes.append(size)
-            for layer in layers[1:]:
+            shortest = self.most_tokens + 1
+            launched = seconds(shortest)
+            for layer in layers:
                 self._capture_layer(layer, size, pages_of(layer), pool)
+            self._sizes.append(size)
+            replayed = seconds(shortest)
+            log.debug("prefill graphs of %d tokens: %.2f ms for %.2f", size, 1e3 * replayed, 1e3 * launched)
+            if replayed >= launched:
+                self._sizes.pop()
+                for layer in layers:
+                    del self._layers[layer, size]
         log.info("prefill graphs: %d layers, sizes %s", len(layers), ",".join(map(str, self._sizes)) or "none")
 
     def covers(self, layer: int, num_tokens: int, pages: Pages | None) -> bool:
@@ -183,35 +180,3 @@ class LayerGraphs:
             for work in (before, behind):
                 work()  # its kernels are compiled now: no module may be loaded in a capture
             self._layers[layer, size] = _LayerGraphs(record(before, pool)[0], record(behind, pool)[0], pages)
-
-    def _launch(self, layer: int, num_tokens: int, pages: Pages | None) -> None:
-        """Compute a layer of rows that are in no slot, without graphs and without attention."""
-        rows = slice(0, num_tokens)
-        out, lse = self._rows(self._attended_of(layer), layer, num_tokens), self._lse[rows]
-        self._decoder.layer(layer, self._hidden[rows], self._positions[rows], self._slots[rows],
-                            lambda *queries: Attended(out, lse), pages, self._cells[rows])  # fmt: skip
-
-    def _replay(self, layer: int, size: int, num_tokens: int) -> None:
-        """Compute the same by the graphs of a size, with the copies that they want."""
-        rows, graphs = slice(0, num_tokens), self._layers[layer, size]
-        for buffer in (self._hidden, self._positions, self._cells, self._slots, self._attended):
-            buffer[rows].copy_(buffer[rows].clone())
-        self._decoder.projections.widened.forget()
-        graphs.before.replay()
-        graphs.behind.replay()
-        self._out[rows].clone()
-
-    def _seconds(self, work: Callable[[], None]) -> float:
-        """Return the seconds of a run of `work`, the mean of some behind each other."""
-        for _ in range(_WARM_UPS):
-            work()
-        self._wait()
-        began = time.perf_counter()
-        for _ in range(_REPEATS):
-            work()
-        self._wait()
-        return (time.perf_counter() - began) / _REPEATS
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

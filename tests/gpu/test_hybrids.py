@@ -145,12 +145,13 @@ def test_layers_that_are_not_computed_are_refused_by_name(change: dict, message:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-qwen3-next", "tiny-qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
 def test_an_engine_with_graphs_gives_the_text_of_the_cpu_with_snapshots_and_without(name: str) -> None:
     """In float32: turns, forks and a turn taken back, through captured steps and states that are copied."""
-    cold = converse(make_engine(prefix_cache=False, name=name))
+    folder = checkpoint(name).folder
+    cold = converse(make_engine(prefix_cache=False, folder=folder))
     for prefix_cache in (False, True):
-        engine = make_engine(prefix_cache=prefix_cache, name=name, device="cuda")
+        engine = make_engine(prefix_cache=prefix_cache, folder=folder, device="cuda")
         texts, cached = converse(engine)
         same = [got == wanted for got, wanted in zip(texts, cold[0], strict=True)]
         assert sum(same) >= len(same) - 1, "but for one near-tie"

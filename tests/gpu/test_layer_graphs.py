@@ -3,9 +3,8 @@
 On the CPU a stand-in for a graph runs its work again, so that buffers, sizes and padding are seen there, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle
 
 import numpy as np
@@ -17,7 +16,6 @@ from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import rounded
 from gpu.prefill import layer_graphs
 from gpu.prefill.graph_arrays import graph_arrays, layers_in_graphs
-from gpu.prefill.layer_graphs import LayerGraphs
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan, WindowWrite
@@ -47,8 +45,8 @@ class Again:
 
 
 @pytest.fixture
-def graphs_win(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
-    """Every graph is faster than launching; on the CPU graphs are stand-ins, which are listed here."""
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
+    """On the CPU graphs are stand-ins, which are listed here."""
     made: list[Again] = []
 
     def record(work: Callable[[], object], pool: object) -> tuple[Again, None]:
@@ -57,9 +55,13 @@ def graphs_win(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(layer_graphs, "record", record)
-    seconds = cycle([2.0, 1.0])
-    monkeypatch.setattr(LayerGraphs, "_seconds", lambda self, work: [work(), next(seconds)][1])
     return made
+
+
+def capture(runner: Runner, sizes: Sequence[int] = SIZES) -> None:
+    """Every graph is faster."""
+    seconds = cycle([2.0, 1.0])
+    runner._prefill.capture(sizes, lambda num_tokens: next(seconds))
 
 
 def runner_of(name: str, device: str) -> Runner:
@@ -94,23 +96,23 @@ def logprobs(runner: Runner, lengths: list[int], chunk_tokens: int) -> list[np.n
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_by_graphs_are_told_what_they_are_kernel_by_kernel(
-    name: str, device: str, graphs_win: list[Again]
+    name: str, device: str, stand_ins: list[Again]
 ) -> None:
     runner = runner_of(name, device)
     wanted = [logprobs(runner, *job) for job in JOBS]
     assert not runner._prefill._graphs.most_tokens
-    runner._prefill.capture(SIZES)
+    capture(runner)
     assert runner._prefill._graphs.most_tokens == max(SIZES)
-    assert len(graphs_win) in (0, 2 * len(SIZES) * len(layers_in_graphs(runner.architecture)))
+    assert len(stand_ins) in (0, 2 * len(SIZES) * len(layers_in_graphs(runner.architecture)))
     runner._prefill._graphs.poison()
     for job, known in zip(JOBS, wanted, strict=True):
         for got, own in zip(logprobs(runner, *job), known, strict=True):
             assert np.isfinite(own).all()
             np.testing.assert_allclose(got, own, atol=CPU_ATOL if device == "cpu" else BF16_ATOL, rtol=0)
-    assert device == "cuda" or all(graph.count for graph in graphs_win)
+    assert device == "cuda" or all(graph.count for graph in stand_ins)
 
 
-def test_jobs_that_take_turns_keep_their_own_hidden_states(graphs_win: list[Again]) -> None:
+def test_jobs_that_take_turns_keep_their_own_hidden_states(stand_ins: list[Again]) -> None:
     """Both by graphs, layer by layer."""
     runner = runner_of("tiny", "cpu")
     asks = SamplingParams(temperature=0.0, num_prompt_logprobs=0)
@@ -129,16 +131,16 @@ def test_jobs_that_take_turns_keep_their_own_hidden_states(graphs_win: list[Agai
         return {slot: [entry.logprob for entry in entries] for slot, entries in found.items()}
 
     wanted = told(in_turns=False)
-    runner._prefill.capture(SIZES)
+    capture(runner)
     for in_turns in (False, True):
         got = told(in_turns)
         for slot in wanted:
             np.testing.assert_allclose(got[slot], wanted[slot], atol=CPU_ATOL, rtol=0)
 
 
-def test_rows_behind_a_units_tokens_write_no_keys(graphs_win: list[Again]) -> None:
+def test_rows_behind_a_units_tokens_write_no_keys(stand_ins: list[Again]) -> None:
     runner = runner_of("tiny", "cpu")
-    runner._prefill.capture(SIZES)
+    capture(runner)
     logprobs(runner, [64], 64)  # fills all rows of the largest size
     runner.pool.poison()
     logprobs(runner, [3], 64)
@@ -148,31 +150,23 @@ def test_rows_behind_a_units_tokens_write_no_keys(graphs_win: list[Again]) -> No
     assert not torch.isfinite(runner.pool.key_pages[1][0, :, 3:]).any()
 
 
-def test_a_size_that_is_not_faster_is_left_to_launching(monkeypatch: pytest.MonkeyPatch, graphs_win) -> None:
-    """What is compared is the shortest unit that would take the graph."""
-    seen: list[int] = []
-    seconds = {"_launch": {1: 3.0, 9: 2.0}, "_replay": {8: 1.0, 32: 2.5, 64: 1.0}}
-
-    def timed(self: LayerGraphs, work: partial) -> float:
-        kind = work.func.__name__
-        seen.append(work.args[1])
-        return seconds[kind][work.args[1]]
-
-    monkeypatch.setattr(LayerGraphs, "_seconds", timed)
+def test_a_size_that_is_not_faster_is_left_to_launching(stand_ins: list[Again]) -> None:
+    """What is compared is the shortest prompt that would take the graph, with it and without."""
+    told = {1: [3.0, 1.0], 9: [2.0, 2.5, 2.0, 1.0]}
     runner = runner_of("tiny", "cpu")
-    runner._prefill.capture(SIZES)
-    assert runner._prefill._graphs._sizes == [8, 64]
-    assert seen == [1, 8, 9, 32, 9, 64]
-    assert not runner._prefill._graphs.covers(0, 65, None)
-    assert runner._prefill._graphs.covers(0, 9, None)
+    runner._prefill.capture(SIZES, lambda num_tokens: told[num_tokens].pop(0))
+    graphs = runner._prefill._graphs
+    assert not any(told.values())
+    assert [graphs.covers(0, num_tokens, None) for num_tokens in (0, 1, 9, 64, 65)] == [False, True, True, True, False]
+    assert {size for _, size in graphs._layers} == {8, 64}
 
 
-def test_no_size_and_no_plain_layer_means_no_graphs(graphs_win: list[Again]) -> None:
+def test_no_size_and_no_plain_layer_means_no_graphs(stand_ins: list[Again]) -> None:
     runner = runner_of("tiny", "cpu")
-    runner._prefill.capture([])
+    capture(runner, [])
     assert not runner._prefill._graphs.covers(0, 1, None)
     assert layers_in_graphs(named_shape("tiny-qwen3.5")) == []
-    assert not graphs_win
+    assert not stand_ins
 
 
 def test_buffers_are_as_wide_as_the_widest_layer() -> None:

@@ -2,6 +2,7 @@
 
 import time
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,9 +28,9 @@ GREEDY = SamplingParams(temperature=0.0)
 def make_engine(
     prefix_cache: bool = True, pages_gib: float = 0.3, max_running: int = 4, states_gib: float | None = None,
     snapshot_tokens: int = 64, name: str = "tiny-qwen3.5", device: str = "cpu", host: HostConfig | None = None,
-    max_context_tokens: int = 1024,
+    max_context_tokens: int = 1024, folder: Path | None = None,
 ) -> Engine:  # fmt: skip
-    model = ModelConfig(random_weights=name)
+    model = ModelConfig(random_weights=name) if folder is None else ModelConfig(path=folder)
     config = EngineConfig(
         model=model,
         gpu=GpuConfig(device=device, dtype="float32", kv_cache_gib=pages_gib, threads=1, states_gib=states_gib,
