@@ -107,8 +107,7 @@ def load_runner(
         runner.warm_up(asked.chunk_tokens, lambda fraction: on_progress("kernels", fraction))
         on_progress("kernels", 1.0)
         runner.capture(gpu.graph_batch_sizes, lambda fraction: on_progress("graphs", fraction))
-        sizes = () if gpu.check_coverage else gpu.prefill_graph_sizes
-        runner.capture_prefill([size for size in sizes if size <= asked.chunk_tokens])
+        runner.capture_prefill(asked.prefill_graph_sizes)
     return runner
 
 

@@ -60,7 +60,8 @@ class LoadSettings:
 
     max_context_tokens: None: the model's. chunk_tokens: most tokens of a prefill unit. num_windows: of `window_pages`
     pages (`gpu.kv.windows`); 0: all layers have all of every context in pages. experts_on_card: of each layer's, the
-    other experts lie in host memory; None: all are on the card. Further fields as in RunnerSettings.
+    other experts lie in host memory; None: all are on the card. prefill_graph_sizes: see MemoryPlan. Further fields as
+    in RunnerSettings.
     """
 
     max_running: int
@@ -81,3 +82,4 @@ class LoadSettings:
     experts_on_card: int | None = None
     open_experts: OpenExperts | None = None
     computed_rows: int = 0
+    prefill_graph_sizes: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ import torch
 
 from bench.benchmark_rows import require
 from bench.op.frame import Asked, Case, Work
-from gpu.decode.capture import capture
+from gpu.batching.capture import capture
 from gpu.decode.steps import LAUNCHES_BLOCK
 from gpu.exchange.device_slots import SlotExchange
 from gpu.methods.sampled.encode import arrange, encode_queries

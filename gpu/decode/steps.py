@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from gpu.attention.step_rows import StepRows
+from gpu.batching.capture import capture
 from gpu.batching.captured_steps import StepKind, steps_to_capture
 from gpu.batching.halving import Halving, cut
 from gpu.cpu_step.cpu_step import CpuStep, serves
 from gpu.cpu_step.step_arrays import MAX_ROWS, num_step_rows
 from gpu.decode.answering import Answering, Answers, SlotRequests
-from gpu.decode.capture import capture
 from gpu.decode.loop import LayerLoop, Step
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange

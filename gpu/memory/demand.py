@@ -398,7 +398,7 @@ class Demand:
 
     def _prefill_graphs(self) -> tuple[MemoryItem, ...]:
         """Return the item of captured layers of short prefill units; a layer with experts in host memory has none."""
-        sizes = [size for size in self.prefill_graph_sizes if size <= self.chunk_tokens]
+        sizes = self.prefill_graph_sizes
         num_bytes = layer_graphs_bytes(self.shape, sizes, self.dtype_bytes)
         if not num_bytes or self.expert_shares.host_bytes:
             return ()

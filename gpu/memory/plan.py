@@ -76,7 +76,7 @@ class MemoryPlan:
     the others lie in host memory; None: all, or the model has none. computed_rows: those are computed by the CPU in
     decode steps of up to so many, and fetched in others. documents_bytes: of host memory, for their chunks used last.
     is_packed: whether matrices of few bits, if there are any, stay as they are stored. chunk_tokens: most tokens of a
-    unit of prefill.
+    unit of prefill. prefill_graph_sizes: of units whose layers are captured.
     """
 
     device: Literal["cuda", "cpu"]
@@ -114,6 +114,7 @@ class MemoryPlan:
     documents_bytes: int = 0
     is_packed: bool = True
     own_windows: dict[str, int] = field(default_factory=dict)
+    prefill_graph_sizes: tuple[int, ...] = ()
 
     @property
     def num_rings(self) -> dict[PartId, int]:
@@ -148,13 +149,14 @@ class MemoryPlan:
 @dataclass(frozen=True, slots=True)
 class PlannedSizes:
     """What steps and contexts are asked for: sequences that run, tokens of a prefill chunk, of the longest context, and
-    of all prompts under way together; None: as many as fit.
+    of all prompts under way together; None: as many as fit. prefill_graph_sizes: of units whose layers are captured.
     """
 
     max_running: int
     chunk_tokens: int
     max_context_tokens: int | None
     max_hidden_tokens: int | None
+    prefill_graph_sizes: tuple[int, ...] = ()
 
 
 def plan_memory(
@@ -227,7 +229,7 @@ def plan_memory(
         asked_context=max_context_tokens,
         state_bytes=4 if gpu.state_dtype == "float32" else 2,
         unpacked=why_unpacked(architecture, machine.has_vectors) if device == "cpu" else None,
-        prefill_graph_sizes=() if gpu.check_coverage else gpu.prefill_graph_sizes,
+        prefill_graph_sizes=sizes.prefill_graph_sizes,
     )
     place = demand.place
     limits = resolve_limits(gpu, device, machine)
@@ -268,6 +270,7 @@ def plan_memory(
         max_context_tokens=shares.context,
         max_hidden_tokens=shares.hidden_tokens,
         chunk_tokens=sizes.chunk_tokens,
+        prefill_graph_sizes=sizes.prefill_graph_sizes,
         max_logits_rows=max(LOGITS_BLOCK_ROWS, max_running),
         page_tokens=gpu.page_tokens,
         kv_bytes=shares.kv_bytes + demand.num_windows * demand.window_bytes,

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gpu.decode.capture import record
+from gpu.batching.capture import record
 from gpu.layers.decoder import Attend, Decoder, Pages
 from gpu.prefill.graph_arrays import graph_arrays, layers_in_graphs
 from transfer.allocation import allocate

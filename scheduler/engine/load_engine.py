@@ -101,6 +101,7 @@ def load_engine(
             max_running=config.scheduler.max_running,
             max_context_tokens=plan.max_context_tokens,
             chunk_tokens=plan.chunk_tokens,
+            prefill_graph_sizes=plan.prefill_graph_sizes,
             max_hidden_tokens=plan.max_hidden_tokens,
             num_pages=plan.num_pages,
             num_windows=plan.num_windows,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
+from gpu.config import GpuConfig
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import MemoryPlan, PlanError, PlannedSizes, plan_memory
@@ -23,14 +24,16 @@ from transfer.machine_rates import find_rates
 from transfer.measured import measured_path
 from transfer.tier_shape import TierShape
 
-_LEAST_PAGES = 0.97  # that larger units of prefill must leave: on small cards what is not resident is read slowly
+_LEAST_PAGES = 0.97  # that larger units and graphs of prefill must leave: what is not resident is read slowly
+_GRAPH_SIZES = 128, 256, 512, 1024
 
 
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
     """Return the machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError.
 
     Larger units of prefill are taken on a GPU if `scheduler.favour` says so and they cost no context and less than
-    three pages in a hundred.
+    three pages in a hundred. So are graphs of short ones, where their sizes are not configured; a context that is as
+    long as memory allows may be shorter by as much.
 
     Steps that have the CPU compute experts want no memory to fetch them to: where rates choose that, it is shared out
     again. For how many rows they chose it stays, though fewer experts lie in host memory then: either way takes less.
@@ -52,7 +55,8 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         documents=config.documents,
         disk=config.disk,
     )
-    share_out = partial(share_out, sizes=_choose_sizes(config.scheduler, share_out))
+    sizes = _choose_sizes(config.scheduler, share_out)
+    share_out = partial(share_out, sizes=_with_graphs(config.gpu, sizes, share_out))
     asked, rates = config.gpu.host_experts, find_rates(machine, measured_path())
     max_running = config.scheduler.max_running
     plan = share_out(computed_rows=captured_rows(config.gpu, max_running, configured_rows(asked) or 0))
@@ -97,10 +101,32 @@ def _choose_sizes(scheduler: SchedulerConfig, share_out: Callable[..., MemoryPla
     return sizes
 
 
-def _has_room_of(plan: MemoryPlan, least: MemoryPlan) -> bool:
-    """Tell whether a plan has the contexts, rings and windows of another, and nearly its pages and experts."""
+def _with_graphs(gpu: GpuConfig, sizes: PlannedSizes, share_out: Callable[..., MemoryPlan]) -> PlannedSizes:
+    """Return sizes with those of units whose layers are captured: as configured, or as many as cost next to nothing."""
+    if gpu.prefill_graph_sizes != "auto":
+        asked = tuple(size for size in gpu.prefill_graph_sizes if size <= sizes.chunk_tokens)
+        return sizes if gpu.check_coverage else replace(sizes, prefill_graph_sizes=asked)
+    least = share_out(sizes=sizes)
+    if gpu.check_coverage or least.device != "cuda":
+        return sizes
+    own = [size for size in _GRAPH_SIZES if size <= sizes.chunk_tokens]
+    for count in range(len(own), 0, -1):
+        captured = replace(sizes, prefill_graph_sizes=tuple(own[:count]))
+        try:
+            plan = share_out(sizes=captured)
+        except PlanError:
+            continue
+        if _has_room_of(plan, least, _LEAST_PAGES):
+            return captured
+    return sizes
+
+
+def _has_room_of(plan: MemoryPlan, least: MemoryPlan, context_share: float = 1.0) -> bool:
+    """Tell whether a plan has the rings and windows of another, so much of its longest context, and nearly its pages
+    and experts.
+    """
     return (
-        plan.max_context_tokens >= least.max_context_tokens
+        plan.max_context_tokens >= context_share * least.max_context_tokens
         and plan.num_pages >= _LEAST_PAGES * least.num_pages
         and (plan.rings, plan.ring_pages) == (least.rings, least.ring_pages)
         and plan.num_windows == least.num_windows

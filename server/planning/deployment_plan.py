@@ -93,6 +93,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
             else find_expert_shares(architecture, memory).card_gib,
             "host_experts": _name_of_way(deployment, memory, architecture),
             "threads": memory.threads,
+            "prefill_graph_sizes": memory.prefill_graph_sizes,
         }
     )
     host = deployment.host and deployment.host.model_copy(

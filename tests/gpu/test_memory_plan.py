@@ -275,7 +275,7 @@ def test_every_step_that_is_captured_is_planned() -> None:
     [
         ("rtx4090", GpuConfig(memory_limit_gib=14), None, None, ("gpu.memory_limit_gib", "14.96 GiB", "14.00 GiB")),
         ("rtx4090", GpuConfig(memory_limit_gib=16), None, None, ("gpu.memory_limit_gib", "chunk_tokens", "16.00 GiB")),
-        ("rtx4090", GpuConfig(memory_limit_gib=17.4), None, None, ("gpu.memory_limit_gib", "2,048 tokens")),
+        ("rtx4090", GpuConfig(memory_limit_gib=17.2), None, None, ("gpu.memory_limit_gib", "2,048 tokens")),
         ("rtx4090", GpuConfig(memory_limit_gib=25), None, None, ("gpu.memory_limit_gib", "23.99 GiB")),
         ("rtx4090", GpuConfig(), 100_000, None, ("gpu.memory_limit_gib", "scheduler.max_context_tokens", "12.21 GiB")),
         ("rtx4090", GpuConfig(kv_cache_gib=8), None, None, ("gpu.kv_cache_gib", "8 GiB", "22.07 GiB")),

@@ -84,3 +84,24 @@ def test_the_log_says_how_a_load_will_be_stepped_through() -> None:
     told = describe_steps(scheduler, GpuConfig(graph_batch_sizes=(1, 16, 24, 64)), plan)
     assert told == "favour=auto chunk_tokens=8192 token_gap_target_ms=100 max_running=20 graphs=1,16,20"
     assert describe_steps(scheduler, GpuConfig(graph_batch_sizes=()), plan).endswith("graphs=none")
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "wanted"),
+    [
+        ("a100-80g", {}, (128, 256, 512, 1024)),
+        ("a100-80g", {"prefill_graph_sizes": [64, 4096, 100_000]}, (64, 4096)),
+        ("a100-80g", {"prefill_graph_sizes": []}, ()),
+        ("a100-80g", {"check_coverage": True}, ()),
+        ("a100-80g", {"memory_limit_gib": 20}, (128, 256)),
+        ("laptop", {"device": "cpu", "kv_cache_gib": 0.5}, ()),
+    ],
+)
+def test_layers_of_short_units_are_captured_where_that_costs_next_to_no_pages(
+    machine: str, asked: dict[str, Any], wanted: tuple[int, ...]
+) -> None:
+    name = "tiny" if machine == "laptop" else "llama-3.1-8b"
+    tree = {"model": {"random_weights": name}, "gpu": asked}
+    plan = plan_engine(EngineConfig.model_validate(tree), named_shape(name), read_machine(machine))
+    assert plan.prefill_graph_sizes == wanted
+    assert any(item.name == "prefill graphs" for item in plan.items) is bool(wanted)
