@@ -191,10 +191,15 @@ class MethodChoice(BaseModel):
 
 
 class DraftConfig(Settings):
-    """A source of drafts, or a mapping with `source` and its settings."""
+    """A source of drafts, or a mapping with `source` or `profile`, and its settings."""
 
     source: Literal["ngram"] = Field(
         "ngram", description="ngram: what followed the last tokens where they stood before, in prompt and answer"
+    )
+    profile: str | None = Field(
+        None,
+        description="in place of `source`: a profile that reads the same keys and values for less, and drafts by steps "
+        "of its own: `indexed`, or one of it; what it drafts is verified by the method of `host`",
     )
     most_tokens: int = Field(
         7, ge=1, le=31, description="drafted for a sequence in a step, at most; fewer by what pays"
@@ -205,8 +210,22 @@ class DraftConfig(Settings):
     @classmethod
     def _by_name(cls, given: Any) -> Any:
         if not isinstance(given, str | dict | cls):
-            raise ValueError("wanted a source's name (ngram), or a mapping with `source` and its settings")
+            raise ValueError(
+                "wanted a source's name (ngram), or a mapping with `source` or `profile`, and its settings"
+            )
         return {"source": given} if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "DraftConfig":
+        given = sorted({"source", "least_match"} & self.model_fields_set)
+        if self.profile is not None and given:
+            raise ValueError(f"{given[0]}: of n-grams, beside `profile`; leave out one of them")
+        return self
+
+    @property
+    def name(self) -> str:
+        """Return what drafts: a source, or a profile."""
+        return self.profile or self.source
 
 
 class Composition(Settings):

@@ -25,6 +25,11 @@ from transfer.reading import Reading, join_readings
 from transfer.settings_model import Settings
 
 FULL_ATTENTION = "exact"
+VERIFIED = "verified"
+"""A profile whose answers are those of `offloaded`, drafted by `indexed`. As all that plan memory for sequences, it is
+there where somebody names it.
+"""
+VERIFIED_COMPOSITION = Composition(host=MethodChoice(method="offloaded"), draft=DraftConfig(profile="indexed"))
 UNCHANGED = "exact"
 """The `kv_key` of KV that no method changes."""
 
@@ -36,18 +41,20 @@ class ProfileError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Profile:
     """A named choice of methods. `kv_key` marks the KV that it writes (prefix hashes are seeded with it). `parts`: one
-    a filled slot, of which `host` is always one. draft: the source of its drafts, or None.
+    a filled slot, of which `host` is always one. draft: the source of its drafts, or None; draft_part: that drafts, of
+    another profile, or None.
     """
 
     name: str
     kv_key: str
     parts: tuple[ProfilePart, ...]
     draft: DraftConfig | None = None
+    draft_part: ProfilePart | None = None
 
     @property
     def composition(self) -> str:
         """Describe in words: slots, methods, settings."""
-        drafts = [] if self.draft is None else [f"draft: {self.draft.source}"]
+        drafts = [] if self.draft is None else [f"draft: {self.draft.name}"]
         return ", ".join([*map(str, self.parts), *drafts])
 
     @property
@@ -66,6 +73,11 @@ class Profile:
         rings.
         """
         return next((part for part in self.parts if part.method.has_rings), None)
+
+    @property
+    def held_part(self) -> ProfilePart | None:
+        """Return the part of whose rings a running sequence holds one, for its steps or for its drafts alone."""
+        return self.ring_part or self.draft_part
 
     @property
     def host_part(self) -> ProfilePart:
@@ -93,18 +105,20 @@ def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) 
     profiles = {}
     for name, method in built_in.items():
         if method.reading is Reading.NONE or host is not None:
-            profiles[name] = _compose(name, Composition(host=MethodChoice(method=name)), methods, host)
+            profiles[name] = _compose(name, Composition(host=MethodChoice(method=name)), methods, host, named)
     for name, composition in named.items():
         if name in built_in:
             raise ProfileError(f"profiles.{name}: is built in and cannot be changed; choose another name")
-        profiles[name] = _compose(name, composition, methods, host)
+        profiles[name] = _compose(name, composition, methods, host, named)
     return profiles
 
 
 def add_by_name(named: Mapping[str, Composition], default: str) -> dict[str, Composition]:
-    """Return the named profiles, and one of the default settings of the method that `default` names, if it is of the
-    slot `host` and is no profile otherwise.
+    """Return the named profiles, and the one that `default` names if it is no profile otherwise: `verified`, or one of
+    the default settings of a method of the slot `host`.
     """
+    if default == VERIFIED and default not in named:
+        return {**named, default: VERIFIED_COMPOSITION}
     method = list_methods().get(default)
     if method is None or method.slot != "host" or is_built_in(method) or default in named:
         return dict(named)
@@ -121,6 +135,11 @@ def get_profile(name: str, profiles: Mapping[str, Profile], named_in: str) -> Pr
 def why_unknown(name: str, known: Iterable[str]) -> str:
     """Return why a deployment whose profiles are `known` has none of this name."""
     method = list_methods().get(name)
+    if name == VERIFIED:
+        return (
+            f"{name!r} plans memory for its sequences; name it as scheduler.default_profile, or in `profiles` as "
+            f"`{name}: {{host: offloaded, draft: {{profile: indexed}}}}`; known: {', '.join(known)}"
+        )
     if method is not None and method.slot == "host" and method.has_rings:
         return (
             f"{name!r} plans memory for its sequences; name a profile of it in `profiles`, or it as "
@@ -148,7 +167,8 @@ def served_parts(profiles: Iterable[Profile]) -> tuple[ProfilePart, ...]:
     """Return what these profiles are made of, each part once: one method with two settings is two parts."""
     parts: list[ProfilePart] = []
     for profile in profiles:
-        parts += [part for part in profile.parts if part not in parts]
+        own = profile.parts if profile.draft_part is None else (*profile.parts, profile.draft_part)
+        parts += [part for part in own if part not in parts]
     return tuple(parts)
 
 
@@ -185,28 +205,59 @@ def find_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Archi
     return join_kept(one for one in kept if one is not None)
 
 
-def _compose(name: str, composition: Composition, methods: Mapping[str, Method], host: HostConfig | None) -> Profile:
+def _compose(
+    name: str, composition: Composition, methods: Mapping[str, Method], host: HostConfig | None,
+    named: Mapping[str, Composition],
+) -> Profile:  # fmt: skip
     parts = []
     for slot in get_args(Slot):
         choice: MethodChoice | None = getattr(composition, slot)
-        if choice is None:
-            continue
-        where = f"profiles.{name}.{slot}"
-        method = _find_method(where, slot, choice.method, methods)
-        if method.reading is not Reading.NONE and host is None:
-            raise ProfileError(
-                f"{where}: {method.name!r} keeps KV in host memory; this deployment has no `host` section: add one, or "
-                "take the profile out"
-            )
-        part = ProfilePart(method, _settings_of(where, method, choice.settings, host))
-        if host is not None and (why := method.find_conflict(part.settings, host)):
-            raise ProfileError(f"{where}.{why}")
-        parts.append(part)
+        if choice is not None:
+            parts.append(_part_of(f"profiles.{name}.{slot}", slot, choice, methods, host))
     _check_together(name, parts)
-    if composition.draft is not None:
+    draft, draft_part = composition.draft, None
+    if draft is not None:
         _check_draft(name, parts, host)
+        if draft.profile is not None:
+            draft_part = _find_drafting(name, draft.profile, parts, methods, host, named)
     keys = [key for part in parts if (key := _kv_key(part, host))]
-    return Profile(name, " + ".join(keys) or UNCHANGED, tuple(parts), composition.draft)
+    return Profile(name, " + ".join(keys) or UNCHANGED, tuple(parts), draft, draft_part)
+
+
+def _part_of(
+    where: str, slot: Slot, choice: MethodChoice, methods: Mapping[str, Method], host: HostConfig | None
+) -> ProfilePart:
+    method = _find_method(where, slot, choice.method, methods)
+    if method.reading is not Reading.NONE and host is None:
+        raise ProfileError(
+            f"{where}: {method.name!r} keeps KV in host memory; this deployment has no `host` section: add one, or "
+            "take the profile out"
+        )
+    part = ProfilePart(method, _settings_of(where, method, choice.settings, host))
+    if host is not None and (why := method.find_conflict(part.settings, host)):
+        raise ProfileError(f"{where}.{why}")
+    return part
+
+
+def _find_drafting(
+    name: str, drafting: str, parts: Iterable[ProfilePart], methods: Mapping[str, Method], host: HostConfig | None,
+    named: Mapping[str, Composition],
+) -> ProfilePart:  # fmt: skip
+    """Return the part that drafts for profile `name`: the method of the slot `host` of profile `drafting`."""
+    where, able = f"profiles.{name}.draft.profile", [one.name for one in methods.values() if one.drafts]
+    choice = named[drafting].host if drafting in named else MethodChoice(method=drafting)
+    method = methods.get(choice.method)
+    if method is None or not method.drafts:
+        raise ProfileError(
+            f"{where}: {drafting!r} is no profile that drafts for others; want {', '.join(able)}, or a profile of it"
+        )
+    verifying = next(part.method for part in parts if part.method.slot == "host")
+    if verifying.reading is Reading.NONE:
+        raise ProfileError(
+            f"{where}: {drafting!r} reads contexts in host memory, and {verifying.name!r} has none there; set "
+            "`host: offloaded` beside it"
+        )
+    return _part_of(where, "host", choice, methods, host)
 
 
 def _check_together(name: str, parts: Iterable[ProfilePart]) -> None:

@@ -15,6 +15,7 @@ import torch
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.batching.halving import Halving, most_rows_of_parts
 from gpu.batching.step_reads import StepReads
+from gpu.decode.followers import Followers
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import Batch, DecodeSteps, HostReader, HostReadTimes, LaunchedStep
 from gpu.disk.block_writer import BlockWriter
@@ -192,6 +193,7 @@ class Runner:
             most = min(max_running, settings.computed_rows)
             experts = open_exchanges(weights, architecture, most, device, settings.open_experts, num_lanes)
         self._experts = experts
+        self._followers = Followers(self._step, self._sampler, self._last_tokens, [*self._reusing.values()])
         self.decode_steps = DecodeSteps(loop, host_reader, self._lanes.stream(Lane.HOST), experts)
 
     @property
@@ -422,6 +424,8 @@ class Runner:
         self.pool.write_windows(plan.window_writes)
         for ring_write in plan.ring_writes:
             self._reusing[ring_write.part].assign(ring_write)
+            if ring_write.is_for_drafts:
+                self._reusing[ring_write.part].rest(ring_write.slot)
         for growth in plan.ring_growth:
             self._reusing[growth.part].grow(growth)
         for job in plan.new_jobs:
@@ -512,7 +516,7 @@ class Runner:
             reads_host = any(host_read is not None for host_read in group.host_reads or ())
             while (going_on := without_slots(group, self._failures)).slots:
                 try:
-                    launched = self._decode(going_on, lane, reads_host)
+                    launched, drafted = self._decode(going_on, lane, reads_host)
                 except ContextLostError as error:  # before anything is launched: the others begin without it
                     self._failures |= _rows_of(going_on, error)
                     continue
@@ -521,7 +525,7 @@ class Runner:
                     break
                 awaited += [Awaited(answers, going_on.slots) for answers in launched.answers]
                 decoded.append(
-                    Drawing(launched.logits, going_on.slots, going_on.samples, going_on.runs, going_on.drafts)
+                    Drawing(launched.logits, going_on.slots, going_on.samples, going_on.runs, going_on.drafts, drafted)
                 )
                 if draws:
                     self._draw(decoded[-1])
@@ -529,40 +533,29 @@ class Runner:
         timer.mark(1)
         return decoded, awaited, timer
 
-    def _decode(self, group: DecodeGroup, lane: Lane, reads_host: bool) -> LaunchedStep:
-        """Launch decode groups. reads_host: some row of the plan has a host read, also one that has failed since: the
-        other lane's step goes by it.
+    def _decode(self, group: DecodeGroup, lane: Lane, reads_host: bool) -> tuple[LaunchedStep, torch.Tensor | None]:
+        """Launch a decode group; return what it launched, and the tokens of its drafts where the device drafted some.
+        reads_host: some row of the plan has a host read, also one that has failed since: the other lane's step goes by
+        it.
 
         Raises ContextLostError, and ExchangeError where an eager step's device sends no request.
         """
         cells = group.positions if group.cells is None else group.cells
         reuses = any(side.has_ring(slot) for side in self._reusing.values() for slot in group.slots)
         batch = Batch(group.slots, group.positions, cells, _host_reads_of(group), reuses, has_host_reads=reads_host)
-        if group.runs is not None or group.drafts is not None:
-            batch = self._with_followers(batch, group.followers, lane)
+        if group.runs is None and group.drafts is None:
+            return self._step(batch), None
+        first = self.limits.max_running * (1 if lane is Lane.DEVICE else 2)  # where no other lane's stand
+        whole = self._followers.add_rows(batch, group, first)
+        steps, drafted = self._followers.draft(batch, whole, group)
+        steps.append(self._step(whole))
+        return LaunchedStep(steps[-1].logits, tuple(one for step in steps for one in step.answers)), drafted
+
+    def _step(self, batch: Batch) -> LaunchedStep:
         launched = self.decode_steps.run(batch)
         if self._staged is not None:
             self._staged.end_step()
         return launched
-
-    def _with_followers(self, batch: Batch, followers: Sequence[Sequence[int]], lane: Lane) -> Batch:
-        """Add a row for each token of a run or a draft; their ids stand where no other lane's do."""
-        token_ids = [token_id for tokens in followers for token_id in tokens]
-        first = self.limits.max_running * (1 if lane is Lane.DEVICE else 2)
-        rows = len(batch) + len(token_ids)
-        assert rows <= self.limits.max_running, f"runner: a step of {rows} rows; have {self.limits.max_running}"
-        self._last_tokens[first : first + len(token_ids)].copy_(upload(np.array(token_ids, np.int64), self.device))
-        places = iter(range(first, first + len(token_ids)))
-        spread = [(row, step) for row, tokens in enumerate(followers) for step in range(1 + len(tokens))]
-        return Batch(
-            [batch.slots[row] for row, _ in spread],
-            [batch.positions[row] + step for row, step in spread],
-            [batch.cells[row] + step for row, step in spread],
-            [batch.host_reads[row] for row, _ in spread],
-            batch.reuses,
-            [next(places) if step else batch.slots[row] for row, step in spread],
-            batch.has_host_reads,
-        )
 
 
 def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:

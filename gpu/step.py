@@ -19,6 +19,9 @@ from transfer.reading import Reading
 NOT_FINITE = -1
 NOTHING_LEFT = -2
 
+TO_DRAFT = -4
+"""In a draft, in place of a token that the device drafts itself, by the slot's ring (`RingWrite.is_for_drafts`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PartId:
@@ -152,7 +155,8 @@ class RingCopy:
 class RingWrite:
     """A slot holds ring number `ring` of `part` (`ProfilePart`) until it is released; nobody else does.
     reading: of its context in host memory. source: what it has; None: nothing. pages: of those that the part's rings
-    share, its first; None: they share none.
+    share, its first; None: they share none. is_for_drafts: it takes part in the steps that draft for the slot, and in
+    no others: what these draft is verified as if the slot held none.
     """
 
     slot: int
@@ -161,6 +165,7 @@ class RingWrite:
     reading: Reading
     source: RingCopy | None = None
     pages: tuple[int, ...] | None = None
+    is_for_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +437,9 @@ class DecodeGroup(Frozen):
     host read; the draw is behind the last. Such a slot holds no ring. `drafts[i]`: tokens that may follow the input
     token of a slot without a run; None: no slot has any. They have rows as a run has, and behind each of them another
     token is drawn, with the number that follows: 1 + n draws. The draws up to the first that differs from the draft
-    are told, and the last of these is the slot's last token; what the rows behind it wrote means nothing.
+    are told, and the last of these is the slot's last token; what the rows behind it wrote means nothing. A draft of
+    TO_DRAFT alone is drafted first, in steps of one token by the slot's ring: these write the same cells, which the
+    rows of the draft write anew before any of them reads.
     """
 
     slots: tuple[int, ...]

@@ -139,8 +139,8 @@ class RingSide(DeviceSide):
 
     borrows: it reads rows in host memory by itself, and is told where they lie before each step with a host read.
     reads_alone: a row that holds one of its rings requests nothing of the CPU (`Reading.device_reads_all`). held: rings
-    by slot, as the host knows them in the order of plans. ring_of_slot: int32 `[max_running + 1]` on the device, -1:
-    none; the last is of padding rows.
+    by slot, as the host knows them in the order of plans; resting: those that take no part until they are woken.
+    ring_of_slot: int32 `[max_running + 1]` on the device, -1: none; the last is of padding rows.
     """
 
     reuses: ClassVar[bool] = True
@@ -149,6 +149,7 @@ class RingSide(DeviceSide):
 
     def __init__(self, site: Site) -> None:
         self.held: dict[int, int] = {}
+        self.resting: dict[int, int] = {}
         self.ring_of_slot = torch.full((site.max_running + 1,), -1, dtype=torch.int32, device=site.device)
 
     def assign(self, write: RingWrite) -> None:
@@ -168,8 +169,19 @@ class RingSide(DeviceSide):
 
     def release(self, slot: int) -> None:
         """Take back the slot's ring, if it holds one; asynchronous."""
+        self.resting.pop(slot, None)
         if self.held.pop(slot, None) is not None:
             self.ring_of_slot[slot].fill_(-1)
+
+    def rest(self, slot: int) -> None:
+        """Let the slot's ring take no part in steps until `wake`, as if the slot held none; asynchronous."""
+        self.resting[slot] = self.held.pop(slot)
+        self.ring_of_slot[slot].fill_(-1)
+
+    def wake(self, slot: int) -> None:
+        """Let the slot's ring take part again; asynchronous."""
+        self.held[slot] = self.resting.pop(slot)
+        self.ring_of_slot[slot].fill_(self.held[slot])
 
     def has_ring(self, slot: int) -> bool:
         return slot in self.held

@@ -83,6 +83,8 @@ class Method:
     # Module with `make_device_side(settings, site)`, or of a method with rings `make_ring_side(settings, site,
     # num_rings)`: see `gpu.methods.device_side`.
     device_side: ClassVar[str | None] = None
+    # Of a method with rings: whether a ring may draft for a sequence whose own steps go without it (`RingSide.rest`).
+    drafts: ClassVar[bool] = False
     prefill_side: ClassVar[str | None] = None  # module with make_prefill_side(settings, site, dense)
     # Whether its outputs come with the mass of what they stand for, which attention sinks are merged with.
     has_mass: ClassVar[bool] = True

@@ -80,11 +80,13 @@ class Sampled:
     num_logprobs: list[int | None]  # by row
     logprobs: Logprobs | None  # of the rows that asked, in order
     drafts: list[tuple[int, ...]] | None = None  # by slot, which has a row more for each token; None: a row each
+    drafted: torch.Tensor | None = None  # int64, the tokens of all drafts, where the device drafted some; else None
     _host: tuple[torch.Tensor, Logprobs | None] | None = field(default=None, init=False)
 
     def copy_to_host(self) -> None:
         """Start the copies into pinned memory (on CUDA)."""
         self._host = to_pinned(self.reported), self.logprobs.copy_to_host() if self.logprobs else None
+        self.drafted = None if self.drafted is None else to_pinned(self.drafted)
 
     def to_host(self) -> list[SampledToken]:
         """Return the tokens of all slots, in order: a row's each, or what `by_slot` has."""
@@ -99,7 +101,8 @@ class Sampled:
         owners = [slot for slot, draft in zip(self.slots, self.drafts, strict=True) for _ in range(1 + len(draft))]
         rows = iter(_list_tokens(owners, reported.tolist(), self.num_logprobs, logprobs))
         told = []
-        for draft in self.drafts:
+        known = iter(chain.from_iterable(self.drafts) if self.drafted is None else self.drafted.tolist())
+        for draft in ([*islice(known, len(draft))] for draft in self.drafts):
             own = list(islice(rows, 1 + len(draft)))
             told.append(own[: 1 + count_equal([token.token_id for token in own], draft)])
         return told
@@ -119,7 +122,7 @@ class Given:
 class Drawing:
     """Rows of logits, and what is drawn of them: at once, or when their masks are known. As `Sampler.sample` takes
     them; `logits` are let go of once drawn. runs, drafts: as `DecodeGroup` has them; such a slot has a row more for
-    each token. Of a run's rows the last one is drawn from, of a draft's all.
+    each token. Of a run's rows the last one is drawn from, of a draft's all. drafted: as in `Sampler.verify`.
     """
 
     logits: torch.Tensor | None
@@ -127,6 +130,7 @@ class Drawing:
     samples: list[int]
     runs: list[list[int]] | None = None
     drafts: list[tuple[int, ...]] | None = None
+    drafted: torch.Tensor | None = None
     _sampled: Sampled | None = field(default=None, init=False)
     _given: Given | None = field(default=None, init=False)
 
@@ -147,7 +151,7 @@ class Drawing:
         if self.drafts is None:
             self._sampled = sampler.sample(logits, self.slots, self.samples, *([masks] if masks else []))
         else:
-            self._sampled = sampler.verify(logits, self.slots, self.samples, self.drafts, masks)
+            self._sampled = sampler.verify(logits, self.slots, self.samples, self.drafts, masks, self.drafted)
         return self._sampled
 
     @property
@@ -221,14 +225,15 @@ class Sampler:
 
     def verify(
         self, logits: torch.Tensor, slots: list[int], samples: list[int], drafts: list[tuple[int, ...]],
-        masks: Masks = NO_MASKS,
+        masks: Masks = NO_MASKS, drafted: torch.Tensor | None = None,
     ) -> Sampled:  # fmt: skip
         """Draw behind the input token of each slot, and behind each token of its draft, as if that had been drawn.
 
         `slots[i]` has `1 + len(drafts[i])` rows of `logits` (as in `sample`), draws number `samples[i]` and on. Its
         tokens are those up to the first that differs from the draft; what the rows behind it give counts for nothing.
         Each draw is a function of its logits, its seed and its number, so these are the tokens that steps of one token
-        draw. Slots with a mask have no draft.
+        draw. Slots with a mask have no draft. drafted: int64, the tokens of all drafts one behind another, where
+        `drafts` say no more than how long they are; None: they say all.
         """
         lengths = [1 + len(draft) for draft in drafts]
         owners = [place for place, length in enumerate(lengths) for _ in range(length)]
@@ -241,6 +246,9 @@ class Sampler:
         expected = [token_id for draft in drafts for token_id in (*draft, _NO_TOKEN)]
         firsts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
         there = upload(np.array([owners, expected, [firsts[place] for place in owners]], np.int64), self.device)
+        if drafted is not None:
+            rows_of_drafts = np.array([row for row, token_id in enumerate(expected) if token_id != _NO_TOKEN], np.int64)
+            there[1].index_copy_(0, upload(rows_of_drafts, self.device), drafted)
         # Behind penalties a draw depends on those in front of it: such rows are drawn one after another.
         waits = [step if state.penalty_row is not None else 0 for step, state in zip(steps, states, strict=True)]
         stands = torch.ones(len(slots), dtype=torch.int64, device=self.device)
@@ -264,7 +272,16 @@ class Sampler:
         tokens = torch.zeros_like(stands).index_add_(0, there[0], torch.where(is_last, reported.clamp(min=0), 0))
         asked = [state.params.num_logprobs for state in states]
         logprobs = self._logprobs(logits, reported.clamp(min=0), asked)
-        return Sampled(tokens, reported, list(slots), asked, logprobs, [tuple(draft) for draft in drafts])
+        return Sampled(tokens, reported, list(slots), asked, logprobs, [tuple(draft) for draft in drafts], drafted)
+
+    def guess(self, logits: torch.Tensor, slots: list[int], samples: list[int]) -> torch.Tensor:
+        """Return the tokens int64 `[rows]` that `sample` would draw without masks, 0 where it draws none, and count
+        none of them as drawn: they draft what is verified later.
+        """
+        states = [state for slot in slots if (state := self._slots[slot]) is not None]
+        assert len(states) == len(slots), f"guess: a slot of {slots} is not assigned"
+        stands = torch.zeros(len(slots), dtype=torch.int64, device=self.device)
+        return self._choose(logits, states, samples, {}, stands).clamp(min=0)
 
     def take(self, logits: torch.Tensor, slots: list[int], runs: list[list[int]], firsts: list[int]) -> Given:
         """Count tokens that come without a draw as drawn ones are: `runs[i]` behind the input token of `slots[i]`,

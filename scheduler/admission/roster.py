@@ -178,7 +178,8 @@ class Roster:
         victim.figures[PREEMPTIONS] = victim.figures.get(PREEMPTIONS, 0) + 1
         victim.preempted_s = time.monotonic()
         job = self._prefill.job_of(victim)
-        victim.num_computed_tokens = victim.next_position if job is None else job.num_done_tokens(victim)
+        done = victim.next_position - victim.num_drafted  # a draft may be refused
+        victim.num_computed_tokens = done if job is None else job.num_done_tokens(victim)
         self._leave_slot(victim)
         victim.state = State.WAITING
         if self._documents is not None:

@@ -2,6 +2,8 @@
 
 Where a method begins with tokens in host memory, a sequence takes its ring then, if its prompt has none there.
 
+A ring that is for drafts alone is taken where there is one, at any time; nobody waits for it, or gives way.
+
 Rings of a method that shares pages among them take these as their sequences grow. Invariants: a ring is free, or held
 by one sequence that holds a slot, and so is a page; a sequence with a ring has pages for all its tokens.
 """
@@ -40,7 +42,9 @@ class Rings:
     def lacks(self, sequence: Sequence) -> bool:
         """Tell whether it needs a ring at admission, and none is free or too few pages are."""
         part = self._part_of(sequence)
-        return part is not None and not self._is_late(part, sequence) and not self._has_room(part, sequence.num_tokens)
+        if part is None or self._is_late(part, sequence) or _is_for_drafts(sequence):
+            return False
+        return not self._has_room(part, sequence.num_tokens)
 
     def take(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> None:
         """Give a sequence a ring from the next plan on, if it needs one.
@@ -51,6 +55,8 @@ class Rings:
         part = self._part_of(sequence)
         if part is None or self._is_late(part, sequence):
             return
+        if _is_for_drafts(sequence) and not self._has_room(part, sequence.num_tokens):
+            return
         write = self._give(part, sequence, sequence.num_tokens)
         self._writes.append(replace(write, source=self._find_source(sequence, begin, running)))
 
@@ -60,18 +66,27 @@ class Rings:
         """
         if sequence.ring is not None or sequence.open_context is None or (part := self._part_of(sequence)) is None:
             return
-        if part.method.takes_ring_late(part.settings) and self._has_room(part, sequence.next_cell + 1):
+        is_late = _is_for_drafts(sequence) or part.method.takes_ring_late(part.settings)
+        if is_late and self._has_room(part, sequence.next_cell + 1):
             self._writes.append(self._give(part, sequence, sequence.next_cell + 1))
 
     def lacks_page(self, sequence: Sequence) -> bool:
         """Tell whether the next token's index needs a page, and none is free."""
-        return sequence.ring is not None and self._needs_page(sequence) and not self._num_pages_of(sequence.ring[0])
+        if sequence.ring is None or _is_for_drafts(sequence):
+            return False
+        return self._needs_page(sequence) and not self._num_pages_of(sequence.ring[0])
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        """Tell whether it holds a ring for its drafts, with pages for the tokens that it has."""
+        return sequence.ring is not None and _is_for_drafts(sequence) and not self._needs_page(sequence)
 
     def grow(self, sequence: Sequence) -> list[RingGrowth]:
         """Take the page that the next token needs, if it does; `lacks_page` says that there is one."""
         if sequence.ring is None or not self._needs_page(sequence):
             return []
         part, ring = sequence.ring
+        if _is_for_drafts(sequence) and not self._num_pages_of(part):
+            return []
         growth = RingGrowth(part, ring, (self._free_pages[part].pop(),))
         sequence.ring_pages += growth.pages
         return [growth]
@@ -91,7 +106,7 @@ class Rings:
 
     def _part_of(self, sequence: Sequence) -> ProfilePart | None:
         """Return the part whose ring a sequence needs, by its prompt and longest answer, or None."""
-        part = sequence.profile.ring_part
+        part = sequence.profile.held_part
         if part is None:
             return None
         longest = sequence.num_prompt_tokens + sequence.request.max_tokens
@@ -111,7 +126,7 @@ class Rings:
         if part.id in self._free_pages:
             pages = tuple(self._free_pages[part.id].pop() for _ in range(self._pages_for(part, num_tokens)))
             sequence.ring_pages = list(pages)
-        return RingWrite(sequence.slot, part.id, ring, sequence.profile.reading, None, pages)
+        return RingWrite(sequence.slot, part.id, ring, sequence.profile.reading, None, pages, _is_for_drafts(sequence))
 
     def _pages_for(self, part: ProfilePart, num_tokens: int) -> int:
         """Return the pages that so many tokens take."""
@@ -122,7 +137,7 @@ class Rings:
         return len(self._free_pages.get(part, []))
 
     def _needs_page(self, sequence: Sequence) -> bool:
-        part = sequence.profile.ring_part
+        part = sequence.profile.held_part
         return part is not None and self._pages_for(part, sequence.next_cell + 1) > len(sequence.ring_pages)
 
     def _find_source(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> RingCopy | None:
@@ -138,3 +153,8 @@ class Rings:
             if other.hashes[block] == sequence.hashes[block]:
                 return RingCopy(other.ring[1], begin, max(other.next_position, sequence.num_tokens))
         return None
+
+
+def _is_for_drafts(sequence: Sequence) -> bool:
+    """Tell whether a ring of its profile is for drafts alone."""
+    return sequence.profile.draft_part is not None

@@ -46,6 +46,9 @@ class Drafter:
         num_tokens = next(ends, len(proposed))
         return proposed[:num_tokens], self._acceptance.chances(self._proposal)[ahead : ahead + num_tokens]
 
+    def judge(self, num_drafted: int, num_accepted: int) -> None:
+        """Learn nothing from a draft's end: what it proposed is judged by the tokens that come."""
+
     def forget(self) -> None:
         """Give back what it keeps."""
         self._source.forget()

@@ -136,7 +136,7 @@ def load_engine(
         Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
         None if disk is None else DiskSide(disk, runner.is_read, runner.lost_jobs, lambda: runner.num_savable),
     )
-    if any(profile.draft is not None for profile in profiles.values()):
+    if any(profile.draft is not None and profile.draft_part is None for profile in profiles.values()):
         NGrams.compile_ahead()
     if plan.device == "cuda":
         with _reporting_stage(on_progress, "rehearsal"):

@@ -130,6 +130,11 @@ class Sequence:
         return len(self.output) + self.num_in_flight < self.request.max_tokens
 
     @property
+    def steps_by_ring(self) -> bool:
+        """Tell whether its steps look at a ring that it holds; one that is for its drafts alone they do not."""
+        return self.ring is not None and self.profile.draft_part is None
+
+    @property
     def needs_every_token(self) -> bool:
         """Tell whether its whole prompt is computed, whatever is known of it."""
         pooling = self.request.pooling

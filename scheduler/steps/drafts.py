@@ -4,16 +4,20 @@ A step with drafts is expected to draw `rows + sum of chances` tokens. It is tak
 step without draws, by `LEAST_GAIN`, with the times that such steps were seen to take: the wait for its result, which
 the next step cannot be launched without, is in them. Of all drafted tokens of a step the likeliest are computed, as
 many as fill a size that steps are known by. Invariants: a sequence has at most one draft in flight, and steps in no
-other step meanwhile. A row of a draft has its page. What holds a ring or draws from a mask has no draft.
+other step meanwhile. A row of a draft has its page. What steps by a ring or draws from a mask has no draft. A profile
+drafts what reads host memory, of sequences that hold a ring for it; everything else would take it as long.
 """
 
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from gpu.step import Lane, PageWrite
+from gpu.config import DraftConfig
+from gpu.step import HostRead, Lane, PageWrite
+from scheduler.cache.ring_pool import Rings
 from scheduler.drafts.acceptance import shared_chances
 from scheduler.drafts.drafter import Drafter, MakeSource, make_source
+from scheduler.drafts.profile_drafter import ProfileDrafter
 from scheduler.drafts.step_times import StepTimes, size_of
 from scheduler.messages import ACCEPTED, REJECTED, DraftStats
 from scheduler.residence.residence import Residence
@@ -32,16 +36,18 @@ class Drafts:
     """
 
     def __init__(
-        self, most_rows: int, residence: Residence, lanes: Many[Lane], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+        self, most_rows: int, residence: Residence, rings: Rings, lanes: Many[Lane],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
         self.is_on = True
         self.most_rows = most_rows
         self.make_source: MakeSource = make_source
         self.choose_lengths: ChooseLengths = self.choose_by_gain
         self.times = {lane: StepTimes(clock) for lane in lanes}
         self._residence = residence
-        self._shared = shared_chances()
-        self._drafters: dict[Sequence, Drafter] = {}
+        self._rings = rings
+        self._shared, self._shared_of_profiles = shared_chances(), shared_chances()
+        self._drafters: dict[Sequence, Drafter | ProfileDrafter] = {}
         self._steps = self._proposed = self._accepted = 0
         self._saved_seconds = 0.0
 
@@ -54,7 +60,7 @@ class Drafts:
         num_fed = len(rows) + sum(map(len, runs or ()))
         if num_fed >= self.most_rows:
             return None, []
-        looks = [self._look(sequence, num_running) for sequence, _ in rows]
+        looks = [self._look(sequence, host_read, num_running) for sequence, host_read in rows]
         lengths = self.choose_lengths(looks, num_fed, self.times[lane])
         drafts = [tuple(token_ids[:length]) for (token_ids, _), length in zip(looks, lengths, strict=True)]
         writes: list[PageWrite] = []
@@ -81,6 +87,8 @@ class Drafts:
         accepted = 0
         for sequence, num_drafted, num_accepted in drafted:
             accepted += num_accepted
+            if sequence in self._drafters:
+                self._drafters[sequence].judge(num_drafted, num_accepted)
             for name, number in ((ACCEPTED, num_accepted), (REJECTED, num_drafted - num_accepted)):
                 sequence.figures[name] = sequence.figures.get(name, 0) + number
         self._steps += bool(drafted)
@@ -93,16 +101,23 @@ class Drafts:
     def stats(self) -> DraftStats:
         return DraftStats(self._steps, self._proposed, self._accepted, self._saved_seconds)
 
-    def _look(self, sequence: Sequence, num_running: int) -> tuple[list[int], list[float]]:
+    def _look(self, sequence: Sequence, host_read: HostRead | None, num_running: int) -> tuple[list[int], list[float]]:
         config = sequence.profile.draft
-        if config is None or sequence.constraint is not None or sequence.ring is not None:
+        if config is None or sequence.constraint is not None or sequence.steps_by_ring:
+            return [], []
+        if config.profile is not None and (host_read is None or not self._rings.may_draft(sequence)):
             return [], []
         drafter = self._drafters.get(sequence)
         if drafter is None:
-            drafter = self._drafters[sequence] = Drafter(config, self.make_source(config, sequence), self._shared)
+            drafter = self._drafters[sequence] = self._make_drafter(config, sequence)
         token_ids, chances = drafter.look(sequence)
         most = self._residence.most_known(sequence, len(token_ids), num_running) if token_ids else 0
         return token_ids[:most], chances[:most]
+
+    def _make_drafter(self, config: DraftConfig, sequence: Sequence) -> Drafter | ProfileDrafter:
+        if config.profile is not None:
+            return ProfileDrafter(config, self._shared_of_profiles)
+        return Drafter(config, self.make_source(config, sequence), self._shared)
 
     def choose_by_gain(self, looks: list[tuple[list[int], list[float]]], num_fed: int, times: StepTimes) -> list[int]:
         """Return how many tokens of each draft a step computes beside its `num_fed` rows: those that draw most tokens a

@@ -110,7 +110,7 @@ class KnownTokens:
     def take(self, rows: list[Row], lane: Lane, num_running: int) -> tuple[list[list[int]] | None, list[PageWrite]]:
         """Return, by row, the tokens that must follow and that the step has room for, and their page writes.
 
-        None: there are none. A sequence that holds a ring takes none, since each of its tokens looks at the ring.
+        None: there are none. A sequence whose steps look at a ring takes none, since each of its tokens would.
         """
         if not self.is_on or all(sequence.constraint is None for sequence, _ in rows):
             return None, []
@@ -123,7 +123,7 @@ class KnownTokens:
         for sequence, _ in rows:
             run: list[int] = []
             constraint, context = sequence.constraint, sequence.next_cell + 1
-            if constraint is not None and constraint.matcher is not None and sequence.ring is None:
+            if constraint is not None and constraint.matcher is not None and not sequence.steps_by_ring:
                 most = min(left_rows, left_cells // context, sequence.request.max_tokens - sequence.num_drawn - 1)
                 most = self._residence.most_known(sequence, most, num_running)
                 run = self._constraints.take_run(constraint, sequence.num_drawn, sequence.output, most)

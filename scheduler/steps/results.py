@@ -5,7 +5,6 @@ Invariant: an accepted request gets exactly one final delta unless it is cancell
 
 import logging
 import time
-from collections import Counter
 
 import numpy as np
 from msgspec import structs
@@ -67,15 +66,21 @@ class Results:
         return deltas
 
     def settle_drafts(self, result: StepResult, launched: LaunchedPlan) -> list[tuple[Sequence, int, int]]:
-        """Take back what was in flight and is not drawn; return each draft's sequence, its tokens, and those drawn."""
-        num_told = Counter(token.slot for token in result.tokens) if launched.drafted else Counter[int]()
+        """Take back what was in flight and is not drawn; return each draft's sequence, its tokens, and those drawn, up
+        to one that ends its text.
+        """
+        told: dict[int, list[int]] = {slot: [] for slot in launched.drafted}
+        for token in result.tokens if told else ():
+            if token.slot in told:
+                told[token.slot].append(token.token_id)
         settled = []
         for slot, num_drafted in launched.drafted.items():
-            sequence = launched.drawing[slot]
-            sequence.num_in_flight -= 1 + num_drafted - num_told[slot]
+            sequence, own = launched.drawing[slot], told[slot]
+            sequence.num_in_flight -= 1 + num_drafted - len(own)
             sequence.num_drafted = 0
-            if num_told[slot]:  # else it had failed before the step, which computed nothing of it
-                settled.append((sequence, num_drafted, num_told[slot] - 1))
+            if own:  # else it had failed before the step, which computed nothing of it
+                ends = (place for place, one in enumerate(own) if one in sequence.request.stop_token_ids)
+                settled.append((sequence, num_drafted, next(ends, len(own) - 1)))
         return settled
 
     def _append(self, sequence: Sequence, token: SampledToken, result: StepResult) -> list[Delta]:

@@ -155,7 +155,7 @@ class Scheduler:
         self.intake = Intake(capacity, profiles, self.prefixes, self.constraints, documents)
         most_rows = config.max_running if device.most_rows is None else device.most_rows
         self.jumps = KnownTokens(config, most_rows, self._costs, self.residence, self.constraints)
-        self.drafts = Drafts(most_rows, self.residence, device.lanes)
+        self.drafts = Drafts(most_rows, self.residence, self.rings, device.lanes)
 
     @property
     def prefill_methods(self) -> list[PartId]:

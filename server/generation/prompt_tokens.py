@@ -197,15 +197,19 @@ async def encode_text(service: Service, name: str, text: str, size: int, context
     return Prompt(token_ids, text, service.tokenizer.num_leading_specials(text, token_ids))
 
 
-async def predicted_tokens(service: Service, body: ChatBody, context: int) -> list[int]:
-    """Return the tokens of the text that a chat's answer may repeat; none without one. Raises ApiError 400."""
+async def predicted_tokens(service: Service, body: ChatBody, context: int, vocab_size: int) -> list[int]:
+    """Return the tokens of the text that a chat's answer may repeat; none without one. Raises ApiError 400, also where
+    the tokenizer spells it with tokens that the model does not have.
+    """
     if body.prediction is None:
         return []
     text = "\n".join(message_texts(body.prediction))
     try:
-        return await service.texts.run(len(text), service.tokenizer.encode_within, text, False, context)
+        token_ids = await service.texts.run(len(text), service.tokenizer.encode_within, text, False, context)
     except TooManyTokens as error:
         raise PromptTooLong("prediction", f"at least {error.num_tokens}", context) from None
+    check_token_ids("prediction", token_ids, vocab_size)
+    return token_ids
 
 
 def check_num_sequences(service: Service, num_prompts: int, n: int) -> None:

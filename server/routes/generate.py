@@ -52,7 +52,7 @@ async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) 
     use = choose_tools(body, conversation)
     max_tokens = chat_max_tokens(service, body, prompt, limits)
     grammar = await constrain_answer(service, body, use, prompt)
-    prediction = await predicted_tokens(service, body, context)
+    prediction = await predicted_tokens(service, body, context, limits.vocab_size)
     return Job(prompt, max_tokens, fusion, grammar, make_reader(service, use, prompt), prediction=prediction)
 
 

@@ -166,6 +166,37 @@ def test_what_is_refused_is_not_counted_for_penalties() -> None:
     assert accepted > 10
 
 
+def test_what_the_device_drafts_is_judged_as_what_the_host_says() -> None:
+    """And a guess is the draw that would come, which counts for no penalty."""
+    draw, vocab = np.random.default_rng(4), 50
+    params = [SamplingParams(temperature=0.8, seed=1, frequency_penalty=0.9), SamplingParams(temperature=0.0)]
+    samplers = [Sampler(2, vocab, torch.device("cpu")) for _ in range(2)]
+    for sampler in samplers:
+        for slot, one in enumerate(params):
+            sampler.assign(slot, one, np.zeros(3, np.int32), np.zeros(0, np.int32))
+    told, numbers = [], [0, 0]
+    for _ in range(20):
+        lengths = [int(one) for one in draw.integers(0, 4, 2)]
+        logits = torch.from_numpy(draw.normal(0, 2, (2 + sum(lengths), vocab)).astype(np.float32))
+        firsts = [0, 1 + lengths[0]]
+        guess = samplers[1].guess(logits[firsts], [0, 1], numbers)
+        drafts = [tuple(draw.integers(0, vocab, length).tolist()) for length in lengths]
+        drafts = [(int(guess[place]), *draft[1:]) if draft else () for place, draft in enumerate(drafts)]
+        blind = [(-4,) * length for length in lengths]
+        drafted = torch.tensor([token_id for draft in drafts for token_id in draft], dtype=torch.int64)
+        both = [samplers[0].verify(logits, [0, 1], numbers, drafts),
+                samplers[1].verify(logits, [0, 1], numbers, blind, drafted=drafted)]  # fmt: skip
+        for sampled in both:
+            sampled.copy_to_host()
+        mine, theirs = ([[token.token_id for token in own] for own in one.by_slot()] for one in both)
+        assert mine == theirs
+        assert torch.equal(both[0].tokens, both[1].tokens)
+        assert all(len(own) > 1 for own, draft in zip(mine, drafts, strict=True) if draft), "the guess was drawn"
+        numbers = [number + len(own) for number, own in zip(numbers, mine, strict=True)]
+        told.append(mine)
+    assert torch.equal(samplers[0]._penalties.counts, samplers[1]._penalties.counts)
+
+
 def replace_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return SamplingParams(**{name: getattr(params, name) for name in params.__struct_fields__} | {"seed": seed})
 

@@ -17,7 +17,17 @@ from gpu.memory.plan import MemoryPlan, PlannedSizes, plan_memory
 from gpu.methods.kept import Kept
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import named_shape
-from gpu.profiles import Profile, ProfileError, find_kept, get_profile, list_states, resolve_profiles
+from gpu.profiles import (
+    Profile,
+    ProfileError,
+    add_by_name,
+    find_kept,
+    get_profile,
+    list_states,
+    resolve_profiles,
+    served_parts,
+    why_unknown,
+)
 from tests.gpu.toy_method import add_toy
 from transfer.host_config import ErrorsConfig, HostConfig, SampledConfig
 from transfer.machine import load_machine
@@ -60,6 +70,53 @@ def test_what_may_draft_and_what_is_refused_says_why() -> None:
     for wrong in ("ngrams", {"source": "ngram", "least_match": 1}, {"model": "x"}, 7):
         with pytest.raises(ValidationError):
             Composition(draft=wrong)
+
+
+def test_a_profile_may_draft_for_another_that_reads_the_same_context() -> None:
+    named = {
+        "rough": Composition(host={"method": "indexed", "budget_share": 0.002}),
+        "fast": Composition(host="offloaded", draft={"profile": "rough", "most_tokens": 3}),
+    }
+    profiles = resolve_profiles(add_by_name(named, "verified"), HostConfig())
+    fast, verified = profiles["fast"], profiles["verified"]
+    assert fast.draft_part == profiles["rough"].host_part
+    assert verified.draft_part is not None
+    assert verified.draft_part.method.name == "indexed"
+    assert verified.ring_part is None
+    assert verified.held_part == verified.draft_part
+    assert {fast.kv_key, verified.kv_key} == {profiles["offloaded"].kv_key}, "what is kept is what verifies wrote"
+    assert verified.reading is Reading.WHOLE
+    assert verified.composition == "host: offloaded, draft: indexed"
+    assert set(served_parts([verified])) == {verified.host_part, verified.draft_part}, "its memory is planned"
+
+
+@pytest.mark.parametrize(
+    ("composition", "why"),
+    [
+        (
+            {"host": "offloaded", "draft": {"profile": "sampled"}},
+            "'sampled' is no profile that drafts for others; want",
+        ),
+        (
+            {"host": "offloaded", "draft": {"profile": "index"}},
+            "'index' is no profile that drafts for others; want inde",
+        ),
+        ({"draft": {"profile": "indexed"}}, "'exact' has none there; set `host: offloaded`"),
+        ({"host": "indexed", "draft": {"profile": "indexed"}}, "its rings would keep tokens that are not drawn"),
+    ],
+)
+def test_a_profile_that_cannot_draft_is_refused(composition: dict[str, object], why: str) -> None:
+    with pytest.raises(ProfileError, match=rf"profiles\.fast\.draft.*{why}"):
+        resolve_profiles({"fast": Composition.model_validate(composition)}, HostConfig())
+
+
+def test_verified_is_there_where_somebody_names_it() -> None:
+    assert "verified" not in resolve_profiles({}, HostConfig())
+    assert "name it as scheduler.default_profile" in why_unknown("verified", ["exact"])
+    with pytest.raises(ProfileError, match="this deployment has no `host` section"):
+        resolve_profiles(add_by_name({}, "verified"), None)
+    with pytest.raises(ValidationError, match="least_match: of n-grams, beside `profile`"):
+        DraftConfig(profile="indexed", least_match=4)
 
 
 def test_the_methods_of_the_slot_host_are_profiles_of_their_own_names() -> None:

@@ -175,7 +175,7 @@ def test_steps_with_units_and_steps_of_others_tell_nothing_and_what_is_old_is_fo
 def test_as_many_tokens_are_drafted_as_pay(chance: float, wide_s: float, wanted: int | None) -> None:
     """By the chances and the times of widths; a step of 2 rows takes 5.2 ms, one of 4 lies between that and 8's."""
     clock = Clock()
-    drafts = Drafts(16, None, [Lane.DEVICE], clock)  # type: ignore[arg-type]
+    drafts = Drafts(16, None, None, [Lane.DEVICE], clock)  # type: ignore[arg-type]
     times = drafts.times[Lane.DEVICE]
     seconds = {1: 5e-3, 2: 5.2e-3, 4: (5.2e-3 + wide_s) / 2, 8: wide_s, 16: 9 * wide_s}
     for size, has_drafts in ((1, False), (1, False), *((size, True) for size in (2, 4, 8, 16))):
@@ -195,7 +195,7 @@ def test_as_many_tokens_are_drafted_as_pay(chance: float, wide_s: float, wanted:
 
 def test_the_likeliest_tokens_of_all_rows_fill_a_step() -> None:
     clock = Clock()
-    drafts = Drafts(8, None, [Lane.DEVICE], clock)  # type: ignore[arg-type]
+    drafts = Drafts(8, None, None, [Lane.DEVICE], clock)  # type: ignore[arg-type]
     for _ in range(3):
         drafts.times[Lane.DEVICE].launch("a", 4, False)
         clock.wait(5e-3)
@@ -214,7 +214,9 @@ def test_drafts_are_off_by_themselves_where_they_do_not_pay(
     for is_on in (False, True):
         engine, runner = make_engine(max_running=16, is_pipelined=False)
         clock = Clock()
-        engine.scheduler.drafts = drafts = Drafts(16, engine.scheduler.residence, [Lane.DEVICE], clock)
+        engine.scheduler.drafts = drafts = Drafts(
+            16, engine.scheduler.residence, engine.scheduler.rings, [Lane.DEVICE], clock
+        )
         drafts.is_on = is_on
         request = make_request("1", prompt_of(20, 3), tokens, profile="drafting")
         output = expected_output(request.prompt_token_ids, tokens, [], "drafting", 0)

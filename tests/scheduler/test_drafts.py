@@ -278,3 +278,19 @@ def test_a_draft_of_one_that_had_failed_counts_for_nothing(monkeypatch: pytest.M
     assert delta.error == "lost"
     assert (stats.steps, stats.proposed, stats.accepted) == (0, 0, 0)
     check_empty(engine)
+
+
+def test_a_draft_that_may_be_refused_counts_for_nothing_that_is_computed_again() -> None:
+    engine, _ = make_engine(max_running=16)
+    requests = [request_of("1")]
+    foresee(engine, outputs_of(requests), 0.0)
+    engine.submit(requests)
+    roster = engine.scheduler.roster
+    while not (roster.running and roster.running[0].num_drafted):
+        engine.step()
+    victim = roster.preempt_last(list(roster.running))
+    assert victim.num_drafted
+    assert victim.num_computed_tokens == victim.num_tokens, "the last one is being computed"
+    engine.cancel(["1"])
+    drain(engine)
+    check_empty(engine)

@@ -163,6 +163,7 @@ class Indexed(RingMethod):
     refuses = {"mac": "a running sequence holds one ring, and both methods want one"}
     reading = Reading.INDEXED
     device_side = "gpu.methods.indexed.device"
+    drafts = True
     counters = COUNTERS
     figures = FIGURES
     shares = {

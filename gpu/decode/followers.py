@@ -1,0 +1,104 @@
+"""Tokens of a decode step that follow a slot's input token: their rows, and drafts that the device makes itself.
+
+A slot's input token stands in `last_tokens` at its slot, those that follow it where the caller says, in order. What a
+profile drafts is drafted by steps of one token, each of which reads the token that the one before it has drawn, and
+draws as the step will that verifies it. They write the cells that the rows of the draft write anew. So nothing has to
+be taken back, and the host waits for none of them.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.decode.steps import Batch, LaunchedStep
+from gpu.methods.device_side import RingSide
+from gpu.sampling.sampler import Sampler
+from gpu.step import TO_DRAFT, DecodeGroup
+from gpu.upload import upload
+
+
+class Followers:
+    """step: computes a batch. last_tokens: as `gpu.decode.loop.LayerLoop` has them. sides: of methods with rings."""
+
+    def __init__(
+        self, step: Callable[[Batch], LaunchedStep], sampler: Sampler, last_tokens: Tensor, sides: Sequence[RingSide]
+    ) -> None:
+        self._step = step
+        self._sampler = sampler
+        self._last_tokens = last_tokens
+        self._sides = sides
+
+    def add_rows(self, batch: Batch, group: DecodeGroup, first: int) -> Batch:
+        """Return a batch of the slots' first rows with a row for each token of a run or a draft, whose ids it puts to
+        `last_tokens` from place `first` on.
+        """
+        followers, most = group.followers, (len(self._last_tokens) - 1) // 3
+        token_ids = [*chain.from_iterable(followers)]
+        rows = len(batch) + len(token_ids)
+        assert rows <= most, f"runner: a step of {rows} rows; have {most}"
+        self._last_tokens[first : first + len(token_ids)].copy_(upload(np.array(token_ids, np.int64), self._device))
+        places = iter(range(first, first + len(token_ids)))
+        spread = [(row, step) for row, tokens in enumerate(followers) for step in range(1 + len(tokens))]
+        return Batch(
+            [batch.slots[row] for row, _ in spread],
+            [batch.positions[row] + step for row, step in spread],
+            [batch.cells[row] + step for row, step in spread],
+            [batch.host_reads[row] for row, _ in spread],
+            batch.reuses,
+            [next(places) if step else batch.slots[row] for row, step in spread],
+            batch.has_host_reads,
+        )
+
+    def draft(self, batch: Batch, whole: Batch, group: DecodeGroup) -> tuple[list[LaunchedStep], Tensor | None]:
+        """Draft what is TO_DRAFT. Return the launched steps, and int64 the tokens of all drafts of the group, in order;
+        no steps and None where there is nothing to draft. batch: of the slots' first rows; whole: with those behind.
+        """
+        drafting = [row for row, draft in enumerate(group.drafts or ()) if TO_DRAFT in draft]
+        if not drafting:
+            return [], None
+        places = _places_of_drafts(whole, group)
+        sides = {row: next(one for one in self._sides if group.slots[row] in one.resting) for row in drafting}
+        for row, side in sides.items():
+            side.wake(group.slots[row])
+        launched: list[LaunchedStep] = []
+        try:
+            for step in range(max(len(places[row]) for row in drafting)):
+                rows = [row for row in drafting if step < len(places[row])]
+                launched.append(self._step(_drafting_rows(batch, rows, step, places)))
+                slots, numbers = [batch.slots[row] for row in rows], [group.samples[row] + step for row in rows]
+                tokens = self._sampler.guess(launched[-1].logits, slots, numbers)
+                self._last_tokens.index_copy_(0, self._upload([places[row][step] for row in rows]), tokens)
+        finally:
+            for row, side in sides.items():
+                side.rest(group.slots[row])
+        return launched, self._last_tokens[self._upload([*chain.from_iterable(places)])]
+
+    @property
+    def _device(self) -> torch.device:
+        return self._last_tokens.device
+
+    def _upload(self, places: Sequence[int]) -> Tensor:
+        return upload(np.array(places, np.int64), self._device)
+
+
+def _drafting_rows(batch: Batch, rows: Sequence[int], step: int, places: Sequence[Sequence[int]]) -> Batch:
+    """Return the rows that draft the token number `step` of their drafts."""
+    return Batch(
+        [batch.slots[row] for row in rows],
+        [batch.positions[row] + step for row in rows],
+        [batch.cells[row] + step for row in rows],
+        [batch.host_reads[row] for row in rows],
+        True,
+        [places[row][step - 1] if step else batch.slots[row] for row in rows],
+        batch.has_host_reads,
+    )
+
+
+def _places_of_drafts(whole: Batch, group: DecodeGroup) -> list[list[int]]:
+    """Return where the tokens of each slot's draft stand in `last_tokens`."""
+    places = iter(whole.places)
+    of_slots = [[*islice(places, length)] for length in group.lengths]
+    return [own[len(own) - len(draft) :] for own, draft in zip(of_slots, group.drafts or (), strict=True)]

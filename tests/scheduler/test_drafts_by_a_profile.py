@@ -1,0 +1,160 @@
+"""Drafts by a profile that reads the same context for less, of a real model in float32: whatever it drafts, the text is
+the one that full attention writes token by token.
+"""
+
+from collections.abc import Iterator
+from itertools import cycle
+from random import Random
+
+import pytest
+import torch
+
+from gpu.config import Composition, DraftConfig, GpuConfig
+from gpu.methods.device_side import RingSide
+from gpu.sampling.sampler import Sampler
+from gpu.sampling_params import SamplingParams
+from scheduler.engine.engine import Engine
+from scheduler.engine_config import EngineConfig, SchedulerConfig
+from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest, pack_tokens
+from tests.scheduler.drafting import take_all
+from tests.scheduler.engines import drain, prompt_of, text
+from tests.scheduler.real_model import check_giving_way, check_told, load, logprobs, shallow_config
+from transfer.host_config import HostConfig
+
+PROFILES = ("checked", "rough", "rough", "checked", "offloaded")
+MOST = 48
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["counted by nobody", "counted"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Two profiles verify what an index drafts: one that reads all, and one that reads a few tokens."""
+    index = {"method": "indexed", "min_context_tokens": 0, "rings": 4, "index_tokens": 16_384}
+    config = EngineConfig(
+        model=shallow_config(),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param),
+        host=HostConfig(memory_limit_gib=0.05, threads=1, resident_tokens=128, residency="fixed"),
+        profiles={
+            "all": Composition(host=index | {"budget_share": 1.0, "budget_tokens": 8192}),
+            "few": Composition(host=index | {"budget_share": 0.05, "least_tokens": 16}),
+            "checked": Composition(host="offloaded", draft=DraftConfig(profile="all")),
+            "rough": Composition(host="offloaded", draft=DraftConfig(profile="few", most_tokens=5)),
+        },
+        scheduler=SchedulerConfig(max_running=32, max_context_tokens=2600, prefix_cache=False),
+    )
+    made = load(config)
+    take_all(made)
+    yield made
+    made.shutdown()
+
+
+def ask(number: int) -> EngineRequest:
+    params = SamplingParams(
+        temperature=(0.0, 1.0, 0.7)[number % 3],
+        seed=number,
+        num_logprobs=(None, 1)[number % 2],
+        frequency_penalty=(0.0, 0.4)[number // 2 % 2],
+    )
+    return EngineRequest(
+        request_id=f"{number}",
+        prompt=pack_tokens(prompt_of((333, 300, 60, 280)[number % 4], number)),
+        sampling=params,
+        max_tokens=MOST - number,
+        stop_token_ids=[],
+        attention_profile=PROFILES[number % 5],
+        arrival_s=float(number),
+    )
+
+
+def switch(engine: Engine, is_on: bool) -> None:
+    engine.scheduler.drafts.is_on = is_on
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+    """Have each token that is drafted be another with this chance."""
+    guess, draw = Sampler.guess, Random(3)
+
+    def spoilt(self: Sampler, logits: torch.Tensor, slots: list[int], samples: list[int]) -> torch.Tensor:
+        wrong = torch.tensor([draw.random() < rate for _ in slots], dtype=torch.int64)
+        return (guess(self, logits, slots, samples) + wrong) % self.vocab_size
+
+    monkeypatch.setattr(Sampler, "guess", spoilt)
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, list[Delta]]:
+    switch(engine, False)
+    engine.submit([ask(number) for number in range(5)])
+    return drain(engine)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
+def test_what_is_drawn_and_told_is_what_full_attention_draws(
+    engine: Engine, alone: dict[str, list[Delta]], monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """Drafts that read all of a context are drawn: they stand where the tokens will, and draw as these."""
+    switch(engine, True)
+    spoil(monkeypatch, rate)
+    before = engine.stats().drafts
+    engine.submit([ask(number) for number in range(5)])
+    told = drain(engine)
+    after = engine.stats().drafts
+    check_told(told, alone, ask)
+    proposed, accepted = after.proposed - before.proposed, after.accepted - before.accepted
+    assert proposed > MOST
+    assert (accepted > 0) == (rate < 1.0)
+    whole = told["0"][-1].figures  # its drafts read all, and have no penalty to miss
+    assert whole[REJECTED] <= 0.1 * whole[ACCEPTED] or rate > 0.0
+    figures = [one[-1].figures for one in told.values()]
+    assert sum(one.get(ACCEPTED, 0) for one in figures) == accepted
+    assert sum(one.get(ACCEPTED, 0) + one.get(REJECTED, 0) for one in figures) == proposed
+
+
+def test_every_number_of_drafted_tokens_is_accepted_and_refused(
+    engine: Engine, alone: dict[str, list[Delta]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one request, whose drafts are spoilt behind each number of tokens in turn."""
+    seen: set[tuple[int, int]] = set()
+    tell, guess, turns = engine.scheduler.drafts.tell, Sampler.guess, cycle(range(DraftConfig().most_tokens + 1))
+    right = [next(turns)]
+
+    def noted(lane: object, drafted: list[tuple[object, int, int]], *rest: object) -> None:
+        seen.update((num_drafted, num_accepted) for _, num_drafted, num_accepted in drafted)
+        right[0] = next(turns)
+        tell(lane, drafted, *rest)  # type: ignore[arg-type]
+
+    def spoilt(self: Sampler, logits: torch.Tensor, slots: list[int], samples: list[int]) -> torch.Tensor:
+        right[0] -= 1
+        return (guess(self, logits, slots, samples) + (right[0] < 0)) % self.vocab_size
+
+    monkeypatch.setattr(engine.scheduler.drafts, "tell", noted)
+    monkeypatch.setattr(Sampler, "guess", spoilt)
+    switch(engine, True)
+    engine.submit([ask(0)])
+    check_told(drain(engine), {"0": alone["0"]}, ask)
+    most = DraftConfig().most_tokens
+    assert {accepted for length, accepted in seen if length == most} >= set(range(most + 1))
+
+
+def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine) -> None:
+    check_giving_way(engine, ask, lambda is_on: switch(engine, is_on))
+    assert not any(side.held or side.resting for side in rings_of(engine))
+
+
+def test_a_draft_that_was_verified_with_its_ring_awake_is_seen(
+    engine: Engine, alone: dict[str, list[Delta]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If rings took part in what verifies, the text would be the index's, not full attention's."""
+    switch(engine, True)
+    monkeypatch.setattr(RingSide, "rest", lambda self, slot: self.resting.setdefault(slot, self.held[slot]))
+    monkeypatch.setattr(RingSide, "wake", lambda self, slot: self.resting.pop(slot))
+    number = 1
+    assert PROFILES[number] == "rough"
+    engine.submit([ask(number)])
+    told = drain(engine)
+    assert text(told[f"{number}"]) != text(alone[f"{number}"]) or logprobs(told[f"{number}"]) != pytest.approx(
+        logprobs(alone[f"{number}"])
+    )
+
+
+def rings_of(engine: Engine) -> list[RingSide]:
+    return list(engine._runner._reusing.values())
