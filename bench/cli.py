@@ -4,7 +4,7 @@ quick.
 
 import typer
 
-from bench.context_commands import documents, long, prefill
+from bench.context_commands import disk, documents, long, prefill
 from bench.load.command import serve
 from bench.machine_commands import drafts, engine, rates
 from bench.op.command import op
@@ -17,5 +17,6 @@ app.command("drafts")(drafts)
 app.command("long")(long)
 app.command("prefill")(prefill)
 app.command("documents")(documents)
+app.command("disk")(disk)
 app.command("rates")(rates)
 app.command("op")(op)

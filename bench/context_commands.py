@@ -1,4 +1,4 @@
-"""Read the arguments of `tandem bench long`, `prefill` and `documents`."""
+"""Read the arguments of `tandem bench long`, `prefill`, `documents` and `disk`."""
 
 import sys
 from collections.abc import Iterator
@@ -118,6 +118,32 @@ def documents(
                 report(rows, json_file, console)  # a run that is cut keeps the kinds before
     except UnknownLabelError as error:
         raise typer.BadParameter(str(error), param_hint="--policies") from None
+
+
+def disk(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment with a `disk` section")],
+    lengths: Annotated[str, typer.Option(help="tokens of prompts, with commas")] = "8192,32768,98304",
+    profiles: Annotated[str, typer.Option(help="with commas")] = "exact",
+    question: Annotated[int, typer.Option(min=1, help="new tokens behind what comes from the disk")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="how often each comes from the disk")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Time the first token of prompts whose fronts are on disk, against computing them."""
+    from bench.benchmark_rows import report
+    from bench.disk import DiskBenchmark, run_disk_benchmark
+    from server.deployment import load_deployment
+
+    console = Console()
+    warn_if_busy(console)
+    deployment = load_deployment(config)
+    if deployment.disk is None:
+        raise typer.BadParameter(f"{config} has no `disk` section", param_hint="CONFIG")
+    sizes = tuple(sorted(set(parse_batches(lengths))))
+    with failures_told():
+        for rows in run_disk_benchmark(
+            DiskBenchmark(sizes, tuple(profiles.split(",")), question, repeats), deployment, console
+        ):
+            report(rows, json_file, console)  # a run that is cut keeps the lengths before
 
 
 def load_with_host(config: Path, console: Console) -> "Deployment":

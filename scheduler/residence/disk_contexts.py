@@ -116,20 +116,15 @@ class DiskContexts:
             return
         size, folder = self._block_pages, self.side.store.folder
         names = self._names(sequence, 0, num_final_blocks // size)
-        tokens = self.side.store.block_tokens
-        new = [
-            block
-            for block, name in enumerate(names)
-            if name not in self._waiting
-            and not folder.has(KV, name)
-            and self._pays(tokens, seconds_of(block * tokens, (block + 1) * tokens))
-        ]
+        num_tokens = len(names) * self.side.store.block_tokens
+        if not names or not self._pays(num_tokens, seconds_of(0, num_tokens)):  # all of it: a gap would end a prefix
+            return
+        new = [block for block, name in enumerate(names) if name not in self._waiting and not folder.has(KV, name)]
         for block in new:
             self._waiting.add(names[block])
             hashes = sequence.hashes[block * size : (block + 1) * size]
             self._unsaved.append(_Unsaved(names[block], block * size, hashes))
-        if names:
-            self._unsaved.append(list(names))
+        self._unsaved.append(list(names))
 
     def retract(self, sequence: Sequence) -> None:
         """Remove the blocks of a context that gave no finite logits."""
