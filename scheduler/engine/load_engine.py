@@ -134,7 +134,9 @@ def load_engine(
         Device(lanes, runner.most_rows, runner.reads, runner.page_memory, runner.window_memory),
         None if library is None else make_documents(library, config, architecture, plan, runner),
         Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
-        None if disk is None else DiskSide(disk, runner.is_read, runner.lost_jobs, lambda: runner.num_savable),
+        None
+        if disk is None
+        else DiskSide(disk, runner.is_read, runner.lost_jobs, lambda: runner.num_savable, runner.is_ready),
     )
     if any(profile.draft is not None and profile.draft_part is None for profile in profiles.values()):
         NGrams.compile_ahead()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from gpu.step import DiskPrefix, EvictedPart, SavedBlock
+from gpu.step import DiskPrefix, EvictedPart, HostRead, SavedBlock
 from scheduler.cache.page_pool import PagePool
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.sequences.sequence import Sequence
@@ -25,14 +25,15 @@ Seconds = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class DiskSide:
-    """The store, and the device's part in it: whether a job's layer is read, which jobs' blocks turned out to be
-    lost, and how many blocks a plan may save now.
+    """The store, and the device's part in it: whether a job's layer is read, which jobs' blocks turned out to be lost,
+    how many blocks a plan may save now, and whether rows of a context in host memory have landed there.
     """
 
     store: ContextStore
     is_read: Callable[[int, int], bool]
     lost_jobs: Callable[[], list[int]]
     num_savable: Callable[[], int]
+    has_landed: Callable[[HostRead], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +169,18 @@ class DiskContexts:
             elif len(saves) == num_savable:
                 break
             else:
-                self._waiting.discard(first.name)
                 saved = None if store.folder.has(KV, first.name) else self._locate(first)
                 if saved is not None:
+                    if not self._has_landed(saved.evicted):
+                        break
                     saves.append(saved)
+                self._waiting.discard(first.name)
             self._unsaved.popleft()
         return saves
+
+    def _has_landed(self, part: EvictedPart | None) -> bool:
+        assert self.side is not None
+        return part is None or self.side.has_landed(HostRead(part.context_id, 0, part.end))
 
     def _locate(self, block: _Unsaved) -> SavedBlock | None:
         """Return where a block is: in known pages, or in those of a context in host memory; None: no more."""
