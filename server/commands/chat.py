@@ -8,6 +8,7 @@ nothing had come is taken back.
 import json
 import readline  # noqa: F401 - gives `input` line editing, and earlier questions by the arrow keys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,9 +41,10 @@ class Conversation:
     temperature: float
     messages: list[dict[str, str]] = field(default_factory=list)
     document: str | None = None
+    session: str = field(default_factory=lambda: f"chat-{uuid.uuid4()}")
 
     def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {"x-session-id": self.session} | ({"authorization": f"Bearer {self.api_key}"} if self.api_key else {})
 
     def body(self) -> dict[str, Any]:
         optional = {"attention_profile": self.attention_profile, "max_tokens": self.max_tokens}

@@ -67,6 +67,12 @@ class Metrics:
         self.generated_tokens = self._counter("tandem_generated_tokens", "tokens generated")
         self.prefix_queries = self._counter("tandem_prefix_cache_query_tokens", "prompt tokens looked up, once each")
         self.prefix_hits = self._counter("tandem_prefix_cache_hit_tokens", "prompt tokens found")
+        self._turns = self._counter(
+            "tandem_turns", "prompts that go on from an answer, by where they part from what was computed", ["parted"]
+        )
+        self._turn_tokens = self._counter(
+            "tandem_turn_tokens_parted", "tokens of the turn before behind that, which are computed anew", ["parted"]
+        )
         self._left_out = self._counter(
             "tandem_prompt_texts_left_out", "texts of system messages that server.left_out left out", ["pattern"]
         )
@@ -268,6 +274,11 @@ class Metrics:
     def count_left_out(self, pattern: str, num_found: int) -> None:
         """Count what a pattern of `server.left_out` found."""
         self._left_out.labels(pattern).inc(num_found)
+
+    def count_turn(self, parted: str, num_lost: int) -> None:
+        """Count a turn, and how much of the one before it cannot be used."""
+        self._turns.labels(parted).inc()
+        self._turn_tokens.labels(parted).inc(num_lost)
 
     def engine_gone(self) -> None:
         """Clear the engine's gauges; the next engine counts from zero."""

@@ -33,6 +33,7 @@ from server.generation.answer_choice import TIME_LIMIT, AnswerPiece, Choice
 from server.generation.prompt_tokens import Prompt, check_token_ids, profile_of, spell_words
 from server.parsing.message_reader import MessageReader
 from server.service.service import Service, join_salts
+from server.stores.conversation_tails import AnswerRecord
 
 _SEED_MASK = 2**63 - 1
 
@@ -107,6 +108,8 @@ class Generation:
             for job in jobs
             for _ in range(self.num_each)
         ]
+        is_alone = num_choices == 1 and jobs[0].prompt.conversation != ""
+        self._record = AnswerRecord() if is_alone else None
         self._index = {f"{self.id}-{i}": i for i in range(num_choices)}
         self._open = set(self._index)
         self._arrival_s = time.monotonic()
@@ -296,10 +299,15 @@ class Generation:
             raise internal(delta.error or "the engine could not go on with this request")
         before = choice.num_tokens
         piece = choice.feed(delta)
+        if self._record is not None:
+            self._record.take(piece.token_ids, piece.parts)
         self._observe(index, choice.num_tokens - before, delta, now)
         if piece.finish_reason is not None:
             is_over = delta.finish_reason not in (None, TIME_LIMIT)  # in the engine
             self._end(delta.request_id, piece.finish_reason, forget=not is_over)
+            if self._record is not None:
+                prompt = self.jobs[0].prompt
+                self._service.tails.keep(prompt.conversation, prompt.token_ids, prompt.num_front, self._record)
             self._service.metrics.request_s.observe(now - self._arrival_s)
             if self.done:
                 self._service.metrics.take_figures(self.figures(True) | self.figures(False) | self._cached_figures())
@@ -330,6 +338,11 @@ class Generation:
                 metrics.inter_token_s.observe((now - last_s) / num_tokens)
             self._last_token_s[index] = now
 
+    def _told_of_turn(self) -> dict[str, str | int]:
+        """Return where a chat's prompt parts from the turn before it, if it follows one."""
+        turn = self.jobs[0].prompt.turn
+        return {} if turn is None else {"parted": turn.parted, "same_tokens": turn.num_same}
+
     def _log(self, now: float) -> None:
         logs.info(
             "generated",
@@ -341,6 +354,7 @@ class Generation:
             **self.figures(False),
             generated_tokens=self.num_generated_tokens,
             finish=",".join(sorted({choice.finish_reason or "" for choice in self.choices})),
+            **self._told_of_turn(),
             prefill_ms=1e3 * self._prefill_s,
             ttft_ms=1e3 * ((self._first_token_s or now) - self._arrival_s),
             ms=1e3 * (now - self._arrival_s),

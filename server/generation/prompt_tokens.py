@@ -1,12 +1,14 @@
 """Convert prompts to token ids off the event loop, and check that ids are in range and the answer has room."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from gpu.profiles import why_unknown
 from scheduler.messages import Ready
 from server.api_error import NoRoom, PromptTooLong, invalid
-from server.bodies.chat_message import message_texts
+from server.bodies.chat_message import message_text, message_texts
 from server.bodies.generation_bodies import MAX_VARIABLES, WHOLE_CONTEXT, ChatBody, CompletionBody, GenerationBody
 from server.grammar.structured import asks_form, form_grammar
 from server.parsing.response_template import END_CHARS
@@ -14,6 +16,7 @@ from server.prompting.chat_template import ChatTemplate
 from server.prompting.conversation import Conversation
 from server.prompting.document_prompt import ChunkedPrompt, PlacedDocument, encode_pieces, render_documents
 from server.service.service import Service
+from server.stores.conversation_tails import Turn
 from server.stores.document_texts import Documents, GivenText
 from server.text.chunker import Chunks, count_tokens
 from server.text.model_tokenizer import Tokenizer, TooManyTokens
@@ -28,7 +31,8 @@ class Prompt:
     """Hold the tokens of a prompt. `text` is what `echo` repeats, without its first `num_added` tokens (BOS).
 
     `chunks`: half-open ranges of tokens that are documents' chunks. `documents`: each document's chunks. `end`: the
-    last text of a chat's prompt. `num_front`: tokens of its first instructions and its tools.
+    last text of a chat's prompt. `num_front`: tokens of its first instructions and its tools. `conversation`: a name of
+    the conversation that it is the next turn of, "" if none is known; `turn`: where it parts from the turn before.
     """
 
     token_ids: list[int]
@@ -38,6 +42,8 @@ class Prompt:
     documents: tuple[Chunks, ...] = ()
     end: str = ""
     num_front: int = 0
+    conversation: str = ""
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,19 @@ async def cut_chat_prompt(service: Service, body: ChatBody, conversation: Conver
     cut = choose_truncation(body, context, body.max_completion_tokens or body.max_tokens or 1)
     prompt = await chat_prompt(service, conversation, max_tokens_to_read(service, cut, context))
     return prompt if cut is None else cut.cut(prompt, service.tokenizer)
+
+
+async def follow_turn(
+    service: Service, prompt: Prompt, conversation: Conversation, whose: Sequence[str], context: int
+) -> Prompt:
+    """Return a chat's prompt as the next turn of a conversation that opens alike: its text is the same, and its tokens
+    are those that were written. `whose`: what keeps conversations of others apart.
+    """
+    opening = next((message_text(message) for message in conversation.messages if message.role == "user"), "")
+    digest = hashlib.blake2b("\0".join([*whose, opening]).encode("utf-8", "surrogatepass"), digest_size=16)
+    name, size = digest.hexdigest(), len(prompt.token_ids)
+    turn = await service.texts.run(size, service.tails.follow, name, prompt.token_ids, context - 1)
+    return replace(prompt, token_ids=turn.token_ids, conversation=name, turn=turn if turn.parted else None)
 
 
 async def chat_prompt(service: Service, conversation: Conversation, context: int) -> Prompt:

@@ -16,7 +16,9 @@ from server.generation.prompt_tokens import (
     context_of,
     cut_chat_prompt,
     document_prompt,
+    follow_turn,
     predicted_tokens,
+    profile_of,
 )
 from server.generation.session_name import find_session
 from server.generation.time_limit import choose_limit
@@ -41,6 +43,9 @@ async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) 
     fusion = None
     if not body.documents:
         prompt = await cut_chat_prompt(service, body, conversation, context)
+        if body.truncate_prompt_tokens is None:
+            whose = owner, body.cache_salt or "", profile_of(body, limits)
+            prompt = await follow_turn(service, prompt, conversation, whose, context)
     else:
         documents = service.documents
         if documents is None:

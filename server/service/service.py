@@ -23,6 +23,7 @@ from server.prompting.left_out import LeftOut
 from server.prompting.prompt_fronts import PromptFronts
 from server.service.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from server.service.vector_settings import Vectors, load_vectors
+from server.stores.conversation_tails import ConversationTails
 from server.stores.document_texts import Documents, open_documents
 from server.stores.response_store import ResponseStore
 from server.text.control_tokens import ControlTokens
@@ -63,6 +64,7 @@ class Service:
     documents: Documents | None  # None: the deployment takes none
     left_out: LeftOut
     fronts: PromptFronts
+    tails: ConversationTails
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_open: int = 0  # HTTP requests that a drain waits for
@@ -136,6 +138,7 @@ def build_service(
         documents=open_documents(deployment, parts.tokenizer),
         left_out=LeftOut(server.left_out, metrics.count_left_out),
         fronts=PromptFronts(parts.tokenizer, texts),
+        tails=ConversationTails(parts.tokenizer, metrics.count_turn),
     )
 
 
