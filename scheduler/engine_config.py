@@ -90,7 +90,8 @@ class SchedulerConfig(Settings):
     default_profile: str | None = Field(
         None,
         description="attention profile of requests that name none; default: `indexed` where a `host` section is there, "
-        "on a GPU, and `tandem plan` finds that it pays, else `exact`",
+        "on a GPU, and `tandem plan` finds that it pays; else `exact`, or `offloaded` where the card has no room for "
+        "one context of `max_context_tokens`",
     )
 
     @model_validator(mode="before")

@@ -2,8 +2,11 @@
 
 A method that reads less than everything is taken only if it kept its promise on a pretrained model, a `host` section
 says that contexts may outgrow the card, and a token of the longest context takes clearly less time with it than with
-whatever reads all of that there: full attention, or the CPU's.
+whatever reads all of that there: full attention, or the CPU's. Where the card has no room for one such context and an
+index does not pay or fit, the CPU reads what the card does not hold.
 """
+
+from collections.abc import Mapping
 
 from gpu.memory.demand import PlanError
 from gpu.memory.plan import MemoryPlan
@@ -35,11 +38,28 @@ def choose_default(
     memory = plan_engine(stays, architecture, machine)
     if memory.device != "cuda":
         return stays, ()
-    takes = _with_default(deployment, CANDIDATE)
-    why_not, said = _weigh(stays, memory, takes, architecture, machine)
-    if why_not is not None:
-        return stays, (f"scheduler.default_profile: {FULL_ATTENTION}, not {CANDIDATE}: {why_not}",)
-    return takes, (f"scheduler.default_profile: {CANDIDATE}: {said}",)
+    whole = _read_all(stays, memory, architecture, machine)
+    base = FULL_ATTENTION if FULL_ATTENTION in whole else next(iter(whole), FULL_ATTENTION)
+    stays, takes = _with_default(deployment, base), _with_default(deployment, CANDIDATE)
+    why_not, said = _weigh(whole, memory, takes, architecture, machine)
+    if why_not is None:
+        return takes, (f"scheduler.default_profile: {CANDIDATE}: {said}",)
+    if base != FULL_ATTENTION:
+        why_not = f"{why_not}; {FULL_ATTENTION}: no context of {memory.max_context_tokens:,} tokens fits the card"
+    return stays, (f"scheduler.default_profile: {base}, not {CANDIDATE}: {why_not}",)
+
+
+def _read_all(
+    stays: Deployment, memory: MemoryPlan, architecture: Architecture, machine: MachineProfile
+) -> dict[str, Placement]:
+    """Return what reads all of one longest context, by profile: those that have room for it."""
+    profiles, rates = resolve_profiles(stays.profiles, stays.host), find_rates(machine, measured_path())
+    context = memory.max_context_tokens
+    placed = {
+        name: place(Planned(profiles[name].host_part, stays, memory, architecture, context), (1,), 0.0, rates)
+        for name in READ_ALL
+    }
+    return {name: one for name, one in placed.items() if one.first is not None}
 
 
 def _with_default(deployment: Deployment, name: str) -> Deployment:
@@ -48,7 +68,11 @@ def _with_default(deployment: Deployment, name: str) -> Deployment:
 
 
 def _weigh(
-    stays: Deployment, memory: MemoryPlan, takes: Deployment, architecture: Architecture, machine: MachineProfile
+    whole: Mapping[str, Placement],
+    memory: MemoryPlan,
+    takes: Deployment,
+    architecture: Architecture,
+    machine: MachineProfile,
 ) -> tuple[str | None, str]:
     """Return why the candidate is not taken, or None, and what it takes beside what reads all."""
     context = memory.max_context_tokens
@@ -59,14 +83,10 @@ def _weigh(
         planned = Planned(part, takes, plan_engine(takes, architecture, machine), architecture, context)
     except PlanError as error:
         return f"{context:,} tokens with an index: {error}", ""
-    rates = find_rates(machine, measured_path())
-    mine = place(planned, (1,), 0.0, rates)
+    mine = place(planned, (1,), 0.0, find_rates(machine, measured_path()))
     if mine.first is None:
         return f"with it {mine.why_not}", ""
-    profiles = resolve_profiles(stays.profiles, stays.host)
-    whole = [place(Planned(profiles[name].host_part, stays, memory, architecture, context), (1,), 0.0, rates)
-             for name in READ_ALL]  # fmt: skip
-    return _compare(mine, [one for one in whole if one.first is not None], context)
+    return _compare(mine, list(whole.values()), context)
 
 
 def _compare(mine: Placement, whole: list[Placement], context: int) -> tuple[str | None, str]:

@@ -61,8 +61,9 @@ def test_what_the_card_holds_is_read_in_full_and_the_plan_says_what_an_index_wou
 
 def test_where_there_is_no_room_for_an_index_the_plan_says_so() -> None:
     found = plan(long(gib=18.8, context=65_536))
-    assert found.deployment.default_profile == "exact"
-    assert "not indexed: 65,536 tokens with an index: gpu.memory_limit_gib" in note(found)
+    assert found.deployment.default_profile == "offloaded"
+    assert "offloaded, not indexed: 65,536 tokens with an index: gpu.memory_limit_gib" in note(found)
+    assert note(found).endswith("; exact: no context of 65,536 tokens fits the card")
 
 
 def test_nothing_is_chosen_without_a_host_section_on_the_cpu_or_where_one_is_named() -> None:
