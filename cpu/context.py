@@ -13,6 +13,7 @@ from cpu.row_products import BLOCK_ROWS
 from cpu.sample_errors import COLUMNS as SUM_COLUMNS
 from cpu.workspace import MOST_MEMBERS, SCORE_BLOCKS, STATE, TOTALS, Batch, Buffers, Plan, Shape
 from transfer.host_memory import STRIPE_TOKENS
+from transfer.simd.inner import inner
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64
 
@@ -60,13 +61,13 @@ def set_arrays(context: np.ndarray, first: int, arrays: Plan | Buffers) -> None:
     context[first : first + len(arrays)] = [array.ctypes.data for array in arrays]
 
 
-@numba.njit(nogil=True)
+@inner
 def open_row(address):
     """Return the context as an array."""
     return numba.carray(pointer_to(address), (CONTEXT,), np.int64)
 
 
-@numba.njit(nogil=True)
+@inner
 def open_context(address, kind, query_kind):
     """Return (shape, batch, plan, buffers) of `cpu.workspace`. kind, query_kind: scalars of the rows' and the queries'
     types.

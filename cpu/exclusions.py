@@ -4,9 +4,9 @@ Functions for numba code. `bits`: address of int32 `[words]`, see `transfer.exch
 is excluded. Blocks beyond the last word are covered.
 """
 
-import numba
 import numpy as np
 
+from transfer.simd.inner import inner
 from transfer.simd.memory import clear_bytes, count_bits, load_int32, lowest_bit
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
@@ -15,25 +15,25 @@ _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 _WORD = np.uint64(0xFFFFFFFF)
 
 
-@numba.njit(nogil=True)
+@inner
 def bits_at(excluded, words, row):
     """Return the address of a row's bits, of `[rows, words]` at address `excluded`; 0 if that is 0."""
     return excluded + 4 * words * row if excluded != 0 else 0
 
 
-@numba.njit(nogil=True)
+@inner
 def _is_excluded(bits, words, block):
     word = block // WORD_BITS
     return word < words and (load_int32(bits + 4 * word) >> (block % WORD_BITS)) & 1
 
 
-@numba.njit(nogil=True)
+@inner
 def _blocks_of(words, begin, end):
     """Return blocks `first .. last` that tokens `begin .. end` touch and that have bits."""
     return begin // BLOCK_TOKENS, min((end + BLOCK_TOKENS - 1) // BLOCK_TOKENS, words * WORD_BITS)
 
 
-@numba.njit(nogil=True)
+@inner
 def _mask(bits, word, first, last):
     """Return the bits of one word that stand for blocks in `first .. last`, of which it has some."""
     mask, begin = np.uint64(load_int32(bits + 4 * word)) & _WORD, word * WORD_BITS
@@ -44,7 +44,7 @@ def _mask(bits, word, first, last):
     return mask
 
 
-@numba.njit(nogil=True)
+@inner
 def count_excluded(bits, words, begin, end):
     """Return how many of tokens `begin .. end` are excluded."""
     if bits == 0 or begin == end:
@@ -58,7 +58,7 @@ def count_excluded(bits, words, begin, end):
     return BLOCK_TOKENS * blocks - before - after
 
 
-@numba.njit(nogil=True)
+@inner
 def excludes_alike(bits, other, words, begin, end):
     """Return whether two rows exclude the same of tokens `begin .. end`."""
     if bits == 0 or begin == end:
@@ -70,7 +70,7 @@ def excludes_alike(bits, other, words, begin, end):
     return True
 
 
-@numba.njit(nogil=True)
+@inner
 def next_covered(bits, words, at, end):
     """Return the first tokens of `at .. end` that are covered and adjacent: (begin, end), or (end, end)."""
     if bits == 0:
@@ -83,7 +83,7 @@ def next_covered(bits, words, at, end):
     return min(at, end), min(to, end)
 
 
-@numba.njit(nogil=True)
+@inner
 def clear_excluded(bits, words, begin, end, counters):
     """Set the counters of excluded tokens in `begin .. end` to 0, and those of the rest of their blocks.
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT, ExpertActivation
 from transfer.simd.exp import exp
+from transfer.simd.inner import inner
 from transfer.simd.memory import load_float32, load_int32, load_int64, store_float32, store_int32
 from transfer.simd.packed_gains import GAINS, MATRIX_COLUMNS, ROW_BYTES, ROWS, fill_gains
 from transfer.simd.packed_rows import is_packed, product_block
@@ -53,12 +54,12 @@ _dot_two = product_block(BLOCK, 2)
 _dot_one = product_block(BLOCK, 1)
 
 
-@numba.njit(nogil=True)
+@inner
 def open_row(context):
     return numba.carray(pointer_to(context), (CONTEXT_INT64,), np.int64)
 
 
-@numba.njit(nogil=True)
+@inner
 def plan(context, layer, rows, threads):
     """List the experts that the slot's rows take, in rising order, with their pairs by row. Return how many experts are
     taken. Numbers that name no expert of the layer are left out.
@@ -98,7 +99,7 @@ def plan(context, layer, rows, threads):
     return taken
 
 
-@numba.njit(nogil=True)
+@inner
 def _rows_an_item(row_bytes):
     return max(BLOCK, ITEM_BYTES // row_bytes // BLOCK * BLOCK)
 
@@ -145,7 +146,7 @@ def _gate_up(team, c, kind):
     end_stage(team, 0, items, done)
 
 
-@numba.njit(nogil=True)
+@inner
 def _gate(c, row, gates_at, ups_at, out):
     """Write BLOCK numbers of `gated`, of the matrix's rows from one on. A NaN stays one."""
     for r in range(BLOCK):

@@ -56,6 +56,7 @@ from transfer.host_tier import Answered
 from transfer.matrix_rows import columns_of, inner_of, kind_of, num_gains
 from transfer.simd import emission, exp, memory, packed_gains, packed_rows, region, team, vectors
 from transfer.simd.features import require_vectors
+from transfer.simd.inner import inner
 from transfer.simd.memory import load_int64, store_int64, store_release_int32
 from transfer.simd.region import start, version
 from transfer.simd.team import new_counters, now_ns
@@ -115,7 +116,7 @@ def _compile_answer(version: int) -> Any:
     return answer
 
 
-@numba.njit(nogil=True)
+@inner
 def _add(step, column, value):
     store_int64(step + 8 * column, load_int64(step + 8 * column) + value)
 

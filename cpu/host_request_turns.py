@@ -34,6 +34,7 @@ from cpu.piece_plan import NOT_REQUESTED, PLANNED, make_plan
 from cpu.stages import attend_as
 from cpu.workspace import BEGAN_NS, INDEX_BYTES, KEYS_SCORED, ROWS_READ, TOKENS_COVERED, WAITED_NS
 from transfer.exchange import LOOKS, await_rows
+from transfer.simd.inner import inner
 from transfer.simd.memory import load_int64
 from transfer.simd.region import start
 from transfer.simd.team import atomic_add, atomic_load, now_ns, spin_or_yield
@@ -43,7 +44,7 @@ ENDED = 1 << 40  # added to the turn when there is none to come
 _INSIDE_BYTES = 8 * INSIDE
 
 
-@numba.njit(nogil=True)
+@inner
 def _open_turn(context, kind, query_kind):
     """Plan the next host request, wait for it and open its turn (leader).
 
@@ -69,7 +70,7 @@ def _open_turn(context, kind, query_kind):
     return False
 
 
-@numba.njit(nogil=True)
+@inner
 def _close_turn(context, totals):
     """Close the turn (leader): wait for the threads inside to leave, and count what the host request cost."""
     row = open_row(context)
@@ -86,7 +87,7 @@ def _close_turn(context, totals):
     row[ALL_COVERED] += totals[TOKENS_COVERED]
 
 
-@numba.njit(nogil=True)
+@inner
 def _enter_turn(context, seen):
     """Return the next turn that is open and not `seen`, once this follower is inside; -1 when there is none to come."""
     board, looks = open_row(context)[BOARD], 0
@@ -122,7 +123,7 @@ def take_turns(me, threads, context, kind, query_kind, columns):
             atomic_add(open_row(context)[BOARD] + _INSIDE_BYTES, -1)
 
 
-@numba.njit(nogil=True)
+@inner
 def start_when_requested(work, threads, context, gate):
     """Wait for a context's next host request on one thread, since a whole prefill unit may come before it; then shut
     the gate and start the region `work` as `transfer.simd.region.start` does.

@@ -6,7 +6,6 @@ stays the chance of the others. Counters are zero between calls. Bytes moved: th
 offset line of each; the next lookup's are fetched meanwhile.
 """
 
-import numba
 import numpy as np
 
 from cpu.exclusions import clear_excluded, next_covered
@@ -23,6 +22,7 @@ from cpu.pieces import (
     TOKENS,
 )
 from transfer.host_memory import STRIPE_TOKENS
+from transfer.simd.inner import inner
 from transfer.simd.memory import (
     COUNTERS,
     cap_pairs,
@@ -44,27 +44,27 @@ _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 SPANS = 3  # borders of a bucket's lists: a segment has two stripes at most
 
 
-@numba.njit(nogil=True)
+@inner
 def room_for(begin, end):
     """Return how many uint16 a lookup in a range may write: its ids and a vector more."""
     return (end - begin + 2 * COUNTERS - 1) // COUNTERS * COUNTERS
 
 
-@numba.njit(nogil=True)
+@inner
 def stripes_of(piece):
     """Return how many stripes the segment has, and which of them a piece touches: `first .. last`."""
     stripes = (piece[TOKENS] + STRIPE_TOKENS - 1) // STRIPE_TOKENS
     return stripes, piece[BEGIN] // STRIPE_TOKENS, (piece[END] + STRIPE_TOKENS - 1) // STRIPE_TOKENS
 
 
-@numba.njit(nogil=True)
+@inner
 def _offset(piece, kv_head, table, codes, mask, stripes):
     """Return the address of a table's offset of the query's bucket. A code beyond the buckets is cut to one of them."""
     bucket = load_uint16(codes + 2 * table) & mask
     return piece[OFFSETS] + kv_head * piece[OFFSET_HEAD] + table * piece[OFFSET_TABLE] + 4 * stripes * bucket
 
 
-@numba.njit(nogil=True)
+@inner
 def fetch_offsets(piece, kv_head, codes, tables, mask):
     """Prefetch what `fetch_bucket` reads. codes: address of uint16 `[tables]`, the query's."""
     stripes, _, _ = stripes_of(piece)
@@ -74,7 +74,7 @@ def fetch_offsets(piece, kv_head, codes, tables, mask):
         prefetch_middle(offset + 4 * stripes)  # the bucket's end may lie on the next line
 
 
-@numba.njit(nogil=True)
+@inner
 def fetch_bucket(piece, kv_head, codes, table, mask):
     """Prefetch the query's bucket of one table."""
     stripes, first, last = stripes_of(piece)
@@ -85,7 +85,7 @@ def fetch_bucket(piece, kv_head, codes, table, mask):
         prefetch_middle(line)
 
 
-@numba.njit(nogil=True)
+@inner
 def find_samples(
     piece, kv_head, codes, excluded, words, next_piece, next_head, next_codes, tables, mask, counters, spans, ids
 ):
@@ -125,7 +125,7 @@ def find_samples(
     return found
 
 
-@numba.njit(nogil=True)
+@inner
 def list_covered(piece, excluded, words, ids):
     """Write all ids of the piece's range that are not excluded, in the form of `find_samples`."""
     found, to_run, end = 0, piece[RUN_BEGIN] - piece[BEGIN], piece[END]
@@ -139,7 +139,7 @@ def list_covered(piece, excluded, words, ids):
     return found
 
 
-@numba.njit(nogil=True)
+@inner
 def count_bytes(piece, tables, spans):
     """Return the bytes of the index that the lookup which left these `spans` read: entries of buckets, and borders of
     their lists.
@@ -151,7 +151,7 @@ def count_bytes(piece, tables, spans):
     return read
 
 
-@numba.njit(nogil=True)
+@inner
 def _take(counters, base, tokens, begin, end, ids, found):
     """Append the ids of a stripe whose counters are 2 or more, and set the counters to zero. Most words of COUNTERS
     have two such ids at most: these are written without a test, and overwritten if they were none.
@@ -174,7 +174,7 @@ def _take(counters, base, tokens, begin, end, ids, found):
     return found
 
 
-@numba.njit(nogil=True)
+@inner
 def _between(at, begin, end):
     """Return a mask of the ids `at .. at + COUNTERS` that lie in `begin .. end`."""
     mask = _ALL

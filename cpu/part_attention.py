@@ -5,7 +5,6 @@ Bytes moved: a key and a value for each sample; of an exact part, each row that 
 a group and of the requests that share it.
 """
 
-import numba
 import numpy as np
 
 from cpu.exclusions import excludes_alike, next_covered
@@ -36,6 +35,7 @@ from cpu.row_products import (
 from cpu.sample_errors import add_deviations, add_variances, keep_products, note_top
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
 from cpu.workspace import PART_SAMPLES, excluded_at, is_full, is_wanted, query_at
+from transfer.simd.inner import inner
 from transfer.simd.memory import load_float32, store_float32
 from transfer.simd.vectors import address_of
 
@@ -43,7 +43,7 @@ _score_four, _score_two, _score_one = score_rows(4), score_rows(2), score_rows(1
 _add_four, _add_two, _add_one = add_rows(4), add_rows(2), add_rows(1)
 
 
-@numba.njit(nogil=True)
+@inner
 def attend_samples(team, shape, columns, batch, plan, buffers, slot):
     """Attend with one head over one part of its samples in a piece."""
     kind = shape.kind
@@ -106,7 +106,7 @@ def attend_samples(team, shape, columns, batch, plan, buffers, slot):
     )  # fmt: skip
 
 
-@numba.njit(nogil=True)
+@inner
 def _aim(team, shape, buffers, piece, kv_head):
     """Prepare the direction for a piece's values; return the factor of products with it."""
     aims = buffers.aims[team.me]
@@ -118,7 +118,7 @@ def _aim(team, shape, buffers, piece, kv_head):
     return to_unit
 
 
-@numba.njit(nogil=True)
+@inner
 def attend_rows(team, shape, columns, batch, buffers, part):
     """Attend over rows of an exact piece, in blocks that stay in the first cache, with the wanted heads of a group of
     all requests that share it. Requests that exclude other blocks than those before them read for themselves. Return
@@ -144,7 +144,7 @@ def attend_rows(team, shape, columns, batch, buffers, part):
     return rows, keys
 
 
-@numba.njit(nogil=True)
+@inner
 def _attend_together(team, shape, columns, batch, buffers, part, first, last, first_slot):
     """Attend with the wanted heads of a group of requests `first .. last`, which exclude the same blocks. Return how
     many rows it read, and for how many heads.
@@ -193,7 +193,7 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
     return read, members
 
 
-@numba.njit(nogil=True)
+@inner
 def _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state):
     """Add `count` rows, from the addresses of the first key and value on, to the sums of `members` queries."""
     kind, dim, member = shape.kind, shape.dim, np.int64(0)
@@ -217,7 +217,7 @@ def _exact_block(shape, columns, piece, key, value, count, members, query, sums,
             member += 1
 
 
-@numba.njit(nogil=True)
+@inner
 def _weigh(state, first, members, scores, count):
     """Turn products of a block of rows into weights, for some members of a group."""
     for member in range(members):

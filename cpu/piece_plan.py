@@ -4,7 +4,6 @@ The leading thread makes the plan from the table of pieces, in a microsecond or 
 request. The plan has the order of the table, so partials merge in one order whichever thread computes them.
 """
 
-import numba
 import numpy as np
 
 from cpu.context import (
@@ -44,12 +43,13 @@ from cpu.workspace import (
     is_wanted,
 )
 from transfer.exchange import LOOKS, await_rows
+from transfer.simd.inner import inner
 from transfer.simd.team import now_ns
 
 PLANNED, NO_TABLE, NO_ROOM, NO_CODES, NOT_REQUESTED = range(5)  # what comes of it
 
 
-@numba.njit(nogil=True)
+@inner
 def make_plan(context, kind, query_kind):
     """Write what the pieces need and, if there is room, the plan's arrays (`cpu.workspace.Plan`).
 
@@ -86,7 +86,7 @@ def make_plan(context, kind, query_kind):
     return PLANNED
 
 
-@numba.njit(nogil=True)
+@inner
 def _list_work(shape, batch, plan):
     """List the lookups and exact parts that some head wants, once the host request is there. Return how many."""
     count, lookups, group = 0, len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
@@ -108,7 +108,7 @@ def _list_work(shape, batch, plan):
     return count
 
 
-@numba.njit(nogil=True)
+@inner
 def _count(row, pieces):
     """Count what a table needs: sampled pieces, exact parts, ids, slots of partials. Return False if requests do not
     rise or share what they cannot, or a range is not in its segment.
@@ -143,7 +143,7 @@ def _count(row, pieces):
     return True
 
 
-@numba.njit(nogil=True)
+@inner
 def _fill(shape, batch, plan):
     """Write the plan's arrays. Return the slots that exact parts have."""
     pieces, group = batch.pieces, shape.heads // shape.kv_heads

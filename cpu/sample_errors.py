@@ -12,13 +12,13 @@ drawn one by one, sum e^2 (1 - u) / u, which does not depend on the tables drawn
 
 import math
 
-import numba
 import numpy as np
 
 from cpu.lookup import SPANS, stripes_of
 from cpu.pieces import TOKENS
 from cpu.row_products import BLOCK_ROWS
 from transfer.host_memory import STRIPE_TOKENS
+from transfer.simd.inner import inner
 from transfer.simd.memory import clear_bytes, load_float32, load_uint16, store_float32, store_int16
 
 GROUPS = 15  # of tables; a group is a digit 1 to 15 of a mark
@@ -34,7 +34,7 @@ def draw_direction(dim: int) -> np.ndarray:
     return np.random.default_rng(DIRECTION_SEED).choice(np.array([-1, 1], np.float32), dim)
 
 
-@numba.njit(nogil=True)
+@inner
 def mark_groups(piece, tables, spans, digits, ids, found, marks, first_mark):
     """Mark each sampled id with the two groups of tables that it shares with the query, as a byte of two digits; 0 for
     ids that share more than two tables.
@@ -58,7 +58,7 @@ def mark_groups(piece, tables, spans, digits, ids, found, marks, first_mark):
         clear_bytes(digits, 2 * min(STRIPE_TOKENS, piece[TOKENS] - base))
 
 
-@numba.njit(nogil=True)
+@inner
 def note_top(sums, before, top):
     """Rescale a part's sums `[2, COLUMNS]` to a new greatest logit."""
     factor = np.float32(math.exp(before - top)) if before > -np.inf else np.float32(0.0)
@@ -68,7 +68,7 @@ def note_top(sums, before, top):
     sums[MASSES, 0] = top
 
 
-@numba.njit(nogil=True)
+@inner
 def add_deviations(sums, marks, first_mark, weights, products, count, to_product):
     """Add a block of samples. weights, products: addresses of float32 `[count]`, the second of values with the
     direction, to be multiplied by to_product.
@@ -85,7 +85,7 @@ def add_deviations(sums, marks, first_mark, weights, products, count, to_product
             sums[NUMERATORS, second] += along
 
 
-@numba.njit(nogil=True)
+@inner
 def add_variances(sums, weights, inverse, products, count, to_product):
     """Add a block of keys that are all read.
 
@@ -101,7 +101,7 @@ def add_variances(sums, weights, inverse, products, count, to_product):
         sums[MASSES, 3] += variance * product * product
 
 
-@numba.njit(nogil=True)
+@inner
 def add_part(totals, sums, scale, is_full):
     """Add a part's sums `[2, COLUMNS]` to an answer's. scale: of its weights; column 0 holds the largest."""
     if scale > totals[MASSES, 0]:
@@ -112,7 +112,7 @@ def add_part(totals, sums, scale, is_full):
         totals[NUMERATORS, column] += sums[NUMERATORS, column] * factor
 
 
-@numba.njit(nogil=True)
+@inner
 def write_errors(totals, mass, out, direction, dim, is_full, tables, errors):
     """Write standard errors of log mass, and of the output as a share of its length, and the largest weight's share.
 
@@ -145,7 +145,7 @@ def write_errors(totals, mass, out, direction, dim, is_full, tables, errors):
     store_float32(errors + 4 * LARGEST, np.float32(totals[MASSES, 0] / mass))
 
 
-@numba.njit(nogil=True)
+@inner
 def keep_products(scores):
     """Copy a block's products and squares to the third and fourth block of `scores`."""
     for row in range(2 * BLOCK_ROWS):

@@ -6,12 +6,12 @@ table, so that no NaN reads out of bounds; a NaN score makes its own head's mass
 
 import math
 
-import numba
 import numpy as np
 
 from cpu.collision import INTERVALS
 from cpu.row_products import BLOCK_ROWS, column_bytes, place_of
 from transfer.simd.features import LANES
+from transfer.simd.inner import inner
 from transfer.simd.memory import load_float32, store_float32, store_int16
 from transfer.simd.values import (
     as_floats,
@@ -38,7 +38,7 @@ _HALF_INTERVALS = np.float32(INTERVALS / 2)
 _INT16 = np.float32(32767.0)
 
 
-@numba.njit(nogil=True)
+@inner
 def prepare_query(kind, query_kind, query, dim, to):
     """Write a query in the form that rows of `kind` need; return (the factor of its products, its inverse norm before).
 
@@ -63,7 +63,7 @@ def prepare_query(kind, query_kind, query, dim, to):
     return _ONE, inverse_norm
 
 
-@numba.njit(nogil=True)
+@inner
 def weigh_samples(scores, count, logs, to_logit, to_cosine):
     """Turn products and squared norms (two blocks of float32 `[BLOCK_ROWS]`) into logits less log u, in place; -inf
     after `count`. Return the greatest. logs: address of `collision.log_weights`.
@@ -83,7 +83,7 @@ def weigh_samples(scores, count, logs, to_logit, to_cosine):
     return lane_max(top)
 
 
-@numba.njit(nogil=True)
+@inner
 def scale_scores(scores, count, to_logit):
     """Turn products into logits, in place; -inf after `count`. Return the greatest."""
     top = spread(_EMPTY)
@@ -94,7 +94,7 @@ def scale_scores(scores, count, to_logit):
     return lane_max(top)
 
 
-@numba.njit(nogil=True)
+@inner
 def exponentiate(scores, count, top):
     """Turn logits into weights, in place, 0 after `count`; return their sum."""
     mass = spread(_ZERO)
@@ -105,13 +105,13 @@ def exponentiate(scores, count, top):
     return lane_sum(mass)
 
 
-@numba.njit(nogil=True)
+@inner
 def shrink(before, after):
     """Return the factor that takes masses under the maximum `before` to `after`."""
     return np.float32(math.exp(before - after)) if before > _EMPTY else _ZERO
 
 
-@numba.njit(nogil=True)
+@inner
 def write_partial(kind, sums, mass, top, value_scale, dim, out, lse):
     """Write a softmax's result as a partial: float32 `[dim]` and one lse. value_scale: address, or 0."""
     inverse = _ONE / mass

@@ -33,17 +33,18 @@ from cpu.workspace import (
     is_wanted,
     query_at,
 )
+from transfer.simd.inner import inner
 from transfer.simd.memory import load_float32, store_float32, store_int32, store_release_int32
 from transfer.simd.team import Team, atomic_add, atomic_load, claim, claim_own, end_stage, now_ns
 from transfer.simd.vectors import address_of, load
 
 
-@numba.njit(nogil=True)
+@inner
 def _codes_at(shape, batch, piece, head):
     return batch.codes + 2 * shape.tables * (piece[REQUEST] * shape.heads + head)
 
 
-@numba.njit(nogil=True)
+@inner
 def _look_up(team, shape, batch, plan, buffers, item, following):
     """Look up `item` = sampled piece and head, and cut its samples into parts. following: the next lookup's item, or
     -1.
@@ -83,7 +84,7 @@ def _look_up(team, shape, batch, plan, buffers, item, following):
     return found, looked_at
 
 
-@numba.njit(nogil=True)
+@inner
 def _warm_lookup(shape, batch, plan, item):
     piece = batch.pieces[plan.sampled[item // shape.heads]]
     head = item % shape.heads
@@ -93,14 +94,14 @@ def _warm_lookup(shape, batch, plan, item):
         fetch_bucket(piece, kv_head, codes, table, shape.mask)
 
 
-@numba.njit(nogil=True)
+@inner
 def _claim_work(team, plan, items):
     """Return the next lookup or exact part of this thread, or of one that has not come so far; -1: none."""
     at = claim(team, 0, items)
     return np.int64(plan.work[at]) if at >= 0 else at
 
 
-@numba.njit(nogil=True)
+@inner
 def _claim_own_work(team, plan, items):
     """Return the next item as `_claim_work` does, but of this thread's alone."""
     at = claim_own(team, 0, items)
@@ -151,7 +152,7 @@ def _second_stage(team, shape, columns, batch, plan, buffers):
     end_stage(team, 1, items, done)
 
 
-@numba.njit(nogil=True)
+@inner
 def _slots_of(shape, plan, buffers, pieces, index, place, head):
     """Return (first slot, slots, step between them) of a piece's partials of a head. place: of the request among those
     that share the piece.
@@ -165,7 +166,7 @@ def _slots_of(shape, plan, buffers, pieces, index, place, head):
     return plan.ordinals[index] + head // group * parts * members + place * group + head % group, parts, members
 
 
-@numba.njit(nogil=True)
+@inner
 def _centre_logit(shape, batch, piece, request, head):
     """Return what centring took from every logit of the piece: the query times the mean key."""
     if piece[CENTRE] == 0:
@@ -223,7 +224,7 @@ def _merge(team, shape, batch, plan, buffers, request, head):
     return covered
 
 
-@numba.njit(nogil=True)
+@inner
 def _note_errors(team, shape, batch, plan, buffers, request, head, first, last, top, mass):
     """Write the errors of an answer whose weights have the sum `mass` under `top`: zeros, where nothing of it is
     sampled.
@@ -246,7 +247,7 @@ def _note_errors(team, shape, batch, plan, buffers, request, head, first, last, 
         write_errors(totals, mass, out, buffers.direction, shape.dim, in_full, shape.tables, errors)
 
 
-@numba.njit(nogil=True)
+@inner
 def _note_time(totals, column):
     """Write the time at which the first thread has passed a stage; later threads leave it as it is."""
     if totals[column] == 0:

@@ -10,6 +10,7 @@ import numba
 import numpy as np
 
 from transfer.host_memory import SEGMENT_TOKENS, STRIPE_TOKENS, num_offsets
+from transfer.simd.inner import inner
 from transfer.simd.memory import copy_bytes, load_int32, load_uint16, store_int16, store_int32
 from transfer.simd.team import Team, claim, new_counters
 from transfer.simd.vectors import address_of
@@ -57,7 +58,7 @@ def codes_from_tables(
     _undo(entries, offsets, bits, begin, end, codes)
 
 
-@numba.njit(nogil=True)
+@inner
 def _sort_table(entries, tokens, offsets, bits, places, tile):
     """Sort one table. Addresses: entries uint16 `[tokens]`; offsets int32 `[num_offsets]`; places int32 `[stripes,
     _STREAMS, buckets]`; tile uint16 `[tokens]`.
@@ -100,7 +101,7 @@ def _sort_table(entries, tokens, offsets, bits, places, tile):
     copy_bytes(entries, tile, 2 * tokens)
 
 
-@numba.njit(nogil=True)
+@inner
 def _count(histogram, code, mask):
     at = histogram + 4 * (load_uint16(code) & mask)
     store_int32(at, load_int32(at) + 1)

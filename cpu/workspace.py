@@ -7,11 +7,11 @@ planned.
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from cpu.exclusions import bits_at
 from cpu.row_products import column_bytes
+from transfer.simd.inner import inner
 from transfer.simd.memory import load_uint8
 
 STAGES = 3
@@ -127,23 +127,23 @@ class Buffers(NamedTuple):
     noted: np.ndarray
 
 
-@numba.njit(nogil=True)
+@inner
 def is_wanted(shape, batch, request, head):
     return batch.wanted == 0 or load_uint8(batch.wanted + request * shape.heads + head) != 0
 
 
-@numba.njit(nogil=True)
+@inner
 def is_full(shape, batch, request, head):
     """Return whether a head reads all of what others sample."""
     return batch.full != 0 and load_uint8(batch.full + request * shape.heads + head) != 0
 
 
-@numba.njit(nogil=True)
+@inner
 def excluded_at(shape, batch, request, kv_head):
     return bits_at(batch.excluded, batch.words, request * shape.kv_heads + kv_head)
 
 
-@numba.njit(nogil=True)
+@inner
 def query_at(shape, batch, request, head):
     bytes_ = column_bytes(shape.query_kind) * shape.dim
     return batch.queries + bytes_ * (request * shape.heads + head)

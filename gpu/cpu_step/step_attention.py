@@ -9,7 +9,6 @@ each context once for a group of query heads.
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from gpu.cpu_step.step_arrays import PART_TOKENS
@@ -17,6 +16,7 @@ from gpu.operations.arguments import FINITE_OR_NOT
 from gpu.operations.linear.numba_linear import ROWS, product
 from transfer.simd.exp import exp
 from transfer.simd.features import LANES
+from transfer.simd.inner import inner
 from transfer.simd.team import COUNTER_INT64, atomic_add, claim, end_stage
 from transfer.simd.vectors import address_of, size_of, store, weighted_sum
 
@@ -46,12 +46,12 @@ class Shape(NamedTuple):
     scale: np.float32
 
 
-@numba.njit(nogil=True)
+@inner
 def num_parts(context):
     return -(-context // PART_TOKENS)
 
 
-@numba.njit(nogil=True)
+@inner
 def attend(team, stage, kind, shape, key_pages, value_pages, qkv, cos, sin, rows, page_table, parts, query,
            scores, attended):  # fmt: skip
     """Attend for all rows: qkv float32 `[rows, (heads + 2 kv_heads) * dim ..]` -> attended `[rows, heads * dim ..]`.
@@ -92,7 +92,7 @@ def attend(team, stage, kind, shape, key_pages, value_pages, qkv, cos, sin, rows
     end_stage(team, stage, items, done)
 
 
-@numba.njit(nogil=True)
+@inner
 def _rotate_query(shape, qkv, kv_head, cos, sin, query):
     """Rotate and scale the group's queries."""
     half = shape.dim // 2
@@ -104,7 +104,7 @@ def _rotate_query(shape, qkv, kv_head, cos, sin, query):
             query[member, i + half] = (second * cos[i] + first * sin[i]) * shape.scale
 
 
-@numba.njit(nogil=True)
+@inner
 def _write(kind, shape, key_pages, value_pages, qkv, kv_head, cos, sin, page, offset):
     half = shape.dim // 2
     key, value = (shape.heads + kv_head) * shape.dim, (shape.heads + shape.kv_heads + kv_head) * shape.dim
@@ -117,14 +117,14 @@ def _write(kind, shape, key_pages, value_pages, qkv, kv_head, cos, sin, page, of
         store(kind, value_pages, to + i, qkv[value + i])
 
 
-@numba.njit(nogil=True)
+@inner
 def _page_at(pages, kind, shape, table, token, kv_head):
     """Return the address of a KV head's rows in the page of `token`."""
     page = np.int64(table[token // shape.page_tokens])
     return pages + (page * shape.kv_heads + kv_head) * shape.page_tokens * shape.dim * size_of(kind)
 
 
-@numba.njit(nogil=True)
+@inner
 def _attend_part(kind, shape, key_pages, value_pages, table, row, kv_head, part, begin, end, query, scores,
                  parts):  # fmt: skip
     """Attend to tokens `[begin, end)`, whole pages from `begin` on; scores of unwritten rows are unused."""
@@ -152,7 +152,7 @@ def _attend_part(kind, shape, key_pages, value_pages, table, row, kv_head, part,
                     min(shape.page_tokens, end - token), group, out_at, parts.out.shape[2] * dim, ahead)  # fmt: skip
 
 
-@numba.njit(nogil=True)
+@inner
 def _add_values(kind, values, dim, weights, weight_stride, tokens, group, out, out_stride, ahead):
     for column in range(0, dim, COLUMN_BLOCK):
         at = values + column * size_of(kind)
@@ -167,7 +167,7 @@ def _add_values(kind, values, dim, weights, weight_stride, tokens, group, out, o
             member += 1
 
 
-@numba.njit(nogil=True, fastmath=FINITE_OR_NOT)
+@inner(fastmath=FINITE_OR_NOT)
 def _soften(scores):
     """Replace scores by exp(score - top) in place; return top and the sum. NaN shows in the sum."""
     top = scores[0]
@@ -181,7 +181,7 @@ def _soften(scores):
     return top, mass
 
 
-@numba.njit(nogil=True)
+@inner
 def _merge(shape, parts, row, kv_head, count, attended):
     group = shape.heads // shape.kv_heads
     for head in range(kv_head * group, (kv_head + 1) * group):

@@ -9,6 +9,7 @@ and offsets are exact, as products of a scale of 11 bits and a byte, except wher
 import numba
 import numpy as np
 
+from transfer.simd.inner import inner
 from transfer.simd.memory import prefetch_near
 from transfer.simd.packed_rows import FLOAT_GAIN, float_of_bfloat16, float_of_half, scaled_pairs
 from transfer.simd.region import pointer_to
@@ -26,7 +27,7 @@ BFLOAT16, FLOAT16, FLOAT32, EXPONENT = range(4)  # the last are bytes, of powers
 _scale_eight, _scale_one = scaled_pairs(8), scaled_pairs(1)
 
 
-@numba.njit(nogil=True)
+@inner
 def _array(address, count, kind):
     return numba.carray(pointer_to(address), (count,), kind)
 
@@ -44,7 +45,7 @@ def fill_gains(m, row, rows, gains_at, offsets_at):
             _fill(m, (row + r) // m[ROW_BLOCK], 1, gains_at + behind, offsets_at + behind)
 
 
-@numba.njit(nogil=True)
+@inner
 def _fill(m, line, lines, gains_at, offsets_at):
     """Write those of so many lines of scales, which lie behind each other, as of one."""
     count = lines * m[GROUPS]
@@ -59,7 +60,7 @@ def _fill(m, line, lines, gains_at, offsets_at):
         _spread(offsets, count, times)
 
 
-@numba.njit(nogil=True)
+@inner
 def _of_scales(m, line, count, gains, offsets):
     item = 4 if m[SCALE_TYPE] == FLOAT32 else 1 if m[SCALE_TYPE] == EXPONENT else 2
     at = m[SCALES] + line * m[GROUPS] * item
@@ -95,7 +96,7 @@ def _of_scales(m, line, count, gains, offsets):
             gains[group] *= np.float32(FLOAT_GAIN)
 
 
-@numba.njit(nogil=True)
+@inner
 def _of_runs(m, line, lines, gains_at, offsets_at):
     runs, count, each = lines * m[NUM_RUNS], lines * m[GROUPS], m[GROUPS] // m[NUM_RUNS]
     runs_at, pairs_at = m[RUNS] + 4 * line * m[NUM_RUNS], m[SCALES] + 2 * line * m[GROUPS]
@@ -113,14 +114,14 @@ def _of_runs(m, line, lines, gains_at, offsets_at):
             group += 1
 
 
-@numba.njit(nogil=True)
+@inner
 def _fetch_behind(address, num_bytes):
     """Prefetch what the next call reads: as many bytes, behind these."""
     for byte in range(num_bytes, 2 * num_bytes, LINE_BYTES):
         prefetch_near(address + byte)
 
 
-@numba.njit(nogil=True)
+@inner
 def _spread(values, count, times):
     """Repeat each of the first so many numbers in place, so many times behind itself, from the last one on."""
     if times == 2:  # counts that are known become vector code

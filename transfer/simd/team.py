@@ -8,13 +8,13 @@ for some microseconds and then yields its core at each look: a busy machine does
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from transfer.simd.inner import inner
 from transfer.simd.vectors import address_of
 
 COUNTER_INT64 = 8  # a counter has a cache line to itself
@@ -95,7 +95,7 @@ def _yield_core(typing_context):
     return types.void(), emit
 
 
-@numba.njit(nogil=True)
+@inner
 def spin_or_yield(looks):
     """Wait a little after so many looks in vain: at first on this core, then without it. Return one look more."""
     if looks < SPINS:
@@ -105,12 +105,12 @@ def spin_or_yield(looks):
     return looks + 1
 
 
-@numba.njit(nogil=True)
+@inner
 def _counter(team, stage, index):
     return address_of(team.counters) + 8 * COUNTER_INT64 * (stage * (team.threads + 1) + index)
 
 
-@numba.njit(nogil=True)
+@inner
 def _claim_of(team, stage, items, owner):
     """Return the next item of a thread's run, or -1 if it has none left."""
     begin, end = items * owner // team.threads, items * (owner + 1) // team.threads
@@ -122,7 +122,7 @@ def _claim_of(team, stage, items, owner):
     return -1
 
 
-@numba.njit(nogil=True)
+@inner
 def claim(team, stage, items):
     """Return the next item of `[0, items)` that is this thread's to do, or -1 if all are taken."""
     for turn in range(team.threads):
@@ -132,13 +132,13 @@ def claim(team, stage, items):
     return -1
 
 
-@numba.njit(nogil=True)
+@inner
 def claim_own(team, stage, items):
     """Return the next item as `claim` does, but of this thread's own run alone."""
     return _claim_of(team, stage, items, team.me)
 
 
-@numba.njit(nogil=True)
+@inner
 def end_stage(team, stage, items, done):
     """Report `done` items and wait until all are. Return whether these were the last; True for one thread alone."""
     counter = _counter(team, stage, team.threads)

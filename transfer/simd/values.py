@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
 from transfer.simd.emission import I8, I32, VECTOR, lane_sums, shuffle, zero
 from transfer.simd.features import LANES, SIMD
+from transfer.simd.inner import inner
 
 _WORDS = ir.VectorType(I32, LANES)
 _GATHER = {"avx512": "llvm.x86.avx512.mask.gather.dps.512", "avx2": "llvm.x86.avx2.gather.d.ps.256"}[SIMD]
@@ -242,7 +243,7 @@ _TO_INTEGER = np.float32(1.5 * 2**23)
 _C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
 
 
-@njit(nogil=True, fastmath=False)
+@inner(fastmath=False)
 def exp_lanes(x):
     """Return exp of arguments up to 0: as `exp.exp`, but 0 below -87; NaN stays NaN."""
     clamped = zero_below(x, spread(_LOWEST), x)

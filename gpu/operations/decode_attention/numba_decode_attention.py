@@ -15,6 +15,7 @@ import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in mem
 from gpu.operations.arguments import FINITE_OR_NOT
 from gpu.operations.decode_attention.paged_decode_attention import MAXIMA_CELLS, DevicePartials
 from transfer.partial import Partial
+from transfer.simd.inner import inner
 
 SPREAD_TOKENS = 8192  # context tokens of a batch from which more than one thread pays for its start
 
@@ -90,7 +91,7 @@ def _attend(query, key_pages, value_pages, page_table, slots, context_lens, boun
             )  # fmt: skip
 
 
-@numba.njit(nogil=True, fastmath=FINITE_OR_NOT)
+@inner(fastmath=FINITE_OR_NOT)
 def _attend_cells(query, keys, values, pages, below, begins, ends, scale, logits, out, lse, covered, maxima):
     """Attend with one KV head's query group to the cells that some head reads, those below its `below` and in `[its
     begin, its end)`: logits, their softmax, then the weighted values.
@@ -143,7 +144,7 @@ def _attend_cells(query, keys, values, pages, below, begins, ends, scale, logits
                     out[member, i] += weight * values[page, offset, i]
 
 
-@numba.njit(nogil=True)
+@inner
 def _place(cell, pages, page_tokens, below, begins, ends):
     """Return the page and offset of a cell that some head reads; of others anything, since there may be no page."""
     for member in range(len(below)):

@@ -13,6 +13,7 @@ import numpy as np
 from gpu.operations.arguments import FINITE_OR_NOT
 from transfer.simd.exp import exp
 from transfer.simd.features import LANES
+from transfer.simd.inner import inner
 from transfer.simd.packed_gains import GAINS, MATRIX_COLUMNS, ROW_BYTES, fill_gains
 from transfer.simd.packed_gains import ROWS as FIRST_ROW
 from transfer.simd.packed_rows import is_packed, product_block
@@ -36,7 +37,7 @@ _dot_one = product_block(ROWS, 1)
 INNER, MULTIPLY, ORDER, TABLE_COLUMNS = range(MATRIX_COLUMNS, MATRIX_COLUMNS + 4)
 
 
-@numba.njit(nogil=True)
+@inner
 def multiply_rows(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains):
     """Compute `product` of four rows of a matrix from one on; matrix: the address of its TABLE_COLUMNS; gains: of room
     for those of four rows (`num_gains`).
@@ -48,7 +49,7 @@ def multiply_rows(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains
     product(kind, rows, m[ROW_BYTES], gains, m[GAINS], m[INNER], x, x_stride, tokens, out, out_stride, AHEAD_BYTES)
 
 
-@numba.njit(nogil=True)
+@inner
 def product(kind, rows, row_bytes, gains, room, inner, x, x_stride, tokens, out, out_stride, ahead):
     """Compute `out[token, 0 .. 4]` of the four rows at `rows`, for all tokens. Addresses; strides in float32 elements.
     gains, room: of packed rows (`product_block`).
@@ -74,18 +75,18 @@ def product(kind, rows, row_bytes, gains, room, inner, x, x_stride, tokens, out,
         _dot_one(kind, rows, gains, offsets, room, x_at, x_stride, inner, out_at, out_stride, ahead)
 
 
-@numba.njit(nogil=True)
+@inner
 def rows_an_item(row_bytes):
     return max(ROWS, ITEM_BYTES // row_bytes // ROWS * ROWS)
 
 
-@numba.njit(nogil=True)
+@inner
 def count_items(rows, row_bytes):
     """Return how many claims a matrix is cut into."""
     return -(-rows // rows_an_item(row_bytes))
 
 
-@numba.njit(nogil=True)
+@inner
 def in_order(matrix, x, tokens, ordered):
     """Return x as the matrix has its columns: x itself, or in `ordered`, float32 of this thread with room for it."""
     if matrix[ORDER] == 0:
@@ -97,7 +98,7 @@ def in_order(matrix, x, tokens, ordered):
     return ordered
 
 
-@numba.njit(nogil=True)
+@inner
 def project(team, stage, matrix, rows, x, tokens, gains, out):
     """Compute `out[:, :rows] = x @ matrix.T`; `rows` at least four. x: in the matrix's order, here and below; gains:
     float32 `[num_gains]` of this thread.
@@ -115,7 +116,7 @@ def project(team, stage, matrix, rows, x, tokens, gains, out):
     end_stage(team, stage, items, done)
 
 
-@numba.njit(nogil=True)
+@inner
 def project_and_add(team, stage, matrix, rows, x, tokens, gains, tile, out):
     """Compute `out[:, :rows] += x @ matrix.T`; `rows` a multiple of four; tile: float32 `[2, tokens, 4]` of this
     thread.
@@ -135,7 +136,7 @@ def project_and_add(team, stage, matrix, rows, x, tokens, gains, tile, out):
     end_stage(team, stage, items, done)
 
 
-@numba.njit(nogil=True)
+@inner
 def project_gated(team, stage, matrix, rows, x, tokens, gains, tile, out):
     """Compute `out = silu(gate) * up` of `matrix`, `[2 * rows, inner]` with gates first; `rows` a multiple of four."""
     row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
@@ -153,7 +154,7 @@ def project_gated(team, stage, matrix, rows, x, tokens, gains, tile, out):
     end_stage(team, stage, items, done)
 
 
-@numba.njit(nogil=True)
+@inner
 def _gate(tile, tokens, row, out):
     for token in range(tokens):
         for r in range(ROWS):
@@ -161,7 +162,7 @@ def _gate(tile, tokens, row, out):
             out[token, row + r] = gate / (np.float32(1.0) + exp(-gate)) * tile[1, token, r]
 
 
-@numba.njit(nogil=True, fastmath=FINITE_OR_NOT)
+@inner(fastmath=FINITE_OR_NOT)
 def normalise(x, weight, eps, tokens, out):
     """Compute RMSNorm of rows: `out[:, :hidden] = weight * x / rms(x)`; weight float32 `[hidden]`."""
     hidden = weight.shape[0]

@@ -28,6 +28,7 @@ from transfer.host_pages import advise_huge_pages
 from transfer.matrix_rows import KINDS, kind_of
 from transfer.simd import team
 from transfer.simd.features import HAS_VECTORS
+from transfer.simd.inner import inner
 from transfer.simd.packed_gains import GAINS, ROW_BYTES, fill_gains
 from transfer.simd.packed_gains import ROWS as FIRST_ROW
 from transfer.simd.packed_rows import widen_row
@@ -82,12 +83,12 @@ def _run(work: Any, packed: Packed, given: dict[int, int]) -> None:
     start(work.address, threads, context.ctypes.data)
 
 
-@numba.njit(nogil=True)
+@inner
 def _team(c, me, threads):
     return Team(numba.carray(pointer_to(c[COUNTERS]), (1, threads + 1, COUNTER_INT64), np.int64), me, threads)
 
 
-@numba.njit(nogil=True)
+@inner
 def _given(context):
     """Return the context, and the matrix's row."""
     c = numba.carray(pointer_to(context), (CONTEXT_INT64,), np.int64)
