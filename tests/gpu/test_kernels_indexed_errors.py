@@ -22,11 +22,11 @@ from gpu.methods.indexed.rereading import read_again
 from gpu.methods.indexed.scoring import RingStep
 from tests.gpu.indexed_stand import KV_HEADS, NUM_LAYERS, NUM_RINGS, Stand, make_stand
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
-from tests.gpu.test_kernels_indexed import draw_query, estimated_keys, partial_of, softmax_logits
+from tests.gpu.test_kernels_indexed import LENGTHS, draw_query, estimated_keys, partial_of, softmax_logits
 from tests.tolerances import INDEXED_PARTIAL, INDEXED_SCORES
 from transfer.partial import Partial, merge
 
-TOKENS = 2160
+TOKENS = sum(LENGTHS) - 16
 
 
 def near_of(query: torch.Tensor, resident: torch.Tensor) -> Partial:
@@ -51,7 +51,7 @@ def report_step(stand: Stand, query: torch.Tensor, near: Partial, report: Report
 def test_a_report_has_the_expected_error_and_the_masses(
     device: str, dim: int, group: int, key_bits: int, value_bits: int
 ) -> None:
-    stand = make_stand(dim, group, [2100, 76], device, key_bits=key_bits, value_bits=value_bits)
+    stand = make_stand(dim, group, LENGTHS, device, key_bits=key_bits, value_bits=value_bits)
     query, resident = draw_query(stand, device)
     near, report = near_of(query, resident), new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
     report.factor.fill_(2.0)
@@ -90,7 +90,7 @@ def test_a_report_has_the_expected_error_and_the_masses(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_budgets_halve_again_once_bounds_are_far_below_epsilon(device: str) -> None:
-    stand = make_stand(64, 3, [2100, 76], device)
+    stand = make_stand(64, 3, LENGTHS, device)
     query, resident = draw_query(stand, device)
     near, report = near_of(query, resident), new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
     report.factor.fill_(1.0)
