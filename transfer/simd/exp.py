@@ -5,9 +5,9 @@ and NaN stays NaN. Cody and Waite's reduction to [-ln 2 / 2, ln 2 / 2], then the
 remainder there is below 2**-27 of the value.
 """
 
+import numba
 import numpy as np
 
-from transfer.simd.inner import inner
 from transfer.simd.vectors import power_of_two
 
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
@@ -18,7 +18,7 @@ _ONE = np.float32(1.0)
 _C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
 
 
-@inner(fastmath=False)  # said, because numba hands a caller's fastmath down to those that say nothing
+@numba.njit(nogil=True, fastmath=False)  # said, because numba hands a caller's fastmath down to those that say nothing
 def exp(x):
     """Return exp of a float32, as float32."""
     x = _LOWEST if x < _LOWEST else x
