@@ -83,7 +83,7 @@ class SchedulerConfig(Settings):
         600.0,
         ge=0,
         description="after its last request a session is alive for so long: what its prompts begin with, the system's "
-        "words and the tools, is the last to be evicted",
+        "words and the tools, is the last to be evicted, up to half of the pages",
     )
     jump_forward: bool = Field(True, description="text that a grammar leaves no choice of takes no step for each token")
     prefill: PrefillConfig = PrefillConfig()

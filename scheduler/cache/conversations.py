@@ -6,15 +6,14 @@ used rarely goes in the end, however long it is, and a few short ones do not tak
 last answer called tools is expected to go on, and counts several times. What is asked in its session meanwhile, by the
 agents that it has started, keeps it: they do not evict it.
 
-The front of its prompts, the system's words with the tools, is a thing of its own (`Front`), which others share. It
-stays as long as its session is alive, if anything else can go. Invariant: ranks never fall but where a front's time is
-over, which `take_lowered` tells.
+The front of its prompts, the system's words with the tools, is a thing of its own (`Front`), which others share. It is
+pinned as long as a session with a name, or a conversation of several turns, is alive: it stays if anything else can go.
+Pinned fronts are at most half of all pages. Invariant: `take_lowered` tells of each rank that falls.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
 
 from scheduler.cache.idle_pages import NOBODY
 from scheduler.sequences.conversation import Conversation, Front
@@ -25,22 +24,22 @@ _MOST_KNOWN = 1024  # conversations that nobody asks in; of more, those asked in
 
 
 class Conversations:
-    """The conversations of an engine. alive_seconds: a session is alive for so long after it was used last.
-
-    clock: of seconds, `time.monotonic` but in tests.
+    """The conversations of an engine. num_pages: that it has. alive_seconds: a session is alive for so long after it
+    was used last.
     """
 
-    def __init__(self, page_tokens: int, alive_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, page_tokens: int, num_pages: int, alive_seconds: float) -> None:
         self._page_tokens = page_tokens
+        self._most_pinned = num_pages // 2
         self._alive_seconds = alive_seconds
-        self._now = clock
         self._clock = 0.0  # the rank that went last
         self._last_number = NOBODY
         self._known: dict[int, Conversation] = {}  # used last, last
         self._fronts: dict[bytes, Front] = {}
+        self._pinned: dict[int, Front] = {}  # used last, last
+        self._num_pinned = 0  # blocks of them
         self._numbered: dict[int, Conversation | Front] = {}
-        self._ending: list[tuple[float, int]] = []  # a heap: when a front's time is over, unless it is used meanwhile
-        self._unpinned: set[int] = set()  # fronts whose time is over
+        self._lowered: list[int] = []
 
     def __iter__(self) -> Iterator[Conversation]:
         return iter(self._known.values())
@@ -66,6 +65,7 @@ class Conversations:
         num_front = min(request.front_tokens // self._page_tokens, num_blocks)
         if num_front:
             sequence.front = self._front(sequence.hashes[num_front - 1], num_front, work_of)
+            sequence.front.num_running += 1
         self._use(one, sequence.front)
 
     def leave(self, sequence: Sequence) -> None:
@@ -74,6 +74,8 @@ class Conversations:
         if one is None:
             return
         one.num_running -= 1
+        if sequence.front is not None:
+            sequence.front.num_running -= 1
         one.num_tokens = sequence.num_tokens
         self._use(one, sequence.front)
         self._forget_some()
@@ -92,9 +94,7 @@ class Conversations:
         found = self._numbered.get(owner)
         if found is None:
             return -math.inf
-        if isinstance(found, Front) and found.until_s > self._now():
-            return math.inf
-        return found.rank
+        return math.inf if owner in self._pinned else found.rank
 
     def note_evicted(self, owner: int) -> None:
         """Let all others grow older: what goes was worth this much."""
@@ -103,22 +103,16 @@ class Conversations:
             self._clock = max(self._clock, found.rank)
 
     def take_lowered(self) -> list[int]:
-        """Return the fronts whose time is over since the last call."""
-        over, now = [], self._now()
-        while self._ending and self._ending[0][0] <= now:
-            number = heappop(self._ending)[1]
-            front = self._numbered.get(number)
-            if isinstance(front, Front) and front.until_s > now:
-                heappush(self._ending, (front.until_s, number))
-            else:
-                over.append(number)
-                self._unpinned.add(number)
-        return over
+        """Return the owners whose rank has fallen since the last call; fronts whose time is over are pinned no more."""
+        self._unpin(time.monotonic())
+        lowered, self._lowered = self._lowered, []
+        return lowered
 
     def forget(self, one: Conversation) -> None:
         """Forget a conversation: what is left of it is nobody's."""
         self._known.pop(one.number, None)
         self._numbered.pop(one.number, None)
+        self._lowered.append(one.number)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -141,7 +135,6 @@ class Conversations:
             work = work_of(num_blocks * self._page_tokens)
             front = self._fronts[digest] = Front(self._number(), num_blocks, work)
             self._numbered[front.number] = front
-            heappush(self._ending, (self._now() + self._alive_seconds, front.number))
         return front
 
     def _number(self) -> int:
@@ -150,7 +143,7 @@ class Conversations:
 
     def _use(self, one: Conversation, front: Front | None) -> None:
         """Note the use of a conversation, and with it of those that wait in its session."""
-        one.used_s = self._now()
+        one.used_s = time.monotonic()
         self._known.pop(one.number, None)
         self._known[one.number] = one
         self._numbered[one.number] = one
@@ -161,21 +154,37 @@ class Conversations:
                     self._rank(other)
         if front is not None:
             front.rank = self._clock + front.work
-            front.until_s = one.used_s + self._alive_seconds
-            if front.number in self._unpinned:
-                self._unpinned.remove(front.number)
-                heappush(self._ending, (front.until_s, front.number))
+            if one.session or one.num_turns > 1:
+                self._pin(front, one.used_s)
 
     def _rank(self, one: Conversation) -> None:
-        one.rank = self._clock + one.work * (_EXPECTED if one.is_awaited else 1.0)
+        before, one.rank = one.rank, self._clock + one.work * (_EXPECTED if one.is_awaited else 1.0)
+        if one.rank < before:
+            self._lowered.append(one.number)
+
+    def _pin(self, front: Front, now: float) -> None:
+        self._num_pinned += 0 if front.number in self._pinned else front.num_blocks
+        self._pinned.pop(front.number, None)
+        self._pinned[front.number] = front
+        front.until_s = now + self._alive_seconds
+        self._unpin(now)
+
+    def _unpin(self, now: float) -> None:
+        """Unpin fronts, those used longest ago first: whose time is over, and more while they are too many pages."""
+        while self._pinned:
+            number, front = next(iter(self._pinned.items()))
+            if front.until_s > now and self._num_pinned <= self._most_pinned:
+                return
+            del self._pinned[number]
+            self._num_pinned -= front.num_blocks
+            self._lowered.append(number)
 
     def _forget_some(self) -> None:
         if len(self._known) > 2 * _MOST_KNOWN:
             idle = [one for one in self._known.values() if not one.num_running]
             for one in idle[: len(self._known) - _MOST_KNOWN]:
                 self.forget(one)
-            now = self._now()
-            for digest in [digest for digest, front in self._fronts.items() if front.until_s <= now]:
-                number = self._fronts.pop(digest).number
-                del self._numbered[number]
-                self._unpinned.discard(number)
+            for digest, front in list(self._fronts.items()):
+                if front.number not in self._pinned and not front.num_running:
+                    del self._fronts[digest], self._numbered[front.number]
+                    self._lowered.append(front.number)

@@ -4,8 +4,10 @@ Pages of one owner go in the order in which they came, the last block of a prefi
 turn is: the lowest goes first. Invariant: a page is taken before one in front of it, unless none such is left.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heappop, heappush, heapreplace
+from itertools import islice
 from typing import Protocol
 
 NOBODY = 0
@@ -44,7 +46,7 @@ class IdlePages:
     def __init__(self) -> None:
         self.ranks: Ranks = LeastRecent()
         self._owner_of: dict[int, int] = {}
-        self._pages_of: dict[int, dict[int, None]] = {}
+        self._pages_of: dict[int, OrderedDict[int, None]] = {}  # whose first ones go, which a dict would scan for
         self._heap: list[tuple[float, int]] = []  # an entry whose rank has changed is put right when it comes up
 
     def __len__(self) -> int:
@@ -60,7 +62,7 @@ class IdlePages:
         self._owner_of[page] = owner
         pages = self._pages_of.get(owner)
         if pages is None:
-            pages = self._pages_of[owner] = {}
+            pages = self._pages_of[owner] = OrderedDict()
             heappush(self._heap, (self.ranks.rank_of(owner), owner))
         pages[page] = None
 
@@ -71,10 +73,9 @@ class IdlePages:
         if not pages:
             del self._pages_of[owner]
 
-    def choose(self, is_last: Callable[[int], bool]) -> int:
-        """Return the page to take: the first of the owner of lowest rank for whose first page `is_last` holds.
-
-        Where it holds for none, the first page of the owner of lowest rank.
+    def lowest(self, most: int, is_last: Callable[[int], bool]) -> list[int]:
+        """Return the first pages, at most so many, of the owner of lowest rank for whose first one `is_last` holds;
+        where it holds for none, of the owner of lowest rank.
         """
         for owner in self.ranks.take_lowered():
             if owner in self._pages_of:
@@ -97,4 +98,4 @@ class IdlePages:
             heappush(self._heap, (rank, owner))
         owner = next(iter(passed)) if found is None else found
         self.ranks.note_evicted(owner)
-        return next(iter(self._pages_of[owner]))
+        return list(islice(self._pages_of[owner], most))

@@ -126,11 +126,9 @@ class PagePool:
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` pages of unknown content, held once. The caller has checked `num_available`."""
         assert count <= self.num_available, f"pages: asked {count}, have {self.num_available}"
-        pages = []
-        for _ in range(count):
-            if not self._blank:
-                self.retract(self._hash_of[self.idle.choose(self._is_last)])
-            pages.append(self._blank.popleft())
+        while len(self._blank) < count:
+            self._evict(count - len(self._blank))
+        pages = [self._blank.popleft() for _ in range(count)]
         self._holders[np.array(pages, np.int64) - self._first_page] = 1
         return pages
 
@@ -237,6 +235,18 @@ class PagePool:
 
     def _is_held(self, digest: bytes) -> bool:
         return bool(self._holders[self._page_of[digest] - self._first_page])
+
+    def _evict(self, most: int) -> None:
+        """Take back what the owner of lowest rank left, up to so many blocks: the first, and more behind which nothing
+        stands.
+        """
+        pages = self.idle.lowest(most, self._is_last)
+        self.retract(self._hash_of[pages[0]])
+        for page in pages[1:]:
+            if page in self.idle:  # else it stood behind the first
+                if not self._is_last(page):
+                    return
+                self._forget(self._hash_of[page])
 
     def _is_last(self, page: int) -> bool:
         """Tell whether nothing that is published stands behind the block of an idle page."""

@@ -54,7 +54,7 @@ class Residence:
         self.page_tokens = page_tokens = capacity.page_tokens
         self._capacity = capacity
         self.pages = PagePool(0, capacity.num_pages, prefix_cache, page_memory)
-        self.conversations = Conversations(page_tokens, session_seconds)
+        self.conversations = Conversations(page_tokens, capacity.num_pages, session_seconds)
         self.pages.idle.ranks = self.conversations
         self.windows = Windows(
             capacity.num_windows, capacity.spare_window_tokens, page_tokens, prefix_cache, window_memory,

@@ -27,12 +27,13 @@ class Conversation:
 
 @dataclass(eq=False, slots=True)
 class Front:
-    """The blocks that the prompts of conversations begin with: what the system says, with the tools. `until_s`: they
-    stay until then.
+    """The blocks that the prompts of conversations begin with: what the system says, with the tools. `until_s`: where
+    they are pinned, they are until then.
     """
 
     number: int
     num_blocks: int
-    work: float = 0.0
+    work: float
+    num_running: int = 0
     rank: float = 0.0
     until_s: float = 0.0

@@ -1,8 +1,12 @@
 """What conversations leave: which goes first, what an agent's helpers do not evict, and what is told of it."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 from msgspec import structs
 
+from scheduler.cache import conversations
 from scheduler.cache.idle_pages import LeastRecent
 from scheduler.engine.engine import Engine
 from scheduler.messages import AskSessions, EngineRequest, KeptConversation
@@ -89,10 +93,11 @@ def test_a_long_conversation_is_worth_more_than_a_short_one() -> None:
     assert long.turn(calls=False) <= 20 + 6 + PAGE
 
 
-def test_the_systems_words_stay_while_their_session_is_alive() -> None:
+def test_the_systems_words_stay_while_their_session_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     engine, _ = make_engine(num_pages=40)
-    engine.scheduler.residence.conversations._now = lambda: now[0]
+    engine.scheduler.residence.conversations._alive_seconds = 600.0
+    monkeypatch.setattr(conversations, "time", SimpleNamespace(monotonic=lambda: now[0]))
     system = prompt_of(160, 9)
 
     def first_turn(name: str) -> int:
@@ -108,8 +113,43 @@ def test_the_systems_words_stay_while_their_session_is_alive() -> None:
     assert first_turn("three") == 200, "nothing is kept for sessions that nobody uses"
 
 
+def test_fronts_of_prompts_that_nobody_follows_are_pinned_neither_for_long_nor_beyond_half_of_the_pages() -> None:
+    engine, _ = make_engine(num_pages=80)
+    held = engine.scheduler.residence.conversations
+    held._alive_seconds = 600.0
+    for number in range(6):  # questions about texts of their own, which stand where the system's words do
+        Talk(engine, f"one{number}", prompt_of(160, number), front_tokens=160).turn(calls=False)
+    assert not held._pinned
+    for number in range(6):
+        Talk(engine, f"s{number}", prompt_of(160, 20 + number), front_tokens=160, session=f"s{number}").turn()
+    assert held._num_pinned == 40 == sum(front.num_blocks for front in held._pinned.values())
+    talk = Talk(engine, "talk", prompt_of(160, 40), front_tokens=160)
+    talk.turn()
+    talk.turn()
+    assert talk.num_turns == 2
+    assert len(held._pinned) == 4, "of several turns without a name; the one used longest ago gives way"
+
+
+def test_a_rank_that_falls_is_told_of() -> None:
+    engine, _ = make_engine()
+    held = engine.scheduler.residence.conversations
+    talk = Talk(engine, "talk", prompt_of(100, 1))
+    talk.turn()
+    (one,) = held
+    held.take_lowered()
+    awaited = held.rank_of(one.number)
+    talk.turn(calls=False)
+    assert held.rank_of(one.number) < awaited
+    assert one.number in held.take_lowered()
+    held.forget(one)
+    assert held.take_lowered() == [one.number]
+    assert held.rank_of(one.number) == -math.inf
+
+
 def test_a_front_that_nothing_else_is_left_of_goes_for_a_prompt_that_needs_all_pages() -> None:
     engine, _ = make_engine(num_pages=40)
+    engine.scheduler.residence.conversations._alive_seconds = 600.0
+    engine.scheduler.residence.conversations._most_pinned = 40
     Talk(engine, "one", prompt_of(320, 9), session="s", front_tokens=320).turn()
     assert Talk(engine, "all", prompt_of(600, 1)).turn() == 620
 
@@ -188,6 +228,6 @@ def test_some_thousand_conversations_are_known_and_no_more() -> None:
         engine.submit([make_request(f"r{number}", [number % 50, number // 50, *prompt_of(14)], 1)])
         if number % 8 == 7:
             drain(engine)
-    conversations = engine.scheduler.residence.conversations
-    assert 1024 <= len(list(conversations)) <= 2 * 1024
-    assert len(conversations._numbered) == len(list(conversations))
+    held = engine.scheduler.residence.conversations
+    assert 1024 <= len(list(held)) <= 2 * 1024
+    assert len(held._numbered) == len(list(held))

@@ -254,6 +254,28 @@ def test_a_question_about_a_document_is_answered_and_the_next_one_finds_its_pref
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0.9 * first.usage.prompt_tokens
 
 
+def test_a_session_is_told_of_and_nothing_of_it_is_found_once_it_is_forgotten(server, client):
+    root, asked = server[1], {"model": "reference", "max_tokens": 4, "temperature": 0}
+
+    def ask(text: str) -> int:
+        messages = [{"role": "user", "content": f"{FILLER * 12}{text}"}]
+        answer = client.chat.completions.create(messages=messages, prompt_cache_key="mine", **asked)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert ask("First.") == 0
+    num_cached = ask("Second.")
+    assert num_cached > 100
+    mine = next(one for one in httpx.get(f"{root}/v1/sessions").json()["data"] if one["id"] == "mine")
+    (one,) = mine["conversations"]
+    assert num_cached <= one["device_tokens"] <= one["tokens"]
+    assert (one["turns"], one["running"], one["host_tokens"]) == (2, 0, 0), (
+        "they part behind the first one's last block"
+    )
+    gone = httpx.delete(f"{root}/v1/sessions/mine").json()
+    assert gone["forgotten_tokens"] >= num_cached
+    assert ask("Second.") == 0
+
+
 def test_an_answer_with_drafts_is_the_answer_without_and_what_was_predicted_is_told(client):
     """Copies of the document are asked for, and one is predicted; whether drafts pay is the machine's matter."""
     question = f"{DOCUMENT}\n\nRepeat the text above."
