@@ -125,6 +125,8 @@ async def follow_turn(
     opening = next((message_text(message) for message in conversation.messages if message.role == "user"), "")
     digest = hashlib.blake2b("\0".join([*whose, opening]).encode("utf-8", "surrogatepass"), digest_size=16)
     name, size = digest.hexdigest(), len(prompt.token_ids)
+    if not any(message.role == "assistant" for message in conversation.messages):
+        return replace(prompt, conversation=name)  # the first turn of one, which may open as another does
     turn = await service.texts.run(size, service.tails.follow, name, prompt.token_ids, context - 1)
     return replace(prompt, token_ids=turn.token_ids, conversation=name, turn=turn if turn.parted else None)
 

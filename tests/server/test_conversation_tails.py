@@ -150,6 +150,14 @@ async def test_a_text_in_other_tokens_is_computed_in_those_that_were_written(tmp
         assert LONG in spelled
 
 
+async def test_a_first_turn_follows_none_that_opens_alike(tmp_path: Path) -> None:
+    async with served(tmp_path, HERMES, LONG, LONG) as live:
+        for text in ("You count files.", "You count the letters of a text."):
+            messages = [{"role": "system", "content": text}, ASKED]
+            assert (await live.http.post(CHAT, json={"messages": messages, "max_tokens": 300})).status_code == 200
+        assert await turns(live) == {}
+
+
 async def test_nobody_follows_the_conversation_of_another_key(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", HERMES)
     deployment = scripted_deployment(folder)
