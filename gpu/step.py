@@ -203,6 +203,8 @@ class WindowBranch:
 class DiskPrefix(Frozen):
     """The front of a prompt that comes from the disk: tokens `[begin, end)`, whole pages, into `page_ids`; those in
     front are in pages. names: of the blocks that have them, in order, from number `first_block` of the prompt on.
+    end_name: of what is kept of the prefix's end (`gpu.disk.record_shapes`), where a model has layers without pages: it
+    has the pages behind the last whole block, and what goes to window or state number `window`; "": nothing is.
     """
 
     names: tuple[str, ...]
@@ -210,6 +212,8 @@ class DiskPrefix(Frozen):
     begin: int
     end: int
     page_ids: tuple[int, ...]
+    end_name: str = ""
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +231,14 @@ class EvictedPart:
 @dataclass(frozen=True, slots=True)
 class SavedBlock(Frozen):
     """A block whose pages, which hold what is final, are copied out for the disk. evicted: the part of it that has
-    dense pages alone, if any.
+    dense pages alone, if any. window: it is the end of a prefix, with pages of less than a block, and this window's or
+    state's content; None: it is a block.
     """
 
     name: str
     page_ids: tuple[int, ...]
     evicted: EvictedPart | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ are lent.
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from queue import SimpleQueue
 
 import torch
@@ -18,7 +19,6 @@ from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.kv.kv_rows import write_rows
 from gpu.step import EvictedPart, SavedBlock
 from transfer.copies import Event
-from transfer.disk.context_store import KV
 from transfer.host_tier import HostTier, LentRows
 
 
@@ -28,10 +28,10 @@ class BlockWriter:
     def __init__(self, copies: DiskCopies, tier: HostTier | None) -> None:
         self._copies = copies
         self._tier = tier
-        shape = copies.store.kv
+        size = max(sum(shape.part_bytes) for shape in copies.store.shapes)
         self._free: SimpleQueue[Tensor] = SimpleQueue()
-        for _ in range(num_buffers(copies.store.config.memory_mib, sum(shape.part_bytes))):
-            self._free.put(pinned_bytes(sum(shape.part_bytes), copies.pool.device))
+        for _ in range(num_buffers(copies.store.config.memory_mib, size)):
+            self._free.put(pinned_bytes(size, copies.pool.device))
 
     @property
     def num_free(self) -> int:
@@ -58,18 +58,24 @@ class BlockWriter:
     def _gather(self, block: SavedBlock) -> Tensor:
         evicted = block.evicted
         if evicted is None:
-            return self._copies.gather(block.page_ids)
-        num_pages = (evicted.end - evicted.begin) // self._copies.pool.page_tokens
-        return self._copies.gather_mixed(block.page_ids, evicted.first_page, evicted.first_page + num_pages)
+            pages = self._copies.gather(block.page_ids)
+        else:
+            num_pages = (evicted.end - evicted.begin) // self._copies.pool.page_tokens
+            pages = self._copies.gather_mixed(block.page_ids, evicted.first_page, evicted.first_page + num_pages)
+        return pages if block.window is None else self._copies.gather_end(pages, block.window)
 
     def _write(self, block: SavedBlock, buffer: Tensor, lent: LentRows | None, done: Event) -> None:
+        store = self._copies.store
+        shape = store.kv if block.window is None or store.end is None else store.end
         try:
             done.synchronize()
-            layers = buffer.view(len(self._copies.layers), -1)
             if lent is not None and block.evicted is not None:
+                num_layers = len(self._copies.layers)
                 with torch.inference_mode():
-                    self._restore(block.evicted, layers, lent)
-            self._copies.store.folder.put(KV, block.name, [part.data for part in layers.numpy()])
+                    self._restore(block.evicted, buffer[: sum(store.kv.part_bytes)].view(num_layers, -1), lent)
+            ends = list(accumulate(shape.part_bytes, initial=0))
+            raw = buffer.numpy().data
+            store.folder.put(shape.kind, block.name, [raw[begin:end] for begin, end in pairwise(ends)])
         finally:
             if lent is not None:
                 lent.end()

@@ -43,6 +43,25 @@ class DiskCopies:
     def part_bytes(self) -> int:
         return self.store.kv.part_bytes[0]
 
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """Return the layers without pages, in the order of an end's parts behind those of pages."""
+        pool = self.pool
+        return tuple(pool.windows.shape.layers if pool.states is None else pool.states.layers)
+
+    def window_arrays(self, layer: int, window: int) -> list[Tensor]:
+        """Return what a window or state is made of in a layer."""
+        held = self.pool.windows if self.pool.states is None else self.pool.states
+        return [arena[self.apart.index(layer), window] for arena in held.arenas]
+
+    def gather_end(self, pages: Tensor, window: int) -> Tensor:
+        """Return an end, uint8 `[bytes]`: pages of `gather`, fewer than a block's, and what a window or state has."""
+        layers, sides, num_pages, page_bytes = pages.shape
+        whole = pages.new_zeros((layers, sides, self.block_pages, page_bytes))
+        whole[:, :, :num_pages] = pages
+        own = [array for layer in self.apart for array in self.window_arrays(layer, window)]
+        return torch.cat([whole.flatten(), *(array.reshape(-1).view(torch.uint8) for array in own)])
+
     def sides(self, layer: int) -> list[Tensor]:
         """Return a layer's pages: keys, then values, `[pages, kv_heads, page_tokens, row]`."""
         return [self.pool.key_pages[layer], self.pool.value_pages[layer]][: self.num_sides]
@@ -63,10 +82,10 @@ class DiskCopies:
         """Return pages as `gather` does, of which `[first, last)` are dense ones: of other layers they are zeros."""
         pool, num_pages = self.pool, len(page_ids)
         ids = upload(np.array(page_ids, np.int64), pool.device)
+        page_bytes = self.part_bytes // self.num_sides // self.block_pages
         rows = torch.zeros(
-            (len(self.layers), self.num_sides, num_pages, self.part_bytes // self.num_sides // num_pages),
-            dtype=torch.uint8, device=pool.device,
-        )  # fmt: skip
+            (len(self.layers), self.num_sides, num_pages, page_bytes), dtype=torch.uint8, device=pool.device
+        )
         parts = [slice(0, first), slice(last, num_pages)]
         for place, layer in enumerate(self.layers):
             for part in parts if layer in pool.offloaded_layers else [slice(0, num_pages)]:
@@ -78,7 +97,7 @@ class DiskCopies:
     def copy_down(self, rows: Tensor, host: Tensor) -> Event:
         """Copy to pinned host memory beside what is computed next."""
         with self.streams.aside(self.streams.down):
-            host.view_as(rows).copy_(rows, non_blocking=True)
+            host[: rows.numel()].view_as(rows).copy_(rows, non_blocking=True)
             done = self.streams.record()
         self.streams.keep((rows,), self.streams.down)
         return done

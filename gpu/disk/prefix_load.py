@@ -8,6 +8,7 @@ the prompt is gone; a part that is not what was stored is never copied, and the 
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor
 
 from gpu.disk.disk_copies import DiskCopies, pinned_bytes
-from gpu.disk.record_shapes import piece_blocks
+from gpu.disk.record_shapes import piece_blocks, piece_bytes
 from gpu.host.staging import StagedPrompt
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.step import DiskPrefix
 from gpu.upload import upload
 from transfer.copies import Event
-from transfer.disk.context_store import KV
+from transfer.disk.context_store import END, KV
 from transfer.disk.record_format import RecordError
 from transfer.host_tier import HostMemoryError
 
@@ -46,21 +47,25 @@ class PrefixLoad:
         self._reads: dict[int, list[Future[None]]] = {}
         self._copied: dict[int, list[Event]] = {}
         self._num_missing: Counter[int] = Counter()  # pieces of a layer that are not there
+        self._ends = [prefix.end_name] if prefix.end_name else []
         self._has_lease = copies.store.folder.lease(KV, prefix.names)
+        if self._has_lease and not copies.store.folder.lease(END, self._ends):
+            copies.store.folder.release(KV, prefix.names)
+            self._has_lease = False
         if not self._has_lease:
             self.is_lost = True
             return
         begin = copies.streams.record()
-        for part, layer in enumerate(copies.layers):
-            if self._place(layer) is None:
-                self._read(part, layer, [begin])
+        for layer in sorted((*copies.layers, *copies.apart)):
+            if layer in copies.apart:
+                self._read_apart(layer, begin)
+            elif self._place(layer) is None:
+                self._read(layer, [begin])
         self._stage(0)
 
     def is_loaded(self, layer: int) -> bool:
         """Tell whether the layer's rows are there, or on their way over the link."""
-        if self.is_lost or layer not in self._copies.layers:
-            return not self.is_lost
-        return layer in self._reads and all(read.done() for read in self._reads[layer])
+        return not self.is_lost and layer in self._reads and all(read.done() for read in self._reads[layer])
 
     def begin_layer(self, layer: int) -> None:
         """Let the layer's first unit wait for its rows. Raises HostMemoryError where they are lost: whoever plans units
@@ -85,8 +90,9 @@ class PrefixLoad:
             for event in events:
                 self._copies.streams.wait_for(event)
         if self._has_lease:
-            self._copies.store.folder.release(KV, self._prefix.names)
-            self._copies.store.run_write(partial(self._copies.store.folder.touch, KV, self._prefix.names))
+            for kind, names in ((KV, self._prefix.names), (END, self._ends)):
+                self._copies.store.folder.release(kind, names)
+                self._copies.store.run_write(partial(self._copies.store.folder.touch, kind, names))
 
     def _place(self, layer: int) -> int | None:
         return None if self._staged is None else self._staged.place(layer)
@@ -98,24 +104,46 @@ class PrefixLoad:
         staging = self._staged.staging
         layer = staging.tier.shape.layers[place]
         before = [self._copies.streams.record(), staging.read[place % len(staging.read)]]
-        self._read(self._copies.layers.index(layer), layer, before)
+        self._read(layer, before)
 
-    def _read(self, part: int, layer: int, before: list[Event]) -> None:
+    def _read(self, layer: int, before: list[Event]) -> None:
+        """Begin to read a layer's pages: of blocks, and of the prefix's end behind them."""
         names, most = self._prefix.names, piece_blocks(self._copies.part_bytes)
-        pieces = [(first, names[first : first + most]) for first in range(0, len(names), most)]
-        self._copied[layer], self._num_missing[layer] = [], len(pieces)
-        self._reads[layer] = [
-            self._copies.store.run_read(partial(self._read_piece, part, layer, *piece, before)) for piece in pieces
-        ]
+        pieces = [(KV, first, names[first : first + most]) for first in range(0, len(names), most)]
+        if self._end_page % self._copies.block_pages and self._ends:
+            pieces.append((END, len(names), tuple(self._ends)))
+        part, size = self._copies.layers.index(layer), self._copies.part_bytes
+        self._submit(
+            layer,
+            [
+                partial(self._read_piece, layer, kind, part, own, size, before, partial(self._place_rows, layer, first))
+                for kind, first, own in pieces
+            ],
+        )
 
-    def _read_piece(self, part: int, layer: int, first: int, names: tuple[str, ...], before: list[Event]) -> None:
-        """Read some blocks' part, and copy it; in a thread."""
+    def _read_apart(self, layer: int, before: Event) -> None:
+        """Begin to read a layer without pages: its window or state."""
+        end, place = self._copies.store.end, len(self._copies.layers) + self._copies.apart.index(layer)
+        assert end is not None, "disk: ends of a model with layers without pages"
+        assert self._ends, "disk: a prefix of a model with layers without pages has an end"
+        size, put = end.part_bytes[place], partial(self._place_window, layer)
+        self._submit(layer, [partial(self._read_piece, layer, END, place, tuple(self._ends), size, [before], put)])
+
+    def _submit(self, layer: int, pieces: list[Callable[[], None]]) -> None:
+        self._copied[layer], self._num_missing[layer] = [], len(pieces)
+        self._reads[layer] = [self._copies.store.run_read(piece) for piece in pieces]
+
+    def _read_piece(
+        self, layer: int, kind: str, part: int, names: tuple[str, ...], size: int, before: list[Event],
+        put: Callable[[Tensor], None],
+    ) -> None:  # fmt: skip
+        """Read some records' part, of `size` bytes each, and have it `put` to its place; in a thread."""
         if self._is_closed or self.is_lost:
             return
-        buffer = _buffer_of(self._copies)[: len(names)]
+        buffer = _buffer_of(self._copies)[: len(names) * size].view(len(names), size)
         for name, row in zip(names, buffer.numpy(), strict=True):
             try:
-                self._copies.store.read(KV, name, part, row.data)
+                self._copies.store.read(kind, name, part, row.data)
             except RecordError as error:
                 log.warning("disk_block_lost layer=%d reason=%s", layer, error)
                 self.is_lost = True
@@ -123,12 +151,19 @@ class PrefixLoad:
         with torch.inference_mode(), _on_stream(self._copies):
             for event in before:
                 self._copies.streams.wait_for(event)
-            self._place_rows(layer, first, buffer)
+            put(buffer)
             done = self._copies.streams.record()
         with self._lock:
             self._copied[layer].append(done)
             self._num_missing[layer] -= 1
         done.synchronize()  # the thread's next piece takes the buffer
+
+    def _place_window(self, layer: int, buffer: Tensor) -> None:
+        """Copy a layer's window or state to the one that the prompt holds."""
+        raw, begin = buffer.view(-1).to(self._copies.pool.device, non_blocking=True), 0
+        for array in self._copies.window_arrays(layer, self._prefix.window):
+            array.copy_(raw[begin : begin + array.nbytes].clone().view(array.dtype).view(array.shape))
+            begin += array.nbytes
 
     def _place_rows(self, layer: int, first: int, buffer: Tensor) -> None:
         """Copy blocks from number `first` of the prefix on to where their rows belong."""
@@ -158,11 +193,11 @@ class PrefixLoad:
 
 
 def _buffer_of(copies: DiskCopies) -> Tensor:
-    """Return this thread's piece of pinned memory, uint8 `[blocks, part_bytes]`."""
-    size = piece_blocks(copies.part_bytes), copies.part_bytes
+    """Return this thread's pinned memory for a piece, uint8 `[bytes]`."""
+    size = piece_bytes(copies.store.kv, copies.store.end)
     buffer: Tensor | None = getattr(_buffers, "own", None)
-    if buffer is None or tuple(buffer.shape) != size:
-        buffer = _buffers.own = pinned_bytes(size[0] * size[1], copies.pool.device).view(size)
+    if buffer is None or len(buffer) != size:
+        buffer = _buffers.own = pinned_bytes(size, copies.pool.device)
     return buffer
 
 

@@ -1,11 +1,13 @@
-"""What a record of a model's contexts holds. No torch.
+"""What records of a model's contexts hold. No torch.
 
-A part is of a layer that has pages: the block's pages of keys, then those of values, as they lie on the device.
+A block has a part for each layer that has pages: the block's pages of keys, then those of values, as they lie on the
+device. Where a model has layers without pages, a prefix has an **end** as well: the pages behind its last whole block,
+in parts of a block's size, and a part for each of the other layers: its window, or its state.
 """
 
 from gpu.model.architecture import Architecture
 from gpu.page_layout import KvFormat, row_bytes
-from transfer.disk.context_store import KV
+from transfer.disk.context_store import END, KV
 from transfer.disk.record_format import RecordShape
 
 MIB = 2**20
@@ -15,6 +17,12 @@ PIECE_BYTES = 8 * MIB  # that a thread reads and copies at once
 def piece_blocks(part_bytes: int) -> int:
     """Return the blocks of a piece."""
     return max(1, PIECE_BYTES // part_bytes)
+
+
+def piece_bytes(block: RecordShape, end: RecordShape | None) -> int:
+    """Return the bytes of the largest piece."""
+    part = block.part_bytes[0]
+    return max([part * piece_blocks(part), *(end.part_bytes if end is not None else ())])
 
 
 def num_buffers(memory_mib: float, record_bytes: int) -> int:
@@ -34,3 +42,14 @@ def kv_record(
     """Return the shape of a block of keys and values; `window_layers` have no pages."""
     row = architecture.rows_of_head * architecture.num_kv_heads * row_bytes(kv, architecture.dim)
     return RecordShape(KV, (block_tokens * row,) * len(paged_layers(architecture, window_layers)))
+
+
+def end_record(architecture: Architecture, window_bytes: int, block: RecordShape) -> RecordShape | None:
+    """Return the shape of a prefix's end; None: pages have all of a context. window_bytes: of a window, or a state, in
+    all layers that have no pages.
+    """
+    num_apart = architecture.num_layers - len(block.part_bytes)
+    if not num_apart:
+        return None
+    assert window_bytes % num_apart == 0, "layers without pages are alike"
+    return RecordShape(END, (*block.part_bytes, *(window_bytes // num_apart,) * num_apart))

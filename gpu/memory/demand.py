@@ -8,7 +8,7 @@ from typing import Literal
 
 from gpu.batching.captured_steps import steps_to_capture
 from gpu.cpu_step.step_arrays import logits_array, num_step_rows, part_arrays
-from gpu.disk.record_shapes import kv_record, num_buffers, piece_blocks
+from gpu.disk.record_shapes import end_record, kv_record, num_buffers, piece_bytes
 from gpu.fusion.fusion_arrays import chunk_token_bytes
 from gpu.host.footprint import STAGED_LAYERS, gathered_array
 from gpu.layers.layer_arrays import activation_bytes, rope_bytes
@@ -452,10 +452,11 @@ class Demand:
         if self.disk is None:
             return ()
         kv = self.kv or FLOATS[self.dtype_bytes]
-        parts = kv_record(self.shape, self.window_layers, kv, self.disk.block_tokens).part_bytes
-        record, piece = sum(parts), max(parts, default=0)
-        reading = self.disk.threads * piece * piece_blocks(piece) if piece else 0
-        writing = num_buffers(self.disk.memory_mib, record) * record if piece else 0
+        block = kv_record(self.shape, self.window_layers, kv, self.disk.block_tokens)
+        end = end_record(self.shape, self.window_bytes, block)
+        record = max(sum(shape.part_bytes) for shape in (block, end) if shape is not None)
+        reading = self.disk.threads * piece_bytes(block, end)
+        writing = num_buffers(self.disk.memory_mib, record) * record
         return (
             MemoryItem("contexts to the disk", "host", writing, f"blocks of {self.disk.block_tokens} tokens, pinned"),
             MemoryItem("contexts from the disk", "host", reading, f"pieces that {self.disk.threads} threads read"),

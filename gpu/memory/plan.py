@@ -201,8 +201,6 @@ def plan_memory(
         check_documents(architecture)
     else:  # a prompt that takes chunks has queries anywhere in it, and what they see must be there
         window_pages = count_window_pages(architecture, gpu, spare_tokens, max_context_tokens)
-    if disk is not None:
-        check_disk(architecture, window_pages)
     if gpu.kv_windows is not None and not window_pages:
         why = "documents need all of a context" if architecture.window_layers else "no layer of the model has a window"
         raise PlanError(f"gpu.kv_windows: asked {gpu.kv_windows}, but {why}; leave it out")
@@ -231,6 +229,8 @@ def plan_memory(
         unpacked=why_unpacked(architecture, machine.has_vectors) if device == "cpu" else None,
         prefill_graph_sizes=sizes.prefill_graph_sizes,
     )
+    if disk is not None:
+        check_disk(architecture, demand.window_layers)
     place = demand.place
     limits = resolve_limits(gpu, device, machine)
     demand = count_experts(demand, limits[place], gpu, max_context_tokens, max_hidden_tokens)

@@ -57,16 +57,12 @@ def check_documents(shape: Architecture) -> None:
         raise PlanError(f"documents: {why} in {shape.name}, of which no chunks are kept; leave out `documents`")
 
 
-def check_disk(shape: Architecture, window_pages: int) -> None:
-    """Check that contexts of a model can be kept on disk: pages have all of them. Raises PlanError."""
-    if shape.recurrent is not None:
+def check_disk(shape: Architecture, window_layers: Sequence[int]) -> None:
+    """Check that contexts of a model can be kept on disk: some layer has all of them in pages. Raises PlanError."""
+    if len(window_layers) == shape.num_layers:
         raise PlanError(
-            f"disk: layers of {shape.name} are recurrent, and their states are not kept on disk; leave out `disk`"
-        )
-    if window_pages:
-        raise PlanError(
-            f"disk: layers of {shape.name} keep windows by themselves, which are not kept on disk; leave out `disk`, "
-            "or keep all of a context in pages with gpu.kv_windows: 0"
+            f"disk: no layer of {shape.name} has all of a context in pages, and blocks on disk are of pages; leave out "
+            "`disk`"
         )
 
 

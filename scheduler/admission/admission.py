@@ -247,7 +247,7 @@ class Admission:
         sequence.num_bypassed = 0
         self._rings.take(sequence, start.first_computed, [one for one in holding if one.state is State.RUNNING])
         self._residence.conversations.enter(sequence, self._prefill.prompt_work)
-        self._residence.start_prefill(sequence, start.begin)
+        self._residence.start_prefill(sequence, start)
         if sequence.started_s is None:
             sequence.started_s = time.monotonic()
             sequence.num_cached_tokens = start.first_computed

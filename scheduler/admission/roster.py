@@ -226,10 +226,10 @@ class Roster:
         else:
             self.running.remove(sequence)
         is_kept = sequence.state is State.RUNNING and not sequence.has_failed
-        if is_kept:
-            seconds_of = partial(self._prefill.prompt_seconds, method=sequence.profile.prefill_method)
-            self._residence.note_left(sequence, seconds_of)
+        num_final = self._residence.num_final_blocks(sequence) if is_kept else 0
         self._residence.leave(sequence, is_kept)
+        seconds_of = partial(self._prefill.prompt_seconds, method=sequence.profile.prefill_method)
+        self._residence.disk.note_left(sequence, num_final, seconds_of)
         self._rings.give_back(sequence)
         self._lanes.give_back(sequence.lane)
         sequence.lane = Lane.DEVICE

@@ -87,14 +87,27 @@ class Windows:
         kept = self._ends_of(sequence, sequence.num_tokens) if self._keeps else None
         return 0 if kept is None else kept.begin
 
-    def take(self, sequence: Sequence, num_blocks: int, num_seen_blocks: int) -> None:
+    def find_kept(self, hashes: list[bytes], num_blocks: int) -> "list[tuple[int, _Kept, int]]":
+        """Return windows that are kept and end among the first `num_blocks` of these blocks: what `has_kept` asks for,
+        and the last end.
+        """
+        found = [(window, kept, kept.last_end(hashes, num_blocks, 1)) for window, kept in self._kept.items()]
+        return [one for one in found if one[2]]
+
+    def has_kept(self, window: int, kept: object) -> bool:
+        """Tell whether a window is still kept for these ends."""
+        return self._kept.get(window) is kept
+
+    def take(
+        self, sequence: Sequence, num_blocks: int, num_seen_blocks: int, is_on_disk: bool = False
+    ) -> None:  # fmt: skip
         """Give a sequence a window from the next plan on, whose first `num_blocks` blocks are known; pages have
-        `num_seen_blocks` of its front.
+        `num_seen_blocks` of its front. is_on_disk: what the window has there comes from the disk.
         """
         if not self.count:
             return
         source = None
-        if num_blocks:
+        if num_blocks and not is_on_disk:
             source = next(
                 window
                 for window, kept in reversed(self._kept.items())
@@ -102,11 +115,13 @@ class Windows:
             )
             self._kept.move_to_end(source)
         written = 0 if source is None else self._written[source]
+        if is_on_disk:  # it ended there, whatever of the cells behind had been written
+            written = num_blocks * self._page_tokens + (self._spare_tokens if self.snapshot_tokens is None else 0)
         sequence.window = self._take_one()
         self._written[sequence.window] = written
         self._roots[sequence.window] = sequence.hashes[0] if sequence.hashes else b""
         self._writes.append(WindowWrite(sequence.window, source, sequence.slot))
-        ends = {num_seen_blocks}
+        ends = set() if is_on_disk and self.snapshot_tokens is None else {num_seen_blocks}
         if self.snapshot_tokens is not None:
             sequence.snapshot_cell = sequence.num_tokens
             last = (sequence.run_end or sequence.num_tokens - 1) // self._page_tokens  # offloaded, others find its run

@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 from gpu.step import DiskPrefix, EvictedPart, HostRead, SavedBlock
 from scheduler.cache.page_pool import PagePool
+from scheduler.cache.window_pool import Windows
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.sequences.sequence import Sequence
-from transfer.disk.context_store import KV, ContextStore
+from transfer.disk.context_store import END, KV, ContextStore
 
 Seconds = Callable[[int, int], float]
 """Of the computation of a prompt's tokens `[begin, end)`."""
@@ -41,6 +43,8 @@ class _Unsaved:
     name: str
     first: int  # KV block
     hashes: list[bytes]  # of its KV blocks
+    window: int | None = None  # with this, it is the end of a prefix: as long as the window is `kept`
+    kept: object = None
 
 
 class DiskContexts:
@@ -50,16 +54,18 @@ class DiskContexts:
 
     def __init__(
         self, side: DiskSide | None, pages: PagePool, page_tokens: int, contexts: HostContexts | None,
-        num_sink_blocks: int,
+        num_sink_blocks: int, windows: Windows,
     ) -> None:  # fmt: skip
         self.side = side
         self._contexts = contexts
         self._num_sink_blocks = num_sink_blocks
+        self._windows = windows
         self._pages = pages
         self._page_tokens = page_tokens
         self._block_pages = 1 if side is None else side.store.block_tokens // page_tokens
         self._unsaved: deque[_Unsaved | list[str]] = deque()  # and behind a context's last block, the names of all
         self._waiting: set[str] = set()
+        self._waiting_ends: set[str] = set()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -69,11 +75,23 @@ class DiskContexts:
         """
         if self.side is None or sequence.chunks:
             return 0
-        end = min(self._count(sequence) * self._block_pages, sequence.num_usable_blocks)
-        end = end // sequence.border_blocks * sequence.border_blocks * self._page_tokens
+        count = self._count(sequence) * self._block_pages
+        end = self._last_end(sequence, count, begin // self._page_tokens) * self._page_tokens
         if end <= begin or not self._pays(end - begin * (not is_read_whole), seconds_of(begin, end)):
             return 0
         return end
+
+    def _last_end(self, sequence: Sequence, count: int, begin: int) -> int:
+        """Return the most KV blocks in front that a prompt may begin behind, `count` of which are on disk as whole
+        blocks; where layers have no pages, as many as have an end there.
+        """
+        assert self.side is not None
+        most, step = sequence.num_usable_blocks, sequence.border_blocks
+        if self.side.store.end is None:
+            return min(count, most) // step * step
+        last = min(count + self._block_pages - 1, most) // step * step
+        folder, hashes = self.side.store.folder, sequence.hashes
+        return next((end for end in range(last, begin, -step) if folder.has(END, hashes[end - 1].hex())), 0)
 
     def prefix(self, sequence: Sequence, begin: int, end: int) -> DiskPrefix | None:
         """Return what a prompt's prefill is told of it; None: nothing comes from the disk."""
@@ -82,7 +100,13 @@ class DiskContexts:
         block_tokens = self._block_pages * self._page_tokens
         first, last = begin // block_tokens, -(-end // block_tokens)
         pages = sequence.pages[begin // self._page_tokens : end // self._page_tokens]
-        return DiskPrefix(self._names(sequence, first, last), first, begin, end, tuple(pages))
+        end_name, window = "", 0
+        if self._windows.count:
+            assert sequence.window is not None, "disk: a sequence of a model with windows holds one"
+            end_name, window = sequence.hashes[end // self._page_tokens - 1].hex(), sequence.window
+            last = end // block_tokens
+        names = self._names(sequence, first, last)
+        return DiskPrefix(names, first, begin, end, tuple(pages), end_name, window)
 
     def _count(self, sequence: Sequence) -> int:
         """Return how many of the prompt's blocks in front are on disk; a block in pages alone counts."""
@@ -125,7 +149,20 @@ class DiskContexts:
             self._waiting.add(names[block])
             hashes = sequence.hashes[block * size : (block + 1) * size]
             self._unsaved.append(_Unsaved(names[block], block * size, hashes))
+        self._note_ends(sequence, num_final_blocks)
         self._unsaved.append(list(names))
+
+    def _note_ends(self, sequence: Sequence, num_final_blocks: int) -> None:
+        """Note the ends of the prefix that are kept: the last of the prompt's, and the last of all."""
+        size, folder = self._block_pages, self.side.store.folder if self.side is not None else None
+        kept = self._windows.find_kept(sequence.hashes, num_final_blocks)
+        of_prompt = [one for one in kept if one[2] * self._page_tokens <= sequence.num_prompt_tokens]
+        last = (max(some, key=itemgetter(2)) for some in (of_prompt, kept) if some)
+        for end, (window, ends, _) in {one[2]: one for one in last}.items():
+            name, first = sequence.hashes[end - 1].hex(), end // size * size
+            if folder is not None and name not in self._waiting_ends and not folder.has(END, name):
+                self._waiting_ends.add(name)
+                self._unsaved.append(_Unsaved(name, first, sequence.hashes[first:end], window, ends))
 
     def retract(self, sequence: Sequence) -> None:
         """Remove the blocks of a context that gave no finite logits."""
@@ -169,12 +206,13 @@ class DiskContexts:
             elif len(saves) == num_savable:
                 break
             else:
-                saved = None if store.folder.has(KV, first.name) else self._locate(first)
+                kind, waiting = (KV, self._waiting) if first.window is None else (END, self._waiting_ends)
+                saved = None if store.folder.has(kind, first.name) else self._locate(first)
                 if saved is not None:
                     if not self._has_landed(saved.evicted):
                         break
                     saves.append(saved)
-                self._waiting.discard(first.name)
+                waiting.discard(first.name)
             self._unsaved.popleft()
         return saves
 
@@ -184,9 +222,11 @@ class DiskContexts:
 
     def _locate(self, block: _Unsaved) -> SavedBlock | None:
         """Return where a block is: in known pages, or in those of a context in host memory; None: no more."""
+        if block.window is not None and not self._windows.has_kept(block.window, block.kept):
+            return None
         page_ids = self._pages.find_pages(block.hashes)
         if page_ids is not None:
-            return SavedBlock(block.name, tuple(page_ids))
+            return SavedBlock(block.name, tuple(page_ids), None, block.window)
         context = None if self._contexts is None else self._contexts.owner(block.hashes[-1])
         if context is None or not context.is_written or not context.is_open:
             return None
@@ -194,7 +234,7 @@ class DiskContexts:
         pages = [*context.sink_pages, *context.pages[: last - num_sink]][block.first : last]
         first_evicted, end_evicted = max(block.first, num_sink), min(last, num_sink + context.num_evicted)
         if end_evicted <= first_evicted:
-            return SavedBlock(block.name, tuple(pages))
+            return SavedBlock(block.name, tuple(pages), None, block.window)
         begin, end = ((evicted - num_sink) * self._page_tokens for evicted in (first_evicted, end_evicted))
         part = EvictedPart(context.context_id, begin, end, first_evicted - block.first)
-        return SavedBlock(block.name, tuple(pages), part)
+        return SavedBlock(block.name, tuple(pages), part, block.window)

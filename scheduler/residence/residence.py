@@ -16,7 +16,7 @@ from scheduler.cache.idle_pages import NOBODY
 from scheduler.cache.page_pool import Memory, PagePool
 from scheduler.cache.prefix_cache import PrefixCache
 from scheduler.cache.window_pool import Windows
-from scheduler.residence.disk_contexts import DiskContexts, DiskSide, Seconds
+from scheduler.residence.disk_contexts import DiskContexts, DiskSide
 from scheduler.residence.evictions import Evictor
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.residence.offloaded_prompts import OffloadedPrompts, Start
@@ -70,7 +70,7 @@ class Residence:
         if host is not None:
             self.contexts = HostContexts(host, self.pages, prefix_cache, self.conversations)
             self.evictor = Evictor(host, self.contexts, self.pages)
-        self.disk = DiskContexts(disk, self.pages, page_tokens, self.contexts, self.num_sink_blocks)
+        self.disk = DiskContexts(disk, self.pages, page_tokens, self.contexts, self.num_sink_blocks, self.windows)
         self.room = PageRoom(capacity, self.pages, self.contexts, self.evictor)
         self.counts = ResidenceCounts(page_tokens, self.contexts, self.evictor)
         if host is not None and self.contexts is not None and self.evictor is not None:
@@ -116,11 +116,11 @@ class Residence:
         sequence.pages = front.page_ids + self.pages.allocate(num_new)
         return True
 
-    def start_prefill(self, sequence: Sequence, begin: int) -> None:
-        """Give a window to a sequence that begins at token `begin`, and note the blocks that its prefill computes."""
+    def start_prefill(self, sequence: Sequence, start: Start) -> None:
+        """Give a window to a sequence that begins there, and note the blocks that its prefill computes, or reads."""
         num_seen = 0 if sequence.run_end else sequence.num_seen_blocks
-        self.windows.take(sequence, begin // self.page_tokens, num_seen)
-        self.prefixes.start(sequence, begin)
+        self.windows.take(sequence, start.first_computed // self.page_tokens, num_seen, start.disk_end > 0)
+        self.prefixes.start(sequence, start.begin)
 
     def finish_prefill(self, sequence: Sequence) -> None:
         """Let others find a prompt, and mark what it offloaded as written: the plan under way ends its prefill."""
@@ -253,13 +253,12 @@ class Residence:
         sequence.context = None
         sequence.pages = []
 
-    def note_left(self, sequence: Sequence, seconds_of: Seconds) -> None:
-        """Note what is to be written to the disk of a sequence that is about to leave, and whose context is kept."""
-        num_final = sequence.num_published
-        if sequence.context is not None:
-            context = sequence.open_context
-            num_final = 0 if context is None else self.num_sink_blocks + len(context.hashes)
-        self.disk.note_left(sequence, num_final, seconds_of)
+    def num_final_blocks(self, sequence: Sequence) -> int:
+        """Return how many of a sequence's blocks in front are final, and known in pages or host memory."""
+        if sequence.context is None:
+            return sequence.num_published
+        context = sequence.open_context
+        return 0 if context is None else self.num_sink_blocks + len(context.hashes)
 
     def _leave_context(self, sequence: Sequence, context: HostContext, is_kept: bool) -> None:
         """Give back the pages in front of its run and behind it; those of the run are the context's."""

@@ -43,13 +43,16 @@ class ContextStore:
         """Raises FolderError."""
         self.config, self.block_tokens, self.kv, self.end = config, config.block_tokens, kv, end
         root = config.resolved_folder
-        shapes = [kv] if end is None else [kv, end]
         day = None if config.written_gib_a_day is None else int(config.written_gib_a_day * GIB)
-        self.folder = RecordFolder(root, model, shapes, int(config.limit_gib * GIB), day)
+        self.folder = RecordFolder(root, model, self.shapes, int(config.limit_gib * GIB), day)
         self.rate = ReadRate(probe_rate(root, config.threads))
         self.bytes_read = 0
         self._readers = ThreadPoolExecutor(config.threads, "context-reads")
         self._writer = ThreadPoolExecutor(1, "context-writes")
+
+    @property
+    def shapes(self) -> list[RecordShape]:
+        return [self.kv] if self.end is None else [self.kv, self.end]
 
     def count_front(self, names: Sequence[str], first: int) -> int:
         """Return how many of these blocks are there without a gap, those before `first` taken for granted."""
@@ -59,8 +62,9 @@ class ContextStore:
         return end
 
     def read_seconds(self, num_blocks: int) -> float:
-        """Return the seconds that so many blocks take to be read."""
-        return num_blocks * self.kv.file_bytes / self.rate.bytes_a_second
+        """Return the seconds that so many blocks, and the end behind them, take to be read."""
+        end_bytes = 0 if self.end is None else self.end.file_bytes
+        return (num_blocks * self.kv.file_bytes + end_bytes) / self.rate.bytes_a_second
 
     def read(self, kind: str, name: str, part: int, out: memoryview) -> None:
         """Read a part now. Raises RecordError."""
