@@ -148,7 +148,7 @@ def test_layers_that_are_not_computed_are_refused_by_name(change: dict, message:
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
 def test_an_engine_with_graphs_gives_the_text_of_the_cpu_with_snapshots_and_without(name: str) -> None:
     """In float32: turns, forks and a turn taken back, through captured steps and states that are copied."""
-    folder = checkpoint(name).folder
+    folder = checkpoint(name, vocab_size=1024).folder
     cold = converse(make_engine(prefix_cache=False, folder=folder))
     for prefix_cache in (False, True):
         engine = make_engine(prefix_cache=prefix_cache, folder=folder, device="cuda")
