@@ -92,7 +92,7 @@ class PrefixLoad:
         if self._has_lease:
             for kind, names in ((KV, self._prefix.names), (END, self._ends)):
                 self._copies.store.folder.release(kind, names)
-                self._copies.store.run_write(partial(self._copies.store.folder.touch, kind, names))
+                self._copies.store.run_touch(kind, names)
 
     def _place(self, layer: int) -> int | None:
         return None if self._staged is None else self._staged.place(layer)

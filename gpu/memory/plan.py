@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gpu.config import GpuConfig
+from gpu.disk.record_shapes import kv_record
 from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS
 from gpu.memory.counting import (
     count_experts,
@@ -35,6 +36,7 @@ from gpu.memory.machine_limits import (
 from gpu.memory.refusals import (
     check_configured,
     check_disk,
+    check_disk_limit,
     check_documents,
     check_fixed,
     check_latents,
@@ -231,6 +233,7 @@ def plan_memory(
     )
     if disk is not None:
         check_disk(architecture, demand.window_layers)
+        check_disk_limit(disk, kv_record(architecture, demand.window_layers, kv, disk.block_tokens).file_bytes)
     place = demand.place
     limits = resolve_limits(gpu, device, machine)
     demand = count_experts(demand, limits[place], gpu, max_context_tokens, max_hidden_tokens)

@@ -10,6 +10,7 @@ from gpu.model.architecture import Architecture
 from gpu.page_layout import CODE_FORMATS
 from gpu.profiles import FULL_ATTENTION
 from gpu.weights.expert_shares import PINNED_SHARE, most_experts
+from transfer.disk.disk_config import DiskConfig
 from transfer.host_config import HostConfig
 from transfer.machine import GIB, MachineProfile
 
@@ -63,6 +64,15 @@ def check_disk(shape: Architecture, window_layers: Sequence[int]) -> None:
         raise PlanError(
             f"disk: no layer of {shape.name} has all of a context in pages, and blocks on disk are of pages; leave out "
             "`disk`"
+        )
+
+
+def check_disk_limit(disk: DiskConfig, block_bytes: int) -> None:
+    """Check that the limit holds a block at all. Raises PlanError."""
+    if block_bytes > disk.limit_gib * GIB:
+        raise PlanError(
+            f"disk.limit_gib: asked {disk.limit_gib:g} GiB, a block of {disk.block_tokens} tokens takes "
+            f"{block_bytes:,} bytes; raise it to {least_gib(block_bytes)}, or lower disk.block_tokens"
         )
 
 

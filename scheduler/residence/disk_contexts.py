@@ -20,6 +20,9 @@ from scheduler.cache.window_pool import Windows
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.sequences.sequence import Sequence
 from transfer.disk.context_store import END, KV, ContextStore
+from transfer.disk.record_folder import RecordFolder
+
+MOST_UNSAVED = 16_384  # blocks and contexts that wait to be written; one more, and the oldest is not
 
 Seconds = Callable[[int, int], float]
 """Of the computation of a prompt's tokens `[begin, end)`."""
@@ -151,6 +154,10 @@ class DiskContexts:
             self._unsaved.append(_Unsaved(names[block], block * size, hashes))
         self._note_ends(sequence, num_final_blocks)
         self._unsaved.append(list(names))
+        while len(self._unsaved) > MOST_UNSAVED:  # the disk is slow, or does not answer
+            oldest = self._unsaved.popleft()
+            if not isinstance(oldest, list):
+                (self._waiting if oldest.window is None else self._waiting_ends).discard(oldest.name)
 
     def _note_ends(self, sequence: Sequence, num_final_blocks: int) -> None:
         """Note the ends of the prefix that are kept: the last of the prompt's, and the last of all."""
@@ -165,12 +172,10 @@ class DiskContexts:
                 self._unsaved.append(_Unsaved(name, first, sequence.hashes[first:end], window, ends))
 
     def retract(self, sequence: Sequence) -> None:
-        """Remove the blocks of a context that gave no finite logits."""
+        """Remove all of a context that gave no finite logits, what is being written, too."""
         if self.side is not None:
-            folder = self.side.store.folder
-            for name in self._names(sequence, 0, len(sequence.hashes) // self._block_pages):
-                if folder.has(KV, name):
-                    self.side.store.run_write(partial(folder.drop, KV, name, "its context gave no finite logits"))
+            folder, why = self.side.store.folder, "its context gave no finite logits"
+            self._remove(sequence.hashes, set(), lambda kind, name: folder.drop(kind, name, why))
 
     def count_tokens(self, hashes: list[bytes]) -> int:
         """Return the tokens in front of a prompt of these KV blocks that are there without a gap."""
@@ -179,12 +184,25 @@ class DiskContexts:
         return self.side.store.count_front(self._names_of(hashes), 0) * self.side.store.block_tokens
 
     def forget(self, hashes: list[bytes], kept: set[bytes]) -> None:
-        """Remove the blocks of a prompt, but those that end with a KV block of `kept`."""
+        """Remove the blocks and ends of a prompt, what is being written, too, but those that end with a KV block of
+        `kept`.
+        """
         if self.side is not None:
-            folder = self.side.store.folder
-            for name in self._names_of(hashes):
-                if bytes.fromhex(name) not in kept and folder.has(KV, name):
-                    self.side.store.run_write(partial(folder.remove, KV, name))
+            self._remove(hashes, kept, self.side.store.folder.remove)
+
+    def _remove(self, hashes: list[bytes], kept: set[bytes], remove: Callable[[str, str], None]) -> None:
+        """Write nothing of these that is not on its way, and remove it behind what is."""
+        assert self.side is not None
+        store = self.side.store
+        blocks = {name for name in self._names_of(hashes) if bytes.fromhex(name) not in kept}
+        ends = {digest.hex() for digest in hashes if digest not in kept} if store.end is not None else set()
+        unsaved, self._unsaved = self._unsaved, deque()
+        for one in unsaved:
+            if isinstance(one, list) or one.name not in (blocks if one.window is None else ends):
+                self._unsaved.append(one)
+        self._waiting -= blocks
+        self._waiting_ends -= ends
+        store.run_write(partial(_remove_all, store.folder, remove, blocks, ends))
 
     @property
     def has_work(self) -> bool:
@@ -202,7 +220,7 @@ class DiskContexts:
             if isinstance(first, list):
                 if saves:
                     break  # these are written before
-                store.run_write(partial(store.folder.touch, KV, first))
+                store.run_touch(KV, first)
             elif len(saves) == num_savable:
                 break
             else:
@@ -238,3 +256,10 @@ class DiskContexts:
         begin, end = ((evicted - num_sink) * self._page_tokens for evicted in (first_evicted, end_evicted))
         part = EvictedPart(context.context_id, begin, end, first_evicted - block.first)
         return SavedBlock(block.name, tuple(pages), part, block.window)
+
+
+def _remove_all(folder: RecordFolder, remove: Callable[[str, str], None], blocks: set[str], ends: set[str]) -> None:
+    for kind, names in ((KV, blocks), (END, ends)):
+        for name in names:
+            if folder.has(kind, name):
+                remove(kind, name)

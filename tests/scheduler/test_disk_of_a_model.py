@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 
 from gpu.config import GpuConfig, ModelConfig
+from gpu.memory.demand import PlanError
 from gpu.model.architecture import ModelError, load_architecture
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
@@ -72,12 +73,58 @@ def test_a_session_that_is_forgotten_is_told_of_and_leaves_the_disk_but_for_what
     shared = draw(128, 7)
     for name in ("mine", "other"):
         serve(engine, [structs.replace(ask(name, shared + draw(200, len(name)), 4), session=name)])
+    engine.scheduler.residence.disk.side.store.run_write(lambda: None).result()  # the last blocks are written
     other, mine = answer_sessions(engine.scheduler.residence, AskSessions("q", "")).conversations
     assert (mine.session, other.session) == ("mine", "other")
     assert mine.disk_tokens == other.disk_tokens == 320
     answer_sessions(engine.scheduler.residence, AskSessions("q", "", "mine"))
     engine.shutdown()
     assert len(records(tmp_path)) == 320 // BLOCK
+
+
+def hold_up(engine: Engine) -> threading.Event:
+    """Have nothing be written until the event is set."""
+    go_on = threading.Event()
+    engine.scheduler.residence.disk.side.store.run_write(lambda: go_on.wait(30) and None)
+    return go_on
+
+
+def test_a_session_that_is_forgotten_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, memory_mib=0.001)
+    go_on, disk = hold_up(engine), engine.scheduler.residence.disk
+    engine.submit([structs.replace(ask("a", draw(300, 1), 4), session="mine")])
+    while engine.scheduler.roster.num_unfinished or engine._in_flight:
+        engine.step()
+    engine.step()
+    assert disk.side.num_savable() == 0
+    assert disk.has_work, "some blocks are on their way, others wait for a buffer"
+    answer_sessions(engine.scheduler.residence, AskSessions("q", "", "mine"))
+    go_on.set()
+    drain(engine)
+    engine.shutdown()
+    assert records(tmp_path) == []
+
+
+def test_what_waits_for_a_disk_that_does_not_answer_has_a_bound(
+    tmp_path: Path, cold: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.residence.disk_contexts.MOST_UNSAVED", 6)
+    monkeypatch.setattr("transfer.disk.context_store.MOST_TOUCHES", 3)
+    engine = make_engine(tmp_path, memory_mib=0.001)
+    go_on, disk = hold_up(engine), engine.scheduler.residence.disk
+    for number in range(20):
+        request = ask(f"{number}", draw(200, number % 10), 4)
+        engine.submit([request])
+        told = []
+        while engine.scheduler.roster.num_unfinished or engine._in_flight:
+            told += [token_id for delta in engine.step() for token_id in delta.token_ids]
+        assert told == serve(cold, [request])[0][0]
+    assert len(disk._unsaved) <= 6
+    assert len(disk._waiting) <= 6
+    assert disk.side.store._writer._work_queue.qsize() <= 2 + 3
+    go_on.set()
+    drain(engine)
+    engine.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +279,27 @@ def test_a_context_without_finite_logits_leaves_nothing_on_disk(tmp_path: Path) 
     assert drain(engine)["b"][-1].finish_reason == "error"
     engine.shutdown()
     assert records(tmp_path) == []
+
+
+def test_a_context_without_finite_logits_leaves_nothing_that_was_on_its_way(tmp_path: Path) -> None:
+    engine, prompt = make_engine(tmp_path), draw(300, 3)
+    go_on = hold_up(engine)
+    engine.submit([ask("a", prompt, 4)])
+    while engine.scheduler.roster.num_unfinished or engine._in_flight:
+        engine.step()
+    engine.step()
+    with torch.inference_mode():
+        engine._runner.weights.final_norm.fill_(float("nan"))
+    engine.submit([ask("b", prompt, 4)])
+    assert drain(engine)["b"][-1].finish_reason == "error"
+    go_on.set()
+    engine.shutdown()
+    assert records(tmp_path) == []
+
+
+def test_a_limit_that_holds_no_block_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"disk\.limit_gib: asked 1e-05 GiB, a block of 64 tokens .* raise it to"):
+        make_engine(tmp_path, limit_gib=1e-5)
 
 
 def test_two_engines_in_one_folder_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

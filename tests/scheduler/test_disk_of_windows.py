@@ -1,5 +1,6 @@
 """Models with windows or states keep the ends of prefixes on disk, too: restarts give the text of a cold server."""
 
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from gpu.model.architecture import load_architecture
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
+from scheduler.messages import AskSessions
 from scheduler.planning.engine_memory import plan_engine
+from scheduler.residence.kept_sessions import answer_sessions
 from tests.scheduler.test_states_of_a_model import ask, converse, draw, serve
 from transfer.disk.disk_config import DiskConfig
 from transfer.host_config import HostConfig
@@ -64,6 +67,27 @@ def test_a_conversation_goes_on_after_a_restart_at_each_turn(name: str, tmp_path
         assert bool(found) == bool(turn)
         engine.shutdown()
         history = [*history, *told, *draw(40, 2 + turn)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("is_written", [False, True])
+def test_of_a_session_that_is_forgotten_no_end_is_left_on_disk(name: str, is_written: bool, tmp_path: Path) -> None:
+    engine, go_on = make_engine(tmp_path, name), threading.Event()
+    store = engine.scheduler.residence.disk.side.store
+    if not is_written:
+        store.run_write(lambda: go_on.wait(30) and None)
+    engine.submit([structs.replace(ask("a", draw(300, 1), 70), session="mine")])
+    while engine.scheduler.roster.num_unfinished or engine._in_flight:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    if is_written:
+        store.run_write(lambda: None).result()
+        assert {path.suffix for path in tmp_path.glob("*/*")} == {".kv", ".end"}
+    answer_sessions(engine.scheduler.residence, AskSessions("q", "", "mine"))
+    go_on.set()
+    engine.shutdown()
+    assert list(tmp_path.glob("*/*")) == []
 
 
 @pytest.mark.parametrize("name", MODELS)

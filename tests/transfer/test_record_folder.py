@@ -29,7 +29,7 @@ from tests.transfer.record_cases import (
     store,
 )
 from transfer.disk.disk_rate import SLOW_RATE, ReadRate, probe_rate
-from transfer.disk.record_folder import FolderError
+from transfer.disk.record_folder import FolderError, RecordFolder
 from transfer.disk.record_format import RecordError, RecordShape, name_model, read_header, write_header
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +148,32 @@ def test_files_of_all_models_share_the_limit(tmp_path: Path) -> None:
     assert [fetch(folder, 3), fetch(folder, 4)] == [parts_of(3), parts_of(4)]
 
 
+def test_a_limit_that_was_lowered_holds_from_the_start(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    for number in range(5):
+        store(folder, number)
+    folder = reopen(folder, 2 * FILE_BYTES + 1)
+    assert [folder.has("kv", name_of(number)) for number in range(5)] == [False, False, False, True, True]
+    assert len(list(tmp_path.rglob("*.kv"))) == 2
+
+
+def test_a_record_that_no_limit_holds_evicts_nobody(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    store(folder, 1)
+    folder.shutdown()
+    large = RecordShape("kv", (3 * FILE_BYTES,))
+    folder = RecordFolder(tmp_path, OTHER_MODEL, [large], 2 * FILE_BYTES, None)
+    assert not folder.put("kv", name_of(2), [memoryview(bytes(3 * FILE_BYTES))])
+    assert (len(folder), folder.counts["refused"]) == (1, 1)
+
+
+def test_a_folder_that_is_called_as_a_record_is_not_touched(tmp_path: Path) -> None:
+    path_of(tmp_path, 1).mkdir(parents=True)
+    folder = open_folder(tmp_path)
+    assert not folder.has("kv", name_of(1))
+    assert store(folder, 2)
+
+
 def test_what_is_read_now_stays_and_a_prefix_outlives_what_is_behind_it(tmp_path: Path) -> None:
     folder = open_folder(tmp_path, 3 * FILE_BYTES)
     for number in (1, 2, 3):
@@ -239,8 +265,14 @@ def test_the_limit_of_a_day_holds_over_a_restart_and_ends_with_the_day(
     assert (folder.counts["capped"], caplog.text.count("disk_day_limit")) == (2, 1)
     day = "2026-11-30"
     assert [store(folder, number) for number in (3, 4, 5)] == [True, True, False]
+    day = "2026-11-29"
+    assert not store(folder, 6), "a clock that is set back counts on where it was"
+    day = "2026-11-30"
     folder.shutdown()
-    (tmp_path / "written.json").write_text('{"day": []')
+    folder = open_folder(tmp_path, day_limit_bytes=2 * FILE_BYTES)
+    assert not store(folder, 6), "and forth again, too"
+    folder.shutdown()
+    (tmp_path / "written.json").write_text('{"days": {"2026-11-30": []')
     assert store(open_folder(tmp_path, day_limit_bytes=FILE_BYTES), 6)
 
 

@@ -7,6 +7,7 @@ side by side, in the order in which they are asked for; writes one after another
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 
 from transfer.disk.disk_config import DiskConfig
 from transfer.disk.disk_rate import ReadRate, probe_rate
@@ -15,6 +16,7 @@ from transfer.disk.record_format import RecordShape
 
 GIB = 2**30
 KV = "kv"  # blocks of keys and values
+MOST_TOUCHES = 256  # of prefixes, on their way to the disk
 END = "end"  # what windows or states hold where a prefix ends
 
 
@@ -47,6 +49,8 @@ class ContextStore:
         self.folder = RecordFolder(root, model, self.shapes, int(config.limit_gib * GIB), day)
         self.rate = ReadRate(probe_rate(root, config.threads))
         self.bytes_read = 0
+        self._lock = Lock()
+        self._num_touches = 0  # that the writer has not made
         self._readers = ThreadPoolExecutor(config.threads, "context-reads")
         self._writer = ThreadPoolExecutor(1, "context-writes")
 
@@ -81,6 +85,22 @@ class ContextStore:
 
     def run_write(self, write: Callable[[], None]) -> "Future[None]":
         return self._writer.submit(write)
+
+    def run_touch(self, kind: str, names: Sequence[str]) -> None:
+        """Mark the records of a prefix as used, behind what is being written; not so where a slow disk has many such
+        marks to write: they say no more than what is evicted first.
+        """
+        if self._num_touches < MOST_TOUCHES:
+            with self._lock:
+                self._num_touches += 1
+            self.run_write(lambda: self._touch(kind, names))
+
+    def _touch(self, kind: str, names: Sequence[str]) -> None:
+        try:
+            self.folder.touch(kind, names)
+        finally:
+            with self._lock:
+                self._num_touches -= 1
 
     def counts(self) -> DiskCounts:
         folder = self.folder

@@ -6,30 +6,36 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+DAYS_KEPT = 4  # a clock that is set back and forth counts on for the days that it was on
+
 
 class DayCount:
-    """The bytes written on this day (UTC), kept in a small file. limit_bytes: None: any."""
+    """The bytes written on each of the last days (UTC), kept in a small file. limit_bytes: of a day; None: any."""
 
     def __init__(self, path: Path, limit_bytes: int | None) -> None:
         self._path, self._limit_bytes = path, limit_bytes
-        self._day, self.num_bytes = _today(), 0
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            kept = json.loads(path.read_text())
-            if kept["day"] == self._day:
-                self.num_bytes = max(0, int(kept["bytes"]))
+        self._days: dict[str, int] = {}  # the one written on last at the end
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            kept = json.loads(path.read_text())["days"]
+            self._days = {str(day): max(0, int(num_bytes)) for day, num_bytes in kept.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes written today."""
+        return self._days.get(_today(), 0)
 
     def allows(self, num_bytes: int) -> bool:
         """Tell whether so many more bytes may be written today."""
-        if self._day != _today():
-            self._day, self.num_bytes = _today(), 0
         return self._limit_bytes is None or self.num_bytes + num_bytes <= self._limit_bytes
 
     def add(self, num_bytes: int) -> None:
         """Add what was written. What cannot be kept is counted until the program ends."""
-        self.num_bytes += num_bytes
+        today = _today()
+        self._days[today] = self._days.pop(today, 0) + num_bytes
+        self._days = dict(list(self._days.items())[-DAYS_KEPT:])
         part = self._path.with_suffix(".part")
         with suppress(OSError):
-            part.write_text(json.dumps({"day": self._day, "bytes": self.num_bytes}))
+            part.write_text(json.dumps({"days": self._days}))
             os.replace(part, self._path)
 
 

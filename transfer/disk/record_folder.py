@@ -223,10 +223,16 @@ class RecordFolder:
             self._is_capped = True
             return False
         self._is_capped = False
+        if num_bytes > self.limit_bytes or not self._make_room(num_bytes):
+            self.counts["refused"] += 1
+            return False
+        return True
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict until so many bytes more are within the limit; False where all that is left is read now."""
         while self.bytes_held + num_bytes > self.limit_bytes:
             oldest = next((key for key, entry in self._entries.items() if not entry.num_leases), None)
             if oldest is None:
-                self.counts["refused"] += 1
                 return False
             entry = self._forget(oldest)
             assert entry is not None
@@ -267,7 +273,7 @@ class RecordFolder:
             if not _MODEL.fullmatch(folder.name) or not folder.is_dir():
                 continue
             with os.scandir(folder) as files:
-                for file in [file for file in files if _OURS.fullmatch(file.name)]:
+                for file in [file for file in files if _OURS.fullmatch(file.name) and not _is_folder(file)]:
                     state, path = file.stat(follow_symlinks=False), Path(file.path)
                     checksums = self._examine(path, state.st_size)
                     if checksums is None:
@@ -277,6 +283,7 @@ class RecordFolder:
                     found.append((state.st_mtime_ns, key, _Entry(path, state.st_size, checksums)))
         for _, key, entry in sorted(found, key=lambda one: one[:2]):
             self._add(key, entry)
+        self._make_room(0)  # the limit may be lower than it was
 
     def _examine(self, path: Path, size: int) -> list[str] | None:
         """Return the checksums of a record of this model; none of another's; None: the file is to go."""
@@ -294,6 +301,10 @@ class RecordFolder:
             self.counts["damaged"] += 1
             log.warning("disk_record_damaged path=%s reason=%s", path, error)
             return None
+
+
+def _is_folder(file: "os.DirEntry[str]") -> bool:
+    return file.is_dir(follow_symlinks=False)
 
 
 def _mark_used(file: int | Path) -> None:
