@@ -41,9 +41,12 @@ def measure_attend_rate(shape: TierShape, query_dtype: torch.dtype, threads: int
 
 
 def attend_alike_rows(
-    shape: TierShape, query_dtype: torch.dtype, threads: int, num_tokens: int
+    shape: TierShape, query_dtype: torch.dtype, threads: int, num_tokens: int, num_queries: int = 1
 ) -> tuple[Callable[[], None], int]:
-    """Return a call that attends exactly to `num_tokens` alike rows and checks the answer, and the bytes it reads."""
+    """Return a call that attends exactly to `num_tokens` alike rows and checks the answer, and the bytes it reads.
+
+    num_queries: rows of a step, which read them together.
+    """
     kernel = _make_kernel(shape, query_dtype, threads)
     sizes = [min(SEGMENT_TOKENS, num_tokens - begin) for begin in range(0, num_tokens, SEGMENT_TOKENS)]
     parts = [
@@ -53,14 +56,14 @@ def attend_alike_rows(
     key_scale = np.ones(shape.num_kv_heads, np.float32)
     value_scale = np.ones((shape.num_kv_heads, shape.dim), np.float32)
     table = new_pieces(len(parts))
-    table["run_begin"] = SEGMENT_TOKENS * np.arange(len(parts))
+    table["run_begin"], table["followers"] = SEGMENT_TOKENS * np.arange(len(parts)), num_queries - 1
     for piece, arrays in zip(table, parts, strict=True):
         piece["mode"], piece["end"], piece["tokens"] = EXACT, arrays[0].shape[1], arrays[0].shape[1]
         for name, array in zip(("key", "value"), arrays, strict=True):
             piece[f"{name}s"] = array.ctypes.data
             piece[f"{name}_head_bytes"], piece[f"{name}_row_bytes"] = array.strides[:2]
         piece["key_scale"], piece["value_scale"] = key_scale.ctypes.data, value_scale.ctypes.data
-    queries = np.zeros((1, shape.num_heads, shape.dim), QUERY_TYPES[query_dtype])
+    queries = np.zeros((num_queries, shape.num_heads, shape.dim), QUERY_TYPES[query_dtype])
     num_bytes = num_tokens * shape.num_kv_heads * kernel.row_bytes
     kept = parts, key_scale, value_scale  # the table holds addresses
 

@@ -38,7 +38,8 @@ from transfer.machine import GIB, probe_machine
 
 WIDTHS = (1, 2, 4, 8)
 PROFILE = "drafting"
-_TOKEN = 7  # that biased streams write
+TOKEN = 7  # that biased streams write
+BIASED = SamplingParams(temperature=0.0, logit_bias={TOKEN: 100.0})
 _WARM_UP = 8  # tokens of each stream
 _KV_ROOM = 1.25  # times the rows of all streams
 
@@ -76,7 +77,7 @@ class Constant:
     def propose(self, most_tokens: int) -> Proposal:
         """Return `most_tokens` tokens; how much speaks for them is always alike."""
         right = [self._draw.random() < self._accepted for _ in range(most_tokens)]
-        return Proposal([_TOKEN if one else _TOKEN + 1 for one in right], 1)
+        return Proposal([TOKEN if one else TOKEN + 1 for one in right], 1)
 
     def forget(self) -> None:
         """Keep nothing."""
@@ -144,7 +145,7 @@ def _compare(bench: "_Bench", batch: int, accepted: float | None, what: str, com
             took[is_on].append(bench.stream(batch, accepted, is_on))
     after = bench.client.engine.stats().drafts
     if accepted is not None:
-        wrong = [text for one in took[True] for text in one.texts if set(text) != {_TOKEN}]
+        wrong = [text for one in took[True] for text in one.texts if set(text) != {TOKEN}]
         require(not wrong, "a text with drafts is the text without")
     proposed, drawn = after.proposed - before.proposed, after.accepted - before.accepted
     steps = after.steps - before.steps
@@ -185,7 +186,7 @@ class _Bench:
         drafts, draw = self.client.engine.scheduler.drafts, Random(batch)
         drafts.is_on = is_on
         drafts.make_source = make_source if accepted is None else lambda config, sequence: Constant(accepted, draw)
-        sampling = GREEDY if accepted is None else SamplingParams(temperature=0.0, logit_bias={_TOKEN: 100.0})
+        sampling = GREEDY if accepted is None else BIASED
         prompts = [np.random.default_rng(place).integers(0, self.client.vocab_size, self.benchmark.prompt_tokens)
                    for place in range(batch)]  # fmt: skip
         most = self.benchmark.prompt_tokens + self.benchmark.tokens + 64

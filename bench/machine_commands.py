@@ -98,7 +98,9 @@ def engine(
 
 def drafts(
     random_weights: Annotated[str, typer.Option(help="a named shape")] = "llama-3.1-8b",
-    weights: Annotated[Literal["fp8", "int8", "int4"] | None, typer.Option(help="rounded to this")] = "int4",
+    weights: Annotated[
+        Literal["none", "fp8", "int8", "int4"], typer.Option(help="rounded to this; none: as `dtype`")
+    ] = "int4",
     batch: Annotated[str, typer.Option(help="streams, with commas")] = "1,8",
     prompt_tokens: Annotated[int, typer.Option(min=16)] = 2048,
     tokens: Annotated[int, typer.Option(min=32, help="of each stream")] = 512,
@@ -109,11 +111,23 @@ def drafts(
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option()] = "auto",
     dtype: Annotated[Literal["auto", "bfloat16", "float32"], typer.Option()] = "auto",
     threads: Threads = None,
+    over_host: Annotated[
+        bool, typer.Option(help="instead: one context in host memory, `verified` beside `offloaded`")
+    ] = False,
+    memory_limit_gib: Annotated[float | None, typer.Option(min=0.1, help="with --over-host: of the card")] = None,
+    host_rows: Annotated[Literal["bfloat16", "int8"], typer.Option(help="with --over-host")] = "bfloat16",
+    resident_tokens: Annotated[
+        int | None, typer.Option(min=0, help="with --over-host: longer contexts leave the device at once")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Time steps of 1, 2, 4 and 8 rows a stream, and streams with drafts of stated acceptance beside those without."""
+    """Time steps of 1, 2, 4 and 8 rows a stream, and streams with drafts of stated acceptance beside those without.
+
+    With --over-host, a context in host memory: the CPU's attention for 1 to 16 rows, and `verified` beside `offloaded`.
+    """
     from bench.benchmark_rows import GateError, report
     from bench.drafts import DraftsBenchmark, run_drafts_benchmark
+    from bench.host_drafts import HostDraftsBenchmark, run_host_drafts_benchmark
     from transfer.machine import count_physical_cores
 
     console = Console()
@@ -121,11 +135,19 @@ def drafts(
     rates = tuple(float(part) for part in accepted.split(","))
     if not all(0 <= rate <= 1 for rate in rates):
         raise typer.BadParameter(f"got {accepted}; wanted rates from 0 to 1, with commas", param_hint="--accepted")
-    benchmark = DraftsBenchmark(
-        random_weights, weights, device, dtype, parse_batches(batch), prompt_tokens, tokens, rounds, rates,
-        threads or count_physical_cores(),
-    )  # fmt: skip
+    num_threads = threads or count_physical_cores()
     try:
+        if over_host:
+            over = HostDraftsBenchmark(
+                random_weights, None if weights == "none" else weights, device, dtype, host_rows, memory_limit_gib,
+                resident_tokens, prompt_tokens, tokens, rounds, rates, num_threads,
+            )  # fmt: skip
+            report(run_host_drafts_benchmark(over, console), json_file, console)
+            return
+        benchmark = DraftsBenchmark(
+            random_weights, None if weights == "none" else weights, device, dtype, parse_batches(batch), prompt_tokens,
+            tokens, rounds, rates, num_threads,
+        )  # fmt: skip
         report(run_drafts_benchmark(benchmark, console), json_file, console)
     except GateError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,295 @@
+"""Run `tandem bench drafts --over-host`: contexts in host memory, `verified` against `offloaded`.
+
+V(n) is what the CPU takes to attend for a step of n rows of one context, of all offloaded layers: first the kernel
+alone, one layer's rows over and over, then in steps of the engine, whose drafts are always right. Floors are of the
+bytes, over the rate at which the host reads in order, and of the arithmetic, over the rate of float32 products of
+square matrices.
+
+Then streams. Weights are random, so a text says nothing of acceptance: every stream is biased to one token, which its
+text then is. `verified` drafts at its full cost, and what it has drafted is replaced by that token, or by another at a
+stated rate. Its text must be the one of `offloaded`.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from bench.as_served import interpreter_as_served
+from bench.attend_rate import attend_alike_rows
+from bench.benchmark_rows import Row, announce, require, summarise
+from bench.drafts import BIASED, TOKEN, Constant
+from bench.long_client import Client
+from bench.rates import device_name, measure_device_rates, measure_host_matmul
+from cpu.memory_rates import measure_host_rates
+from gpu.config import Composition, DraftConfig, GpuConfig, MethodChoice, ModelConfig
+from gpu.load import DTYPES
+from gpu.model.architecture import load_architecture
+from gpu.profiles import VERIFIED, VERIFIED_COMPOSITION
+from scheduler.engine.load_engine import load_engine
+from scheduler.engine_config import EngineConfig, SchedulerConfig
+from scheduler.planning.engine_memory import find_tier_shape, plan_engine
+from transfer.host_config import HostConfig
+from transfer.machine import probe_machine
+from transfer.tier_shape import TierShape
+
+WIDTHS = (1, 2, 4, 8, 16)
+RIGHT = "right"  # the profile whose drafts are always right, and cost nothing
+_KERNEL_REPEATS = 5
+_WARM_UP = 3  # tokens of a stream
+_MOST_RUNNING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HostDraftsBenchmark:
+    """What to measure: `tokens` of each stream, behind `prompt_tokens`. memory_limit_gib: of the card, None: all of it;
+    resident_tokens: above which contexts go to host memory, None: the default; accepted: rates at which a drafted token
+    is right; method: settings of `indexed` beside its defaults.
+    """
+
+    random_weights: str
+    weights: str | None
+    device: str
+    dtype: str
+    host_rows: str
+    memory_limit_gib: float | None
+    resident_tokens: int | None
+    prompt_tokens: int
+    tokens: int
+    rounds: int
+    accepted: tuple[float, ...]
+    threads: int
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One stream. seconds: of its tokens behind the first; host_ms, step_ms: of each step, attending and in all."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    text: list[int] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+
+    @property
+    def token_ms(self) -> float:
+        return 1e3 * self.seconds / self.num_tokens
+
+
+def run_host_drafts_benchmark(benchmark: HostDraftsBenchmark, console: Console) -> list[Row]:
+    """Return rows of V(n) by the kernel, then by steps, then of streams. Raises GateError."""
+    torch.set_num_threads(benchmark.threads)
+    config = _config_of(benchmark)
+    architecture = load_architecture(config.model)
+    plan = plan_engine(config, architecture, probe_machine())
+    device, shape = torch.device(plan.device), find_tier_shape(config, architecture, plan)
+    rates = measure_host_rates(benchmark.threads) | {"host_matmul_tflop_s": measure_host_matmul([torch.float32])}
+    if device.type == "cuda":
+        rates |= measure_device_rates(device)
+    common: dict[str, Any] = {"device": device_name(device), "rates": rates,
+                              "config": asdict(benchmark) | {"torch": torch.__version__}}  # fmt: skip
+    what = f"{architecture.name} {benchmark.weights or plan.dtype}, {benchmark.host_rows} rows, " \
+           f"{benchmark.prompt_tokens:,} tokens"  # fmt: skip
+    floors = _Floors(shape, benchmark.prompt_tokens, rates)
+    rows = _time_kernel(benchmark, shape, DTYPES[plan.dtype], floors, what, common, console)
+    engine, ready = load_engine(config, plan, lambda stage, fraction: None)
+    try:
+        with interpreter_as_served():
+            bench = _Bench(benchmark, Client(engine, ready.vocab_size, ready.profiles))
+            bench.stream("offloaded")  # a first one, whose context the others find
+            for width in (one for one in WIDTHS if one <= engine.scheduler.drafts.most_rows):
+                floor, floor_ms = floors.of(width)
+                announce(console, f"host attention in a step of {width} rows, {what}", floor, floor_ms)
+                with bench.of_width(width):
+                    stream = bench.stream(RIGHT)
+                extras = {"rows": width, "step_ms": summarise(stream.step_ms).ms, "token_ms": stream.token_ms}
+                rows.append(Row(name="host attention, step", shape=f"{what}, {width} rows", floor=floor,
+                                floor_ms=floor_ms, peer=None, peer_ms=None, extras=extras,
+                                **asdict(summarise(stream.host_ms)), **common))  # fmt: skip
+            rows += [bench.compare(accepted, what, common, console) for accepted in benchmark.accepted]
+    finally:
+        engine.shutdown()
+    return rows
+
+
+class _Floors:
+    """Floors of attending to a context in all offloaded layers, for some rows of a step."""
+
+    def __init__(self, shape: TierShape, num_tokens: int, rates: dict[str, float]) -> None:
+        self._rates = rates
+        rows = len(shape.layers) * num_tokens
+        self._num_bytes = 2 * rows * shape.num_kv_heads * shape.dim * (1 if shape.rows == "int8" else 2)
+        self._flops = 4 * rows * shape.num_heads * shape.dim
+
+    def of(self, num_queries: int) -> tuple[str, float]:
+        """Return the floor in words, and in milliseconds: the larger of both."""
+        gb_s, tflop_s = self._rates["host_stream_gb_s"], self._rates["host_matmul_tflop_s"]
+        bytes_ms, flops_ms = self._num_bytes / gb_s / 1e6, num_queries * self._flops / tflop_s / 1e9
+        text = (
+            f"{self._num_bytes / 1e9:.3f} GB over {gb_s:.0f} GB/s: {bytes_ms:.1f} ms; "
+            f"{num_queries * self._flops / 1e9:.0f} GFLOP over {1e3 * tflop_s:.0f} GFLOP/s: {flops_ms:.1f} ms"
+        )
+        return text, max(bytes_ms, flops_ms)
+
+
+def _time_kernel(
+    benchmark: HostDraftsBenchmark, shape: TierShape, dtype: torch.dtype, floors: _Floors, what: str,
+    common: dict[str, Any], console: Console,
+) -> list[Row]:  # fmt: skip
+    """Return a row for each width: one layer's rows, read by the kernel alone, times the layers."""
+    rows: list[Row] = []
+    for width in WIDTHS:
+        floor, floor_ms = floors.of(width)
+        announce(console, f"host attention, {width} queries, {what}", floor, floor_ms)
+        attend, _ = attend_alike_rows(shape, dtype, benchmark.threads, benchmark.prompt_tokens, width)
+        attend()
+        took = []
+        for _ in range(_KERNEL_REPEATS):
+            began = time.perf_counter()
+            attend()
+            took.append(1e3 * len(shape.layers) * (time.perf_counter() - began))
+        alone = rows[0].ms if rows else summarise(took).ms
+        rows.append(Row(name="host attention, kernel", shape=f"{what}, {width} queries", floor=floor, floor_ms=floor_ms,
+                        peer="one query at a time", peer_ms=width * alone,
+                        extras={"queries": width, "times_one": summarise(took).ms / alone},
+                        **asdict(summarise(took)), **common))  # fmt: skip
+    return rows
+
+
+class _Bench:
+    """Run streams of one engine, all with the same prompt, and note what the host takes in their steps."""
+
+    def __init__(self, benchmark: HostDraftsBenchmark, client: Client) -> None:
+        self.benchmark = benchmark
+        self.client = client
+        self._draw = Random(0)
+        self._stream = _Stream()
+        scheduler = client.engine.scheduler
+        scheduler.drafts.make_source = lambda config, sequence: Constant(1.0, self._draw)
+        postprocess = scheduler.postprocess
+
+        def noted(result: Any, *rest: Any) -> Any:
+            if result.decode_seconds and not result.unit_seconds:
+                self._stream.host_ms.append(1e3 * result.host_seconds)
+                self._stream.step_ms.append(1e3 * result.decode_seconds)
+            return postprocess(result, *rest)
+
+        scheduler.postprocess = noted  # type: ignore[method-assign]
+
+    @contextmanager
+    def of_width(self, width: int) -> Iterator[None]:
+        """Have drafts of so many rows, whatever pays, until the block ends."""
+        drafts = self.client.engine.scheduler.drafts
+        kept, drafts.choose_lengths = (
+            drafts.choose_lengths,
+            lambda looks, num_fed, times: [min(width - 1, len(token_ids)) for token_ids, _ in looks],
+        )
+        try:
+            yield
+        finally:
+            drafts.choose_lengths = kept
+
+    @contextmanager
+    def _right_at(self, accepted: float) -> Iterator[None]:
+        """Have what the device drafts be right at this rate, until the block ends."""
+        sampler = self.client.engine._runner._sampler
+        guess: Callable[..., torch.Tensor] = sampler.guess
+
+        def replaced(*given: Any) -> torch.Tensor:
+            tokens = guess(*given)
+            wrong = [int(self._draw.random() >= accepted) for _ in range(len(tokens))]
+            return tokens.fill_(TOKEN).add_(torch.tensor(wrong, device=tokens.device))
+
+        sampler.guess = replaced  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            sampler.guess = guess  # type: ignore[method-assign]
+
+    def stream(self, profile: str) -> _Stream:
+        """Run one stream of `tokens` tokens behind the prompt that all have."""
+        rng, benchmark = np.random.default_rng(1), self.benchmark
+        prompt = rng.integers(0, self.client.vocab_size, benchmark.prompt_tokens).tolist()
+        most = benchmark.tokens + 2 * _MOST_RUNNING
+        request_id = self.client.submit(prompt, most, profile, BIASED)
+        self._stream = stream = _Stream()
+        while len(stream.text) < _WARM_UP:
+            self._advance(stream)
+        stream.host_ms.clear()
+        stream.step_ms.clear()
+        began, first = time.perf_counter(), len(stream.text)
+        while len(stream.text) < benchmark.tokens:
+            self._advance(stream)
+        stream.seconds, stream.num_tokens = time.perf_counter() - began, len(stream.text) - first
+        kept = replace_lists(stream)
+        self.client.drain([request_id])
+        require(set(kept.text) == {TOKEN}, f"{profile}: the text is the one that the bias makes")
+        return kept
+
+    def _advance(self, stream: _Stream) -> None:
+        for delta in self.client.advance():
+            stream.text += delta.token_ids
+
+    def compare(self, accepted: float, what: str, common: dict[str, Any], console: Console) -> Row:
+        """Return a row of milliseconds a token of `verified` at a rate, beside those of `offloaded`."""
+        floor = "none: a share of what `offloaded` takes"
+        console.print(f"verified, drafts right at {accepted:g} a token, {what} ({floor})", highlight=False)
+        took: dict[str, list[_Stream]] = {"offloaded": [], VERIFIED: []}
+        stats = self.client.engine.stats
+        with self._right_at(accepted):
+            self.stream(VERIFIED)  # times and chances are learnt
+            before = stats().drafts
+            for _ in range(self.benchmark.rounds):
+                for profile, streams in took.items():
+                    streams.append(self.stream(profile))
+            after = stats().drafts
+        mine, theirs = ([one.token_ms for one in took[name]] for name in (VERIFIED, "offloaded"))
+        steps, proposed = after.steps - before.steps, after.proposed - before.proposed
+        drawn = after.accepted - before.accepted
+        host_ms, step_ms = (
+            summarise([ms for one in took[VERIFIED] for ms in getattr(one, name)]).ms for name in ("host_ms", "step_ms")
+        )
+        extras = {
+            "steps": steps, "proposed": proposed, "accepted": drawn, "tokens_a_step": 1 + drawn / max(steps, 1),
+            "drafted_a_step": proposed / max(steps, 1), "host_ms": host_ms, "step_ms": step_ms,
+            "offloaded_host_ms": summarise([ms for one in took["offloaded"] for ms in one.host_ms]).ms,
+            "saved_s": after.saved_seconds - before.saved_seconds,
+        }  # fmt: skip
+        return Row(name="token, verified", shape=f"{what}, drafts right at {accepted:g}", floor=floor, floor_ms=None,
+                   peer="offloaded", peer_ms=summarise(theirs).ms, extras=extras, **asdict(summarise(mine)),
+                   **common)  # fmt: skip
+
+
+def replace_lists(stream: _Stream) -> _Stream:
+    """Return a stream with lists of its own, so far."""
+    return _Stream(stream.seconds, stream.num_tokens, [*stream.text], [*stream.host_ms], [*stream.step_ms])
+
+
+def _config_of(benchmark: HostDraftsBenchmark) -> EngineConfig:
+    """Return the settings of an engine with the profiles that are compared."""
+    model = ModelConfig(random_weights=benchmark.random_weights, weights=benchmark.weights)  # type: ignore[arg-type]
+    host = HostConfig(threads=benchmark.threads, rows=benchmark.host_rows)  # type: ignore[arg-type]
+    if benchmark.resident_tokens is not None:
+        host = host.model_copy(update={"resident_tokens": benchmark.resident_tokens, "residency": "fixed"})
+    return EngineConfig(
+        model=model,
+        gpu=GpuConfig(
+            device=benchmark.device, dtype=benchmark.dtype, threads=benchmark.threads,  # type: ignore[arg-type]
+            memory_limit_gib=benchmark.memory_limit_gib, graph_batch_sizes=WIDTHS,
+        ),
+        host=host,
+        profiles={
+            VERIFIED: VERIFIED_COMPOSITION,
+            RIGHT: Composition(host=MethodChoice(method="offloaded"), draft=DraftConfig(most_tokens=WIDTHS[-1] - 1)),
+        },
+        scheduler=SchedulerConfig(
+            max_running=_MOST_RUNNING,
+            max_context_tokens=benchmark.prompt_tokens + benchmark.tokens + 2 * _MOST_RUNNING,
+        ),
+    )  # fmt: skip

@@ -1,0 +1,27 @@
+"""`tandem bench drafts --over-host` on a tiny shape: V(n) by kernel and steps, and `verified` at stated rates."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from bench.host_drafts import WIDTHS, HostDraftsBenchmark, run_host_drafts_benchmark
+from tests.bench.test_long_context import measure_little
+
+
+def test_widths_and_rates_are_timed_and_drafts_are_drawn_at_the_rate_that_was_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measure_little(monkeypatch)
+    benchmark = HostDraftsBenchmark(
+        "tiny", None, "cpu", "float32", "bfloat16", None, 128, 1100, 24, 1, (0.0, 1.0), 1
+    )  # fmt: skip
+    rows = run_host_drafts_benchmark(benchmark, Console(file=StringIO()))
+    kernel, steps, streams = rows[: len(WIDTHS)], rows[len(WIDTHS) : -2], rows[-2:]
+    assert [row.extras["queries"] for row in kernel] == list(WIDTHS)
+    assert [row.extras["rows"] for row in steps] == [width for width in WIDTHS if width <= 16]
+    assert all(row.ms > 0 and row.floor_ms for row in (*kernel, *steps))
+    none, all_right = streams
+    assert none.extras["accepted"] == 0
+    assert all_right.extras["accepted"] == all_right.extras["proposed"]
+    assert all(row.peer == "offloaded" and row.peer_ms for row in streams)
