@@ -23,12 +23,15 @@ from cpu.pieces import (
     VALUES,
 )
 from cpu.row_products import (
+    AHEAD_BYTES,
     AHEAD_ROWS,
     BLOCK_ROWS,
+    LINE_BYTES,
     add_rows,
     add_samples,
     column_bytes,
     fetch_sample,
+    multiplies_pairs,
     score_rows,
     score_samples,
 )
@@ -36,10 +39,13 @@ from cpu.sample_errors import add_deviations, add_variances, keep_products, note
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
 from cpu.workspace import PART_SAMPLES, excluded_at, is_full, is_wanted, query_at
 from transfer.simd.inner import inner
-from transfer.simd.memory import load_float32, store_float32
+from transfer.simd.memory import copy_bytes, load_float32, store_float32
 from transfer.simd.vectors import address_of
 
+SPREAD_PASSES = 4  # over a block, from which on the next one is fetched by shares
+
 _score_four, _score_two, _score_one = score_rows(4), score_rows(2), score_rows(1)
+_pair_four, _pair_two, _pair_one = score_rows(4, True), score_rows(2, True), score_rows(1, True)
 _add_four, _add_two, _add_one = add_rows(4), add_rows(2), add_rows(1)
 
 
@@ -160,8 +166,12 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
     for request in range(first, last):
         for head in range(kv_head * group, kv_head * group + group):
             if is_wanted(shape, batch, request, head):
-                at = query_at(shape, batch, request, head)
-                to_unit, _ = prepare_query(kind, shape.query_kind, at, dim, query + 4 * dim * members)
+                at, to = query_at(shape, batch, request, head), query + 4 * dim * members
+                to_unit = np.float32(1.0)
+                if multiplies_pairs(kind, shape.query_kind):
+                    copy_bytes(to, at, 2 * dim)
+                else:
+                    to_unit, _ = prepare_query(kind, shape.query_kind, at, dim, to)
                 to_logit[members] = to_unit * shape.scale * key_scale
                 top[members] = -np.inf
                 mass[members] = 0.0
@@ -195,25 +205,45 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
 
 @inner
 def _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state):
-    """Add `count` rows, from the addresses of the first key and value on, to the sums of `members` queries."""
+    """Add `count` rows, from the addresses of the first key and value on, to the sums of `members` queries.
+
+    A block is passed once for each four of them. What comes next is fetched meanwhile: of few passes rows that follow
+    soon, in the first one; of more the next block, a share of each row's lines a pass, so that memory is read
+    throughout.
+    """
     kind, dim, member = shape.kind, shape.dim, np.int64(0)
+    all_lines = (column_bytes(kind) * dim + LINE_BYTES - 1) // LINE_BYTES
+    passes, lines, ahead, first_line = (members + 3) // 4, all_lines, np.int64(AHEAD_BYTES), np.int64(0)
+    if passes >= SPREAD_PASSES:
+        lines, ahead = (all_lines + passes - 1) // passes, BLOCK_ROWS * piece[KEY_ROW]
     while member < members:
         left, own_query, own_sums = members - member, query + 4 * dim * member, sums + 4 * dim * member
-        rescale = address_of(state[3]) + 4 * member
+        rescale, at = address_of(state[3]) + 4 * member, ahead + LINE_BYTES * first_line
+        lines = min(lines, all_lines - first_line)
+        first_line += lines
         if left >= 4:
-            _score_four(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores)
+            if multiplies_pairs(kind, shape.query_kind):
+                _pair_four(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores, at, lines)
+            else:
+                _score_four(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores, at, lines)
             _weigh(state, member, 4, scores, count)
-            _add_four(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, own_sums)
+            _add_four(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, own_sums, at, lines)
             member += 4
         elif left >= 2:
-            _score_two(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores)
+            if multiplies_pairs(kind, shape.query_kind):
+                _pair_two(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores, at, lines)
+            else:
+                _score_two(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores, at, lines)
             _weigh(state, member, 2, scores, count)
-            _add_two(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, own_sums)
+            _add_two(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, own_sums, at, lines)
             member += 2
         else:
-            _score_one(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores)
+            if multiplies_pairs(kind, shape.query_kind):
+                _pair_one(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores, at, lines)
+            else:
+                _score_one(kind, columns, key, piece[KEY_ROW], count, own_query, 4 * dim, scores, at, lines)
             _weigh(state, member, 1, scores, count)
-            _add_one(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, own_sums)
+            _add_one(kind, columns, value, piece[VALUE_ROW], count, scores, rescale, own_sums, at, lines)
             member += 1
 
 

@@ -31,13 +31,13 @@ from transfer.simd.emission import (
     prefetch,
     store_part,
 )
-from transfer.simd.features import LANES, SIMD
+from transfer.simd.features import HAS_PAIRS, LANES, SIMD
 
 COLUMNS = 32  # of a row, a member of `columns`
 TOGETHER = 4  # rows scored together: they share the query's loads and the sums over lanes
 BLOCK_ROWS = 64  # rows between two looks at the maximum
 AHEAD_ROWS = 16  # how many rows before its use a sampled row is fetched
-AHEAD_BYTES = 4096  # the same of a row that is read in order
+AHEAD_BYTES = 4096  # the same of a row that is read in order, for one pass over a block
 LINE_BYTES = 64
 
 _WORDS, _HALVES = ir.VectorType(I32, LANES), ir.VectorType(I16, 2 * LANES)
@@ -144,6 +144,36 @@ def _add_product(builder: ir.IRBuilder, total: Any, first: Any, second: Any) -> 
     return builder.add(total, builder.call(pairs, [first, second]))
 
 
+def _add_pairs(builder: ir.IRBuilder, total: Any, first: Any, second: Any) -> Any:
+    """Add products of pairs of bf16, each lane its own two: exact products, rounded as they are added."""
+    kind = ir.FunctionType(VECTOR, [VECTOR, _WORDS, _WORDS])
+    pairs = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(pairs, [total, first, second])
+
+
+def _pair_products(builder: ir.IRBuilder, rows: Sequence[Any], query: Sequence[Any], dim: int) -> Any:
+    """Return what `_products` does of bf16 rows with queries in bf16, both in the order of their columns."""
+    products = [[ir.Constant(VECTOR, [0.0] * LANES) for _ in rows] for _ in query]
+    for column in range(0, dim, 2 * LANES):
+        ours = [_load(builder, row, _WORDS, 2 * column) for row in rows]
+        theirs = [_load(builder, one, _WORDS, 2 * column) for one in query]
+        for number, other in enumerate(theirs):
+            for index, part in enumerate(ours):
+                products[number][index] = _add_pairs(builder, products[number][index], part, other)
+    return [vector for one in products for vector in one]
+
+
+@intrinsic
+def multiplies_pairs(typing_context, kind, query_kind):  # type: ignore[no-untyped-def]
+    """Return whether keys are multiplied with queries as pairs of bf16, as a constant of the compiled code."""
+    is_paired = HAS_PAIRS and kind == types.uint16 and query_kind == types.uint16
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return int64(int(is_paired))
+
+    return types.int64(kind, query_kind), emit
+
+
 def _at_most(builder: ir.IRBuilder, index: Any, last: Any) -> Any:
     return builder.select(builder.icmp_signed("<", index, last), index, last)
 
@@ -158,6 +188,13 @@ def _sample(builder: ir.IRBuilder, ids: Any, index: Any, first: Any, stride: Any
 def _fetch(builder: ir.IRBuilder, row: Any, num_bytes: int, where: int) -> None:
     for byte in range(0, num_bytes, LINE_BYTES):
         prefetch(builder, builder.add(row, int64(byte)), where)
+
+
+def _fetch_ahead(builder: ir.IRBuilder, row: Any, ahead: Any, lines: Any) -> None:
+    """Prefetch so many lines, from `ahead` bytes behind a row's first one on."""
+    first = builder.add(row, ahead)
+    with cgutils.for_range(builder, lines, intp=I64) as line:
+        prefetch(builder, builder.add(first, builder.mul(line.index, int64(LINE_BYTES))), NEAR)
 
 
 @intrinsic
@@ -213,9 +250,11 @@ def _band(dim: int, most: int) -> int:
 
 def _weighted(
     builder: ir.IRBuilder, size: int, dim: int, members: int, count: Any, row_at: Callable[[Any], Any],
-    weights: Any, rescale: Any, sums: Any, ahead: int,
+    weights: Any, rescale: Any, sums: Any, ahead: Any = None, lines: Any = None,
 ) -> None:  # fmt: skip
-    """Compute `sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * row_i)`, a band of columns at a time."""
+    """Compute `sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * row_i)`, a band of columns at a time. ahead, lines:
+    see `_fetch_ahead`, of the first band; None: nothing is fetched.
+    """
     band = _band(dim, _SUMS_AT_ONCE // members * LANES)
     for begin in range(0, dim, band):
         places = [(member, column) for member in range(members) for column in range(begin, begin + band, LANES)]
@@ -227,8 +266,8 @@ def _weighted(
         ]
         with cgutils.for_range(builder, count, intp=I64) as step:
             row = row_at(step.index)
-            if ahead:
-                _fetch(builder, builder.add(row, int64(ahead + begin * size)), band * size, NEAR)
+            if ahead is not None and begin == 0:
+                _fetch_ahead(builder, row, ahead, lines)
             vectors = _floats(builder, row, size, begin, begin + band)
             for member in range(members):
                 at = builder.add(weights, builder.mul(step.index, int64(4)))
@@ -252,25 +291,26 @@ def add_samples(typing_context, kind, columns, values, value_row, ids, begin, en
         def row_at(index):  # type: ignore[no-untyped-def]
             return _sample(builder, ids, builder.add(begin, index), values, value_row)
 
-        _weighted(builder, size, dim, 1, builder.sub(end, begin), row_at, weights, rescale, sums, 0)
+        _weighted(builder, size, dim, 1, builder.sub(end, begin), row_at, weights, rescale, sums)
         return context.get_dummy_value()
 
     return types.void(kind, columns, *[types.int64] * 8), emit
 
 
-def score_rows(members: int) -> Any:
-    """Return a numba function: products of `count` keys in order (1 to BLOCK_ROWS) with so many queries.
+def score_rows(members: int, is_paired: bool = False) -> Any:
+    """Return a numba function: products of `count` keys in order (1 to BLOCK_ROWS) with so many queries. is_paired: see
+    `multiplies_pairs`; queries are bf16 `[members, dim]` then.
 
-    query: `[members, dim]`, query_bytes apart; out: float32 `[members, BLOCK_ROWS]`.
+    query: `[members, dim]`, query_bytes apart; out: float32 `[members, BLOCK_ROWS]`; ahead, lines: see `_fetch_ahead`.
     """
     together = 2 if members * TOGETHER > LANES else TOGETHER
 
     @intrinsic
-    def score(typing_context, kind, columns, keys, key_row, count, query, query_bytes, out):  # type: ignore[no-untyped-def]
+    def score(typing_context, kind, columns, keys, key_row, count, query, query_bytes, out, ahead, lines):  # type: ignore[no-untyped-def]
         size, dim = row_bytes(kind), COLUMNS * len(columns)
 
         def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            _, _, keys, key_row, count, query, query_bytes, out = arguments
+            _, _, keys, key_row, count, query, query_bytes, out, ahead, lines = arguments
             queries = [builder.add(query, builder.mul(query_bytes, int64(member))) for member in range(members)]
             last = builder.sub(count, int64(1))
             steps = builder.udiv(builder.add(count, int64(together - 1)), int64(together))
@@ -281,15 +321,20 @@ def score_rows(members: int) -> Any:
                     for number in range(together)
                 ]
                 for row in rows:
-                    _fetch(builder, builder.add(row, int64(AHEAD_BYTES)), size * dim, NEAR)
-                totals = lane_sums(builder, _products(builder, rows, queries, size, dim, False))
+                    _fetch_ahead(builder, row, ahead, lines)
+                products = (
+                    _pair_products(builder, rows, queries, dim)
+                    if is_paired and size == 2 and HAS_PAIRS
+                    else _products(builder, rows, queries, size, dim, False)
+                )
+                totals = lane_sums(builder, products)
                 for member in range(members):
                     target = builder.add(out, builder.mul(at, int64(4)))
                     target = builder.add(target, int64(4 * BLOCK_ROWS * member))
                     store_part(builder, totals, member * together, together, target)
             return context.get_dummy_value()
 
-        return types.void(kind, columns, *[types.int64] * 6), emit
+        return types.void(kind, columns, *[types.int64] * 8), emit
 
     return score
 
@@ -298,22 +343,23 @@ def add_rows(members: int) -> Any:
     """Return a numba function: `sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * value i)` over `count` values in
     order.
 
-    weights: float32 `[members, BLOCK_ROWS]`; rescale: `[members]`; sums: `[members, dim]`.
+    weights: float32 `[members, BLOCK_ROWS]`; rescale: `[members]`; sums: `[members, dim]`; ahead, lines: see
+    `_fetch_ahead`.
     """
 
     @intrinsic
-    def add(typing_context, kind, columns, values, value_row, count, weights, rescale, sums):  # type: ignore[no-untyped-def]
+    def add(typing_context, kind, columns, values, value_row, count, weights, rescale, sums, ahead, lines):  # type: ignore[no-untyped-def]
         size, dim = row_bytes(kind), COLUMNS * len(columns)
 
         def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            _, _, values, value_row, count, weights, rescale, sums = arguments
+            _, _, values, value_row, count, weights, rescale, sums, ahead, lines = arguments
 
             def row_at(index):  # type: ignore[no-untyped-def]
                 return builder.add(values, builder.mul(index, value_row))
 
-            _weighted(builder, size, dim, members, count, row_at, weights, rescale, sums, AHEAD_BYTES)
+            _weighted(builder, size, dim, members, count, row_at, weights, rescale, sums, ahead, lines)
             return context.get_dummy_value()
 
-        return types.void(kind, columns, *[types.int64] * 6), emit
+        return types.void(kind, columns, *[types.int64] * 8), emit
 
     return add

@@ -40,6 +40,7 @@ def _choose() -> str:
 
 SIMD = _choose()
 LANES = {"avx2": 8, "avx512": 16}[SIMD]  # float32 in a vector
+HAS_PAIRS = SIMD == "avx512" and bool(llvm.get_host_cpu_features().get("avx512bf16"))  # products of pairs of bf16
 HAS_VECTORS = not missing_features(SIMD)
 
 
