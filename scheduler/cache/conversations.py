@@ -13,6 +13,7 @@ Pinned fronts are at most half of all pages. Invariant: `take_lowered` tells of 
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from scheduler.cache.idle_pages import NOBODY
@@ -34,9 +35,13 @@ class Conversations:
         self._alive_seconds = alive_seconds
         self._clock = 0.0  # the rank that went last
         self._last_number = NOBODY
-        self._known: dict[int, Conversation] = {}  # used last, last
+        self._known: OrderedDict[int, Conversation] = OrderedDict()  # used last, last
+        self._ending: dict[bytes, Conversation] = {}  # by the last block of its last prompt
+        self._asking: dict[str, Conversation] = {}  # by its last request
+        self._awaited: dict[tuple[str, str], dict[int, Conversation]] = {}  # by owner and session, where it has one
         self._fronts: dict[bytes, Front] = {}
-        self._pinned: dict[int, Front] = {}  # used last, last
+        self._most_fronts = _MOST_KNOWN  # before those that are not used are forgotten
+        self._pinned: OrderedDict[int, Front] = OrderedDict()  # used last, last
         self._num_pinned = 0  # blocks of them
         self._numbered: dict[int, Conversation | Front] = {}
         self._lowered: list[int] = []
@@ -55,10 +60,15 @@ class Conversations:
         if not num_blocks:
             return
         request = sequence.request
-        one = sequence.conversation or self._find(sequence, num_blocks) or self._add(sequence)
+        one = sequence.conversation or self._find(sequence.hashes, num_blocks)
+        if one is None:
+            one = Conversation(self._number(), request.owner, request.session)
+        else:
+            self._unlist(one)
         one.hashes, one.num_blocks, one.num_tokens = sequence.hashes, num_blocks, sequence.num_tokens
         one.work, one.request_id, one.is_awaited = work_of(sequence.num_tokens), request.request_id, False
         one.session = request.session or one.session
+        self._ending[one.hashes[num_blocks - 1]] = self._asking[one.request_id] = one
         one.num_turns += sequence.conversation is None
         one.num_running += 1
         sequence.conversation = one
@@ -82,10 +92,13 @@ class Conversations:
 
     def expect(self, request_ids: list[str]) -> None:
         """Note that the answers to these requests called tools, whose results will come."""
-        for one in self._known.values():
-            if one.request_id in request_ids:
+        for request_id in request_ids:
+            one = self._asking.get(request_id)
+            if one is not None:
                 one.is_awaited = True
                 self._rank(one)
+                if one.session:
+                    self._awaited.setdefault((one.owner, one.session), {})[one.number] = one
 
     # --- what stays ---------------------------------------------------------------------------------------------------
 
@@ -110,24 +123,27 @@ class Conversations:
 
     def forget(self, one: Conversation) -> None:
         """Forget a conversation: what is left of it is nobody's."""
+        self._unlist(one)
         self._known.pop(one.number, None)
         self._numbered.pop(one.number, None)
         self._lowered.append(one.number)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _find(self, sequence: Sequence, num_blocks: int) -> Conversation | None:
+    def _find(self, hashes: list[bytes], num_blocks: int) -> Conversation | None:
         """Return the conversation whose last prompt this one begins with, the longest such."""
-        hashes, best = sequence.hashes, None
-        for one in self._known.values():
-            known = one.num_blocks
-            if known <= num_blocks and hashes[known - 1] == one.hashes[known - 1]:
-                best = one if best is None or known >= best.num_blocks else best
-        return best
+        ends = (self._ending.get(digest) for digest in reversed(hashes[:num_blocks]))
+        return next((one for one in ends if one is not None), None)
 
-    def _add(self, sequence: Sequence) -> Conversation:
-        request = sequence.request
-        return Conversation(self._number(), request.owner, request.session)
+    def _unlist(self, one: Conversation) -> None:
+        """Find it no more by its last prompt, its last request, or as one that is awaited."""
+        if self._ending.get(digest := one.hashes[one.num_blocks - 1]) is one:
+            del self._ending[digest]
+        self._asking.pop(one.request_id, None)
+        session = self._awaited.get(key := (one.owner, one.session), {})
+        session.pop(one.number, None)
+        if not session:
+            self._awaited.pop(key, None)
 
     def _front(self, digest: bytes, num_blocks: int, work_of: Callable[[int], float]) -> Front:
         front = self._fronts.get(digest)
@@ -144,14 +160,12 @@ class Conversations:
     def _use(self, one: Conversation, front: Front | None) -> None:
         """Note the use of a conversation, and with it of those that wait in its session."""
         one.used_s = time.monotonic()
-        self._known.pop(one.number, None)
         self._known[one.number] = one
+        self._known.move_to_end(one.number)
         self._numbered[one.number] = one
         self._rank(one)
-        if one.session:
-            for other in self._known.values():
-                if other.is_awaited and (other.session, other.owner) == (one.session, one.owner):
-                    self._rank(other)
+        for other in self._awaited.get((one.owner, one.session), {}).values():
+            self._rank(other)
         if front is not None:
             front.rank = self._clock + front.work
             if one.session or one.num_turns > 1:
@@ -164,8 +178,8 @@ class Conversations:
 
     def _pin(self, front: Front, now: float) -> None:
         self._num_pinned += 0 if front.number in self._pinned else front.num_blocks
-        self._pinned.pop(front.number, None)
         self._pinned[front.number] = front
+        self._pinned.move_to_end(front.number)
         front.until_s = now + self._alive_seconds
         self._unpin(now)
 
@@ -180,11 +194,15 @@ class Conversations:
             self._lowered.append(number)
 
     def _forget_some(self) -> None:
-        if len(self._known) > 2 * _MOST_KNOWN:
-            idle = [one for one in self._known.values() if not one.num_running]
-            for one in idle[: len(self._known) - _MOST_KNOWN]:
-                self.forget(one)
+        """Forget the conversations beyond so many that were used longest ago, and fronts that are not used any more."""
+        while len(self._known) > _MOST_KNOWN:
+            one = next((one for one in self._known.values() if not one.num_running), None)
+            if one is None:
+                break
+            self.forget(one)
+        if len(self._fronts) > self._most_fronts:
             for digest, front in list(self._fronts.items()):
                 if front.number not in self._pinned and not front.num_running:
                     del self._fronts[digest], self._numbered[front.number]
                     self._lowered.append(front.number)
+            self._most_fronts = max(_MOST_KNOWN, 2 * len(self._fronts))
