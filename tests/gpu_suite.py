@@ -56,6 +56,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/gpu/test_reading.py",
         "tests/gpu/test_prefill_*.py",
         "tests/gpu/test_restoring.py",
+        "tests/scheduler/test_disk_of_a_model.py",
         "tests/gpu/test_row_transfer.py",
         "tests/gpu/test_split_experts.py",
         "tests/bench/test_engine_benchmark.py",

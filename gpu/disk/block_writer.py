@@ -18,12 +18,16 @@ from gpu.host.row_transfer import cut_rows
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.kv.kv_rows import write_rows
 from gpu.step import EvictedPart, SavedBlock
-from transfer.copies import Event
+from transfer.copies import PASSED, Event
 from transfer.host_tier import HostTier, LentRows
+
+STAGED_BLOCKS = 2  # on the device, on their way to the host; so many are saved by a plan at most
 
 
 class BlockWriter:
-    """Buffers of pinned memory, a block each, that pass from the device to the disk and back."""
+    """Buffers of pinned memory, a block each, that pass from the device to the disk and back. On the device blocks pass
+    through two more, so that what they take there does not grow with how far the link is behind.
+    """
 
     def __init__(self, copies: DiskCopies, tier: HostTier | None) -> None:
         self._copies = copies
@@ -32,11 +36,14 @@ class BlockWriter:
         self._free: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(num_buffers(copies.store.config.memory_mib, size)):
             self._free.put(pinned_bytes(size, copies.pool.device))
+        self._staged = torch.empty((STAGED_BLOCKS, size), dtype=torch.uint8, device=copies.pool.device)
+        self._read: list[Event] = [PASSED] * STAGED_BLOCKS  # what was in each is in host memory
+        self._num_saved = 0
 
     @property
     def num_free(self) -> int:
-        """Return how many blocks may be saved now."""
-        return self._free.qsize()
+        """Return how many blocks a plan may save now."""
+        return min(STAGED_BLOCKS, self._free.qsize())
 
     def save(self, blocks: Sequence[SavedBlock]) -> None:
         """Copy blocks out of their pages; no more than `num_free`. Returns at once."""
@@ -48,12 +55,24 @@ class BlockWriter:
                 if lent is None:
                     continue  # its rows have not landed yet: the context's next turn writes it
             buffer = self._free.get_nowait()
-            done = self._copies.copy_down(self._gather(block), buffer)
+            done = self._copy_down(self._gather(block), buffer)
             self._copies.store.run_write(partial(self._write, block, buffer, lent, done))
 
     def shutdown(self) -> None:
         """Finish what is under way, and give the folder to others."""
         self._copies.store.shutdown()
+
+    def _copy_down(self, rows: Tensor, buffer: Tensor) -> Event:
+        """Copy to pinned memory, beside what is computed next."""
+        streams, place = self._copies.streams, self._num_saved % STAGED_BLOCKS
+        self._num_saved += 1
+        streams.wait_for(self._read[place])
+        staged = self._staged[place, : rows.numel()]
+        staged.view_as(rows).copy_(rows)
+        with streams.aside(streams.down):
+            buffer[: rows.numel()].copy_(staged, non_blocking=True)
+            self._read[place] = streams.record()
+        return self._read[place]
 
     def _gather(self, block: SavedBlock) -> Tensor:
         evicted = block.evicted

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu.kv.pool import KvPool
 from gpu.upload import upload
-from transfer.copies import Event, Streams
+from transfer.copies import Streams
 from transfer.disk.context_store import ContextStore
 
 
@@ -93,11 +93,3 @@ class DiskCopies:
                     own = pages.index_select(0, ids[part])
                     rows[place, side, part] = own.flatten(1).view(torch.uint8)
         return rows
-
-    def copy_down(self, rows: Tensor, host: Tensor) -> Event:
-        """Copy to pinned host memory beside what is computed next."""
-        with self.streams.aside(self.streams.down):
-            host[: rows.numel()].view_as(rows).copy_(rows, non_blocking=True)
-            done = self.streams.record()
-        self.streams.keep((rows,), self.streams.down)
-        return done

@@ -460,7 +460,7 @@ class Demand:
         return (
             MemoryItem("contexts to the disk", "host", writing, f"blocks of {self.disk.block_tokens} tokens, pinned"),
             MemoryItem("contexts from the disk", "host", reading, f"pieces that {self.disk.threads} threads read"),
-            self.item("blocks of contexts", reading + 2 * record, "as they come from the disk, and go there"),
+            self.item("blocks of contexts", reading + 4 * record, "as they come from the disk, and go there"),
         )
 
     def item(self, name: str, num_bytes: int, note: str) -> MemoryItem:

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 MOST_IN_FLIGHT = 2  # steps of a lane
 _LOOK_SECONDS = 1e-4  # between two looks at what may be over, where there are two lanes ...
+_WRITE_SECONDS = 3.0  # at the end, for contexts that are not on disk yet: who ends it waits five
 _PATIENCE_SECONDS = 30.0  # longer than the host's answers are waited for
 _NO_STORE = "this engine stores no keys and values of documents; it computes them with each prompt"
 _LOOKING_SECONDS = 5e-3  # ... and after so long, requests that have come meanwhile are looked at
@@ -164,6 +165,9 @@ class Engine:
         is_plain = self._tier is None and self.scheduler.documents is None and disk.side is None
         if is_plain and self._runner.expert_counts() is None:
             return
+        ends = time.monotonic() + _WRITE_SECONDS
+        while disk.has_work and not self.scheduler.roster.num_unfinished and time.monotonic() < ends:
+            self.step()
         self._draw_all()
         for _, step, _ in self._in_flight:
             step.collect()

@@ -226,7 +226,7 @@ class DiskContexts:
             else:
                 kind, waiting = (KV, self._waiting) if first.window is None else (END, self._waiting_ends)
                 saved = None if store.folder.has(kind, first.name) else self._locate(first)
-                if saved is not None:
+                if saved is not None and store.folder.takes(kind):
                     if not self._has_landed(saved.evicted):
                         break
                     saves.append(saved)

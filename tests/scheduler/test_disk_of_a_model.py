@@ -4,7 +4,9 @@ import errno
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,10 +19,10 @@ from gpu.model.architecture import ModelError, load_architecture
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
-from scheduler.messages import AskSessions
+from scheduler.messages import AskSessions, Delta
 from scheduler.planning.engine_memory import plan_engine
 from scheduler.residence.kept_sessions import answer_sessions
-from tests.scheduler.engines import drain
+from tests.scheduler.engines import drain, text
 from tests.scheduler.test_states_of_a_model import ask, converse, draw, serve
 from transfer.disk.disk_config import DiskConfig
 from transfer.machine import probe_machine
@@ -30,13 +32,14 @@ FEW_PAGES_GIB = 0.0045  # 1,152 tokens, where the longest context has 1,024 and 
 
 
 def make_engine(
-    folder: Path | None, pages_gib: float = 0.05, name: str = "tiny", prefix_cache: bool = True, **disk: Any
-) -> Engine:
+    folder: Path | None, pages_gib: float = 0.05, name: str = "tiny", prefix_cache: bool = True, device: str = "cpu",
+    **disk: Any,
+) -> Engine:  # fmt: skip
     model = ModelConfig(random_weights=name)
     settings = {"folder": folder, "block_tokens": BLOCK, "choose": "always"} | disk
     config = EngineConfig(
         model=model,
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1),
+        gpu=GpuConfig(device=device, dtype="float32", kv_cache_gib=pages_gib, threads=1),
         disk=None if folder is None else DiskConfig(**settings),
         scheduler=SchedulerConfig(
             max_running=4, max_context_tokens=1024, prefix_cache=prefix_cache,
@@ -336,3 +339,68 @@ def test_a_sequence_that_leaves_while_it_is_read_takes_nothing_with_it(tmp_path:
     assert serve(engine, [other])[0][0] == serve(cold, [other])[0][0]
     assert engine._runner.num_prefill_jobs == 0
     engine.shutdown()
+
+
+def test_what_is_left_when_the_engine_ends_is_written_before(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, memory_mib=0.1)
+    engine.submit([ask("a", draw(900, 3), 2)])
+    while engine.scheduler.roster.num_unfinished or engine._in_flight:
+        engine.step()
+    assert engine.scheduler.residence.disk.has_work, "two buffers at a time"
+    engine.shutdown()
+    assert len(records(tmp_path)) == 900 // BLOCK
+
+
+def test_restarts_damage_and_little_room_in_any_order_change_no_text(tmp_path: Path, cold: Engine) -> None:
+    """A soak: conversations go on, some are cancelled, files are damaged or gone, and the server starts again."""
+    random, histories = Random(5), {number: draw(150 + 90 * number, number) for number in range(3)}
+    ends = time.monotonic() + float(os.environ.get("TANDEM_SOAK_SECONDS", "6"))
+    limit_gib = 14 * 2**18 / 2**30  # some 13 blocks
+    engine, turn, num_found = make_engine(tmp_path, FEW_PAGES_GIB, limit_gib=limit_gib), 0, 0
+    while time.monotonic() < ends or turn < 12:
+        turn += 1
+        names = random.sample(sorted(histories), random.choice((1, 2)))
+        requests = [ask(f"t{turn}-{name}", histories[name], random.choice((1, 20, 40))) for name in names]
+        lost = ask(f"t{turn}-lost", [*histories[names[0]], *draw(200, turn)], 30)
+        engine.submit([*requests, lost])
+        deltas: dict[str, list[Delta]] = {}
+        for number in range(20_000):
+            if number == turn % 6:
+                engine.cancel([lost.request_id])
+            for delta in engine.step() if engine.has_work else ():
+                deltas.setdefault(delta.request_id, []).append(delta)
+            if number >= turn % 6 and not engine.has_work:
+                break
+        for name, request in zip(names, requests, strict=True):
+            told = text(deltas[request.request_id])
+            num_found += deltas[request.request_id][0].figures.get("cached_from_disk", 0)
+            again = structs.replace(request, request_id="cold")
+            assert told == serve(cold, [again])[0][0], (turn, name)
+            history = [*histories[name], *told, *draw(random.randrange(90), turn)]
+            histories[name] = history if len(history) < 900 else draw(200, 100 + turn)
+        if random.random() < 0.5:
+            engine.shutdown()
+            for path in random.sample(records(tmp_path), min(2, len(records(tmp_path)))):
+                raw = bytearray(path.read_bytes())
+                raw[random.randrange(len(raw))] ^= 1 << random.randrange(8)
+                path.write_bytes(raw[: random.choice((len(raw), len(raw), 5000))])
+            engine = make_engine(tmp_path, FEW_PAGES_GIB, limit_gib=limit_gib)
+        assert sum(path.stat().st_size for path in records(tmp_path)) <= limit_gib * 2**30
+    assert num_found > 500
+    engine.shutdown()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen3.5"])
+def test_on_cuda_after_a_restart_a_prompt_begins_with_what_is_on_disk(name: str, tmp_path: Path) -> None:
+    prompt = draw(900, 1)
+    first = make_engine(tmp_path, name=name, device="cuda")
+    told = serve(first, [ask("a", prompt, 20)])[0][0]
+    first.shutdown()
+    for folder, wanted in ((tmp_path, 896 if name == "tiny" else 880), (tmp_path / "empty", 0)):
+        engine = make_engine(folder, name=name, device="cuda")
+        again, found = serve(engine, [ask("b", prompt, 20)])[0]
+        assert (again, found >= wanted) == (told, True)
+        counts = engine.scheduler.residence.disk.side.store.counts()
+        assert (counts.damaged, counts.refused) == (0, 0)
+        engine.shutdown()

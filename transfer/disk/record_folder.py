@@ -157,6 +157,26 @@ class RecordFolder:
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
+    def takes(self, kind: str) -> bool:
+        """Tell whether a record would be written now; one that would not is counted: the disk has refused, or the day's
+        limit is reached.
+        """
+        with self._lock:
+            if time.monotonic() < self._stopped_until:
+                self.counts["refused"] += 1
+                return False
+            if self.day.allows(self._shapes[kind].file_bytes):
+                self._is_capped = False
+                return True
+            self.counts["capped"] += 1
+            is_first, self._is_capped = not self._is_capped, True
+        if is_first:
+            log.warning(
+                "disk_day_limit folder=%s written_bytes=%d raise=disk.written_gib_a_day; nothing more is written today",
+                self.root, self.day.num_bytes,
+            )  # fmt: skip
+        return False
+
     def put(self, kind: str, name: str, parts: Sequence[memoryview]) -> bool:
         """Write a record; False where the day's limit is reached, there is no room, or the disk refuses: then nothing
         is written for a while. Both are logged once.
@@ -166,10 +186,10 @@ class RecordFolder:
         with self._lock:
             if file_name in self._entries:
                 return True
-            if time.monotonic() < self._stopped_until:
-                self.counts["refused"] += 1
+            if not self.takes(kind):
                 return False
-            if not self._may_write(shape.file_bytes):
+            if shape.file_bytes > self.limit_bytes or not self._make_room(shape.file_bytes):
+                self.counts["refused"] += 1
                 return False
         path = self._folder / file_name
         try:
@@ -210,23 +230,6 @@ class RecordFolder:
             os.close(descriptor)
         os.rename(part_path, path)
         return checksums
-
-    def _may_write(self, num_bytes: int) -> bool:
-        """Evict until so many bytes fit; False where they cannot, or the day's limit is reached."""
-        if not self.day.allows(num_bytes):
-            self.counts["capped"] += 1
-            if not self._is_capped:
-                log.warning(
-                    "disk_day_limit folder=%s written_bytes=%d raise=disk.written_gib_a_day; nothing more is written "
-                    "today", self.root, self.day.num_bytes,
-                )  # fmt: skip
-            self._is_capped = True
-            return False
-        self._is_capped = False
-        if num_bytes > self.limit_bytes or not self._make_room(num_bytes):
-            self.counts["refused"] += 1
-            return False
-        return True
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict until so many bytes more are within the limit; False where all that is left is read now."""
