@@ -13,19 +13,16 @@ import torch
 from torch.nn import functional
 
 from evals.methods.method import PromptLayer, Step, StepResult
+from evals.plain_attention import attend_causal, attend_window, rotate
+from evals.plain_layers import gate_linear, latent_tables, latent_width, mix_experts, project_latent, recur, rms_norm
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture, read_architecture
-from gpu.model.spec import Activation, Experts, Latent, LayerSpec
-from gpu.operations.kv.latent_write import LATENT_EPS
+from gpu.model.spec import Recurrent
 from gpu.weights.checkpoint import load_weights
-from gpu.weights.weights import ExpertWeights, LayerWeights, Weights, unpacked
-from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT
+from gpu.weights.weights import Weights, unpacked
 
 CHUNK_TOKENS = 1 << 17
 """Tokens whose MLP activations are held at once in a prefill."""
-
-WINDOW_QUERIES = 1024
-"""Of a prompt, to their windows at once."""
 
 AttendStep = Callable[[Step], StepResult]
 """A step to its output and mass, without sinks."""
@@ -72,7 +69,7 @@ class ReferenceDecoder:
             cos, sin = (table[:longest] for table in self.rope_tables[layer])
             window = self.architecture.layers[layer].window_tokens
             if weights.recurrent is not None:
-                out, state = self._recur(hidden, layer, None, lengths)
+                out, state = recur(hidden, weights, self._recurrent, self.architecture.rms_norm_eps, None, lengths)
                 cache.keys.append(state[0])
                 cache.values.append(state[1])
                 hidden = self._finish(hidden, out, layer, inputs)
@@ -110,7 +107,8 @@ class ReferenceDecoder:
             cos, sin = (table[position][:, None, None] for table in self.rope_tables[layer])
             window = self.architecture.layers[layer].window_tokens
             if weights.recurrent is not None:
-                out, state = self._recur(hidden, layer, (cache.keys[layer], cache.values[layer]), None)
+                held = cache.keys[layer], cache.values[layer]
+                out, state = recur(hidden, weights, self._recurrent, self.architecture.rms_norm_eps, held, None)
                 cache.keys[layer], cache.values[layer] = state
                 hidden = self._finish(hidden, out, layer, inputs)
                 continue
@@ -150,6 +148,12 @@ class ReferenceDecoder:
         latent = self.architecture.latent
         return (self.architecture.dim if latent is None else latent_width(latent)) ** -0.5
 
+    @property
+    def _recurrent(self) -> Recurrent:
+        own = self.architecture.recurrent
+        assert own is not None, "the model has recurrent layers"
+        return own
+
     def _output_gates(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
         """Return what attention's output is multiplied by, `[requests, heads, tokens, dim]`, or 1."""
         shape, weights = self.architecture, self.weights.layers[layer]
@@ -158,54 +162,6 @@ class ReferenceDecoder:
         normed = rms_norm(hidden, weights.attention_norm, shape.rms_norm_eps)
         both = functional.linear(normed, weights.qkv[: 2 * shape.num_heads * shape.dim])
         return both.unflatten(-1, (shape.num_heads, 2, -1))[..., 1, :].transpose(1, 2).sigmoid()
-
-    def _recur(
-        self, hidden: torch.Tensor, layer: int, state: tuple[torch.Tensor, torch.Tensor] | None,
-        lengths: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
-        """Return a gated delta net's output `[requests, tokens, value_width]`, token by token, and its state
-        `[requests, value_heads, key_dim, value_dim]` with the inputs of its convolution that come before the next
-        token. lengths: of prompts, behind which nothing is written; None: all tokens are.
-        """
-        shape, weights = self.architecture, self.weights.layers[layer]
-        own, more, eps = shape.recurrent, weights.recurrent, shape.rms_norm_eps
-        assert own is not None
-        assert more is not None
-        normed = rms_norm(hidden, weights.attention_norm, eps)
-        mixed, gates = functional.linear(normed, weights.qkv), functional.linear(normed, more.gates).float()
-        inputs, z = mixed.split([own.conv_width, own.value_width], -1)
-        if state is None:
-            zeros = torch.zeros(len(hidden), own.value_heads, own.key_dim, own.value_dim, device=hidden.device)
-            state = zeros, inputs.new_zeros(len(hidden), own.conv_tokens - 1, own.conv_width)
-        held, before = state
-        rows, outs, count = torch.cat([before, inputs], 1), [], own.conv_tokens
-        shares, times = gates[..., : own.value_heads], gates[..., own.value_heads :]
-        decays = torch.exp(-more.decay.float().exp() * functional.softplus(times + more.time_bias.float()))
-        for token in range(hidden.shape[1]):
-            taps = rows[:, token : token + count].float()
-            made = functional.silu((taps * more.conv[:, 0].float().T).sum(1))
-            query, key, value = made.split([own.key_width, own.key_width, own.value_width], -1)
-            query, key = (
-                part / torch.sqrt(part.square().sum(-1, keepdim=True) + 1e-6)
-                for part in (query.unflatten(-1, (own.key_heads, -1)), key.unflatten(-1, (own.key_heads, -1)))
-            )
-            shared = own.value_heads // own.key_heads
-            query, key = (
-                part.repeat(1, shared, 1) if own.is_tiled else part.repeat_interleave(shared, 1)
-                for part in (query, key)
-            )
-            new = held * decays[:, token, :, None, None]
-            missing = value.unflatten(-1, (own.value_heads, -1)) - torch.einsum("rhk,rhkv->rhv", key, new)
-            new = new + torch.einsum("rhk,rhv->rhkv", key, missing * shares[:, token, :, None].sigmoid())
-            outs.append(torch.einsum("rhk,rhkv->rhv", query * own.key_dim**-0.5, new))
-            is_there = None if lengths is None else (token < lengths)[:, None, None, None]
-            held = new if is_there is None else torch.where(is_there, new, held)
-        out = torch.stack(outs, 1)
-        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * more.norm.float()
-        out = out.flatten(2) * functional.silu(z.float())
-        ends = torch.full((len(hidden),), hidden.shape[1], device=hidden.device) if lengths is None else lengths
-        last = ends[:, None] + torch.arange(count - 1, device=hidden.device)
-        return out.to(hidden.dtype), (held, rows.gather(1, last[:, :, None].expand(-1, -1, rows.shape[2])))
 
     def _project(
         self, hidden: torch.Tensor, layer: int, kept: "_Kept"
@@ -272,7 +228,7 @@ class ReferenceDecoder:
         beside = None if weights.experts is None else weights.experts.beside
         mixed = None
         if weights.experts is not None and beside is None:
-            mixed = _mix(normed.flatten(0, 1), normed.flatten(0, 1), weights.experts, spec).view_as(hidden)
+            mixed = mix_experts(normed.flatten(0, 1), normed.flatten(0, 1), weights.experts, spec).view_as(hidden)
             if weights.gate_up is None:
                 return hidden + mixed
         gate_up, down = weights.mlp
@@ -283,7 +239,7 @@ class ReferenceDecoder:
             product = mixed + (product if share is None else functional.linear(normed, share).sigmoid() * product)
         if weights.experts is not None and beside is not None:
             to_route, normed = rms_norm(hidden, beside.router_norm, eps), rms_norm(hidden, beside.norm, eps)
-            mixed = _mix(normed.flatten(0, 1), to_route.flatten(0, 1), weights.experts, spec).view_as(hidden)
+            mixed = mix_experts(normed.flatten(0, 1), to_route.flatten(0, 1), weights.experts, spec).view_as(hidden)
             product = rms_norm(product, beside.mlp_post_norm, eps) + rms_norm(mixed, beside.post_norm, eps)
         if weights.mlp_post_norm is not None:
             product = rms_norm(product, weights.mlp_post_norm, eps)
@@ -302,100 +258,6 @@ class _Kept:
     rows: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-def gate_linear(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return an MLP's activated product of gate and up, whose halves `gate_up` has."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    if activation == "clamped_swiglu":
-        gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
-        return gate * torch.sigmoid(CLAMPED_GAIN * gate) * (up + 1)
-    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
-
-
-def _mix(tokens: torch.Tensor, to_route: torch.Tensor, weights: ExpertWeights, spec: LayerSpec) -> torch.Tensor:
-    """Return a mixture's output of `[tokens, hidden]`, expert by expert. to_route: the same tokens, by another norm."""
-    experts = spec.experts
-    assert experts is not None, "the layer has experts"
-    bias = None if weights.router_bias is None else weights.router_bias.float()
-    logits = functional.linear(to_route.float(), weights.router.float(), bias)
-    shares, ids = choose_experts(logits, experts, weights.correction)
-    gate_ups = weights.gate_up.view(experts.num_experts, -1, tokens.shape[1])
-    downs = weights.down.view(experts.num_experts, tokens.shape[1], -1)
-    mixed = torch.zeros_like(tokens, dtype=torch.float32)
-    for expert in range(experts.num_experts):
-        token, place = (ids == expert).nonzero(as_tuple=True)
-        gate_up_bias, down_bias = (
-            None if bias is None else bias.view(experts.num_experts, -1)[expert]
-            for bias in (weights.gate_up_bias, weights.down_bias)
-        )  # fmt: skip
-        product = functional.linear(tokens[token], gate_ups[expert], gate_up_bias)
-        made = functional.linear(gate_linear(product, spec.activation), downs[expert], down_bias)
-        if weights.beside is not None:
-            made = made * weights.beside.gains[expert]
-        mixed.index_add_(0, token, made.float() * shares[token, place, None])
-    return mixed.to(tokens.dtype)
-
-
-def choose_experts(
-    logits: torch.Tensor, experts: Experts, correction: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights and numbers of the experts that tokens take, `[tokens, taken]`. correction: of a router by
-    sigmoids, None: it is one by softmax.
-    """
-    if correction is None:
-        shares, ids = torch.softmax(logits, 1).topk(experts.per_token, 1)
-    else:
-        scores = torch.sigmoid(logits)
-        wanted = (scores + correction).unflatten(1, (experts.groups, -1))
-        if experts.groups > 1:
-            sums = wanted.topk(2, 2).values.sum(2)
-            least = sums.topk(experts.groups_taken, 1).values[:, -1:]
-            wanted = wanted.masked_fill((sums < least)[..., None], -torch.inf)
-        ids = wanted.flatten(1).topk(experts.per_token, 1).indices
-        shares = scores.gather(1, ids)
-    if experts.is_normalised:
-        shares = shares / shares.sum(1, keepdim=True)
-    return shares * experts.gain, ids
-
-
-def project_latent(
-    normed: torch.Tensor, weights: LayerWeights, latent: Latent, num_heads: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries and keys of latent attention before rotation, and values, each `[requests, heads, tokens, dim]` of
-    the wider of keys and values, from normed hidden states `[requests, tokens, hidden]`. Keys are in an order in which
-    halves are rotated against each other (`latent_tables`); queries have the gain of logits.
-    """
-    own, (rank, plain, width) = weights.latent, (latent.rank, latent.plain, latent_width(latent))
-    assert own is not None, "the layer has latent attention"
-    first, row = functional.linear(normed, weights.qkv).tensor_split([latent.first_columns(num_heads)], -1)
-    if own.query_up is not None and own.query_norm is not None:
-        first = functional.linear(rms_norm(first, own.query_norm, LATENT_EPS), own.query_up)
-    query = first.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    made = functional.linear(rms_norm(row[..., :rank], own.norm, LATENT_EPS), own.up)
-    made = made.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    turned = row[:, None, :, rank:].expand(-1, num_heads, -1, -1)
-
-    def in_halves(plain_part: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
-        first, second = (rotated[..., ::2], rotated[..., 1::2]) if latent.has_neighbour_pairs else rotated.chunk(2, -1)
-        front, back = plain_part.tensor_split([width // 2 - first.shape[-1]], -1)
-        missing = width // 2 - second.shape[-1] - back.shape[-1]
-        return torch.cat([first, front, second, functional.pad(back, (0, missing))], -1)
-
-    key = in_halves(made[..., :plain], turned)
-    gain = latent.scale * width**0.5
-    query = in_halves(query[..., :plain], query[..., plain:]) * gain
-    return query, key, functional.pad(made[..., plain:], (0, width - latent.value))
-
-
-def latent_width(latent: Latent) -> int:
-    """Return the numbers of heads of queries, keys and values, all alike."""
-    return max(latent.query_dim, latent.value)
-
-
-def latent_tables(table: torch.Tensor, latent: Latent, still: float) -> torch.Tensor:
-    """Return a table of cosines or sines of heads that are rotated in part. still: of what is not."""
-    return functional.pad(table, (0, latent_width(latent) // 2 - table.shape[1]), value=still)
-
-
 def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> ReferenceDecoder:
     """Read a Hugging Face folder. Raises ModelError for a model that is not served or files that do not fit it."""
     architecture = read_architecture(folder)
@@ -405,72 +267,3 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Refe
     if latent is not None:
         tables = [(latent_tables(cos, latent, 1.0), latent_tables(sin, latent, 0.0)) for cos, sin in tables]
     return ReferenceDecoder(architecture, weights, tables)
-
-
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    scaled = hidden.float()
-    scaled = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + eps)
-    if weight.dtype != hidden.dtype:  # float32: times the weight, then rounded
-        return (scaled * weight).to(hidden.dtype)
-    return scaled.to(hidden.dtype) * weight
-
-
-def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return RoPE on `[requests, heads, tokens, dim]`, halves rotated against each other, in float32, back in rows'
-    dtype.
-    """
-    first, second = rows.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(rows.dtype)
-
-
-def attend_masked(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None,
-    scale: float | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Return attention `[requests, heads, queries, dim]` to keys where `mask`, bool, is set. sinks: `[heads]`, logits
-    of one more key for each head, of value 0; scale: of logits, None: dim ** -0.5.
-    """
-    if sinks is None:
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    key, value = functional.pad(key, (0, 0, 0, 1)), functional.pad(value, (0, 0, 0, 1))
-    unseen = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
-    unseen = unseen.expand(len(query), len(sinks), query.shape[2], -1)
-    more = sinks.to(query.dtype).view(1, -1, 1, 1).expand(*unseen.shape[:3], 1)
-    unseen = torch.cat([unseen, more], -1)
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=unseen, scale=scale)
-
-
-def attend_causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Return exact causal attention `[requests, heads, tokens, dim]`, of a window's tokens or all; KV heads are
-    repeated, so any flash kernel serves. sinks, scale: see `attend_masked`.
-    """
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    if window is None and sinks is None:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-    window, outs = window or query.shape[2], []
-    for begin in range(0, query.shape[2], WINDOW_QUERIES):
-        rows = torch.arange(begin, min(begin + WINDOW_QUERIES, query.shape[2]), device=query.device)
-        seen = torch.arange(max(0, begin - window + 1), begin + len(rows), device=query.device)
-        mask = (seen <= rows[:, None]) & (seen > rows[:, None] - window)
-        keys, values = key[:, :, seen[0] : begin + len(rows)], value[:, :, seen[0] : begin + len(rows)]
-        own = query[:, :, begin : begin + len(rows)]
-        outs.append(attend_masked(own, keys, values, mask[None, None], sinks, scale))
-    return torch.cat(outs, dim=2)
-
-
-def attend_window(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, window: int,
-    sinks: torch.Tensor | None = None, scale: float | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Return a step's queries `[requests, heads, dim]` to the last `window` of each request's `lengths` tokens. sinks,
-    scale: see `attend_masked`.
-    """
-    group = query.shape[1] // keys.shape[1]
-    places = torch.arange(keys.shape[2], device=query.device)
-    mask = (places < lengths[:, None]) & (places >= lengths[:, None] - window)  # [requests, tokens]
-    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    return attend_masked(query[:, :, None], keys, values, mask[:, None, None], sinks, scale)[:, :, 0]

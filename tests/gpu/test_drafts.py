@@ -92,10 +92,15 @@ GUESSES: dict[str, Guess] = {
     **{f"{right} of {total}": right_up_to(right, total) for total in (1, 4) for right in range(total + 1)},
     "some slots, of several lengths": one_slot_alone,
 }
+# Between none, two and all of four that are right: the same lines once more.
+LONG = ("1 of 4", "3 of 4")
+CASES = [
+    pytest.param(guess, id=name, marks=pytest.mark.long if name in LONG else ()) for name, guess in GUESSES.items()
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("guess", GUESSES.values(), ids=GUESSES)
+@pytest.mark.parametrize("guess", CASES)
 @pytest.mark.parametrize("params", [[QUIET] * 3, [PENALISED, PLAIN, PENALISED], [DRAWN, PENALISED, DRAWN]])
 def test_a_draft_changes_no_token_and_no_logprob_whatever_is_right_of_it(
     device: str, guess: Guess, params: list[SamplingParams]
