@@ -9,9 +9,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: \
     --no-binary jieba,rouge-score,sqlitedict,word2number
 
-# Tests run in two processes, file by file; in one where they would share a GPU. FILES=tests/scheduler runs those alone.
-PROCESSES := $(if $(filter cuda,$(EXTRA)),0,2)
-PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+# Tests run in three processes, file by file, for many wait for servers; in one where they would share a GPU.
+# FILES=tests/scheduler runs those alone.
+PROCESSES := $(if $(filter cuda,$(EXTRA)),0,3)
+PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5
 
 .PHONY: run install model test test-long test-lab test-gpu test-clients lint docs clean
 .DELETE_ON_ERROR:

@@ -1,4 +1,4 @@
-"""Which test file comes when, and which of two processes takes it: kernels are compiled once, and neither waits long.
+"""Which test file comes when, and which of the processes takes it: kernels are compiled once, and neither waits long.
 
 numba compiles the attention of host memory, and the decode step in bf16, for a minute and a half in each process that
 needs them. So the files that do come first and the longest of the others last; the first process takes files from the
@@ -16,6 +16,7 @@ from xdist.workermanage import WorkerController
 COMPILING = (
     "tests/bench/test_long_context.py",
     "tests/cpu/test_host_attention.py",
+    "tests/cpu/test_shared_reads.py",
     "tests/evals/test_serving.py",
     "tests/cpu/test_packed_experts.py",
     "tests/gpu/test_gguf.py",
@@ -45,6 +46,9 @@ LONG = (
     "tests/end_to_end/test_lm_eval.py",
     "tests/gpu/test_predicted_serving.py",
     "tests/gpu/test_mac_serving.py",
+    "tests/gpu/test_drafts.py",
+    "tests/gpu/test_families.py",
+    "tests/scheduler/test_disk_of_a_model.py",
     "tests/gpu/test_kv_codes.py",
     "tests/end_to_end/test_hostile_soak.py",
     "tests/gpu/test_host_read_steps.py",
@@ -60,6 +64,8 @@ LONG = (
     "tests/scheduler/test_drafts_of_a_model.py",
     "tests/gpu/test_humming.py",
     "tests/gpu/test_fusion.py",
+    "tests/gpu/test_indexed_serving.py",
+    "tests/bench/test_documents_benchmark.py",
     "tests/gpu/test_new_method.py",
     "tests/scheduler/test_mac_soak.py",
     "tests/gpu/test_experts.py",
