@@ -189,6 +189,17 @@ def test_what_is_read_now_stays_and_a_prefix_outlives_what_is_behind_it(tmp_path
     assert not folder.has("kv", name_of(3))
 
 
+def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path / "contexts")
+    store(folder, 1)
+    shutil.rmtree(tmp_path / "contexts")
+    assert fetch(folder, 1) is None
+    assert not store(folder, 2)
+    folder._stopped_until = 0.0
+    assert store(folder, 2)
+    assert fetch(folder, 2) == parts_of(2)
+
+
 def test_where_all_is_read_nothing_is_written(tmp_path: Path) -> None:
     folder = open_folder(tmp_path, 2 * FILE_BYTES)
     store(folder, 1)

@@ -197,6 +197,7 @@ class RecordFolder:
         except OSError as error:
             with suppress(OSError):
                 path.with_name(file_name + _PART).unlink(missing_ok=True)
+                self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             self._refuse(str(error))
             return False
         with self._lock:
