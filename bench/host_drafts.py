@@ -33,7 +33,7 @@ from gpu.load import DTYPES
 from gpu.model.architecture import load_architecture
 from gpu.profiles import VERIFIED, VERIFIED_COMPOSITION
 from scheduler.engine.load_engine import load_engine
-from scheduler.engine_config import EngineConfig, SchedulerConfig
+from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.planning.engine_memory import find_tier_shape, plan_engine
 from transfer.host_config import HostConfig
 from transfer.machine import probe_machine
@@ -44,13 +44,15 @@ RIGHT = "right"  # the profile whose drafts are always right, and cost nothing
 _KERNEL_REPEATS = 5
 _WARM_UP = 3  # tokens of a stream
 _MOST_RUNNING = 16
+_GRAPHS = (1, 4, 8, 16)  # rows of captured steps, and prefill units: small, as the card is beside the weights
+_CHUNK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class HostDraftsBenchmark:
     """What to measure: `tokens` of each stream, behind `prompt_tokens`. memory_limit_gib: of the card, None: all of it;
-    resident_tokens: above which contexts go to host memory, None: the default; accepted: rates at which a drafted token
-    is right; method: settings of `indexed` beside its defaults.
+    resident_tokens: above which contexts go to host memory and leave the card; accepted: rates at which a drafted token
+    is right.
     """
 
     random_weights: str
@@ -59,7 +61,7 @@ class HostDraftsBenchmark:
     dtype: str
     host_rows: str
     memory_limit_gib: float | None
-    resident_tokens: int | None
+    resident_tokens: int
     prompt_tokens: int
     tokens: int
     rounds: int
@@ -280,14 +282,15 @@ def replace_lists(stream: _Stream) -> _Stream:
 def _config_of(benchmark: HostDraftsBenchmark) -> EngineConfig:
     """Return the settings of an engine with the profiles that are compared."""
     model = ModelConfig(random_weights=benchmark.random_weights, weights=benchmark.weights)  # type: ignore[arg-type]
-    host = HostConfig(threads=benchmark.threads, rows=benchmark.host_rows)  # type: ignore[arg-type]
-    if benchmark.resident_tokens is not None:
-        host = host.model_copy(update={"resident_tokens": benchmark.resident_tokens, "residency": "fixed"})
+    host = HostConfig(
+        threads=benchmark.threads, rows=benchmark.host_rows,  # type: ignore[arg-type]
+        resident_tokens=benchmark.resident_tokens, residency="fixed",
+    )  # fmt: skip
     return EngineConfig(
         model=model,
         gpu=GpuConfig(
             device=benchmark.device, dtype=benchmark.dtype, threads=benchmark.threads,  # type: ignore[arg-type]
-            memory_limit_gib=benchmark.memory_limit_gib, graph_batch_sizes=WIDTHS,
+            memory_limit_gib=benchmark.memory_limit_gib, graph_batch_sizes=_GRAPHS,
         ),
         host=host,
         profiles={
@@ -297,5 +300,6 @@ def _config_of(benchmark: HostDraftsBenchmark) -> EngineConfig:
         scheduler=SchedulerConfig(
             max_running=_MOST_RUNNING,
             max_context_tokens=benchmark.prompt_tokens + benchmark.tokens + 2 * _MOST_RUNNING,
+            prefill=PrefillConfig(chunk_tokens=_CHUNK_TOKENS),
         ),
     )  # fmt: skip

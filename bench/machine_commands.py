@@ -117,8 +117,8 @@ def drafts(
     memory_limit_gib: Annotated[float | None, typer.Option(min=0.1, help="with --over-host: of the card")] = None,
     host_rows: Annotated[Literal["bfloat16", "int8"], typer.Option(help="with --over-host")] = "bfloat16",
     resident_tokens: Annotated[
-        int | None, typer.Option(min=0, help="with --over-host: longer contexts leave the device at once")
-    ] = None,
+        int, typer.Option(min=0, help="with --over-host: longer contexts leave the device at once")
+    ] = 1024,
     json_file: JsonFile = None,
 ) -> None:
     """Time steps of 1, 2, 4 and 8 rows a stream, and streams with drafts of stated acceptance beside those without.
