@@ -5,9 +5,10 @@ alone, one layer's rows over and over, then in steps of the engine, whose drafts
 bytes, over the rate at which the host reads in order, and of the arithmetic, over the rate of float32 products of
 square matrices.
 
-Then streams. Weights are random, so a text says nothing of acceptance: every stream is biased to one token, which its
-text then is. `verified` drafts at its full cost, and what it has drafted is replaced by that token, or by another at a
-stated rate. Its text must be the one of `offloaded`.
+Then steps that draft by `indexed` and verify: what they take more is the drafting. Then streams. Weights are random, so
+a text says nothing of acceptance: every stream is biased to one token, which its text then is. `verified` drafts at its
+full cost, and what it has drafted is replaced by that token, or by another at a stated rate. Its text must be the one
+of `offloaded`.
 """
 
 import time
@@ -40,6 +41,7 @@ from transfer.machine import probe_machine
 from transfer.tier_shape import TierShape
 
 WIDTHS = (1, 2, 4, 8, 16)
+DRAFTED = (2, 4, 8)  # rows of steps that the device drafts for, whether that pays or not
 RIGHT = "right"  # the profile whose drafts are always right, and cost nothing
 _KERNEL_REPEATS = 5
 _WARM_UP = 3  # tokens of a stream
@@ -105,15 +107,18 @@ def run_host_drafts_benchmark(benchmark: HostDraftsBenchmark, console: Console) 
         with interpreter_as_served():
             bench = _Bench(benchmark, Client(engine, ready.vocab_size, ready.profiles))
             bench.stream("offloaded")  # a first one, whose context the others find
+            verify_ms: dict[int, float] = {}
             for width in (one for one in WIDTHS if one <= engine.scheduler.drafts.most_rows):
                 floor, floor_ms = floors.of(width)
                 announce(console, f"host attention in a step of {width} rows, {what}", floor, floor_ms)
                 with bench.of_width(width):
                     stream = bench.stream(RIGHT)
-                extras = {"rows": width, "step_ms": summarise(stream.step_ms).ms, "token_ms": stream.token_ms}
+                verify_ms[width] = summarise(stream.step_ms).ms
+                extras = {"rows": width, "step_ms": verify_ms[width], "token_ms": stream.token_ms}
                 rows.append(Row(name="host attention, step", shape=f"{what}, {width} rows", floor=floor,
                                 floor_ms=floor_ms, peer=None, peer_ms=None, extras=extras,
                                 **asdict(summarise(stream.host_ms)), **common))  # fmt: skip
+            rows += [bench.of_draft(width, verify_ms[width], what, common) for width in DRAFTED if width in verify_ms]
             rows += [bench.compare(accepted, what, common, console) for accepted in benchmark.accepted]
     finally:
         engine.shutdown()
@@ -243,6 +248,19 @@ class _Bench:
     def _advance(self, stream: _Stream) -> None:
         for delta in self.client.advance():
             stream.text += delta.token_ids
+
+    def of_draft(self, width: int, verify_ms: float, what: str, common: dict[str, Any]) -> Row:
+        """Return a row of steps that draft `width - 1` tokens and verify them, beside those that verify alone."""
+        with self.of_width(width), self._right_at(1.0):
+            stream = self.stream(VERIFIED)
+        timing = summarise(stream.step_ms)
+        extras = {
+            "rows": width, "draft_ms": (timing.ms - verify_ms) / (width - 1), "token_ms": stream.token_ms,
+            "host_ms": summarise(stream.host_ms).ms,
+        }  # fmt: skip
+        return Row(name="drafting and verifying", shape=f"{what}, {width} rows", floor="none: a share of verifying",
+                   floor_ms=None, peer="verifying alone", peer_ms=verify_ms, extras=extras, **asdict(timing),
+                   **common)  # fmt: skip
 
     def compare(self, accepted: float, what: str, common: dict[str, Any], console: Console) -> Row:
         """Return a row of milliseconds a token of `verified` at a rate, beside those of `offloaded`."""

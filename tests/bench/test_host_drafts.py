@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from bench.host_drafts import WIDTHS, HostDraftsBenchmark, run_host_drafts_benchmark
+from bench.host_drafts import DRAFTED, WIDTHS, HostDraftsBenchmark, run_host_drafts_benchmark
 from tests.bench.test_long_context import measure_little
 
 
@@ -17,7 +17,13 @@ def test_widths_and_rates_are_timed_and_drafts_are_drawn_at_the_rate_that_was_as
         "tiny", None, "cpu", "float32", "bfloat16", None, 128, 1100, 24, 1, (0.0, 1.0), 1
     )  # fmt: skip
     rows = run_host_drafts_benchmark(benchmark, Console(file=StringIO()))
-    kernel, steps, streams = rows[: len(WIDTHS)], rows[len(WIDTHS) : -2], rows[-2:]
+    kernel, steps, drafting = (
+        [row for row in rows if row.name == name]
+        for name in ("host attention, kernel", "host attention, step", "drafting and verifying")
+    )
+    streams = rows[-2:]
+    assert [row.extras["rows"] for row in drafting] == list(DRAFTED)
+    assert all(row.extras["draft_ms"] for row in drafting)
     assert [row.extras["queries"] for row in kernel] == list(WIDTHS)
     assert [row.extras["rows"] for row in steps] == [width for width in WIDTHS if width <= 16]
     assert all(row.ms > 0 and row.floor_ms for row in (*kernel, *steps))
