@@ -17,7 +17,6 @@ from typing import Any
 
 from evals.paired import FEWEST_PROMPTS, Paired, pooled_interval
 from evals.score_rows import BASELINES, FED, KL, PLACE, Row, mean_known
-from evals.tasks.reference import REFERENCE_TASKS
 
 MOST_LOST, LOWEST_END = 1.0, -2.0  # points
 FEWEST_PAIRS = 2_000
@@ -58,13 +57,6 @@ class Judgement:
     weak: dict[str, float]
     reasons: tuple[str, ...]
     left_out: dict[str, str]
-
-
-KNOWN_TASKS = tuple(task for task in REFERENCE_TASKS if task not in ("continue", "common_words", "long_list"))
-"""Of the reference model's, those that it can do."""
-
-SAMPLED_AIM = Aim(("sampled", "profile:sampled"), KNOWN_TASKS, 16_384, 0.05, ())
-"""LSH sampling's. Its settings are the paper's, or tuned on running text."""
 
 
 def judge(rows: Sequence[Row], method: str, aim: Aim) -> Judgement:
@@ -171,24 +163,6 @@ def meant(rows: Iterable[Row], aim: Aim) -> list[str]:
     """Return the methods of the rows that the aim is for, in their order."""
     names = dict.fromkeys(row["method"] for row in rows if aim.length in (None, row["length"]))
     return [name for name in names if name.startswith(aim.methods) and name not in BASELINES]
-
-
-def render_aim(rows: Sequence[Row], aim: Aim) -> list[str]:
-    """Return Markdown: a line for each method that the aim is for, with what was pooled; empty where there is none."""
-    methods = meant(rows, aim)
-    if not methods:
-        return []
-    where = "" if aim.most_read is None else f", reading {100 * aim.most_read:g} % of the keys or fewer"
-    lines = [
-        f"A default holds where it loses {MOST_LOST:g} point at most{where}, over {FEWEST_PAIRS:,} prompts or more of "
-        f"all tasks that full attention scores {STRONG_SCORE:g} on, and the interval ends above {LOWEST_END:g}:",
-        "",
-        "| method | verdict | pairs | difference | tasks | why |",
-        "|---|---|---|---|---|---|",
-    ]
-    for method in methods:
-        lines.append(f"| `{method}` | " + " | ".join(told_of(judge(rows, method, aim))) + " |")
-    return lines
 
 
 def told_of(found: Judgement) -> tuple[str, ...]:

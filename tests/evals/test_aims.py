@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from evals.aims import FAILS, HOLDS, SAMPLED_AIM, UNDECIDED, Aim, Judgement, judge, render_aim
+from evals.aims import FAILS, HOLDS, UNDECIDED, Aim, Judgement, judge, meant, told_of
 from evals.cli import app
 from evals.score_rows import summarize
 from evals.store import Record
@@ -221,15 +221,13 @@ def test_rows_of_before_differences_were_kept_count_where_scores_are_whole() -> 
     assert (found.verdict, found.pooled.losses, found.pooled.gains) == (HOLDS, 5, 1)
 
 
-def test_the_table_says_what_was_pooled_and_why_it_does_not_hold() -> None:
-    lines = render_aim(pair("needle", 5, 1, 400), ANY)
-    assert lines[-1].startswith(f"| `{METHOD}` | undecided | 400 | -1.00 (")
-    assert lines[-1].endswith(" | 1 | 400 pairs, 2,000 are wanted |")
-    assert render_aim(pair("needle", 5, 1, 400), Aim(("mac",), (), None, None, ())) == []
-
-
-def test_the_aim_of_sampling_names_the_hard_needles() -> None:
-    assert {"only_needles", "crossed_needles", "four_values", "four_keys", "several_keys"} <= set(SAMPLED_AIM.tasks)
+def test_what_is_told_says_what_was_pooled_and_why_it_does_not_hold() -> None:
+    rows = pair("needle", 5, 1, 400)
+    verdict, pairs, difference, tasks, why = told_of(judge(rows, METHOD, ANY))
+    assert (verdict, pairs, tasks, why) == ("undecided", "400", "1", "400 pairs, 2,000 are wanted")
+    assert difference.startswith("-1.00 (")
+    assert meant(rows, ANY) == [METHOD]
+    assert meant(rows, Aim(("mac",), (), None, None, ())) == []
 
 
 def test_the_command_pools_files_and_its_status_tells_whether_all_hold(tmp_path: Path) -> None:
