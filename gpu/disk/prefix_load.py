@@ -9,7 +9,7 @@ the prompt is gone; a part that is not what was stored is never copied, and the 
 import logging
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Lock, local
@@ -82,10 +82,14 @@ class PrefixLoad:
             self._stage(place + 1)
 
     def close(self) -> None:
-        """End it: what has not begun is not read, and what follows on the device runs behind what was."""
-        self._is_closed = True
-        reads = [read for reads in self._reads.values() for read in reads]
-        wait([read for read in reads if not read.cancel()])
+        """End it: what has not begun is not read, what is read is not copied, and what follows on the device runs
+        behind what was. The disk is not waited for.
+        """
+        with self._lock:  # a copy that is being launched
+            self._is_closed = True
+        for reads in self._reads.values():
+            for read in reads:
+                read.cancel()
         for events in self._copied.values():
             for event in events:
                 self._copies.streams.wait_for(event)
@@ -138,22 +142,23 @@ class PrefixLoad:
         put: Callable[[Tensor], None],
     ) -> None:  # fmt: skip
         """Read some records' part, of `size` bytes each, and have it `put` to its place; in a thread."""
-        if self._is_closed or self.is_lost:
-            return
         buffer = _buffer_of(self._copies)[: len(names) * size].view(len(names), size)
         for name, row in zip(names, buffer.numpy(), strict=True):
+            if self._is_closed or self.is_lost:
+                return
             try:
                 self._copies.store.read(kind, name, part, row.data)
             except RecordError as error:
                 log.warning("disk_block_lost layer=%d reason=%s", layer, error)
                 self.is_lost = True
                 return
-        with torch.inference_mode(), _on_stream(self._copies):
+        with self._lock, torch.inference_mode(), _on_stream(self._copies):
+            if self._is_closed:
+                return
             for event in before:
                 self._copies.streams.wait_for(event)
             put(buffer)
             done = self._copies.streams.record()
-        with self._lock:
             self._copied[layer].append(done)
             self._num_missing[layer] -= 1
         done.synchronize()  # the thread's next piece takes the buffer

@@ -24,6 +24,7 @@ from scheduler.planning.engine_memory import plan_engine
 from scheduler.residence.kept_sessions import answer_sessions
 from tests.scheduler.engines import drain, text
 from tests.scheduler.test_states_of_a_model import ask, converse, draw, serve
+from transfer.disk.context_store import ContextStore
 from transfer.disk.disk_config import DiskConfig
 from transfer.machine import probe_machine
 
@@ -404,3 +405,34 @@ def test_on_cuda_after_a_restart_a_prompt_begins_with_what_is_on_disk(name: str,
         counts = engine.scheduler.residence.disk.side.store.counts()
         assert (counts.damaged, counts.refused) == (0, 0)
         engine.shutdown()
+
+
+def test_who_is_cancelled_while_the_disk_does_not_answer_keeps_nobody_waiting(
+    tmp_path: Path, cold: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, other = draw(600, 3), ask("c", draw(900, 8), 30)
+    seed_folder(tmp_path, prompt)
+    engine = make_engine(tmp_path, FEW_PAGES_GIB)
+    store, go_on = engine.scheduler.residence.disk.side.store, threading.Event()
+    read, begun = store.read, threading.Event()
+
+    def hang(*of: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        read(*of)
+
+    monkeypatch.setattr(ContextStore, "read", lambda store, *of: hang(*of))
+    engine.submit([ask("b", prompt, 4)])
+    for _ in range(3):
+        engine.step()
+    assert begun.wait(60)
+    engine.cancel(["b"])
+    engine.submit([other])
+    told = []
+    while engine.scheduler.roster.num_unfinished or engine._in_flight:
+        told += [token_id for delta in engine.step() for token_id in delta.token_ids]
+    assert not go_on.is_set()
+    go_on.set()
+    assert told == serve(cold, [other])[0][0]
+    drain(engine)
+    engine.shutdown()
