@@ -201,8 +201,8 @@ class Admission:
         Numbers are looked at before any page is held: it asks for all pages but those that somebody holds already.
         `Residence.take` looks again, since pages that are found and held are no longer those of idle contexts.
         """
-        begin = sequence.num_known_blocks * self._residence.page_tokens
-        start = Start(begin, 0, None, self._find_on_disk(sequence, begin))
+        begin = self._residence.prefixes.begin_of(sequence)
+        start = Start(begin, 0, None, 0 if sequence.finds_live else self._find_on_disk(sequence, begin))
         if this.num_hidden + sequence.num_tokens - start.first_computed > self._max_hidden_tokens:
             return None
         num_pages = sequence.num_pages - self._residence.prefixes.count_held(sequence)

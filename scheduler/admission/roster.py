@@ -180,7 +180,7 @@ class Roster:
         job = self._prefill.job_of(victim)
         done = victim.next_position - victim.num_drafted  # a draft may be refused
         victim.num_computed_tokens = done if job is None else job.num_done_tokens(victim)
-        self._leave_slot(victim)
+        self._leave_slot(victim, goes_on=True)
         victim.state = State.WAITING
         if self._documents is not None:
             self._documents.hold(victim)
@@ -191,6 +191,7 @@ class Roster:
         """Finish a sequence, whatever it was doing."""
         if sequence.state is State.WAITING:
             self._admission.waiting.remove(sequence)
+            self._residence.prefixes.forget_live(sequence)
         else:
             self._leave_slot(sequence)
         sequence.state = State.FINISHED
@@ -215,8 +216,8 @@ class Roster:
         is_alone = len(self.running) <= 1 and not self._prefill.jobs
         return [] if is_alone else self._admission.awaited()
 
-    def _leave_slot(self, sequence: Sequence) -> None:
-        """Give back slot and pages; the others in its prefill job go on from where they are.
+    def _leave_slot(self, sequence: Sequence, goes_on: bool = False) -> None:
+        """Give back slot and pages; the others in its prefill job go on from where they are. goes_on: it waits again.
 
         What a prefill has brought to the host is of no use before it ends.
         """
@@ -227,7 +228,7 @@ class Roster:
             self.running.remove(sequence)
         is_kept = sequence.state is State.RUNNING and not sequence.has_failed
         num_final = self._residence.num_final_blocks(sequence) if is_kept else 0
-        self._residence.leave(sequence, is_kept)
+        self._residence.leave(sequence, is_kept, goes_on)
         seconds_of = partial(self._prefill.prompt_seconds, method=sequence.profile.prefill_method)
         self._residence.disk.note_left(sequence, num_final, seconds_of)
         self._rings.give_back(sequence)

@@ -160,6 +160,14 @@ class PagePool:
             return near
         return count_front(hashes, page_of.__contains__, near, end)
 
+    def is_known(self, digest: bytes | None) -> bool:
+        """Tell whether a block is published by this hash."""
+        return digest in self._page_of
+
+    def page_of(self, digest: bytes) -> int:
+        """Return the page of a published block."""
+        return self._page_of[digest]
+
     def count_held(self, hashes: list[bytes], near: int, end: int) -> int:
         """Return how many of the first `end` blocks, which are published, are in pages that somebody holds.
 

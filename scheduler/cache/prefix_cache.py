@@ -79,6 +79,7 @@ class PrefixCache:
             sequence.num_usable_blocks = min(sequence.num_usable_blocks, end // self._page_tokens)
         sequence.num_final_blocks = end // self._page_tokens
         sequence.num_known_blocks = sequence.num_held_blocks = sequence.num_seen_blocks = 0
+        sequence.finds_live = False
         sequence.shares = None
 
     # --- what is known ------------------------------------------------------------------------------------------------
@@ -91,6 +92,8 @@ class PrefixCache:
         """
         hashes, end = sequence.hashes, sequence.num_usable_blocks
         known = self._pages.count_known(hashes, sequence.num_known_blocks, end)
+        if sequence.live and self._look_for_live(sequence, known):
+            return None
         sequence.num_seen_blocks = known // sequence.border_blocks * sequence.border_blocks
         sequence.num_known_blocks = self._windows.last_end(hashes, known, sequence.border_blocks)
         if self._windows.count:  # what is behind the last window is computed anew, whether it is known or not
@@ -99,6 +102,19 @@ class PrefixCache:
         if other is None or not self._windows.count:
             return other
         return other if known < self._windows.first_end(other) <= self.count_shared(sequence, other) else None
+
+    def _look_for_live(self, sequence: Sequence, num_known_blocks: int) -> bool:
+        """Tell whether all is there that a preempted sequence left. Then it begins behind its last computed token."""
+        num_blocks = -(-sequence.num_live_tokens // self._page_tokens) - len(sequence.live)
+        is_there = num_known_blocks >= num_blocks and self._pages.is_known(sequence.live[-1])
+        sequence.finds_live = is_there and self._windows.has_live(sequence)
+        if sequence.finds_live:
+            sequence.num_known_blocks = sequence.num_seen_blocks = num_blocks
+        return sequence.finds_live
+
+    def begin_of(self, sequence: Sequence) -> int:
+        """Return the tokens in front that need no computing, as of the last look."""
+        return sequence.num_live_tokens if sequence.finds_live else sequence.num_known_blocks * self._page_tokens
 
     def count_held(self, sequence: Sequence) -> int:
         """Count, of the blocks that `look` has counted, those in front whose pages somebody holds."""
@@ -144,6 +160,39 @@ class PrefixCache:
             return
         self._pages.publish(self.known_hashes(sequence), sequence.pages, sequence.num_published, end)
         sequence.num_published = end
+
+    def leave_live(self, sequence: Sequence) -> None:
+        """Publish the pages of a sequence that is preempted, for itself alone where they are not whole or end with
+        tokens in flight, and name what it leaves. Nothing is left where it would begin elsewhere again.
+        """
+        num_tokens = sequence.next_position
+        if not self.is_enabled or sequence.needs_every_token or sequence.profile.align_tokens > 1:
+            return
+        begin, end = num_tokens // self._page_tokens, -(-num_tokens // self._page_tokens)
+        begin = min(begin, len(self.known_hashes(sequence)), sequence.num_final_blocks)
+        self.publish(sequence, begin * self._page_tokens)
+        if begin == end:
+            return  # others may go on behind it as well
+        names = [
+            blake2b(f"{block} {sequence.request_id}".encode(), digest_size=16, person=b"live").digest()
+            for block in range(begin, end)
+        ]
+        self._pages.publish([*sequence.hashes[:begin], *names], sequence.pages, begin, end)
+        if self._pages.is_known(names[-1]):
+            sequence.live, sequence.num_live_tokens = names, num_tokens
+
+    def take_live(self, sequence: Sequence) -> list[int]:
+        """Return the pages that a sequence left for itself and finds again, held."""
+        page_ids = list(map(self._pages.page_of, sequence.live))
+        self._pages.hold(page_ids)
+        return page_ids
+
+    def forget_live(self, sequence: Sequence) -> None:
+        """Forget what a preempted sequence left, which has begun again or will not."""
+        if sequence.live:
+            self._pages.retract(sequence.live[0])
+            self._windows.forget_live(sequence)
+        sequence.live, sequence.finds_live = [], False
 
     def retract(self, sequence: Sequence) -> None:
         """Withdraw all blocks of a context that gave no finite logits, whether the sequence holds them or not."""

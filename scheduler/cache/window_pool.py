@@ -8,7 +8,8 @@ Invariants: a window is free, held or kept. A kept one has, for each of its ends
 on. A copy lacks what its source had overwritten.
 
 States of recurrent layers are windows of another kind: one end each, the token behind which they stand. So a prompt
-leaves a copy at its last block's end, a **snapshot**, and a sequence that draws leaves one every `snapshot_tokens`.
+leaves a copy at its last block's end, a **snapshot**, and a sequence that draws leaves one every `snapshot_tokens`. One
+that is preempted leaves the state itself, by the name of its last page (`PrefixCache.leave_live`), for nobody else.
 """
 
 from collections import OrderedDict
@@ -69,6 +70,11 @@ class Windows:
         """Count the windows that nobody holds, kept ones among them."""
         return len(self._free) + len(self._kept)
 
+    @property
+    def num_kept(self) -> int:
+        """Count the windows that nobody holds and that have ends of prefixes."""
+        return len(self._kept)
+
     def lacks(self) -> bool:
         """Tell whether one that needs a window finds none."""
         self._reach()
@@ -84,7 +90,8 @@ class Windows:
         """Behind how many of its blocks a prompt may begin at least, once this one's is computed and kept; 0: none."""
         if sequence.branches:
             return min(branch.end for branch in sequence.branches) // self._page_tokens
-        kept = self._ends_of(sequence, sequence.num_tokens) if self._keeps else None
+        num_tokens = sequence.num_tokens
+        kept = self._ends_of(sequence, num_tokens, (num_tokens - 1) // self._page_tokens) if self._keeps else None
         return 0 if kept is None else kept.begin
 
     def find_kept(self, hashes: list[bytes], num_blocks: int) -> "list[tuple[int, _Kept, int]]":
@@ -192,7 +199,8 @@ class Windows:
         self._reach()
         if not self.num_free:
             return
-        kept = self._ends_of(sequence, sequence.num_tokens)
+        num_tokens = sequence.num_tokens
+        kept = self._ends_of(sequence, num_tokens, (num_tokens - 1) // self._page_tokens)
         if kept is not None:
             window = self._take_one()
             self._written[window] = max(self._written[sequence.window], sequence.num_tokens)
@@ -206,7 +214,11 @@ class Windows:
         self._end_branches(sequence, False)
         if sequence.window is None:
             return
-        kept = self._ends_of(sequence, sequence.next_position) if is_kept and self._keeps else None
+        end = sequence.next_position
+        num_blocks = max(end, sequence.num_tokens - 1) // self._page_tokens
+        kept = self._ends_of(sequence, end, num_blocks) if is_kept and self._keeps else None
+        if kept is None and sequence.live:
+            kept = _Kept(self._roots[sequence.window], 1, [sequence.live[-1]])
         del self._roots[sequence.window]
         if kept is None:
             self._free.append(sequence.window)
@@ -214,6 +226,29 @@ class Windows:
             self._written[sequence.window] = max(self._written[sequence.window], sequence.next_position)
             self._keep(sequence.window, kept)
         sequence.window = None
+
+    def has_live(self, sequence: Sequence) -> bool:
+        """Tell whether the state is still there that a preempted sequence left behind its last computed token."""
+        return self._find_live(sequence) is not None
+
+    def take_live(self, sequence: Sequence) -> None:
+        """Give it back to the sequence from the next plan on."""
+        window = self._find_live(sequence)
+        assert window is not None, "windows: a look has found it"
+        self._roots[window] = self._kept.pop(window).root
+        sequence.window = window
+        self._written[window] = sequence.num_live_tokens
+        self._writes.append(WindowWrite(window, window, sequence.slot))
+
+    def forget_live(self, sequence: Sequence) -> None:
+        """Free it, if nobody has it."""
+        window = self._find_live(sequence)
+        if window is not None:
+            del self._kept[window]
+            self._free.append(window)
+
+    def _find_live(self, sequence: Sequence) -> int | None:
+        return next((window for window, kept in self._kept.items() if kept.hashes == sequence.live[-1:]), None)
 
     def retract(self, sequence: Sequence) -> None:
         """Withdraw every window that begins as the sequence does, kept or still held."""
@@ -250,13 +285,13 @@ class Windows:
             self._free.append(other)
         self._kept[window] = kept
 
-    def _ends_of(self, sequence: Sequence, num_written: int) -> _Kept | None:
-        """Return the hashes of a sequence's window, of its first `num_written` cells: those in front of its
-        last token.
+    def _ends_of(self, sequence: Sequence, num_written: int, num_blocks: int) -> _Kept | None:
+        """Return the ends in a sequence's window, of its first `num_written` cells, up to its first `num_blocks`
+        blocks: those in front of its last token.
         """
         if sequence.window is not None:
             num_written = max(num_written, self._written[sequence.window])
-        return self._kept_ends(sequence, num_written, (sequence.num_tokens - 1) // self._page_tokens)
+        return self._kept_ends(sequence, num_written, num_blocks)
 
     def _kept_ends(self, sequence: Sequence, num_written: int, num_blocks: int) -> _Kept | None:
         """Return the ends in a window that ever had the first `num_written` cells, up to the first

@@ -107,20 +107,27 @@ class Residence:
         """
         if start.end and self.prompts is not None:
             return self.prompts.take(sequence, start, num_spare, kept)
-        front = self.pages.prefix_pages(sequence.hashes, start.begin // self.page_tokens)
+        front = self.pages.prefix_pages(sequence.hashes, self._num_front_blocks(sequence, start))
         self.pages.hold(front.array)
-        num_new = sequence.num_pages - len(front.page_ids)
+        last = self.prefixes.take_live(sequence) if sequence.finds_live else []  # pages that are its own
+        num_new = sequence.num_pages - len(front.page_ids) - len(last)
         if not self.room.could_free_pages(num_new + num_spare, kept) or not self.room.free_pages(num_new, kept):
-            self.pages.release(front.page_ids)
+            self.pages.release(front.page_ids + last)
             return False
-        sequence.pages = front.page_ids + self.pages.allocate(num_new)
+        sequence.pages = front.page_ids + last + self.pages.allocate(num_new)
         return True
 
     def start_prefill(self, sequence: Sequence, start: Start) -> None:
         """Give a window to a sequence that begins there, and note the blocks that its prefill computes, or reads."""
-        num_seen = 0 if sequence.run_end else sequence.num_seen_blocks
-        self.windows.take(sequence, start.first_computed // self.page_tokens, num_seen, start.disk_end > 0)
-        self.prefixes.start(sequence, start.begin)
+        begin = start.begin
+        if sequence.finds_live:
+            self.windows.take_live(sequence)
+            begin = sequence.num_known_blocks * self.page_tokens  # of what others may find
+        else:
+            num_seen = 0 if sequence.run_end else sequence.num_seen_blocks
+            self.windows.take(sequence, start.first_computed // self.page_tokens, num_seen, start.disk_end > 0)
+        self.prefixes.forget_live(sequence)
+        self.prefixes.start(sequence, begin)
 
     def finish_prefill(self, sequence: Sequence) -> None:
         """Let others find a prompt, and mark what it offloaded as written: the plan under way ends its prefill."""
@@ -241,8 +248,13 @@ class Residence:
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
-    def leave(self, sequence: Sequence, is_kept: bool) -> None:
-        """Give all back; `is_kept`: its window and its offloaded context stay, idle, for prompts that begin alike."""
+    def leave(self, sequence: Sequence, is_kept: bool, goes_on: bool = False) -> None:
+        """Give all back; `is_kept`: its window and its offloaded context stay, idle, for prompts that begin alike.
+        goes_on: it waits to be admitted again, and leaves what it can begin with behind its last computed token.
+        """
+        has_live = self.windows.snapshot_tokens is not None and sequence.window is not None and not sequence.num_drafted
+        if goes_on and is_kept and has_live and sequence.context is None:
+            self.prefixes.leave_live(sequence)
         self.windows.give_back(sequence, is_kept)
         self.conversations.leave(sequence)
         context = sequence.left_context = sequence.context
@@ -315,6 +327,9 @@ class Residence:
         self.pages.release(first_pages[num_front:] + other_pages, NOBODY if one is None else one.number)
         if front is not None:
             self.pages.release(first_pages[:num_front], front.number)
+
+    def _num_front_blocks(self, sequence: Sequence, start: Start) -> int:
+        return sequence.num_known_blocks if sequence.finds_live else start.begin // self.page_tokens
 
     def _needs_page(self, sequence: Sequence) -> bool:
         return sequence.next_cell // self.page_tokens >= len(sequence.pages)

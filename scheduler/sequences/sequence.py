@@ -60,6 +60,7 @@ class Sequence:
     num_known_blocks: int = 0  # in the prefix cache at the last look, where the next look begins
     num_seen_blocks: int = 0  # likewise in pages, also where the window that ends them is not kept
     on_disk: tuple[int, int, int] | None = None  # blocks there at the last look, behind what it depended on
+    finds_live: bool = False  # what it left is all there, as of the last look
     num_held_blocks: int = 0  # of the known blocks, in pages that somebody held
     shares: "tuple[Sequence, int] | None" = None  # one that computes blocks of this one, and how many are common
     num_bypassed: int = 0  # admissions that passed it, since it did not fit
@@ -71,6 +72,8 @@ class Sequence:
     preempted_s: float = 0.0  # when it was preempted last, if it was
     num_computed_tokens: int = 0  # of its context, when it was preempted last
     left_context: HostContext | None = None  # in host memory, that it gave back last and may begin with again
+    live: list[bytes] = field(default_factory=list)  # its last pages' names, the last its state's, if it left these
+    num_live_tokens: int = 0  # in front of that state
     chunks: list[PlacedChunk] = field(default_factory=list)  # of documents, in its prompt
     missing: list[PlacedChunk] = field(default_factory=list)  # of these, those that are not computed yet
     holds_chunks: bool = False

@@ -5,8 +5,10 @@ from itertools import chain
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from scheduler.messages import EngineRequest
+from scheduler.engine.engine import Engine
+from scheduler.messages import Delta, EngineRequest
 from tests.scheduler.engines import (
     PAGE,
     answer,
@@ -95,6 +97,86 @@ def test_one_that_is_preempted_begins_again_behind_a_state_that_was_left() -> No
     check_empty(engine)
 
 
+def preempt_every(engine: Engine, num_steps: int) -> dict[str, list[Delta]]:
+    """Drain an engine, with a preemption every so many steps."""
+    deltas: dict[str, list[Delta]] = {}
+    for step in range(20_000):
+        if not engine.has_work:
+            return deltas
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+        running = engine.scheduler.roster.running
+        if step % num_steps == num_steps - 1 and running:
+            engine.scheduler.roster.preempt_last([running[step % len(running)]])
+    raise AssertionError("still unfinished")
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("num_steps", [2, 3, 7])
+def test_one_that_is_preempted_goes_on_with_its_own_state_and_computes_nothing_again(
+    num_steps: int, is_pipelined: bool
+) -> None:
+    engine, runner = make_engine(num_states=8, num_pages=200, is_pipelined=is_pipelined)
+    requests = [make_request(f"r{i}", prompt_of(5 + 37 * i, salt=i), max_tokens=90) for i in range(3)]
+    engine.submit(requests)
+    deltas = preempt_every(engine, num_steps)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    prompts = [prompt for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts]
+    resumed = [prompt for prompt in prompts if prompt.samples]
+    assert len(resumed) > 12
+    assert {prompt.begin % PAGE for prompt in resumed} > {0}
+    assert all(prompt.num_computed_tokens == 1 for prompt in resumed)
+    assert engine.stats().recomputed_tokens == 0
+    check_empty(engine)
+
+
+def test_a_live_state_that_is_stale_is_seen() -> None:
+    """Power: the state is changed while its sequence waits."""
+    engine, runner = make_engine(num_states=4, is_pipelined=False)
+    engine.submit([make_request("a", prompt_of(50), max_tokens=40)])
+    for _ in range(6):
+        engine.step()
+    (running,) = engine.scheduler.roster.running
+    engine.scheduler.roster.preempt_last([running])
+    for state in runner.windows.states:
+        if state:
+            state[7] += 1
+    with pytest.raises(AssertionError, match="a state is of another text"):
+        drain(engine)
+
+
+def test_one_whose_last_pages_were_taken_begins_again_behind_a_snapshot() -> None:
+    engine, runner = make_engine(num_states=8, num_pages=24, is_pipelined=False)
+    first, other = make_request("a", prompt_of(200), max_tokens=60), make_request("b", prompt_of(330, salt=5))
+    engine.submit([first])
+    told = [delta for _ in range(30) for delta in engine.step()]
+    engine.scheduler.roster.preempt_last([*engine.scheduler.roster.running])
+    engine.submit([structs.replace(other, priority=-1)])
+    deltas = drain(engine)
+    check_output(first, told + deltas["a"])
+    check_output(other, deltas["b"])
+    begun = [prompt for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts]
+    assert [prompt.num_prompt_tokens for prompt in begun] == [200, 330, 200]
+    assert begun[2].begin % PAGE == 0
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_request_that_is_cancelled_leaves_no_live_state(is_preempted: bool) -> None:
+    engine, _ = make_engine(num_states=4, is_pipelined=False)
+    engine.submit([make_request("a", prompt_of(50), max_tokens=40)])
+    for _ in range(6):
+        engine.step()
+    if is_preempted:
+        engine.scheduler.roster.preempt_last([*engine.scheduler.roster.running])
+    engine.cancel(["a"])
+    windows = engine.scheduler.residence.windows
+    assert windows.num_kept == 1, "what its prompt left"
+    drain(engine)
+    check_empty(engine)
+
+
 def test_without_a_prefix_cache_nothing_is_left() -> None:
     engine, runner = make_engine(num_states=3, prefix_cache=False)
     for name in "ab":
@@ -162,10 +244,17 @@ TURNS = st.lists(
 )
 
 
-@given(turns=TURNS, num_states=st.integers(1, 7), num_pages=st.integers(40, 90), is_pipelined=st.booleans())
+@given(
+    turns=TURNS,
+    num_states=st.integers(1, 7),
+    num_pages=st.integers(40, 90),
+    is_pipelined=st.booleans(),
+    num_steps=st.sampled_from([3, 11, 10**6]),
+)
 def test_any_turns_forks_and_evictions_give_the_text_of_a_cold_server(
-    turns: list[tuple[int, int, int, int, bool]], num_states: int, num_pages: int, is_pipelined: bool
+    turns: list[tuple[int, int, int, int, bool]], num_states: int, num_pages: int, is_pipelined: bool, num_steps: int
 ) -> None:
+    """And with somebody who gives way every so many steps."""
     engine, _ = make_engine(
         num_states=num_states, num_pages=num_pages, max_running=4, snapshot_tokens=32, is_pipelined=is_pipelined
     )
@@ -180,8 +269,10 @@ def test_any_turns_forks_and_evictions_give_the_text_of_a_cold_server(
         waiting.append((make_request(f"r{number}", prompt, max_tokens=answered), name))
         if is_beside:
             continue
-        deltas = answer(engine, [request for request, _ in waiting])
+        engine.submit([request for request, _ in waiting])
+        deltas = preempt_every(engine, num_steps)
         for request, of in waiting:
+            check_output(request, deltas[request.request_id])
             histories[of] = [request.prompt_token_ids, text(deltas[request.request_id])]
         waiting = []
     answer(engine, [request for request, _ in waiting])

@@ -16,7 +16,7 @@ from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
-from scheduler.messages import EngineRequest, pack_tokens
+from scheduler.messages import Delta, EngineRequest, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from tests.scheduler.engines import drain, text
 from transfer.host_config import HostConfig
@@ -157,6 +157,55 @@ def test_many_at_once_are_each_served_as_alone(pages_gib: float) -> None:
     alone = [serve(cold, [request])[0][0] for request in requests]
     together = serve(make_engine(pages_gib=pages_gib), requests)
     assert [told for told, _ in together] == alone
+
+
+def preempt_often(engine: Engine, requests: list[EngineRequest], num_steps: int) -> list[list[int]]:
+    """Each one's text, where somebody gives way every so many steps."""
+    engine.submit(requests)
+    told: dict[str, list[Delta]] = {}
+    for step in range(20_000):
+        if not engine.has_work:
+            break
+        for delta in engine.step():
+            told.setdefault(delta.request_id, []).append(delta)
+        running = engine.scheduler.roster.running
+        if step % num_steps == num_steps - 1 and running:
+            engine.scheduler.roster.preempt_last([running[step % len(running)]])
+    return [text(told[request.request_id]) for request in requests]
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-qwen3-next"])
+def test_one_that_gives_way_goes_on_with_its_live_state_and_no_text_changes(name: str) -> None:
+    """And choices of one prompt compute no more than its last block."""
+    requests = [ask(f"r{number}", draw(21 + 50 * number, number), 50) for number in range(3)]
+    requests += [ask(f"n{number}", draw(150, 9), 30) for number in range(3)]
+    cold = make_engine(prefix_cache=False, max_running=1, name=name)
+    wanted = [serve(cold, [request])[0][0] for request in requests]
+    engine = make_engine(name=name, states_gib=0.01)
+    assert preempt_often(engine, requests, 4) == wanted
+    stats = engine.stats()
+    assert stats.preemptions > 10
+    assert stats.recomputed_tokens == 0
+    assert serve(engine, [ask(f"m{number}", draw(150, 9), 30) for number in range(2)]) == 2 * [(wanted[3], 144)]
+
+
+def test_a_live_state_that_is_stale_gives_another_text() -> None:
+    """Power: what a preempted request left is changed while it waits."""
+    request = ask("a", draw(70, 5), 50)
+    wanted = serve(make_engine(prefix_cache=False), [request])[0][0]
+    for arena in (0, 1):
+        engine = make_engine()
+        engine.submit([request])
+        told = [delta for _ in range(20) for delta in engine.step()]
+        engine.scheduler.roster.preempt_last([*engine.scheduler.roster.running])
+        states = engine._runner.pool.states
+        assert states is not None
+        with torch.inference_mode():
+            states.arenas[arena].mul_(-1.0)
+        said = text(told + drain(engine)["a"])
+        assert engine.stats().recomputed_tokens == 0
+        assert len(said) == 50
+        assert said != wanted
 
 
 def converse_at_length(engine: Engine, profile: str) -> tuple[list[list[int]], list[int]]:
