@@ -111,6 +111,12 @@ class GpuConfig(Settings):
         "prompts ended, from which those that begin alike go on; default: two a running sequence, in half of what "
         "there is",
     )
+    host_states_gib: float | None = Field(
+        None,
+        gt=0,
+        description="snapshots of recurrent layers' states in host memory, pinned where there is a GPU: those of the "
+        "card are copied there, and a prompt goes on from either; default: none",
+    )
     snapshot_tokens: int = Field(
         2048,
         ge=64,

@@ -101,7 +101,7 @@ def load_runner(
             if asked.num_windows and architecture.window_layers else NO_WINDOWS,
             open_experts=asked.open_experts, computed_rows=asked.computed_rows,
             num_states=asked.num_windows if architecture.recurrent is not None else 0,
-            state_dtype=STATE_DTYPES[gpu.state_dtype],
+            state_dtype=STATE_DTYPES[gpu.state_dtype], num_host_states=asked.num_host_states,
         )  # fmt: skip
         runner = Runner(architecture, weights, settings)
         runner.warm_up(asked.chunk_tokens, lambda fraction: on_progress("kernels", fraction))

@@ -116,6 +116,7 @@ class Runner:
         self.pool = KvPool(
             architecture, settings.num_pages, dense_layers, settings.page_tokens, max_running, context, dtype, device,
             settings.windows, settings.kv, settings.num_states, settings.state_dtype,
+            settings.num_host_states,
         )  # fmt: skip
         decoder = Decoder(architecture, weights, self.pool, context)
         self._lanes = LaneStreams(device)

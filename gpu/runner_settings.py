@@ -27,7 +27,8 @@ class RunnerSettings:
     where document chunks are, or None. windows: of layers that keep no more; of the others pages hold all of a context.
     kv: how pages hold rows; what is no format of codes, in `dtype`. open_experts: the CPU computes experts in host
     memory for decode steps of up to `computed_rows` rows; None: they are fetched. num_states: of recurrent layers
-    (`gpu.kv.states`), 0: one a slot; state_dtype: of these. disk: where contexts are kept beside, or None.
+    (`gpu.kv.states`), 0: one a slot; state_dtype: of these; num_host_states: copies of them in host memory. disk: where
+    contexts are kept beside, or None.
     """
 
     num_pages: int
@@ -52,6 +53,7 @@ class RunnerSettings:
     computed_rows: int = 0
     num_states: int = 0
     state_dtype: torch.dtype = torch.float32
+    num_host_states: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +85,4 @@ class LoadSettings:
     open_experts: OpenExperts | None = None
     computed_rows: int = 0
     prefill_graph_sizes: tuple[int, ...] = ()
+    num_host_states: int = 0

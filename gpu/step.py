@@ -190,6 +190,19 @@ class WindowWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class StateMove:
+    """State number `state`, which nobody writes to, goes to a place in host memory; or what is there comes to it."""
+
+    state: int
+    place: int
+    is_up: bool
+
+    @property
+    def source(self) -> int:
+        return self.place
+
+
+@dataclass(frozen=True, slots=True)
 class WindowBranch:
     """Window number `window`, which nobody holds, gets what a prompt's own has behind its first `end` tokens. What
     stands in front of the prompt's first computed token it has already, by a window write.
@@ -490,7 +503,7 @@ class StepPlan(Frozen):
     page_writes: tuple[PageWrite, ...] = ()
     ring_writes: tuple[RingWrite, ...] = ()
     ring_growth: tuple[RingGrowth, ...] = ()
-    window_writes: tuple[WindowWrite, ...] = ()
+    window_writes: tuple[WindowWrite | StateMove, ...] = ()
     new_jobs: tuple[PrefillJob, ...] = ()
     units: tuple[Unit, ...] = ()
     decode: tuple[DecodeGroup, ...] = ()

@@ -99,6 +99,13 @@ def pin_for_life(pages: Pages) -> None:
     weakref.finalize(pages, _unpin, pages.ctypes.data).atexit = False
 
 
+def pinned_tensor(wanted: torch.Tensor) -> torch.Tensor:
+    """Allocate a tensor of the meta device, pinned, of its own pages. Raises OSError or MemoryError where refused."""
+    pages = map_pages(wanted.nbytes)
+    pin_for_life(pages)
+    return torch.from_numpy(pages).view(wanted.dtype).view(wanted.shape)  # which holds these pages, and no view of them
+
+
 def _unpin(address: int) -> None:
     code = int(_cuda().cudaHostUnregister(address))
     if code:

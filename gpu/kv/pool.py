@@ -19,7 +19,7 @@ from gpu.model.architecture import Architecture
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import poison, write_rows
 from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout, page_table, row_array
-from gpu.step import FinishedReload, PageEviction, PageWrite, TablePlace, WindowWrite
+from gpu.step import FinishedReload, PageEviction, PageWrite, StateMove, TablePlace, WindowWrite
 from gpu.upload import upload
 from transfer.allocation import allocate, dtype_name, dtype_of
 
@@ -29,7 +29,7 @@ class KvPool:
     `[pages, kv_heads, page_tokens, dim]` for each layer, in `dtype` or, as `kv` says, of codes (`kv_rows`), views of
     the arena by page id: `num_pages` resident ones and, in a dense layer, all ids behind them; of a layer whose window
     is kept by itself, its rows in `windows`; of a recurrent one nothing: `states` has what it keeps, `num_states` of
-    `state_dtype` (0: one a slot).
+    `state_dtype` (0: one a slot), `num_host_states` copies of them in host memory.
 
     latent_rank: of latent attention, whose rows are keys and values at once: there is one arena then, and both lists
     are of it; None: there are two.
@@ -40,7 +40,7 @@ class KvPool:
     def __init__(self, architecture: Architecture, num_pages: int, dense_layers: Sequence[int], page_tokens: int,
                  max_slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device,
                  windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16", num_states: int = 0,
-                 state_dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+                 state_dtype: torch.dtype = torch.float32, num_host_states: int = 0) -> None:  # fmt: skip
         row = row_array(kv if kv in CODE_FORMATS else dtype_name(dtype), architecture.dim)
         stored = dtype_of(row)
         page_shape = (architecture.num_kv_heads, page_tokens, *row.shape)
@@ -73,7 +73,7 @@ class KvPool:
         )
         own_states = architecture.recurrent
         self.states = None if own_states is None else States(
-            own_states, recurrent, num_states, max_slots, dtype, state_dtype, device
+            own_states, recurrent, num_states, max_slots, dtype, state_dtype, device, num_host_states
         )  # fmt: skip
         views = [self._views(arena, own) for arena, own in zip(self.arenas, self.windows.views(), strict=False)]
         self.key_pages, self.value_pages = views[0], views[-1]
@@ -83,9 +83,12 @@ class KvPool:
         """Return the page table of a layer: int32 `[max_slots, max_pages]`, by cell."""
         return self.windows.page_table if layer in self.windows.shape.layers else self.page_table
 
-    def write_windows(self, writes: Sequence[WindowWrite]) -> None:
+    def write_windows(self, writes: Sequence[WindowWrite | StateMove]) -> None:
         """Copy and give to slots what layers keep of sequences beside pages: windows, or states."""
-        (self.windows if self.states is None else self.states).write(writes)
+        if self.states is not None:
+            self.states.write(writes)
+        else:
+            self.windows.write([write for write in writes if isinstance(write, WindowWrite)])
 
     def write_pages(self, writes: Sequence[PageWrite]) -> None:
         """Append pages to page tables; asynchronous. Raises ValueError for a slot or page that does not exist."""

@@ -125,6 +125,21 @@ def count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, c
     return num_pages if longest and (saves or gpu.kv_windows is not None or shape.has_own_window_heads) else 0
 
 
+def count_host_states(demand: Demand, gpu: GpuConfig) -> Demand:
+    """Return the demand with the states in host memory that were asked for. Raises PlanError for a budget that holds
+    none.
+    """
+    if gpu.host_states_gib is None:
+        return demand
+    one, count = demand.window_bytes, int(gpu.host_states_gib * GIB) // demand.window_bytes
+    if not count:
+        raise PlanError(
+            f"gpu.host_states_gib: asked {gpu.host_states_gib:g} GiB, a state of {demand.shape.name} takes {one:,} "
+            f"bytes; raise it to {least_gib(one)}"
+        )
+    return replace(demand, num_host_states=count)
+
+
 def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
     """Return the demand with the number of windows, or states: as it is asked for, or for each sequence and as many
     prefixes, if they take no more than their share. Raises PlanError for a budget of states that is none, or does not
@@ -137,7 +152,7 @@ def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
     left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
     if gpu.kv_cache_gib is not None:
         left = min(left, int(gpu.kv_cache_gib * GIB))
-    if gpu.states_gib is not None and demand.shape.recurrent is not None:
+    if gpu.states_gib is not None:
         asked, one = f"gpu.states_gib: asked {gpu.states_gib:g} GiB", demand.window_bytes
         count = int(gpu.states_gib * GIB) // one
         if not count:

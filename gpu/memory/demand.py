@@ -44,6 +44,7 @@ MIB = 2**20
 
 CUDA_RUNTIME_BYTES = 768 * MIB  # context, library workspaces, loaded kernels, and what the allocator cannot reuse
 CUDA_GRAPH_BYTES = 40 * MIB  # one batch size of one kind of step; measured at 8B: 37 MiB on average of 27
+SNAPSHOTS = "snapshots"  # of states, in host memory
 HOST_RUNTIME_BYTES = 1536 * MIB  # two processes with their libraries
 
 
@@ -68,7 +69,7 @@ class Demand:
     (`gpu.kv.windows`); no pages: it has them as all layers have. kv: how pages hold rows, None: in the dtype that
     computes. computed_rows: see `MemoryPlan`. asked_context: tokens of the longest context, None: as many as fit.
     state_bytes: of an element of a recurrent
-    layer's state; where a model has such layers, states are counted as windows.
+    layer's state; where a model has such layers, states are counted as windows, num_host_states of them in host memory.
     unpacked: why matrices of few bits are unpacked at load, None: they are not. prefill_graph_sizes: of units whose
     layers are captured.
     """
@@ -94,6 +95,7 @@ class Demand:
     asked_context: int | None = None
     state_bytes: int = 4
     prefill_graph_sizes: tuple[int, ...] = ()
+    num_host_states: int = 0
 
     @property
     def served(self) -> Architecture:
@@ -425,8 +427,15 @@ class Demand:
         if self.shape.recurrent is not None:
             count, layers = self.num_windows, len(self.shape.recurrent_layers)
             size = f"{self.window_bytes:,} bytes in {layers} layers"
-            return (self.item("recurrent states", count * self.window_bytes, f"{count} of {size}: of what runs, and "
-                              "ends of prefixes"),)  # fmt: skip
+            states = self.item("recurrent states", count * self.window_bytes, f"{count} of {size}: of what runs, and "
+                               "ends of prefixes")  # fmt: skip
+            if not self.num_host_states:
+                return (states,)
+            num_bytes = self.num_host_states * self.window_bytes
+            return (
+                states,
+                MemoryItem(SNAPSHOTS, "host", num_bytes, f"{self.num_host_states} of these, ends of prefixes"),
+            )
         tokens, layers = self.window_pages * self.page_tokens, len(self.window_layers)
         note = f"{self.num_windows} of {tokens:,} tokens in {layers} layers: of what runs, and ends of prefixes"
         sizes = self.shape.window_heads.count, self.shape.window_heads.dim

@@ -14,6 +14,7 @@ from gpu.disk.record_shapes import kv_record
 from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS
 from gpu.memory.counting import (
     count_experts,
+    count_host_states,
     count_rings,
     count_window_pages,
     count_windows,
@@ -42,6 +43,8 @@ from gpu.memory.refusals import (
     check_latents,
     check_pages,
     check_pinned,
+    check_snapshots,
+    check_states,
 )
 from gpu.methods.kept import Kept
 from gpu.methods.method import MethodState
@@ -74,11 +77,12 @@ class MemoryPlan:
     how many, of the methods that keep some, by what profiles name them (`ProfilePart`); `ring_pages`: that these share,
     of the methods whose rings share some. `num_windows` of `window_pages`
     pages and `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of
-    each are beyond what these see; 0: there are none. experts_on_card: of each layer's experts, the first so many, and
-    the others lie in host memory; None: all, or the model has none. computed_rows: those are computed by the CPU in
-    decode steps of up to so many, and fetched in others. documents_bytes: of host memory, for their chunks used last.
-    is_packed: whether matrices of few bits, if there are any, stay as they are stored. chunk_tokens: most tokens of a
-    unit of prefill. prefill_graph_sizes: of units whose layers are captured.
+    each are beyond what these see; 0: there are none. num_host_states: of recurrent layers, in host memory.
+    experts_on_card: of each layer's experts, the first so many, and the others lie in host memory; None: all, or the
+    model has none. computed_rows: those are computed by the CPU in decode steps of up to so many, and fetched in
+    others. documents_bytes: of host memory, for their chunks used last. is_packed: whether matrices of few bits, if
+    there are any, stay as they are stored. chunk_tokens: most tokens of a unit of prefill. prefill_graph_sizes: of
+    units whose layers are captured.
     """
 
     device: Literal["cuda", "cpu"]
@@ -111,6 +115,7 @@ class MemoryPlan:
     window_pages: int = 0
     spare_window_tokens: int = 0
     snapshot_tokens: int | None = None
+    num_host_states: int = 0
     experts_on_card: int | None = None
     computed_rows: int = 0
     documents_bytes: int = 0
@@ -193,6 +198,7 @@ def plan_memory(
             raise PlanError(reason)
     kv = resolve_kv(gpu, dtype, architecture)
     check_latents(architecture, host, kv, states)
+    check_states(architecture, gpu)
     tier = None
     if host is not None and kept is not None:
         excludes = any(state.part.method.excludes_blocks for state in states)
@@ -238,11 +244,12 @@ def plan_memory(
     limits = resolve_limits(gpu, device, machine)
     demand = count_experts(demand, limits[place], gpu, max_context_tokens, max_hidden_tokens)
     demand = count_rings(demand, limits[place])
-    demand = count_windows(demand, limits[place], gpu)
+    demand = count_windows(count_host_states(demand, gpu), limits[place], gpu)
     fixed = demand.fixed_items()
     left = limits[place] - sum(item.bytes for item in fixed if item.place == place)
     check_fixed(fixed, place, limits, left, demand)
     check_pinned(fixed, demand, machine)
+    check_snapshots(fixed, demand, machine)
     check_configured(demand, gpu, left, limits[place], max_context_tokens, max_hidden_tokens)
     if host is None:
         shares, notes = _share_pages(demand, gpu, left, max_context_tokens, max_hidden_tokens)
@@ -297,6 +304,7 @@ def plan_memory(
         window_pages=window_pages,
         spare_window_tokens=spare_tokens if window_pages else 0,
         snapshot_tokens=None if architecture.recurrent is None else gpu.snapshot_tokens,
+        num_host_states=demand.num_host_states,
         experts_on_card=demand.experts_on_card,
         computed_rows=demand.computed_rows,
         documents_bytes=demand.documents_bytes,
@@ -376,7 +384,7 @@ def _host_budget(
             f"host.memory_limit_gib: asked {in_gib(asked)}, {in_gib(max(have, 0))} of host memory left; lower it{also}"
         )
     default = min(max(have, 0), int(machine.memory_bytes * HOST_SHARE))
-    if demand.expert_shares.host_bytes:  # which nobody can page out
+    if demand.expert_shares.host_bytes or demand.num_host_states:  # which nobody can page out
         default = min(default, max(0, int(machine.memory_bytes * PINNED_SHARE) - planned))
     kv = None if gpu.kv_cache_gib is None else int(gpu.kv_cache_gib * GIB) - window_bytes
     if demand.place == "host" and asked is not None and kv is not None and kv + asked > left:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gpu.config import GpuConfig
-from gpu.memory.demand import Demand, MemoryItem, Place, PlanError
+from gpu.memory.demand import SNAPSHOTS, Demand, MemoryItem, Place, PlanError
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS, in_gib, least_gib
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
@@ -33,6 +33,7 @@ def check_fixed(
             f"{key}: weights and workspaces take {in_gib(limit - left)}, the limit is {in_gib(limit)}; raise it, or "
             "lower scheduler.prefill.chunk_tokens or scheduler.max_running"
             + (", or gpu.kv_windows" if any(item.name == "KV windows" for item in fixed) else "")
+            + (", or gpu.host_states_gib" if place == "host" and demand.num_host_states else "")
             + (", or a profile's `capacity` or `rings`" if demand.reuses else "")
             + (", or gpu.experts_gib" if demand.experts_on_card is not None else "")
             + (", or documents.memory_limit_gib" if any(item.name == "documents" for item in fixed) else "")
@@ -89,6 +90,26 @@ def check_latents(shape: Architecture, host: HostConfig | None, kv: str, states:
     if others:
         name = others[0]
         raise PlanError(f"profiles: {name!r} knows keys and values of heads, and {row}; take it out of the profiles")
+
+
+def check_states(shape: Architecture, gpu: GpuConfig) -> None:
+    """Check that nothing is asked for states of a model that has none. Raises PlanError."""
+    for key in ("states_gib", "host_states_gib"):
+        asked = getattr(gpu, key)
+        if asked is not None and shape.recurrent is None:
+            raise PlanError(f"gpu.{key}: asked {asked:g} GiB, {shape.name} has no recurrent layers; leave it out")
+
+
+def check_snapshots(fixed: Sequence[MemoryItem], demand: Demand, machine: MachineProfile) -> None:
+    """Check that the host has room for pinned snapshots. Raises PlanError."""
+    asked = sum(item.bytes for item in fixed if item.name == SNAPSHOTS)
+    beside = sum(item.bytes for item in fixed if item.place == "host") - asked
+    most = int(machine.memory_bytes * PINNED_SHARE) - beside
+    if demand.place == "gpu" and asked > most:
+        raise PlanError(
+            f"gpu.host_states_gib: asked {in_gib(asked)} of pinned host memory, where there is room for "
+            f"{in_gib(max(most, 0))} of {in_gib(machine.memory_bytes)}; lower it"
+        )
 
 
 def check_pinned(fixed: Sequence[MemoryItem], demand: Demand, machine: MachineProfile) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from gpu.model.spec import ModelError
 from gpu.operations.experts.fetch_experts import Listed, fetch_experts, words_of
 from gpu.operations.linear.packed_matrix import Stored
-from transfer.host_pages import interleave_thread, map_pages, pin_for_life
+from transfer.host_pages import interleave_thread, pinned_tensor
 
 ALIGN_BYTES = 256  # of each tensor of a stack on the card
 NUM_THREADS = 8  # that map and pin
@@ -61,7 +61,7 @@ def pinned_like(matrices: Sequence[Stored]) -> list[Stored]:
     wanted = [tensor for matrix in matrices for tensor in tensors_of(matrix)]
     try:
         with ThreadPoolExecutor(NUM_THREADS, "pinned experts", interleave_thread) as threads:
-            made = list(threads.map(_pinned, wanted))
+            made = list(threads.map(pinned_tensor, wanted))
     except (OSError, MemoryError) as error:
         total = sum(tensor.nbytes for tensor in wanted) / 2**30
         raise ModelError(
@@ -70,12 +70,6 @@ def pinned_like(matrices: Sequence[Stored]) -> list[Stored]:
         ) from None
     found = iter(made)
     return [with_tensors(matrix, found) for matrix in matrices]
-
-
-def _pinned(wanted: Tensor) -> Tensor:
-    pages = map_pages(wanted.nbytes)
-    pin_for_life(pages)
-    return torch.from_numpy(pages).view(wanted.dtype).view(wanted.shape)  # which holds these pages, and no view of them
 
 
 @dataclass(frozen=True, slots=True)

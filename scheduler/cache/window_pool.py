@@ -1,21 +1,23 @@
 """Windows of layers with sliding attention: who holds which, and which are kept as the ends of prefixes.
 
 A sequence holds a window while it holds a slot. A kept window is one that nobody writes to: a prompt that begins with
-the tokens it ends may go on from a copy, and the one used longest ago is evicted first. A copy is kept when a prompt is
-computed, if there is a window for it, and the window itself when its sequence leaves. A prompt whose front is in pages,
-further than any window is kept, computes that front again and leaves a window there, a **branch**, for the next one.
-Invariants: a window is free, held or kept. A kept one has, for each of its ends, all cells that a layer sees from there
-on. A copy lacks what its source had overwritten.
+the tokens it ends may go on from a copy, and the one is evicted first that costs least to make again (`EvictionOrder`).
+A copy is kept when a prompt is computed, if there is a window for it, and the window itself when its sequence leaves. A
+prompt whose front is in pages, further than any window is kept, computes that front again and leaves a window there, a
+**branch**, for the next one. Invariants: a window is free, held or kept. A kept one has, for each of its ends, all
+cells that a layer sees from there on. A copy lacks what its source had overwritten.
 
 States of recurrent layers are windows of another kind: one end each, the token behind which they stand. So a prompt
 leaves a copy at its last block's end, a **snapshot**, and a sequence that draws leaves one every `snapshot_tokens`. One
 that is preempted leaves the state itself, by the name of its last page (`PrefixCache.leave_live`), for nobody else.
+All of these are copied to host memory as well, where there is room for some (`HostSnapshots`).
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
-from gpu.step import WindowBranch, WindowWrite
+from gpu.step import StateMove, WindowBranch, WindowWrite
+from scheduler.cache.eviction_order import EvictionOrder
+from scheduler.cache.host_snapshots import HostSnapshots
 from scheduler.cache.page_pool import Memory, commit_more
 from scheduler.sequences.sequence import Sequence
 
@@ -46,11 +48,13 @@ class Windows:
     """The KV windows of a deployment, held by sequences. count: windows; 0: there are none, and nothing is held or
     refused. spare_tokens: cells of a window beyond what a layer sees: so far behind the last cell may a prefix end that
     it still has; snapshot_tokens: windows are states, and so many tokens are drawn between two copies; None: they are
-    not. memory: how windows come to be there, the first ones first; None: all are.
+    not. memory: how windows come to be there, the first ones first; None: all are. num_host_states: places for states
+    in host memory.
     """
 
     def __init__(self, count: int, spare_tokens: int, page_tokens: int, keeps: bool,
-                 memory: Memory | None = None, snapshot_tokens: int | None = None) -> None:  # fmt: skip
+                 memory: Memory | None = None, snapshot_tokens: int | None = None,
+                 num_host_states: int = 0) -> None:  # fmt: skip
         self.count = count
         self.snapshot_tokens = snapshot_tokens
         self._memory = memory
@@ -59,10 +63,12 @@ class Windows:
         self._page_tokens = page_tokens
         self._keeps = keeps
         self._free = list(range(self._num_committed - 1, -1, -1))
-        self._kept: OrderedDict[int, _Kept] = OrderedDict()  # last used last
+        self._kept: dict[int, _Kept] = {}
+        self._order: EvictionOrder[int] = EvictionOrder()  # of the kept ones
+        self._host = HostSnapshots(num_host_states)
         self._written = [0] * count  # cells that a window, or what it was copied from, ever had
         self._roots: dict[int, bytes] = {}  # of the windows that are held: of the first block, where there was one
-        self._writes: list[WindowWrite] = []
+        self._writes: list[WindowWrite | StateMove] = []
         self._coming: dict[bytes, _Kept | None] = {}  # of branches under way, by the hash of the last block in front
 
     @property
@@ -84,7 +90,8 @@ class Windows:
         """Return the most of these blocks in front that a prompt may begin behind, a multiple of `step`."""
         if not self.count:
             return num_blocks // step * step
-        return max((kept.last_end(hashes, num_blocks, step) for kept in self._kept.values()), default=0)
+        ends = (kept.last_end(hashes, num_blocks, step) for kept in self._kept.values())
+        return max(self._host.last_end(hashes, num_blocks, step), *ends, 0)
 
     def first_end(self, sequence: Sequence) -> int:
         """Behind how many of its blocks a prompt may begin at least, once this one's is computed and kept; 0: none."""
@@ -113,21 +120,18 @@ class Windows:
         """
         if not self.count:
             return
-        source = None
+        source = place = None
         if num_blocks and not is_on_disk:
-            source = next(
-                window
-                for window, kept in reversed(self._kept.items())
-                if kept.last_end(sequence.hashes, num_blocks, 1) == num_blocks
-            )
-            self._kept.move_to_end(source)
-        written = 0 if source is None else self._written[source]
-        if is_on_disk:  # it ended there, whatever of the cells behind had been written
-            written = num_blocks * self._page_tokens + (self._spare_tokens if self.snapshot_tokens is None else 0)
-        sequence.window = self._take_one()
-        self._written[sequence.window] = written
-        self._roots[sequence.window] = sequence.hashes[0] if sequence.hashes else b""
-        self._writes.append(WindowWrite(sequence.window, source, sequence.slot))
+            ending = (window for window, kept in reversed(self._kept.items())
+                      if kept.last_end(sequence.hashes, num_blocks, 1) == num_blocks)  # fmt: skip
+            source = next(ending, None)
+            place = self._host.place_of(sequence.hashes[num_blocks - 1])
+        if source is not None:
+            self._order.touch(source)
+        written = num_blocks * self._page_tokens if source is None else self._written[source]
+        if is_on_disk and self.snapshot_tokens is None:  # it ended there, whatever of the cells behind had been written
+            written += self._spare_tokens
+        self._give(sequence, source, place, written, sequence.hashes[0] if sequence.hashes else b"")
         ends = set() if is_on_disk and self.snapshot_tokens is None else {num_seen_blocks}
         if self.snapshot_tokens is not None:
             sequence.snapshot_cell = sequence.num_tokens
@@ -137,6 +141,14 @@ class Windows:
             if end > num_blocks and self._keeps:
                 self._branch(sequence, source, num_blocks, end)
 
+    def _give(self, sequence: Sequence, source: int | None, place: int | None, written: int, root: bytes) -> None:
+        """Give a sequence a window with what `source` has, or what lies in host memory at `place`, or anything."""
+        sequence.window = self._take_one()
+        self._written[sequence.window], self._roots[sequence.window] = written, root
+        self._writes.append(WindowWrite(sequence.window, source, sequence.slot))
+        if source is None and place is not None:
+            self._writes.append(StateMove(sequence.window, place, is_up=True))
+
     def _branch(self, sequence: Sequence, source: int | None, num_blocks: int, num_seen_blocks: int) -> None:
         """If nobody leaves one there already, and there is a window for it: one that is kept, where it saves enough."""
         end, is_long = num_seen_blocks * self._page_tokens, num_seen_blocks - num_blocks >= _LONG_BRANCH_BLOCKS
@@ -144,12 +156,11 @@ class Windows:
         kept = self._kept_ends(sequence, written, num_seen_blocks)
         self._reach()
         is_coming = sequence.hashes[num_seen_blocks - 1] in self._coming
-        if kept is None or is_coming or not (self._free or (is_long and len(self._kept) > 1)):
+        if kept is None or is_coming or not self._has_spare(is_long):
             return
         window = self._take_one()
         self._written[window] = written
-        if source is not None and self.snapshot_tokens is None:
-            self._writes.append(WindowWrite(window, source, None))
+        self._writes.append(WindowWrite(window, source if self.snapshot_tokens is None else None, None))
         sequence.branches = (*sequence.branches, WindowBranch(window, end))
         self._coming[sequence.hashes[num_seen_blocks - 1]] = kept
 
@@ -159,7 +170,7 @@ class Windows:
         for branch in branches:
             kept = self._coming.pop(sequence.hashes[branch.end // self._page_tokens - 1])
             if is_kept and kept is not None:
-                self._keep(branch.window, kept)
+                self._keep(branch.window, kept, sequence)
             else:
                 self._free.append(branch.window)
 
@@ -178,11 +189,11 @@ class Windows:
         cell = sequence.next_position
         kept = self._kept_ends(sequence, max(cell, self._written[sequence.window]), cell // self._page_tokens)
         self._reach()
-        if kept is not None and (self._free or len(self._kept) > 1):
+        if kept is not None and self._has_spare(True):
             window = self._take_one()
             self._written[window] = cell
             self._writes.append(WindowWrite(window, sequence.window, None))
-            self._keep(window, kept)
+            self._keep(window, kept, sequence)
             sequence.snapshot_cell = cell
 
     def note_written(self, sequence: Sequence, num_cells: int) -> None:
@@ -205,7 +216,7 @@ class Windows:
             window = self._take_one()
             self._written[window] = max(self._written[sequence.window], sequence.num_tokens)
             self._writes.append(WindowWrite(window, sequence.window, None))
-            self._keep(window, kept)
+            self._keep(window, kept, sequence)
 
     def give_back(self, sequence: Sequence, is_kept: bool) -> None:
         """Take a window back from a sequence that leaves its slot. is_kept: what it has written is for others
@@ -224,28 +235,26 @@ class Windows:
             self._free.append(sequence.window)
         else:
             self._written[sequence.window] = max(self._written[sequence.window], sequence.next_position)
-            self._keep(sequence.window, kept)
+            self._keep(sequence.window, kept, sequence)
         sequence.window = None
 
     def has_live(self, sequence: Sequence) -> bool:
         """Tell whether the state is still there that a preempted sequence left behind its last computed token."""
-        return self._find_live(sequence) is not None
+        return self._find_live(sequence) is not None or self._host.has(sequence.live[-1])
 
     def take_live(self, sequence: Sequence) -> None:
         """Give it back to the sequence from the next plan on."""
-        window = self._find_live(sequence)
-        assert window is not None, "windows: a look has found it"
-        self._roots[window] = self._kept.pop(window).root
-        sequence.window = window
-        self._written[window] = sequence.num_live_tokens
-        self._writes.append(WindowWrite(window, window, sequence.slot))
+        source, place = self._find_live(sequence), self._host.place_of(sequence.live[-1])
+        if source is not None:
+            self._forget(source)  # and it is the next one that is taken
+        self._give(sequence, source, place, sequence.num_live_tokens, sequence.hashes[0] if sequence.hashes else b"")
 
     def forget_live(self, sequence: Sequence) -> None:
         """Free it, if nobody has it."""
         window = self._find_live(sequence)
         if window is not None:
-            del self._kept[window]
-            self._free.append(window)
+            self._forget(window)
+        self._host.drop(sequence.live[-1])
 
     def _find_live(self, sequence: Sequence) -> int | None:
         return next((window for window, kept in self._kept.items() if kept.hashes == sequence.live[-1:]), None)
@@ -254,8 +263,8 @@ class Windows:
         """Withdraw every window that begins as the sequence does, kept or still held."""
         if sequence.hashes:
             for window in [window for window, kept in self._kept.items() if kept.root == sequence.hashes[0]]:
-                del self._kept[window]
-                self._free.append(window)
+                self._forget(window)
+            self._host.retract(sequence.hashes[0])
             for window, root in self._roots.items():
                 if root == sequence.hashes[0]:
                     self._written[window] = _SPOILT
@@ -263,7 +272,7 @@ class Windows:
                 if coming is not None and coming.root == sequence.hashes[0]:
                     self._coming[end] = None
 
-    def take_writes(self) -> list[WindowWrite]:
+    def take_writes(self) -> list[WindowWrite | StateMove]:
         """Return what was given and copied since the last call, in order."""
         writes, self._writes = self._writes, []
         return writes
@@ -275,15 +284,42 @@ class Windows:
             self._num_committed = commit_more(self._memory, before, self.count, (1,))
             self._free += range(before, self._num_committed)
 
-    def _take_one(self) -> int:
-        return self._free.pop() if self._free else self._kept.popitem(last=False)[0]
+    def _has_spare(self, is_long: bool) -> bool:
+        """Tell whether a window can be had for one more end of a prefix: a free one, or one that is kept. That is not
+        the last, unless it is in host memory as well. is_long: the end saves enough.
+        """
+        if self._free or (is_long and len(self._kept) > 1):
+            return True
+        return any(self._host.has(kept.hashes[-1]) for kept in self._kept.values())
 
-    def _keep(self, window: int, kept: _Kept) -> None:
-        """Keep a window, and drop another one of the same ends."""
+    def _take_one(self) -> int:
+        if self._free:
+            return self._free.pop()
+        window = self._order.pop()
+        del self._kept[window]
+        return window
+
+    def _forget(self, window: int) -> None:
+        """Free a window that is kept."""
+        del self._kept[window]
+        self._order.remove(window)
+        self._free.append(window)
+
+    def _keep(self, window: int, kept: _Kept, sequence: Sequence) -> None:
+        """Keep a window of a sequence, and drop another one of the same ends. A state goes down as well."""
         for other in [other for other, had in self._kept.items() if had == kept]:
-            del self._kept[other]
-            self._free.append(other)
+            self._forget(other)
+        cost = 0
+        if self.snapshot_tokens is not None:  # what is computed again without it
+            in_front = min(self._written[window] - 1, sequence.num_tokens) // self._page_tokens
+            cost = self._written[window] - self._page_tokens * self.last_end(
+                sequence.hashes, min(in_front, len(sequence.hashes)), 1
+            )
+            place = self._host.add(kept.hashes[-1], kept.root, kept.begin, cost)
+            if place is not None:
+                self._writes.append(StateMove(window, place, is_up=False))
         self._kept[window] = kept
+        self._order.put(window, 0 if self._host.has(kept.hashes[-1]) else cost)
 
     def _ends_of(self, sequence: Sequence, num_written: int, num_blocks: int) -> _Kept | None:
         """Return the ends in a sequence's window, of its first `num_written` cells, up to its first `num_blocks`

@@ -106,6 +106,7 @@ def load_engine(
             num_pages=plan.num_pages,
             num_windows=plan.num_windows,
             window_pages=plan.window_pages,
+            num_host_states=plan.num_host_states,
             experts_on_card=plan.experts_on_card,
             open_experts=find_expert_worker(config.host, plan),
             computed_rows=plan.computed_rows,

@@ -130,7 +130,8 @@ class Capacity:
     `host`: what offloaded contexts may take, or None where every context stays on the device. `num_rings`: of the parts
     of profiles that keep some; `ring_pages`: that these share, of those whose rings share some. `num_windows`: of
     layers that keep no more, or 0: pages hold all; `spare_window_tokens`: that each has beyond the longest window;
-    `snapshot_tokens`: windows are states of recurrent layers, which are copied as often; None: they are not.
+    `snapshot_tokens`: windows are states of recurrent layers, which are copied as often; None: they are not;
+    `num_host_states`: places for copies of them in host memory.
     """
 
     num_pages: int
@@ -143,6 +144,7 @@ class Capacity:
     spare_window_tokens: int = 0
     ring_pages: Mapping[PartId, int] = field(default_factory=dict)
     snapshot_tokens: int | None = None
+    num_host_states: int = 0
 
     def longest_tokens(self, profile: Profile) -> int:
         """Return the longest prompt and output that a request can have when nothing else runs."""
@@ -204,6 +206,7 @@ def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
         plan.spare_window_tokens,
         plan.num_ring_pages,
         plan.snapshot_tokens,
+        plan.num_host_states,
     )
 
 

@@ -66,9 +66,9 @@ def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
     return architecture, () if note is None else (f"{model.path.name}: {note}",)
 
 
-def _states_gib(memory: MemoryPlan) -> float | None:
-    """Return the budget that gives the plan's number of states; None: the model has none."""
-    return None if memory.snapshot_tokens is None else (memory.num_windows + 0.5) * memory.window_bytes / GIB
+def _states_gib(memory: MemoryPlan, count: int) -> float | None:
+    """Return the budget that gives so many states; None: there are none, or the model has none."""
+    return (count + 0.5) * memory.window_bytes / GIB if count and memory.snapshot_tokens is not None else None
 
 
 def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPlan:
@@ -87,7 +87,8 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
             "memory_limit_gib": memory.limit_bytes[place] / GIB,
             "kv_cache_gib": memory.kv_bytes / GIB,
             "kv_windows": memory.num_windows if memory.window_pages else None,
-            "states_gib": _states_gib(memory),
+            "states_gib": _states_gib(memory, memory.num_windows),
+            "host_states_gib": _states_gib(memory, memory.num_host_states),
             "experts_gib": None
             if memory.experts_on_card is None
             else find_expert_shares(architecture, memory).card_gib,

@@ -413,7 +413,9 @@ def test_a_plan_with_host_memory_holds_its_longest_context_or_is_refused_in_one_
             update={
                 "kv_cache_gib": plan.kv_bytes / GIB,
                 "kv_windows": plan.num_windows if plan.window_pages else None,
-                "states_gib": (plan.num_windows + 0.5) * plan.window_bytes / GIB or None,
+                "states_gib": None
+                if plan.snapshot_tokens is None
+                else (plan.num_windows + 0.5) * plan.window_bytes / GIB,
             }
         ),
         plan.max_context_tokens,

@@ -39,6 +39,7 @@ def make_engine(
     window_memory: Memory | None = None,
     num_states: int = 0,
     snapshot_tokens: int = 64,
+    num_host_states: int = 0,
 ) -> tuple[Engine, PageRunner]:
     prefill = PrefillConfig(
         chunk_tokens=chunk_tokens, max_jobs=max_jobs, oldest_share=oldest_share, max_hidden_tokens=max_hidden_tokens
@@ -51,7 +52,7 @@ def make_engine(
         token_gap_target_ms=token_gap_target_ms,
         jump_forward=jump_forward,
     )
-    kept = (num_states, 0, {}, snapshot_tokens) if num_states else (num_windows, SPARE)
+    kept = (num_states, 0, {}, snapshot_tokens, num_host_states) if num_states else (num_windows, SPARE)
     capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None, {}, *kept)
     device = Device(page_memory=page_memory, window_memory=window_memory)
     scheduler = Scheduler(config, SHAPE, capacity, b"model", PROFILES, device)
@@ -59,7 +60,7 @@ def make_engine(
     if num_windows:
         runner.windows = TokenWindows(num_windows, WINDOW + SPARE, WINDOW)
     if num_states:
-        runner.windows = TokenStates(num_states)
+        runner.windows = TokenStates(num_states, num_host_states)
     return Engine(scheduler, runner, None, is_pipelined), runner
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from scheduler.cache.eviction_order import EvictionOrder
 from scheduler.engine.engine import Engine
 from scheduler.messages import Delta, EngineRequest
 from tests.scheduler.engines import (
@@ -95,6 +96,62 @@ def test_one_that_is_preempted_begins_again_behind_a_state_that_was_left() -> No
     assert len(prompts) > 2, "one was preempted"
     assert all(prompt.begin >= 96 for prompt in prompts[2:])
     check_empty(engine)
+
+
+def test_a_turn_goes_on_from_host_memory_where_the_card_has_given_up_its_snapshot() -> None:
+    """Two states on the card, twelve in host memory, and four conversations in turn."""
+    engine, runner = make_engine(num_states=2, num_pages=300, num_host_states=12)
+    histories = {name: prompt_of(100 + 16 * name, salt=name) for name in range(4)}
+    for turn in range(3):
+        for name, history in histories.items():
+            said, cached = serve(engine, make_request(f"{name} {turn}", history, max_tokens=8))
+            assert cached == (len(history) - 20 - 8 - 1) // PAGE * PAGE or not turn
+            histories[name] = history + said + prompt_of(20, salt=9 + turn)
+    assert runner.windows.num_moved_up == 8
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_snapshot_in_host_memory_of_another_text_is_seen(is_stale: bool) -> None:
+    engine, runner = make_engine(num_states=2, num_host_states=8)
+    serve(engine, make_request("a", prompt_of(113)))
+    for salt in (3, 4):
+        serve(engine, make_request(f"b{salt}", prompt_of(50, salt)))
+    if is_stale:
+        for state in runner.windows.places:
+            if state:
+                state[3] += 1
+        with pytest.raises(AssertionError, match="a state is of another text"):
+            serve(engine, make_request("c", prompt_of(120)))
+    else:
+        assert serve(engine, make_request("c", prompt_of(120)))[1] == 112
+
+
+def test_one_that_is_preempted_finds_its_state_in_host_memory() -> None:
+    engine, runner = make_engine(num_states=2, num_pages=200, num_host_states=8)
+    requests = [make_request(f"r{i}", prompt_of(40 + 37 * i, salt=i), max_tokens=60) for i in range(4)]
+    engine.submit(requests)
+    deltas = preempt_every(engine, 3)
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    assert engine.stats().recomputed_tokens == 0
+    assert runner.windows.num_moved_up > 10
+    check_empty(engine)
+
+
+def test_what_costs_least_to_make_again_goes_first_and_what_is_not_used_goes_in_time() -> None:
+    order: EvictionOrder[str] = EvictionOrder()
+    for name, cost in (("long", 1000), ("short", 10), ("next", 20)):
+        order.put(name, cost)
+    assert order.pop() == "short"
+    for number in range(200):
+        order.put(f"{number}", 20)
+    assert [order.pop() for _ in range(2)] == ["next", "0"]
+    popped = []
+    for number in range(200, 20_000):
+        order.put(f"{number}", 20)
+        popped.append(order.pop())
+    assert "long" in popped
 
 
 def preempt_every(engine: Engine, num_steps: int) -> dict[str, list[Delta]]:
@@ -250,13 +307,20 @@ TURNS = st.lists(
     num_pages=st.integers(40, 90),
     is_pipelined=st.booleans(),
     num_steps=st.sampled_from([3, 11, 10**6]),
+    num_host_states=st.integers(0, 6),
 )
 def test_any_turns_forks_and_evictions_give_the_text_of_a_cold_server(
-    turns: list[tuple[int, int, int, int, bool]], num_states: int, num_pages: int, is_pipelined: bool, num_steps: int
-) -> None:
+    turns: list[tuple[int, int, int, int, bool]], num_states: int, num_pages: int, is_pipelined: bool, num_steps: int,
+    num_host_states: int,
+) -> None:  # fmt: skip
     """And with somebody who gives way every so many steps."""
     engine, _ = make_engine(
-        num_states=num_states, num_pages=num_pages, max_running=4, snapshot_tokens=32, is_pipelined=is_pipelined
+        num_states=num_states,
+        num_pages=num_pages,
+        max_running=4,
+        snapshot_tokens=32,
+        is_pipelined=is_pipelined,
+        num_host_states=num_host_states,
     )
     histories: dict[int, list[list[int]]] = {}
     waiting: list[tuple[EngineRequest, int]] = []

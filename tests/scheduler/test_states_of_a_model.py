@@ -29,12 +29,13 @@ def make_engine(
     prefix_cache: bool = True, pages_gib: float = 0.3, max_running: int = 4, states_gib: float | None = None,
     snapshot_tokens: int = 64, name: str = "tiny-qwen3.5", device: str = "cpu", host: HostConfig | None = None,
     max_context_tokens: int = 1024, folder: Path | None = None,
+    host_states_gib: float | None = None,
 ) -> Engine:  # fmt: skip
     model = ModelConfig(random_weights=name) if folder is None else ModelConfig(path=folder)
     config = EngineConfig(
         model=model,
         gpu=GpuConfig(device=device, dtype="float32", kv_cache_gib=pages_gib, threads=1, states_gib=states_gib,
-                      snapshot_tokens=snapshot_tokens),
+                      snapshot_tokens=snapshot_tokens, host_states_gib=host_states_gib),
         host=host,
         scheduler=SchedulerConfig(
             max_running=max_running, max_context_tokens=max_context_tokens, prefix_cache=prefix_cache,
@@ -65,6 +66,10 @@ def test_a_profile_that_drafts_is_refused_by_name() -> None:
             {"states_gib": 9000.0},
             r"states_gib: asked 9000 GiB, there are .* GiB beside weights and workspaces; lower it",
         ),
+        (
+            {"host_states_gib": 1e-5},
+            r"host_states_gib: asked 1e-05 GiB, a state of .* takes 245,760 bytes; raise it to 0.000229 GiB",
+        ),
         ({"states_gib": 0.5, "kv_cache_gib": 0.25}, r"asked 0\.5 GiB, there are 0\.25 GiB of gpu\.kv_cache_gib; lower"),
     ],
 )
@@ -76,6 +81,16 @@ def test_a_budget_of_states_that_holds_none_or_does_not_fit_is_refused_by_name(
         gpu=GpuConfig.model_validate({"device": "cpu", "dtype": "float32", "threads": 1} | budget),
     )
     with pytest.raises(PlanError, match=message):
+        plan_engine(config, load_architecture(config.model), probe_machine())
+
+
+@pytest.mark.parametrize("key", ["states_gib", "host_states_gib"])
+def test_states_of_a_model_that_has_none_are_refused_by_name(key: str) -> None:
+    config = EngineConfig(
+        model=ModelConfig(random_weights="tiny"),
+        gpu=GpuConfig.model_validate({"device": "cpu", "dtype": "float32", "threads": 1, key: 0.5}),
+    )
+    with pytest.raises(PlanError, match=rf"gpu\.{key}: asked 0\.5 GiB, tiny has no recurrent layers; leave it out"):
         plan_engine(config, load_architecture(config.model), probe_machine())
 
 
@@ -134,6 +149,36 @@ def test_few_states_and_few_pages_change_no_text() -> None:
     cold = converse_cold()
     for engine in (make_engine(states_gib=0.0007, max_running=2), make_engine(pages_gib=0.02, max_running=3)):
         assert converse(engine)[0] == cold[0]
+
+
+def test_snapshots_that_the_card_gave_up_come_back_from_host_memory_and_change_no_text() -> None:
+    """Three states on the card: without host memory turns of two conversations push each other's snapshots out."""
+    cold = converse_cold()
+    engine = make_engine(states_gib=0.0008, host_states_gib=0.02, max_running=2)
+    windows = engine.scheduler.residence.windows
+    assert windows.count == 3
+    texts, cached = converse(engine)
+    assert texts == cold[0]
+    alone = converse(make_engine(states_gib=0.0008, max_running=2))[1]
+    assert sum(cached) > sum(alone) + 500
+    assert cached[4:8] == converse(make_engine(states_gib=0.02))[1][4:8], "as if the card had room for all"
+
+
+def test_a_snapshot_in_host_memory_that_is_stale_gives_another_text() -> None:
+    """Power: what lies in host memory is changed."""
+    first, second = ask("a", draw(300, 3), 4), ask("b", [*draw(300, 3), *draw(3, 4)], 30)
+    wanted = serve(make_engine(prefix_cache=False), [second])[0][0]
+    for factor in (1.0, -1.0):
+        engine = make_engine(states_gib=0.0005, host_states_gib=0.01)
+        serve(engine, [first])
+        serve(engine, [ask(f"other {number}", draw(100, 10 + number), 4) for number in range(3)])
+        states = engine._runner.pool.states
+        assert states is not None
+        for rows, _ in states.host.places:
+            rows.mul_(factor)
+        told, found = serve(engine, [second])[0]
+        assert found == 288
+        assert (told == wanted) is (factor > 0)
 
 
 def test_a_state_that_is_stale_gives_another_text() -> None:

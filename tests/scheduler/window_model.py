@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gpu.step import WindowBranch, WindowWrite
+from gpu.step import StateMove, WindowBranch, WindowWrite
 
 
 class TokenWindows:
@@ -43,16 +43,29 @@ class TokenWindows:
 
 
 class TokenStates(TokenWindows):
-    """`count` states: all tokens so far, in order, of who holds one. A state of another position or text is seen."""
+    """`count` states: all tokens so far, in order, of who holds one. A state of another position or text is seen.
+    num_places: for copies in host memory.
+    """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, num_places: int = 0) -> None:
         super().__init__(count, 0, 1 << 30)
         self.states: list[list[int] | None] = [None] * count
+        self.places: list[list[int] | None] = [None] * num_places
+        self.num_moved_up = 0
 
-    def write(self, writes: list[WindowWrite]) -> None:
+    def write(self, writes: list[WindowWrite | StateMove]) -> None:
         for write in writes:
+            if isinstance(write, StateMove):
+                if write.is_up:
+                    assert self.places[write.place] is not None, "nothing was left at that place"
+                    self.states[write.state] = list(self.places[write.place])
+                    self.num_moved_up += 1
+                else:
+                    assert write.state not in self.of_slot.values(), "a state that somebody writes to goes down"
+                    self.places[write.place] = list(self.states[write.state] or [])
+                continue
             self.states[write.window] = None if write.source is None else list(self.states[write.source] or [])
-        super().write(writes)
+            super().write([write])
 
     def put(self, slot: int, position: int, token: int) -> None:
         state = self.of_slot.get(slot)

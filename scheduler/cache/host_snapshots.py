@@ -1,0 +1,76 @@
+"""Snapshots of recurrent layers' states in host memory, found by the hash of the last block in front of them.
+
+A snapshot goes down when it is kept on the card, beside all else, so the card may give it up at any time. It stays here
+when a prompt begins with a copy. What costs least tokens to compute again goes first.
+"""
+
+from dataclasses import dataclass
+
+from scheduler.cache.eviction_order import EvictionOrder
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A snapshot behind `end` blocks, of a prefix whose first block is `root`."""
+
+    place: int
+    root: bytes
+    end: int
+
+
+class HostSnapshots:
+    """Which place of `count` has which snapshot."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._by_hash: dict[bytes, _Snapshot] = {}
+        self._order: EvictionOrder[bytes] = EvictionOrder()
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def add(self, digest: bytes, root: bytes, end: int, cost: float) -> int | None:
+        """Return the place that a snapshot is to be copied to; None: there is none, or it has one already."""
+        if digest in self._by_hash:
+            self._order.touch(digest)
+            return None
+        if not self.count:
+            return None
+        if not self._free:
+            self._free.append(self._by_hash.pop(self._order.pop()).place)
+        self._by_hash[digest] = _Snapshot(self._free.pop(), root, end)
+        self._order.put(digest, cost)
+        return self._by_hash[digest].place
+
+    def place_of(self, digest: bytes) -> int | None:
+        """Return where a snapshot is, which is used; None: it is not here."""
+        found = self._by_hash.get(digest)
+        if found is None:
+            return None
+        self._order.touch(digest)
+        return found.place
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self._by_hash
+
+    def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
+        """Return the most of these blocks in front that a snapshot is behind, a multiple of `step`."""
+        ends = [
+            one.end
+            for digest, one in self._by_hash.items()
+            if one.end <= num_blocks and one.end % step == 0 and hashes[one.end - 1] == digest
+        ]
+        return max(ends, default=0)
+
+    def drop(self, digest: bytes) -> None:
+        """Forget a snapshot, if it is here."""
+        found = self._by_hash.pop(digest, None)
+        if found is not None:
+            self._order.remove(digest)
+            self._free.append(found.place)
+
+    def retract(self, root: bytes) -> None:
+        """Forget all that begin with this block."""
+        for digest in [digest for digest, one in self._by_hash.items() if one.root == root]:
+            self.drop(digest)
