@@ -119,6 +119,7 @@ class Runner:
             settings.num_host_states,
         )  # fmt: skip
         decoder = Decoder(architecture, weights, self.pool, context)
+        self._delta = decoder.delta
         self._lanes = LaneStreams(device)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
         shape = None if tier is None else tier.shape
@@ -457,6 +458,8 @@ class Runner:
         sampled = drawing.draw(self._sampler, masks)
         slots = upload(np.array(sampled.slots, dtype=np.int64), self.device)
         self._last_tokens.index_copy_(0, slots, sampled.tokens)
+        if sampled.accepted is not None and self._delta is not None:
+            self._delta.commit(slots, upload(np.array(drawing.cells, dtype=np.int64), self.device), sampled.accepted)
 
     def shutdown(self) -> None:
         """End the thread that answers; no device is left waiting for it. What is in flight should be collected."""
@@ -526,7 +529,15 @@ class Runner:
                     break
                 awaited += [Awaited(answers, going_on.slots) for answers in launched.answers]
                 decoded.append(
-                    Drawing(launched.logits, going_on.slots, going_on.samples, going_on.runs, going_on.drafts, drafted)
+                    Drawing(
+                        launched.logits,
+                        going_on.slots,
+                        going_on.samples,
+                        going_on.runs,
+                        going_on.drafts,
+                        drafted,
+                        going_on.positions if going_on.cells is None else going_on.cells,
+                    )
                 )
                 if draws:
                     self._draw(decoded[-1])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu.step import HostRead
 
-_WIDE, _NARROW = 3, 5  # int64 and int32 columns
+_WIDE, _NARROW = 3, 6  # int64 and int32 columns
 
 
 class StepRows:
@@ -22,7 +22,7 @@ class StepRows:
     positions (of the rotation), token_slots (where the input token stands in `last_tokens`), cells: int64 `[rows]`.
     slots, context_lens (in cells, this token's with them): int32 `[rows]`. skips: int32 `[3, rows]`, begin and end of
     the row's host read, which attention on the device skips, and the end again: the three bounds that
-    `paged_decode_attention` takes. 0, 0, 0: the row has no host read.
+    `paged_decode_attention` takes. 0, 0, 0: the row has no host read. drafted: int32 `[rows]`, 1 for a draft's token.
 
     A buffer is uint8 `[num_bytes(rows)]`.
     """
@@ -34,7 +34,8 @@ class StepRows:
         narrow = buffer[8 * _WIDE * rows :].view(torch.int32).view(_NARROW, rows)
         self.positions, self.token_slots, self.cells = wide
         self.slots, self.context_lens = narrow[:2]
-        self.skips = narrow[2:]
+        self.skips = narrow[2:5]
+        self.drafted = narrow[5]
 
     def bounds(self, num_heads: int) -> Tensor:
         """Return bounds of attention beside a host read, int32 `[3, rows, heads]`, the last axis expanded: the row's
@@ -57,8 +58,9 @@ class StepRows:
 
     @staticmethod
     def pack(slots: Sequence[int], token_slots: Sequence[int], positions: Sequence[int], cells: Sequence[int],
-             host_reads: Sequence[HostRead | None], rows: int, padding_token_slot: int) -> np.ndarray:  # fmt: skip
-        """Return the buffer's bytes, padded to `rows`."""
+             host_reads: Sequence[HostRead | None], rows: int, padding_token_slot: int,
+             drafted: Sequence[bool] = ()) -> np.ndarray:  # fmt: skip
+        """Return the buffer's bytes, padded to `rows`. drafted: by row; none: no row is of a draft."""
         packed = np.zeros(StepRows.num_bytes(rows), dtype=np.uint8)
         wide = packed[: 8 * _WIDE * rows].view(np.int64).reshape(_WIDE, rows)
         narrow = packed[8 * _WIDE * rows :].view(np.int32).reshape(_NARROW, rows)
@@ -66,7 +68,8 @@ class StepRows:
         wide[1], narrow[0] = padding_token_slot, -1
         wide[:, :used] = positions, token_slots, cells
         narrow[0, :used], narrow[1, :used] = slots, wide[2, :used] + 1
+        narrow[5, : len(drafted)] = drafted
         for row, host_read in enumerate(host_reads):
             if host_read is not None:
-                narrow[2:, row] = host_read.begin, host_read.end, host_read.end
+                narrow[2:5, row] = host_read.begin, host_read.end, host_read.end
         return packed

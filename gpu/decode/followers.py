@@ -35,6 +35,7 @@ class Followers:
         """Return a batch of the slots' first rows with a row for each token of a run or a draft, whose ids it puts to
         `last_tokens` from place `first` on.
         """
+        drafts = group.drafts or [()] * len(group.slots)
         followers, most = group.followers, (len(self._last_tokens) - 1) // 3
         token_ids = [*chain.from_iterable(followers)]
         rows = len(batch) + len(token_ids)
@@ -50,6 +51,7 @@ class Followers:
             batch.reuses,
             [next(places) if step else batch.slots[row] for row, step in spread],
             batch.has_host_reads,
+            [step > len(followers[row]) - len(drafts[row]) for row, step in spread],
         )
 
     def draft(self, batch: Batch, whole: Batch, group: DecodeGroup) -> tuple[list[LaunchedStep], Tensor | None]:

@@ -76,7 +76,7 @@ class LayerLoop:
         for layer in range(decoder.architecture.num_layers):
             if decoder.specs[layer].recurrent is not None:
                 assert decoder.delta is not None, "a recurrent layer has states"
-                made = decoder.delta.step(layer, hidden, rows.slots, rows.cells)
+                made = decoder.delta.step(layer, hidden, rows)
                 hidden = decoder.leave(layer, hidden, made, None, rows.slots, experts, carried)
                 continue
             queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None, carried=carried)

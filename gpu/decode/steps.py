@@ -86,7 +86,7 @@ class Batch:
     """The rows of a step, one token each. host_reads: what a row reads in host memory, or None; reuses: whether some
     row holds a ring. token_slots: where input tokens stand in `last_tokens`; None: at the row's slot. Rows of one slot
     are in the order of their positions. has_host_reads: it has the buffers of rows with host reads, whether one is left
-    of these or not.
+    of these or not. drafted: of the rows that are tokens of drafts; none: there are none.
     """
 
     slots: Sequence[int]
@@ -96,12 +96,13 @@ class Batch:
     reuses: bool = False
     token_slots: Sequence[int] | None = None
     has_host_reads: bool = False
+    drafted: Sequence[bool] = ()
 
     def __getitem__(self, rows: slice) -> "Batch":
         places = None if self.token_slots is None else self.token_slots[rows]
         return Batch(
             self.slots[rows], self.positions[rows], self.cells[rows], self.host_reads[rows], self.reuses, places,
-            self.has_host_reads,
+            self.has_host_reads, self.drafted[rows],
         )  # fmt: skip
 
     @property
@@ -457,7 +458,14 @@ class DecodeSteps:
     def _pack(self, batch: Batch, num_rows: int) -> np.ndarray:
         padding_token_slot = len(self.loop.last_tokens) - 1
         return StepRows.pack(
-            batch.slots, batch.places, batch.positions, batch.cells, batch.host_reads, num_rows, padding_token_slot
+            batch.slots,
+            batch.places,
+            batch.positions,
+            batch.cells,
+            batch.host_reads,
+            num_rows,
+            padding_token_slot,
+            batch.drafted,
         )
 
 

@@ -14,7 +14,7 @@ from gpu.kv.commitment import Commitment, allocate_arena
 from gpu.kv.host_states import HostStates
 from gpu.model.spec import Recurrent
 from gpu.operations.recurrent.delta_net import LayerStates
-from gpu.operations.recurrent.state_arrays import state_arrays
+from gpu.operations.recurrent.state_arrays import draft_array, state_arrays
 from gpu.step import StateMove, WindowWrite
 from gpu.upload import upload
 from transfer.allocation import dtype_of
@@ -43,8 +43,15 @@ class States:
         self.host = HostStates(self.arenas, num_places)
         self.numbers = [slot % self.count for slot in range(max_slots)]
         self.of_slot = torch.tensor(self.numbers, dtype=torch.int32, device=device)
-        places = zip(*self.arenas, strict=True)
+        kept = draft_array(own, max_slots, dtype.itemsize).shape
+        self.drafts = torch.zeros(len(self.layers), *kept, dtype=dtype, device=device)
+        places = zip(*self.arenas, self.drafts, strict=True)
         self._of_layers = {layer: LayerStates(*own) for layer, own in zip(self.layers, places, strict=True)}
+
+    @property
+    def all_layers(self) -> LayerStates:
+        """Return the states of all layers, with one axis more in front."""
+        return LayerStates(*self.arenas, self.drafts)
 
     def of_layer(self, layer: int) -> LayerStates:
         return self._of_layers[layer]

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpu.attention.step_rows import StepRows
 from gpu.kv.states import States
 from gpu.layers.projections import Projections
 from gpu.model.spec import Architecture
+from gpu.operations.arguments import runs_on_triton
 from gpu.operations.recurrent.delta_net import RecurrentWeights, run_segment
-from gpu.operations.recurrent.delta_step import delta_step
+from gpu.operations.recurrent.delta_step import delta_commit, delta_commit_reference, delta_step, stack
 from gpu.step import WindowBranch
 
 
@@ -50,15 +52,25 @@ class DeltaLayers:
         self.states = states
         self._eps = architecture.rms_norm_eps
         self._projections = projections
+        on_triton = runs_on_triton(states.of_slot)
+        self._stacked = stack([self._weights(layer) for layer in states.layers]) if on_triton else None
 
-    def step(self, layer: int, hidden: Tensor, slots: Tensor, cells: Tensor) -> Tensor:
-        """Return what a layer's output projection is of, `[rows, value_heads * value_dim]`: one token a row; slots,
-        cells: see `delta_step`.
-        """
+    def step(self, layer: int, hidden: Tensor, rows: StepRows) -> Tensor:
+        """Return what a layer's output projection is of, `[rows, value_heads * value_dim]`: one token a row."""
         weights = self._weights(layer)
         mixed, gates = self._projections.mixed(layer, hidden)
         held = self.states.of_layer(layer)
-        return delta_step(mixed, gates, weights, self.own, self._eps, held, self.states.of_slot, slots, cells)
+        numbers, own = self.states.of_slot, (rows.slots, rows.cells, rows.drafted)
+        return delta_step(mixed, gates, weights, self.own, self._eps, held, numbers, *own)
+
+    def commit(self, slots: Tensor, cells: Tensor, accepted: Tensor) -> None:
+        """Have all layers' states take in drafted tokens that were drawn; see `delta_commit`."""
+        if self._stacked is not None:
+            delta_commit(self._stacked, self.own, self.states.all_layers, self.states.of_slot, slots, cells, accepted)
+            return
+        for layer in self.states.layers:
+            held = self.states.of_layer(layer)
+            delta_commit_reference(self._weights(layer), self.own, held, self.states.of_slot, slots, cells, accepted)
 
     def prefill(self, layer: int, hidden: Tensor, parts: Sequence[StatePart]) -> Tensor:
         """Return the same of a unit's tokens `[tokens, hidden]`, which are those of `parts`, in order."""

@@ -19,7 +19,7 @@ from gpu.model.humming_formats import laying_out_bytes
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes, widened_experts_bytes
 from gpu.operations.decode_attention.split_rows import most_rows, scratch_arrays
-from gpu.operations.recurrent.state_arrays import state_arrays
+from gpu.operations.recurrent.state_arrays import draft_array, stacked_arrays, state_arrays
 from gpu.page_layout import CODE_FORMATS, KvFormat, page_table, row_bytes
 from gpu.prefill.graph_arrays import layer_graphs_bytes
 from gpu.prefill.prefill_arrays import (
@@ -311,7 +311,7 @@ class Demand:
         narrow = self.dtype_bytes if self.device == "cpu" and self.dtype_bytes < 4 else 0  # before it is widened
         logits = rows * shape.vocab_size * (4 + narrow)
         drawing = drawing_bytes(rows, running, shape.vocab_size)
-        steps = self._activation_bytes(running) + self._decode_partials()
+        steps = self._activation_bytes(running) + self._decode_partials() + self._draft_bytes()
         return (
             self.item(
                 "prefill activations",
@@ -336,6 +336,15 @@ class Demand:
                 f"tokens counted for {running}",
             ),
         )
+
+    def _draft_bytes(self) -> int:
+        """Return the bytes of what recurrent layers keep of drafted tokens, and have their states changed by."""
+        own, layers = self.shape.recurrent, len(self.shape.recurrent_layers)
+        if own is None:
+            return 0
+        gates = layers * draft_array(own, self.max_running, self.dtype_bytes).num_bytes
+        stacked = sum_bytes(stacked_arrays(own, layers, self.dtype_bytes).values()) if self.device == "cuda" else 0
+        return gates + stacked
 
     def _expanded(self) -> tuple[MemoryItem, ...]:
         """Return the item of keys and values that prefill makes of latents."""

@@ -81,6 +81,7 @@ class Sampled:
     logprobs: Logprobs | None  # of the rows that asked, in order
     drafts: list[tuple[int, ...]] | None = None  # by slot, which has a row more for each token; None: a row each
     drafted: torch.Tensor | None = None  # int64, the tokens of all drafts, where the device drafted some; else None
+    accepted: torch.Tensor | None = None  # int64 [slots], with drafts: tokens of each that were drawn
     _host: tuple[torch.Tensor, Logprobs | None] | None = field(default=None, init=False)
 
     def copy_to_host(self) -> None:
@@ -122,7 +123,7 @@ class Given:
 class Drawing:
     """Rows of logits, and what is drawn of them: at once, or when their masks are known. As `Sampler.sample` takes
     them; `logits` are let go of once drawn. runs, drafts: as `DecodeGroup` has them; such a slot has a row more for
-    each token. Of a run's rows the last one is drawn from, of a draft's all. drafted: as in `Sampler.verify`.
+    each token. Of a run's rows the last one is drawn from, of a draft's all. drafted: as in `Sampler.verify`. cells: of input tokens.
     """
 
     logits: torch.Tensor | None
@@ -131,6 +132,7 @@ class Drawing:
     runs: list[list[int]] | None = None
     drafts: list[tuple[int, ...]] | None = None
     drafted: torch.Tensor | None = None
+    cells: list[int] | None = None
     _sampled: Sampled | None = field(default=None, init=False)
     _given: Given | None = field(default=None, init=False)
 
@@ -269,10 +271,12 @@ class Sampler:
         behind = (reported != there[1]).cumsum(0)  # misses up to a row, its own with them; each slot's last row is one
         missed = torch.cat([behind.new_zeros(1), behind])[there[2]]  # those in front of its slot
         is_last = (behind - missed == 1) & (reported != there[1])
+        accepted = torch.zeros_like(stands).index_add_(0, there[0], (behind == missed).long())
         tokens = torch.zeros_like(stands).index_add_(0, there[0], torch.where(is_last, reported.clamp(min=0), 0))
         asked = [state.params.num_logprobs for state in states]
         logprobs = self._logprobs(logits, reported.clamp(min=0), asked)
-        return Sampled(tokens, reported, list(slots), asked, logprobs, [tuple(draft) for draft in drafts], drafted)
+        told = [tuple(draft) for draft in drafts]
+        return Sampled(tokens, reported, list(slots), asked, logprobs, told, drafted, accepted)
 
     def guess(self, logits: torch.Tensor, slots: list[int], samples: list[int]) -> torch.Tensor:
         """Return the tokens int64 `[rows]` that `sample` would draw without masks, 0 where it draws none, and count

@@ -105,12 +105,17 @@ class PrefixCache:
 
     def _look_for_live(self, sequence: Sequence, num_known_blocks: int) -> bool:
         """Tell whether all is there that a preempted sequence left. Then it begins behind its last computed token."""
-        num_blocks = -(-sequence.num_live_tokens // self._page_tokens) - len(sequence.live)
-        is_there = num_known_blocks >= num_blocks and self._pages.is_known(sequence.live[-1])
+        is_there = num_known_blocks >= sequence.num_live_blocks and all(
+            map(self._pages.is_known, self._live_pages(sequence))
+        )
         sequence.finds_live = is_there and self._windows.has_live(sequence)
         if sequence.finds_live:
-            sequence.num_known_blocks = sequence.num_seen_blocks = num_blocks
+            sequence.num_known_blocks = sequence.num_seen_blocks = sequence.num_live_blocks
         return sequence.finds_live
+
+    def _live_pages(self, sequence: Sequence) -> list[bytes]:
+        """Return the names of pages that hold its tokens: others were for a draft that was refused."""
+        return sequence.live[: -(-sequence.num_live_tokens // self._page_tokens) - sequence.num_live_blocks]
 
     def begin_of(self, sequence: Sequence) -> int:
         """Return the tokens in front that need no computing, as of the last look."""
@@ -169,6 +174,8 @@ class PrefixCache:
         if not self.is_enabled or sequence.needs_every_token or sequence.profile.align_tokens > 1:
             return
         begin, end = num_tokens // self._page_tokens, -(-num_tokens // self._page_tokens)
+        if sequence.num_drafted:  # it may be no longer than the token that was drawn for certain
+            begin = (num_tokens - sequence.num_drafted) // self._page_tokens
         begin = min(begin, len(self.known_hashes(sequence)), sequence.num_final_blocks)
         self.publish(sequence, begin * self._page_tokens)
         if begin == end:
@@ -179,11 +186,11 @@ class PrefixCache:
         ]
         self._pages.publish([*sequence.hashes[:begin], *names], sequence.pages, begin, end)
         if self._pages.is_known(names[-1]):
-            sequence.live, sequence.num_live_tokens = names, num_tokens
+            sequence.live, sequence.num_live_blocks, sequence.num_live_tokens = names, begin, num_tokens
 
     def take_live(self, sequence: Sequence) -> list[int]:
         """Return the pages that a sequence left for itself and finds again, held."""
-        page_ids = list(map(self._pages.page_of, sequence.live))
+        page_ids = list(map(self._pages.page_of, self._live_pages(sequence)))
         self._pages.hold(page_ids)
         return page_ids
 

@@ -201,6 +201,21 @@ class Windows:
         if sequence.window is not None:
             self._written[sequence.window] = max(self._written[sequence.window], num_cells)
 
+    def note_settled(self, sequence: Sequence) -> None:
+        """Note that a state has taken in what was drawn of a draft, and no more."""
+        if self.snapshot_tokens is not None and sequence.window is not None:
+            self._written[sequence.window] = sequence.next_position
+
+    def most_behind(self, sequence: Sequence, most: int) -> int:
+        """Return how many tokens may stand behind the next draw's in its step, at most `most`: a state is copied at the
+        end of a step, so one ends where a snapshot is due.
+        """
+        if self.snapshot_tokens is None or sequence.window is None or not self._keeps:
+            return most
+        cell, page = sequence.next_position, self._page_tokens
+        due = max(sequence.snapshot_cell + self.snapshot_tokens, cell + 1)
+        return min(most, -(-due // page) * page - cell - 1)
+
     def keep_prompt(self, sequence: Sequence) -> None:
         """Keep a copy of a window behind the prompt that the plan under way computes, if there is room for one."""
         self._end_branches(sequence, True)
@@ -229,7 +244,7 @@ class Windows:
         num_blocks = max(end, sequence.num_tokens - 1) // self._page_tokens
         kept = self._ends_of(sequence, end, num_blocks) if is_kept and self._keeps else None
         if kept is None and sequence.live:
-            kept = _Kept(self._roots[sequence.window], 1, [sequence.live[-1]])
+            kept = _Kept(self._roots[sequence.window], 1, [sequence.live[0]])
         del self._roots[sequence.window]
         if kept is None:
             self._free.append(sequence.window)
@@ -240,11 +255,11 @@ class Windows:
 
     def has_live(self, sequence: Sequence) -> bool:
         """Tell whether the state is still there that a preempted sequence left behind its last computed token."""
-        return self._find_live(sequence) is not None or self._host.has(sequence.live[-1])
+        return self._find_live(sequence) is not None or self._host.has(sequence.live[0])
 
     def take_live(self, sequence: Sequence) -> None:
         """Give it back to the sequence from the next plan on."""
-        source, place = self._find_live(sequence), self._host.place_of(sequence.live[-1])
+        source, place = self._find_live(sequence), self._host.place_of(sequence.live[0])
         if source is not None:
             self._forget(source)  # and it is the next one that is taken
         self._give(sequence, source, place, sequence.num_live_tokens, sequence.hashes[0] if sequence.hashes else b"")
@@ -254,10 +269,10 @@ class Windows:
         window = self._find_live(sequence)
         if window is not None:
             self._forget(window)
-        self._host.drop(sequence.live[-1])
+        self._host.drop(sequence.live[0])
 
     def _find_live(self, sequence: Sequence) -> int | None:
-        return next((window for window, kept in self._kept.items() if kept.hashes == sequence.live[-1:]), None)
+        return next((window for window, kept in self._kept.items() if kept.hashes == sequence.live[:1]), None)
 
     def retract(self, sequence: Sequence) -> None:
         """Withdraw every window that begins as the sequence does, kept or still held."""

@@ -14,6 +14,7 @@ from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import MemoryPlan, PlanError, PlannedSizes, plan_memory
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
+from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from gpu.weights.expert_shares import ExpertShares, most_experts
 from scheduler.engine_config import EngineConfig, SchedulerConfig
@@ -71,6 +72,11 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         notes = _say_kept(profiles, config.host, architecture, plan)
     notes += [] if said is None else [said]
     most_drafted = max((one.draft.most_tokens for one in profiles if one.draft is not None), default=0)
+    if architecture.recurrent is not None and most_drafted >= MOST_STEP_ROWS:
+        notes.append(
+            f"drafts: of {architecture.name} a step has up to {MOST_STEP_ROWS} rows of a sequence, so it drafts up to "
+            f"{MOST_STEP_ROWS - 1} tokens for it and not {most_drafted}"
+        )
     if most_drafted >= max_running:
         notes.append(
             f"drafts: a step has up to {max_running} rows, scheduler.max_running, so it drafts up to {max_running - 1} "
@@ -187,12 +193,12 @@ def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
 
 
 def _check_drafts(profiles: Iterable[Profile], architecture: Architecture) -> None:
-    """Raise PlanError for a profile that drafts, where a layer's state cannot be taken back."""
-    drafting = [profile.name for profile in profiles if profile.draft is not None]
+    """Raise PlanError for a profile that another drafts for, where a step of that one would change a state."""
+    drafting = [one for one in profiles if one.draft is not None and one.draft.profile is not None]
     if drafting and architecture.recurrent is not None:
         raise PlanError(
-            f"profiles.{drafting[0]}.draft: {architecture.name} has recurrent layers, whose states have taken in a "
-            "draft before it is known to be wrong; leave out `draft`"
+            f"profiles.{drafting[0].name}.draft: {architecture.name} has recurrent layers, whose states steps of "
+            f"{drafting[0].draft.name!r} would change; draft by `ngram`"
         )
 
 

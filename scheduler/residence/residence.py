@@ -26,7 +26,7 @@ from scheduler.residence.reloads import Reloads
 from scheduler.residence.residence_counts import ResidenceCounts
 from scheduler.sequences.capacity import Capacity
 from scheduler.sequences.offloaded_context import HostContext
-from scheduler.sequences.sequence import Sequence
+from scheduler.sequences.sequence import Sequence, State
 
 Shortage = Literal["pages", "host", "index"]
 
@@ -183,12 +183,18 @@ class Residence:
         num_pages = len(sequence.pages) + max(0, self.pages.num_available - num_spare)
         most = min(most, num_pages * self.page_tokens - sequence.next_cell - 1)
         if self.windows.snapshot_tokens is not None:
-            most = min(most, MOST_STEP_ROWS - 1)
+            most = self.windows.most_behind(sequence, min(most, MOST_STEP_ROWS - 1))
         elif self.windows.count:
             most = min(most, self._capacity.spare_window_tokens)  # or they take the place of what the first ones see
         if most <= 0 or self.offloads is None:
             return max(most, 0)
         return self.offloads.most_known(sequence, most)
+
+    def settle_draft(self, sequence: Sequence) -> None:
+        """Note what a draft of a sequence has come to, whose tokens in flight are those that were drawn."""
+        self.windows.note_settled(sequence)
+        if sequence.live and sequence.state is State.WAITING:
+            sequence.num_live_tokens = sequence.next_position
 
     def grow_known(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
         """Take the pages of so many tokens behind the next draw's: no more than `most_known` says."""
@@ -252,7 +258,7 @@ class Residence:
         """Give all back; `is_kept`: its window and its offloaded context stay, idle, for prompts that begin alike.
         goes_on: it waits to be admitted again, and leaves what it can begin with behind its last computed token.
         """
-        has_live = self.windows.snapshot_tokens is not None and sequence.window is not None and not sequence.num_drafted
+        has_live = self.windows.snapshot_tokens is not None and sequence.window is not None
         if goes_on and is_kept and has_live and sequence.context is None:
             self.prefixes.leave_live(sequence)
         self.windows.give_back(sequence, is_kept)

@@ -72,7 +72,8 @@ class Sequence:
     preempted_s: float = 0.0  # when it was preempted last, if it was
     num_computed_tokens: int = 0  # of its context, when it was preempted last
     left_context: HostContext | None = None  # in host memory, that it gave back last and may begin with again
-    live: list[bytes] = field(default_factory=list)  # its last pages' names, the last its state's, if it left these
+    live: list[bytes] = field(default_factory=list)  # its last pages' names, the first its state's, if it left these
+    num_live_blocks: int = 0  # in front of these pages
     num_live_tokens: int = 0  # in front of that state
     chunks: list[PlacedChunk] = field(default_factory=list)  # of documents, in its prompt
     missing: list[PlacedChunk] = field(default_factory=list)  # of these, those that are not computed yet

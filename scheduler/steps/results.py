@@ -78,6 +78,7 @@ class Results:
             sequence, own = launched.drawing[slot], told[slot]
             sequence.num_in_flight -= 1 + num_drafted - len(own)
             sequence.num_drafted = 0
+            self._residence.settle_draft(sequence)
             if own:  # else it had failed before the step, which computed nothing of it
                 ends = (place for place, one in enumerate(own) if one in sequence.request.stop_token_ids)
                 settled.append((sequence, num_drafted, next(ends, len(own) - 1)))

@@ -87,7 +87,7 @@ from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.operations.prefill_attention.scattered_attention import scattered_attention_kernel
 from gpu.operations.race import race
 from gpu.operations.recurrent.delta_net import LayerStates, RecurrentWeights
-from gpu.operations.recurrent.delta_step import delta_step
+from gpu.operations.recurrent.delta_step import delta_commit, delta_step, stack
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.sinks import add_sinks
 from gpu.operations.swiglu import swiglu
@@ -331,10 +331,12 @@ def _recurrent(shape: Architecture, dtype: torch.dtype) -> None:
     slots = empty(2, dtype=torch.int32)
     mixed = empty(2, own.conv_width + own.value_width, dtype=dtype)
     for state in (torch.float32, torch.bfloat16):
-        held = LayerStates(empty(3, 48, 128, 128, dtype=state), empty(3, 8, own.conv_width, dtype=dtype))
-        delta_step(
-            mixed, empty(2, 96, dtype=dtype), weights, own, 1e-6, held, slots, slots, empty(2, dtype=torch.int64)
-        )
+        sizes = (3, 48, 128, 128), (3, 8, own.conv_width), (3, 4, 96)
+        held = LayerStates(*(empty(*size, dtype=one) for size, one in zip(sizes, (state, dtype, dtype), strict=True)))
+        cells = empty(2, dtype=torch.int64)
+        delta_step(mixed, empty(2, 96, dtype=dtype), weights, own, 1e-6, held, slots, slots, cells, slots)
+        layers = LayerStates(*(getattr(held, name)[None] for name in ("states", "rings", "drafts")))
+        delta_commit(stack([weights]), own, layers, slots, cells, cells, cells)
 
 
 def _rows(shape: Architecture, dtype: torch.dtype) -> None:
@@ -603,6 +605,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_merge_kernel": _merge,
     "_add_sinks_kernel": _sinks,
     "_delta_step_kernel": _recurrent,
+    "_delta_commit_kernel": _recurrent,
     "_offload_kernel": _rows,
     "_restore_kernel": _rows,
     "_sum_kernel": _rows,

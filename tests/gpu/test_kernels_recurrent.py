@@ -6,13 +6,21 @@ import pytest
 import torch
 
 from gpu.model.spec import Recurrent
+from gpu.operations.arguments import runs_on_triton
 from gpu.operations.recurrent.delta_net import LayerStates, RecurrentWeights, run_segment
 from gpu.operations.recurrent.delta_rule import chunked_delta_rule, delta_rule_reference
-from gpu.operations.recurrent.delta_step import delta_step, delta_step_reference
+from gpu.operations.recurrent.delta_step import (
+    delta_commit,
+    delta_commit_reference,
+    delta_step,
+    delta_step_reference,
+    stack,
+)
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS, ring_length
 from tests.gpu.kernel_oracles import DEVICES
 
 EPS = 1e-6
+NAMES = ("states", "rings", "drafts")
 SMALL = Recurrent(2, 4, 16, 16, 4)
 SHAPES = [replace(SMALL, is_tiled=True), SMALL, Recurrent(1, 3, 24, 20, 4), Recurrent(2, 2, 128, 128, 3)]
 
@@ -44,7 +52,12 @@ def new_states(own: Recurrent, count: int, dtype: torch.dtype, device: str = "cp
     wide = torch.promote_types(dtype, torch.float32) if state is None else state
     states = torch.full((count, own.value_heads, own.key_dim, own.value_dim), torch.nan, dtype=wide, device=device)
     rings = torch.full((count, ring_length(own.conv_tokens), own.conv_width), torch.nan, dtype=dtype, device=device)
-    return LayerStates(states, rings)
+    drafts = torch.full((6, MOST_STEP_ROWS - 1, 2 * own.value_heads), torch.nan, dtype=dtype, device=device)
+    return LayerStates(states, rings, drafts)
+
+
+def copy_of(held: LayerStates) -> LayerStates:
+    return LayerStates(held.states.clone(), held.rings.clone(), held.drafts.clone())
 
 
 def plain(mixed: torch.Tensor, gates: torch.Tensor, weights: RecurrentWeights, own: Recurrent) -> torch.Tensor:
@@ -142,9 +155,10 @@ def test_a_step_is_a_prompt_of_one_token_in_place_of_each_slots_state(
     for slot, length in ((3, 9), (2, 2)):
         rows = draw_rows(own, length, dtype, device)
         run_segment(*rows, weights, own, EPS, held, int(state_of_slot[slot]), 0)
-    other = LayerStates(held.states.clone(), held.rings.clone())
-    got = delta_step(mixed, gates, weights, own, EPS, held, state_of_slot, slots, cells)
-    wanted = delta_step_reference(mixed, gates, weights, own, EPS, other, state_of_slot, slots, cells)
+    other = copy_of(held)
+    sure = torch.zeros_like(slots)
+    got = delta_step(mixed, gates, weights, own, EPS, held, state_of_slot, slots, cells, sure)
+    wanted = delta_step_reference(mixed, gates, weights, own, EPS, other, state_of_slot, slots, cells, sure)
     bound = 2e-5 if dtype == torch.float32 else 2e-2
     assert got[3].abs().max() == got[6].abs().max() == 0
     assert ((got.float() - wanted.float()).abs() / (1 + wanted.float().abs())).max() < bound
@@ -167,9 +181,101 @@ def test_steps_behind_one_another_are_a_prompt(device: str) -> None:
         part = slice(begin, begin + count)
         cells = torch.arange(begin, begin + count, device=device)
         slots = torch.zeros(count, dtype=torch.int32, device=device)
-        got.append(delta_step(mixed[part], gates[part], weights, own, EPS, held, none, slots, cells))
+        got.append(
+            delta_step(mixed[part], gates[part], weights, own, EPS, held, none, slots, cells, torch.zeros_like(slots))
+        )
         begin += count
     assert (torch.cat(got) - wanted).abs().max() < 5e-5
+    assert (held.states - whole.states).abs().max() < 5e-6
+
+
+DRAFTED = MOST_STEP_ROWS - 1  # tokens of the longest draft
+
+
+def step_with_drafts(
+    own: Recurrent, dtype: torch.dtype, device: str
+) -> tuple[RecurrentWeights, LayerStates, dict[int, LayerStates], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of slot 3 a step has a token and the longest draft, of 0 a token, of 1 two tokens that are known and no draft.
+    Returns weights, states behind the step, those behind steps in which so many of the draft are no draft, outputs,
+    and the slots' numbers and the states of slots.
+    """
+    weights = draw_weights(own, dtype, device)
+    slots = torch.tensor([0, *[3] * MOST_STEP_ROWS, 1, 1], dtype=torch.int32, device=device)
+    drafted = torch.tensor([0, 0, *[1] * DRAFTED, 0, 0], dtype=torch.int32, device=device)
+    cells = torch.tensor([0, *range(9, 9 + MOST_STEP_ROWS), 3, 4], device=device)
+    state_of_slot = torch.tensor([4, 2, 1, 0], dtype=torch.int32, device=device)
+    mixed, gates = draw_rows(own, len(slots), dtype, device)
+    held = new_states(own, 5, dtype, device)
+    for slot, length in ((3, 9), (1, 3)):
+        rows = draw_rows(own, length, dtype, device)
+        run_segment(*rows, weights, own, EPS, held, int(state_of_slot[slot]), 0)
+    wanted, outs = {}, None
+    for count in range(1 + DRAFTED):
+        wanted[count] = copy_of(held)
+        rows = torch.tensor([row for row in range(len(slots)) if row <= 1 + count or row > 1 + DRAFTED], device=device)
+        made = delta_step_reference(
+            mixed[rows], gates[rows], weights, own, EPS, wanted[count], state_of_slot, slots[rows], cells[rows],
+            torch.zeros_like(slots[rows]),
+        )  # fmt: skip
+        outs = made if count == DRAFTED else outs
+    got = delta_step(mixed, gates, weights, own, EPS, held, state_of_slot, slots, cells, drafted)
+    assert outs is not None
+    bound = 2e-5 if dtype == torch.float32 else 2e-2
+    assert ((got.float() - outs.float()).abs() / (1 + outs.float().abs())).max() < bound, "rows see those in front"
+    return weights, held, wanted, state_of_slot, slots, cells
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("own", SHAPES)
+@pytest.mark.parametrize("accepted", range(1 + DRAFTED))
+def test_a_state_takes_in_what_is_drawn_of_a_draft_and_nothing_else(own: Recurrent, accepted: int, device: str) -> None:
+    """Every length of the longest draft, by the kernel and by its reference; power: one token more or less is seen."""
+    dtype = torch.float32
+    weights, held, wanted, state_of_slot, _, _ = step_with_drafts(own, dtype, device)
+    assert (held.states[[0, 2, 4]] - wanted[0].states[[0, 2, 4]]).abs().max() < 2e-5, "as in front of the draft"
+    slots, cells, counts = (torch.tensor(one, device=device) for one in ([0, 3, 1], [0, 9, 4], [0, accepted, 0]))
+    plain = copy_of(held)
+    delta_commit_reference(weights, own, plain, state_of_slot, slots, cells, counts)
+    both = [plain]
+    if runs_on_triton(held.states):
+        layers = [copy_of(held), held]  # the kernel has all layers at once
+        joined = LayerStates(*(torch.stack([getattr(one, name) for one in layers]) for name in NAMES))
+        delta_commit(stack([weights, weights]), own, joined, state_of_slot, slots, cells, counts)
+        both += [LayerStates(*(getattr(joined, name)[layer] for name in NAMES)) for layer in range(2)]
+    for one in both:
+        for count, other in wanted.items():
+            off = (one.states[[0, 2, 4]] - other.states[[0, 2, 4]]).abs().max()
+            assert bool(off < 2e-5) is (count == accepted)
+        assert one.states[[1, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_with_drafts_of_which_any_part_is_drawn_are_a_prompt(device: str) -> None:
+    """Rejected tokens are in the ring and are never read: the next step's take their places."""
+    own, dtype, tokens = SMALL, torch.float32, 60
+    weights, (mixed, gates) = draw_weights(own, dtype, device), draw_rows(own, tokens, dtype, device)
+    wrong = draw_rows(own, 7, dtype, device)
+    held, whole = new_states(own, 1, dtype, device), new_states(own, 1, dtype, device)
+    wanted = run_segment(mixed, gates, weights, own, EPS, whole, 0, 0)
+    none, begin, number = torch.zeros(1, dtype=torch.int32, device=device), 0, 0
+    while begin < tokens:
+        right = min(number % MOST_STEP_ROWS, tokens - begin - 1)
+        rows = [torch.cat([good[begin : begin + 1 + right], bad])[:MOST_STEP_ROWS]
+                for good, bad in ((mixed, wrong[0]), (gates, wrong[1]))]  # fmt: skip
+        slots = torch.zeros(MOST_STEP_ROWS, dtype=torch.int32, device=device)
+        drafted = torch.ones_like(slots)
+        drafted[0] = 0
+        cells = torch.arange(begin, begin + MOST_STEP_ROWS, device=device)
+        made = delta_step(*rows, weights, own, EPS, held, none, slots, cells, drafted)
+        assert (made[: 1 + right] - wanted[begin : begin + 1 + right]).abs().max() < 5e-5
+        told = torch.zeros(1, dtype=torch.int64, device=device), cells[:1].clone(), torch.tensor([right], device=device)
+        if runs_on_triton(held.states):
+            joined = LayerStates(*(getattr(held, name)[None] for name in NAMES))
+            delta_commit(stack([weights]), own, joined, none, *told)
+        else:
+            delta_commit_reference(weights, own, held, none, *told)
+        begin += 1 + right
+        number += 1
     assert (held.states - whole.states).abs().max() < 5e-6
 
 
@@ -181,7 +287,7 @@ def test_a_state_in_bf16_is_near_one_in_float32() -> None:
     for token in range(tokens):
         row, cells = slice(token, token + 1), torch.tensor([token])
         for one in (held, wanted):
-            delta_step(mixed[row], gates[row], weights, own, EPS, one, none, slots, cells)
+            delta_step(mixed[row], gates[row], weights, own, EPS, one, none, slots, cells, torch.zeros_like(slots))
     off = (held.states.float() - wanted.states).norm() / wanted.states.norm()
     assert 1e-4 < off < 2e-2
 
@@ -190,8 +296,9 @@ def test_another_shape_is_refused_by_name() -> None:
     weights, (mixed, gates) = draw_weights(SMALL, torch.float32), draw_rows(SMALL, 1, torch.float32)
     slots, cells = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="delta_step: mixed is"):
-        delta_step(mixed[:, 1:], gates, weights, SMALL, EPS, new_states(SMALL, 1, torch.float32), slots, slots, cells)
+        delta_step(mixed[:, 1:], gates, weights, SMALL, EPS, new_states(SMALL, 1, torch.float32), slots, slots,
+                   cells, slots)  # fmt: skip
     other = replace(SMALL, value_heads=2)
     with pytest.raises(ValueError, match="delta_step: gates is"):
         delta_step(draw_rows(other, 1, torch.float32)[0], gates, weights, other, EPS,
-                   new_states(other, 1, torch.float32), slots, slots, cells)  # fmt: skip
+                   new_states(other, 1, torch.float32), slots, slots, cells, slots)  # fmt: skip

@@ -30,7 +30,7 @@ class Foreseen:
     def propose(self, most_tokens: int) -> Proposal:
         begin = self.num_observed - self._num_prompt_tokens
         follow = self._output[begin : begin + self._draw.randint(0, most_tokens)]
-        return Proposal([one + (self._draw.random() < self._spoilt) for one in follow], 8)
+        return Proposal([one ^ (self._draw.random() < self._spoilt) for one in follow], 8)
 
     def forget(self) -> None:
         self.is_forgotten = True

@@ -210,7 +210,7 @@ class PageRunner:
                 for place, token_id in enumerate([self.last[slot], *run, *draft], position):
                     self._write(slot, place, token_id)
                 for place in range(position, position + 1 + len(run) + len(draft)):  # rows read behind all writes
-                    self._check_window(slot, place + 1)
+                    self._check_window(slot, place + 1, is_row=True)
                 if slot not in self.failed:
                     tokens += [SampledToken(slot, token_id, None) for token_id in run]
                 last = position + len(run)
@@ -222,6 +222,8 @@ class PageRunner:
                     last += 1
                     tokens.append(self._draw(slot, last + 1))
                     self.num_cells[slot] = last + 1
+                if draft and self.windows is not None:
+                    self.windows.settle(slot, last + 1)
                 assert sample >= 1 + len(run)
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
@@ -250,12 +252,13 @@ class PageRunner:
             self.copies.append(source)
         self.ring_of[write.slot] = write.part, write.ring
 
-    def _check_window(self, slot: int, num_tokens: int) -> None:
+    def _check_window(self, slot: int, num_tokens: int, is_row: bool = False) -> None:
         """What is written there is what pages have of the last of so many tokens."""
         if self.windows is not None and slot not in self.failed:
             first = max(0, num_tokens - self.windows.window_tokens)
             tokens = self._read(slot, first, num_tokens)
-            self.windows.check(slot, [None] * first + tokens)
+            check = self.windows.check_row if is_row else self.windows.check
+            check(slot, [None] * first + tokens)
 
     def _vacate(self, slot: int) -> None:
         self.tables.pop(slot)

@@ -6,6 +6,7 @@ from random import Random
 import msgspec
 import pytest
 
+from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.step import StepPlan
 from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest
 from tests.scheduler import engines
@@ -135,15 +136,15 @@ def test_nothing_steps_in_a_lane_while_a_draft_is_in_flight(monkeypatch: pytest.
     assert num_drafted > 30
 
 
-@pytest.mark.parametrize("num_windows", [0, 10])
+@pytest.mark.parametrize("kept", [{}, {"num_windows": 10}, {"num_states": 10}, {"num_states": 3, "num_host_states": 4}])
 @pytest.mark.parametrize("is_pipelined", [True, False])
-def test_texts_are_right_whoever_gives_way_or_is_cancelled(is_pipelined: bool, num_windows: int) -> None:
-    """Few pages, so that sequences are preempted with drafts in flight; prompts share their fronts, and windows are
-    left that others begin with.
+def test_texts_are_right_whoever_gives_way_or_is_cancelled(is_pipelined: bool, kept: dict[str, int]) -> None:
+    """Few pages, so that sequences are preempted with drafts in flight; prompts share their fronts, and windows or
+    states are left that others begin with.
     """
-    draw, told = Random(num_windows), dict[str, list[Delta]]()
+    draw, told = Random(len(kept)), dict[str, list[Delta]]()
     engine, _ = make_engine(
-        num_pages=30, max_running=8, is_pipelined=is_pipelined, num_windows=num_windows, chunk_tokens=32
+        num_pages=30, max_running=8, is_pipelined=is_pipelined, chunk_tokens=32, snapshot_tokens=32, **kept
     )
     requests = []
     for number in range(60):
@@ -224,6 +225,64 @@ def test_what_a_refused_draft_wrote_to_a_window_is_in_nobodys_way(length: int) -
         begun.append(deltas[0].num_cached_tokens)
     assert max(begun) > 0
     check_empty(engine)
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+@pytest.mark.parametrize("spoilt", [0.0, 0.3, 1.0])
+def test_one_that_gives_way_with_a_draft_goes_on_behind_what_is_drawn_of_it(is_pipelined: bool, spoilt: float) -> None:
+    """Its state is behind as many tokens as the result says, and nothing is computed again."""
+    engine, runner = make_engine(num_pages=200, max_running=24, is_pipelined=is_pipelined, num_states=8)
+    requests = [request_of(str(number), 5 + 30 * number, 120) for number in range(3)]
+    foresee(engine, outputs_of(requests), spoilt)
+    engine.submit(requests)
+    told, caught = dict[str, list[Delta]](), 0
+    for step in range(6000):
+        for delta in engine.step() if engine.has_work else ():
+            told.setdefault(delta.request_id, []).append(delta)
+        running = engine.scheduler.roster.running
+        if step % 3 == 2 and running:
+            victim = running[step % len(running)]
+            caught += victim.num_drafted > 0
+            engine.scheduler.roster.preempt_last([victim])
+    check_all(requests, told)
+    check_empty(engine)
+    assert caught > 5 or not is_pipelined
+    assert engine.stats().recomputed_tokens == 0
+    prompts = [prompt for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts]
+    assert all(prompt.num_computed_tokens == 1 for prompt in prompts if prompt.samples)
+    assert len({prompt.begin % PAGE for prompt in prompts}) > 5
+
+
+@pytest.mark.parametrize("spoilt", [0.0, 0.4])
+def test_states_are_copied_where_they_are_due_whatever_is_drafted(spoilt: float) -> None:
+    engine, runner = make_engine(num_pages=200, max_running=16, num_states=20, snapshot_tokens=64)
+    request = request_of("1", 40, 400)
+    foresee(engine, outputs_of([request]), spoilt)
+    engine.submit([request])
+    check_all([request], drain(engine))
+    assert drafts_of(runner)
+    assert max(map(len, drafts_of(runner))) == MOST_STEP_ROWS - 1
+    kept = engine.scheduler.residence.windows
+    whole = [*request.prompt_token_ids, *outputs_of([request])["1"], 1, 2]
+    assert kept.num_kept >= 400 // 64
+    other = make_request("2", [*whole[:300], 1, 2, 3], 4, profile="drafting")
+    foresee(engine, outputs_of([other]), 0.0)
+    engine.submit([other])
+    deltas = drain(engine)["2"]
+    check_output(other, deltas)
+    assert deltas[0].num_cached_tokens >= 300 - 64 - PAGE
+
+
+def test_a_draft_that_a_state_keeps_is_seen() -> None:
+    """Power: a state that has taken in what was refused."""
+    engine, runner = make_engine(max_running=16, num_states=4)
+    requests = [request_of("1")]
+    foresee(engine, outputs_of(requests), 1.0)
+    assert runner.windows is not None
+    runner.windows.settle = lambda slot, num_cells: None  # type: ignore[method-assign]
+    engine.submit(requests)
+    with pytest.raises(AssertionError, match="a state is"):
+        drain(engine)
 
 
 def test_prefill_beside_a_draft_in_flight_is_part_of_the_gap_between_tokens() -> None:

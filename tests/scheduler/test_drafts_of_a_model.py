@@ -70,9 +70,15 @@ def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine
     check_giving_way(engine, ask, lambda is_on: setattr(engine.scheduler.drafts, "is_on", is_on))
 
 
-@pytest.mark.parametrize("shape", ["tiny-glm4-moe-lite", "tiny-gemma3", "tiny-gpt-oss"])
-def test_texts_of_other_layers_are_the_same_with_drafts(shape: str) -> None:
-    """Latent rows, windows, and experts with attention sinks."""
+HYBRIDS = ["tiny-qwen3.5", "tiny-qwen3.5-moe", "tiny-qwen3-next"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "spoilt"),
+    [*((shape, 0.2) for shape in ("tiny-glm4-moe-lite", "tiny-gemma3", "tiny-gpt-oss", *HYBRIDS)), (HYBRIDS[0], 1.0)],
+)
+def test_texts_of_other_layers_are_the_same_with_drafts(shape: str, spoilt: float) -> None:
+    """Latent rows, windows, experts with attention sinks, and states that take in no more than what is drawn."""
     config = EngineConfig(
         model=ModelConfig(random_weights=shape),
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1),
@@ -84,7 +90,7 @@ def test_texts_of_other_layers_are_the_same_with_drafts(shape: str) -> None:
     for is_on in (False, True):
         engine.scheduler.drafts.is_on = is_on
         if is_on:
-            foresee(engine, told[False], 0.2)
+            foresee(engine, told[False], spoilt)
         engine.submit([
             EngineRequest(
                 request_id=f"{number}",
@@ -101,8 +107,8 @@ def test_texts_of_other_layers_are_the_same_with_drafts(shape: str) -> None:
     stats = engine.stats().drafts
     engine.shutdown()
     assert told[True] == told[False]
-    assert stats.accepted > 40
-    assert stats.proposed > stats.accepted
+    assert stats.accepted > 40 or spoilt == 1.0
+    assert stats.proposed > stats.accepted + 20
 
 
 @pytest.mark.parametrize("drafts", [False, True])

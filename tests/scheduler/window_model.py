@@ -28,11 +28,18 @@ class TokenWindows:
         if window is not None:  # None: it was given to another, and nobody listens to what is drawn here
             self.rings[window][position % len(self.rings[window])] = token
 
+    def settle(self, slot: int, num_cells: int) -> None:
+        """The first so many cells are of tokens that were drawn; others of a draft."""
+
     def leave(self, branch: WindowBranch, begin: int, tokens: np.ndarray) -> None:
         """What a prompt computes in front of a branch, `[begin, branch.end)`, is in the branch's ring."""
         assert branch.window not in self.of_slot.values()
         for position in range(begin, branch.end):
             self.rings[branch.window][position % len(self.rings[branch.window])] = int(tokens[position])
+
+    def check_row(self, slot: int, tokens: list[int | None]) -> None:
+        """What a row of a step sees, which has others behind it."""
+        self.check(slot, tokens)
 
     def check(self, slot: int, tokens: list[int | None]) -> None:
         """What a layer sees behind the last of these tokens, all in front of the next one, is there."""
@@ -75,6 +82,10 @@ class TokenStates(TokenWindows):
             assert len(held) == position, "a state is behind another token"
             self.states[state] = [*held, token]
 
+    def settle(self, slot: int, num_cells: int) -> None:
+        if slot in self.of_slot:
+            del self.states[self.of_slot[slot]][num_cells:]
+
     def leave(self, branch: WindowBranch, begin: int, tokens: np.ndarray) -> None:
         assert branch.window not in self.of_slot.values()
         assert begin < branch.end <= len(tokens)
@@ -83,3 +94,7 @@ class TokenStates(TokenWindows):
     def check(self, slot: int, tokens: list[int | None]) -> None:
         if slot in self.of_slot and tokens:
             assert self.states[self.of_slot[slot]] == tokens, "a state is of another text"
+
+    def check_row(self, slot: int, tokens: list[int | None]) -> None:
+        if slot in self.of_slot:
+            assert self.states[self.of_slot[slot]][: len(tokens)] == tokens, "a row's state is of another text"

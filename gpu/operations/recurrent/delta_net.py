@@ -41,11 +41,13 @@ class RecurrentWeights:
 @dataclass(frozen=True, slots=True)
 class LayerStates:
     """The states of one layer: states `[count, value_heads, key_dim, value_dim]`, float32 or bf16; rings `[count,
-    ring_length, conv_width]` in the dtype that computes.
+    ring_length, conv_width]` in the dtype that computes; drafts, of that, too: gates of drafted tokens, `[slots,
+    MOST_STEP_ROWS - 1, 2 * value_heads]`.
     """
 
     states: Tensor
     rings: Tensor
+    drafts: Tensor
 
 
 def run_segment(

@@ -5,7 +5,14 @@ A program has one value head of one sequence, whose state stays in registers ove
 follow one another. It reads the inputs of earlier tokens from the ring, or from the step's own rows, and writes its own
 to places that no program of the step reads: a sequence has MOST_STEP_ROWS rows at most. Programs of value heads that
 share a key head write the same. Bytes moved: the state twice, `2 * 4 * value_width * key_dim` a sequence.
+
+Tokens of a draft, behind all others of their sequence, change the state in registers alone: it is written as it was in
+front of them. Their inputs are in the ring, and their gates are kept. `delta_commit` has those change the state that
+are drawn, once that is known, in all layers at once.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,16 +27,40 @@ from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 
 def delta_step_reference(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates,
-    state_of_slot: Tensor, slots: Tensor, cells: Tensor,
+    state_of_slot: Tensor, slots: Tensor, cells: Tensor, drafted: Tensor,
 ) -> Tensor:  # fmt: skip
     """Compute `delta_step` in plain torch, row by row."""
     out = mixed.new_zeros(len(mixed), own.value_width)
-    for row, (slot, cell) in enumerate(zip(slots.tolist(), cells.tolist(), strict=True)):
+    in_front: dict[int, Tensor] = {}  # of drafts, by state
+    num_drafted = 0
+    for row, (slot, cell, is_draft) in enumerate(zip(slots.tolist(), cells.tolist(), drafted.tolist(), strict=True)):
         if slot >= 0:
             one = slice(row, row + 1)
             number = int(state_of_slot[slot])
+            num_drafted = num_drafted + 1 if is_draft else 0
+            if is_draft:
+                in_front.setdefault(number, held.states[number].clone())
+                held.drafts[slot, num_drafted - 1] = gates[row]
             out[one] = run_segment(mixed[one], gates[one], weights, own, eps, held, number, cell, is_chunked=False)
+    for number, state in in_front.items():
+        held.states[number] = state
     return out
+
+
+def delta_commit_reference(
+    weights: RecurrentWeights, own: Recurrent, held: LayerStates, state_of_slot: Tensor, slots: Tensor, cells: Tensor,
+    accepted: Tensor,
+) -> None:  # fmt: skip
+    """Compute `delta_commit` of one layer in plain torch."""
+    length = held.rings.shape[1]
+    for slot, cell, count in zip(slots.tolist(), cells.tolist(), accepted.tolist(), strict=True):
+        if count:
+            number = int(state_of_slot[slot])
+            behind = torch.arange(cell + 1, cell + 1 + count, device=held.rings.device)
+            inputs = held.rings[number, behind % length]
+            mixed = torch.cat([inputs, inputs.new_zeros(count, own.value_width)], 1)
+            gates = held.drafts[slot, :count].clone()
+            run_segment(mixed, gates, weights, own, 1.0, held, number, cell + 1, is_chunked=False)
 
 
 @triton.jit
@@ -52,12 +83,22 @@ def _convolved(
 
 
 @triton.jit
+def _taken_in(state, k, v, share, time, rate, bias):
+    """Return a head's state behind one more token."""
+    time = time.to(tl.float32) + bias
+    soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
+    state = state * tl.exp(rate * soft)
+    seen = tl.sum(state * k[:, None], 0)
+    return state + k[:, None] * (tl.sigmoid(share.to(tl.float32)) * (v - seen))[None, :]
+
+
+@triton.jit
 def _delta_step_kernel(
-    mixed, gates, conv, decay, time_bias, norm, states, rings, state_of_slot, slots, cells, out, rows, mixed_row,
-    gates_row, state_stride, ring_stride, eps, head_eps, scale,
+    mixed, gates, conv, decay, time_bias, norm, states, rings, state_of_slot, slots, cells, drafted, drafts, out, rows,
+    mixed_row, gates_row, state_stride, ring_stride, eps, head_eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr,
-    MOST_ROWS: tl.constexpr, IS_TILED: tl.constexpr,
+    MOST_STEPS: tl.constexpr, MOST_ROWS: tl.constexpr, IS_TILED: tl.constexpr,
 ):  # fmt: skip
     first, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
@@ -67,11 +108,14 @@ def _delta_step_kernel(
     before = tl.load(slots + tl.maximum(first - 1, 0))
     next_at = first + tl.arange(0, MOST_ROWS)
     count = 0
+    sure = 0
     if slot < 0:
         none = tl.zeros([BLOCK_VALUE], tl.float32).to(out.dtype.element_ty)
         tl.store(out + (first.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + v_at, none, mask=v_in)
     elif (first == 0) | (before != slot):  # rows of a slot are neighbours
-        count = tl.sum((tl.load(slots + next_at, mask=next_at < rows, other=-1) == slot).to(tl.int32), 0)
+        own_rows = (tl.load(slots + next_at, mask=next_at < rows, other=-1) == slot).to(tl.int32)
+        count = tl.sum(own_rows, 0)
+        sure = count - tl.sum(own_rows * tl.load(drafted + next_at, mask=next_at < rows, other=0), 0)
     if count > 0:
         number = tl.load(state_of_slot + slot).to(tl.int64)
         key_head = head % KEY_HEADS if IS_TILED else head // (VALUE_HEADS // KEY_HEADS)
@@ -95,12 +139,15 @@ def _delta_step_kernel(
             v = _convolved(mixed, mixed_row, row, first, ring, conv, cell, v_channels, v_in, TAPS, LENGTH, width)
             q = q * (tl.rsqrt(tl.sum(q * q, 0) + head_eps) * scale)
             k = k * tl.rsqrt(tl.sum(k * k, 0) + head_eps)
-            share = tl.sigmoid(tl.load(gates + row * gates_row + head).to(tl.float32))
-            time = tl.load(gates + row * gates_row + VALUE_HEADS + head).to(tl.float32) + bias
-            soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
-            state = state * tl.exp(rate * soft)
-            seen = tl.sum(state * k[:, None], 0)
-            state = state + k[:, None] * (share * (v - seen))[None, :]
+            own_share = tl.load(gates + row * gates_row + head)
+            own_time = tl.load(gates + row * gates_row + VALUE_HEADS + head)
+            state = _taken_in(state, k, v, own_share, own_time, rate, bias)
+            if step == sure - 1:
+                tl.store(address, state.to(states.dtype.element_ty), mask=inside)
+            if step >= sure:
+                kept = drafts + ((slot * (MOST_STEPS - 1) + step - sure) * 2 * VALUE_HEADS + head).to(tl.int64)
+                tl.store(kept, own_share)
+                tl.store(kept + VALUE_HEADS, own_time)
             made = tl.sum(state * q[:, None], 0)
             made = made * tl.rsqrt(tl.sum(made * made, 0) / VALUE_DIM + eps) * gain
             z = tl.load(mixed + row * mixed_row + width + head * VALUE_DIM + v_at, mask=v_in, other=0.0).to(tl.float32)
@@ -111,36 +158,120 @@ def _delta_step_kernel(
             tl.store(place + q_channels, tl.load(own + q_channels, mask=k_in, other=0.0), mask=k_in)
             tl.store(place + k_channels, tl.load(own + k_channels, mask=k_in, other=0.0), mask=k_in)
             tl.store(place + v_channels, tl.load(own + v_channels, mask=v_in, other=0.0), mask=v_in)
-        tl.store(address, state.to(states.dtype.element_ty), mask=inside)
 
 
 def delta_step(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates,
-    state_of_slot: Tensor, slots: Tensor, cells: Tensor,
+    state_of_slot: Tensor, slots: Tensor, cells: Tensor, drafted: Tensor,
 ) -> Tensor:  # fmt: skip
     """Compute one token a row, in place of its slot's state; return `[rows, value_heads * value_dim]` of mixed's dtype,
     zeros in rows that are not in use.
 
     mixed `[rows, conv_width + value_width]`, gates `[rows, 2 * value_heads]`: see `delta_net.run_segment`.
     state_of_slot: int32 `[slots]`; slots: int32 `[rows]`, -1 in rows that are not in use; cells: int64 `[rows]`,
-    positions. Rows of one slot follow one another, MOST_STEP_ROWS at most. Raises ValueError for another shape or type.
+    positions. Rows of one slot follow one another, MOST_STEP_ROWS at most. drafted: int32 `[rows]`, 1 for tokens that
+    may be refused, behind one of their slot that may not: these leave the state as it is, and wait for `delta_commit`.
+    Raises ValueError for another shape or type.
     """
     rows, device = len(mixed), mixed.device
     check("delta_step", "mixed", mixed, (rows, own.conv_width + own.value_width), mixed.dtype, device)
     check("delta_step", "gates", gates, (rows, 2 * own.value_heads), mixed.dtype, device)
     check("delta_step", "slots", slots, (rows,), torch.int32, device)
     check("delta_step", "cells", cells, (rows,), torch.int64, device)
+    check("delta_step", "drafted", drafted, (rows,), torch.int32, device)
     check("delta_step", "rings", held.rings, tuple(held.rings.shape), mixed.dtype, device)
     if not runs_on_triton(mixed) or not rows:
-        return delta_step_reference(mixed, gates, weights, own, eps, held, state_of_slot, slots, cells)
+        return delta_step_reference(mixed, gates, weights, own, eps, held, state_of_slot, slots, cells, drafted)
     out = mixed.new_empty(rows, own.value_width)
     _delta_step_kernel[(rows, own.value_heads)](
         mixed, gates, weights.conv, weights.decay, weights.time_bias, weights.norm, held.states, held.rings,
-        state_of_slot, slots, cells, out, rows, mixed.stride(0), gates.stride(0), held.states.stride(0),
-        held.rings.stride(0), eps, HEAD_EPS, own.key_dim**-0.5,
+        state_of_slot, slots, cells, drafted, held.drafts, out, rows, mixed.stride(0), gates.stride(0),
+        held.states.stride(0), held.rings.stride(0), eps, HEAD_EPS, own.key_dim**-0.5,
         KEY_HEADS=own.key_heads, VALUE_HEADS=own.value_heads, KEY_DIM=own.key_dim, VALUE_DIM=own.value_dim,
         BLOCK_KEY=triton.next_power_of_2(own.key_dim), BLOCK_VALUE=triton.next_power_of_2(own.value_dim),
-        TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], MOST_ROWS=triton.next_power_of_2(MOST_STEP_ROWS),
-        IS_TILED=own.is_tiled, num_warps=8,
+        TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], MOST_STEPS=MOST_STEP_ROWS,
+        MOST_ROWS=triton.next_power_of_2(MOST_STEP_ROWS), IS_TILED=own.is_tiled, num_warps=8,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _delta_commit_kernel(
+    conv, decay, time_bias, drafts, states, rings, state_of_slot, slots, cells, accepted, drafts_layer, states_layer,
+    rings_layer, state_stride, ring_stride, head_eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr,
+    MOST_STEPS: tl.constexpr, IS_TILED: tl.constexpr,
+):  # fmt: skip
+    place, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    count = tl.load(accepted + place).to(tl.int32)
+    if count > 0:
+        k_at, v_at = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
+        k_in, v_in = k_at < KEY_DIM, v_at < VALUE_DIM
+        width: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+        slot = tl.load(slots + place)
+        first = tl.load(cells + place) + 1
+        number = tl.load(state_of_slot + slot).to(tl.int64)
+        key_head = head % KEY_HEADS if IS_TILED else head // (VALUE_HEADS // KEY_HEADS)
+        k_channels = KEY_HEADS * KEY_DIM + key_head * KEY_DIM + k_at
+        v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_at
+        ring = rings + layer * rings_layer + number * ring_stride
+        taps = conv + layer * width * TAPS
+        inside = k_in[:, None] & v_in[None, :]
+        address = states + layer * states_layer + number * state_stride + head * KEY_DIM * VALUE_DIM
+        address += k_at[:, None] * VALUE_DIM + v_at[None, :]
+        state = tl.load(address, mask=inside, other=0.0).to(tl.float32)
+        rate = -tl.exp(tl.load(decay + layer * VALUE_HEADS + head))
+        bias = tl.load(time_bias + layer * VALUE_HEADS + head)
+        kept = drafts + layer * drafts_layer + slot * (MOST_STEPS - 1) * 2 * VALUE_HEADS + head
+        for step in range(count):
+            cell = first + step
+            none = step * 0  # all inputs are in the ring, none in rows of a step
+            k = _convolved(ring, width, none, none + 1, ring, taps, cell, k_channels, k_in, TAPS, LENGTH, width)
+            v = _convolved(ring, width, none, none + 1, ring, taps, cell, v_channels, v_in, TAPS, LENGTH, width)
+            k = k * tl.rsqrt(tl.sum(k * k, 0) + head_eps)
+            gate = kept + step * 2 * VALUE_HEADS
+            state = _taken_in(state, k, v, tl.load(gate), tl.load(gate + VALUE_HEADS), rate, bias)
+        tl.store(address, state.to(states.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeights:
+    """What changes states, of all layers: conv `[layers, conv_width, conv_tokens]`, decay, time_bias float32 `[layers,
+    value_heads]`.
+    """
+
+    conv: Tensor
+    decay: Tensor
+    time_bias: Tensor
+
+
+def stack(layers: Sequence[RecurrentWeights]) -> StackedWeights:
+    """Return copies of layers' weights, one behind another."""
+    return StackedWeights(
+        torch.stack([one.conv[:, 0] for one in layers]), torch.stack([one.decay for one in layers]),
+        torch.stack([one.time_bias for one in layers]),
+    )  # fmt: skip
+
+
+def delta_commit(
+    stacked: StackedWeights, own: Recurrent, held: LayerStates, state_of_slot: Tensor, slots: Tensor, cells: Tensor,
+    accepted: Tensor,
+) -> None:  # fmt: skip
+    """Have the states of all layers take in the first `accepted[i]` tokens of what was drafted for `slots[i]` in the
+    last step, behind the token at `cells[i]`. Nothing is drafted for them since.
+
+    held: with one axis more in front, of layers; state_of_slot: int32 `[slots]`; slots, cells, accepted: int64
+    `[count]`, on a device with Triton (elsewhere `delta_commit_reference`).
+    """
+    for name, given in (("slots", slots), ("cells", cells), ("accepted", accepted)):
+        check("delta_commit", name, given, (len(slots),), torch.int64, held.states.device)
+    _delta_commit_kernel[(len(slots), own.value_heads, len(held.states))](
+        stacked.conv, stacked.decay, stacked.time_bias, held.drafts, held.states, held.rings, state_of_slot, slots,
+        cells, accepted, held.drafts.stride(0), held.states.stride(0), held.rings.stride(0), held.states.stride(1),
+        held.rings.stride(1), HEAD_EPS,
+        KEY_HEADS=own.key_heads, VALUE_HEADS=own.value_heads, KEY_DIM=own.key_dim, VALUE_DIM=own.value_dim,
+        BLOCK_KEY=triton.next_power_of_2(own.key_dim), BLOCK_VALUE=triton.next_power_of_2(own.value_dim),
+        TAPS=own.conv_tokens, LENGTH=held.rings.shape[2], MOST_STEPS=MOST_STEP_ROWS, IS_TILED=own.is_tiled,
+        num_warps=8,
+    )  # fmt: skip

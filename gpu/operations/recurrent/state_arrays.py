@@ -30,6 +30,22 @@ def state_arrays(own: Recurrent, count: int, dtype_bytes: int, state_bytes: int)
     }
 
 
+def draft_array(own: Recurrent, slots: int, dtype_bytes: int) -> ArraySpec:
+    """Return what a layer keeps of drafted tokens until it is known which are drawn: their gates. Their inputs are in
+    the ring.
+    """
+    return ArraySpec((slots, MOST_STEP_ROWS - 1, 2 * own.value_heads), FLOATS[dtype_bytes])
+
+
+def stacked_arrays(own: Recurrent, layers: int, dtype_bytes: int) -> dict[str, ArraySpec]:
+    """Return what all layers' states are changed by at once, as one kernel finds it."""
+    return {
+        "conv": ArraySpec((layers, own.conv_width, own.conv_tokens), FLOATS[dtype_bytes]),
+        "decay": ArraySpec((layers, own.value_heads), "float32"),
+        "time_bias": ArraySpec((layers, own.value_heads), "float32"),
+    }
+
+
 def segment_bytes(own: Recurrent, num_tokens: int) -> int:
     """Return the bytes of a prompt's segment while a layer computes it, or of the rows of a decode step."""
     tokens = min(num_tokens, SEGMENT_TOKENS)
