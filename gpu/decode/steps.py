@@ -224,6 +224,8 @@ class DecodeSteps:
         assert self._answering is not None, "decode: host reads are answered by a thread"
         tier, times, clock = self.host_reader.tier, self.host_reader.times, time.perf_counter
         num_parts = self.host_reader.halving.choose(batch.cells, batch.host_reads)
+        if self.loop.decoder.delta is not None and any(batch.drafted):
+            num_parts = 1  # or a state would go on in another part without what a draft's first tokens made of it
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
         captured = self._find(StepKind(num_parts, batch.reuses), len(batch))
         self._answering.recover()

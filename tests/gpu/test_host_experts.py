@@ -158,7 +158,7 @@ def test_the_buffers_are_what_is_planned() -> None:
 
 def test_matrices_of_the_meta_device_get_memory_of_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = []
-    monkeypatch.setattr("gpu.weights.host_experts.pin_for_life", lambda pages: pinned.append(pages.nbytes))
+    monkeypatch.setattr("transfer.host_pages.pin_for_life", lambda pages: pinned.append(pages.nbytes))
     meta = torch.device("meta")
     wanted = [
         torch.empty(6, 40, dtype=torch.bfloat16, device=meta),
@@ -175,7 +175,7 @@ def test_memory_that_the_host_refuses_is_one_line(monkeypatch: pytest.MonkeyPatc
     def refuse(pages: np.ndarray) -> None:
         raise OSError(2, "cudaHostRegister failed with CUDA error 2; locked memory is 64 KiB (ulimit -l)")
 
-    monkeypatch.setattr("gpu.weights.host_experts.pin_for_life", refuse)
+    monkeypatch.setattr("transfer.host_pages.pin_for_life", refuse)
     with pytest.raises(
         ModelError, match=r"^gpu.experts_gib: 0.00 GiB of experts .* refused: .*64 KiB.*memlock"
     ) as error:

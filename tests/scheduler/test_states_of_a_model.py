@@ -18,6 +18,7 @@ from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
+from tests.scheduler.drafting import foresee
 from tests.scheduler.engines import drain, text
 from transfer.host_config import HostConfig
 from transfer.machine import probe_machine
@@ -30,6 +31,7 @@ def make_engine(
     snapshot_tokens: int = 64, name: str = "tiny-qwen3.5", device: str = "cpu", host: HostConfig | None = None,
     max_context_tokens: int = 1024, folder: Path | None = None,
     host_states_gib: float | None = None,
+    drafts: bool = False,
 ) -> Engine:  # fmt: skip
     model = ModelConfig(random_weights=name) if folder is None else ModelConfig(path=folder)
     config = EngineConfig(
@@ -37,6 +39,7 @@ def make_engine(
         gpu=GpuConfig(device=device, dtype="float32", kv_cache_gib=pages_gib, threads=1, states_gib=states_gib,
                       snapshot_tokens=snapshot_tokens, host_states_gib=host_states_gib),
         host=host,
+        profiles={"drafting": Composition.model_validate({"draft": "ngram"})} if drafts else {},
         scheduler=SchedulerConfig(
             max_running=max_running, max_context_tokens=max_context_tokens, prefix_cache=prefix_cache,
             prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096),
@@ -272,3 +275,13 @@ def test_contexts_that_lie_in_host_memory_go_on_from_snapshots_and_give_the_same
     engine.shutdown()
     assert texts == converse_at_length(make_engine(prefix_cache=False, max_context_tokens=4096), "exact")[0]
     assert max(computed[1:]) <= 100 + 64 + 64 + 16, "what is new, a window and an offload block"
+
+
+def test_drafts_over_contexts_in_host_memory_change_no_text() -> None:
+    texts = converse_at_length(make_engine(prefix_cache=False, max_context_tokens=4096), "exact")[0]
+    host = HostConfig(memory_limit_gib=0.25, resident_tokens=256, threads=1)
+    engine = make_engine(host=host, max_context_tokens=4096, drafts=True, max_running=12)
+    foresee(engine, {f"t{turn}": told for turn, told in enumerate(texts)}, 0.3)
+    assert converse_at_length(engine, "drafting")[0] == texts
+    assert engine.stats().drafts.accepted > 40
+    engine.shutdown()
