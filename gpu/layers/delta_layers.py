@@ -15,7 +15,14 @@ from gpu.kv.states import States
 from gpu.layers.projections import Projections
 from gpu.model.spec import Architecture
 from gpu.operations.arguments import runs_on_triton
-from gpu.operations.recurrent.delta_net import RecurrentWeights, run_segment
+from gpu.operations.recurrent.delta_net import RecurrentWeights
+from gpu.operations.recurrent.delta_prefill import (
+    PlannedSpans,
+    Span,
+    delta_prefill,
+    plan_spans,
+    run_spans_reference,
+)
 from gpu.operations.recurrent.delta_step import delta_commit, delta_commit_reference, delta_step, stack
 from gpu.step import WindowBranch
 
@@ -32,15 +39,18 @@ class StatePart:
     first: int
     branches: Sequence[WindowBranch]
 
-    def cuts(self) -> list[tuple[int, int, list[int]]]:
-        """Return ranges of the unit's tokens, each with the states that are copies of the one behind it."""
+    def spans(self) -> list[Span]:
+        """Return the part as spans, each with the states that are copies of the one behind it."""
         left: dict[int, list[int]] = {}
         for branch in self.branches:
             at = self.begin + branch.end - self.first
             if self.begin < at <= self.end:
                 left.setdefault(at, []).append(branch.window)
         ends = sorted({*left, self.end})
-        return [(begin, end, left.get(end, [])) for begin, end in zip([self.begin, *ends], ends, strict=False)]
+        return [
+            Span(self.number, begin, end, self.first + begin - self.begin, self.begin, tuple(left.get(end, ())))
+            for begin, end in zip([self.begin, *ends], ends, strict=False)
+        ]
 
 
 class DeltaLayers:
@@ -52,6 +62,7 @@ class DeltaLayers:
         self.states = states
         self._eps = architecture.rms_norm_eps
         self._projections = projections
+        self._planned: tuple[tuple[Span, ...], PlannedSpans] | None = None  # of the last unit, for the next layer
         on_triton = runs_on_triton(states.of_slot)
         self._stacked = stack([self._weights(layer) for layer in states.layers]) if on_triton else None
 
@@ -76,17 +87,12 @@ class DeltaLayers:
         """Return the same of a unit's tokens `[tokens, hidden]`, which are those of `parts`, in order."""
         weights, held = self._weights(layer), self.states.of_layer(layer)
         mixed, gates = self._projections.mixed(layer, hidden)
-        outs = []
-        for part in parts:
-            for begin, end, copies in part.cuts():
-                rows, first = slice(begin, end), part.first + begin - part.begin
-                outs.append(
-                    run_segment(mixed[rows], gates[rows], weights, self.own, self._eps, held, part.number, first)
-                )
-                for number in copies:
-                    for arena in (held.states, held.rings):
-                        arena[number].copy_(arena[part.number])
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        spans = tuple(span for part in parts for span in part.spans())
+        if self._stacked is None or mixed.dtype == torch.float64:
+            return run_spans_reference(mixed, gates, weights, self.own, self._eps, held, spans)
+        if self._planned is None or self._planned[0] != spans:
+            self._planned = spans, plan_spans(spans, held.rings.shape[1], mixed.device)
+        return delta_prefill(mixed, gates, weights, self.own, self._eps, held, self._planned[1])
 
     def _weights(self, layer: int) -> RecurrentWeights:
         weights = self._projections.weights.layers[layer].recurrent

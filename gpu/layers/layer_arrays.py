@@ -23,7 +23,9 @@ def rope_bytes(architecture: Architecture, num_tokens: int) -> int:
     return 2 * sum(rope_array(dim, num_tokens).num_bytes for _, dim in architecture.ropes)
 
 
-def activation_bytes(architecture: Architecture, num_tokens: int, dtype_bytes: int, more_outputs: int) -> int:
+def activation_bytes(
+    architecture: Architecture, num_tokens: int, dtype_bytes: int, more_outputs: int, on_cuda: bool
+) -> int:
     """Return the bytes of one layer over so many tokens: input, norms and outputs, QKV, the rotated query, attention's
     output in both precisions and its merge, gate and up, their product. more_outputs: of attention and of methods, as
     wide as a query.
@@ -34,7 +36,7 @@ def activation_bytes(architecture: Architecture, num_tokens: int, dtype_bytes: i
     attention = max(_attention_columns(a, spec, more_outputs) for spec in a.layer_pattern)
     inputs = 0 if a.layer_inputs is None else LAYER_INPUT_COPIES * a.layer_inputs.width
     width = hidden * a.hidden + attention + mlp + inputs
-    segment = 0 if a.recurrent is None else segment_bytes(a.recurrent, num_tokens)
+    segment = 0 if a.recurrent is None else segment_bytes(a.recurrent, num_tokens, on_cuda)
     return ArraySpec((num_tokens, width), FLOATS[dtype_bytes]).num_bytes + segment
 
 

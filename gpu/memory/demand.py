@@ -272,7 +272,7 @@ class Demand:
         more = max((state.part.method.token_outputs for state in self.states), default=0)
         if self.device == "cuda":
             more += most_piece_outputs(self.shape.max_context_tokens, self.num_lanes)
-        return activation_bytes(self.shape, num_tokens, self.dtype_bytes, more)
+        return activation_bytes(self.shape, num_tokens, self.dtype_bytes, more, self.device == "cuda")
 
     def _weights(self) -> tuple[MemoryItem, ...]:
         shape, is_packed = self.shape, self.unpacked is None

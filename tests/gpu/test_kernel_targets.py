@@ -87,7 +87,8 @@ from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.operations.prefill_attention.scattered_attention import scattered_attention_kernel
 from gpu.operations.race import race
 from gpu.operations.recurrent.delta_net import LayerStates, RecurrentWeights
-from gpu.operations.recurrent.delta_step import delta_commit, delta_step, stack
+from gpu.operations.recurrent.delta_prefill import PlannedSpans, delta_prefill
+from gpu.operations.recurrent.delta_step import StackedWeights, delta_commit, delta_step
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.sinks import add_sinks
 from gpu.operations.swiglu import swiglu
@@ -335,8 +336,25 @@ def _recurrent(shape: Architecture, dtype: torch.dtype) -> None:
         held = LayerStates(*(empty(*size, dtype=one) for size, one in zip(sizes, (state, dtype, dtype), strict=True)))
         cells = empty(2, dtype=torch.int64)
         delta_step(mixed, empty(2, 96, dtype=dtype), weights, own, 1e-6, held, slots, slots, cells, slots)
-        layers = LayerStates(*(getattr(held, name)[None] for name in ("states", "rings", "drafts")))
-        delta_commit(stack([weights]), own, layers, slots, cells, cells, cells)
+        layers = LayerStates(
+            *(empty(1, *size, dtype=one) for size, one in zip(sizes, (state, dtype, dtype), strict=True))
+        )
+        stacked = StackedWeights(empty(1, own.conv_width, 4, dtype=dtype), empty(1, 48), empty(1, 48))
+        delta_commit(stacked, own, layers, slots, cells, cells, cells)
+
+
+def _recurrent_prompts(shape: Architecture, dtype: torch.dtype) -> None:
+    own = Recurrent(16, 48, 128, 128, 4)
+    gates, conv = empty(96, shape.hidden, dtype=dtype), empty(own.conv_width, 1, 4, dtype=dtype)
+    weights = RecurrentWeights(gates, conv, empty(48), empty(48), empty(128, dtype=dtype))
+    mixed = empty(100, own.conv_width + own.value_width, dtype=dtype)
+    for state in (torch.float32, torch.bfloat16):
+        held = LayerStates(empty(3, 48, 128, 128, dtype=state), empty(3, 8, own.conv_width, dtype=dtype), gates)
+        planned = PlannedSpans(
+            100, empty(2, 6, dtype=torch.int32), ((0, 2, empty(1, 2, dtype=torch.int32)),),
+            empty(2, 8, dtype=torch.int64), (), (),
+        )  # fmt: skip
+        delta_prefill(mixed, empty(100, 96, dtype=dtype), weights, own, 1e-6, held, planned)
 
 
 def _rows(shape: Architecture, dtype: torch.dtype) -> None:
@@ -606,6 +624,9 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_add_sinks_kernel": _sinks,
     "_delta_step_kernel": _recurrent,
     "_delta_commit_kernel": _recurrent,
+    "_delta_chunk_kernel": _recurrent_prompts,
+    "_delta_scan_kernel": _recurrent_prompts,
+    "_delta_out_kernel": _recurrent_prompts,
     "_offload_kernel": _rows,
     "_restore_kernel": _rows,
     "_sum_kernel": _rows,

@@ -1,13 +1,14 @@
 """Gated delta nets: chunks are steps, a prompt may be cut anywhere, and the kernel of a step is its reference."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from gpu.model.spec import Recurrent
-from gpu.operations.arguments import runs_on_triton
+from gpu.operations.arguments import INTERPRETED, runs_on_triton
 from gpu.operations.recurrent.delta_net import LayerStates, RecurrentWeights, run_segment
+from gpu.operations.recurrent.delta_prefill import Span, delta_prefill, plan_spans, run_spans_reference
 from gpu.operations.recurrent.delta_rule import chunked_delta_rule, delta_rule_reference
 from gpu.operations.recurrent.delta_step import (
     delta_commit,
@@ -16,7 +17,7 @@ from gpu.operations.recurrent.delta_step import (
     delta_step_reference,
     stack,
 )
-from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS, ring_length
+from gpu.operations.recurrent.state_arrays import CHUNKS_AT_ONCE, MOST_STEP_ROWS, ring_length
 from tests.gpu.kernel_oracles import DEVICES
 
 EPS = 1e-6
@@ -187,6 +188,80 @@ def test_steps_behind_one_another_are_a_prompt(device: str) -> None:
         begin += count
     assert (torch.cat(got) - wanted).abs().max() < 5e-5
     assert (held.states - whole.states).abs().max() < 5e-6
+
+
+def spans_of(parts: list[tuple[int, int, int, dict[int, tuple[int, ...]]]]) -> list[Span]:
+    """Of (state, tokens, first position, copies by tokens in front): spans of a unit, one part behind another."""
+    spans, begin = [], 0
+    for number, tokens, first, copies in parts:
+        ends = sorted({*copies, tokens})
+        for start, end in zip([0, *ends], ends, strict=False):
+            own = copies.get(end, ())
+            spans.append(Span(number, begin + start, begin + end, first + start, begin, own))
+        begin += tokens
+    return spans
+
+
+ONE = [(1, 70, 0, {})]
+MANY = [(0, 5, 0, {}), (1, 64, 2, {}), (2, 40, 9, {16: (5,), 35: (6, 7)}), (3, 1, 30, {}), (4, 130, 1, {2: (8,)})]
+LONG = [(0, 30, 64, {}), (1, 64 * CHUNKS_AT_ONCE, 3, {64 * 9: (5,)}), (2, 65, 0, {})]
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels of Triton")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("own", "parts"),
+    [(SHAPES[0], ONE), (SHAPES[1], MANY), (SHAPES[2], MANY), (SHAPES[3], ONE),
+     pytest.param(SHAPES[3], MANY, marks=pytest.mark.long), pytest.param(SMALL, LONG, marks=pytest.mark.long)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, id="narrow")])
+def test_the_kernels_of_prompts_are_the_paper_for_sequences_of_any_length_side_by_side(
+    own: Recurrent, parts: list, dtype: torch.dtype, device: str
+) -> None:
+    """Against spans in float64, of the same rounded numbers: outputs, states and rings of sequences and of copies. What
+    nobody wrote is NaN, and stays.
+    """
+    spans = spans_of(parts)
+    tokens = spans[-1].end
+    weights, (mixed, gates) = draw_weights(own, dtype, device), draw_rows(own, tokens, dtype, device)
+    held, exact = new_states(own, 10, dtype, device), new_states(own, 10, torch.float64)
+    wide = RecurrentWeights(*(getattr(weights, one.name).double().cpu() for one in fields(weights)))
+    for number, _, first, _ in parts:
+        if first:
+            rows = draw_rows(own, first, dtype, device)
+            run_segment(*rows, weights, own, EPS, held, number, 0)
+            run_segment(*(one.double().cpu() for one in rows), wide, own, EPS, exact, number, 0)
+    wanted = run_spans_reference(mixed.double().cpu(), gates.double().cpu(), wide, own, EPS, exact, spans)
+    planned = plan_spans(spans, held.rings.shape[1], mixed.device)
+    got = delta_prefill(mixed, gates, weights, own, EPS, held, planned)
+    is_narrow = dtype == torch.bfloat16
+    bound, state_bound = (2e-2, 5e-3) if is_narrow else (5e-5, 5e-5)
+    assert ((got.double().cpu() - wanted).abs() / (1 + wanted.abs())).max() < bound
+    written = [*(part[0] for part in parts), *(copy for span in spans for copy in span.copies)]
+    off = (held.states.double().cpu() - exact.states)[written].abs().max() / exact.states[written].abs().max()
+    assert off < state_bound
+    others = [number for number in range(10) if number not in written]
+    assert held.states[others].isnan().all()
+    assert torch.equal(held.rings.double().cpu().nan_to_num(7.0), exact.rings.nan_to_num(7.0))
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels of Triton")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_chunk_of_one_token_again_and_again_is_solved_without_loss(device: str) -> None:
+    """Keys that are all the same, shares of one and no decay: I + A is all ones below its diagonal, and sums of its
+    powers would cancel to nothing.
+    """
+    own, dtype, tokens = SMALL, torch.float32, 128
+    weights = draw_weights(own, dtype, device)
+    mixed, gates = (one[:1].expand(tokens, -1).contiguous() for one in draw_rows(own, 1, dtype, device))
+    gates[:, : own.value_heads], gates[:, own.value_heads :] = 9.0, -40.0
+    held, exact = new_states(own, 1, dtype, device), new_states(own, 1, torch.float64)
+    wide = RecurrentWeights(*(getattr(weights, one.name).double().cpu() for one in fields(weights)))
+    spans = [Span(0, 0, tokens, 0, 0)]
+    wanted = run_segment(mixed.double().cpu(), gates.double().cpu(), wide, own, EPS, exact, 0, 0, is_chunked=False)
+    got = delta_prefill(mixed, gates, weights, own, EPS, held, plan_spans(spans, held.rings.shape[1], mixed.device))
+    assert (got.double().cpu() - wanted).abs().max() < 1e-4
+    assert (held.states.double().cpu() - exact.states).abs().max() < 1e-5
 
 
 DRAFTED = MOST_STEP_ROWS - 1  # tokens of the longest draft

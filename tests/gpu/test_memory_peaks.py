@@ -68,7 +68,7 @@ def test_a_layer_takes_no_more_than_its_activations(name: str, dtype: torch.dtyp
     known += held_tensors(decoder.weights)
     with LiveBytes(known) as live:
         decoder.layer(0, hidden, positions, slots, lambda query, _: Attended(query.clone(), None))
-    planned = activation_bytes(shape, tokens, dtype.itemsize, 0)
+    planned = activation_bytes(shape, tokens, dtype.itemsize, 0, on_cuda=False)
     assert LEAST_SHARE * planned <= live.peak <= planned
 
 

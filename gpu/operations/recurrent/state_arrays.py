@@ -1,10 +1,11 @@
 """The arrays of recurrent layers: a sequence's states, and what a prompt's segment takes on its way. No torch."""
 
 from gpu.model.spec import Recurrent
-from transfer.arrays import FLOATS, ArraySpec
+from transfer.arrays import FLOATS, ArraySpec, sum_bytes
 
 CHUNK_TOKENS = 64  # of a prompt, whose products are made at once
 SEGMENT_TOKENS = 1024  # of a prompt, whose chunks are made ready together: what they take does not grow with it
+CHUNKS_AT_ONCE = 16  # of a unit, whose parts are there together, where kernels compute them
 MOST_STEP_ROWS = 5  # of one sequence in a decode step: a ring's inputs are read before those that take their places
 SEGMENT_COPIES = 8  # of queries, keys and values in float32, at once
 
@@ -46,8 +47,27 @@ def stacked_arrays(own: Recurrent, layers: int, dtype_bytes: int) -> dict[str, A
     }
 
 
-def segment_bytes(own: Recurrent, num_tokens: int) -> int:
+def padded(dim: int) -> int:
+    """Return a head's dimension as kernels have it: a power of two, 16 at least."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def chunk_arrays(own: Recurrent, num_chunks: int) -> dict[str, ArraySpec]:
+    """Return what kernels leave for one another of a unit's chunks: of each head three matrices as wide as a key, one
+    as a value, one as a chunk; and how much of the state stays.
+    """
+    count = min(num_chunks, CHUNKS_AT_ONCE)
+    width = 3 * padded(own.key_dim) + padded(own.value_dim) + CHUNK_TOKENS
+    return {
+        "parts": ArraySpec((count, own.value_heads, CHUNK_TOKENS, width), "float32"),
+        "fades": ArraySpec((count, own.value_heads), "float32"),
+    }
+
+
+def segment_bytes(own: Recurrent, num_tokens: int, has_kernels: bool) -> int:
     """Return the bytes of a prompt's segment while a layer computes it, or of the rows of a decode step."""
+    if has_kernels:
+        return sum_bytes(chunk_arrays(own, -(-num_tokens // CHUNK_TOKENS)).values())
     tokens = min(num_tokens, SEGMENT_TOKENS)
     heads = own.value_heads * (2 * own.key_dim + own.value_dim)
     products = 3 * own.value_heads * CHUNK_TOKENS

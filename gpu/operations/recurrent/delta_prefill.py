@@ -1,0 +1,320 @@
+"""Prompts through a gated delta net, in chunks, on a GPU: three kernels for all sequences of a unit (`delta_net` and
+`delta_rule` have the formulas).
+
+The first has one program for each chunk and value head: convolution, norms and gates, the products of keys and queries,
+and the inverse of I + A. Of that, blocks of 16 on the diagonal are solved row by row, all at once, and what is left is
+nilpotent: with T their inverse and N = T L, (I + A)^-1 = (I + N^2) (I - N) T. The second has one program for each
+sequence, value head and part of the values. It goes through the chunks with the state in registers, and leaves copies
+of it where a prompt is to leave some. The third norms outputs and multiplies them by their gates. What the first leaves
+for the others is of CHUNKS_AT_ONCE chunks, in float32, so that a prompt's memory does not grow with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.model.spec import Recurrent
+from gpu.operations.arguments import check
+from gpu.operations.recurrent.delta_net import HEAD_EPS, LayerStates, RecurrentWeights, run_segment
+from gpu.operations.recurrent.state_arrays import CHUNK_TOKENS, CHUNKS_AT_ONCE, chunk_arrays, padded
+from gpu.upload import upload
+from transfer.allocation import allocate_empty
+
+_COLUMNS = 64  # of a chunk's rows, multiplied at once
+_VALUES = 32  # of a program that goes through the chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows `[begin, end)` of a unit are tokens of one sequence from position `first` on, in state `number`. part_begin:
+    of the first of its rows in the unit; copies: states that get what it is behind the last row.
+    """
+
+    number: int
+    begin: int
+    end: int
+    first: int
+    part_begin: int
+    copies: tuple[int, ...] = ()
+
+
+def run_spans_reference(
+    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates,
+    spans: Sequence[Span],
+) -> Tensor:  # fmt: skip
+    """Compute `delta_prefill` in plain torch, span by span."""
+    outs = []
+    for span in spans:
+        rows = slice(span.begin, span.end)
+        outs.append(run_segment(mixed[rows], gates[rows], weights, own, eps, held, span.number, span.first))
+        for number in span.copies:
+            for arena in (held.states, held.rings):
+                arena[number].copy_(arena[span.number])
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSpans:
+    """The spans of a unit on the device, alike for all layers. table: int32 `[chunks, 6]`, of each its first row, its
+    rows, the first one's position, the state, the first row of its sequence, and the state that gets a copy or -1.
+    groups: first and last chunk of each, and int32 `[sequences, 2]`, first and last chunk of each of its sequences.
+    rings: int64 `[2, rows]`, inputs that stay: their places in the rings of all states, and their rows.
+    ring_copies: states whose rings others begin with; state_copies: states that have further copies.
+    """
+
+    num_rows: int
+    table: Tensor
+    groups: tuple[tuple[int, int, Tensor], ...]
+    rings: Tensor
+    ring_copies: tuple[tuple[int, int], ...]
+    state_copies: tuple[tuple[int, int], ...]
+
+
+def plan_spans(spans: Sequence[Span], ring_length: int, device: torch.device) -> PlannedSpans:
+    """Return the spans of a unit, in order, as kernels find them. Those of a sequence follow one another."""
+    table, kept, ring_copies, state_copies = [], [], [], []
+    for index, span in enumerate(spans):
+        part_first = span.first - (span.begin - span.part_begin)
+        for row in range(span.begin, span.end, CHUNK_TOKENS):
+            rows = min(CHUNK_TOKENS, span.end - row)
+            copy = span.copies[0] if span.copies and row + rows == span.end else -1
+            table.append((row, rows, part_first + row - span.part_begin, span.number, span.part_begin, copy))
+        end = part_first + span.end - span.part_begin
+        is_last = index + 1 == len(spans) or spans[index + 1].part_begin != span.part_begin
+        for number in (*span.copies[:1], *((span.number,) if is_last else ())):
+            places = range(max(part_first, end - ring_length), end)
+            kept += [
+                (number * ring_length + place % ring_length, span.part_begin + place - part_first) for place in places
+            ]
+        if span.copies and part_first > max(0, end - ring_length):
+            ring_copies.append((span.number, span.copies[0]))
+        state_copies += [(span.copies[0], other) for other in span.copies[1:]]
+    groups = []
+    for begin in range(0, len(table), CHUNKS_AT_ONCE):
+        end = min(begin + CHUNKS_AT_ONCE, len(table))
+        starts = [chunk for chunk in range(begin, end) if chunk == begin or table[chunk][4] != table[chunk - 1][4]]
+        ends = [*starts[1:], end]
+        own = np.array(list(zip(starts, ends, strict=True)), np.int32) - begin
+        groups.append((begin, end, upload(own, device)))
+    return PlannedSpans(
+        spans[-1].end, upload(np.array(table, np.int32), device), tuple(groups),
+        upload(np.array(kept, np.int64).T.copy(), device), tuple(ring_copies), tuple(state_copies),
+    )  # fmt: skip
+
+
+@triton.jit
+def _convolved_tile(
+    mixed, mixed_row, rows, first, ring, conv, cells, channels, inside,
+    TAPS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return the SiLU of some channels' convolution of a chunk's rows. first: of its sequence in the unit."""
+    summed = tl.zeros(inside.shape, tl.float32)
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        own = inside & (rows - back >= first)[:, None]
+        kept = inside & ((rows - back < first) & (cells >= back))[:, None]
+        here = tl.load(mixed + (rows - back)[:, None] * mixed_row + channels[None, :], mask=own, other=0.0)
+        places = ((cells - back + LENGTH) % LENGTH) * WIDTH
+        before = tl.load(ring + places[:, None] + channels[None, :], mask=kept, other=0.0)
+        weight = tl.load(conv + channels * TAPS + tap, mask=channels < WIDTH, other=0.0).to(tl.float32)
+        summed += (here.to(tl.float32) + before.to(tl.float32)) * weight[None, :]
+    return tl.where(inside, summed * tl.sigmoid(summed), 0.0)
+
+
+@triton.jit
+def _delta_chunk_kernel(
+    mixed, gates, conv, decay, time_bias, rings, table, parts, fades, first_chunk, mixed_row, gates_row, ring_stride,
+    head_eps, scale,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr,
+    LENGTH: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, IS_TILED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    entry = table + (first_chunk + chunk) * 6
+    row, count, cell = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    number, first = tl.load(entry + 3).to(tl.int64), tl.load(entry + 4)
+    width: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    at, column = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
+    is_row = at < count
+    rows, cells = (row + at).to(tl.int64), cell + at
+    key_head = head % KEY_HEADS if IS_TILED else head // (VALUE_HEADS // KEY_HEADS)
+    ring = rings + number * ring_stride
+    keys = tl.zeros([CHUNK, CHUNK], tl.float32)
+    attended = tl.zeros([CHUNK, CHUNK], tl.float32)
+    k_square = tl.zeros([CHUNK], tl.float32)
+    q_square = tl.zeros([CHUNK], tl.float32)
+    for begin in range(0, BLOCK_KEY, COLUMNS):
+        inside = is_row[:, None] & (begin + column < KEY_DIM)[None, :]
+        channels = key_head * KEY_DIM + begin + column
+        q = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, cells, channels, inside, TAPS, LENGTH, width)
+        channels += KEY_HEADS * KEY_DIM
+        k = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, cells, channels, inside, TAPS, LENGTH, width)
+        keys = tl.dot(k, tl.trans(k), keys, input_precision=PRECISION)
+        attended = tl.dot(q, tl.trans(k), attended, input_precision=PRECISION)
+        k_square += tl.sum(k * k, 1)
+        q_square += tl.sum(q * q, 1)
+    k_norm = tl.rsqrt(k_square + head_eps)
+    q_norm = tl.rsqrt(q_square + head_eps) * scale
+    share = tl.load(gates + rows * gates_row + head, mask=is_row, other=0.0).to(tl.float32)
+    share = tl.where(is_row, tl.sigmoid(share), 0.0)
+    time = tl.load(gates + rows * gates_row + VALUE_HEADS + head, mask=is_row, other=0.0).to(tl.float32)
+    time += tl.load(time_bias + head)
+    soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
+    steps = tl.where(is_row, -tl.exp(tl.load(decay + head)) * soft, 0.0)
+    summed, last = tl.cumsum(steps, 0), tl.sum(steps, 0)
+    is_behind = at[:, None] > at[None, :]
+    is_own = at[:, None] == at[None, :]
+    since = tl.where(is_behind, summed[:, None] - summed[None, :], 0.0)
+    fading = tl.where(is_behind | is_own, tl.exp(since), 0.0)
+    system = tl.where(is_behind, keys * fading * (share * k_norm)[:, None] * k_norm[None, :], 0.0)
+
+    is_near = (at // PART)[:, None] == (at // PART)[None, :]
+    near = tl.where(is_near, system, 0.0)
+    solved = tl.where(is_own, 1.0, 0.0)
+    for place in range(1, PART):
+        is_picked = at % PART == place
+        wanted = tl.sum(tl.where(is_picked[:, None], near, 0.0), 0)
+        made = tl.sum(wanted[:, None] * solved, 0)
+        is_made = is_picked[:, None] & is_near & is_behind
+        solved = tl.where(is_made, -made[None, :], solved)
+    step = tl.dot(solved, system - near, input_precision=PRECISION)
+    twice = tl.dot(step, step, input_precision=PRECISION)
+    solved = solved - tl.dot(step, solved, input_precision=PRECISION)
+    solved = solved + tl.dot(twice, solved, input_precision=PRECISION)
+
+    size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
+    part = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size
+    square = part + 3 * CHUNK * BLOCK_KEY
+    tl.store(square + at[:, None] * CHUNK + at[None, :], attended * fading * q_norm[:, None] * k_norm[None, :])
+    for begin in range(0, BLOCK_KEY, COLUMNS):
+        inside = is_row[:, None] & (begin + column < KEY_DIM)[None, :]
+        channels = key_head * KEY_DIM + begin + column
+        places = part + at[:, None] * BLOCK_KEY + (begin + column)[None, :]
+        q = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, cells, channels, inside, TAPS, LENGTH, width)
+        tl.store(places + 2 * CHUNK * BLOCK_KEY, q * (q_norm * tl.exp(summed))[:, None])
+        channels += KEY_HEADS * KEY_DIM
+        k = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, cells, channels, inside, TAPS, LENGTH, width)
+        tl.store(places + CHUNK * BLOCK_KEY, k * (k_norm * tl.exp(last - summed))[:, None])
+        read = tl.dot(solved, k * (k_norm * share * tl.exp(summed))[:, None], input_precision=PRECISION)
+        tl.store(places, read)
+    for begin in range(0, BLOCK_VALUE, COLUMNS):
+        inside = is_row[:, None] & (begin + column < VALUE_DIM)[None, :]
+        channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + begin + column
+        v = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, cells, channels, inside, TAPS, LENGTH, width)
+        written = tl.dot(solved, v * share[:, None], input_precision=PRECISION)
+        places = square + CHUNK * CHUNK + at[:, None] * BLOCK_VALUE + (begin + column)[None, :]
+        tl.store(places, written)
+    tl.store(fades + chunk * VALUE_HEADS + head, tl.exp(last))
+
+
+@triton.jit
+def _delta_scan_kernel(
+    table, sequences, parts, fades, states, first_chunk, state_stride,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    at, k_at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEY)
+    v_at = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    begin, end = tl.load(sequences + 2 * sequence), tl.load(sequences + 2 * sequence + 1)
+    entry = table + (first_chunk + begin) * 6
+    inside = (k_at < KEY_DIM)[:, None] & (v_at < VALUE_DIM)[None, :]
+    places = (head * KEY_DIM + k_at)[:, None] * VALUE_DIM + v_at[None, :]
+    own = states + tl.load(entry + 3).to(tl.int64) * state_stride + places
+    goes_on = k_at * 0 + tl.load(entry + 2) > 0  # masks are of blocks
+    state = tl.load(own, mask=inside & goes_on[:, None], other=0.0).to(tl.float32)
+    size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
+    k_cells = at[:, None] * BLOCK_KEY + k_at[None, :]
+    v_cells = at[:, None] * BLOCK_VALUE + v_at[None, :]
+    for chunk in range(begin, end):
+        part = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size
+        square = part + 3 * CHUNK * BLOCK_KEY
+        made = square + CHUNK * CHUNK + v_cells
+        rows = tl.load(made) - tl.dot(tl.load(part + k_cells), state, input_precision=PRECISION)
+        attended = tl.load(square + at[:, None] * CHUNK + at[None, :])
+        out = tl.dot(tl.load(part + 2 * CHUNK * BLOCK_KEY + k_cells), state, input_precision=PRECISION)
+        out = tl.dot(attended, rows, out, input_precision=PRECISION)
+        tl.store(made, out)
+        keys = tl.load(part + CHUNK * BLOCK_KEY + at[None, :] * BLOCK_KEY + k_at[:, None])
+        state = tl.dot(keys, rows, state * tl.load(fades + chunk * VALUE_HEADS + head), input_precision=PRECISION)
+        copy = tl.load(table + (first_chunk + chunk) * 6 + 5)
+        if copy >= 0:
+            kept = states + copy.to(tl.int64) * state_stride + places
+            tl.store(kept, state.to(states.dtype.element_ty), mask=inside)
+    tl.store(own, state.to(states.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _delta_out_kernel(
+    mixed, norm, table, parts, out, first_chunk, mixed_row, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    entry = table + (first_chunk + chunk) * 6
+    row, count = tl.load(entry), tl.load(entry + 1)
+    at, v_at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_VALUE)
+    inside = (at < count)[:, None] & (v_at < VALUE_DIM)[None, :]
+    size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
+    made = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size + CHUNK * (3 * BLOCK_KEY + CHUNK)
+    o = tl.load(made + at[:, None] * BLOCK_VALUE + v_at[None, :], mask=inside, other=0.0)
+    o = o * tl.rsqrt(tl.sum(o * o, 1) / VALUE_DIM + eps)[:, None]
+    o = o * tl.load(norm + v_at, mask=v_at < VALUE_DIM, other=0.0).to(tl.float32)[None, :]
+    rows, columns = (row + at).to(tl.int64), head * VALUE_DIM + v_at
+    width: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    z = tl.load(mixed + rows[:, None] * mixed_row + width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    place = out + rows[:, None] * (VALUE_HEADS * VALUE_DIM) + columns[None, :]
+    tl.store(place, (o * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=inside)
+
+
+def delta_prefill(
+    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates,
+    planned: PlannedSpans,
+) -> Tensor:  # fmt: skip
+    """Compute a unit's tokens, in place of their sequences' states, and leave copies of these; return `[tokens,
+    value_heads * value_dim]` of mixed's dtype.
+
+    mixed `[tokens, conv_width + value_width]`, gates `[tokens, 2 * value_heads]`, bf16 or float32: see
+    `delta_net.run_segment`. In float32 products are of float32, in bf16 of TF32. Raises ValueError for another shape or
+    type.
+    """
+    tokens, device, heads = planned.num_rows, mixed.device, own.value_heads
+    check("delta_prefill", "mixed", mixed, (tokens, own.conv_width + own.value_width), mixed.dtype, device)
+    check("delta_prefill", "gates", gates, (tokens, 2 * heads), mixed.dtype, device)
+    check("delta_prefill", "rings", held.rings, tuple(held.rings.shape), mixed.dtype, device)
+    is_wide = mixed.dtype == torch.float32
+    out = mixed.new_empty(tokens, own.value_width)
+    arrays = {name: allocate_empty(one, device) for name, one in chunk_arrays(own, len(planned.table)).items()}
+    parts, fades = arrays["parts"], arrays["fades"]
+    sizes = {"KEY_DIM": own.key_dim, "VALUE_DIM": own.value_dim, "VALUE_HEADS": heads, "CHUNK": CHUNK_TOKENS,
+             "BLOCK_KEY": padded(own.key_dim), "BLOCK_VALUE": padded(own.value_dim)}  # fmt: skip
+    values = min(_VALUES, sizes["BLOCK_VALUE"])
+    for begin, end, sequences in planned.groups:
+        _delta_chunk_kernel[(end - begin, heads)](
+            mixed, gates, weights.conv, weights.decay, weights.time_bias, held.rings, planned.table, parts, fades,
+            begin, mixed.stride(0), gates.stride(0), held.rings.stride(0), HEAD_EPS, own.key_dim**-0.5,
+            KEY_HEADS=own.key_heads, TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], PART=16, IS_TILED=own.is_tiled,
+            COLUMNS=min(_COLUMNS, sizes["BLOCK_KEY"], sizes["BLOCK_VALUE"]),
+            PRECISION="ieee" if is_wide else "tf32x3", **sizes, num_warps=8, num_stages=1,
+        )  # fmt: skip
+        _delta_scan_kernel[(len(sequences), heads, sizes["BLOCK_VALUE"] // values)](
+            planned.table, sequences, parts, fades, held.states, begin, held.states.stride(0), VALUES=values,
+            PRECISION="ieee" if is_wide else "tf32", **sizes, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        _delta_out_kernel[(end - begin, heads)](
+            mixed, weights.norm, planned.table, parts, out, begin, mixed.stride(0), eps, KEY_HEADS=own.key_heads,
+            **sizes, num_warps=4,
+        )  # fmt: skip
+    for source, target in planned.ring_copies:
+        held.rings[target].copy_(held.rings[source])
+    places, rows = planned.rings.unbind(0)
+    held.rings.flatten(0, 1).index_copy_(0, places, mixed.narrow(1, 0, own.conv_width).index_select(0, rows))
+    for source, target in planned.state_copies:
+        held.states[target].copy_(held.states[source])
+        held.rings[target].copy_(held.rings[source])
+    return out
