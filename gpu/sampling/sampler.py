@@ -123,7 +123,8 @@ class Given:
 class Drawing:
     """Rows of logits, and what is drawn of them: at once, or when their masks are known. As `Sampler.sample` takes
     them; `logits` are let go of once drawn. runs, drafts: as `DecodeGroup` has them; such a slot has a row more for
-    each token. Of a run's rows the last one is drawn from, of a draft's all. drafted: as in `Sampler.verify`. cells: of input tokens.
+    each token. Of a run's rows the last one is drawn from, of a draft's all. drafted: as in `Sampler.verify`.
+    cells: of input tokens.
     """
 
     logits: torch.Tensor | None

@@ -194,11 +194,11 @@ def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
 
 def _check_drafts(profiles: Iterable[Profile], architecture: Architecture) -> None:
     """Raise PlanError for a profile that another drafts for, where a step of that one would change a state."""
-    drafting = [one for one in profiles if one.draft is not None and one.draft.profile is not None]
+    drafting = [(one.name, one.draft.profile) for one in profiles if one.draft is not None and one.draft.profile]
     if drafting and architecture.recurrent is not None:
         raise PlanError(
-            f"profiles.{drafting[0].name}.draft: {architecture.name} has recurrent layers, whose states steps of "
-            f"{drafting[0].draft.name!r} would change; draft by `ngram`"
+            f"profiles.{drafting[0][0]}.draft: {architecture.name} has recurrent layers, whose states steps of "
+            f"{drafting[0][1]!r} would change; draft by `ngram`"
         )
 
 
