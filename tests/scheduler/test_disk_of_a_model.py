@@ -34,13 +34,13 @@ FEW_PAGES_GIB = 0.0045  # 1,152 tokens, where the longest context has 1,024 and 
 
 def make_engine(
     folder: Path | None, pages_gib: float = 0.05, name: str = "tiny", prefix_cache: bool = True, device: str = "cpu",
-    **disk: Any,
+    kv: str = "auto", **disk: Any,
 ) -> Engine:  # fmt: skip
     model = ModelConfig(random_weights=name)
     settings = {"folder": folder, "block_tokens": BLOCK, "choose": "always"} | disk
     config = EngineConfig(
         model=model,
-        gpu=GpuConfig(device=device, dtype="float32", kv_cache_gib=pages_gib, threads=1),
+        gpu=GpuConfig(device=device, dtype="float32", kv_cache_gib=pages_gib, threads=1, kv=kv),
         disk=None if folder is None else DiskConfig(**settings),
         scheduler=SchedulerConfig(
             max_running=4, max_context_tokens=1024, prefix_cache=prefix_cache,
@@ -64,6 +64,18 @@ def test_after_a_restart_a_prompt_begins_with_what_is_on_disk(tmp_path: Path) ->
     assert found == (300 + 40 - 1) // BLOCK * BLOCK
     assert told == serve(cold, [ask("b", history, 40)])[0][0]
     second.shutdown()
+
+
+@pytest.mark.parametrize(("name", "kv"), [("tiny-glm4-moe-lite", "auto"), ("tiny", "int8")])
+def test_rows_of_latents_and_of_codes_come_back_as_they_were(name: str, kv: str, tmp_path: Path) -> None:
+    prompt, texts = draw(500, 1), []
+    for wanted in (0, 448):
+        engine = make_engine(tmp_path, name=name, kv=kv)
+        told, found = serve(engine, [ask("a", prompt, 20)])[0]
+        texts.append(told)
+        assert found == wanted
+        engine.shutdown()
+    assert texts[0] == texts[1]
 
 
 def records(folder: Path) -> list[Path]:
