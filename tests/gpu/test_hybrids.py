@@ -147,16 +147,19 @@ def test_layers_that_are_not_computed_are_refused_by_name(change: dict, message:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
 def test_an_engine_with_graphs_gives_the_text_of_the_cpu_with_snapshots_and_without(name: str) -> None:
-    """In float32: turns, forks and a turn taken back, through captured steps and states that are copied."""
+    """In float32: turns, forks and a turn taken back, through captured steps and states that are copied. Histories are
+    the CPU's, so that one near-tie changes one text.
+    """
     folder = checkpoint(name, vocab_size=1024).folder
-    cold = converse(make_engine(prefix_cache=False, folder=folder))
+    cold, _ = converse(make_engine(prefix_cache=False, folder=folder))
     for prefix_cache in (False, True):
         engine = make_engine(prefix_cache=prefix_cache, folder=folder, device="cuda")
-        texts, cached = converse(engine)
-        same = [got == wanted for got, wanted in zip(texts, cold[0], strict=True)]
-        assert sum(same) >= len(same) - 1, "but for one near-tie"
-        assert any(cached) is prefix_cache
+        texts, cached = converse(engine, cold)
         engine.shutdown()
+        parted = [next((at for at, pair in enumerate(zip(*both, strict=True)) if len(set(pair)) > 1), None)
+                  for both in zip(texts, cold, strict=True)]  # fmt: skip
+        assert sum(at is None for at in parted) >= len(parted) - 2, f"parted at {parted}"
+        assert any(cached) is prefix_cache
 
 
 @pytest.mark.gpu

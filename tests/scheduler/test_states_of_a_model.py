@@ -115,8 +115,10 @@ def serve(engine: Engine, requests: list[EngineRequest]) -> list[tuple[list[int]
     return [(text(deltas[request.request_id]), deltas[request.request_id][0].num_cached_tokens) for request in requests]
 
 
-def converse(engine: Engine) -> tuple[list[list[int]], list[int]]:
-    """Two agents with one system prompt take turns; one forks, and one takes a turn back."""
+def converse(engine: Engine, heard: list[list[int]] | None = None) -> tuple[list[list[int]], list[int]]:
+    """Two agents with one system prompt take turns; one forks, and one takes a turn back. Return the texts, and of each
+    prompt the tokens that were not computed. heard: what the agents take for the answers, None: the answers.
+    """
     system, texts, cached = draw(200, 0), [], []
     histories = {name: [*system, *draw(40, 1 + number)] for number, name in enumerate("ab")}
     for turn in range(4):
@@ -124,7 +126,8 @@ def converse(engine: Engine) -> tuple[list[list[int]], list[int]]:
             told = serve(engine, [ask(f"{name}{turn}", histories[name], 90)])[0]
             texts.append(told[0])
             cached.append(told[1])
-            histories[name] = [*histories[name], *told[0], *draw(30, 100 + 10 * turn + number)]
+            answer = told[0] if heard is None else heard[len(texts) - 1]
+            histories[name] = [*histories[name], *answer, *draw(30, 100 + 10 * turn + number)]
     forks = [ask(f"f{number}", [*histories["a"], *draw(5 * number, 50)], 20) for number in range(3)]
     for told, found in serve(engine, forks):
         texts.append(told)
