@@ -50,6 +50,6 @@ def layer_graphs_bytes(architecture: Architecture, sizes: Sequence[int], dtype_b
     layers, most = layers_in_graphs(architecture), max(sizes, default=0)
     if not layers or not most:
         return 0
-    shared = activation_bytes(architecture, most, dtype_bytes, 0)
+    shared = activation_bytes(architecture, most, dtype_bytes, 0, on_cuda=True)
     buffers = sum_bytes(graph_arrays(architecture, most, dtype_bytes).values())
     return buffers + shared + len(layers) * len(set(sizes)) * LAYER_GRAPH_BYTES
