@@ -1,19 +1,21 @@
 """What tests of several tokens a step ask of a real model in float32: the text that steps of one token have."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpu.config import ModelConfig
 from gpu.model.architecture import load_architecture
+from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig
-from scheduler.messages import Delta, EngineRequest, Logprob
+from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from tests.gpu.reference_model import FOLDER, shallow_model
-from tests.scheduler.engines import drain, text
+from tests.scheduler.engines import drain, prompt_of, text
 from transfer.machine import probe_machine
 
 Asked = Callable[[int], EngineRequest]
@@ -28,6 +30,31 @@ def load(config: EngineConfig) -> Engine:
     plan = plan_engine(config, load_architecture(config.model), probe_machine())
     engine, _ = load_engine(config, plan, lambda *_: None)
     return engine
+
+
+def ask_variously(
+    number: int, prompt_tokens: Sequence[int], profiles: Sequence[str], most_tokens: int, grammar: str = "",
+    temperatures: Sequence[float] = (0.0, 1.0, 0.7), **sampling: Any,
+) -> EngineRequest:  # fmt: skip
+    """Return the request of a number: prompts of these lengths, profiles and temperatures take turns, as do requests
+    with logprobs and without. Each one's text is of another length. sampling: of SamplingParams.
+    """
+    params = SamplingParams(
+        temperature=temperatures[number % len(temperatures)],
+        seed=number,
+        num_logprobs=(None, 1)[number % 2],
+        **sampling,
+    )
+    return EngineRequest(
+        request_id=f"{number}",
+        prompt=pack_tokens(prompt_of(prompt_tokens[number % len(prompt_tokens)], number)),
+        sampling=params,
+        max_tokens=most_tokens - number,
+        stop_token_ids=[],
+        attention_profile=profiles[number % len(profiles)],
+        arrival_s=float(number),
+        grammar=grammar,
+    )
 
 
 def logprobs(deltas: list[Delta]) -> list[Logprob]:

@@ -12,13 +12,12 @@ import torch
 from gpu.config import Composition, DraftConfig, GpuConfig
 from gpu.methods.device_side import RingSide
 from gpu.sampling.sampler import Sampler
-from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
-from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest, pack_tokens
+from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest
 from tests.scheduler.drafting import take_all
-from tests.scheduler.engines import drain, prompt_of, text
-from tests.scheduler.real_model import check_giving_way, check_told, load, logprobs, shallow_config
+from tests.scheduler.engines import drain, text
+from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, logprobs, shallow_config
 from transfer.host_config import HostConfig
 
 PROFILES = ("checked", "rough", "rough", "checked", "offloaded")
@@ -48,21 +47,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def ask(number: int) -> EngineRequest:
-    params = SamplingParams(
-        temperature=(0.0, 1.0, 0.7)[number % 3],
-        seed=number,
-        num_logprobs=(None, 1)[number % 2],
-        frequency_penalty=(0.0, 0.4)[number // 2 % 2],
-    )
-    return EngineRequest(
-        request_id=f"{number}",
-        prompt=pack_tokens(prompt_of((333, 300, 60, 280)[number % 4], number)),
-        sampling=params,
-        max_tokens=MOST - number,
-        stop_token_ids=[],
-        attention_profile=PROFILES[number % 5],
-        arrival_s=float(number),
-    )
+    penalty = (0.0, 0.4)[number // 2 % 2]
+    return ask_variously(number, (333, 300, 60, 280), PROFILES, MOST, frequency_penalty=penalty)
 
 
 def switch(engine: Engine, is_on: bool) -> None:

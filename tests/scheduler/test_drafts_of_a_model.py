@@ -12,7 +12,7 @@ from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import ACCEPTED, EngineRequest, pack_tokens
 from tests.scheduler.drafting import foresee, take_all
 from tests.scheduler.engines import drain, prompt_of, text
-from tests.scheduler.real_model import check_giving_way, check_told, load, shallow_config
+from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config
 
 MOST = 120
 
@@ -34,22 +34,11 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def ask(number: int) -> EngineRequest:
     """Prompts that repeat themselves, whose texts do so too after a while."""
-    params = SamplingParams(
-        temperature=(0.0, 0.3, 0.7)[number % 3],
-        seed=number,
-        num_logprobs=(None, 1)[number % 2],
-        logit_bias=({}, {5: 2.0})[number // 2 % 2],
+    return ask_variously(
+        number, (60, 480, 500, 33), ("drafting", "drafting", "exact", "drafting", "drafting"), MOST,
+        temperatures=(0.0, 0.3, 0.7), logit_bias=({}, {5: 2.0})[number // 2 % 2],
         frequency_penalty=(0.0, 0.1)[number // 3 % 2],
-    )
-    return EngineRequest(
-        request_id=f"{number}",
-        prompt=pack_tokens(prompt_of((60, 480, 500, 33)[number % 4], number)),
-        sampling=params,
-        max_tokens=MOST - number,
-        stop_token_ids=[],
-        attention_profile=("drafting", "drafting", "exact")[number % 5 % 3],
-        arrival_s=float(number),
-    )
+    )  # fmt: skip
 
 
 def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:

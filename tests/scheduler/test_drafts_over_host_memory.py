@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from gpu.config import Composition, DraftConfig, GpuConfig
-from gpu.sampling_params import SamplingParams
 from scheduler.drafts.draft_source import Proposal
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
-from scheduler.messages import Delta, EngineRequest, pack_tokens
+from scheduler.messages import Delta, EngineRequest
 from tests.scheduler.drafting import foresee, take_all
-from tests.scheduler.engines import drain, prompt_of, text
-from tests.scheduler.real_model import check_giving_way, check_told, load, shallow_config
+from tests.scheduler.engines import drain, text
+from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config
 from transfer.host_config import HostConfig, SampledConfig
 
 PROFILES = ("whole", "sample", "whole", "offloaded", "exact")
@@ -49,21 +48,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def ask(number: int) -> EngineRequest:
-    params = SamplingParams(
-        temperature=(0.0, 1.0, 0.7)[number % 3],
-        seed=number,
-        num_logprobs=(None, 1)[number % 2],
-        frequency_penalty=(0.0, 0.4)[number // 2 % 2],
-    )
-    return EngineRequest(
-        request_id=f"{number}",
-        prompt=pack_tokens(prompt_of((480, 500, 60, 333)[number % 4], number)),
-        sampling=params,
-        max_tokens=MOST - number,
-        stop_token_ids=[],
-        attention_profile=PROFILES[number % 5],
-        arrival_s=float(number),
-    )
+    penalty = (0.0, 0.4)[number // 2 % 2]
+    return ask_variously(number, (480, 500, 60, 333), PROFILES, MOST, frequency_penalty=penalty)
 
 
 def switch(engine: Engine, is_on: bool, spoilt: float = 0.3) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from gpu.config import GpuConfig
-from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
-from scheduler.messages import EngineRequest, pack_tokens
+from scheduler.messages import EngineRequest
 from server.grammar.structured import schema_grammar
-from tests.scheduler.engines import drain, prompt_of
-from tests.scheduler.real_model import check_giving_way, check_told, load, shallow_config
+from tests.scheduler.engines import drain
+from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config
 from transfer.host_config import HostConfig, SampledConfig
 
 GRAMMAR = schema_grammar(
@@ -57,23 +56,10 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def ask(number: int) -> EngineRequest:
-    params = SamplingParams(
-        temperature=(0.0, 1.0, 0.7)[number % 3],
-        seed=number,
-        num_logprobs=(None, 1)[number % 2],
-        frequency_penalty=(0.0, 0.4)[number % 2],
-        repetition_penalty=(1.0, 1.2)[number // 2 % 2],
-    )
-    return EngineRequest(
-        request_id=f"{number}",
-        prompt=pack_tokens(prompt_of((60, 480, 500, 33)[number % 4], number)),
-        sampling=params,
-        max_tokens=MOST - number,
-        stop_token_ids=[],
-        attention_profile=PROFILES[number % 4],
-        arrival_s=float(number),
-        grammar=GRAMMAR,
-    )
+    return ask_variously(
+        number, (60, 480, 500, 33), PROFILES, MOST, GRAMMAR,
+        frequency_penalty=(0.0, 0.4)[number % 2], repetition_penalty=(1.0, 1.2)[number // 2 % 2],
+    )  # fmt: skip
 
 
 def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:
