@@ -58,6 +58,10 @@ class IdlePages:
     def num_of(self, owner: int) -> int:
         return len(self._pages_of.get(owner, ()))
 
+    def left_by(self, owner: int) -> list[int]:
+        """Return an owner's pages, the first to go first."""
+        return list(self._pages_of.get(owner, ()))
+
     def add(self, page: int, owner: int) -> None:
         self._owner_of[page] = owner
         pages = self._pages_of.get(owner)

@@ -227,6 +227,12 @@ class PagePool:
                 return
             self._forget(digest)
 
+    def forget_left_by(self, owner: int) -> None:
+        """Take back the idle blocks that an owner left and behind which nothing else stands."""
+        for page in self.idle.left_by(owner):  # ends of prefixes before what is in front of them
+            if self._is_last(page):
+                self._forget(self._hash_of[page])
+
     def _publish(self, digest: bytes, before: bytes | None, page: int) -> None:
         """Publish one block, unless its page has another or the one `before` it is not known."""
         if page in self._hash_of or (before is not None and before not in self._page_of):

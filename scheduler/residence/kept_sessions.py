@@ -59,6 +59,7 @@ def _forget(residence: Residence, one: Conversation) -> int:
     num_before = _num_on_device(residence, one) + _num_in_host(residence, one)
     if residence.contexts is not None:
         residence.contexts.forget(one.hashes)
+    residence.pages.forget_left_by(one.number)  # of turns that were taken back, too
     residence.pages.forget(one.hashes)
     num_left = _num_on_device(residence, one) + _num_in_host(residence, one)
     residence.conversations.forget(one)

@@ -91,7 +91,7 @@ def check_giving_way(engine: Engine, ask: Asked, switch: Callable[[bool], None])
             break
         for delta in engine.step():
             told.setdefault(delta.request_id, []).append(delta)
-        if step % 9 == 8 and roster.running:
+        if step % 7 == 6 and roster.running:
             roster.preempt_last([roster.running[step % len(roster.running)]])
         if step == 20:
             engine.cancel(["5"])

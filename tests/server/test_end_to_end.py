@@ -258,7 +258,7 @@ def test_a_session_is_told_of_and_nothing_of_it_is_found_once_it_is_forgotten(se
     root, asked = server[1], {"model": "reference", "max_tokens": 4, "temperature": 0}
 
     def ask(text: str) -> int:
-        messages = [{"role": "user", "content": f"{FILLER * 12}{text}"}]
+        messages = [{"role": "user", "content": f"What nobody else asks. {FILLER * 12}{text}"}]
         answer = client.chat.completions.create(messages=messages, prompt_cache_key="mine", **asked)
         return answer.usage.prompt_tokens_details.cached_tokens
 
