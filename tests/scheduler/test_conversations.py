@@ -207,6 +207,18 @@ def test_forgetting_leaves_what_others_share_and_what_runs() -> None:
     drain(engine)
 
 
+def test_forgetting_takes_the_end_of_a_turn_that_was_taken_back() -> None:
+    """It fills a block with its answer, and the next turn begins in front of that block."""
+    engine, _ = make_engine()
+    for seed in (3, 5):
+        Talk(engine, f"{seed}", prompt_of(66, 1) + prompt_of(6, seed), session="s").turn(4)
+    (one,) = engine.scheduler.residence.conversations
+    assert one.num_turns == 2
+    assert engine.scheduler.pages.num_idle == len(one.hashes) + 1
+    ask(engine, forget="s")
+    assert engine.scheduler.pages.num_idle == 0
+
+
 @pytest.mark.parametrize("is_awaited", [True, False])
 def test_contexts_in_host_memory_are_told_ranked_and_forgotten(is_awaited: bool) -> None:
     engine, runner = make_host_engine()
