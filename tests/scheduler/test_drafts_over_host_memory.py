@@ -121,9 +121,13 @@ def test_every_number_of_drafted_tokens_is_accepted_and_refused(
         sequence.num_prompt_tokens, outputs[sequence.request_id]
     )
     take_all(engine)
-    engine.submit([ask(number) for number in range(6)])
-    check_told(drain(engine), alone, ask)
-    assert seen >= {(length, right) for length in range(1, 6) for right in range(length + 1)}
+    wanted = {(length, right) for length in range(1, 6) for right in range(length + 1)}
+    for _ in range(6):  # who shares a step, and so how many rows are left for whom, is a matter of time
+        engine.submit([ask(number) for number in range(6)])
+        check_told(drain(engine), alone, ask)
+        if seen >= wanted:
+            break
+    assert seen >= wanted
 
 
 def test_the_host_reads_a_context_once_for_all_rows_of_a_draft(engine: Engine) -> None:
