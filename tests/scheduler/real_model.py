@@ -16,6 +16,7 @@ from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from tests.gpu.reference_model import FOLDER, shallow_model
 from tests.scheduler.engines import drain, prompt_of, text
+from transfer.host_config import HostConfig, SampledConfig
 from transfer.machine import probe_machine
 
 Asked = Callable[[int], EngineRequest]
@@ -24,6 +25,17 @@ Asked = Callable[[int], EngineRequest]
 def shallow_config() -> ModelConfig:
     """Four layers of the reference model."""
     return ModelConfig(path=Path(shallow_model(4).name), tokenizer=FOLDER)
+
+
+def small_host() -> HostConfig:
+    """Return room for a few contexts in host memory, to which all but the shortest prompts go at once."""
+    return HostConfig(
+        memory_limit_gib=0.02,
+        threads=1,
+        resident_tokens=128,
+        residency="fixed",
+        sampled=SampledConfig(bits_per_table=6, num_tables=20),
+    )
 
 
 def load(config: EngineConfig) -> Engine:

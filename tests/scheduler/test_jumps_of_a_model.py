@@ -12,8 +12,7 @@ from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import EngineRequest
 from server.grammar.structured import schema_grammar
 from tests.scheduler.engines import drain
-from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config
-from transfer.host_config import HostConfig, SampledConfig
+from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config, small_host
 
 GRAMMAR = schema_grammar(
     "schema",
@@ -41,13 +40,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     config = EngineConfig(
         model=shallow_config(),
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param),
-        host=HostConfig(
-            memory_limit_gib=0.02,
-            threads=1,
-            resident_tokens=128,
-            residency="fixed",
-            sampled=SampledConfig(bits_per_table=6, num_tables=20),
-        ),
+        host=small_host(),
         scheduler=SchedulerConfig(max_running=24, max_context_tokens=2600, prefix_cache=False),
     )
     made = load(config)
