@@ -4,7 +4,7 @@ quick.
 
 import typer
 
-from bench.context_commands import disk, documents, long, prefill
+from bench.context_commands import agents, disk, documents, long, prefill
 from bench.load.command import serve
 from bench.machine_commands import drafts, engine, rates
 from bench.op.command import op
@@ -18,5 +18,6 @@ app.command("long")(long)
 app.command("prefill")(prefill)
 app.command("documents")(documents)
 app.command("disk")(disk)
+app.command("agents")(agents)
 app.command("rates")(rates)
 app.command("op")(op)

@@ -1,4 +1,4 @@
-"""Read the arguments of `tandem bench long`, `prefill`, `documents` and `disk`."""
+"""Read the arguments of `tandem bench long`, `prefill`, `documents`, `disk` and `agents`."""
 
 import sys
 from collections.abc import Iterator
@@ -144,6 +144,32 @@ def disk(
             DiskBenchmark(sizes, tuple(profiles.split(",")), question, repeats), deployment, console
         ):
             report(rows, json_file, console)  # a run that is cut keeps the lengths before
+
+
+def agents(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment")],
+    agents: Annotated[int, typer.Option(min=1, help="conversations that take turns")] = 10,
+    context: Annotated[int, typer.Option(min=64, help="tokens of each one's first prompt")] = 40_960,
+    shared: Annotated[int, typer.Option(min=1, help="of these, that all begin with")] = 4_096,
+    question: Annotated[int, typer.Option(min=1, help="new tokens of each later turn")] = 500,
+    answer: Annotated[int, typer.Option(min=1, help="tokens drawn in each turn")] = 64,
+    turns: Annotated[int, typer.Option(min=1)] = 3,
+    profile: Annotated[str | None, typer.Option(help="default: the deployment's")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Time the first tokens of agents whose conversations take turns on one card."""
+    from bench.agents import AgentsBenchmark, run_agents_benchmark
+    from bench.benchmark_rows import report
+    from server.deployment import load_deployment
+
+    console = Console()
+    if shared >= context:
+        raise typer.BadParameter(f"got {shared}; wanted less than --context, {context}", param_hint="--shared")
+    warn_if_busy(console)
+    benchmark = AgentsBenchmark(agents, context, shared, question, answer, turns, profile)
+    with failures_told():
+        for rows in run_agents_benchmark(benchmark, load_deployment(config), console):
+            report(rows, json_file, console)  # a run that is cut keeps the turns before
 
 
 def load_with_host(config: Path, console: Console) -> "Deployment":

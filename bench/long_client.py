@@ -43,8 +43,7 @@ class Batch:
     @property
     def mean_ms(self) -> float:
         """Return the mean milliseconds of a step. Where rows step in both lanes, the median may be of steps with fewer
-        rows. Where rows step in both lanes, the median may be of steps with fewer rows. Where rows step in both lanes,
-        the median may be of steps with fewer rows.
+        rows.
         """
         return sum(self.step_ms) / len(self.step_ms)
 
@@ -90,9 +89,7 @@ class Client:
         return request_id
 
     def advance(self) -> list[Delta]:
-        """Advance the engine by a step. Raises GateError where a request fails in it. Raises GateError where a request
-        fails in it. Raises GateError where a request fails in it. Raises GateError where a request fails in it.
-        """
+        """Advance the engine by a step. Raises GateError where a request fails in it."""
         deltas = self.engine.step()
         for delta in deltas:
             require(delta.error is None, f"request failed: {delta.error}")
@@ -108,9 +105,7 @@ class Client:
 
     def until_ready(self) -> float:
         """Return the seconds until the tables of all rows are built. Until then a row is left out of steps: a 96K
-        prompt's take seconds behind its first token. Until then a row is left out of steps: a 96K prompt's take seconds
-        behind its first token. Until then a row is left out of steps: a 96K prompt's take seconds behind its first
-        token. Raises GateError where that takes longer than READY_S.
+        prompt's take seconds behind its first token. Raises GateError where that takes longer than READY_S.
         """
         began = time.perf_counter()
         while not self._is_ready():
@@ -211,9 +206,7 @@ class Client:
 
     def step(self, batch: int) -> None:
         """Step until as many tokens are drawn as a step of `batch` requests draws. Raises GateError where one request
-        is gone, and with it its tokens. Raises GateError where one request is gone, and with it its tokens. Raises
-        GateError where one request is gone, and with it its tokens. Raises GateError where one request is gone, and
-        with it its tokens.
+        is gone, and with it its tokens.
         """
         while self._num_drawn < batch:
             for delta in self.advance():

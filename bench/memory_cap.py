@@ -10,9 +10,7 @@ from gpu.memory.demand import CUDA_RUNTIME_BYTES
 
 
 def cap_memory(limit_bytes: int, device: torch.device) -> None:
-    """Limit what this process may allocate, until it ends or another limit is set. Without a GPU nothing is limited.
-    Without a GPU nothing is limited.
-    """
+    """Limit what this process may allocate, until it ends or another limit is set. Without a GPU nothing is limited."""
     if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory

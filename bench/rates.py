@@ -36,7 +36,7 @@ UNITS = {"_tflop_s": "1 TFLOP", "_gflop_s": "1 GFLOP", "_gb_s": "1 GB"}
 @triton.jit
 def _sum_kernel(values, partial_sums, elements, programs, BLOCK: tl.constexpr):
     """Sum int32 values, one sum a program, over every `programs`-th block. Sums wrap, and are only there to be read
-    for. Sums wrap, and are only there to be read for.
+    for.
     """
     program = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)

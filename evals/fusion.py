@@ -202,9 +202,7 @@ class Answer:
 def _answer_all(
     engine: Engine, prompts: Sequence[FusionPrompt], run: PolicyRun, stop_token_ids: list[int]
 ) -> list[Answer]:
-    """Return answers in the order of the prompts. Raises ValueError for one that the engine cannot answer. Raises
-    ValueError for one that the engine cannot answer.
-    """
+    """Return answers in the order of the prompts. Raises ValueError for one that the engine cannot answer."""
     answers: dict[str, Answer] = {}
     engine.submit([_request(prompt, run, prompt.max_new_tokens, stop_token_ids) for prompt in prompts])
     while engine.has_work:

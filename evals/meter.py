@@ -130,10 +130,7 @@ class ReadMeter:
         self._counts[:, scopes] += weight[:, None]
 
     def read(self) -> list[Fractions]:
-        """Return one row a request. A method that handled no layer read nothing there: NaN. A method that handled no
-        layer read nothing there: NaN. A method that handled no layer read nothing there: NaN. A method that handled no
-        layer read nothing there: NaN.
-        """
+        """Return one row a request. A method that handled no layer read nothing there: NaN."""
         means = (self._sums / self._counts[..., None]).tolist()
         reused = (self._reused / self._counts[:, :1]).tolist() if self._reuses else [()] * len(means)
         return [

@@ -101,9 +101,7 @@ def parse_shares(option: str, text: str) -> list[float]:
 
 
 def parse_files(option: str, texts: list[str], known: list[str]) -> dict[str, Path]:
-    """Return `NAME=FILE` texts by name. Raises ValueError for another form, KeyError for an unknown name, or OSError.
-    Raises ValueError for another form, KeyError for an unknown name, or OSError.
-    """
+    """Return `NAME=FILE` texts by name. Raises ValueError for another form, KeyError for an unknown name, OSError."""
     files: dict[str, Path] = {}
     for text in texts:
         name, equals, file = text.partition("=")

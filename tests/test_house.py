@@ -101,6 +101,17 @@ def test_every_module_says_what_it_is() -> None:
     assert mute == [], "a module opens with a docstring"
 
 
+def test_no_docstring_says_a_sentence_twice() -> None:
+    twice = []
+    for path in list_files(".py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = " ".join((ast.get_docstring(node) or "").split())
+                sentences = [one for one in re.split(r"(?<=[.!?]) ", text) if len(one) > 20]
+                twice += [f"{path}: {one}" for one in set(sentences) if sentences.count(one) > 1]
+    assert twice == []
+
+
 def test_no_file_points_outside_the_project() -> None:
     outside = ("../" + "shared", "/wo" + "rk/")
     suffixes = (".py", ".md", ".toml", ".yaml", ".json", ".sh", ".html", "", ".txt")

@@ -180,9 +180,7 @@ def _count_answers(records: list[RequestRecord], tokenizer: Tokenizer) -> None:
 
 @contextlib.contextmanager
 def _interrupt_on_signals(run: LoadRun) -> Iterator[None]:
-    """End the run, not the program, at Ctrl-C or SIGTERM. Only the main thread can hear them. Only the main thread can
-    hear them.
-    """
+    """End the run, not the program, at Ctrl-C or SIGTERM. Only the main thread can hear them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

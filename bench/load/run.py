@@ -66,9 +66,7 @@ class LoadRun:
             task.cancel()
 
     async def send_alone(self, job: Job) -> RequestRecord:
-        """Send one job outside the measurement, to warm a cache or the server. Its first turn only. Its first turn
-        only.
-        """
+        """Send one job outside the measurement, to warm a cache or the server. Its first turn only."""
         record = RequestRecord(job.index, 0, self.client.now(), job.asked_tokens, job.output_tokens)
         await self.client.send(self._path, self._build_body(list(job.turns[0]), job), record)
         return record

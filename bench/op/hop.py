@@ -116,9 +116,7 @@ class Hops:
 
 
 def check_hops(hops: Hops, goes_ahead: bool) -> None:
-    """Require, over two steps, that what the CPU answers is what it is asked next. Raises GateError. Raises
-    GateError.
-    """
+    """Require, over two steps, that what the CPU answers is what it is asked next. Raises GateError."""
     asked = 0.0
     number = 0
 

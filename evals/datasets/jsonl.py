@@ -8,7 +8,7 @@ from typing import Any
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, row) of each line that is not blank. Raises ValueError at a line that is no JSON
-    object. Raises ValueError at a line that is no JSON object.
+    object.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):

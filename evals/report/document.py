@@ -51,9 +51,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Write the document as indented JSON. Raises ValueError for a number that JSON lacks. Raises ValueError for a
-    number that JSON lacks.
-    """
+    """Write the document as indented JSON. Raises ValueError for a number that JSON lacks."""
     write_text(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
