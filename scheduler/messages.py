@@ -374,6 +374,7 @@ class DiskStats(msgspec.Struct, frozen=True, kw_only=True):
     capped: int
     evicted: int
     damaged: int
+    failed: int
 
 
 class MaskStats(msgspec.Struct, frozen=True, kw_only=True):

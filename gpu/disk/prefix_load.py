@@ -65,7 +65,8 @@ class PrefixLoad:
 
     def is_loaded(self, layer: int) -> bool:
         """Tell whether the layer's rows are there, or on their way over the link."""
-        return not self.is_lost and layer in self._reads and all(read.done() for read in self._reads[layer])
+        is_over = layer in self._reads and all(read.done() for read in self._reads[layer])
+        return is_over and not self.is_lost  # in this order: a read that loses its block says so before it is over
 
     def begin_layer(self, layer: int) -> None:
         """Let the layer's first unit wait for its rows. Raises HostMemoryError where they are lost: whoever plans units

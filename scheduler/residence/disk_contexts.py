@@ -76,7 +76,7 @@ class DiskContexts:
         """Return the end of what a prompt takes from the disk, which would begin behind `begin` tokens without; 0:
         nothing. is_read_whole: these are read from there as well.
         """
-        if self.side is None or sequence.chunks:
+        if self.side is None or sequence.chunks or not self.side.store.folder.is_readable:
             return 0
         count = self._count(sequence) * self._block_pages
         end = self._last_end(sequence, count, begin // self._page_tokens) * self._page_tokens

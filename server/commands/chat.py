@@ -162,15 +162,23 @@ def describe_answer(usage: dict[str, Any], first_s: float | None, seconds: float
     """Return one line of what an answer took: tokens, if the server counted them for us, and seconds."""
     told = []
     if usage:
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        details = usage.get("prompt_tokens_details") or {}
         drafted = (usage.get("completion_tokens_details") or {}).get("accepted_prediction_tokens") or 0
         told = [
-            f"{usage['prompt_tokens']:,} tokens read ({cached:,} of them kept from before)",
+            f"{usage['prompt_tokens']:,} tokens read ({describe_cached(details)})",
             f"{usage['completion_tokens']:,} written" + (f" ({drafted:,} of them drafted)" if drafted else ""),
         ]
     if first_s is not None:
         told.append(f"{first_s:.1f} s to the first")
     return ", ".join([*told, f"{seconds:.1f} s in all"])
+
+
+def describe_cached(details: dict[str, Any]) -> str:
+    """Return how many tokens of a prompt were kept from before, and where, if the server says so."""
+    places = {"card": "on the card", "host": "in host memory", "disk": "on disk"}
+    by_place = {place: number for place, number in (details.get("cached_tokens_from") or {}).items() if number}
+    told = f"{details.get('cached_tokens') or 0:,} of them kept from before"
+    return ", ".join([told, *(f"{number:,} {places.get(place, place)}" for place, number in by_place.items())])
 
 
 def read_document(path: Path) -> str:

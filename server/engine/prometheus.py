@@ -42,6 +42,7 @@ DISK_COUNTERS = {
     "capped": "blocks that were not, since the day's limit was reached",
     "evicted": "blocks on disk that made room for others",
     "damaged": "blocks on disk that were not what they were stored as, and are computed anew",
+    "failed": "reads that failed for want of open files or memory; the blocks stay, others are computed meanwhile",
 }
 EXPERT_COUNTERS = {
     "fetched": "experts in host memory that came over the link one by one, for decode steps and short prompts",

@@ -15,6 +15,14 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Declare an answer. Every field comes, unless it has a default."""
 
 
+class CachedFrom(Answer):
+    """Count cached tokens by where they were: pages of the device, host memory, the disk."""
+
+    card: Count
+    host: Count
+    disk: Count
+
+
 class ErrorDetail(Answer):
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]

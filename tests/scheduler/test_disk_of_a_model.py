@@ -227,6 +227,33 @@ def test_a_damaged_block_is_a_miss_and_never_another_text(damage: str, tmp_path:
         assert len(records(tmp_path)) == 7, "it is computed, and written again"
 
 
+def test_what_cannot_be_read_for_want_of_open_files_is_computed_and_stays(
+    tmp_path: Path, cold: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = draw(500, 3)
+    seed_folder(tmp_path, prompt)
+    engine = make_engine(tmp_path)
+    is_short = [True]
+
+    def open_file(path: Path, flags: int, *mode: int) -> int:
+        if is_short[0] and str(path).endswith(".kv"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_as_ever(path, flags, *mode)
+
+    open_as_ever = os.open
+    monkeypatch.setattr("transfer.disk.record_folder.os.open", open_file)
+    wanted = serve(cold, [ask("b", prompt, 8)])[0][0]
+    assert serve(engine, [ask("b", prompt, 8)])[0] == (wanted, 0)
+    counts = engine.stats().disk
+    assert counts.failed > 0
+    assert (counts.damaged, len(records(tmp_path))) == (0, 7)
+    engine.shutdown()
+    is_short[0] = False
+    engine = make_engine(tmp_path)
+    assert serve(engine, [ask("b", prompt, 8)])[0] == (wanted, 448)
+    engine.shutdown()
+
+
 def test_power_other_rows_under_a_sound_checksum_give_another_text(
     tmp_path: Path, cold: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

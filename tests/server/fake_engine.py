@@ -305,7 +305,7 @@ class FakeEngine:
         if first:
             running.reused, running.num_cached = self.reuse(request), self.count_cached(prompt)
         common = {
-            "figures": running.reused,
+            "figures": running.reused | {"cached_from_card": running.num_cached},
             "request_id": request.request_id,
             "prompt_logprobs": prompt_logprobs,
             "num_cached_tokens": running.num_cached,

@@ -86,7 +86,8 @@ def scripted() -> Iterator[ScriptedServer]:
 
 def say(*pieces: str) -> list[Any]:
     progress = {"choices": [], "prompt_progress": {"index": 0, "total": 4000, "cache": 0, "processed": 2000}}
-    usage = {"prompt_tokens": 4000, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1500}}
+    details = {"cached_tokens": 1500, "cached_tokens_from": {"card": 400, "host": 0, "disk": 1100}}
+    usage = {"prompt_tokens": 4000, "completion_tokens": 2, "prompt_tokens_details": details}
     return [
         progress,
         *({"choices": [{"delta": {"content": piece}}]} for piece in pieces),
@@ -111,7 +112,8 @@ def test_an_answer_is_printed_as_it_comes_and_remembered(scripted: ScriptedServe
     console, page = make_console()
     ask(conversation, "hi", console)
     assert "Hello [bold]" in page.getvalue()
-    took = r"4,000 tokens read \(1,500 of them kept from before\), 2 written, \d\.\d s to the first, \d\.\d s in all\n"
+    where = r"1,500 of them kept from before, 400 on the card, 1,100 on disk"
+    took = rf"4,000 tokens read \({where}\), 2 written, \d\.\d s to the first, \d\.\d s in all\n"
     assert re.search(took, page.getvalue())
     assert conversation.messages == [
         {"role": "user", "content": "hi"},

@@ -16,6 +16,7 @@ from server.routes.messages.message_translation import translate_messages
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
 
+FROM_CARD = {"card": 7, "host": 0, "disk": 0}
 PROMPT = "The café on the 5th street, 東京, is open."
 HI = [{"role": "user", "content": PROMPT}]
 TOOLS = [
@@ -60,6 +61,7 @@ async def test_a_message_is_an_answer_of_the_chat(live, claude):
     assert (given.role, given.stop_reason, given.stop_sequence) == ("assistant", "end_turn", None)
     usage = given.usage
     assert (usage.input_tokens + 7, usage.cache_read_input_tokens) == (chat.usage.prompt_tokens, 7)
+    assert usage.cached_tokens_from == chat.usage.prompt_tokens_details.cached_tokens_from == FROM_CARD
     assert usage.output_tokens == chat.usage.completion_tokens
     parts = [{"role": "user", "content": [{"type": "text", "text": part} for part in (PROMPT[:9], PROMPT[9:])]}]
     joined = given.content[0].text.replace(PROMPT[:9], f"{PROMPT[:9]}\n")
@@ -94,6 +96,7 @@ async def test_the_events_of_a_stream_are_the_clients(claude):
     kinds = [event.type for event in events]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert events[-2].usage.cached_tokens_from == FROM_CARD
     assert set(kinds[2:-3]) == {"content_block_delta"}
 
 

@@ -13,6 +13,7 @@ from server.stores.response_store import ResponseStore
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.scripted_model import Script
 
+FROM_CARD = {"card": 7, "host": 0, "disk": 0}
 PROMPT = "The café on the 5th street, 東京, is open."
 Served = tuple[Running, Script]
 TOOLS = [
@@ -48,6 +49,7 @@ async def test_a_response_is_an_answer_of_the_chat(live):
     assert given.usage.input_tokens == chat.usage.prompt_tokens
     assert given.usage.output_tokens == chat.usage.completion_tokens
     assert given.usage.input_tokens_details.cached_tokens == 7
+    assert given.usage.input_tokens_details.cached_tokens_from == FROM_CARD
     parts = [{"role": "user", "content": [{"type": "input_text", "text": part} for part in (PROMPT[:9], PROMPT[9:])]}]
     assert (await respond(live, input=parts)).output_text == given.output_text.replace(PROMPT[:9], f"{PROMPT[:9]}\n")
 

@@ -48,6 +48,10 @@ def run_child(code: str, *arguments: str) -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
+def fail_with(number: int) -> int:
+    raise OSError(number, os.strerror(number))
+
+
 def test_what_is_stored_is_found_by_this_process_and_the_next(tmp_path: Path) -> None:
     folder = open_folder(tmp_path / "a" / "b")
     assert fetch(folder, 1) is None
@@ -108,6 +112,28 @@ def test_what_changes_under_a_running_server_is_found_out_too(tmp_path: Path) ->
     assert [fetch(folder, number) for number in range(4)] == [None, None, None, parts_of(3)]
     assert folder.counts["damaged"] == 3
     assert folder.bytes_held == FILE_BYTES
+
+
+@pytest.mark.parametrize("why", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_what_cannot_be_read_for_want_of_files_or_memory_stays(
+    why: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(tmp_path)
+    store(folder, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("transfer.disk.record_folder.read_bytes", lambda *_: fail_with(why))
+        assert fetch(folder, 1) is None
+        assert (folder.counts["failed"], folder.counts["damaged"], folder.is_readable) == (1, 0, False)
+        folder.shutdown()
+        patch.setattr(Path, "open", lambda *_: fail_with(why))
+        with pytest.raises(FolderError, match="cannot be used"):
+            open_folder(tmp_path)
+    monkeypatch.setattr("transfer.disk.record_folder.READ_RETRY_SECONDS", 0.0)
+    folder = open_folder(tmp_path)
+    assert fetch(folder, 1) == parts_of(1)
+    monkeypatch.setattr("transfer.disk.record_folder.read_bytes", lambda *_: fail_with(errno.EIO))
+    assert fetch(folder, 1) is None
+    assert (folder.counts["failed"], folder.counts["damaged"], folder.is_readable) == (0, 1, True)
 
 
 @pytest.mark.parametrize("content", [b"", b"TANDEMCX", b"PK\x03\x04", bytes(FILE_BYTES), b"TANDEMCX" * 532])

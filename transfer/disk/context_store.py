@@ -33,6 +33,7 @@ class DiskCounts:
     capped: int
     evicted: int
     damaged: int
+    failed: int
     read_rate: int  # bytes a second, as it is reckoned with
 
 
@@ -110,7 +111,7 @@ class ContextStore:
             bytes_written=folder.bytes_written,
             bytes_read=self.bytes_read,
             read_rate=int(self.rate.bytes_a_second),
-            **{name: folder.counts[name] for name in ("written", "refused", "capped", "evicted", "damaged")},
+            **{name: folder.counts[name] for name in ("written", "refused", "capped", "evicted", "damaged", "failed")},
         )
 
     def shutdown(self) -> None:

@@ -4,9 +4,11 @@ used evicted first. No torch.
 One process has the folder: a lock says so, and what is there is read once, at the start. A file with a record's name is
 whole, or its reader notices that it is not: every part is checked when it is read. So nothing is synchronised with the
 disk: after a loss of power the last records may be gone, and none is wrong. The files of all models stay below the
-limit, including the one that is being written. Records that somebody reads are not evicted.
+limit, including the one that is being written. Records that somebody reads are not evicted. Where the system is short
+of something (open files, memory), nothing is read for some seconds, and what is there stays.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -25,6 +27,8 @@ from transfer.disk.record_format import NAME_DIGITS, RecordError, RecordShape, c
 
 RETRY_SECONDS = 60.0  # after the disk refused
 LOCK_SECONDS = 10.0  # for a process that is about to end: an engine outlives a server that was killed by a second
+READ_RETRY_SECONDS = 2.0  # after the system was short of something
+_SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))  # that say nothing of the file
 _MODEL = re.compile(r"[0-9a-f]{32}")
 _OURS = re.compile(rf"[0-9a-f]{{{NAME_DIGITS}}}\.[a-z]+(\.part)?")
 _PART = ".part"
@@ -55,7 +59,7 @@ class RecordFolder:
         """
         assert _MODEL.fullmatch(model), "a model is 32 hexadecimal digits"
         self.root, self.model, self.limit_bytes = root, model, limit_bytes
-        self.counts: Counter[str] = Counter()  # written, refused, capped, evicted, damaged
+        self.counts: Counter[str] = Counter()  # written, refused, capped, evicted, damaged, failed
         self.bytes_held = 0
         self.bytes_written = 0
         self._shapes = {shape.kind: shape for shape in shapes}
@@ -63,12 +67,16 @@ class RecordFolder:
         self._lock = RLock()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by the file's name, the last used last
         self.version = 0  # changes with what is there
-        self._stopped_until = 0.0
+        self._stopped_until = self._unread_until = 0.0
         self._is_refusing = self._is_capped = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = _take(root)
-            self._scan()
+            try:
+                self._scan()
+            except OSError:
+                self.shutdown()
+                raise
         except OSError as error:
             raise FolderError(f"disk.folder: {root} cannot be used ({error}); wanted one that can be written") from None
         self.day = DayCount(root / "written.json", day_limit_bytes)
@@ -77,6 +85,11 @@ class RecordFolder:
 
     def has(self, kind: str, name: str) -> bool:
         return f"{name}.{kind}" in self._entries
+
+    @property
+    def is_readable(self) -> bool:
+        """Tell whether records are read now: not so for some seconds after the system was short of something."""
+        return time.monotonic() >= self._unread_until
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -114,7 +127,7 @@ class RecordFolder:
 
     def read(self, kind: str, name: str, part: int, out: memoryview) -> None:
         """Fill `out` with a part's bytes. Raises RecordError where they are not those that were stored, and then the
-        record is gone.
+        record is gone; or where the system is short of something, and then it is kept.
         """
         entry = self._entries.get(f"{name}.{kind}")
         if entry is None:
@@ -128,7 +141,10 @@ class RecordFolder:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            self.drop(kind, name, str(error))
+            if error.errno in _SHORTAGES:
+                self._fail(str(error))
+            else:
+                self.drop(kind, name, str(error))
             raise RecordError(f"record {name}.{kind} cannot be read ({error})") from error
         if num_read < out.nbytes or checksum(out) != entry.checksums[part]:
             why = f"part {part} " + ("does not match its checksum" if num_read == out.nbytes else "is cut short")
@@ -245,6 +261,15 @@ class RecordFolder:
                 entry.path.unlink(missing_ok=True)
         return True
 
+    def _fail(self, error: str) -> None:
+        """Read nothing for a while, and log it once a while."""
+        with self._lock:
+            self.counts["failed"] += 1
+            is_first = self.is_readable
+            self._unread_until = time.monotonic() + READ_RETRY_SECONDS
+        if is_first:
+            log.warning("disk_reads_pause folder=%s error=%s wanted=open files: see ulimit -n", self.root, error)
+
     def _refuse(self, error: str) -> None:
         """Stop writing for a while, and log it once until it goes on."""
         with self._lock:
@@ -302,6 +327,8 @@ class RecordFolder:
             with path.open("rb") as file:
                 return read_header(file.read(shape.header_bytes), self.model, shape, path.stem)
         except (RecordError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in _SHORTAGES:
+                raise
             self.counts["damaged"] += 1
             log.warning("disk_record_damaged path=%s reason=%s", path, error)
             return None

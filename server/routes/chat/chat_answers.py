@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from server.engine.request_figures import figure_names
-from server.routes.answer import Answer, Count
+from server.routes.answer import Answer, CachedFrom, Count
 
 FinishReason = Literal["stop", "length"] | None
 ChatFinishReason = Literal["stop", "length", "tool_calls"] | None
@@ -19,14 +19,6 @@ def _declare_figures(name: str, of_prompt: bool) -> Any:
         for figure, is_told in figure_names(of_prompt).items()
     ]
     return msgspec.defstruct(name, fields, bases=(Answer,), kw_only=True, forbid_unknown_fields=True)
-
-
-class CachedFrom(Answer):
-    """Count cached tokens by where they were: pages of the device, host memory, the disk."""
-
-    card: Count
-    host: Count
-    disk: Count
 
 
 class PromptTokensDetails(_declare_figures("PromptFigures", of_prompt=True)):  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from server.routes.answer import Answer, Count
+from server.routes.answer import Answer, CachedFrom, Count
 
 MessageStopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
 
@@ -13,6 +13,7 @@ class MessageUsage(Answer):
     input_tokens: Count
     cache_creation_input_tokens: Count
     cache_read_input_tokens: Count
+    cached_tokens_from: CachedFrom
     output_tokens: Count
 
 

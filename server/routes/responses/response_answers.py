@@ -2,11 +2,12 @@
 
 from typing import Any, Literal
 
-from server.routes.answer import Answer, Count
+from server.routes.answer import Answer, CachedFrom, Count
 
 
 class InputDetails(Answer):
     cached_tokens: Count
+    cached_tokens_from: CachedFrom
     cache_write_tokens: Count
 
 

@@ -196,7 +196,11 @@ class ResponseShape:
         num_prompt, num_generated = generation.num_prompt_tokens, generation.num_generated_tokens
         usage = {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": generation.num_cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": generation.num_cached_tokens,
+                "cached_tokens_from": generation.cached_from(),
+                "cache_write_tokens": 0,
+            },
             "output_tokens": num_generated,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_prompt + num_generated,
