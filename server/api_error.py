@@ -13,6 +13,7 @@ UNSUPPORTED_GRAMMAR = "unsupported_grammar"
 
 _MESSAGES_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
@@ -54,6 +55,10 @@ class ApiError(Exception):
         kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
 
+    def ollama_body(self) -> bytes:
+        """Return the body of the error as Ollama's clients expect it: a text; what else is known stands beside it."""
+        return msgspec.json.encode({"error": self.message, "param": self.param, "code": self.code})
+
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
@@ -93,6 +98,10 @@ def too_long(param: str, message: str) -> ApiError:
 
 def bad_key(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+def forbidden(message: str, code: str) -> ApiError:
+    return ApiError(403, message, code=code)
 
 
 def unknown_model(got: str, served: list[str]) -> ApiError:

@@ -64,7 +64,7 @@ class ServerConfig(Settings):
     unknown_fields: Literal["auto", "refuse", "ignore"] = Field(
         "auto",
         description="a request's field that no table has: a 400 that names a near one, or ignored and named in "
-        "the header x-tandem-ignored; auto: ignored on /v1/messages and /v1/responses, refused elsewhere",
+        "the header x-tandem-ignored; auto: ignored on /v1/messages, /v1/responses and /api, refused elsewhere",
     )
     left_out: tuple[str, ...] = Field(
         LEFT_OUT,
@@ -87,6 +87,11 @@ class ServerConfig(Settings):
     )
     responses_limit_mib: float = Field(64.0, gt=0, description="of all responses that are kept; the oldest go")
     cors_origins: tuple[str, ...] = Field((), description="pages of these origins may ask from a browser; *: all")
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="further names of this server that the header `host` may have while there are no keys; *: any. "
+        "Known are addresses, this machine's names, those without a dot, and .local, .lan, .internal, .home.arpa",
+    )
     keepalive_seconds: float = Field(10.0, gt=0, description="an SSE comment this often while nothing else is sent")
     progress_seconds: float = Field(0.5, gt=0, description="`return_progress` reports at most this often")
     retry_after_seconds: int = Field(2, ge=1, description="Retry-After of a 429")

@@ -1,4 +1,7 @@
-"""A generation as a stream of server-sent events: chunks, keepalive comments, progress, and an end or an error."""
+"""A generation as a stream: chunks, signs of life, progress, and an end or an error.
+
+It is of server-sent events, or of lines of JSON.
+"""
 
 import asyncio
 import time
@@ -18,12 +21,13 @@ from server.engine.mailbox import ClientGone, Tick
 from server.generation.generation import Disconnected, Generation, Update
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 _KEEPALIVE = b": keepalive\n\n"
 
 
 class Shape(Protocol):
     def chunk(self, update: Update) -> bytes:
-        """Return the SSE events for one update; empty if there is nothing to say yet."""
+        """Return the events or lines for one update; empty if there is nothing to say yet."""
 
     def progress_chunk(self, progress: Progress, seconds: float) -> bytes: ...
 
@@ -40,13 +44,22 @@ class Shape(Protocol):
 
 
 class EventStream(Response):
-    """Answer 200 at once, and send what goes wrong afterwards as an event. Always closes the generation."""
+    """Answer 200 at once, and send what goes wrong afterwards as an event. Always closes the generation.
 
-    media_type = "text/event-stream"
+    `idle_line`: a line that says nothing, if the shape writes lines of JSON.
+    """
 
-    def __init__(self, generation: Generation, shape: Shape, settings: ServerConfig, with_progress: bool) -> None:
-        super().__init__(None, headers=_HEADERS)
+    def __init__(
+        self,
+        generation: Generation,
+        shape: Shape,
+        settings: ServerConfig,
+        with_progress: bool,
+        idle_line: bytes | None = None,
+    ) -> None:
+        super().__init__(None, headers=_HEADERS, media_type=EVENTS if idle_line is None else LINES)
         del self.headers["content-length"]
+        self._keepalive = _KEEPALIVE if idle_line is None else idle_line
         self._generation = generation
         self._shape = shape
         self._keepalive_s = settings.keepalive_seconds
@@ -86,7 +99,7 @@ class EventStream(Response):
                     elif isinstance(update, Progress):
                         events.append(self._progress(update))
                     else:
-                        events.append(_KEEPALIVE)
+                        events.append(self._keepalive)
                 data = b"".join(events)
                 if generation.done:
                     return data + shape.end()

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpu.pooling import Pooling
 from gpu.sampling_params import SamplingParams
@@ -36,6 +37,14 @@ from server.service.service import Service, join_salts
 from server.stores.conversation_tails import AnswerRecord
 
 _SEED_MASK = 2**63 - 1
+
+
+class SecondsTaken(NamedTuple):
+    """Hold how long a call has taken, its first prompt as the engine measured it, and its tokens behind the first."""
+
+    total: float
+    prompt: float
+    answer: float
 
 
 class Disconnected(Exception):
@@ -199,6 +208,11 @@ class Generation:
 
     def _cached_figures(self) -> dict[str, int]:
         return {cached_figure(place): number for place, number in self.cached_from().items()}
+
+    def seconds_taken(self) -> SecondsTaken:
+        now = time.monotonic()
+        answer = now - self._first_token_s if self._first_token_s is not None else 0.0
+        return SecondsTaken(now - self._arrival_s, self._prefill_s, answer)
 
     def job_of(self, index: int) -> Job:
         return self.jobs[index // self.num_each]

@@ -1,4 +1,5 @@
-"""Surround every HTTP request: its id, its key, the drain, the log line, and the error of last resort.
+"""Surround every HTTP request: its id, whether it comes from another site's page, its key, the drain, the log line, and
+the error of last resort.
 
 Open routes (`Route.is_open`) need no key and answer during a drain, when every other one is a 503.
 """
@@ -14,12 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import logs
 from server.api_error import ApiError, bad_key, internal, unavailable
+from server.http.foreign_requests import ForeignRequests
 from server.routes.catalogue import find_routes
 from server.service.service import Service
 
 OPEN_PATHS = frozenset(route.path for route in find_routes() if route.is_open)
 
 MESSAGES_PATH = "/v1/messages"  # and what is below it: whose clients send `x-api-key`
+OLLAMA_PATH = "/api/"
 
 IGNORED_HEADER = "x-tandem-ignored"
 _LONGEST_HEADER = 1024  # characters
@@ -34,6 +37,7 @@ class RequestScope:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        self._foreign = ForeignRequests(service.settings, bool(service.key_digests))
         self._logged: set[tuple[str, str]] = set()  # routes and their fields
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,6 +69,7 @@ class RequestScope:
         counted = scope["path"] not in OPEN_PATHS
         self._service.num_open += counted
         try:
+            self._foreign.check(headers)
             salt, owner = self._admit(scope["path"], headers)
             inner.setdefault("state", {}).update(cache_salt=salt, document_owner=owner, ignored=ignored)
             await self._app(inner, receive, send_with_id)
@@ -115,6 +120,9 @@ class RequestScope:
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """Return the error as clients of the route expect it: Anthropic's at their own, OpenAI's at all others."""
-    body = error.messages_body() if path.startswith(MESSAGES_PATH) else error.body()
+    """Return the error as clients of the route expect it: of Anthropic and Ollama at their own, else of OpenAI."""
+    if path.startswith(OLLAMA_PATH):
+        body = error.ollama_body()
+    else:
+        body = error.messages_body() if path.startswith(MESSAGES_PATH) else error.body()
     return Response(body, error.status, error.headers, "application/json")

@@ -74,11 +74,20 @@ def start_generation(
     return Generation(call.service, kind, body, jobs, limits, call.cache_salt, limit_seconds, call.owner, session)
 
 
-async def respond(call: Call[Any], body: CompletionBody | ChatBody, generation: Generation, shape: Shape) -> Response:
-    """Answer with a stream if the body asks for one, and with the whole answer otherwise."""
+async def respond(
+    call: Call[Any],
+    body: CompletionBody | ChatBody,
+    generation: Generation,
+    shape: Shape,
+    idle_line: bytes | None = None,
+) -> Response:
+    """Answer with a stream if the body asks for one, and with the whole answer otherwise.
+
+    `idle_line`: as of `EventStream`.
+    """
     service = call.service
     if body.stream:
-        return EventStream(generation, shape, service.settings, bool(body.return_progress))
+        return EventStream(generation, shape, service.settings, bool(body.return_progress), idle_line)
     async with watched(call.request.receive, generation):
         try:
             gathered = await collect(generation)

@@ -6,6 +6,7 @@ import msgspec
 
 from server.bodies.body_schemas import complete_schemas
 from server.bodies.schema_limits import BodyLimits, Tree, refer_to
+from server.generation.event_stream import LINES
 from server.release import release
 from server.routes.answer import Error
 from server.routes.catalogue import nested_tables
@@ -14,6 +15,7 @@ from server.routes.route import ENGINE_ERRORS, TIME_PARAMETER, Route
 ERRORS = {
     400: "a field, or the whole body, cannot be served: `param` names it",
     401: "no key, or an unknown one",
+    403: "the header `host` or `origin` is another site's",
     404: "no such model, or no such document or response of this key",
     408: "headers or body were not complete in time, or nothing was generated in `max_seconds`",
     413: "the body is larger than `server.max_body_mib`",
@@ -24,8 +26,8 @@ ERRORS = {
     503: "loading, draining, hung or dead; `retry-after` says when to come again",
 }
 _DESCRIPTION = (
-    "OpenAI's completions, chats, responses and embeddings, Anthropic's messages, ranking, documents, and what a "
-    "server says about itself."
+    "OpenAI's completions, chats, responses and embeddings, Anthropic's messages, Ollama's routes, ranking, documents, "
+    "and what a server says about itself."
 )
 
 
@@ -66,6 +68,8 @@ def _describe(route: Route, limits: BodyLimits) -> Tree:
     content = {"text/plain": {"schema": {"type": "string"}}} if route.answer is None else _content(route.answer)
     if route.event is not None:
         content |= {"text/event-stream": {"schema": _event(route.event)}}
+    if route.line is not None:
+        content |= {LINES: {"schema": {"type": "string"}}}
     responses: Tree = {"200": {"description": "done", "content": content}}
     for status in sorted(route.errors):
         error = route.unavailable if status == 503 and route.unavailable is not None else route.error

@@ -17,8 +17,8 @@ from server.generation.time_limit import TIME_HEADER
 from server.routes.answer import Error
 from server.service.service import Service, service_of
 
-READ_ERRORS = (401, 404, 408, 431, 503)
-BODY_ERRORS = (400, 401, 404, 408, 413, 415, 429, 431, 503)
+READ_ERRORS = (401, 403, 404, 408, 431, 503)
+BODY_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 431, 503)
 ENGINE_ERRORS = (*BODY_ERRORS, 500)
 TIME_PARAMETER: Tree = {
     "name": TIME_HEADER,
@@ -70,9 +70,9 @@ class Route:
     """Declare one method of a path. The router, `/openapi.json` and the tables of `docs/API.md` follow from it.
 
     `handler` returns a response, or a tree that becomes JSON. `answer` is the type of that JSON, and None for text.
-    `event` is the type of a stream's events. `error` is the type of an error, `unavailable` that of a 503 if it
-    differs. `parameters` are OpenAI's for the path and the query. `check` refuses a call before its body is read.
-    `is_open`: needs no key and answers during a drain. Without a `summary` a route is not described.
+    `event` is the type of a stream's events, `line` that of its lines. `error` is the type of an error, `unavailable`
+    that of a 503 if it differs. `parameters` are OpenAI's for the path and the query. `check` refuses a call before its
+    body is read. `is_open`: needs no key and answers during a drain. Without a `summary` a route is not described.
     """
 
     method: Literal["get", "post", "delete"]
@@ -91,6 +91,7 @@ class Route:
     check: Callable[[Service], None] | None = None
     is_offered: Callable[[BodyLimits], bool] | None = None
     is_open: bool = False
+    line: type | None = None
 
     async def answer_request(self, request: Request) -> Response:
         """Read the body, check its model, and answer. Raises ApiError."""

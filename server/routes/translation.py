@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
+from pydantic_core import from_json
 
 from server.api_error import ApiError, NoRoom, PromptTooLong
 from server.bodies.chat_message import Message, Part, join_texts
@@ -15,6 +16,8 @@ from server.bodies.field_table import ATTENTION
 from server.bodies.fields import Rule, served
 from server.bodies.generation_bodies import CacheSalt, ChatBody, check_chat
 from server.generation.generation import Generation
+from server.generation.prompt_tokens import context_of
+from server.prompting.conversation import read_arguments
 from server.routes.generate import chat_job, start_generation
 from server.routes.route import Call
 
@@ -46,6 +49,7 @@ class Translation:
     `origins[i]`: the path of message i of the chat in the request. `names`: patterns of a chat's fields, and the
     request's names for them. `new_messages`: those of this request alone without the instructions, which a later
     request does not take over. `tells_anthropic`: lengths are told in the words that Anthropic's clients read.
+    `most_tokens`: of the answer, which ends with the context if that is sooner.
     """
 
     chat: ChatBody
@@ -53,28 +57,35 @@ class Translation:
     names: list[tuple[str, str]]
     new_messages: list[Message]
     tells_anthropic: bool = False
+    most_tokens: int | None = None
 
-    @contextmanager
-    def renaming_errors(self) -> Iterator[None]:
+    def renaming_errors(self) -> AbstractContextManager[None]:
         """Make errors of the chat name the fields that were sent."""
-        try:
-            yield
-        except ApiError as error:
-            if error.param is None:
-                raise
-            renamed = self._rename(error.param)
-            message = renamed + error.message.removeprefix(error.param)
-            if isinstance(error, NoRoom | PromptTooLong) and self.tells_anthropic:
-                message = error.anthropic_message  # its clients read the numbers, and ask again for less
-            raise ApiError(error.status, message, param=renamed, code=error.code, headers=error.headers) from None
+        return rename_errors(self.origins, self.names, self.tells_anthropic)
 
-    def _rename(self, param: str) -> str:
-        found = re.match(r"messages\[(\d+)\]", param)
-        if found is not None:
-            return self.origins[int(found[1])]
-        for pattern, name in self.names:
-            param = re.sub(pattern, name, param)
-        return param
+
+@contextmanager
+def rename_errors(origins: list[str], names: list[tuple[str, str]], tells_anthropic: bool = False) -> Iterator[None]:
+    """Make errors name the fields that were sent; the arguments are those of a `Translation`."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param is None:
+            raise
+        renamed = _rename(error.param, origins, names)
+        message = renamed + error.message.removeprefix(error.param)
+        if isinstance(error, NoRoom | PromptTooLong) and tells_anthropic:
+            message = error.anthropic_message  # its clients read the numbers, and ask again for less
+        raise ApiError(error.status, message, param=renamed, code=error.code, headers=error.headers) from None
+
+
+def _rename(param: str, origins: list[str], names: list[tuple[str, str]]) -> str:
+    found = re.match(r"messages\[(\d+)\]", param)
+    if found is not None:
+        return origins[int(found[1])]
+    for pattern, name in names:
+        param = re.sub(pattern, name, param)
+    return param
 
 
 def start_chat(body: TranslatedBody, messages: list[Message]) -> ChatBody:
@@ -101,12 +112,24 @@ def choose_function(name: str) -> ChosenTool:
     return ChosenTool(type="function", function=NamedFunction(name=name))
 
 
+def read_call_input(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments; of those that a limit cut, as far as they came."""
+    try:
+        given = from_json(arguments, allow_partial="trailing-strings") if arguments.strip() else {}
+    except ValueError:
+        given = None
+    return given if isinstance(given, dict) else read_arguments(arguments)
+
+
 async def generate_chat(call: Call[Any], translated: Translation, kind: str, param: str) -> Generation:
     """Return the chat's one answer, accepted by the engine. Raises ApiError that names what was sent."""
     with translated.renaming_errors():
         check_chat(translated.chat)
         limits = call.service.supervisor.ready()
-        jobs = [await chat_job(call.service, translated.chat, limits, call.owner)]
-        generation = start_generation(call, kind, translated.chat, jobs, limits)
+        job = await chat_job(call.service, translated.chat, limits, call.owner)
+        if translated.most_tokens is not None:
+            room = context_of(translated.chat, limits) - len(job.prompt.token_ids)
+            job = replace(job, max_tokens=min(translated.most_tokens, room))
+        generation = start_generation(call, kind, translated.chat, [job], limits)
         await generation.submit(None, None, param)
     return generation

@@ -30,6 +30,8 @@ from server.text.control_tokens import ControlTokens
 from server.text.model_tokenizer import Tokenizer, load_tokenizer
 from server.text.text_pool import TextPool
 
+LATEST = ":latest"
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -48,6 +50,7 @@ class Service:
     """Hold what every route shares. Only `draining` and `num_open` change."""
 
     deployment: Deployment
+    memory: MemoryPlan
     tokenizer: Tokenizer
     control_tokens: ControlTokens
     texts: TextPool
@@ -89,8 +92,8 @@ class Service:
         return [self.model_name, *self.deployment.model.aliases]
 
     def check_model(self, name: str | None) -> None:
-        """Check a body's model; none means the served one. Raises ApiError 404."""
-        if name is not None and name not in self.model_ids:
+        """Check a body's model; none means the served one. Ollama's clients may name a tag. Raises ApiError 404."""
+        if name is not None and name not in self.model_ids and name.removesuffix(LATEST) not in self.model_ids:
             raise unknown_model(name[:200], self.model_ids)
 
     def knows_key(self, key: str) -> bool:
@@ -122,6 +125,7 @@ def build_service(
     texts = TextPool(server.retry_after_seconds)
     return Service(
         deployment=deployment,
+        memory=memory,
         tokenizer=parts.tokenizer,
         control_tokens=ControlTokens(parts.tokenizer),
         texts=texts,

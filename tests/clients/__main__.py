@@ -1,7 +1,7 @@
 """Runs each client's program, with its own interpreter, against servers that this one starts.
 
 `python -m tests.clients ENVIRONMENTS [--record FOLDER] [NAME ...]`, where each program has an environment of its own
-name; those that drive an agent from npm share `agents`. A program gets the addresses of the reference model and of the
+name; those that drive a program from npm share `agents`. A program gets the addresses of the reference model and of the
 scripted one, and the file into which it writes what the scripted one is to say. `--record` writes what each one sent.
 Ends with 1 if one of them fails, and else with 3 if the agents were left out because npm is not there.
 """
@@ -36,6 +36,7 @@ AGENT_PROGRAMS = {
     "cline": "cline",
     "codex": "@openai/codex",
     "continue_cli": "@continuedev/cli",
+    "ollama_js": "ollama",
     "opencode": "opencode-ai",
 }
 AGENT_CONTEXT = 200_000  # the agents' own instructions and tools take 30,000 tokens of the reference tokenizer's

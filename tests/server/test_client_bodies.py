@@ -19,8 +19,8 @@ HERE = Path(__file__).parent
 CAPTURED = sorted((HERE / "client_bodies").glob("*.json"))
 CLIENTS = {
     "aider_edits", "claude_code", "cline", "codex", "continue_cli", "guidellm", "instructor_answers",
-    "langchain_openai", "langchain_openai_agent", "litellm", "litellm_calls", "lm_eval", "openai", "opencode",
-    "pydantic_ai", "pydantic_ai_agent", "smg",
+    "langchain_openai", "langchain_openai_agent", "litellm", "litellm_calls", "lm_eval", "ollama_js", "openai",
+    "opencode", "pydantic_ai", "pydantic_ai_agent", "smg",
 }  # fmt: skip
 CONTEXT = 48_000  # room for the 32,000 tokens that Claude Code asks for
 TOO_LONG, PROMPT_TOO_LONG = "an answer longer than the context has room for", "a prompt longer than the context"
@@ -28,6 +28,7 @@ REFUSED = {
     # The prompt and max_tokens are more than the context; the client reads the numbers and asks for less.
     TOO_LONG: "exceed context limit",
     PROMPT_TOO_LONG: "prompt is too long: ",
+    "ollama_js[12]": "tandem serve hf:",  # a pull
 }
 # As templates do that know their roles and have one place for what the system says.
 STRICT = (

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from server import routes as routes_package
 from server.commands.api_page import write_tables
 from server.routes.catalogue import find_routes
+from server.routes.ollama.ollama_model_routes import REFUSED
 from server.routes.route import BODY_ERRORS
 from tests.server.live_server import fake_command, make_app, make_deployment
 
@@ -23,6 +24,8 @@ GUARDED = {"/v1/documents", "/v1/documents/{document_id}",
     "/tokenizer_info", "/server_info", "/v1/loads", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items", "/v1/embeddings", "/rerank", "/v1/rerank",
     "/v2/rerank", "/v1/sessions", "/v1/sessions/{session_id:path}",
+    *(f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "tags", "ps", "version", "show")),
+    *(path for _, path in REFUSED),
 }  # fmt: skip
 
 
@@ -36,8 +39,10 @@ def list_routes(routes: Iterable[Any]) -> list[tuple[str, str]]:
 
 
 def kind_of(answer: httpx.Response) -> str:
-    """Return the kind of an error, in OpenAI's shape, or in Anthropic's where its client asks."""
+    """Return the kind of an error, in OpenAI's shape, or in Anthropic's or Ollama's where their clients ask."""
     error = answer.json()["error"]
+    if answer.request.url.path.startswith("/api/"):
+        return answer.json()["code"]
     return error["type"] if answer.request.url.path.startswith("/v1/messages") else error["code"]
 
 

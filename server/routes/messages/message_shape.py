@@ -4,14 +4,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-from pydantic_core import from_json
 
 from scheduler.messages import Progress
 from server.api_error import ApiError
 from server.generation.answer_choice import TIME_LIMIT
 from server.generation.generation import Generation, Update
 from server.parsing.answer_parts import CallBegun, Content, Part, Reasoning, join_parts
-from server.prompting.conversation import read_arguments
+from server.routes.translation import read_call_input
 
 Tree = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -56,7 +55,7 @@ class MessageShape:
         if answer.content or not (answer.reasoning or answer.calls):
             blocks.append({"type": "text", "text": answer.content})
         for call in answer.calls:
-            given = _read_input(call.arguments)
+            given = read_call_input(call.arguments)
             blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": given})
         return _encode(self._message(blocks, gathered[0][-1].piece.finish_reason))
 
@@ -119,15 +118,6 @@ class MessageShape:
             "cached_tokens_from": generation.cached_from(),
             "output_tokens": generation.num_generated_tokens,
         }
-
-
-def _read_input(arguments: str) -> Tree:
-    """Return a call's arguments; of those that a limit cut, as far as they came."""
-    try:
-        given = from_json(arguments, allow_partial="trailing-strings") if arguments.strip() else {}
-    except ValueError:
-        given = None
-    return given if isinstance(given, dict) else read_arguments(arguments)
 
 
 def _events(events: Iterable[Tree]) -> bytes:

@@ -50,21 +50,30 @@ _NO_RANKING = "this model is not known to rank; set model.ranking to cosine (emb
 
 async def embed(call: Call[EmbeddingsBody]) -> Response:
     service, body = call.service, call.body
+    try:
+        rows, num_tokens = await embed_texts(call, body, "input")
+    except Disconnected:
+        return Response(status_code=CLIENT_GONE)
+    return await service.texts.run(rows.size, _write_embeddings, service, body, rows, _count(num_tokens))
+
+
+async def embed_texts(call: Call[Any], body: EmbeddingsBody, name: str) -> tuple[np.ndarray, int]:
+    """Return embeddings of length 1, float32 `[inputs, entries]`, and the number of the inputs' tokens.
+
+    `name`: what errors call the input. Raises ApiError and Disconnected.
+    """
+    service = call.service
     pooling = _embedding_of(service)
     if body.dimensions is not None and not service.vectors.is_nested:
         raise invalid(
             "dimensions", "embeddings of this model have one size (model.nested_embeddings is not set); leave it out"
         )
-    prompts = await _prompts(service, body, "input", body.input, service.supervisor.ready())
-    try:
-        vectors = await _pool(call, body, prompts, pooling, "input")
-    except Disconnected:
-        return Response(status_code=CLIENT_GONE)
+    prompts = await _prompts(service, body, name, body.input, service.supervisor.ready())
+    vectors = await _pool(call, body, prompts, pooling, name)
     size = vectors.shape[1]
     if body.dimensions is not None and body.dimensions > size:
         raise invalid("dimensions", f"got {body.dimensions}, an embedding of this model has {size}")
-    rows = _normalised(vectors[:, : body.dimensions])
-    return await service.texts.run(rows.size, _write_embeddings, service, body, rows, _count(prompts))
+    return _normalised(vectors[:, : body.dimensions]), _num_tokens(prompts)
 
 
 async def rerank(call: Call[RerankBody]) -> Response | Tree:
@@ -80,7 +89,7 @@ async def rerank(call: Call[RerankBody]) -> Response | Tree:
         | ({} if body.return_documents is False else {"document": {"text": texts[index]}})
         for index in best
     ]
-    usage = _count(prompts)
+    usage = _count(_num_tokens(prompts))
     return {"id": f"rerank-{uuid.uuid4().hex}", "model": service.model_name, "results": results, "usage": usage}
 
 
@@ -205,9 +214,12 @@ def _write_embeddings(service: Service, body: EmbeddingsBody, rows: np.ndarray, 
     return json_response({"object": "list", "data": data, "model": service.model_name, "usage": usage})
 
 
-def _count(prompts: Sequence[Prompt]) -> dict[str, int]:
-    num = sum(len(prompt.token_ids) for prompt in prompts)
-    return {"prompt_tokens": num, "total_tokens": num}
+def _num_tokens(prompts: Sequence[Prompt]) -> int:
+    return sum(len(prompt.token_ids) for prompt in prompts)
+
+
+def _count(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
 def _ranking_route(path: str) -> Route:
