@@ -16,6 +16,7 @@ from server.bodies.field_table import ATTENTION
 from server.bodies.fields import Rule, served
 from server.bodies.generation_bodies import CacheSalt, ChatBody, check_chat
 from server.generation.generation import Generation
+from server.generation.history_truncation import kept_messages
 from server.generation.prompt_tokens import context_of
 from server.prompting.conversation import read_arguments
 from server.routes.generate import chat_job, start_generation
@@ -49,7 +50,8 @@ class Translation:
     `origins[i]`: the path of message i of the chat in the request. `names`: patterns of a chat's fields, and the
     request's names for them. `new_messages`: those of this request alone without the instructions, which a later
     request does not take over. `tells_anthropic`: lengths are told in the words that Anthropic's clients read.
-    `most_tokens`: of the answer, which ends with the context if that is sooner.
+    `most_tokens`: of the answer, which ends with the context if that is sooner. `cuts_history`: the oldest turns are
+    dropped where all are too long.
     """
 
     chat: ChatBody
@@ -58,6 +60,12 @@ class Translation:
     new_messages: list[Message]
     tells_anthropic: bool = False
     most_tokens: int | None = None
+    cuts_history: bool = False
+
+    def keep_only(self, kept: list[int]) -> "Translation":
+        """Return the translation with these messages of the chat alone."""
+        chat = msgspec.structs.replace(self.chat, messages=[self.chat.messages[i] for i in kept])
+        return replace(self, chat=chat, origins=[self.origins[i] for i in kept])
 
     def renaming_errors(self) -> AbstractContextManager[None]:
         """Make errors of the chat name the fields that were sent."""
@@ -126,6 +134,11 @@ async def generate_chat(call: Call[Any], translated: Translation, kind: str, par
     with translated.renaming_errors():
         check_chat(translated.chat)
         limits = call.service.supervisor.ready()
+    if translated.cuts_history:
+        with translated.renaming_errors():
+            kept = await kept_messages(call.service, translated.chat, limits)
+        translated = translated.keep_only(kept)
+    with translated.renaming_errors():
         job = await chat_job(call.service, translated.chat, limits, call.owner)
         if translated.most_tokens is not None:
             room = context_of(translated.chat, limits) - len(job.prompt.token_ids)

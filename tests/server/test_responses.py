@@ -7,7 +7,8 @@ import openai
 import pydantic
 import pytest
 
-from server.bodies.chat_message import Message
+from server.bodies.chat_message import CalledFunction, Message, MessageCall
+from server.generation.history_truncation import list_cuts
 from server.stores import response_store
 from server.stores.response_store import ResponseStore
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
@@ -330,3 +331,45 @@ def test_every_field_of_the_official_client_is_known():
     from server.routes.responses.response_bodies import RESPONSES
 
     assert Params.__required_keys__ | Params.__optional_keys__ <= set(RESPONSES.rules)
+
+
+def turn(number: int) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": f"question {number} " + "word " * 200},
+        {"role": "assistant", "content": f"answer {number}"},
+    ]
+
+
+async def test_the_oldest_turns_are_left_out_where_a_history_is_too_long_and_that_is_asked(live):
+    history = [item for number in range(100) for item in turn(number)]
+    asked = {"instructions": "Be brief.", "input": [*history, {"role": "user", "content": "And now?"}]}
+    with pytest.raises(openai.BadRequestError, match="tokens, the attention profile has room for 16384"):
+        await respond(live, **asked)
+    given = await respond(live, **asked, truncation="auto", max_output_tokens=2000)
+    assert given.truncation == "auto"
+    assert 16384 - 2000 - 300 < given.usage.input_tokens <= 16384 - 2000
+    assert given.output_text.strip().startswith("Be brief."), "the instructions stay"
+    whole = await respond(live, truncation="auto", input="And now?", previous_response_id=given.id)
+    assert whole.usage.input_tokens > 14_000, "what follows is cut anew from all turns"
+    assert (await respond(live, truncation="disabled")).truncation == "disabled"
+    with pytest.raises(openai.BadRequestError, match=r"input: at least .* tokens"):
+        await respond(live, truncation="auto", input="word " * 20_000)
+
+
+def test_a_call_is_left_out_with_its_results_and_the_last_question_stays():
+    call = [MessageCall(id="a", function=CalledFunction(name="f", arguments="{}"))]
+    other = [MessageCall(id="b", function=CalledFunction(name="f", arguments="{}"))]
+    messages = [
+        Message(role="system", content="s"),
+        Message(role="user", content="one"),
+        Message(role="assistant", content="two"),
+        Message(role="user", content="three"),
+        Message(role="assistant", tool_calls=call),
+        Message(role="tool", content="four", tool_call_id="a"),
+        Message(role="assistant", tool_calls=other),
+        Message(role="tool", content="five", tool_call_id="b"),
+    ]
+    assert list_cuts(messages) == [[0, 3, 4, 5, 6, 7], [0, 3, 6, 7]]
+    assert list_cuts(messages[:2]) == list_cuts(messages[:1]) == []
+    late = [*messages[:5], Message(role="user", content="so?"), *messages[5:6]]
+    assert list_cuts(late) == [[0, 3, 4, 5, 6]], "a result never stands without its call"

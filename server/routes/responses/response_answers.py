@@ -82,7 +82,7 @@ class Response(Answer):
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float | None
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
 

@@ -9,7 +9,7 @@ import msgspec
 
 from server.bodies.chat_message import CallId
 from server.bodies.field_table import LABEL, OWN_CACHE, SESSION, WHOLE_HISTORY
-from server.bodies.fields import Fields, no_effect, refused, served
+from server.bodies.fields import Fields, does, no_effect, refused, served
 from server.bodies.generation_bodies import ReasoningEffort
 from server.bodies.ranges import RANGES
 from server.bodies.schema_limits import BodyLimits, SchemaLimits, Tree, between
@@ -95,6 +95,7 @@ class ResponsesBody(TranslatedBody, kw_only=True):
     text: TextSettings | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolNamed | None = None
     tools: list[ResponseTool] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     user: str | None = None
 
 
@@ -111,6 +112,7 @@ RESPONSES = Fields(
         **SHARED,
         **served("input", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls",
                  "previous_response_id", "reasoning", "store", "text", "user"),
+        **does("auto: the oldest turns of a history that is too long are left out, but for its instructions", "truncation"),
         **SESSION,
         **no_effect(OWN_CACHE, "prompt_cache_options", "prompt_cache_retention"),
         **no_effect(LABEL, "safety_identifier", "client_metadata"),
@@ -126,7 +128,6 @@ RESPONSES = Fields(
         **refused("prompts are not kept by this server", "prompt"),
         **refused("all requests have one tier here", "service_tier", at=("auto", "default")),
         **refused("logprobs are served by /v1/chat/completions", "top_logprobs", at=(0,)),
-        **refused("prompts are not cut by this route", "truncation", at=("disabled",)),
     },
     SchemaLimits(_bounds),
     replace_unknown_items,

@@ -227,7 +227,7 @@ class ResponseShape:
             "tool_choice": "auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
             "tools": [_given(tool) | {"strict": bool(tool.strict)} for tool in body.tools or []],
             "top_p": body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None if status == "in_progress" else usage,
             "user": body.user,
         }

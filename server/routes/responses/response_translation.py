@@ -49,7 +49,7 @@ def translate_response(body: ResponsesBody, earlier: list[Message]) -> Translati
             schema = JsonSchema(schema=form.schema, name=form.name, description=form.description, strict=form.strict)
         chat.response_format = ResponseFormat(type=form.type, json_schema=schema)
     where = ["instructions"] * len(opening) + ["previous_response_id"] * len(earlier) + origins
-    return Translation(chat, where, _NAMES, messages)
+    return Translation(chat, where, _NAMES, messages, cuts_history=body.truncation == "auto")
 
 
 def _read_choice(choice: ToolNamed) -> ChosenTool:
