@@ -112,7 +112,7 @@ RESPONSES = Fields(
         **SHARED,
         **served("input", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls",
                  "previous_response_id", "reasoning", "store", "text", "user"),
-        **does("auto: the oldest turns of a history that is too long are left out, but for its instructions", "truncation"),
+        **does("auto: the oldest turns of a history that is too long are left out", "truncation"),
         **SESSION,
         **no_effect(OWN_CACHE, "prompt_cache_options", "prompt_cache_retention"),
         **no_effect(LABEL, "safety_identifier", "client_metadata"),
