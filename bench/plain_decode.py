@@ -255,17 +255,15 @@ def _mix(normed: Tensor, to_route: Tensor, weights: ExpertWeights, spec: LayerSp
     assert experts is not None, "the layer has experts"
     bias = None if weights.router_bias is None else weights.router_bias.float()
     logits = F.linear(to_route.float(), weights.router.float(), bias)
-    if weights.correction is None:
-        shares, ids = torch.softmax(logits, 1).topk(experts.per_token, 1)
-    else:
-        scores = torch.sigmoid(logits)
-        wanted = (scores + weights.correction).view(len(logits), experts.groups, -1)
-        if experts.groups > 1:
-            sums = wanted.topk(2, 2).values.sum(2)
-            least = sums.topk(experts.groups_taken, 1).values[:, -1:]
-            wanted = wanted.masked_fill((sums < least)[..., None], float("-inf"))
-        ids = wanted.flatten(1).topk(experts.per_token, 1).indices
-        shares = scores.gather(1, ids)
+    scores = torch.sigmoid(logits) if experts.is_sigmoid else torch.softmax(logits, 1)
+    wanted = scores if weights.correction is None else scores + weights.correction
+    if experts.groups > 1:
+        wanted = wanted.view(len(logits), experts.groups, -1)
+        sums = wanted.topk(experts.group_best, 2).values.sum(2)
+        least = sums.topk(experts.groups_taken, 1).values[:, -1:]
+        wanted = wanted.masked_fill((sums < least)[..., None], float("-inf")).flatten(1)
+    ids = wanted.topk(experts.per_token, 1).indices
+    shares = scores.gather(1, ids)
     if experts.is_normalised:
         shares = shares / shares.sum(1, keepdim=True)
     shares = shares * experts.gain

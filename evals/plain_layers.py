@@ -56,17 +56,14 @@ def choose_experts(
     """Return weights and numbers of the experts that tokens take, `[tokens, taken]`. correction: of a router by
     sigmoids, None: it is one by softmax.
     """
-    if correction is None:
-        shares, ids = torch.softmax(logits, 1).topk(experts.per_token, 1)
-    else:
-        scores = torch.sigmoid(logits)
-        wanted = (scores + correction).unflatten(1, (experts.groups, -1))
-        if experts.groups > 1:
-            sums = wanted.topk(2, 2).values.sum(2)
-            least = sums.topk(experts.groups_taken, 1).values[:, -1:]
-            wanted = wanted.masked_fill((sums < least)[..., None], -torch.inf)
-        ids = wanted.flatten(1).topk(experts.per_token, 1).indices
-        shares = scores.gather(1, ids)
+    scores = torch.sigmoid(logits) if experts.is_sigmoid else torch.softmax(logits, 1)
+    wanted = (scores if correction is None else scores + correction).unflatten(1, (experts.groups, -1))
+    if experts.groups > 1:
+        sums = wanted.topk(experts.group_best, 2).values.sum(2)
+        least = sums.topk(experts.groups_taken, 1).values[:, -1:]
+        wanted = wanted.masked_fill((sums < least)[..., None], -torch.inf)
+    ids = wanted.flatten(1).topk(experts.per_token, 1).indices
+    shares = scores.gather(1, ids)
     if experts.is_normalised:
         shares = shares / shares.sum(1, keepdim=True)
     return shares * experts.gain, ids

@@ -85,7 +85,7 @@ class ExpertMlp:
         normed, logits = router_logits(hidden, by, eps, weights.router, weights.router_bias)
         if beside is not None:
             normed = rms_norm(hidden, norm, eps)
-        if weights.correction is not None:
+        if experts.is_folded:
             logits = fold_choice(logits, experts, weights.correction)
         taken, is_few = None, len(hidden) <= LEAST_PAIRS  # tiles of few tokens find their pairs in the logits
         if weights.host is not None or not is_few:

@@ -68,7 +68,8 @@ class Family:
     tensors that the decoder has no use for. stacks: the layout of a layer's experts that `tensors` calls
     `experts_gate_up` and `experts_down`, all in one tensor, or of their biases. gguf: how GGUF files have it, None:
     none does. shapes: configurations by name, for random weights. has_further_layers: a checkpoint may have layers
-    behind the last one, which draft tokens and are not read.
+    behind the last one, which draft tokens and are not read. texts: model types of `text_config` for which another
+    family reads the whole.
     """
 
     model_types: tuple[str, ...]
@@ -83,6 +84,7 @@ class Family:
     gguf: GgufForm | None = None
     shapes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     has_further_layers: bool = False
+    texts: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -128,9 +130,16 @@ def parse_config(
     transformers that knows its keys, as it is not where `auto_map` names code in the folder. Raises ModelError for what
     is not served.
     """
-    family = find_family(config.get("model_type"), source)
+    family, model_type, text = (
+        find_family(config.get("model_type"), source),
+        config["model_type"],
+        config.get("text_config"),
+    )
+    if isinstance(text, Mapping) and text.get("model_type") in family.texts:
+        model_type = text["model_type"]
+        family = find_family(model_type, source)
     quantisation = parse_quantisation(config, source)
-    named = None if "auto_map" in config or has_other_code else read_library_keys()["named"].get(config["model_type"])
+    named = None if "auto_map" in config or has_other_code else read_library_keys()["named"].get(model_type)
     config = without_quantisation(family.unwrap(config))
     keys = ConfigKeys(config if rope is None else with_rope(config, rope), family.defaults, source)
     shape = family.parse(keys, name)

@@ -13,8 +13,9 @@ from gpu.model.spec import Architecture, Experts, Latent, LayerSpec, ModelError,
 _ATTENTION = {
     "self_attn.kv_a_proj_with_mqa.weight": "latent",
     "self_attn.kv_a_layernorm.weight": "latent_norm",
-    "self_attn.kv_b_proj.weight": "latent_up",
 }
+_UP = {"self_attn.kv_b_proj.weight": "latent_up"}
+_SPLIT_UP = {"self_attn.k_b_proj.weight": "latent_key_up", "self_attn.v_b_proj.weight": "latent_value_up"}
 _QUERIES = {
     "self_attn.q_a_proj.weight": "query_down",
     "self_attn.q_a_layernorm.weight": "query_down_norm",
@@ -37,8 +38,9 @@ def latent_tensors(shape: Architecture) -> dict[str, str]:
     assert shape.latent is not None, "a family of latent attention has it"
     whole = {name: what for name, what in LAYER_TENSORS.items() if what not in ("query", "key", "value")}
     queries = _QUERIES if shape.latent.query_rank is not None else {"self_attn.q_proj.weight": "query"}
+    up = _SPLIT_UP if shape.latent.is_split else _UP
     has_correction = any(spec.experts is not None and spec.experts.is_sigmoid for spec in shape.layer_pattern)
-    return whole | _ATTENTION | queries | _EXPERTS | (_CORRECTION if has_correction else {})
+    return whole | _ATTENTION | up | queries | _EXPERTS | (_CORRECTION if has_correction else {})
 
 
 def parse_latent_model(
@@ -60,8 +62,9 @@ def parse_latent_model(
     keys.get("head_dim")
     rope = more.get("rope") or parse_rope(keys)[0]
     latent = Latent(
-        rank, rotated, plain, value, keys.optional("q_lora_rank", int), _logit_gain(rope), has_neighbour_pairs
-    )
+        rank, rotated, plain, value, keys.optional("q_lora_rank", int), _logit_gain(rope), has_neighbour_pairs,
+        keys.flag("latent_up_is_split"),
+    )  # fmt: skip
     return parse_sizes(keys, name, layers, num_kv_heads=1, dim=latent.row, latent=latent, **more)
 
 
@@ -89,18 +92,24 @@ def parse_sigmoid_experts(keys: ConfigKeys) -> tuple[Experts, int]:
     keys.only("scoring_func", "sigmoid")
     keys.only("norm_topk_prob", True)
     experts, shared = parse_shared_experts(keys, is_normalised=True)
+    return replace(in_groups(keys, experts), is_sigmoid=True), shared
+
+
+def in_groups(keys: ConfigKeys, experts: Experts, group_best: int = 2) -> Experts:
+    """Return experts that are chosen among the best groups. group_best: as in `Experts`."""
     groups, taken = keys.optional("n_group", int) or 1, keys.optional("topk_group", int) or 1
-    if experts.num_experts % groups or taken > groups or (groups > 1 and experts.num_experts < 2 * groups):
+    least = group_best * groups
+    if experts.num_experts % groups or taken > groups or (groups > 1 and experts.num_experts < least):
         raise ModelError(
             f"model: {keys.source}: n_group is {groups} and topk_group {taken}, of {experts.num_experts} experts; "
-            "wanted groups of two or more, alike, and no more taken than there are"
+            f"wanted groups of {group_best} or more, alike, and no more taken than there are"
         )
     if experts.per_token > experts.num_experts // groups * taken:
         raise ModelError(
             f"model: {keys.source}: num_experts_per_tok is {experts.per_token}; wanted no more than {taken} of "
             f"{groups} groups have"
         )
-    return replace(experts, is_sigmoid=True, groups=groups, groups_taken=taken), shared
+    return replace(experts, groups=groups, groups_taken=taken, group_best=group_best)
 
 
 def parse_shared_experts(keys: ConfigKeys, is_normalised: bool) -> tuple[Experts, int]:

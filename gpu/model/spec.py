@@ -39,7 +39,8 @@ class Experts:
     has the router, and the output of each expert has a factor. is_shared: it has one of the same normed rows, whose
     output has the sigmoid of a token's own logit as a factor, or 1 where it is_whole. is_sigmoid: experts are taken by
     the sigmoids of their logits, each plus a correction of its own, among `groups_taken` of `groups`, those with the
-    largest sum of their best two; weights are the sigmoids alone. gain: of all weights.
+    largest sum of their best two; weights are the sigmoids alone. gain: of all weights. Where a softmax chooses among
+    groups, these are taken by the sum of their `group_best` largest shares.
     """
 
     num_experts: int
@@ -53,7 +54,18 @@ class Experts:
     is_sigmoid: bool = False
     groups: int = 1
     groups_taken: int = 1
+    group_best: int = 2
     gain: float = 1.0
+
+    @property
+    def is_folded(self) -> bool:
+        """Return whether a choice is made before logits are of a softmax."""
+        return self.is_sigmoid or self.groups > 1
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Return whether a choice made before has the weights themselves, which are scaled to no sum."""
+        return self.is_folded and not self.is_normalised
 
     @property
     def has_mlp(self) -> bool:
@@ -78,8 +90,8 @@ class Recurrent:
     """A gated delta net in place of attention (`gpu.operations.recurrent`): of the past it has no keys and values but a
     state, `[value_heads, key_dim, value_dim]`, and the last inputs of its convolution, `[conv_tokens - 1, conv_width]`.
     Neighbouring value heads share a key head. is_grouped: the checkpoint has one matrix of queries, keys, values and
-    gates, and one of both gates of the state, key head by key head. is_tiled: value heads that share a key head are
-    `key_heads` apart, and no neighbours.
+    gates, has_grouped_gates: and one of both gates of the state, key head by key head. is_tiled: value heads that share
+    a key head are `key_heads` apart, and no neighbours.
     """
 
     key_heads: int
@@ -88,6 +100,7 @@ class Recurrent:
     value_dim: int
     conv_tokens: int
     is_grouped: bool = False
+    has_grouped_gates: bool = False
     is_tiled: bool = False
 
     @property
@@ -111,7 +124,8 @@ class Latent:
 
     A head's key has `plain` numbers of the latent and those that are rotated, its value `value` numbers of the latent.
     query_rank: of the latent that queries are made of, None: they are made of hidden states. logit_gain: of logits of
-    attention, beside `query_dim**-0.5`. has_neighbour_pairs: as in `Architecture`, of what is rotated.
+    attention, beside `query_dim**-0.5`. has_neighbour_pairs: as in `Architecture`, of what is rotated. is_split: the
+    checkpoint has what makes keys, each head's rows as columns, and what makes values apart.
     """
 
     rank: int
@@ -121,6 +135,7 @@ class Latent:
     query_rank: int | None = None
     logit_gain: float = 1.0
     has_neighbour_pairs: bool = False
+    is_split: bool = False
 
     @property
     def row(self) -> int:

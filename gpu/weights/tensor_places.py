@@ -24,7 +24,7 @@ from gpu.model.matrix_formats import (
 )
 from gpu.model.spec import Architecture, LayerSpec, Recurrent
 from gpu.operations.linear.packed_matrix import Packed
-from gpu.weights.gguf_blocks import Blocks, widen_blocks
+from gpu.weights.gguf_blocks import Blocks, widen, widen_blocks
 from gpu.weights.stored import PLAIN, ModuleRows, StoredTensor, stacked_tensors, stored_tensors
 from gpu.weights.weights import LayerWeights, Weights, allocate_weights
 
@@ -87,6 +87,27 @@ class ShapedPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadsPlace:
+    """Where a tensor goes that has rows of heads, one after another. tensor: `[heads, rows, columns]`; is_transposed:
+    the checkpoint has the columns of each head as rows.
+    """
+
+    tensor: Tensor
+    is_transposed: bool = False
+
+    @property
+    def wanted(self) -> StoredTensor:
+        heads, rows, columns = self.tensor.shape
+        shape = (heads * columns, rows) if self.is_transposed else (heads * rows, columns)
+        return StoredTensor((shape,), (*PLAIN, *BLOCK_KINDS), self.fill)
+
+    def fill(self, stored: Tensor | Blocks) -> None:
+        rows = widen(stored) if isinstance(stored, Blocks) else stored
+        cut = rows.unflatten(0, (len(self.tensor), -1))
+        self.tensor.copy_(cut.transpose(1, 2) if self.is_transposed else cut)
+
+
+@dataclass(frozen=True, slots=True)
 class StackPlace:
     """Where one tensor of all experts goes. experts: each one's rows, or their biases, on the device or not."""
 
@@ -109,6 +130,9 @@ class StackPlace:
             if self.layout.is_interleaved:
                 rows = rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
             place.copy_(rows)
+
+
+AnyPlace = Place | ShapedPlace | HeadsPlace | StackPlace
 
 
 def head_order(architecture: Architecture) -> Tensor | None:
@@ -250,15 +274,13 @@ def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Archi
     return {module + end: tensor for end, tensor in tensors.items()}
 
 
-def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, Place | ShapedPlace | StackPlace]:
+def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, AnyPlace]:
     """Return the plain places of one layer, by what a family's table calls them (`gpu.model.family`)."""
     own, offset = a.heads_of(spec), a.norm_weight_offset
     query, key = (1 + spec.output_gate) * a.num_heads * own.dim, own.count * own.dim
     order, heads = head_order(a), _row_order(a, spec)
     norms = {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm}
-    places: dict[str, Place | ShapedPlace | StackPlace] = {
-        name: Place(norm, offset=offset) for name, norm in norms.items() if norm is not None
-    }
+    places: dict[str, AnyPlace] = {name: Place(norm, offset=offset) for name, norm in norms.items() if norm is not None}
     for name, matrix in layer.matrices.items():
         if (name == "qkv" and a.latent is None) or not isinstance(matrix, Tensor):
             continue
@@ -302,6 +324,10 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         places["latent_norm"] = Place(layer.latent.norm, offset=offset)
         if layer.latent.query_norm is not None:
             places["query_down_norm"] = Place(layer.latent.query_norm, offset=offset)
+        if a.latent is not None and a.latent.is_split and isinstance(layer.latent.up, Tensor):
+            up = layer.latent.up.unflatten(0, (a.num_heads, -1))
+            places["latent_key_up"] = HeadsPlace(up[:, : a.latent.plain], is_transposed=True)
+            places["latent_value_up"] = HeadsPlace(up[:, a.latent.plain :])
     for suffix, rows in (("", layer.qkv), ("_bias", layer.qkv_bias)):
         if isinstance(rows, Tensor) and a.latent is None:
             places["qkv" + suffix] = Place(rows, heads)
@@ -326,15 +352,13 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
     return places
 
 
-def _recurrent_places(
-    layer: LayerWeights, own: Recurrent, order: Tensor | None
-) -> dict[str, Place | ShapedPlace | StackPlace]:
+def _recurrent_places(layer: LayerWeights, own: Recurrent, order: Tensor | None) -> dict[str, AnyPlace]:
     weights = layer.recurrent
     assert weights is not None, "the layer is recurrent"
-    places: dict[str, Place | ShapedPlace | StackPlace] = {
+    places: dict[str, AnyPlace] = {
         "state_shares": Place(weights.gates[: own.value_heads]),
         "state_decays": Place(weights.gates[own.value_heads :]),
-        "state_gates": Place(weights.gates, _grouped_order(own)[1] if own.is_grouped else None),
+        "state_gates": Place(weights.gates, _grouped_order(own)[1] if own.has_grouped_gates else None),
         "conv": ShapedPlace(weights.conv),
         "decay": Place(weights.decay),
         "time_bias": Place(weights.time_bias),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
@@ -26,6 +26,7 @@ from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillU
 from gpu.weights.expert_shares import MOST_COMPUTED_ROWS
 from transfer.expert_exchange import OpenExperts
 
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # which it lacks
 PAGE_TOKENS = 16
 CHUNK_TOKENS = 128
 SIZES = {
@@ -164,6 +165,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
                           "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1,
                                            "mscale": 0.707, "mscale_all_dim": 0.707,
                                            "original_max_position_embeddings": 128}},
+    "mistral4": MLA | {"model_type": "mistral4", "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+                       "routed_scaling_factor": 1.0, "rope_interleave": True,
+                       "rope_parameters": {"type": "yarn", "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 16.0,
+                                           "original_max_position_embeddings": 64, "max_position_embeddings": 4096,
+                                           "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                           "llama_4_scaling_beta": 0.4, "partial_rotary_factor": 0.4}},
     "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
                         "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma4 with inputs": GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3,

@@ -59,6 +59,14 @@ QWEN35_NAMES = {
     "linear_attn.dt_bias": "ssm_dt", "linear_attn.A_log": "ssm_a", "mlp.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_qkvz": "ssm_in",
+}  # fmt: skip
+MLA_NAMES = {
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b", "self_attn.k_b_proj": "attn_k_b", "self_attn.v_b_proj": "attn_v_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp", "mlp.gate.e_score_correction_bias": "exp_probs_b",
 }  # fmt: skip
 QWEN35_ENDS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -71,7 +79,9 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen
                  "qwen3_moe": "qwen3moe", "phi3": "phi3", "glm4": "glm4", "gemma3_text": "gemma3",
                  "gpt_oss": "gpt-oss", "gemma4_text": "gemma4", "smollm3": "smollm3", "granite": "granite",
                  "ministral3": "mistral3",
-                 "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
+                 "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
+                 "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2"}  # fmt: skip
+OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")  # architectures whose norms have one added
 NEIGHBOUR_PAIRS = {
     "llama",
     "smollm3",
@@ -151,11 +161,13 @@ def _block(kind: str, block: bytes) -> list[float]:
 
 
 def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | None = None, seed: int = 3,
-          split_tensors: int = 0, is_alone: bool = False, one_each: bool = False) -> Path:  # fmt: skip
+          split_tensors: int = 0, is_alone: bool = False, one_each: bool = False,
+          is_old: bool = False) -> Path:  # fmt: skip
     """A file of a plain checkpoint whose matrices are of `kinds` of their names in the file; beside it, in a folder of
     the same name with `-plain`, the checkpoint that it means, unless it is to be alone. Returns the file. metadata: in
     place of what is derived, None: left out. split_tensors: of a part, 0: there is one. one_each: experts have tensors
-    of their own, as in files of early 2024.
+    of their own, as in files of early 2024. is_old: what makes keys and values of latents is one matrix, and so are a
+    Qwen3-Next's projections, as in files of early 2025.
     """
     config = json.loads((plain / "config.json").read_text())
     tensors = {name: tensor.float().numpy() for name, tensor in load_file(plain / "model.safetensors").items()}
@@ -165,7 +177,8 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
     assert config["model_type"] in ARCHITECTURES, f"add {config['model_type']!r} to gguf_files.ARCHITECTURES"
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
-    for key, value in (_metadata(config, tensors, architecture) | dict(metadata or {})).items():
+    tensors = tensors if is_old else _split_latents(_ungrouped(tensors, config), config)
+    for key, value in (_metadata(config, tensors, architecture, is_old) | dict(metadata or {})).items():
         _add(writer, key, value)
     for name, array in _rope_factors(config).items():
         writer.add_tensor(name, array)
@@ -174,15 +187,22 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
     for name, array in sorted(_stacked(tensors).items()):
         module, end = name.rsplit(".", 1)
         is_own_end = name.split(".", 3)[-1] in QWEN35_ENDS
+        is_own_end = is_own_end or name.endswith("e_score_correction_bias")
         theirs = _name(name if is_own_end else module, architecture) + ("" if is_own_end else "." + end)
-        theirs = theirs + ".bias" if theirs.endswith("ssm_dt") else theirs
-        if ".linear_attn." in name:
+        theirs = theirs + ".bias" if theirs.endswith(("ssm_dt", "exp_probs_b")) else theirs
+        if ".linear_attn." in name and architecture != "qwen3next":
             stored, numbers, kind = _tiled(generator, kinds(theirs), name, array, config)
             meant[name] = from_numpy(numbers.astype(np.float32))
             block_type = None if kind in ("F32", "F16") else getattr(gguf.GGMLQuantizationType, kind)
             writer.add_tensor(theirs, np.ascontiguousarray(stored), raw_dtype=block_type)
             continue
-        kind = kinds(theirs) if array.ndim > 1 and "ffn_gate_inp" not in theirs and end == "weight" else "F32"
+        if name.endswith(("A_log", "conv1d.weight")):
+            array = -np.exp(array) if name.endswith("A_log") else array.squeeze(1)
+        kind = (
+            kinds(theirs)
+            if array.ndim > 1 and "conv1d" not in name and "ffn_gate_inp" not in theirs and end == "weight"
+            else "F32"
+        )
         if array.ndim == 3:
             stored = np.stack([_store(generator, kind, one) for one in array])
             for expert, (one, rows) in enumerate(zip(stored, array, strict=True)):
@@ -194,7 +214,8 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
             meant[name] = from_numpy(_meant(kind, stored, array.shape).astype(np.float32))
         if name.endswith("shared_expert_gate.weight"):
             stored = stored.reshape(-1)
-        if array.ndim == 1 and architecture in ("gemma3", "qwen35", "qwen35moe") and name.endswith("norm.weight"):
+        is_offset = architecture in OFFSET and ".linear_attn." not in name
+        if array.ndim == 1 and is_offset and name.endswith("norm.weight"):
             stored = stored + 1
         if architecture in NEIGHBOUR_PAIRS and module.endswith(("q_proj", "k_proj")):
             heads = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
@@ -307,14 +328,69 @@ def _name(module: str, architecture: str) -> str:
     names = NAMES | EXPERT_NAMES | (GEMMA_NAMES if architecture in ("gemma3", "gemma4") else {})
     if architecture == "gemma4":
         names |= GEMMA4_NAMES
-    if architecture.startswith("qwen35"):
-        names |= QWEN35_NAMES
+    if architecture.startswith("qwen3"):
+        names |= QWEN35_NAMES if architecture.startswith(("qwen35", "qwen3next")) else {}
+    if architecture == "deepseek2":
+        names |= MLA_NAMES
     if architecture == "gpt-oss":
         names |= {"post_attention_layernorm": "post_attention_norm"}
     return f"blk.{layer}.{names[part]}"
 
 
-def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray], architecture: str) -> dict[str, Any]:
+def _ungrouped(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """With a Qwen3-Next's queries, keys and values in one matrix and gates in another, each kind's heads together."""
+    found = {}
+    for name, array in tensors.items():
+        if not name.endswith("in_proj_qkvz.weight"):
+            found[name] = array
+            continue
+        heads, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        value = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
+        cut = np.split(array.reshape(heads, -1, array.shape[1]), np.cumsum([key, key, value]), axis=1)
+        *qkv, z = (part.reshape(-1, array.shape[1]) for part in cut)
+        found |= {name.replace("qkvz", "qkv"): np.concatenate(qkv), name.replace("qkvz", "z"): z}
+    return found
+
+
+def _split_latents(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """With what makes keys of latents, each head's transposed, and what makes values apart."""
+    found = {}
+    for name, array in tensors.items():
+        if not name.endswith("kv_b_proj.weight"):
+            found[name] = array
+            continue
+        heads = array.reshape(config["num_attention_heads"], -1, array.shape[1])
+        plain = config["qk_nope_head_dim"]
+        found[name.replace("kv_b", "k_b")] = heads[:, :plain].swapaxes(1, 2)
+        found[name.replace("kv_b", "v_b")] = heads[:, plain:]
+    return found
+
+
+def _latent_metadata(config: dict[str, Any], is_old: bool) -> dict[str, Any]:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    own = {"key_length": config["qk_nope_head_dim"] + rotated, "value_length": config["v_head_dim"]}
+    rows = own if is_old else {"key_length": rank + rotated, "value_length": rank}
+    found = {f"attention.{name}": size for name, size in rows.items()}
+    found |= {} if is_old else {f"attention.{name}_mla": size for name, size in own.items()}
+    scaling = config.get("rope_scaling") or {}
+    is_sigmoid = config["model_type"] != "deepseek_v2"
+    return found | {
+        "attention.head_count_kv": config["num_attention_heads"] if is_old else 1,
+        "attention.kv_lora_rank": rank, "attention.q_lora_rank": config["q_lora_rank"],
+        "rope.dimension_count": rotated, "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_count": config["n_routed_experts"], "expert_used_count": config["num_experts_per_tok"],
+        "expert_shared_count": config["n_shared_experts"], "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"],
+        "expert_weights_norm": True if is_sigmoid else None,
+        "expert_gating_func": 2 if is_sigmoid else None if is_old else 1,
+        "rope.scaling.yarn_log_multiplier": 0.1 * scaling["mscale_all_dim"] if scaling else None,
+    }  # fmt: skip
+
+
+def _metadata(
+    config: dict[str, Any], tensors: dict[str, np.ndarray], architecture: str, is_old: bool
+) -> dict[str, Any]:  # fmt: skip
     """What llama.cpp's converter writes of such a configuration."""
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     found = {
@@ -341,14 +417,19 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray], architectu
         found["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if config["model_type"].startswith("qwen3_5"):
         rope = config["rope_parameters"]
+        rotated = int(dim * rope["partial_rotary_factor"])
+        found |= {"rope.freq_base": rope["rope_theta"], "rope.dimension_count": rotated,
+                  "rope.dimension_sections": [*rope["mrope_section"], 0]}  # fmt: skip
+    if architecture == "deepseek2":
+        found |= _latent_metadata(config, is_old)
+    if config["model_type"].startswith(("qwen3_5", "qwen3_next")):
         found |= {
-            "rope.freq_base": rope["rope_theta"], "rope.dimension_count": int(dim * rope["partial_rotary_factor"]),
-            "rope.dimension_sections": [*rope["mrope_section"], 0], "full_attention_interval": 4,
+            "full_attention_interval": 4,
             "ssm.conv_kernel": config["linear_conv_kernel_dim"], "ssm.state_size": config["linear_key_head_dim"],
             "ssm.group_count": config["linear_num_key_heads"], "ssm.time_step_rank": config["linear_num_value_heads"],
             "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
         }  # fmt: skip
-    if config["model_type"] == "qwen3_5_moe_text":
+    if config["model_type"] in ("qwen3_5_moe_text", "qwen3_next"):
         found |= {"expert_feed_forward_length": config["moe_intermediate_size"],
                   "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"]}  # fmt: skip
         del found["feed_forward_length"]

@@ -72,6 +72,8 @@ def test_logits_and_greedy_text_equal_transformers(name: str, length: int) -> No
         ("granite", {"embedding_multiplier": 3.1}),
         ("granite", {"logits_scaling": 4.1}),
         ("ministral3", {"rope_parameters": CONFIGS["ministral3"]["rope_parameters"] | {"llama_4_scaling_beta": 0.38}}),
+        ("mistral4", {"rope_parameters": CONFIGS["mistral4"]["rope_parameters"] | {"llama_4_scaling_beta": 0.38}}),
+        ("mistral4", {"n_group": 4, "topk_group": 2}),
         ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}),
         ("olmo3", {"sliding_window": 31}),
         ("olmo3", {"rope_scaling": CONFIGS["olmo3"]["rope_scaling"] | {"attention_factor": 1.3}}),
@@ -125,6 +127,21 @@ def test_what_a_model_of_latents_has_beyond_others_is_seen_if_it_is_left_out(wha
         ("glm4_moe_lite", {"n_group": 4, "topk_group": 2, "v_head_dim": 56}),
         ("glm4_moe_lite", {"first_k_dense_replace": None, "rope_interleave": False, "tie_word_embeddings": True}),
         ("deepseek_v2", {"q_lora_rank": 40, "rope_scaling": None, "first_k_dense_replace": 0}),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 16.0},
+        ),
+        (
+            "mistral4",
+            {
+                "n_group": 4,
+                "topk_group": 2,
+                "norm_topk_prob": False,
+                "first_k_dense_replace": 0,
+                "routed_scaling_factor": 1.5,
+            },
+        ),
+        ("mistral4", {"rope_interleave": False, "rope_parameters": None}),
     ],
 )
 def test_what_a_model_of_latents_may_leave_out_or_put_together_is_transformers(name: str, change: dict) -> None:
@@ -283,6 +300,29 @@ def test_a_ministral3_that_sees_pictures_loads_its_text_and_refuses_mac(is_defau
     site = Site(shape, None, 16, 2, torch.float32, torch.float32, CPU)
     with pytest.raises(ModelError, match=r"mac: queries of .* grow with their positions"):
         make_device_sides([part], site, {part.id: 1})
+
+
+def test_a_mistral4_that_sees_pictures_loads_its_text_with_experts_apart_or_not(tmp_path: Path) -> None:
+    known, prompt = checkpoint("mistral4"), draw_prompt(60)
+    tensors = load_file(known.folder / "model.safetensors")
+    apart = {}
+    for key, value in tensors.items():
+        stem, end = key.split("experts.")[0] + "experts.", key.split(".")[-1]
+        for number, one in enumerate(value if key.endswith(("experts.gate_up_proj", "experts.down_proj")) else ()):
+            parts = zip(("gate_proj", "up_proj"), one.chunk(2), strict=True) if end == "gate_up_proj" else [(end, one)]
+            apart |= {f"{stem}{number}.{what}.weight": part.contiguous() for what, part in parts}
+    text = json.loads((known.folder / "config.json").read_text())
+    whole = {"model_type": "mistral3", "text_config": text, "vision_config": {"hidden_size": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    stacked = {key: value for key, value in tensors.items() if "mlp.experts." in key}
+    assert len(apart) == len(stacked) // 2 * 8 * 3
+    for held in (tensors, {key: value for key, value in tensors.items() if key not in stacked} | apart):
+        save_file({f"language_model.{key}": value for key, value in held.items()}, tmp_path / "model.safetensors")
+        assert off(generate(load(tmp_path), prompt, 2)[1][:1], known.logits(prompt)[-1:]) < FAMILY_LOGITS
+    turned = text["rope_parameters"] | {"partial_rotary_factor": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text | {"rope_parameters": turned}}))
+    with pytest.raises(ModelError, match=r"partial_rotary_factor is 0\.5; wanted 16 of 40"):
+        read_architecture(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from gpu.model.gguf.file import read_gguf
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
 from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
-from gpu.model.spec import RopeScaling
+from gpu.model.spec import Latent, RopeScaling
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.checkpoint import load_packed, load_weights
 from gpu.weights.drawing import draw_packed
@@ -153,35 +153,47 @@ FAMILIES = {
     "llama3": {}, "llama with biases": {}, "mistral": {}, "qwen2 with yarn": {}, "qwen3": {}, "phi3": {}, "glm4": {},
     "gemma3": {"query_pre_attn_scalar": 256}, "gpt_oss": {}, "gemma4": {}, "gemma4 with inputs": {},
     "smollm3": {"no_rope_layers": (1, 1, 1, 0, 1)}, "granite": {}, "ministral3": {},
-    "qwen3_5": {}, "qwen3_5_moe": {},
+    "qwen3_5": {}, "qwen3_5_moe": {}, "qwen3_next": {"mlp_only_layers": ()}, "glm4_moe_lite": {}, "deepseek_v3": {},
+    "deepseek_v2": {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
 }  # fmt: skip
 
 
+# Sizes of which all rows are whole blocks.
+BLOCKWISE = {"qwen3_next": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64},
+             "deepseek_v3": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64}}  # fmt: skip
 # Where products are summed in another order, or rotations are rounded: value heads stand elsewhere in files of Qwen3.5.
 GGUF_LOGITS = dict.fromkeys(("llama3", "qwen3_5", "qwen3_5_moe"), GGUF_ROPE_LOGITS)
 
 
-def _untiled(value: object) -> object:
-    """Layers as a checkpoint has them: in files value heads that share a key head are no neighbours."""
+def _as_stored(value: object) -> object:
+    """Layers without how they lie in files: value heads that share a key head are no neighbours, projections apart."""
+    if isinstance(value, Latent):
+        return replace(value, is_split=False)
     if not isinstance(value, tuple):
         return value
     return tuple(
-        replace(one, recurrent=replace(one.recurrent, is_tiled=False)) if getattr(one, "recurrent", None) else one
+        replace(one, recurrent=replace(one.recurrent, is_tiled=False, is_grouped=False))
+        if getattr(one, "recurrent", None) else one
         for one in value
-    )
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_the_checkpoint_that_its_file_was_made_of(family: str, tmp_path: Path) -> None:
+WAYS = [(family, {}) for family in FAMILIES]
+WAYS += [(family, {"is_old": True}) for family in ("qwen3_next", "deepseek_v2", "glm4_moe_lite")]
+
+
+@pytest.mark.parametrize(("family", "way"), WAYS)
+def test_every_family_is_the_checkpoint_that_its_file_was_made_of(family: str, way: dict, tmp_path: Path) -> None:
     """Names, biases, norms, windows, rotations and their scaling; logits beside transformers' own."""
     plain = checkpoint(family, **FAMILIES[family])
-    path = write(plain.folder, tmp_path / "model.gguf", lambda name: "F32", is_alone=True)
+    more = {"tokenizer.ggml.pre": "glm4"} if family == "glm4_moe_lite" else {}
+    path = write(plain.folder, tmp_path / "model.gguf", lambda name: "F32", more, is_alone=True, **way)
     ours, theirs = read_architecture(path), read_architecture(plain.folder)
     for field in ("family", "num_heads", "num_kv_heads", "dim", "rotary_dim", "layer_pattern", "query_gain",
-                  "logit_cap", "layer_inputs", "query_growth", "logit_gain",
+                  "logit_cap", "layer_inputs", "query_growth", "logit_gain", "latent",
                   "embedding_scale", "norm_weight_offset", "tied_embeddings", "rms_norm_eps",
                   "max_context_tokens"):  # fmt: skip
-        assert _untiled(getattr(ours, field)) == getattr(theirs, field), field
+        assert _as_stored(getattr(ours, field)) == _as_stored(getattr(theirs, field)), field
     prompt = np.random.default_rng(1).integers(0, 320, 150).astype(np.int32)
     (tokens, logits), (others, wanted) = (generate(load(one), prompt, 4) for one in (path, plain.folder))
     assert tokens == others
@@ -322,6 +334,40 @@ def test_other_families_rows_are_put_in_order_in_blocks_too(family: str, tmp_pat
             assert isinstance(stored, Packed)
             assert torch.equal(as_matrix(stored).unpack(), getattr(theirs, matrix)), matrix
         assert torch.equal(ours.attention_norm, theirs.attention_norm)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
+def test_blocks_of_hybrids_and_latents_give_the_logits_of_their_numbers(family: str, tmp_path: Path) -> None:
+    """Of latents what makes keys lies transposed, head by head, so its blocks are widened as it is placed."""
+    plain = checkpoint(family, **FAMILIES[family], **BLOCKWISE.get(family, {})).folder
+    path = write(plain, tmp_path / "model.gguf", all_of("Q8_0", "Q8_0"), is_alone=True)
+    prompt, weights = np.random.default_rng(1).integers(0, 320, 90).astype(np.int32), whole(path)
+    for layer, wanted in zip(weights.layers, whole(plain).layers, strict=True):
+        for name, matrix in wanted.matrices.items():
+            rows = layer.matrices[name]
+            assert float((rows - matrix).abs().max()) < 0.01 * float(matrix.abs().max()), name
+    assert len(set(generate(load(path), prompt, 4)[0])) > 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention.key_length", 47, "wanted 48, of the rows that tokens leave"),
+        ("attention.head_count_kv", 2, "wanted 1 or 4, as many as query heads"),
+        ("expert_gating_func", 3, "wanted 1, a softmax, or 2, sigmoids"),
+        ("nextn_predict_layers", 1, "wanted 0: layers that guess tokens are not used"),
+        ("rope.scaling.yarn_log_multiplier", 0.0, "wanted a positive number beside YaRN"),
+        ("attention.temperature_scale", 0.5, "and this key is not known"),
+    ],
+)
+def test_what_a_file_of_latents_contradicts_is_refused_by_its_key(
+    key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    plain = checkpoint("deepseek_v3").folder
+    path = write(plain, tmp_path / "model.gguf", lambda name: "F32", {f"deepseek2.{key}": value}, is_alone=True)
+    with pytest.raises(ModelError, match=rf"deepseek2\.{key} is .*{words}") as caught:
+        read_architecture(path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])

@@ -15,7 +15,7 @@ from gpu.operations.arguments import runs_on_triton
 from gpu.operations.experts import expert_tiles
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
-from gpu.operations.experts.experts_reference import experts_reference
+from gpu.operations.experts.experts_reference import experts_reference, fold_choice
 from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.routing import choose, router_logits, tile_pairs
 from gpu.operations.linear.packed_matrix import Packed
@@ -225,14 +225,38 @@ def test_pairs_of_many_tokens_are_sorted_block_after_block(device, tokens, per_t
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_normalised", [True, False])
-@pytest.mark.parametrize(("num_experts", "tokens"), [(16, 3), (16, 12), (5, 16), (200, 16)])
-def test_what_tiles_of_few_tokens_find_themselves_is_what_is_chosen(device, num_experts, tokens, is_normalised):
-    """By pairs, where those are fewer than experts, and by experts; with ties."""
+@pytest.mark.parametrize(("group_best", "is_sigmoid"), [(1, False), (2, False), (2, True)])
+def test_experts_of_the_best_groups_are_taken_with_weights_as_they_are_or_of_sum_one(
+    device, is_normalised, group_best, is_sigmoid
+):
+    experts = Experts(12, 3, 8, is_normalised, is_sigmoid=is_sigmoid, groups=4, groups_taken=2, group_best=group_best)
+    generator = np.random.default_rng(3)
+    logits, correction = (random(generator, shape, torch.float32, device) for shape in ((9, 12), (12,)))
+    ids, weights = choose(fold_choice(logits, experts, correction if is_sigmoid else None), experts)
+    scores = np.exp(wide(logits))
+    scores = scores / (1 + scores) if is_sigmoid else scores / scores.sum(1, keepdims=True)
+    for row, score in enumerate(scores):
+        wanted = score + is_sigmoid * wide(correction)
+        groups = np.sort(wanted.reshape(4, 3), 1)[:, -group_best:].sum(1)
+        allowed = np.repeat(np.isin(np.arange(4), np.argsort(-groups)[:2]), 3)
+        taken = np.argsort(-np.where(allowed, wanted, -np.inf))[:3]
+        assert sorted(ids[row].tolist()) == sorted(taken.tolist())
+        own = score[ids[row].tolist()]
+        assert distance(weights[row], own / own.sum() if is_normalised else own) < KERNEL_FLOAT32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_normalised", [True, False])
+@pytest.mark.parametrize(("num_experts", "tokens", "groups"), [(16, 3, 1), (16, 12, 4), (5, 16, 1), (200, 16, 1)])
+def test_what_tiles_of_few_tokens_find_themselves_is_what_is_chosen(device, num_experts, tokens, groups, is_normalised):
+    """By pairs, where those are fewer than experts, and by experts; with ties, and of groups."""
     if not runs_on_triton(torch.empty(0, device=device)):
         pytest.skip("kernels alone find it")
-    experts = Experts(num_experts, 4, 16, is_normalised)
+    experts = Experts(num_experts, 4, 16, is_normalised, groups=groups, groups_taken=-(-groups // 2))
     generator = np.random.default_rng(tokens)
     logits = random(generator, (tokens, num_experts), torch.float32, device).mul_(2).round_()
+    if groups > 1:
+        logits = fold_choice(logits, experts, None)
     tiles = pair_few(logits, experts)
     for buffer in (tiles.experts, tiles.takers):
         buffer.fill_(-7)

@@ -61,7 +61,8 @@ def as_config(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": OUTPUT not in file.tensors,
     }
     config = {key: value for key, value in config.items() if value is not None}
-    config |= _heads(keys, config)
+    if "attention.key_length" not in form.listed:
+        config |= _heads(keys, config)
     config |= _rope(file, keys, config)
     if form.has_windows:
         config |= _windows(keys)

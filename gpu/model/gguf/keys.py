@@ -133,8 +133,9 @@ class GgufForm:
     None: as a file says. has_neighbour_pairs: rows of queries and keys are in the order in which neighbours are rotated
     together. end_tokens: control tokens that end its turns and no other family's; inner_tokens: those that end other
     families' turns and not its own. merges_by_id: tokens are merged in the order of their ids. listed: keys of
-    `as_config` that have a number for each layer, which `translate` reads; own_names: of a layer's tensors that `gguf`
-    does not know. tensor_names: the architecture of the `gguf` package whose names its tensors have; None: its own.
+    `as_config` that `translate` reads in its place, since they have a number for each layer, or another meaning;
+    own_names: of a layer's tensors that `gguf` does not know. tensor_names: the architecture of the `gguf` package
+    whose names its tensors have; None: its own.
     """
 
     architecture: str

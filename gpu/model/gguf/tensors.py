@@ -20,6 +20,7 @@ from gpu.model.spec import Architecture, ModelError
 SCHEME = "gguf"
 # Of one expert, as files had them before llama.cpp put all of a layer into one tensor.
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
+_OF_HEADS = ("self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight")  # whose rows of heads are one axis here
 _WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 _INPUTS = (
     "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight",
@@ -45,6 +46,9 @@ def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, Gg
 
 def _each_expert(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
     """Return a tensor of all experts as one of each: they lie one after another."""
+    if name.endswith(_OF_HEADS) and len(tensor.shape) == 3:
+        heads, rows, columns = tensor.shape
+        return {name: replace(tensor, shape=(heads * rows, columns))}
     if EACH not in name or len(tensor.shape) != (2 if name.endswith(".bias") else 3):
         return {name: tensor}
     num_experts = tensor.shape[0]
@@ -66,7 +70,8 @@ def stored_names(architecture: Architecture) -> dict[str, str]:
     table, form = family.tensors(architecture), family.gguf
     assert form is not None, "a GGUF file's architecture was read by its form"
     experts = [spec.experts for spec in architecture.layer_pattern if spec.experts is not None]
-    is_alone = bool(experts) and not experts[0].beside_mlp  # llama.cpp knows no layers of a mixture without experts
+    # Of most mixtures llama.cpp knows no layers without experts.
+    is_alone = len(experts) == len(architecture.layer_pattern) and not experts[0].beside_mlp
     dense = ("gate", "up", "down") if is_alone else ()
     layer_names = tuple(name for name, what in table.items() if EACH in name or what not in dense)
     known = _names(

@@ -37,14 +37,14 @@ def _lay_rows(token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: t
 @triton.jit
 def _take_rows(
     logits, ids, shares, token, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
-    SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return for each row of a program its row in the expert, pair, expert (int64), and whether it is one. The program
     of row 0 writes which experts are taken.
     """
     slot, row, place, is_ours = _lay_rows(token, PER_TOKEN, SLOTS, BLOCK_ROWS)
     expert, share = take_experts(
-        logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED
+        logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, WEIGHTS
     )  # fmt: skip
     tl.store(ids + place, expert, mask=is_ours & (row == 0))
     tl.store(shares + place, share, mask=is_ours & (row == 0))
@@ -63,13 +63,13 @@ def _find_rows(ids, shares, token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr,
 def _gate_up_kernel(
     x, weight, far, places, bias, logits, ids, shares, out, HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr, INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, WEIGHTS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = HIDDEN % BLOCK_INNER == 0
     token = tl.program_id(1).to(tl.int64)
     row, place, expert, is_ours = _take_rows(
-        logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, IS_NORMALISED, BLOCK_ROWS
+        logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, WEIGHTS, BLOCK_ROWS
     )  # fmt: skip
     number, is_far = find_place(places, expert, HAS_FAR)
     if LEAVES_OUT:

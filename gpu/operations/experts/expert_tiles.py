@@ -22,7 +22,16 @@ from gpu.model.spec import Activation, Experts
 from gpu.operations.arguments import check
 from gpu.operations.experts.expert_rows import check_bias, check_experts, check_gains, dtype_of_sum, far_matrix
 from gpu.operations.experts.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
-from gpu.operations.experts.routing import SORTED_BLOCKS, keys_of, logit_of, take_experts, taking, tile_pairs
+from gpu.operations.experts.routing import (
+    OF_ALL,
+    OF_ITSELF,
+    SORTED_BLOCKS,
+    keys_of,
+    logit_of,
+    take_experts,
+    taking,
+    tile_pairs,
+)
 from gpu.operations.experts.tile_configs import packed_config, plain_config
 from gpu.operations.linear.packed_linear import widen
 from gpu.operations.linear.packed_matrix import Packed, Stored
@@ -63,7 +72,7 @@ def _read_tile(tile_experts, takers, tile, BLOCK_PAIRS: tl.constexpr):
 @triton.jit
 def _find_tile(
     logits, tile_experts, takers, shares, tile, num_tokens, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-    PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, WEIGHTS: tl.constexpr, BY_PAIR: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Return a tile as `_read_tile`, of no more tokens than a tile has pairs, from their logits. A tile is an expert's;
     or BY_PAIR of that expert that the pair of its number takes, if no token before it does. The programs of row 0 write
@@ -77,7 +86,7 @@ def _find_tile(
     if BY_PAIR:
         place = tl.zeros([1], tl.int32) + tile % PER_TOKEN
         own = logits + (tile // PER_TOKEN).to(tl.int64) * NUM_EXPERTS
-        found, _ = take_experts(own, place, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED)
+        found, _ = take_experts(own, place, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, WEIGHTS)
         expert = tl.sum(found, 0)
     rows = logits + token.to(tl.int64) * NUM_EXPERTS
     values = tl.load(rows[:, None] + number[None, :], mask=is_token[:, None] & is_expert[None, :], other=0.0)
@@ -95,7 +104,9 @@ def _find_tile(
     if tl.program_id(0) == 0:
         top = logit_of(tl.max(keys, 1))
         share = tl.exp(logit_of(own_key) - top)
-        if not IS_NORMALISED:
+        if WEIGHTS == OF_ITSELF:
+            share = tl.exp(logit_of(own_key))
+        elif WEIGHTS == OF_ALL:
             share /= tl.sum(tl.where(is_expert[None, :], tl.exp(values + 0.0 - top[:, None]), 0.0), 1)
         tl.store(tile_experts + tile, expert)
         tl.store(takers + tile * BLOCK_PAIRS + token, pair)
@@ -106,7 +117,7 @@ def _find_tile(
 @triton.jit
 def _tile_of_program(
     logits, tile_experts, takers, shares, num_tokens, ROUTES: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, WEIGHTS: tl.constexpr, BY_PAIR: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Return a program's tile, listed or found."""
@@ -114,7 +125,7 @@ def _tile_of_program(
     if ROUTES:
         expert, taker = _find_tile(
             logits, tile_experts, takers, shares, tile, num_tokens, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN,
-            IS_NORMALISED, BY_PAIR, BLOCK_PAIRS,
+            WEIGHTS, BY_PAIR, BLOCK_PAIRS,
         )  # fmt: skip
     else:
         expert, taker = _read_tile(tile_experts, takers, tile, BLOCK_PAIRS)
@@ -125,7 +136,7 @@ def _tile_of_program(
 def _tiles_kernel(
     x, weight, far, places, bias, gains, logits, tile_experts, takers, shares, out, num_tokens, first, end,
     IS_PART: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GAINS: tl.constexpr, ROUTES: tl.constexpr,
-    PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    PER_TOKEN: tl.constexpr, WEIGHTS: tl.constexpr,
     BY_PAIR: tl.constexpr,
     HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr, INNER: tl.constexpr, NUM_ROWS: tl.constexpr,
     PAIRS_OF_ROW: tl.constexpr,
@@ -134,7 +145,7 @@ def _tiles_kernel(
 ):  # fmt: skip
     EVEN: tl.constexpr = INNER % BLOCK_INNER == 0
     expert, taker = _tile_of_program(
-        logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
+        logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, WEIGHTS,
         BY_PAIR, BLOCK_PAIRS,
     )  # fmt: skip
     if IS_PART:  # `weight` has the experts from `first` to `end` alone
@@ -209,7 +220,7 @@ def _leave_out(places, expert, taker, out, NUM_ROWS: tl.constexpr, BLOCK_PAIRS: 
 def _packed_expert_tiles_kernel(
     x, words, scales, zeros, far_words, far_scales, far_zeros, places, bias, gains, logits, tile_experts, takers,
     shares, out, num_tokens, HAS_BIAS: tl.constexpr, HAS_GAINS: tl.constexpr, ROUTES: tl.constexpr,
-    PER_TOKEN: tl.constexpr, IS_NORMALISED: tl.constexpr, BY_PAIR: tl.constexpr,
+    PER_TOKEN: tl.constexpr, WEIGHTS: tl.constexpr, BY_PAIR: tl.constexpr,
     HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr, IS_FINE: tl.constexpr, NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr,
@@ -220,7 +231,7 @@ def _packed_expert_tiles_kernel(
 ):  # fmt: skip
     STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     expert, taker = _tile_of_program(
-        logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED,
+        logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, WEIGHTS,
         BY_PAIR, BLOCK_PAIRS,
     )  # fmt: skip
     if LEAVES_OUT:

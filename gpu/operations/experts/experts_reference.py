@@ -15,21 +15,22 @@ from gpu.operations.linear.packed_matrix import Stored, unpack_reference
 from gpu.operations.swiglu import swiglu_reference
 
 
-def fold_choice(logits: Tensor, experts: Experts, correction: Tensor) -> Tensor:
-    """Return logits of a router by sigmoids as a softmax has them: those of the experts that a token takes are the
-    logarithms of their weights, all others -inf.
+def fold_choice(logits: Tensor, experts: Experts, correction: Tensor | None) -> Tensor:
+    """Return logits of a router by sigmoids, or of one that chooses among groups, as a softmax has them: those of the
+    experts that a token takes are the logarithms of their weights, all others -inf.
 
-    logits: float32 `[tokens, experts]`; correction: `[experts]`, of the choice alone. DeepSeek-V3, arXiv 2412.19437,
-    eq. (13) to (16).
+    logits: float32 `[tokens, experts]`; correction: `[experts]`, of the choice alone; None: there is none. DeepSeek-V3,
+    arXiv 2412.19437, eq. (13) to (16), and DeepSeek-V2, arXiv 2405.04434, section 2.2.2.
     """
-    wanted = torch.sigmoid(logits) + correction
+    weights = F.logsigmoid(logits) if experts.is_sigmoid else torch.log_softmax(logits, 1)
+    wanted = weights.exp() if correction is None else weights.exp() + correction
     if experts.groups > 1:
         by_group = wanted.unflatten(1, (experts.groups, -1))
-        best = by_group.topk(2, -1).values.sum(-1).topk(experts.groups_taken, 1).indices
+        best = by_group.topk(experts.group_best, -1).values.sum(-1).topk(experts.groups_taken, 1).indices
         left = torch.ones(by_group.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best, value=False)
         wanted = by_group.masked_fill(left[..., None], float("-inf")).flatten(1)
     taken = wanted.topk(experts.per_token, 1).indices
-    return torch.full_like(logits, float("-inf")).scatter_(1, taken, F.logsigmoid(logits).gather(1, taken))
+    return torch.full_like(logits, float("-inf")).scatter_(1, taken, weights.gather(1, taken))
 
 
 def route_reference(
@@ -43,12 +44,13 @@ def route_reference(
     """
     wide = torch.float64 if normed.dtype == torch.float64 else torch.float32
     logits = F.linear(normed.to(wide), router.to(wide), None if bias is None else bias.to(wide))
-    return choose_reference(logits if correction is None else fold_choice(logits, experts, correction), experts)
+    return choose_reference(fold_choice(logits, experts, correction) if experts.is_folded else logits, experts)
 
 
 def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """Return experts as `route_reference`, of logits `[tokens, experts]`."""
-    shares, ids = torch.softmax(logits, 1).sort(dim=1, descending=True, stable=True)
+    weights = logits.exp() if experts.keeps_weights else torch.softmax(logits, 1)
+    shares, ids = weights.sort(dim=1, descending=True, stable=True)
     shares, ids = shares[:, : experts.per_token], ids[:, : experts.per_token]
     return ids, shares / shares.sum(1, keepdim=True) if experts.is_normalised else shares
 

@@ -18,6 +18,8 @@ from gpu.operations.rms_norm import check_norm, rms_norm
 
 MOST_ROUTED = 64  # tokens whose logits are products of vectors; of more, the vendor's product is one of matrices
 ROUTED_EXPERTS = 2  # of a program
+# What the exponential of a logit is a share of: of all experts' sum, of the sum of those taken, or it is one itself.
+OF_ALL, OF_TAKEN, OF_ITSELF = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SORTED_BLOCKS = (128, 1024, 4096)  # pairs that a program looks at together: few sizes, each is compiled
 
 
@@ -68,7 +70,7 @@ def logit_of(keys):
 @triton.jit
 def take_experts(
     logits, slot, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
-    IS_NORMALISED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Return the expert at each place of `slot`, int32 of any length, and its weight, float32: of one token's logits.
     An expert's place is the number of those before it: all are counted at once, where rounds of the largest that is
@@ -80,7 +82,10 @@ def take_experts(
     ties = (keys[:, None] == keys[None, :]) & (expert[:, None] < expert[None, :])
     place = tl.sum(((keys[:, None] > keys[None, :]) | ties).to(tl.int32), 0)
     share = tl.where(is_expert, tl.exp(logit_of(keys) - logit_of(tl.max(keys, 0))), 0.0)
-    total = tl.sum(tl.where(place < PER_TOKEN, share, 0.0) if IS_NORMALISED else share, 0)
+    if WEIGHTS == OF_ITSELF:
+        total = tl.exp(-logit_of(tl.max(keys, 0)))
+    else:
+        total = tl.sum(tl.where(place < PER_TOKEN, share, 0.0) if WEIGHTS == OF_TAKEN else share, 0)
     is_there = (place[:, None] == slot[None, :]) & (slot < PER_TOKEN)[None, :]
     ids = tl.sum(tl.where(is_there, expert[:, None], 0), 0)
     return ids, tl.sum(tl.where(is_there, share[:, None], 0.0), 0) / total
@@ -89,11 +94,11 @@ def take_experts(
 @triton.jit
 def _choose_kernel(
     logits, ids, weights, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
-    SLOTS: tl.constexpr, IS_NORMALISED: tl.constexpr,
+    SLOTS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     token, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
     taken, shares = take_experts(
-        logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, IS_NORMALISED
+        logits + token * NUM_EXPERTS, slot, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, WEIGHTS
     )  # fmt: skip
     tl.store(ids + token * PER_TOKEN + slot, taken, mask=slot < PER_TOKEN)
     tl.store(weights + token * PER_TOKEN + slot, shares, mask=slot < PER_TOKEN)
@@ -177,9 +182,10 @@ def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 def taking(experts: Experts) -> dict[str, object]:
     """Return the arguments of `take_experts` for a mixture."""
+    weights = OF_ITSELF if experts.keeps_weights else OF_TAKEN if experts.is_normalised else OF_ALL
     return {
         "NUM_EXPERTS": experts.num_experts, "BLOCK_EXPERTS": triton.next_power_of_2(experts.num_experts),
-        "PER_TOKEN": experts.per_token, "IS_NORMALISED": experts.is_normalised,
+        "PER_TOKEN": experts.per_token, "WEIGHTS": weights.value,
     }  # fmt: skip
 
 

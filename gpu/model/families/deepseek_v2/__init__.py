@@ -1,18 +1,30 @@
-"""DeepSeek-V2-Lite and its kin: latent attention, experts that a softmax chooses, some that all tokens take."""
+"""DeepSeek-V2 and V2-Lite: latent attention, experts that a softmax chooses, of some groups or of all, others that all
+tokens take.
+"""
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.families.deepseek_v2.gguf_form import GGUF
 from gpu.model.family import Family
-from gpu.model.latent_config import count_dense, dense_first, latent_tensors, parse_latent_model, parse_shared_experts
+from gpu.model.latent_config import (
+    count_dense,
+    dense_first,
+    in_groups,
+    latent_tensors,
+    parse_latent_model,
+    parse_shared_experts,
+)
 from gpu.model.spec import Architecture
 
 
 def parse(keys: ConfigKeys, name: str) -> Architecture:
     num_layers = keys.positive("num_hidden_layers", int)
-    keys.only("topk_method", "greedy")
+    is_grouped = keys.only("topk_method", "greedy", "group_limited_greedy") != "greedy"
     keys.only("scoring_func", "softmax")
     keys.only("norm_topk_prob", False)
     keys.only("mlp_bias", False)
     experts, shared = parse_shared_experts(keys, is_normalised=False)
+    if is_grouped:
+        experts = in_groups(keys, experts, group_best=1)
     specs = dense_first(count_dense(keys, num_layers), num_layers, experts, shared)
     return parse_latent_model(keys, name, specs, has_neighbour_pairs=True)
 
@@ -45,4 +57,5 @@ FAMILY = Family(
         {"aux_loss_alpha", "ep_size", "moe_layer_freq", "n_group", "output_router_logits", "pretraining_tp",
          "qk_head_dim", "rope_interleave", "seq_aux", "topk_group"}
     ),
+    gguf=GGUF,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """DeepSeek-V3 and R1, and smaller models of their kind: latent attention, experts in groups that sigmoids choose."""
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.families.deepseek_v3.gguf_form import GGUF
 from gpu.model.family import Family
 from gpu.model.latent_config import count_dense, dense_first, latent_tensors, parse_latent_model, parse_sigmoid_experts
 from gpu.model.spec import Architecture
@@ -46,5 +47,6 @@ FAMILY = Family(
         {"ep_size", "moe_layer_freq", "num_mtp_layers", "num_nextn_predict_layers", "output_router_logits",
          "pretraining_tp", "qk_head_dim"}
     ),
+    gguf=GGUF,
     has_further_layers=True,
 )  # fmt: skip

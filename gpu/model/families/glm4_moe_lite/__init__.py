@@ -4,6 +4,7 @@ Layers behind the last one, which draft tokens, are passed over.
 """
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.families.glm4_moe_lite.gguf_form import GGUF
 from gpu.model.families.glm4_moe_lite.shapes import SHAPES
 from gpu.model.family import Family
 from gpu.model.gguf.header import shown
@@ -68,6 +69,7 @@ FAMILY = Family(
         "vocab_size": 154_880,
     },
     harmless=frozenset({"num_nextn_predict_layers", "output_router_logits", "pretraining_tp", "qk_head_dim"}),
+    gguf=GGUF,
     has_further_layers=True,
     shapes=SHAPES,
 )

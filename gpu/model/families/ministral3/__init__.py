@@ -12,7 +12,7 @@ from gpu.model.config_rope import make_rope
 from gpu.model.families.ministral3.gguf_form import GGUF
 from gpu.model.families.ministral3.shapes import SHAPES, YARN
 from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
-from gpu.model.spec import Architecture, LayerSpec, ModelError, QueryGrowth
+from gpu.model.spec import Architecture, LayerSpec, ModelError, QueryGrowth, RopeScaling
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,18 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
     keys.only("layer_types", None)
-    max_positions, window = keys.positive("max_position_embeddings", int), keys.optional("sliding_window", int)
-    given = keys.get("rope_scaling") or keys.get("rope_parameters") or YARN
+    window = keys.optional("sliding_window", int)
+    rope, max_positions, growth = parse_growing_rope(keys, YARN)
+    spec = LayerSpec(window_tokens=None if window is None or window >= max_positions else window)
+    return parse_sizes(keys, name, (spec,), rope=rope, max_context_tokens=max_positions, query_growth=growth)
+
+
+def parse_growing_rope(
+    keys: ConfigKeys, absent: Mapping[str, Any]
+) -> tuple[RopeScaling, int, QueryGrowth | None]:  # fmt: skip
+    """Return the rotation, how many positions it reaches, and how queries grow. absent: what an absent key means."""
+    max_positions = keys.positive("max_position_embeddings", int)
+    given = keys.get("rope_scaling") or keys.get("rope_parameters") or absent
     keys.get("rope_parameters")
     if not isinstance(given, Mapping):
         raise ModelError(f"model: {keys.source}: rope_parameters is {given!r}; wanted an object")
@@ -38,26 +48,33 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     rope = make_rope(settings, keys.get("rope_theta"), max_positions, keys.source)
     if rope.kind == "yarn" and isinstance(rope.settings.get("factor"), int | float):
         max_positions = max(max_positions, int(rope.settings["factor"] * original))
-    spec = LayerSpec(window_tokens=None if window is None or window >= max_positions else window)
-    growth = QueryGrowth(float(beta), original) if beta else None
-    return parse_sizes(keys, name, (spec,), rope=rope, max_context_tokens=max_positions, query_growth=growth)
+    return rope, max_positions, QueryGrowth(float(beta), original) if beta else None
 
 
 def unwrap(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the decoder's part of a model that sees pictures, and say so. Raises ModelError for another decoder."""
+    """Return the decoder's part, as `unwrap_text`. Raises ModelError for another decoder."""
+    text = config.get("text_config")
+    if config.get("model_type") == "mistral3" and isinstance(text, dict) and text.get("model_type") != "ministral3":
+        raise ModelError(
+            f"model: a mistral3 whose text_config.model_type is {text.get('model_type')!r}; served: 'ministral3', "
+            "'mistral4'"
+        )
+    return unwrap_text(config)
+
+
+def unwrap_text(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the decoder's part of a model that sees pictures, and say so."""
     text = config.get("text_config")
     if config.get("model_type") != "mistral3" or not isinstance(text, dict):
         return config
-    if text.get("model_type") != "ministral3":
-        raise ModelError(
-            f"model: a mistral3 whose text_config.model_type is {text.get('model_type')!r}; served: 'ministral3'"
-        )
     if config.get("vision_config"):
         log.info("model event=text_alone reason='vision_config: pictures are not served'")
     beside = {key: config[key] for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings") if key in config}
     return beside | text
 
 
+PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+SKIPPED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 FAMILY = Family(
     model_types=("ministral3", "mistral3"),
     parse=parse,
@@ -74,10 +91,9 @@ FAMILY = Family(
         "vocab_size": 131_072,
     },
     unwrap=unwrap,
-    prefixes=(("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", "")),
-    skipped=(
-        "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
-    ),
+    prefixes=PREFIXES,
+    skipped=SKIPPED,
+    texts=frozenset({"mistral4"}),
     gguf=GGUF,
     shapes=SHAPES,
-)  # fmt: skip
+)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.qwen3_moe import find_mixtures
+from gpu.model.families.qwen3_next.gguf_form import GGUF
 from gpu.model.families.qwen3_next.shapes import SHAPES
 from gpu.model.family import EXPERT_TENSORS, LAYER_TENSORS, QK_NORMS, Family, parse_sizes
 from gpu.model.gguf.header import shown
@@ -28,10 +29,8 @@ RECURRENT_TENSORS = {
     "linear_attn.norm.weight": "mixed_norm",
     "linear_attn.out_proj.weight": "mixed_output",
 }
-GROUPED_TENSORS = {
-    "linear_attn.in_proj_qkvz.weight": "mixed_all",
-    "linear_attn.in_proj_ba.weight": "state_gates",
-} | {name: what for name, what in RECURRENT_TENSORS.items() if ".in_proj_" not in name}
+_GATES = {"linear_attn.in_proj_ba.weight": "state_gates"}
+_GROUPED = {"linear_attn.in_proj_qkvz.weight": "mixed_all"} | _GATES
 SHARED_TENSORS = {
     "mlp.shared_expert.gate_proj.weight": "shared_gate",
     "mlp.shared_expert.up_proj.weight": "shared_up",
@@ -65,14 +64,17 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
         replace(experts, is_shared=True) if is_mixture[layer] and (layer + 1) % step == 0 else None
         for layer in range(num_layers)
     ]
-    return parse_hybrid(keys, name, of_layers, keys.positive("shared_expert_intermediate_size", int), is_grouped=True)
+    shared = keys.positive("shared_expert_intermediate_size", int)
+    is_grouped = not keys.flag("projections_are_apart")
+    return parse_hybrid(keys, name, of_layers, shared, is_grouped, has_grouped_gates=True)
 
 
 def parse_hybrid(
-    keys: ConfigKeys, name: str, experts: Sequence[Experts | None], shared: int | None = None, is_grouped: bool = False
-) -> Architecture:
+    keys: ConfigKeys, name: str, experts: Sequence[Experts | None], shared: int | None = None, is_grouped: bool = False,
+    has_grouped_gates: bool = False,
+) -> Architecture:  # fmt: skip
     """Return an Architecture of recurrent layers and others. experts: of each layer; None: it has its one MLP. shared:
-    columns of the MLP beside experts.
+    columns of the MLP beside experts. is_grouped, has_grouped_gates: as in `Recurrent`.
     """
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
@@ -80,7 +82,8 @@ def parse_hybrid(
     recurrent = Recurrent(
         keys.positive("linear_num_key_heads", int), keys.positive("linear_num_value_heads", int),
         keys.positive("linear_key_head_dim", int), keys.positive("linear_value_head_dim", int),
-        keys.positive("linear_conv_kernel_dim", int), is_grouped, keys.flag("value_heads_are_tiled"),
+        keys.positive("linear_conv_kernel_dim", int), is_grouped, has_grouped_gates,
+        keys.flag("value_heads_are_tiled"),
     )  # fmt: skip
     if recurrent.value_heads % recurrent.key_heads:
         raise ModelError(
@@ -98,6 +101,14 @@ def parse_hybrid(
         for is_recurrent, own in zip(find_recurrent(keys, len(experts)), experts, strict=True)
     ]
     return parse_sizes(keys, name, specs, rotates_part=True, norm_weight_offset=1.0)
+
+
+def tensors(shape: Architecture) -> dict[str, str]:
+    is_grouped = any(spec.recurrent is not None and spec.recurrent.is_grouped for spec in shape.layer_pattern)
+    instead = _GROUPED if is_grouped else _GATES
+    absent = {"state_shares", "state_decays"} | ({"mixed", "mixed_gate"} if is_grouped else set())
+    recurrent = {name: what for name, what in RECURRENT_TENSORS.items() if what not in absent} | instead
+    return LAYER_TENSORS | QK_NORMS | EXPERT_TENSORS | SHARED_TENSORS | recurrent
 
 
 def find_recurrent(keys: ConfigKeys, num_layers: int) -> list[bool]:
@@ -122,7 +133,7 @@ def find_recurrent(keys: ConfigKeys, num_layers: int) -> list[bool]:
 FAMILY = Family(
     model_types=("qwen3_next",),
     parse=parse,
-    tensors=lambda shape: LAYER_TENSORS | QK_NORMS | EXPERT_TENSORS | SHARED_TENSORS | GROUPED_TENSORS,
+    tensors=tensors,
     defaults=HYBRID_DEFAULTS | {
         "decoder_sparse_step": 1,
         "intermediate_size": 5632,
@@ -136,5 +147,6 @@ FAMILY = Family(
     },
     harmless=frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef"}),
     skipped=MTP,
+    gguf=GGUF,
     shapes=SHAPES,
 )  # fmt: skip
