@@ -109,6 +109,18 @@ class Conversations:
             return -math.inf
         return math.inf if owner in self._pinned else found.rank
 
+    def weight_of(self, owner: int) -> float:
+        """Return how often the cost of windows and states counts that an owner left; nobody's does not."""
+        found = self._numbered.get(owner)
+        if found is None:
+            return 0.0
+        return math.inf if owner in self._pinned else _weight(found)
+
+    def num_favours(self, owner: int) -> int:
+        """Return how often a conversation that waits was kept by what was asked in its session."""
+        found = self._numbered.get(owner)
+        return found.num_favours if isinstance(found, Conversation) else 0
+
     def note_evicted(self, owner: int) -> None:
         """Let all others grow older: what goes was worth this much."""
         found = self._numbered.get(owner)
@@ -166,13 +178,14 @@ class Conversations:
         self._rank(one)
         for other in self._awaited.get((one.owner, one.session), {}).values():
             self._rank(other)
+            other.num_favours += other is not one
         if front is not None:
             front.rank = self._clock + front.work
             if one.session or one.num_turns > 1:
                 self._pin(front, one.used_s)
 
     def _rank(self, one: Conversation) -> None:
-        before, one.rank = one.rank, self._clock + one.work * (_EXPECTED if one.is_awaited else 1.0)
+        before, one.rank = one.rank, self._clock + one.work * _weight(one)
         if one.rank < before:
             self._lowered.append(one.number)
 
@@ -206,3 +219,7 @@ class Conversations:
                     del self._fronts[digest], self._numbered[front.number]
                     self._lowered.append(front.number)
             self._most_fronts = max(_MOST_KNOWN, 2 * len(self._fronts))
+
+
+def _weight(one: Conversation | Front) -> float:
+    return _EXPECTED if isinstance(one, Conversation) and one.is_awaited else 1.0

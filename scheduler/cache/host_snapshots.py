@@ -6,31 +6,32 @@ when a prompt begins with a copy. What costs least tokens to compute again goes 
 
 from dataclasses import dataclass
 
-from scheduler.cache.eviction_order import EvictionOrder
+from scheduler.cache.eviction_order import EvictionOrder, Owners
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """A snapshot behind `end` blocks, of a prefix whose first block is `root`."""
+    """A snapshot behind `end` blocks, of a prefix whose first block is `root`; `owner` left it."""
 
     place: int
     root: bytes
     end: int
+    owner: int
 
 
 class HostSnapshots:
     """Which place of `count` has which snapshot."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, owners: Owners | None = None) -> None:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
         self._by_hash: dict[bytes, _Snapshot] = {}
-        self._order: EvictionOrder[bytes] = EvictionOrder()
+        self._order: EvictionOrder[bytes] = EvictionOrder(owners)
 
     def __len__(self) -> int:
         return len(self._by_hash)
 
-    def add(self, digest: bytes, root: bytes, end: int, cost: float) -> int | None:
+    def add(self, digest: bytes, root: bytes, end: int, cost: float, owner: int) -> int | None:
         """Return the place that a snapshot is to be copied to; None: there is none, or it has one already."""
         if digest in self._by_hash:
             self._order.touch(digest)
@@ -39,8 +40,8 @@ class HostSnapshots:
             return None
         if not self._free:
             self._free.append(self._by_hash.pop(self._order.pop()).place)
-        self._by_hash[digest] = _Snapshot(self._free.pop(), root, end)
-        self._order.put(digest, cost)
+        self._by_hash[digest] = _Snapshot(self._free.pop(), root, end, owner)
+        self._order.put(digest, cost, owner)
         return self._by_hash[digest].place
 
     def place_of(self, digest: bytes) -> int | None:
@@ -69,6 +70,12 @@ class HostSnapshots:
         if found is not None:
             self._order.remove(digest)
             self._free.append(found.place)
+
+    def forget(self, owner: int, hashes: set[bytes], kept: set[bytes]) -> None:
+        """Forget what this owner left, or is behind one of these blocks, but what is behind one of `kept`."""
+        for digest, one in list(self._by_hash.items()):
+            if (one.owner == owner or digest in hashes) and digest not in kept:
+                self.drop(digest)
 
     def retract(self, root: bytes) -> None:
         """Forget all that begin with this block."""

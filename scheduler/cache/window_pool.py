@@ -2,6 +2,7 @@
 
 A sequence holds a window while it holds a slot. A kept window is one that nobody writes to: a prompt that begins with
 the tokens it ends may go on from a copy, and the one is evicted first that costs least to make again (`EvictionOrder`).
+It belongs to the conversation that left it, or to the front that it lies in: those say how much it counts.
 A copy is kept when a prompt is computed, if there is a window for it, and the window itself when its sequence leaves. A
 prompt whose front is in pages, further than any window is kept, computes that front again and leaves a window there, a
 **branch**, for the next one. Invariants: a window is free, held or kept. A kept one has, for each of its ends, all
@@ -13,11 +14,12 @@ that is preempted leaves the state itself, by the name of its last page (`Prefix
 All of these are copied to host memory as well, where there is room for some (`HostSnapshots`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpu.step import StateMove, WindowBranch, WindowWrite
-from scheduler.cache.eviction_order import EvictionOrder
+from scheduler.cache.eviction_order import EvictionOrder, Owners
 from scheduler.cache.host_snapshots import HostSnapshots
+from scheduler.cache.idle_pages import NOBODY
 from scheduler.cache.page_pool import Memory, commit_more
 from scheduler.sequences.sequence import Sequence
 
@@ -28,12 +30,13 @@ _LONG_BRANCH_BLOCKS = 16  # computed again at least, for a branch to take the pl
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """Ends that are in a window: behind its first `begin` blocks, and each one more, the hash of the last. `root`: of
-    the prefix's first block.
+    the prefix's first block. owner: of the conversation or front that left them.
     """
 
     root: bytes
     begin: int
     hashes: list[bytes]
+    owner: int = field(default=NOBODY, compare=False)
 
     def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
         """Return the last one among the first `num_blocks` of these, a multiple of `step`; 0: there is none."""
@@ -49,12 +52,12 @@ class Windows:
     refused. spare_tokens: cells of a window beyond what a layer sees: so far behind the last cell may a prefix end that
     it still has; snapshot_tokens: windows are states, and so many tokens are drawn between two copies; None: they are
     not. memory: how windows come to be there, the first ones first; None: all are. num_host_states: places for states
-    in host memory.
+    in host memory. owners: who says what is worth keeping; None: nobody.
     """
 
     def __init__(self, count: int, spare_tokens: int, page_tokens: int, keeps: bool,
                  memory: Memory | None = None, snapshot_tokens: int | None = None,
-                 num_host_states: int = 0) -> None:  # fmt: skip
+                 num_host_states: int = 0, owners: Owners | None = None) -> None:  # fmt: skip
         self.count = count
         self.snapshot_tokens = snapshot_tokens
         self._memory = memory
@@ -64,8 +67,8 @@ class Windows:
         self._keeps = keeps
         self._free = list(range(self._num_committed - 1, -1, -1))
         self._kept: dict[int, _Kept] = {}
-        self._order: EvictionOrder[int] = EvictionOrder()  # of the kept ones
-        self._host = HostSnapshots(num_host_states)
+        self._order: EvictionOrder[int] = EvictionOrder(owners)  # of the kept ones
+        self._host = HostSnapshots(num_host_states, owners)
         self._written = [0] * count  # cells that a window, or what it was copied from, ever had
         self._roots: dict[int, bytes] = {}  # of the windows that are held: of the first block, where there was one
         self._writes: list[WindowWrite | StateMove] = []
@@ -244,7 +247,7 @@ class Windows:
         num_blocks = max(end, sequence.num_tokens - 1) // self._page_tokens
         kept = self._ends_of(sequence, end, num_blocks) if is_kept and self._keeps else None
         if kept is None and sequence.live:
-            kept = _Kept(self._roots[sequence.window], 1, [sequence.live[0]])
+            kept = _Kept(self._roots[sequence.window], 1, [sequence.live[0]], _owner_of(sequence, 1 << 62))
         del self._roots[sequence.window]
         if kept is None:
             self._free.append(sequence.window)
@@ -273,6 +276,14 @@ class Windows:
 
     def _find_live(self, sequence: Sequence) -> int | None:
         return next((window for window, kept in self._kept.items() if kept.hashes == sequence.live[:1]), None)
+
+    def forget(self, owner: int, hashes: list[bytes], kept: set[bytes]) -> None:
+        """Free what this owner left, or ends with one of these blocks, but what ends with one of `kept`."""
+        own = set(hashes)
+        for window, one in list(self._kept.items()):
+            if (one.owner == owner or not own.isdisjoint(one.hashes)) and kept.isdisjoint(one.hashes):
+                self._forget(window)
+        self._host.forget(owner, own, kept)
 
     def retract(self, sequence: Sequence) -> None:
         """Withdraw every window that begins as the sequence does, kept or still held."""
@@ -324,17 +335,18 @@ class Windows:
         """Keep a window of a sequence, and drop another one of the same ends. A state goes down as well."""
         for other in [other for other, had in self._kept.items() if had == kept]:
             self._forget(other)
-        cost = 0
-        if self.snapshot_tokens is not None:  # what is computed again without it
-            in_front = min(self._written[window] - 1, sequence.num_tokens) // self._page_tokens
-            cost = self._written[window] - self._page_tokens * self.last_end(
-                sequence.hashes, min(in_front, len(sequence.hashes)), 1
-            )
-            place = self._host.add(kept.hashes[-1], kept.root, kept.begin, cost)
+        end, in_front = (kept.begin + len(kept.hashes) - 1) * self._page_tokens, kept.begin - 1
+        if self.snapshot_tokens is not None:
+            end = self._written[window]
+            in_front = min(end - 1, sequence.num_tokens) // self._page_tokens
+        in_front = min(in_front, len(sequence.hashes))
+        cost = end - self._page_tokens * self.last_end(sequence.hashes, in_front, 1)  # is computed again without it
+        if self.snapshot_tokens is not None:
+            place = self._host.add(kept.hashes[-1], kept.root, kept.begin, cost, kept.owner)
             if place is not None:
                 self._writes.append(StateMove(window, place, is_up=False))
         self._kept[window] = kept
-        self._order.put(window, 0 if self._host.has(kept.hashes[-1]) else cost)
+        self._order.put(window, 0 if self._host.has(kept.hashes[-1]) else cost, kept.owner)
 
     def _ends_of(self, sequence: Sequence, num_written: int, num_blocks: int) -> _Kept | None:
         """Return the ends in a sequence's window, of its first `num_written` cells, up to its first `num_blocks`
@@ -356,4 +368,12 @@ class Windows:
             last = min(last, begin)
         if last < begin:
             return None
-        return _Kept(sequence.hashes[0], begin, sequence.hashes[begin - 1 : last])
+        return _Kept(sequence.hashes[0], begin, sequence.hashes[begin - 1 : last], _owner_of(sequence, begin))
+
+
+def _owner_of(sequence: Sequence, num_blocks: int) -> int:
+    """Return whose an end behind so many blocks is: that of the front, as far as it reaches, or the conversation's."""
+    front, one = sequence.front, sequence.conversation
+    if front is not None and num_blocks <= front.num_blocks:
+        return front.number
+    return NOBODY if one is None else one.number

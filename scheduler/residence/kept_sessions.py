@@ -61,6 +61,7 @@ def _forget(residence: Residence, one: Conversation) -> int:
         residence.contexts.forget(one.hashes)
     residence.pages.forget_left_by(one.number)  # of turns that were taken back, too
     residence.pages.forget(one.hashes)
+    residence.windows.forget(one.number, one.hashes, kept)
     num_left = _num_on_device(residence, one) + _num_in_host(residence, one)
     residence.conversations.forget(one)
     return (num_before - num_left) * residence.page_tokens

@@ -58,7 +58,7 @@ class Residence:
         self.pages.idle.ranks = self.conversations
         self.windows = Windows(
             capacity.num_windows, capacity.spare_window_tokens, page_tokens, prefix_cache, window_memory,
-            capacity.snapshot_tokens, capacity.num_host_states,
+            capacity.snapshot_tokens, capacity.num_host_states, self.conversations,
         )  # fmt: skip
         self.prefixes = PrefixCache(self.pages, self.windows, page_tokens, prefix_cache, model_key)
         self.contexts: HostContexts | None = None

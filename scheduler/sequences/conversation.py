@@ -21,6 +21,7 @@ class Conversation:
     is_awaited: bool = False
     work: float = 0.0
     rank: float = 0.0
+    num_favours: int = 0  # how often others in its session kept it
     used_s: float = 0.0
     request_id: str = ""
 

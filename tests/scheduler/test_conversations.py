@@ -1,6 +1,7 @@
 """What conversations leave: which goes first, what an agent's helpers do not evict, and what is told of it."""
 
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from scheduler.cache.idle_pages import LeastRecent
 from scheduler.engine.engine import Engine
 from scheduler.messages import AskSessions, EngineRequest, KeptConversation
 from scheduler.residence.kept_sessions import answer_sessions
-from tests.scheduler.engines import PAGE, check_output, drain, make_engine, make_request, prompt_of, text
+from tests.scheduler.engines import PAGE, check_empty, check_output, drain, make_engine, make_request, prompt_of, text
 from tests.scheduler.host_engines import check_idle
 from tests.scheduler.host_engines import make_engine as make_host_engine
 
@@ -70,6 +71,65 @@ def test_without_a_session_it_outlives_some_agents_and_not_any_number() -> None:
     assert parent_after_burst(5, "")[0] <= 20 + 6 + PAGE
     computed, whole = parent_after_burst(80, "")
     assert computed > whole // 2, "what nobody comes back to goes in the end"
+
+
+def stranger(number: int) -> list[int]:
+    """A prompt that begins as no other does."""
+    return [7, number // 50, number % 50, *prompt_of(300, number)]
+
+
+WINDOWS = {"num_windows": 6}
+STATES = {"num_states": 6}
+HOST_STATES = {"num_states": 2, "num_host_states": 5}
+
+
+@pytest.mark.parametrize("kept", [WINDOWS, STATES, HOST_STATES])
+@pytest.mark.parametrize("session", ["s", ""])
+def test_a_burst_of_agents_leaves_their_parent_its_window_or_state(kept: dict[str, int], session: str) -> None:
+    engine, _ = make_engine(num_pages=600, **kept)
+    parent = Talk(engine, "parent", prompt_of(303, 1), session=session)
+    parent.turn()
+    for number in range(60):
+        Talk(engine, f"agent{number}", stranger(number), session=session).turn(calls=False)
+    computed, num_tokens = parent.turn(), len(parent.tokens)
+    assert computed < 60 if session else computed > num_tokens - 60, "all of it, where nobody knows of the session"
+
+
+@pytest.mark.parametrize("kept", [WINDOWS, STATES])
+def test_the_end_of_a_pinned_front_stays(kept: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make_engine(num_pages=600, **kept)
+    held = engine.scheduler.residence.conversations
+    held._alive_seconds, now = 600.0, time.monotonic()
+    monkeypatch.setattr("scheduler.cache.conversations.time.monotonic", lambda: now)
+
+    def computed(name: str, salt: int) -> int:
+        prompt = prompt_of(320, 9) + prompt_of(60, salt)
+        return Talk(engine, name, prompt, session=name, front_tokens=320).turn(calls=False)
+
+    assert [computed(f"first{number}", 20 + number) for number in range(3)][2] < 100
+    for number in range(30):
+        Talk(engine, f"other{number}", stranger(number)).turn(calls=False)
+    assert computed("last", 30) < 100
+    now += 601.0
+    for number in range(30):
+        Talk(engine, f"more{number}", stranger(100 + number)).turn(calls=False)
+    assert computed("too late", 31) > 300
+
+
+@pytest.mark.parametrize("kept", [WINDOWS, STATES, HOST_STATES])
+def test_forgetting_takes_the_windows_and_states_of_a_conversation_alone(kept: dict[str, int]) -> None:
+    engine, _ = make_engine(num_pages=600, **kept)
+    windows = engine.scheduler.residence.windows
+    shared = prompt_of(160, 9)
+    talks = [Talk(engine, name, shared + prompt_of(60, salt), session=name) for salt, name in enumerate("abc")]
+    for talk in talks:
+        talk.turn(calls=False)
+    ask(engine, forget="a")
+    ask(engine, forget="b")
+    assert talks[2].turn(calls=False) < 60, "the other one goes on"
+    ask(engine, forget="c")
+    assert (windows.num_kept, len(windows._host)) == (0, 0)
+    check_empty(engine)
 
 
 def test_what_ended_goes_before_what_waits_for_its_tools() -> None:
