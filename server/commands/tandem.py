@@ -24,8 +24,13 @@ app = typer.Typer(
 )
 
 ConfigPath = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="the deployment's YAML file, or just a model's folder or GGUF file")
+    Path,
+    typer.Argument(
+        metavar="CONFIG", help="the deployment's YAML file, a model's folder or GGUF file, or hf:OWNER/NAME"
+    ),
 ]
+OfflineFlag = Annotated[bool, typer.Option("--offline", help="of hf:OWNER/NAME, take what was fetched before")]
+MachineOption = Annotated[Path | None, typer.Option(help="a machine profile (JSON) instead of this machine")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 
 
@@ -51,11 +56,12 @@ def world_errors() -> tuple[type[Exception], ...]:
     from server.commands.document_commands import DocumentsError
     from server.commands.launch import LaunchError
     from server.deployment import ConfigError
+    from server.hub.hub_name import HubError
     from transfer.machine import MachineError
 
     return (
-        ChatError, ConfigError, DocumentsError, DoctorError, LaunchError, MachineError, ModelError, OSError, PlanError,
-        ProfileError,
+        ChatError, ConfigError, DocumentsError, DoctorError, HubError, LaunchError, MachineError, ModelError, OSError,
+        PlanError, ProfileError,
     )  # fmt: skip
 
 
@@ -98,30 +104,33 @@ def serve(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="print the whole configuration as a file that can be served, and end")
     ] = False,
+    offline: OfflineFlag = False,
 ) -> None:
     """Serve the model over the OpenAI API until Ctrl-C or SIGTERM.
 
-    What the file leaves out, or all but the model where only that is given, is derived from the machine.
+    What the file leaves out, or all but the model where only that is given, is derived from the machine. A model that
+    is named hf:OWNER/NAME[@REVISION][:FILE or QUANT] is fetched from huggingface.co first, unless it is there.
     """
     if print_config:
-        print_configuration(config, host, port)
+        print_configuration(config, host, port, offline)
         return
     began_s = time.monotonic()
     print(f"tandem {release()}: {config}", flush=True)  # before the imports, which take a second
     from rich.console import Console
 
+    from server.commands.named_models import open_deployment
     from server.commands.start_page import StartPage
 
+    given = open_deployment(config, offline)  # with a progress bar of its own, where it fetches
     with StartPage(Console(highlight=False), began_s) as page:
         with page.stage("reading the program and its configuration"):
             from server.commands.address import override_address, require_free_port
             from server.commands.servable import require_servable
-            from server.deployment import load_deployment
             from server.http.app import serve as serve_deployment
             from server.planning.deployment_plan import resolve_plan
             from transfer.machine import probe_machine
 
-            deployment = override_address(load_deployment(config), host, port)
+            deployment = override_address(given, host, port)
             require_free_port(deployment.server.host, deployment.server.port)
         with page.stage("planning the memory"):
             resolved = resolve_plan(deployment, probe_machine())
@@ -133,17 +142,19 @@ def serve(
         raise typer.Exit(1)
 
 
-def print_configuration(config: Path, host: str | None, port: int | None) -> None:
+def print_configuration(config: Path, host: str | None, port: int | None, offline: bool) -> None:
     """Print what would be served as YAML, with what is derived from this machine."""
     import yaml
 
     from server.commands.address import override_address
+    from server.commands.named_models import open_deployment
     from server.commands.plan_page import dump_deployment
-    from server.deployment import load_deployment
     from server.planning.deployment_plan import resolve_plan
     from transfer.machine import probe_machine
 
-    deployment = resolve_plan(override_address(load_deployment(config), host, port), probe_machine()).deployment
+    deployment = resolve_plan(
+        override_address(open_deployment(config, offline), host, port), probe_machine()
+    ).deployment
     print(f"# {config}, with what is derived from this machine")
     print(yaml.safe_dump(dump_deployment(deployment), sort_keys=False), end="")
 
@@ -151,8 +162,9 @@ def print_configuration(config: Path, host: str | None, port: int | None) -> Non
 @app.command()
 def plan(
     config: ConfigPath,
-    machine: Annotated[Path | None, typer.Option(help="a machine profile (JSON) instead of this machine")] = None,
+    machine: MachineOption = None,
     as_json: JsonFlag = False,
+    offline: OfflineFlag = False,
 ) -> None:
     """Show the resolved configuration, where each byte of memory goes, and what a token takes where contexts could lie;
     refuse what `serve` refuses.
@@ -161,17 +173,17 @@ def plan(
     """
     from rich.console import Console
 
+    from server.commands.named_models import open_deployment
     from server.commands.placements_page import describe_comparison, print_comparison
     from server.commands.plan_page import describe_plan, print_plan
     from server.commands.servable import require_servable, require_settings, require_tensors
-    from server.deployment import load_deployment
     from server.planning.deployment_plan import resolve_plan
     from server.planning.placements import compare_placements
     from transfer.machine import load_machine, probe_machine
     from transfer.machine_rates import find_rates
     from transfer.measured import measured_path
 
-    deployment = load_deployment(config)
+    deployment = open_deployment(config, offline)
     resolved = resolve_plan(deployment, probe_machine() if machine is None else load_machine(machine))
     planned_ahead = deployment.model.path is not None and not deployment.model.path.exists()
     if machine is not None or planned_ahead:
@@ -186,6 +198,23 @@ def plan(
         console = Console()
         print_plan(resolved, console)
         print_comparison(comparison, console)
+
+
+@app.command()
+def models(machine: MachineOption = None, as_json: JsonFlag = False) -> None:
+    """List the models that were fetched by name, their sizes, and whether they fit the machine."""
+    from rich.console import Console
+
+    from server.commands.named_models import describe_models, plan_models, print_models
+    from server.hub.hub_models import cache_folder, list_cached
+    from transfer.machine import load_machine, probe_machine
+
+    where = probe_machine() if machine is None else load_machine(machine)
+    found = plan_models(list_cached(), where)
+    if as_json:
+        print(json.dumps(describe_models(found, where), indent=2))
+    else:
+        print_models(found, where, cache_folder(), Console())
 
 
 @app.command()
