@@ -17,19 +17,21 @@ KvFormat = Literal["bfloat16", "float32", "fp8", "int8"]
 
 CODE_FORMATS = ("fp8", "int8")
 SCALE_BYTES = 4
+LATENT_SCALES = 2  # of a row of latents in codes: of the latent, and of what is rotated
 
 
-def row_array(kv: str, dim: int) -> ArraySpec:
-    """Return a key or a value of one KV head in pages of a KvFormat or of another dtype; codes have their scale behind
-    them.
+def row_array(kv: str, dim: int, is_latent: bool = False) -> ArraySpec:
+    """Return a key or a value of one KV head, or a row of latents, in pages of a KvFormat or of another dtype; codes
+    have their scales behind them.
     """
     stored = "uint8" if kv == "fp8" else kv
-    return ArraySpec((dim + SCALE_BYTES * (kv in CODE_FORMATS),), stored)
+    scales = LATENT_SCALES if is_latent else 1
+    return ArraySpec((dim + scales * SCALE_BYTES * (kv in CODE_FORMATS),), stored)
 
 
-def row_bytes(kv: KvFormat, dim: int) -> int:
-    """Return the bytes of a key or a value of one KV head."""
-    return row_array(kv, dim).num_bytes
+def row_bytes(kv: KvFormat, dim: int, is_latent: bool = False) -> int:
+    """Return the bytes of a key or a value of one KV head, or of a row of latents."""
+    return row_array(kv, dim, is_latent).num_bytes
 
 
 def page_table(num_slots: int, num_pages: int) -> ArraySpec:

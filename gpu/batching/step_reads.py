@@ -22,7 +22,9 @@ class StepReads:
         self._is_packed = is_packed
         self._num_offloaded_layers = num_offloaded_layers
         rows = architecture.rows_of_head
-        self._layer_token_bytes = rows * architecture.num_kv_heads * row_bytes(kv, architecture.dim)
+        self._layer_token_bytes = (
+            rows * architecture.num_kv_heads * row_bytes(kv, architecture.dim, architecture.latent is not None)
+        )
         heads = ((spec.seen_tokens, architecture.heads_of(spec)) for spec in architecture.layers)
         self._windows = Counter((window, rows * own.count * row_bytes(kv, own.dim)) for window, own in heads)
         self._weights: dict[int, int] = {}  # bytes, by rows

@@ -40,7 +40,11 @@ def kv_record(
     architecture: Architecture, window_layers: tuple[int, ...], kv: KvFormat, block_tokens: int
 ) -> RecordShape:
     """Return the shape of a block of keys and values; `window_layers` have no pages."""
-    row = architecture.rows_of_head * architecture.num_kv_heads * row_bytes(kv, architecture.dim)
+    row = (
+        architecture.rows_of_head
+        * architecture.num_kv_heads
+        * row_bytes(kv, architecture.dim, architecture.latent is not None)
+    )
     return RecordShape(KV, (block_tokens * row,) * len(paged_layers(architecture, window_layers)))
 
 

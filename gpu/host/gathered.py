@@ -13,6 +13,7 @@ from gpu.host.footprint import gathered_array
 from gpu.kv.pool import KvPool
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import read_rows
+from gpu.operations.kv.latent_rows import gather_latents
 from transfer.allocation import allocate_empty
 
 
@@ -42,7 +43,11 @@ class GatheredKv:
         page_ids = self.pool.page_table[slot, begin_page:end_page]
         new = slice(begin_page, end_page)
         keys, values = self.keys[: self._kv_heads], self.values[: self._kv_heads]
-        gather_pages(self.pool.key_pages[layer], self.pool.value_pages[layer], page_ids, keys[:, new], values[:, new])
+        pages = self.pool.key_pages[layer]
+        if self.pool.latent_rank is not None and self.pool.has_codes:
+            gather_latents(pages, page_ids, keys[0, new], self.pool.latent_rank)
+        else:
+            gather_pages(pages, self.pool.value_pages[layer], page_ids, keys[:, new], values[:, new])
         self._tokens = end
         return keys.flatten(1, 2)[:, :end], values.flatten(1, 2)[:, :end]
 

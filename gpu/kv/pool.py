@@ -41,7 +41,9 @@ class KvPool:
                  max_slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device,
                  windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16", num_states: int = 0,
                  state_dtype: torch.dtype = torch.float32, num_host_states: int = 0) -> None:  # fmt: skip
-        row = row_array(kv if kv in CODE_FORMATS else dtype_name(dtype), architecture.dim)
+        row = row_array(
+            kv if kv in CODE_FORMATS else dtype_name(dtype), architecture.dim, architecture.latent is not None
+        )
         stored = dtype_of(row)
         page_shape = (architecture.num_kv_heads, page_tokens, *row.shape)
         own = architecture.window_heads

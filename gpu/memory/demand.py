@@ -136,7 +136,10 @@ class Demand:
     @property
     def row_bytes(self) -> int:
         """Return the bytes of a key or a value of one KV head, as pages hold it."""
-        return row_bytes(self.kv, self.shape.dim) if self.kv is not None else self.shape.dim * self.dtype_bytes
+        shape = self.shape
+        if self.kv is None:
+            return shape.dim * self.dtype_bytes
+        return row_bytes(self.kv, shape.dim, shape.latent is not None)
 
     @property
     def stored_layer_bytes(self) -> int:

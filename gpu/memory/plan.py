@@ -197,7 +197,7 @@ def plan_memory(
         if reason is not None:
             raise PlanError(reason)
     kv = resolve_kv(gpu, dtype, architecture)
-    check_latents(architecture, host, kv, states)
+    check_latents(architecture, host, states)
     check_states(architecture, gpu)
     tier = None
     if host is not None and kept is not None:

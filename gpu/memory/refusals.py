@@ -7,7 +7,6 @@ from gpu.memory.demand import SNAPSHOTS, Demand, MemoryItem, Place, PlanError
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS, in_gib, least_gib
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
-from gpu.page_layout import CODE_FORMATS
 from gpu.profiles import FULL_ATTENTION
 from gpu.weights.expert_shares import PINNED_SHARE, most_experts
 from transfer.disk.disk_config import DiskConfig
@@ -77,15 +76,13 @@ def check_disk_limit(disk: DiskConfig, block_bytes: int) -> None:
         )
 
 
-def check_latents(shape: Architecture, host: HostConfig | None, kv: str, states: Sequence[MethodState]) -> None:
+def check_latents(shape: Architecture, host: HostConfig | None, states: Sequence[MethodState]) -> None:
     """Check that nothing reads rows of latents that knows keys and values alone. Raises PlanError."""
     if shape.latent is None:
         return
     row = f"{shape.name} keeps one row of {shape.latent.rank} + {shape.latent.rotated} numbers a token"
     if host is not None:
         raise PlanError(f"host: {row}, and what reads host memory knows keys and values of heads; leave out `host`")
-    if kv in CODE_FORMATS:
-        raise PlanError(f"gpu.kv: asked {kv}, {row}, whose latent and rotated parts one scale would not suit; use auto")
     others = [state.part.method.name for state in states if state.part.method.name != FULL_ATTENTION]
     if others:
         name = others[0]

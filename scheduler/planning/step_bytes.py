@@ -53,7 +53,7 @@ class StepBytes:
     def layer_token(self) -> int:
         """Return the bytes of a token's keys and values in one layer that sees everything, on the device."""
         shape = self.architecture
-        return shape.rows_of_head * shape.num_kv_heads * row_bytes(self.plan.kv, shape.dim)
+        return shape.rows_of_head * shape.num_kv_heads * row_bytes(self.plan.kv, shape.dim, shape.latent is not None)
 
     def device_kv(self, context: int, down_tokens: int) -> int:
         """Return the bytes of keys and values that a step reads on the device for one context.

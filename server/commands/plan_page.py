@@ -60,7 +60,7 @@ def describe_token(plan: ResolvedPlan) -> dict[str, int]:
     without.
     """
     memory, shape = plan.memory, plan.architecture
-    layer = shape.rows_of_head * shape.num_kv_heads * row_bytes(memory.kv, shape.dim)
+    layer = shape.rows_of_head * shape.num_kv_heads * row_bytes(memory.kv, shape.dim, shape.latent is not None)
     found = {"device": (shape.num_layers - len(memory.window_layers)) * layer}
     if memory.window_pages:
         own = shape.window_heads

@@ -72,6 +72,7 @@ from gpu.operations.host_rows.scatter_runs import launch as scatter
 from gpu.operations.kv.fused_rows import fuse_rows, widen_rows
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import read_rows, width_of, write_rows
+from gpu.operations.kv.latent_rows import gather_latents
 from gpu.operations.kv.latent_write import latent_write
 from gpu.operations.kv.rope_kv_write import rope_kv_write
 from gpu.operations.linear.packed_linear import (
@@ -187,15 +188,19 @@ def _latents(shape: Architecture, dtype: torch.dtype) -> None:
     for heads, plain in ((20, 192), (128, 128)):
         latent = Latent(512, 64, plain, 128, None, 1.0, heads == 20)
         ints = empty(2, dtype=torch.int32)
-        table, pages = empty(2, 64, dtype=torch.int32), empty(40, 1, 16, latent.row, dtype=dtype)
+        table = empty(2, 64, dtype=torch.int32)
         workspace = workspace_for(2, heads, 1, latent.rank, shape.max_context_tokens, "cuda")
         query = empty(2, heads, latent.row, dtype=dtype)
-        for is_counted in (False, True):
-            latent_decode_attention(query, pages, table, ints, ints, 1.0, latent.rank, workspace, is_counted)
         tables = [empty(64, 32) for _ in range(2)]
         asked, row = empty(2, heads, latent.query_dim, dtype=dtype), empty(2, latent.row, dtype=dtype)
         places = [empty(2, dtype=torch.int64) for _ in range(2)]
-        latent_write(asked, row, empty(512, dtype=dtype), *tables, *places, ints, table, pages, latent)
+        for stored in _stored(dtype):
+            pages = empty(40, 1, 16, latent.row + 8 * (stored != dtype), dtype=stored)
+            for is_counted in (False, True):
+                latent_decode_attention(query, pages, table, ints, ints, 1.0, latent.rank, workspace, is_counted)
+            latent_write(asked, row, empty(512, dtype=dtype), *tables, *places, ints, table, pages, latent)
+            if stored != dtype:
+                gather_latents(pages, ints, empty(2, 16, latent.row, dtype=dtype), latent.rank)
 
 
 def _projections(shape: Architecture, dtype: torch.dtype) -> None:
@@ -601,6 +606,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_rope_kv_write_kernel": _rope,
     "_split_kernel": _attention,
     "_reduce_kernel": _attention,
+    "_gather_latents_kernel": _latents,
     "_latent_split_kernel": _latents,
     "_latent_write_kernel": _latents,
     "_balanced_kernel": _attention,

@@ -7,6 +7,8 @@ import torch
 from gpu.model.spec import Latent
 from gpu.operations.decode_attention.latent_decode_attention import latent_decode_attention
 from gpu.operations.decode_attention.paged_decode_attention import workspace_for
+from gpu.operations.kv.kv_rows import CODE_DTYPES
+from gpu.operations.kv.latent_rows import gather_latents, put_latents, read_latents
 from gpu.operations.kv.latent_write import LATENT_EPS, latent_write
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, attend, distance, random, rms_norm, wide
 from transfer.partial import Partial, merge
@@ -84,8 +86,9 @@ def test_partials_over_latents_merge_as_everywhere(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv", ["plain", *CODE_DTYPES])
 @pytest.mark.parametrize("has_neighbour_pairs", [True, False])
-def test_rows_are_normed_rotated_and_written_and_queries_are_rotated(has_neighbour_pairs, dtype, device):
+def test_rows_are_normed_rotated_and_written_and_queries_are_rotated(has_neighbour_pairs, kv, dtype, device):
     generator, heads = np.random.default_rng(5), 3
     latent = Latent(64, 16, 24, 40, None, 1.0, has_neighbour_pairs)
     tokens = 5
@@ -97,6 +100,7 @@ def test_rows_are_normed_rotated_and_written_and_queries_are_rotated(has_neighbo
     cells = torch.tensor([3, 20, 10**9, 4, 21], device=device)
     table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=device)
     pages = torch.full((4, 1, PAGE, latent.row), float("nan"), dtype=dtype, device=device)
+    pages = pages if kv == "plain" else in_codes(pages, kv, latent.rank)
     angles = np.outer(np.arange(64), 10_000.0 ** -(np.arange(8) / 8))
     cos, sin = (torch.tensor(one, dtype=torch.float32, device=device) for one in (np.cos(angles), np.sin(angles)))
 
@@ -108,18 +112,63 @@ def test_rows_are_normed_rotated_and_written_and_queries_are_rotated(has_neighbo
     asked = wide(query)
     latent_write(query, row, norm, cos, sin, positions, cells, slots, table, pages, latent)
     tolerance = 2 * KERNEL_TOLERANCE[dtype]
+    rounded = tolerance + {"plain": 0.0, "int8": 0.01, "fp8": 0.05}[kv]
+    rows = read_latents(pages, torch.arange(4, device=device), latent.rank, torch.float64).view(4, PAGE, -1)
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
         assert np.array_equal(wide(query)[token, :, :24], asked[token, :, :24])
         assert distance(query[token, :, 24:], turned(asked[token, :, 24:], int(positions[token]))) < tolerance
         cell = int(cells[token])
-        written = pages[int(table[slot, cell // PAGE]), 0, cell % PAGE]
+        written = rows[int(table[slot, cell // PAGE]), cell % PAGE]
         latents = rms_norm(wide(row)[token, :64], wide(norm), LATENT_EPS)
         assert distance(written, np.concatenate([latents, turned(wide(row)[token, 64:], int(positions[token]))])) < (
-            tolerance
+            rounded
         )
-    assert int(pages.isnan().logical_not().sum()) == 4 * latent.row, "padding writes nothing"
+    assert int(rows.isnan().logical_not().sum()) == 4 * latent.row, "padding writes nothing"
+
+
+def in_codes(pages: torch.Tensor, kv: str, rank: int) -> torch.Tensor:
+    """The same rows in codes; NaN where they were."""
+    row = pages.shape[3]
+    coded = torch.full((len(pages), 1, PAGE, row + 8), 0, dtype=torch.uint8, device=pages.device)
+    coded = coded.fill_(0xFF).view(CODE_DTYPES[kv])
+    ids = torch.arange(len(pages), device=pages.device).repeat_interleave(PAGE)
+    offsets = torch.arange(PAGE, device=pages.device).repeat(len(pages))
+    put_latents(pages.flatten(0, 2), ids, offsets, coded, rank)
+    return coded
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv", CODE_DTYPES)
+@pytest.mark.parametrize(("heads", "rank", "rotated"), SHAPES)
+def test_codes_of_latents_are_read_with_a_scale_of_the_latent_and_one_of_what_is_rotated(
+    heads, rank, rotated, kv, dtype, device
+):
+    """What is rotated is 50 times as large: with one scale a row its latents would be lost."""
+    generator, row = np.random.default_rng(heads), rank + rotated
+    pages, table, contexts = make_pages(generator, [70, 33], row, dtype, device)
+    pages[..., rank:] *= 50
+    coded = in_codes(pages, kv, rank)
+    gathered = torch.full((5, PAGE, row), float("nan"), dtype=dtype, device=device)
+    gather_latents(coded, table[0], gathered, rank)
+    numbers = [
+        read_latents(coded, table[slot].long(), rank, torch.float64)[:length] for slot, length in ((0, 70), (1, 33))
+    ]
+    assert distance(gathered.flatten(0, 1)[:70], wide(numbers[0])) < KERNEL_TOLERANCE[dtype]
+    for part in (slice(rank), slice(rank, None)):
+        held = wide(contexts[0])[:, part] * (50 if part.start else 1)
+        assert distance(numbers[0][:, part], held) < (0.01 if kv == "int8" else 0.05) + KERNEL_TOLERANCE[dtype]
+    query = random(generator, (2, heads, row), dtype, device)
+    query[..., rank:] *= 0.02
+    slots, seen = (torch.tensor(own, dtype=torch.int32, device=device) for own in ([0, 1], [70, 33]))
+    workspace, scale = workspace_for(2, heads, 1, rank, 20_000, device), row**-0.5
+    got = latent_decode_attention(query, coded, table, slots, seen, scale, rank, workspace, is_counted=True)
+    for request, rows in enumerate(numbers):
+        out, lse = attend(wide(query[request]), wide(rows)[:, None], wide(rows)[:, None], scale)
+        assert distance(got.out[request], out[:, :rank]) < 2 * KERNEL_TOLERANCE[dtype]
+        assert np.abs(wide(got.lse[request]) - lse).max() < KERNEL_TOLERANCE[dtype] * max(1.0, np.abs(lse).max())
 
 
 def test_another_shape_is_refused_by_name():

@@ -66,7 +66,9 @@ def test_after_a_restart_a_prompt_begins_with_what_is_on_disk(tmp_path: Path) ->
     second.shutdown()
 
 
-@pytest.mark.parametrize(("name", "kv"), [("tiny-glm4-moe-lite", "auto"), ("tiny", "int8")])
+@pytest.mark.parametrize(
+    ("name", "kv"), [("tiny-glm4-moe-lite", "auto"), ("tiny", "int8"), ("tiny-glm4-moe-lite", "fp8")]
+)
 def test_rows_of_latents_and_of_codes_come_back_as_they_were(name: str, kv: str, tmp_path: Path) -> None:
     prompt, texts = draw(500, 1), []
     for wanted in (0, 448):

@@ -16,13 +16,14 @@ FEW_PAGES_GIB = 0.0015  # 1,258 tokens, where the longest context has 1,024 and 
 
 
 def make_engine(
-    prefix_cache: bool = True, pages_gib: float = 0.05, max_running: int = 4, drafts: bool = False
-) -> Engine:
+    prefix_cache: bool = True, pages_gib: float = 0.05, max_running: int = 4, drafts: bool = False,
+    kv: str = "auto",
+) -> Engine:  # fmt: skip
     model = ModelConfig(random_weights="tiny-glm4-moe-lite")
     profiles = {"quick": Composition.model_validate({"draft": "ngram"})} if drafts else {}
     config = EngineConfig(
         model=model, profiles=profiles,
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1, kv=kv),
         scheduler=SchedulerConfig(
             max_running=max_running, max_context_tokens=1024, prefix_cache=prefix_cache,
             default_profile="quick" if drafts else "exact",
@@ -47,6 +48,14 @@ def test_many_at_once_are_each_served_as_alone(pages_gib: float) -> None:
     cold = make_engine(prefix_cache=False, max_running=1)
     alone = [serve(cold, [request])[0][0] for request in requests]
     assert [told for told, _ in serve(make_engine(pages_gib=pages_gib), requests)] == alone
+
+
+def test_rows_in_codes_are_cached_shared_and_preempted_as_others() -> None:
+    """Prefill reads rows as they are stored, so a prefix that is found gives the text of one that is computed."""
+    cold = converse(make_engine(prefix_cache=False, kv="int8"))
+    warm = converse(make_engine(pages_gib=FEW_PAGES_GIB / 2, max_running=3, kv="int8"))
+    assert warm[0] == cold[0]
+    assert sum(warm[1]) > 0 == sum(cold[1])
 
 
 def test_drafts_are_verified_in_rows_of_one_step() -> None:

@@ -382,11 +382,12 @@ def test_rows_of_latents_are_counted_and_what_knows_keys_and_values_alone_is_ref
     machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
     tree = {"model": {"random_weights": "glm-4.7-flash", "weights": "int4"},
             "gpu": {"device": "cuda", "memory_limit_gib": 23}, "scheduler": {"max_running": 4}}  # fmt: skip
+    coded = resolve_plan(Deployment.model_validate(tree | {"gpu": tree["gpu"] | {"kv": "int8"}}), machine)
+    assert describe_token(coded) == {"device": 47 * (512 + 64 + 8)}
     profile = {"profiles": {"own": {"reuse": {"method": "mac"}}}}
     for beside, words in (
         ({"host": {"memory_limit_gib": 8}}, "host: glm-4.7-flash keeps one row of 512 \\+ 64 numbers a token, "),
         ({"documents": {"folder": "chunks"}}, "documents: a token's row is of latents, not of keys and values in"),
-        ({"gpu": tree["gpu"] | {"kv": "int8"}}, "gpu.kv: asked int8, glm-4.7-flash keeps one row .* one scale "),
         (profile, "profiles: 'mac' knows keys and values of heads"),
         ({"profiles": {"own": {"prefill": {"method": "momo"}}}}, "profiles: 'momo' knows keys and values of heads"),
     ):

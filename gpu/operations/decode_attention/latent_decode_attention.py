@@ -15,8 +15,11 @@ from gpu.operations.decode_attention.attended_blocks import store_partial
 from gpu.operations.decode_attention.decode_launch import Workspace
 from gpu.operations.decode_attention.paged_decode_attention import merge_splits
 from gpu.operations.decode_attention.split_rows import num_splits
+from gpu.operations.kv.kv_rows import PLAIN, floats_of, kind_of, widen
+from gpu.operations.kv.latent_rows import check_latent_pages, read_latents
 from transfer.partial import Partial
 
+_PLAIN = tl.constexpr(PLAIN)
 MOST_HEADS = {2: 32, 4: 16}  # of one program, by the bytes of a number
 TILES = {2: (32, 8, 2), 4: (16, 8, 1)}  # tokens, warps and stages; within 99 KiB of shared memory at a rank of 512
 LEAST_HEADS = 16  # that a product of tiles takes
@@ -35,7 +38,7 @@ def latent_decode_attention_reference(
         if length == 0:
             continue
         page_ids = page_table[slots[request], : -(-length // page_tokens)].long()
-        rows = pages[page_ids, 0].flatten(0, 1)[:length].to(query.dtype)
+        rows = read_latents(pages, page_ids, rank, query.dtype)[:length]
         logits = (query[request] @ rows.T) * scale
         lse[request] = torch.logsumexp(logits, 1)
         out[request] = (logits - lse[request, :, None]).exp() @ rows[:, :rank]
@@ -47,7 +50,7 @@ def _latent_split_kernel(
     query, pages, page_table, slots, context_lens, split_out, split_lse, split_covered, scale_log2, query_stride,
     max_pages, num_splits,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COUNTED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -74,16 +77,30 @@ def _latent_split_kernel(
         token = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         is_token = token < context
         page = tl.load(table + token // PAGE_TOKENS, mask=is_token, other=0).to(tl.int64)
-        source = pages + (page * PAGE_TOKENS + token % PAGE_TOKENS)[:, None] * ROW
-        latents = tl.load(source + column[None, :], mask=is_token[:, None], other=0.0)
-        keys = tl.load(source + RANK + turning[None, :], mask=is_token[:, None], other=0.0)
-        logits = tl.dot(rows, tl.trans(latents), input_precision="ieee")
-        logits += tl.dot(turned, tl.trans(keys), input_precision="ieee")
+        if KIND == _PLAIN:
+            source = pages + (page * PAGE_TOKENS + token % PAGE_TOKENS)[:, None] * ROW
+            latents = tl.load(source + column[None, :], mask=is_token[:, None], other=0.0)
+            keys = tl.load(source + RANK + turning[None, :], mask=is_token[:, None], other=0.0)
+            logits = tl.dot(rows, tl.trans(latents), input_precision="ieee")
+            logits += tl.dot(turned, tl.trans(keys), input_precision="ieee")
+        else:
+            source = pages + (page * (PAGE_TOKENS * (ROW + 8)) + token % PAGE_TOKENS * ROW)[:, None]
+            word = page * (PAGE_TOKENS * (ROW + 8) // 4) + PAGE_TOKENS * ROW // 4 + token % PAGE_TOKENS * 2
+            scale = tl.load(floats_of(pages) + word, mask=is_token, other=0.0)
+            of_keys = tl.load(floats_of(pages) + word + 1, mask=is_token, other=0.0)
+            codes = tl.load(source + column[None, :], mask=is_token[:, None], other=0)
+            latents = widen(codes, query.dtype.element_ty, KIND)
+            codes = tl.load(source + RANK + turning[None, :], mask=is_token[:, None], other=0)
+            logits = tl.dot(rows, tl.trans(latents), input_precision="ieee") * scale[None, :]
+            keys = widen(codes, query.dtype.element_ty, KIND)
+            logits += tl.dot(turned, tl.trans(keys), input_precision="ieee") * of_keys[None, :]
         logits = tl.where(is_token[None, :], logits * scale_log2, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))  # finite: a block that is read has a token
         weights = tl.exp2(logits - highest[:, None])
         rescale = tl.exp2(top - highest)
         mass = mass * rescale + tl.sum(weights, 1)
+        if KIND != _PLAIN:
+            weights *= scale[None, :]
         out = out * rescale[:, None] + tl.dot(weights.to(latents.dtype), latents, input_precision="ieee")
         top = highest
         if COUNTED:
@@ -99,15 +116,15 @@ def latent_decode_attention(
     """Compute softmax attention of each request's query over the rows of slot `slots[i]`.
 
     query: `[requests, heads, rank + rotated]`, its latent part multiplied by what makes keys; pages: `[num_pages, 1,
-    page_tokens, rank + rotated]`, of the query's dtype; page_table: int32 `[max_slots, max_pages]`, by cell; slots,
-    context_lens (in cells): int32 `[requests]`; slot -1 or context 0 is padding and gives an empty partial. The
-    workspace is of `heads` heads of `rank`. The partial is out float32 `[requests, heads, rank]`, lse float32
-    `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. On a GPU rank and rotated are powers of
-    two. Raises ValueError for another shape, dtype or device, or more requests than the workspace holds; context
-    lengths and page ids are trusted.
+    page_tokens, rank + rotated]`, of the query's dtype, or of codes (`latent_rows`); page_table: int32 `[max_slots,
+    max_pages]`, by cell; slots, context_lens (in cells): int32 `[requests]`; slot -1 or context 0 is padding and gives
+    an empty partial. The workspace is of `heads` heads of `rank`. The partial is out float32 `[requests, heads, rank]`,
+    lse float32 `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. On a GPU rank and rotated are
+    powers of two. Raises ValueError for another shape, dtype or device, or more requests than the workspace holds;
+    context lengths and page ids are trusted.
     """
     op, (requests, heads, row), device = "latent_decode_attention", query.shape, query.device
-    check(op, "pages", pages, (len(pages), 1, pages.shape[2], row), query.dtype, device)
+    check_latent_pages(op, pages, row, query.dtype, device)
     check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
     check(op, "slots", slots, (requests,), torch.int32, device)
     check(op, "context_lens", context_lens, (requests,), torch.int32, device)
@@ -136,7 +153,7 @@ def latent_decode_attention(
         query, pages, page_table, slots, context_lens, workspace.out, workspace.lse, split_covered,
         scale * 1.4426950408889634, query.stride(0), page_table.stride(0), splits,
         HEADS=heads, RANK=rank, ROTATED=rotated, PAGE_TOKENS=pages.shape[2], BLOCK_HEADS=block_heads,
-        BLOCK_TOKENS=tile_tokens, COUNTED=is_counted, num_warps=num_warps, num_stages=num_stages,
+        BLOCK_TOKENS=tile_tokens, COUNTED=is_counted, KIND=kind_of(pages), num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     merge_splits(workspace, split_covered, slots, context_lens, splits, tile_tokens, (out, lse, covered))
     return Partial(out, lse, covered)

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from gpu.model.spec import Latent
 from gpu.operations.arguments import check, check_contiguous, check_dtype, runs_on_triton
+from gpu.operations.kv.kv_rows import PLAIN, encode_rows, floats_of, kind_of, scale_of
+from gpu.operations.kv.latent_rows import check_latent_pages, put_latents
 from gpu.operations.rms_norm import rms_norm
 
+_PLAIN = tl.constexpr(PLAIN)
 LATENT_EPS = 1e-6  # of the norms of latents, whatever a model's other norms have
 
 
@@ -41,14 +44,14 @@ def latent_write_reference(
     made, page_tokens = torch.cat([normed, key], 1)[valid], pages.shape[2]
     at = cells[valid]
     page_ids = page_table[slots[valid].long(), at // page_tokens].long()
-    pages[page_ids, 0, at % page_tokens] = made.to(pages.dtype)
+    put_latents(made, page_ids, at % page_tokens, pages, latent.rank)
 
 
 @triton.jit
 def _latent_write_kernel(
     query, row, norm, cos, sin, positions, cells, slots, page_table, pages, row_stride, max_pages, eps,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, PLAIN: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
@@ -70,16 +73,33 @@ def _latent_write_kernel(
     elif slot >= 0:
         cell = tl.load(cells + token)
         page = tl.load(page_table + slot.to(tl.int64) * max_pages + cell // PAGE_TOKENS).to(tl.int64)
-        to = pages + (page * PAGE_TOKENS + cell % PAGE_TOKENS) * (RANK + ROTATED)
+        ROW: tl.constexpr = RANK + ROTATED
+        offset = cell % PAGE_TOKENS
         column = tl.arange(0, RANK)
         values = tl.load(row + token * row_stride + column).to(tl.float32)
         gain = tl.load(norm + column)
         values *= tl.rsqrt(tl.sum(values * values, 0) / RANK + eps)
         if norm.dtype.element_ty == row.dtype.element_ty:
             values = values.to(row.dtype.element_ty).to(tl.float32)
-        tl.store(to + column, (values * gain.to(tl.float32)).to(pages.dtype.element_ty))
-        tl.store(to + RANK + pair, turned.to(pages.dtype.element_ty))
-        tl.store(to + RANK + HALF + pair, other.to(pages.dtype.element_ty))
+        made = (values * gain.to(tl.float32)).to(row.dtype.element_ty)
+        one, two = turned.to(row.dtype.element_ty), other.to(row.dtype.element_ty)
+        if KIND == _PLAIN:
+            to = pages + (page * PAGE_TOKENS + offset) * ROW
+            tl.store(to + column, made)
+            tl.store(to + RANK + pair, one)
+            tl.store(to + RANK + HALF + pair, two)
+        else:
+            to = pages + page * (PAGE_TOKENS * (ROW + 8)) + offset * ROW
+            word = floats_of(pages) + page * (PAGE_TOKENS * (ROW + 8) // 4) + PAGE_TOKENS * ROW // 4 + 2 * offset
+            latents, keys, more = made.to(tl.float32), one.to(tl.float32), two.to(tl.float32)
+            scale = scale_of(tl.max(tl.abs(latents), 0), tl.sum(latents * 0.0, 0), KIND)
+            tl.store(to + column, encode_rows(latents, scale, KIND))
+            tl.store(word, scale)
+            largest = tl.maximum(tl.max(tl.abs(keys), 0), tl.max(tl.abs(more), 0))
+            of_keys = scale_of(largest, tl.sum(keys * 0.0 + more * 0.0, 0), KIND)
+            tl.store(to + RANK + pair, encode_rows(keys, of_keys, KIND))
+            tl.store(to + RANK + HALF + pair, encode_rows(more, of_keys, KIND))
+            tl.store(word + 1, of_keys)
 
 
 def latent_write(
@@ -90,9 +110,9 @@ def latent_write(
 
     query: `[tokens, heads, plain + rotated]`, contiguous; row: `[tokens, rank + rotated]`, rows strided, before norm
     and rotation; norm: `[rank]`; cos, sin: float32 `[positions, rotated / 2]`; positions, cells: int64, slots: int32
-    `[tokens]`; page_table: int32 `[max_slots, max_pages]`; pages: `[num_pages, 1, page_tokens, rank + rotated]`. On a
-    GPU rank and rotated are powers of two. Raises ValueError for another shape, dtype or device; positions, cells and
-    page ids are trusted.
+    `[tokens]`; page_table: int32 `[max_slots, max_pages]`; pages: `[num_pages, 1, page_tokens, rank + rotated]` of the
+    query's dtype, or of codes (`latent_rows`). On a GPU rank and rotated are powers of two. Raises ValueError for
+    another shape, dtype or device; positions, cells and page ids are trusted.
     """
     op, (tokens, heads, _), device = "latent_write", query.shape, query.device
     check(op, "query", query, (tokens, heads, latent.query_dim), query.dtype, device)
@@ -104,7 +124,7 @@ def latent_write(
                                 ("slots", slots, torch.int32)):  # fmt: skip
         check(op, name, tensor, (tokens,), dtype, device)
     check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
-    check(op, "pages", pages, (len(pages), 1, pages.shape[2], latent.row), query.dtype, device)
+    check_latent_pages(op, pages, latent.row, query.dtype, device)
     arguments = query, row, norm, cos, sin, positions, cells, slots, page_table, pages
     if not runs_on_triton(query) or tokens == 0:
         latent_write_reference(*arguments, latent)
@@ -115,5 +135,5 @@ def latent_write(
     _latent_write_kernel[(tokens, heads + 1)](
         *arguments, row.stride(0), page_table.stride(0), LATENT_EPS,
         HEADS=heads, RANK=latent.rank, ROTATED=latent.rotated, PLAIN=latent.plain, PAGE_TOKENS=pages.shape[2],
-        NEIGHBOURS=latent.has_neighbour_pairs, num_warps=1,
+        NEIGHBOURS=latent.has_neighbour_pairs, KIND=kind_of(pages), num_warps=1,
     )  # fmt: skip
