@@ -2,9 +2,6 @@
 
 from collections.abc import Iterable
 
-from rapidfuzz import fuzz
-from rapidfuzz.distance import OSA
-
 _LETTERS_A_SLIP = 4  # one letter amiss, or two that changed places, for each so many
 _LEAST_LETTERS = 3  # of fewer, nobody can tell what was meant
 
@@ -18,6 +15,9 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """
     if len(name) < _LEAST_LETTERS:
         return None
+    from rapidfuzz import fuzz  # for messages alone: each process would import it at its start
+    from rapidfuzz.distance import OSA
+
     names = list(known)
     most = max(1, len(name) // _LETTERS_A_SLIP)
     slips = [one for one in names if len(one) >= _LEAST_LETTERS and OSA.distance(name, one, score_cutoff=most) <= most]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from pydantic import ValidationError
 
 from gpu.memory.plan import PlanError
@@ -123,12 +124,18 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     threading.Thread(target=_end_with_parent, args=(int(parent_id), [requests, replies]), daemon=True).start()
     sys.setswitchinterval(HANDOVER_SECONDS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to end, also on Ctrl-C
+    imports_seconds = time.time() - psutil.Process().create_time()
+    text = sys.stdin.read()  # which says that somebody listens
+    if not text:  # who started it has nothing to serve after all, or has ended
+        _remove_sockets([requests, replies])
+        return 1
     connection = Connection(requests, replies)
     pulse = Heartbeat(replies)
     pulse.start()
+    stages = Stages(connection.send)
     try:
-        start = _read_start(sys.stdin.read())
-        engine, ready = load_engine(start.config, start.memory, _loading(connection))
+        start = _read_start(text)
+        engine, ready = load_engine(start.config, start.memory, stages.report)
     except (HostMemoryError, ModelError, PlanError, ProfileError, ValidationError) as error:
         log.error("failed reason=%s", error)
         connection.send(Failed(" ".join(str(error).split())))
@@ -138,6 +145,7 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     gc.collect()
     gc.freeze()  # of what stands now nothing is ever garbage, and to look at all of it takes longer than a token does
     connection.send(ready)
+    log.info("started imports_s=%.2f %s", imports_seconds, stages.describe())
     Loop(engine, connection, pulse).run()
     pulse.stop()
     engine.shutdown()
@@ -153,11 +161,16 @@ def _end_with_parent(parent_id: int, addresses: list[str]) -> None:
     """
     while os.getppid() == parent_id:
         time.sleep(_PARENT_SECONDS)
+    _remove_sockets(addresses)
+    os._exit(1)
+
+
+def _remove_sockets(addresses: list[str]) -> None:
+    """Remove sockets, and their folder if it is empty then."""
     with suppress(OSError):
         for address in addresses:
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         Path(addresses[0].removeprefix("ipc://")).parent.rmdir()
-    os._exit(1)
 
 
 def _read_start(text: str) -> EngineStart:
@@ -168,16 +181,27 @@ def _read_start(text: str) -> EngineStart:
     return start
 
 
-def _loading(connection: Connection) -> Callable[[str, float], None]:
-    """Report each stage's begin and end, and every step of a tenth between."""
-    reported: dict[str, float] = {}
+class Stages:
+    """Report each stage's begin and end, and every step of a tenth between; and how long each took."""
 
-    def report(stage: str, fraction: float) -> None:
-        if stage not in reported or fraction >= 1.0 or fraction - reported[stage] >= _LOADING_STEP:
-            reported[stage] = fraction
-            connection.send(Loading(stage, fraction))
+    def __init__(self, send: Callable[[Loading], None]) -> None:
+        self._send = send
+        self._reported: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._last_s = time.monotonic()
 
-    return report
+    def report(self, stage: str, fraction: float) -> None:
+        """Take a stage's word; what has passed since the last one was the stage's that is named first behind it."""
+        now = time.monotonic()
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last_s
+        self._last_s = now
+        if stage not in self._reported or fraction >= 1.0 or fraction - self._reported[stage] >= _LOADING_STEP:
+            self._reported[stage] = fraction
+            self._send(Loading(stage, fraction))
+
+    def describe(self) -> str:
+        """Return the seconds of each stage, for the log."""
+        return " ".join(f"{stage}_s={seconds:.2f}" for stage, seconds in self._seconds.items())
 
 
 if __name__ == "__main__":

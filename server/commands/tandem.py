@@ -10,11 +10,14 @@ import sys
 import time
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from server.release import release
+
+if TYPE_CHECKING:
+    from server.engine.head_start import HeadStart
 
 SUMMARY = "Serve long-context language models from one GPU and the memory of its host."
 app = typer.Typer(
@@ -116,6 +119,19 @@ def serve(
         return
     began_s = time.monotonic()
     print(f"tandem {release()}: {config}", flush=True)  # before the imports, which take a second
+    from server.engine.head_start import HeadStart
+
+    with HeadStart() as ahead:
+        failure = _serve(config, host, port, offline, began_s, ahead)
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _serve(
+    config: Path, host: str | None, port: int | None, offline: bool, began_s: float, ahead: "HeadStart"
+) -> str | None:
+    """Serve with an engine process that reads its libraries meanwhile. Returns why it could not, or not go on."""
     from rich.console import Console
 
     from server.commands.named_models import open_deployment
@@ -136,10 +152,7 @@ def serve(
             resolved = resolve_plan(deployment, probe_machine())
         with page.stage("checking the model's files"):
             require_servable(resolved.deployment)
-        failure = serve_deployment(resolved.deployment, resolved.memory, page.show)
-    if failure is not None:
-        print(f"error: {failure}", file=sys.stderr)
-        raise typer.Exit(1)
+        return serve_deployment(resolved.deployment, resolved.memory, page.show, ahead=ahead)
 
 
 def print_configuration(config: Path, host: str | None, port: int | None, offline: bool) -> None:

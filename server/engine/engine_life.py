@@ -4,12 +4,11 @@ Each life has sockets of its own in a private folder, so nothing of a dead engin
 """
 
 import asyncio
-import os
 import shutil
 import signal
-import tempfile
+import subprocess
+import threading
 import time
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 
@@ -17,12 +16,8 @@ import msgspec
 import zmq
 
 from scheduler.messages import FromEngine, ToEngine
+from server.engine.head_start import HeadStart, addresses_in, make_folder, run_engine
 
-# Threads that wait by spinning take the cores from the API process and from each other: on two busy cores a decode step
-# of the reference model took 196 ms with the library's default and 19 ms with this.
-# A short spin is no better in between: with GOMP_SPINCOUNT=1000 (some 50 microseconds) a step of `sampled` on two cores
-# took 22 ms for 31 to 39 alone, but 29 to 33 for 20 beside one busy process; with 10,000 it took 19 and 135.
-ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 _MOST_AT_ONCE = 16  # messages, then others have a turn: an engine may speak faster than it can be listened to
 _LAST_WORDS_S = 0.2  # a message sent just before the process ended may still be on its way
 
@@ -38,20 +33,31 @@ class EngineStartError(Exception):
 class EngineProcess:
     """Run one engine process: `start`, `send`, iterate `messages` until the process is gone, then `close`."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], command: Sequence[str], start_json: bytes) -> None:
-        """Make the folder and the sockets; `close` removes them. Raises EngineStartError, and then none is left."""
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        command: Sequence[str],
+        start_json: bytes,
+        ahead: HeadStart | None = None,
+    ) -> None:
+        """Make the folder and the sockets; `close` removes them. `ahead`: the process, if it runs already. Raises
+        EngineStartError, and then none is left.
+        """
+        taken = ahead.take() if ahead is not None else None
+        self._process: subprocess.Popen[bytes] | None = None if taken is None else taken[0]
+        self._ended: asyncio.Future[int] | None = None
         self._start_json = start_json
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self._process: Process | None = None
+        self._command = command
         with ExitStack() as made:
+            made.callback(self.kill)
             try:
-                self._folder = tempfile.mkdtemp(prefix="tandem-")
+                self.folder = make_folder() if taken is None else taken[1]
                 made.callback(self.remove_folder)
-                addresses = [f"ipc://{self._folder}/{name}" for name in ("requests", "replies")]
                 self._requests, self._replies = (
                     _bind(context, kind, address, made)
-                    for kind, address in zip((zmq.PUSH, zmq.PULL), addresses, strict=True)
+                    for kind, address in zip((zmq.PUSH, zmq.PULL), addresses_in(self.folder), strict=True)
                 )
             except (OSError, zmq.ZMQError) as error:
                 reason = " ".join(str(error).split())
@@ -60,24 +66,19 @@ class EngineProcess:
                     "has a short path"
                 ) from None
             self._made = made.pop_all()
-        self._command = [*command, *addresses, str(os.getpid())]
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the process and hand it what it is to serve. A session of its own keeps a terminal's Ctrl-C from it."""
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=PIPE, start_new_session=True, env=ENGINE_ENVIRONMENT | os.environ
-        )
-        stdin = self._process.stdin
-        assert stdin is not None
-        with suppress(BrokenPipeError, ConnectionResetError):
-            stdin.write(self._start_json)
-            await stdin.drain()
-            stdin.close()
-            await stdin.wait_closed()
+        """Start the process, unless it runs already, and hand it what it is to serve. Raises OSError."""
+        if self._process is None:
+            self._process = run_engine(self._command, self.folder)
+        self._ended = asyncio.get_running_loop().create_future()
+        watch = threading.Thread(target=_watch, args=(self._process, self._ended), name="engine-end", daemon=True)
+        watch.start()
+        await asyncio.to_thread(_hand_over, self._process, self._start_json)  # which it reads behind its libraries
 
     def send(self, message: ToEngine) -> None:
         """Send a message without blocking. Raises EngineGone if nobody is at the other end."""
@@ -88,10 +89,10 @@ class EngineProcess:
 
     async def messages(self) -> AsyncIterator[FromEngine]:
         """Yield everything the process says, until it has ended and its last words are read."""
-        assert self._process is not None
+        assert self._ended is not None
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
-        ended = asyncio.ensure_future(self._process.wait())
+        ended = asyncio.ensure_future(asyncio.shield(self._ended))
         ended.add_done_callback(lambda _: arrived.set())
         descriptor = self._replies.getsockopt(zmq.FD)
         assert isinstance(descriptor, int)
@@ -126,24 +127,41 @@ class EngineProcess:
 
     async def wait(self) -> str:
         """Wait for the process, and return how it ended, in words."""
-        assert self._process is not None
-        code = await self._process.wait()
+        assert self._ended is not None
+        code = await asyncio.shield(self._ended)
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"
 
     def kill(self) -> None:
         """Send SIGKILL at once; safe to call from anywhere and more than once."""
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.kill()
 
     def close(self) -> None:
         """Close the sockets and remove their folder."""
         self._made.close()
 
     def remove_folder(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _watch(process: subprocess.Popen[bytes], ended: "asyncio.Future[int]") -> None:
+    """Wait for a process, and tell its loop of the status."""
+    code = process.wait()
+
+    def tell() -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    with suppress(RuntimeError):  # the loop is closed: nobody asks any more
+        ended.get_loop().call_soon_threadsafe(tell)
+
+
+def _hand_over(process: subprocess.Popen[bytes], text: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write(text)
 
 
 def _bind(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, made: ExitStack) -> "zmq.Socket[bytes]":

@@ -42,6 +42,7 @@ from server import logs
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid, queue_full, too_long, unavailable
 from server.deployment import Deployment
 from server.engine.engine_life import EngineGone, EngineProcess, EngineStartError
+from server.engine.head_start import HeadStart
 from server.engine.mailbox import EngineLost, Mailbox
 from server.engine.prometheus import Metrics
 from server.engine.start_events import OnStart, Stage
@@ -66,8 +67,11 @@ class Supervisor:
         command: Sequence[str],
         metrics: Metrics,
         on_start: OnStart | None,
+        ahead: HeadStart | None = None,
     ) -> None:
+        """`ahead`: the first life's process, if it was started before its plan was made."""
         self._command = command
+        self._ahead = ahead
         start = EngineStart(config=deployment, memory=memory, log_level=deployment.server.log_level)
         self._start_json = start.model_dump_json().encode()  # of the deployment, an EngineConfig's fields: no server's
         self._settings = deployment.server
@@ -193,7 +197,7 @@ class Supervisor:
         self._ready_since_s = None
         self._lives += 1
         try:
-            engine = self._engine = EngineProcess(self._context, self._command, self._start_json)
+            engine = self._engine = EngineProcess(self._context, self._command, self._start_json, self._ahead)
         except EngineStartError as error:
             self._lose_everything()
             logs.warning("engine_ended", reason=str(error), life=self._lives)

@@ -9,7 +9,6 @@ import os
 import resource
 import socket
 import ssl
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from types import FrameType
@@ -24,6 +23,7 @@ from gpu.memory.plan import MemoryPlan
 from server import logs
 from server.api_error import ApiError, invalid, unavailable
 from server.deployment import ConfigError, Deployment
+from server.engine.head_start import ENGINE_COMMAND, HeadStart
 from server.engine.start_events import Listening, OnStart
 from server.grammar.grammar_checks import end_checks
 from server.http.client_connection import Connection, Limits, connection_type
@@ -32,8 +32,6 @@ from server.routes.catalogue import add_routes, find_routes
 from server.routes.documents.document_routes import count_documents
 from server.service.service import Service, build_service, require_tls
 from server.stores.document_registry import RegistryError, RegistryFull
-
-ENGINE_COMMAND = (sys.executable, "-m", "scheduler.engine.engine_process")
 
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 _POLL_S = 0.02
@@ -50,15 +48,16 @@ def create_app(
     memory: MemoryPlan,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     on_start: OnStart | None = None,
+    ahead: HeadStart | None = None,
 ) -> FastAPI:
     """Return the API of a deployment; its lifespan starts and ends the engine process, which allocates what `memory`
     says.
 
     `engine_command` is called with two socket addresses and this process's id. `on_start` is told of the engine's first
-    start, in place of the log. `app.state.service` holds what the routes share. Raises ConfigError if the tokenizer,
-    the chat template, the keys or the documents cannot be read.
+    start, in place of the log. `ahead`: the engine's process, if it was started before. `app.state.service` holds what
+    the routes share. Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read.
     """
-    service = build_service(deployment, memory, engine_command, on_start)
+    service = build_service(deployment, memory, engine_command, on_start, ahead)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -105,12 +104,13 @@ def serve(
     memory: MemoryPlan,
     on_start: OnStart | None = None,
     engine_command: Sequence[str] = ENGINE_COMMAND,
+    ahead: HeadStart | None = None,
 ) -> str | None:
     """Serve until a signal. Returns None after a drain, or why it could not start or go on, in one line.
 
     The first SIGTERM or SIGINT drains: new requests get a 503, open ones have `drain_seconds` to finish. The second
     one ends the program at once. Port 0 takes a free port. `on_start` is told of the address and of the stages of the
-    first start; without it the log is. `engine_command`: as of `create_app`.
+    first start; without it the log is. `engine_command`, `ahead`: as of `create_app`.
     """
     settings = deployment.server
     logs.configure(settings.log_level)
@@ -119,7 +119,7 @@ def serve(
     )
     logs.debug("memory", **describe_memory(memory))
     try:
-        app = create_app(deployment, memory, engine_command, on_start)
+        app = create_app(deployment, memory, engine_command, on_start, ahead)
         http = http_config(app)
         listener = _bind(settings.host, settings.port)
     except ConfigError as error:

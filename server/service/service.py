@@ -14,6 +14,7 @@ from gpu.memory.plan import MemoryPlan
 from server.api_error import unknown_model
 from server.bodies.body_memory import BodyMemory
 from server.deployment import ConfigError, Deployment, ServerConfig
+from server.engine.head_start import HeadStart
 from server.engine.prometheus import Metrics
 from server.engine.start_events import OnStart
 from server.engine.supervisor import Supervisor
@@ -114,8 +115,9 @@ def build_service(
     memory: MemoryPlan,
     engine_command: Sequence[str],
     on_start: OnStart | None,
+    ahead: HeadStart | None = None,
 ) -> Service:
-    """Build the service.
+    """Build the service. `ahead`: its engine's process, if that runs already.
 
     Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read.
     """
@@ -134,7 +136,7 @@ def build_service(
         answer_format=parts.answer_format,
         sampling_defaults=parts.sampling_defaults,
         metrics=metrics,
-        supervisor=Supervisor(deployment, memory, engine_command, metrics, on_start),
+        supervisor=Supervisor(deployment, memory, engine_command, metrics, on_start, ahead),
         model_name=model_name(deployment),
         key_digests=parts.key_digests,
         vectors=parts.vectors,

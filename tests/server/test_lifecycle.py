@@ -394,7 +394,8 @@ def test_an_engine_process_never_outlives_its_parent_even_while_it_loads(tmp_pat
         "import os, subprocess, sys\n"
         "addresses = ['ipc://' + sys.argv[2] + name for name in ('/requests', '/replies')]\n"
         "command = [sys.executable, '-c', sys.argv[1], *addresses, str(os.getpid())]\n"
-        "child = subprocess.Popen(command, stdin=subprocess.DEVNULL); print(child.pid, flush=True); child.wait()"
+        "child = subprocess.Popen(command, stdin=subprocess.PIPE); print(child.pid, flush=True)\n"
+        "child.stdin.write(b'{}'); child.stdin.close(); child.wait()"
     )
     folder = tmp_path / "sockets"
     folder.mkdir()
@@ -408,6 +409,18 @@ def test_an_engine_process_never_outlives_its_parent_even_while_it_loads(tmp_pat
     parent.kill()
     parent.wait(20)
     wait_until(lambda: not is_alive(pid), ORPHAN_S)
+    assert not folder.exists()
+
+
+def test_an_engine_process_that_is_given_nothing_ends_and_removes_the_folder_of_its_sockets(tmp_path):
+    """Whoever started it ahead of a plan has ended, or has none."""
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    command = [sys.executable, "-m", "scheduler.engine.engine_process", *(f"ipc://{folder}/{end}" for end in "ab")]
+    ended = subprocess.run(
+        [*command, str(os.getpid())], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
     assert not folder.exists()
 
 
