@@ -29,6 +29,7 @@ from gpu.load import DTYPES
 from gpu.model.architecture import load_architecture
 from gpu.model.matrix_formats import step_weight_bytes
 from gpu.sampling_params import SamplingParams
+from gpu.step import StepResult
 from scheduler.drafts.draft_source import Proposal
 from scheduler.drafts.drafter import make_source
 from scheduler.engine.load_engine import load_engine
@@ -166,15 +167,11 @@ class _Bench:
         self.benchmark = benchmark
         self.client = client
         self._device_ms: list[float] = []
-        scheduler = client.engine.scheduler
-        postprocess = scheduler.postprocess
+        client.engine.scheduler.watch_results(self._note)
 
-        def noted(result: Any, *rest: Any) -> Any:
-            if result.decode_seconds and not result.unit_seconds:
-                self._device_ms.append(1e3 * result.decode_seconds)
-            return postprocess(result, *rest)
-
-        scheduler.postprocess = noted  # type: ignore[method-assign]
+    def _note(self, result: StepResult) -> None:
+        if result.decode_seconds and not result.unit_seconds:
+            self._device_ms.append(1e3 * result.decode_seconds)
 
     def of_width(self, batch: int, width: int) -> _Streams:
         """Run streams whose drafts are always right, and always of so many rows."""

@@ -12,7 +12,7 @@ of `offloaded`.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from random import Random
@@ -33,6 +33,7 @@ from gpu.config import Composition, DraftConfig, GpuConfig, MethodChoice, ModelC
 from gpu.load import DTYPES
 from gpu.model.architecture import load_architecture
 from gpu.profiles import VERIFIED, VERIFIED_COMPOSITION
+from gpu.step import StepResult
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.planning.engine_memory import find_tier_shape, plan_engine
@@ -180,15 +181,12 @@ class _Bench:
         self._attended_s = 0.0
         scheduler = client.engine.scheduler
         scheduler.drafts.make_source = lambda config, sequence: Constant(1.0, self._draw)
-        postprocess = scheduler.postprocess
+        scheduler.watch_results(self._note)
 
-        def noted(result: Any, *rest: Any) -> Any:
-            if result.decode_seconds and not result.unit_seconds:
-                self._stream.host_ms.append(1e3 * (result.host_seconds or self._attended_since()))
-                self._stream.step_ms.append(1e3 * result.decode_seconds)
-            return postprocess(result, *rest)
-
-        scheduler.postprocess = noted  # type: ignore[method-assign]
+    def _note(self, result: StepResult) -> None:
+        if result.decode_seconds and not result.unit_seconds:
+            self._stream.host_ms.append(1e3 * (result.host_seconds or self._attended_since()))
+            self._stream.step_ms.append(1e3 * result.decode_seconds)
 
     def _attended_since(self) -> float:
         """Return the seconds of attention since the last call, of steps that are computed before they return."""
@@ -211,19 +209,17 @@ class _Bench:
     @contextmanager
     def _right_at(self, accepted: float) -> Iterator[None]:
         """Have what the device drafts be right at this rate, until the block ends."""
-        sampler = self.client.engine._runner._sampler
-        guess: Callable[..., torch.Tensor] = sampler.guess
+        runner = self.client.engine._runner
 
-        def replaced(*given: Any) -> torch.Tensor:
-            tokens = guess(*given)
+        def replace(tokens: torch.Tensor) -> torch.Tensor:
             wrong = [int(self._draw.random() >= accepted) for _ in range(len(tokens))]
             return tokens.fill_(TOKEN).add_(torch.tensor(wrong, device=tokens.device))
 
-        sampler.guess = replaced  # type: ignore[method-assign]
+        runner.replace_guesses(replace)
         try:
             yield
         finally:
-            sampler.guess = guess  # type: ignore[method-assign]
+            runner.replace_guesses(None)
 
     def stream(self, profile: str) -> _Stream:
         """Run one stream of `tokens` tokens behind the prompt that all have."""

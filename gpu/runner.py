@@ -15,7 +15,7 @@ import torch
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.batching.halving import Halving, most_rows_of_parts
 from gpu.batching.step_reads import StepReads
-from gpu.decode.followers import Followers
+from gpu.decode.followers import Followers, ReplaceGuesses
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import Batch, DecodeSteps, HostReader, HostReadTimes, LaunchedStep
 from gpu.disk.block_writer import BlockWriter
@@ -243,6 +243,10 @@ class Runner:
     def watch_prefill(self, watch: Callable[[PrefillQuery], None] | None) -> None:
         """Show what prompts attend to, for who measures; None: no more."""
         self._prefill.attention.watch = watch
+
+    def replace_guesses(self, replace: ReplaceGuesses | None) -> None:
+        """Have other tokens in place of those that a profile drafts, which cost what they cost; None: no more."""
+        self._followers.replace_guesses = replace
 
     def first_own_token(self, prefill_method: PartId) -> int | None:
         """Return where the first unit begins that a method does not leave to dense prefill; None of dense prefill."""

@@ -19,9 +19,14 @@ from gpu.sampling.sampler import Sampler
 from gpu.step import TO_DRAFT, DecodeGroup
 from gpu.upload import upload
 
+ReplaceGuesses = Callable[[Tensor], Tensor]
+
 
 class Followers:
-    """step: computes a batch. last_tokens: as `gpu.decode.loop.LayerLoop` has them. sides: of methods with rings."""
+    """step: computes a batch. last_tokens: as `gpu.decode.loop.LayerLoop` has them. sides: of methods with rings.
+    replace_guesses: None, or makes other tokens of those that a step has drafted, int64 `[rows]`, for who measures how
+    a rate of acceptance tells.
+    """
 
     def __init__(
         self, step: Callable[[Batch], LaunchedStep], sampler: Sampler, last_tokens: Tensor, sides: Sequence[RingSide]
@@ -30,6 +35,7 @@ class Followers:
         self._sampler = sampler
         self._last_tokens = last_tokens
         self._sides = sides
+        self.replace_guesses: ReplaceGuesses | None = None
 
     def add_rows(self, batch: Batch, group: DecodeGroup, first: int) -> Batch:
         """Return a batch of the slots' first rows with a row for each token of a run or a draft, whose ids it puts to
@@ -72,6 +78,8 @@ class Followers:
                 launched.append(self._step(_drafting_rows(batch, rows, step, places)))
                 slots, numbers = [batch.slots[row] for row in rows], [group.samples[row] + step for row in rows]
                 tokens = self._sampler.guess(launched[-1].logits, slots, numbers)
+                if self.replace_guesses is not None:
+                    tokens = self.replace_guesses(tokens)
                 self._last_tokens.index_copy_(0, self._upload([places[row][step] for row in rows]), tokens)
         finally:
             for row, side in sides.items():

@@ -11,7 +11,6 @@ import torch
 
 from gpu.config import Composition, DraftConfig, GpuConfig
 from gpu.methods.device_side import RingSide
-from gpu.sampling.sampler import Sampler
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest
@@ -55,15 +54,15 @@ def switch(engine: Engine, is_on: bool) -> None:
     engine.scheduler.drafts.is_on = is_on
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+def spoil(engine: Engine, rate: float) -> None:
     """Have each token that is drafted be another with this chance."""
-    guess, draw = Sampler.guess, Random(3)
+    draw, vocab_size = Random(3), engine._runner.limits.vocab_size
 
-    def spoilt(self: Sampler, logits: torch.Tensor, slots: list[int], samples: list[int]) -> torch.Tensor:
-        wrong = torch.tensor([draw.random() < rate for _ in slots], dtype=torch.int64)
-        return (guess(self, logits, slots, samples) + wrong) % self.vocab_size
+    def spoilt(tokens: torch.Tensor) -> torch.Tensor:
+        wrong = torch.tensor([draw.random() < rate for _ in tokens], dtype=torch.int64)
+        return (tokens + wrong) % vocab_size
 
-    monkeypatch.setattr(Sampler, "guess", spoilt)
+    engine._runner.replace_guesses(spoilt)
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +74,15 @@ def alone(engine: Engine) -> dict[str, list[Delta]]:
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
 def test_what_is_drawn_and_told_is_what_full_attention_draws(
-    engine: Engine, alone: dict[str, list[Delta]], monkeypatch: pytest.MonkeyPatch, rate: float
+    engine: Engine, alone: dict[str, list[Delta]], rate: float
 ) -> None:
     """Drafts that read all of a context are drawn: they stand where the tokens will, and draw as these."""
     switch(engine, True)
-    spoil(monkeypatch, rate)
+    spoil(engine, rate)
     before = engine.stats().drafts
     engine.submit([ask(number) for number in range(5)])
     told = drain(engine)
+    engine._runner.replace_guesses(None)
     after = engine.stats().drafts
     check_told(told, alone, ask)
     proposed, accepted = after.proposed - before.proposed, after.accepted - before.accepted
@@ -100,7 +100,7 @@ def test_every_number_of_drafted_tokens_is_accepted_and_refused(
 ) -> None:
     """Of one request, whose drafts are spoilt behind each number of tokens in turn."""
     seen: set[tuple[int, int]] = set()
-    tell, guess, turns = engine.scheduler.drafts.tell, Sampler.guess, cycle(range(DraftConfig().most_tokens + 1))
+    tell, turns = engine.scheduler.drafts.tell, cycle(range(DraftConfig().most_tokens + 1))
     right = [next(turns)]
 
     def noted(lane: object, drafted: list[tuple[object, int, int]], *rest: object) -> None:
@@ -108,15 +108,17 @@ def test_every_number_of_drafted_tokens_is_accepted_and_refused(
         right[0] = next(turns)
         tell(lane, drafted, *rest)  # type: ignore[arg-type]
 
-    def spoilt(self: Sampler, logits: torch.Tensor, slots: list[int], samples: list[int]) -> torch.Tensor:
+    def spoilt(tokens: torch.Tensor) -> torch.Tensor:
         right[0] -= 1
-        return (guess(self, logits, slots, samples) + (right[0] < 0)) % self.vocab_size
+        return (tokens + (right[0] < 0)) % engine._runner.limits.vocab_size
 
     monkeypatch.setattr(engine.scheduler.drafts, "tell", noted)
-    monkeypatch.setattr(Sampler, "guess", spoilt)
+    engine._runner.replace_guesses(spoilt)
     switch(engine, True)
     engine.submit([ask(0)])
-    check_told(drain(engine), {"0": alone["0"]}, ask)
+    told = drain(engine)
+    engine._runner.replace_guesses(None)
+    check_told(told, {"0": alone["0"]}, ask)
     most = DraftConfig().most_tokens
     assert {accepted for length, accepted in seen if length == most} >= set(range(most + 1))
 
