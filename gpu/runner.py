@@ -196,7 +196,9 @@ class Runner:
             experts = open_exchanges(weights, architecture, most, device, settings.open_experts, num_lanes)
         self._experts = experts
         self._followers = Followers(self._step, self._sampler, self._last_tokens, [*self._reusing.values()])
-        self.decode_steps = DecodeSteps(loop, host_reader, self._lanes.stream(Lane.HOST), experts)
+        self.decode_steps = DecodeSteps(
+            loop, host_reader, self._lanes.stream(Lane.HOST), experts, settings.compile_settings
+        )
 
     @property
     def page_memory(self) -> Commitment | None:

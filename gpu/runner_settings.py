@@ -28,7 +28,8 @@ class RunnerSettings:
     kv: how pages hold rows; what is no format of codes, in `dtype`. open_experts: the CPU computes experts in host
     memory for decode steps of up to `computed_rows` rows; None: they are fetched. num_states: of recurrent layers
     (`gpu.kv.states`), 0: one a slot; state_dtype: of these; num_host_states: copies of them in host memory. disk: where
-    contexts are kept beside, or None.
+    contexts are kept beside, or None. compile_settings: of a child that compiles the CPU's decode step, None: the first
+    step does (`gpu.decode.step_code`).
     """
 
     num_pages: int
@@ -54,6 +55,7 @@ class RunnerSettings:
     num_states: int = 0
     state_dtype: torch.dtype = torch.float32
     num_host_states: int = 0
+    compile_settings: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,8 @@ class LoadSettings:
 
     max_context_tokens: None: the model's. chunk_tokens: most tokens of a prefill unit. num_windows: of `window_pages`
     pages (`gpu.kv.windows`); 0: all layers have all of every context in pages. experts_on_card: of each layer's, the
-    other experts lie in host memory; None: all are on the card. prefill_graph_sizes: see MemoryPlan. Further fields as
+    other experts lie in host memory; None: all are on the card. prefill_graph_sizes: see MemoryPlan. compiles_ahead: a
+    child process compiles the CPU's decode step, where that is to be done. Further fields as
     in RunnerSettings.
     """
 
@@ -86,3 +89,4 @@ class LoadSettings:
     computed_rows: int = 0
     prefill_graph_sizes: tuple[int, ...] = ()
     num_host_states: int = 0
+    compiles_ahead: bool = False

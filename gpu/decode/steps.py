@@ -38,6 +38,7 @@ from gpu.cpu_step.cpu_step import CpuStep, serves
 from gpu.cpu_step.step_arrays import MAX_ROWS, num_step_rows
 from gpu.decode.answering import Answering, Answers, SlotRequests
 from gpu.decode.loop import LayerLoop, Step
+from gpu.decode.step_code import StepCode
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.operations.linear.numba_packed_linear import multiplies
@@ -136,17 +137,19 @@ class _Captured:
 class DecodeSteps:
     """Decode steps: captured, compiled or eager. host_reader: None where nothing is offloaded; host_read_stream: of
     steps with host reads, where they have their own; experts: where the CPU is asked for experts, of steps without
-    host reads first, of those with them last.
+    host reads first, of those with them last; compile_settings: as of `StepCode`.
     """
 
     def __init__(self, loop: LayerLoop, host_reader: HostReader | None,
                  host_read_stream: torch.cuda.Stream | None = None,
-                 experts: Sequence[ExpertExchange] = ()) -> None:  # fmt: skip
+                 experts: Sequence[ExpertExchange] = (), compile_settings: str | None = None) -> None:  # fmt: skip
         self.loop = loop
         self.host_reader = host_reader
         self._host_read_stream = host_read_stream
         self._captured: dict[tuple[StepKind, int], _Captured] = {}  # by kind and size
-        self._compiled = _compiled_step(loop)
+        has_code = _has_compiled_step(loop)
+        self._code = StepCode(loop.decoder.weights.embedding.dtype, compile_settings) if has_code else None
+        self._compiled = CpuStep(loop.decoder) if has_code else None  # compiles functions of matrices meanwhile
         self._answering = None if host_reader is None else Answering(host_reader.exchanges, self._observe)
         self._experts = experts
         self._expert_answering = [Answering([one], lambda *told: None) for one in experts]
@@ -169,7 +172,7 @@ class DecodeSteps:
     def _launch(self, batch: Batch) -> LaunchedStep:
         if batch.has_host_reads or any(host_read is not None for host_read in batch.host_reads):
             return self._run_lent(batch) if self._methods_read(batch) else self._run_host_reads(batch)
-        if self._compiled is not None and not batch.reuses and len(batch) <= MAX_ROWS:
+        if self._has_code() and self._compiled is not None and not batch.reuses and len(batch) <= MAX_ROWS:
             slots = np.array(batch.slots, np.int32)
             positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
             token_ids = self.loop.last_tokens.numpy()[np.array(batch.places)]
@@ -182,6 +185,9 @@ class DecodeSteps:
         self._fill(captured.rows[0], batch)
         captured.graph.replay()
         return LaunchedStep(captured.logits[0][: len(batch)], self._answer_experts(captured, reads_host=False))
+
+    def _has_code(self) -> bool:
+        return self._code is not None and self._code.is_ready()
 
     @property
     def most_rows(self) -> int:
@@ -196,9 +202,11 @@ class DecodeSteps:
             answering.drain()
 
     def shutdown(self) -> None:
-        """End the threads that answer."""
+        """End the threads that answer, and a child that compiles."""
         for answering in self._all_answering:
             answering.stop()
+        if self._code is not None:
+            self._code.close()
 
     @property
     def _all_answering(self) -> list[Answering]:
@@ -489,16 +497,15 @@ def _context_read(host_read: HostRead | None) -> ContextRead:
     return NOTHING if host_read is None else ContextRead(host_read.context_id, host_read.end - host_read.begin)
 
 
-def _compiled_step(loop: LayerLoop) -> CpuStep | None:
-    """Return the compiled step where it can take the place of the loop: for rows without host reads and rings,
+def _has_compiled_step(loop: LayerLoop) -> bool:
+    """Tell whether there is a compiled step that can take the place of the loop: for rows without host reads and rings,
     uncounted, and in which no method takes part.
     """
     if loop.checks_coverage or not all(method.needs_host_reads or method.reuses for method in loop.methods):
-        return None
+        return False
     architecture, weights = loop.decoder.architecture, loop.decoder.weights
     if architecture.recurrent is not None and weights.embedding.device.type == "cpu":
         log.info("decode event=not_compiled reason='recurrent layers are computed layer by layer on the CPU'")
     has_code = all(multiplies(matrix) for matrix in weights.matrices if isinstance(matrix, Packed))
     is_plain = has_code and not loop.decoder.pool.has_codes
-    is_served = is_plain and serves(architecture, weights.embedding.dtype, weights.embedding.device)
-    return CpuStep(loop.decoder) if is_served else None
+    return is_plain and serves(architecture, weights.embedding.dtype, weights.embedding.device)

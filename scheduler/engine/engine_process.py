@@ -135,7 +135,7 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     stages = Stages(connection.send)
     try:
         start = _read_start(text)
-        engine, ready = load_engine(start.config, start.memory, stages.report)
+        engine, ready = load_engine(start.config, start.memory, stages.report, compiles_ahead=True)
     except (HostMemoryError, ModelError, PlanError, ProfileError, ValidationError) as error:
         log.error("failed reason=%s", error)
         connection.send(Failed(" ".join(str(error).split())))

@@ -60,9 +60,11 @@ def load_engine(
     plan: MemoryPlan,
     on_progress: Callable[[str, float], None],
     loaded: LoadedModel | None = None,
+    compiles_ahead: bool = False,
 ) -> tuple[Engine, Ready]:
     """Load the model into the memory that is planned, and build an engine that is ready to step. `loaded`: the model,
-    where the caller (a benchmark, whose peer needs the weights as well) has loaded it.
+    where the caller (a benchmark, whose peer needs the weights as well) has loaded it. `compiles_ahead`: at a machine's
+    first start a child process compiles the CPU's decode step, and the engine is ready before.
 
     `on_progress(stage, fraction)` is told of "host_attention" (memory for contexts, and what attends to them: compiled
     once a machine, function by function), "documents" (weights are read, to name them), what `load_runner` does, and
@@ -118,6 +120,7 @@ def load_engine(
             window_tokens=plan.window_tokens,
             library=library,
             disk=disk,
+            compiles_ahead=compiles_ahead,
         ),
         on_progress=on_progress,
         loaded=loaded,

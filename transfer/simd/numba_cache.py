@@ -44,6 +44,22 @@ def go_on_without_cache() -> None:
     caching.CacheImpl._locator_classes = [*caching.CacheImpl._locator_classes, NoFolder]
 
 
+def can_save(function: Any) -> bool:
+    """Tell whether code of a cached function can be kept, for other processes to find."""
+    return os.access(function._cache.cache_path, os.W_OK)
+
+
+def cached_signatures(function: Any) -> list[tuple[Any, ...]]:
+    """Return the signatures for which a cached function's code is kept, of these sources and this machine."""
+    cache = function._cache
+    _, *ours = cache._index_key((), function.targetctx.codegen())
+    try:
+        kept = cache._cache_file._load_index()
+    except OSError:
+        return []
+    return [signature for signature, *key in kept if key == ours]
+
+
 @contextmanager
 def _guard(cache: Any) -> Iterator[None]:
     """Log the first OSError of numba's loads and saves, and go on; a load that fails finds nothing."""
