@@ -98,6 +98,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     owner: str = ""  # whose sessions it may name
     session: str = ""  # that it says it is part of; "": none
     front_tokens: int = 0  # of the prompt: what the system says, with the tools
+    slot: int = -1  # that its conversation takes (`SaveContext`); -1: any
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -183,15 +184,38 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
 
 class AskSessions(msgspec.Struct, frozen=True, tag=True):
     """Ask what is kept of an owner's conversations; answered by one `Sessions`. `forget`: a session, of which all that
-    nobody reads is forgotten first; "": nothing is.
+    nobody reads is forgotten first; "": nothing is. `forget_slot`: likewise of one conversation; -1: of none.
+    `forget_saved`: a saved context that is deleted first.
     """
 
     request_id: str
     owner: str
     forget: str = ""
+    forget_slot: int = -1
+    forget_saved: str = ""
 
 
-ToEngine = Submit | Cancel | Shutdown | StoreChunks | DropChunks | Expect | AskSessions
+class SaveContext(msgspec.Struct, frozen=True, tag=True):
+    """Keep on disk, under a name, what is there of an owner's conversation: of that in this slot, or of the last one of
+    this session. Answered by one `ContextSaved`, once it is written.
+    """
+
+    request_id: str
+    owner: str
+    name: str
+    slot: int = -1
+    session: str = ""
+
+
+class ReadSaved(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the tokens of a saved context; answered by one `SavedTokens`."""
+
+    request_id: str
+    owner: str
+    name: str
+
+
+ToEngine = Submit | Cancel | Shutdown | StoreChunks | DropChunks | Expect | AskSessions | SaveContext | ReadSaved
 
 
 # --- engine -> API process -------------------------------------------------------------------------------------------
@@ -263,6 +287,7 @@ class KeptConversation(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     session: str
+    slot: int
     turns: int
     running: int
     is_awaited: bool
@@ -273,12 +298,57 @@ class KeptConversation(msgspec.Struct, frozen=True, kw_only=True):
     idle_seconds: float
 
 
+class SavedContext(msgspec.Struct, frozen=True, kw_only=True):
+    """A context that was saved by name: its tokens, and how many in front and bytes of it are on disk now. created_s:
+    Unix time.
+    """
+
+    name: str
+    session: str
+    tokens: int
+    disk_tokens: int
+    disk_bytes: int
+    created_s: int
+
+
 class Sessions(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `AskSessions`: what is kept, used last first. `forgotten_tokens`: in all places together."""
+    """The answer to `AskSessions`: what is kept, used last first. `forgotten_tokens`: in all places together.
+    `disk_bytes`: of all that a session has on disk, also of those that nothing else is known of. `deleted`: whether
+    there was a saved context to forget.
+    """
 
     request_id: str
     conversations: list[KeptConversation]
     forgotten_tokens: int = 0
+    disk_bytes: dict[str, int] = {}
+    saved: list[SavedContext] = []
+    deleted: bool = False
+
+
+class ContextSaved(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `SaveContext`: tokens and bytes that are kept. `code` says why none are: `no_disk`, `unknown` (no
+    such conversation), `running`, or `no_room`; "": some are.
+    """
+
+    request_id: str
+    slot: int = -1
+    num_tokens: int = 0
+    num_bytes: int = 0
+    code: str = ""
+
+
+class SavedTokens(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ReadSaved`: packed tokens, what computed them, and of which session. `code`: `no_disk` or
+    `unknown`; "": it is there. block_bytes: of `block_tokens` on disk.
+    """
+
+    request_id: str
+    tokens: bytes = b""
+    profile: str = ""
+    session: str = ""
+    block_tokens: int = 1
+    block_bytes: int = 0
+    code: str = ""
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -434,4 +504,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     stats: Stats | None
 
 
-FromEngine = Loading | Ready | Failed | Pulse | Accepted | Refused | ChunksStored | Sessions | Outputs
+Told = Sessions | ContextSaved | SavedTokens
+"""What answers a question of the API process, by its `request_id`."""
+
+FromEngine = Loading | Ready | Failed | Pulse | Accepted | Refused | ChunksStored | Told | Outputs

@@ -15,6 +15,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import count
 
 from scheduler.cache.idle_pages import NOBODY
 from scheduler.sequences.conversation import Conversation, Front
@@ -63,8 +64,10 @@ class Conversations:
         one = sequence.conversation or self._find(sequence.hashes, num_blocks)
         if one is None:
             one = Conversation(self._number(), request.owner, request.session)
+            one.slot = self._free_slot(one.owner)
         else:
             self._unlist(one)
+        self._give_slot(one, request.slot)
         one.hashes, one.num_blocks, one.num_tokens = sequence.hashes, num_blocks, sequence.num_tokens
         one.work, one.request_id, one.is_awaited = work_of(sequence.num_tokens), request.request_id, False
         one.session = request.session or one.session
@@ -146,6 +149,20 @@ class Conversations:
         """Return the conversation whose last prompt this one begins with, the longest such."""
         ends = (self._ending.get(digest) for digest in reversed(hashes[:num_blocks]))
         return next((one for one in ends if one is not None), None)
+
+    def _free_slot(self, owner: str) -> int:
+        """Return the least number that no conversation of the owner has."""
+        taken = {one.slot for one in self._known.values() if one.owner == owner}
+        return next(slot for slot in count() if slot not in taken)
+
+    def _give_slot(self, one: Conversation, slot: int) -> None:
+        """Give a conversation the number that its request asks for; who has it takes another. Less than 0: none."""
+        if slot < 0 or one.slot == slot:
+            return
+        for other in self._known.values():
+            if other.owner == one.owner and other.slot == slot:
+                other.slot = self._free_slot(one.owner)
+        one.slot = slot
 
     def _unlist(self, one: Conversation) -> None:
         """Find it no more by its last prompt, its last request, or as one that is awaited."""

@@ -25,7 +25,9 @@ from scheduler.messages import (
     EngineRequest,
     Expect,
     FromEngine,
+    ReadSaved,
     Refused,
+    SaveContext,
     Shutdown,
     StoreChunks,
     Submit,
@@ -49,7 +51,7 @@ class Prepared:
     sequences: list[Sequence]
 
 
-Message = Cancel | StoreChunks | DropChunks | Expect | AskSessions
+Message = Cancel | StoreChunks | DropChunks | Expect | AskSessions | SaveContext | ReadSaved
 Arrival = Prepared | Refused | Shutdown | Message
 
 

@@ -37,12 +37,14 @@ from scheduler.messages import (
     Loading,
     Outputs,
     Progress,
+    ReadSaved,
     Refused,
+    SaveContext,
     Shutdown,
     Stats,
     StoreChunks,
 )
-from scheduler.residence.kept_sessions import answer_sessions
+from scheduler.residence.kept_sessions import answer_sessions, read_saved, save_context
 from scheduler.sequences.capacity import QueueFullError
 from transfer.host_tier import HostMemoryError
 
@@ -80,6 +82,8 @@ class Loop:
             self._report(self._engine.step() if self._engine.has_work else [])
             for stored in self._engine.take_stored():
                 self._connection.send(stored)
+            for saved in self._engine.scheduler.residence.disk.take_saved():
+                self._connection.send(saved)
 
     def _handle(self, message: Prepared | Refused | Message) -> None:
         match message:
@@ -97,6 +101,12 @@ class Loop:
                 self._engine.scheduler.residence.conversations.expect(message.request_ids)
             case AskSessions():
                 self._connection.send(answer_sessions(self._engine.scheduler.residence, message))
+            case SaveContext():
+                answer = save_context(self._engine.scheduler.residence, message)
+                if answer is not None:
+                    self._connection.send(answer)
+            case ReadSaved():
+                self._connection.send(read_saved(self._engine.scheduler.residence, message))
 
     def _queue(self, message: Prepared) -> None:
         try:

@@ -3,24 +3,34 @@
 A block is `disk.block_tokens` tokens, counted from the prompt's first, named by the hash of the last KV block in it:
 that covers all tokens in front, the model, what made the KV, and the salt. So a prefix that contexts share is written
 once, and requests of other salts find nothing of each other. What is written is copied out of pages while they are
-known by their hashes: whoever needs them does not wait. Invariant: a prompt takes from the disk what is there without a
-gap behind what pages have, and what would take longer to read than to compute is neither read nor written.
+known by their hashes: whoever needs them does not wait. What a session has is noted before it is written, so that
+all of it can be forgotten, after a restart as well. Invariant: a prompt takes from the disk what is there without a gap
+behind what pages have, and what would take longer to read than to compute is neither read nor written.
 """
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from queue import SimpleQueue
+
+from msgspec.structs import replace
 
 from gpu.step import DiskPrefix, EvictedPart, HostRead, SavedBlock
 from scheduler.cache.page_pool import PagePool
 from scheduler.cache.window_pool import Windows
+from scheduler.messages import ContextSaved, pack_tokens
+from scheduler.residence.disk_names import digest_of, files, remove_all, write_holder
 from scheduler.residence.host_contexts import HostContexts
+from scheduler.sequences.conversation import Conversation, Left
 from scheduler.sequences.sequence import Sequence
 from transfer.disk.context_store import END, KV, ContextStore
-from transfer.disk.record_folder import RecordFolder
+from transfer.disk.holders import SAVED, SESSION, Holder, save_holder
+
+log = logging.getLogger(__name__)
 
 MOST_UNSAVED = 16_384  # blocks and contexts that wait to be written; one more, and the oldest is not
 
@@ -50,6 +60,15 @@ class _Unsaved:
     kept: object = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A context that is saved once what stands before it is written: `hashes` of its KV blocks."""
+
+    answer: ContextSaved
+    holder: Holder
+    hashes: list[bytes]
+
+
 class DiskContexts:
     """The choice of what is read and written. side: None: no contexts are on disk, and nothing is. contexts: in host
     memory, behind a sink of `num_sink_blocks` in pages; None: there are none.
@@ -66,9 +85,10 @@ class DiskContexts:
         self._pages = pages
         self._page_tokens = page_tokens
         self._block_pages = 1 if side is None else side.store.block_tokens // page_tokens
-        self._unsaved: deque[_Unsaved | list[str]] = deque()  # and behind a context's last block, the names of all
+        self._unsaved: deque[_Unsaved | list[str] | _Saving] = deque()  # behind a context's last block, names of all
         self._waiting: set[str] = set()
         self._waiting_ends: set[str] = set()
+        self._saved: SimpleQueue[ContextSaved] = SimpleQueue()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -142,40 +162,114 @@ class DiskContexts:
         """
         if self.side is None:
             return
-        size, folder = self._block_pages, self.side.store.folder
-        names = self._names(sequence, 0, num_final_blocks // size)
+        one, hashes = sequence.conversation, sequence.hashes[:num_final_blocks]
+        if one is not None and hashes:
+            token_ids = sequence.tokens_from(0)[: (len(hashes) + 1) * self._page_tokens]
+            one.left = Left(token_ids, hashes, sequence.num_prompt_tokens, sequence.profile.name)
+        names = self._names_of(hashes)
         num_tokens = len(names) * self.side.store.block_tokens
         if not names or not self._pays(num_tokens, seconds_of(0, num_tokens)):  # all of it: a gap would end a prefix
             return
+        ends = self._ends_to_keep(hashes, sequence.num_prompt_tokens)
+        if one is not None:
+            self._note_holder(one, {*files(KV, names), *files(END, ends)})
+        self._note_unsaved(hashes, names, ends)
+
+    def _note_holder(self, one: Conversation, records: set[str]) -> None:
+        assert self.side is not None
+        if not one.session:
+            one.records |= records
+            return
+        holders = self.side.store.folder.holders
+        holder = holders.note(one.owner, one.session, records)
+        if holder is not None:
+            self.side.store.run_write(partial(write_holder, holders.write, holder))
+
+    def _note_unsaved(self, hashes: list[bytes], names: list[str], ends: dict[str, _Unsaved]) -> None:
+        """Have what is not on disk of a prefix be written: its blocks, and these of its ends."""
+        assert self.side is not None
+        size, folder = self._block_pages, self.side.store.folder
         new = [block for block, name in enumerate(names) if name not in self._waiting and not folder.has(KV, name)]
         for block in new:
             self._waiting.add(names[block])
-            hashes = sequence.hashes[block * size : (block + 1) * size]
-            self._unsaved.append(_Unsaved(names[block], block * size, hashes))
-        self._note_ends(sequence, num_final_blocks)
+            self._unsaved.append(_Unsaved(names[block], block * size, hashes[block * size : (block + 1) * size]))
+        for name, end in ends.items():
+            if name not in self._waiting_ends and not folder.has(END, name):
+                self._waiting_ends.add(name)
+                self._unsaved.append(end)
         self._unsaved.append(list(names))
         while len(self._unsaved) > MOST_UNSAVED:  # the disk is slow, or does not answer
             oldest = self._unsaved.popleft()
-            if not isinstance(oldest, list):
+            if isinstance(oldest, _Saving):
+                self.side.store.run_write(partial(self._finish_save, oldest))
+            elif not isinstance(oldest, list):
                 (self._waiting if oldest.window is None else self._waiting_ends).discard(oldest.name)
 
-    def _note_ends(self, sequence: Sequence, num_final_blocks: int) -> None:
-        """Note the ends of the prefix that are kept: the last of the prompt's, and the last of all."""
-        size, folder = self._block_pages, self.side.store.folder if self.side is not None else None
-        kept = self._windows.find_kept(sequence.hashes, num_final_blocks)
-        of_prompt = [one for one in kept if one[2] * self._page_tokens <= sequence.num_prompt_tokens]
+    def _ends_to_keep(self, hashes: list[bytes], num_prompt_tokens: int) -> dict[str, _Unsaved]:
+        """Return the ends of a prefix that are kept, by name: the last of the prompt's, and the last of all."""
+        size = self._block_pages
+        kept = self._windows.find_kept(hashes, len(hashes))
+        of_prompt = [one for one in kept if one[2] * self._page_tokens <= num_prompt_tokens]
         last = (max(some, key=itemgetter(2)) for some in (of_prompt, kept) if some)
-        for end, (window, ends, _) in {one[2]: one for one in last}.items():
-            name, first = sequence.hashes[end - 1].hex(), end // size * size
-            if folder is not None and name not in self._waiting_ends and not folder.has(END, name):
-                self._waiting_ends.add(name)
-                self._unsaved.append(_Unsaved(name, first, sequence.hashes[first:end], window, ends))
+        found: dict[str, _Unsaved] = {}
+        for window, ends, end in last:
+            name, first = hashes[end - 1].hex(), end // size * size
+            found[name] = _Unsaved(name, first, hashes[first:end], window, ends)
+        return found
+
+    # --- contexts by name ---------------------------------------------------------------------------------------------
+
+    def save(self, answer: ContextSaved, one: Conversation, name: str) -> None:
+        """Keep what is there of a conversation under a name, written before whatever it would take to compute it again;
+        `answer` comes by `take_saved`.
+        """
+        left = one.left
+        if self.side is None or left is None:
+            self._saved.put(replace(answer, code="no_disk" if self.side is None else "unknown"))
+            return
+        names, ends = self._names_of(left.hashes), self._ends_to_keep(left.hashes, left.num_prompt_tokens)
+        size = self._block_pages
+        places = dict(zip(files(KV, names), range(size, len(left.hashes) + 1, size), strict=True))
+        places |= zip(files(END, (digest.hex() for digest in left.hashes)), range(1, len(left.hashes) + 1), strict=True)
+        self.side.store.folder.begin_save(places)
+        self._note_unsaved(left.hashes, names, ends)
+        holder = save_holder(one.owner, name, pack_tokens(left.token_ids.tolist()), left.profile, one.session)
+        self._unsaved.append(_Saving(answer, holder, left.hashes))
+
+    def take_saved(self) -> list[ContextSaved]:
+        """Return the answers to `save` since the last call."""
+        return [self._saved.get_nowait() for _ in range(self._saved.qsize())]
+
+    def _finish_save(self, saving: _Saving) -> None:
+        """Note under its name what is on disk of a context; in the thread that writes."""
+        assert self.side is not None
+        store, holder = self.side.store, saving.holder
+        names = self._names_of(saving.hashes)
+        num_blocks = store.count_front(names, 0)
+        num_tokens, ends = num_blocks * store.block_tokens, []
+        if store.end is not None:
+            last = min(len(saving.hashes), (num_blocks + 1) * self._block_pages - 1)
+            ends = [digest.hex() for digest in saving.hashes[:last] if store.folder.has(END, digest.hex())]
+            num_tokens = (saving.hashes.index(bytes.fromhex(ends[-1])) + 1) * self._page_tokens if ends else 0
+        holder.records = {*files(KV, names[:num_blocks]), *files(END, ends)} if num_tokens else set()
+        answer = replace(saving.answer, code="no_room")
+        if num_tokens:
+            try:
+                store.folder.holders.add(holder)
+                num_bytes = store.folder.num_bytes(holder.records)
+                answer = replace(saving.answer, num_tokens=num_tokens, num_bytes=num_bytes)
+            except OSError as error:
+                log.warning("context_not_saved name=%s error=%s", holder.name, error)
+        store.folder.pin([*files(KV, names), *files(END, (digest.hex() for digest in saving.hashes))])
+        self._saved.put(answer)
+
+    # --- forgetting ---------------------------------------------------------------------------------------------------
 
     def retract(self, sequence: Sequence) -> None:
         """Remove all of a context that gave no finite logits, what is being written, too."""
         if self.side is not None:
             folder, why = self.side.store.folder, "its context gave no finite logits"
-            self._remove(sequence.hashes, set(), lambda kind, name: folder.drop(kind, name, why))
+            self._remove(self._records_of(sequence.hashes), lambda kind, name: folder.drop(kind, name, why))
 
     def count_tokens(self, hashes: list[bytes]) -> int:
         """Return the tokens in front of a prompt of these KV blocks that are there without a gap."""
@@ -183,26 +277,55 @@ class DiskContexts:
             return 0
         return self.side.store.count_front(self._names_of(hashes), 0) * self.side.store.block_tokens
 
-    def forget(self, hashes: list[bytes], kept: set[bytes]) -> None:
-        """Remove the blocks and ends of a prompt, what is being written, too, but those that end with a KV block of
-        `kept`.
+    def forget(self, owner: str, session: str, gone: list[Conversation], kept: set[bytes], is_over: bool) -> None:
+        """Remove all that these conversations of a session have on disk, what is being written, too, but what ends with
+        a KV block of `kept`, or others hold. is_over: nothing of the session is left, and all of its branches go.
         """
-        if self.side is not None:
-            self._remove(hashes, kept, self.side.store.folder.remove)
+        if self.side is None:
+            return
+        holders = self.side.store.folder.holders
+        records = set().union(*(one.records | self._records_of(one.hashes) for one in gone))
+        holder = holders.find(SESSION, owner, session) if session else None
+        if holder is not None and is_over:
+            records |= holder.records
+            holders.remove(holder)
+        elif holder is not None:
+            holder.records -= {record for record in records if digest_of(record) not in kept}
+            self.side.store.run_write(partial(write_holder, holders.write, holder))
+        self._remove_records(records, kept)
 
-    def _remove(self, hashes: list[bytes], kept: set[bytes], remove: Callable[[str, str], None]) -> None:
+    def forget_saved(self, owner: str, name: str, kept: set[bytes]) -> bool:
+        """Delete a saved context, and what nobody else holds of it; False: there is none of this name."""
+        holder = None if self.side is None else self.side.store.folder.holders.find(SAVED, owner, name)
+        if holder is None or self.side is None:
+            return False
+        self.side.store.folder.holders.remove(holder)
+        self.side.store.folder.pin()
+        self._remove_records(holder.records, kept)
+        return True
+
+    def _records_of(self, hashes: list[bytes]) -> set[str]:
+        assert self.side is not None
+        ends = [digest.hex() for digest in hashes] if self.side.store.end is not None else []
+        return {*files(KV, self._names_of(hashes)), *files(END, ends)}
+
+    def _remove_records(self, records: set[str], kept: set[bytes]) -> None:
+        assert self.side is not None
+        records = {record for record in records if digest_of(record) not in kept}
+        self._remove(records - self.side.store.folder.holders.held(), self.side.store.folder.remove)
+
+    def _remove(self, records: set[str], remove: Callable[[str, str], None]) -> None:
         """Write nothing of these that is not on its way, and remove it behind what is."""
         assert self.side is not None
         store = self.side.store
-        blocks = {name for name in self._names_of(hashes) if bytes.fromhex(name) not in kept}
-        ends = {digest.hex() for digest in hashes if digest not in kept} if store.end is not None else set()
+        blocks, ends = ({name[: -len(kind) - 1] for name in records if name.endswith(f".{kind}")} for kind in (KV, END))
         unsaved, self._unsaved = self._unsaved, deque()
         for one in unsaved:
-            if isinstance(one, list) or one.name not in (blocks if one.window is None else ends):
+            if not isinstance(one, _Unsaved) or one.name not in (blocks if one.window is None else ends):
                 self._unsaved.append(one)
         self._waiting -= blocks
         self._waiting_ends -= ends
-        store.run_write(partial(_remove_all, store.folder, remove, blocks, ends))
+        store.run_write(partial(remove_all, store.folder, remove, blocks, ends))
 
     @property
     def has_work(self) -> bool:
@@ -221,6 +344,10 @@ class DiskContexts:
                 if saves:
                     break  # these are written before
                 store.run_touch(KV, first)
+            elif isinstance(first, _Saving):
+                if saves:
+                    break
+                store.run_write(partial(self._finish_save, first))
             elif len(saves) == num_savable:
                 break
             else:
@@ -256,10 +383,3 @@ class DiskContexts:
         begin, end = ((evicted - num_sink) * self._page_tokens for evicted in (first_evicted, end_evicted))
         part = EvictedPart(context.context_id, begin, end, first_evicted - block.first)
         return SavedBlock(block.name, tuple(pages), part, block.window)
-
-
-def _remove_all(folder: RecordFolder, remove: Callable[[str, str], None], blocks: set[str], ends: set[str]) -> None:
-    for kind, names in ((KV, blocks), (END, ends)):
-        for name in names:
-            if folder.has(kind, name):
-                remove(kind, name)

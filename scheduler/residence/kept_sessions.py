@@ -1,32 +1,117 @@
-"""Tell what is kept of conversations and where, and forget what an owner does not want kept."""
+"""Tell what is kept of conversations and where, save it by name, and forget what an owner does not want kept."""
 
 import time
 
-from scheduler.messages import AskSessions, KeptConversation, Sessions
+from scheduler.messages import (
+    AskSessions,
+    ContextSaved,
+    KeptConversation,
+    ReadSaved,
+    SaveContext,
+    SavedContext,
+    SavedTokens,
+    Sessions,
+)
 from scheduler.residence.residence import Residence
 from scheduler.sequences.conversation import Conversation
+from transfer.disk.context_store import KV
+from transfer.disk.holders import SAVED, SESSION, Holder
 
 
 def answer_sessions(residence: Residence, asked: AskSessions) -> Sessions:
     """Return what is kept of an owner's conversations, used last first, once what it names is forgotten."""
     num_forgotten = 0
-    for one in _named(residence, asked) if asked.forget else ():
-        num_forgotten += _forget(residence, one)
-    kept = [_describe(residence, one) for one in residence.conversations if one.owner == asked.owner]
-    return Sessions(asked.request_id, kept[::-1], num_forgotten)
+    if asked.forget:
+        num_forgotten = _forget_all(residence, asked.owner, asked.forget, _named(residence, asked.owner, asked.forget))
+    if asked.forget_slot >= 0:
+        ones = [one for one in _of(residence, asked.owner) if one.slot == asked.forget_slot]
+        num_forgotten = sum(_forget_all(residence, asked.owner, one.session, [one]) for one in ones)
+    is_deleted = bool(asked.forget_saved) and residence.disk.forget_saved(
+        asked.owner, asked.forget_saved, _hashes(residence)
+    )
+    kept = [_describe(residence, one) for one in _of(residence, asked.owner)]
+    bytes_by_session, saved = _on_disk(residence, asked.owner)
+    return Sessions(asked.request_id, kept[::-1], num_forgotten, bytes_by_session, saved, is_deleted)
 
 
-def _named(residence: Residence, asked: AskSessions) -> list[Conversation]:
-    return [one for one in residence.conversations if one.owner == asked.owner and _name(one) == asked.forget]
+def save_context(residence: Residence, asked: SaveContext) -> ContextSaved | None:
+    """Save a conversation by name; None: `DiskContexts.take_saved` has the answer later."""
+    ones = _named(residence, asked.owner, asked.session) if asked.session else []
+    if not asked.session:
+        ones = [one for one in _of(residence, asked.owner) if one.slot == asked.slot]
+    if residence.disk.side is None:
+        return ContextSaved(asked.request_id, code="no_disk")
+    if not ones:
+        return ContextSaved(asked.request_id, code="unknown")
+    answer = ContextSaved(asked.request_id, ones[-1].slot)
+    if ones[-1].num_running:
+        return ContextSaved(asked.request_id, ones[-1].slot, code="running")
+    residence.disk.save(answer, ones[-1], asked.name)
+    return None
+
+
+def read_saved(residence: Residence, asked: ReadSaved) -> SavedTokens:
+    """Return the tokens of a saved context."""
+    side = residence.disk.side
+    if side is None:
+        return SavedTokens(asked.request_id, code="no_disk")
+    holder = side.store.folder.holders.find(SAVED, asked.owner, asked.name)
+    if holder is None:
+        return SavedTokens(asked.request_id, code="unknown")
+    sizes = side.store.block_tokens, side.store.kv.file_bytes
+    return SavedTokens(asked.request_id, holder.token_ids(), holder.profile, holder.session, *sizes)
+
+
+def _of(residence: Residence, owner: str) -> list[Conversation]:
+    """Return an owner's conversations, the one used last last."""
+    return [one for one in residence.conversations if one.owner == owner]
+
+
+def _named(residence: Residence, owner: str, session: str) -> list[Conversation]:
+    return [one for one in _of(residence, owner) if _name(one) == session]
 
 
 def _name(one: Conversation) -> str:
     return one.session or f"conversation-{one.number}"
 
 
+def _hashes(residence: Residence) -> set[bytes]:
+    """Return the hashes of what all conversations have."""
+    return {digest for one in residence.conversations for digest in one.hashes}
+
+
+def _on_disk(residence: Residence, owner: str) -> tuple[dict[str, int], list[SavedContext]]:
+    """Return the bytes that each session of an owner has on disk, and what was saved."""
+    side = residence.disk.side
+    if side is None:
+        return {}, []
+    folder = side.store.folder
+    sessions = {one.name: folder.num_bytes(one.records) for one in folder.holders.of(SESSION, owner)}
+    for one in _of(residence, owner):
+        if one.records:
+            sessions[_name(one)] = sessions.get(_name(one), 0) + folder.num_bytes(one.records)
+    saved = [_describe_saved(residence, holder) for holder in folder.holders.of(SAVED, owner)]
+    return {name: num_bytes for name, num_bytes in sessions.items() if num_bytes}, saved
+
+
+def _describe_saved(residence: Residence, holder: Holder) -> SavedContext:
+    assert residence.disk.side is not None
+    store = residence.disk.side.store
+    there = [one for one in holder.records if store.folder.num_bytes([one])]
+    return SavedContext(
+        name=holder.name,
+        session=holder.session,
+        tokens=len(holder.token_ids()) // 4,
+        disk_tokens=store.block_tokens * sum(one.endswith(f".{KV}") for one in there),
+        disk_bytes=store.folder.num_bytes(there),
+        created_s=holder.created_s,
+    )
+
+
 def _describe(residence: Residence, one: Conversation) -> KeptConversation:
     return KeptConversation(
         session=_name(one),
+        slot=one.slot,
         turns=one.num_turns,
         running=one.num_running,
         is_awaited=one.is_awaited,
@@ -48,14 +133,20 @@ def _num_in_host(residence: Residence, one: Conversation) -> int:
     return 0 if contexts is None or len(one.hashes) <= first else contexts.find(one.hashes, first, len(one.hashes))[1]
 
 
-def _forget(residence: Residence, one: Conversation) -> int:
-    """Forget what nobody else reads of a conversation that does not run, and return its tokens in both memories; on
-    disk, what no other conversation begins with.
+def _forget_all(residence: Residence, owner: str, session: str, ones: list[Conversation]) -> int:
+    """Forget those conversations of a session that do not run, and return their tokens in both memories; on disk, what
+    no other conversation begins with, and nobody else holds.
     """
-    if one.num_running:
-        return 0
+    gone = [one for one in ones if not one.num_running]
+    num_tokens = sum(_forget(residence, one) for one in gone)
+    is_over = not _named(residence, owner, session)
+    residence.disk.forget(owner, session, gone, _hashes(residence), is_over)
+    return num_tokens
+
+
+def _forget(residence: Residence, one: Conversation) -> int:
+    """Forget what nobody else reads of a conversation in both memories, and return its tokens there."""
     kept = {digest for other in residence.conversations if other is not one for digest in other.hashes}
-    residence.disk.forget(one.hashes, kept)
     num_before = _num_on_device(residence, one) + _num_in_host(residence, one)
     if residence.contexts is not None:
         residence.contexts.forget(one.hashes)

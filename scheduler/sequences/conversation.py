@@ -2,12 +2,28 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a conversation's last request left that can be found again: tokens, int32, whose whole blocks in front have
+    these hashes, and some behind; num_prompt_tokens: of its prompt; profile: that computed them.
+    """
+
+    token_ids: np.ndarray
+    hashes: list[bytes]
+    num_prompt_tokens: int
+    profile: str
+
 
 @dataclass(eq=False, slots=True)
 class Conversation:
     """What is known of a conversation. `hashes`: of the blocks of its last prompt and answer, of which `num_blocks` are
     the prompt's. `owner`, `session`: as its requests name them. `work`: operations that computing it again takes.
     `is_awaited`: its last answer called tools. `used_s`: when it began or left last. `request_id`: of its last request.
+    `slot`: its number among those of its owner. `left`, `records`: where contexts are on disk, and what it has there of
+    turns in no session.
     """
 
     number: int
@@ -24,6 +40,9 @@ class Conversation:
     num_favours: int = 0  # how often others in its session kept it
     used_s: float = 0.0
     request_id: str = ""
+    slot: int = 0
+    left: Left | None = None
+    records: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)

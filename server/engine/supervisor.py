@@ -10,8 +10,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -23,6 +24,7 @@ from scheduler.messages import (
     AskSessions,
     Cancel,
     ChunksStored,
+    ContextSaved,
     DropChunks,
     EngineRequest,
     Expect,
@@ -31,12 +33,16 @@ from scheduler.messages import (
     NamedChunk,
     Outputs,
     Pulse,
+    ReadSaved,
     Ready,
     Refused,
+    SaveContext,
+    SavedTokens,
     Sessions,
     Shutdown,
     StoreChunks,
     Submit,
+    Told,
 )
 from server import logs
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid, queue_full, too_long, unavailable
@@ -57,6 +63,9 @@ _SHUTDOWN_WAIT_S = 5.0
 _TELL_LOADING_S = 5.0
 _SILENCE_CHECKS = 4  # in a row; one alone would also fail when it was this process that stood still
 _DIED = EngineLost("the engine process died while it worked on this request; try again", "engine_dead")
+
+Question = AskSessions | SaveContext | ReadSaved
+Answer = TypeVar("Answer", Sessions, ContextSaved, SavedTokens)
 
 
 class Supervisor:
@@ -84,7 +93,7 @@ class Supervisor:
         self._answers: dict[str, asyncio.Future[Refused | None]] = {}
         self._submit_ids = itertools.count()
         self._storing: dict[str, asyncio.Future[ChunksStored | ApiError]] = {}
-        self._asked: dict[str, asyncio.Future[Sessions | ApiError]] = {}
+        self._asked: dict[str, asyncio.Future[Told | ApiError]] = {}
         self._stopping = False
         self._lives = 0
         self._ready_since_s: float | None = None  # in this life
@@ -223,7 +232,7 @@ class Supervisor:
                         self._answer(message.submit_id, message)
                     case ChunksStored():
                         self._end_storing(message)
-                    case Sessions():
+                    case Sessions() | ContextSaved() | SavedTokens():
                         self._end_asking(message)
                     case Loading():
                         is_new = message.stage != self.loading.stage
@@ -389,25 +398,31 @@ class Supervisor:
             with suppress(EngineGone):
                 self._engine.send(Expect(request_ids))
 
-    async def ask_sessions(self, owner: str, forget: str = "") -> Sessions:
-        """Return what is kept of an owner's conversations, once what `forget` names is forgotten.
+    async def ask_sessions(
+        self, owner: str, forget: str = "", forget_slot: int = -1, forget_saved: str = ""
+    ) -> Sessions:
+        """Return what is kept of an owner's conversations, once what is named is forgotten. Raises as `ask` does."""
+        return await self.ask(
+            lambda request_id: AskSessions(request_id, owner, forget, forget_slot, forget_saved), Sessions
+        )
 
-        Raises ApiError 503 (no engine).
-        """
+    async def ask(self, make: Callable[[str], Question], answer: type[Answer]) -> Answer:
+        """Return the engine's answer to a question, which `make` makes of an id. Raises ApiError 503 (no engine)."""
         self.ready()
         assert self._engine is not None
-        request_id = f"sessions-{next(self._submit_ids)}"
-        answer: asyncio.Future[Sessions | ApiError] = asyncio.get_running_loop().create_future()
-        self._asked[request_id] = answer
+        request_id = f"question-{next(self._submit_ids)}"
+        waiting: asyncio.Future[Told | ApiError] = asyncio.get_running_loop().create_future()
+        self._asked[request_id] = waiting
         try:
-            self._engine.send(AskSessions(request_id, owner, forget))
-            found = await answer
+            self._engine.send(make(request_id))
+            found = await waiting
         except EngineGone as error:
             raise unavailable(str(error), self._lost.code, self._retry_after()) from None
         finally:
             del self._asked[request_id]
         if isinstance(found, ApiError):
             raise found
+        assert isinstance(found, answer)
         return found
 
     def drop_chunks(self, chunks: list[NamedChunk]) -> None:
@@ -428,10 +443,10 @@ class Supervisor:
         if answer is not None and not answer.done():
             answer.set_result(stored)
 
-    def _end_asking(self, sessions: Sessions) -> None:
-        answer = self._asked.get(sessions.request_id)
+    def _end_asking(self, told: Told) -> None:
+        answer = self._asked.get(told.request_id)
         if answer is not None and not answer.done():
-            answer.set_result(sessions)
+            answer.set_result(told)
 
     def forget(self, request_ids: list[str], cancel: bool) -> None:
         """Stop the output of these requests; with `cancel`, the engine drops them as well."""

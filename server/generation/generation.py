@@ -101,6 +101,7 @@ class Generation:
     ) -> None:
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.owner, self.session = owner, session
+        self.slot = -1  # that its conversation takes; -1: any
         self.created = int(time.time())
         self.jobs = jobs
         self.num_each = body.n or 1
@@ -274,6 +275,7 @@ class Generation:
                     prediction=pack_tokens(job.prediction),
                     owner=self.owner,
                     session=self.session,
+                    slot=self.slot,
                     front_tokens=job.prompt.num_front,
                 )
             )

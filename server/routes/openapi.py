@@ -17,12 +17,15 @@ ERRORS = {
     401: "no key, or an unknown one",
     403: "the header `host` or `origin` is another site's",
     404: "no such model, or no such document or response of this key",
+    409: "the conversation runs",
     408: "headers or body were not complete in time, or nothing was generated in `max_seconds`",
     413: "the body is larger than `server.max_body_mib`",
     415: "not JSON, or compressed",
     429: "the queue is full; `retry-after` says when to come again",
     431: "too many headers, or too large ones",
     500: "the request failed in the engine",
+    501: "the deployment lacks the section that this needs",
+    507: "no room on the disk",
     503: "loading, draining, hung or dead; `retry-after` says when to come again",
 }
 _DESCRIPTION = (
@@ -82,7 +85,7 @@ def _describe(route: Route, limits: BodyLimits) -> Tree:
         name = route.body.struct.__name__.removesuffix("Body").lower()
         operation["operationId"] = route.operation_id or name
         body = {"schema": refer_to(route.body.struct), "example": route.example}
-        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
+        operation["requestBody"] = {"required": not route.is_body_optional, "content": {"application/json": body}}
     return operation
 
 

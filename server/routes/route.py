@@ -72,7 +72,8 @@ class Route:
     `handler` returns a response, or a tree that becomes JSON. `answer` is the type of that JSON, and None for text.
     `event` is the type of a stream's events, `line` that of its lines. `error` is the type of an error, `unavailable`
     that of a 503 if it differs. `parameters` are OpenAI's for the path and the query. `check` refuses a call before its
-    body is read. `is_open`: needs no key and answers during a drain. Without a `summary` a route is not described.
+    body is read. `is_body_optional`: without one, every field is left out. `is_open`: needs no key and answers during a
+    drain. Without a `summary` a route is not described.
     """
 
     method: Literal["get", "post", "delete"]
@@ -90,6 +91,7 @@ class Route:
     operation_id: str = ""
     check: Callable[[Service], None] | None = None
     is_offered: Callable[[BodyLimits], bool] | None = None
+    is_body_optional: bool = False
     is_open: bool = False
     line: type | None = None
 
@@ -99,11 +101,17 @@ class Route:
         if self.check is not None:
             self.check(service)
         body = None
-        if self.body is not None:
+        if self.body is not None and self.is_body_optional and not _has_body(request):
+            body = self.body.struct()
+        elif self.body is not None:
             body = await read_body(request, self.body, service.body_memory, service.texts, service.settings)
             service.check_model(body.model)
         answer = await self.handler(Call(request, service, body))
         return answer if isinstance(answer, Response) else json_response(answer)
+
+
+def _has_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
 
 
 def path_parameter(name: str, schema: Tree) -> Tree:

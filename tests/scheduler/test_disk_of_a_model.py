@@ -294,7 +294,7 @@ def test_a_disk_without_room_changes_nothing_but_what_is_written(
     counts = engine.scheduler.residence.disk.side.store.counts()
     assert (counts.written, counts.bytes_held) == (0, 0)
     assert counts.refused > 10
-    assert list(tmp_path.glob("*/*")) == []
+    assert list(tmp_path.glob("*/*.*")) == []
     engine.shutdown()
 
 

@@ -83,11 +83,11 @@ def test_of_a_session_that_is_forgotten_no_end_is_left_on_disk(name: str, is_wri
         engine.step()
     if is_written:
         store.run_write(lambda: None).result()
-        assert {path.suffix for path in tmp_path.glob("*/*")} == {".kv", ".end"}
+        assert {path.suffix for path in tmp_path.glob("*/*.*")} == {".kv", ".end"}
     answer_sessions(engine.scheduler.residence, AskSessions("q", "", "mine"))
     go_on.set()
     engine.shutdown()
-    assert list(tmp_path.glob("*/*")) == []
+    assert list(tmp_path.glob("*/*.*")) == []
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -27,6 +27,7 @@ from scheduler.messages import (
     AskSessions,
     Cancel,
     ChunksStored,
+    ContextSaved,
     Delta,
     DropChunks,
     EngineRequest,
@@ -39,13 +40,16 @@ from scheduler.messages import (
     Logprob,
     Outputs,
     Progress,
+    ReadSaved,
     Ready,
     Refused,
+    SaveContext,
+    SavedContext,
+    SavedTokens,
     Sessions,
     Shutdown,
     Stats,
     StoreChunks,
-    Submit,
     ToEngine,
     pack_tokens,
 )
@@ -125,6 +129,7 @@ class FakeEngine:
         self.begun: list[EngineRequest] = []
         self.expected: list[str] = []
         self.blocks: set[bytes] = set()
+        self.saved: dict[tuple[str, str], EngineRequest] = {}
         self.stored: set[tuple[str, bytes]] = set()
         self.pulse = Heartbeat(replies)
         self.num_pages = json.load(sys.stdin)["memory"]["num_pages"] if "planned" in settings else 1024
@@ -164,12 +169,15 @@ class FakeEngine:
                     self.handle(message)
             self.step()
 
-    def handle(self, message: Submit | Cancel | StoreChunks | DropChunks | Expect | AskSessions) -> None:
+    def handle(self, message: ToEngine) -> None:
         if isinstance(message, Expect):
             self.expected += message.request_ids
             return
         if isinstance(message, AskSessions):
             self.say(self.tell_sessions(message))
+            return
+        if isinstance(message, SaveContext | ReadSaved):
+            self.say(self.save_context(message) if isinstance(message, SaveContext) else self.read_saved(message))
             return
         if isinstance(message, DropChunks):
             gone = {(chunk.tokens, chunk.salt) for chunk in message.chunks}
@@ -201,12 +209,15 @@ class FakeEngine:
 
     def tell_sessions(self, asked: AskSessions) -> Sessions:
         """Tell of each request as a conversation of its own, all of it on the device."""
-        forgotten = [one for one in self.begun if one.owner == asked.owner and asked.forget == one.session]
-        if asked.forget:
+        mine = [one for one in self.begun if one.owner == asked.owner]
+        forgotten = [one for one in mine if asked.forget == one.session]
+        if asked.forget_slot >= 0:
+            forgotten = mine[asked.forget_slot : asked.forget_slot + 1]
+        if asked.forget or asked.forget_slot >= 0:
             self.begun = [one for one in self.begun if one not in forgotten]
         kept = [
             KeptConversation(
-                session=one.session or f"conversation-{number}", turns=1, running=0,
+                session=one.session or f"conversation-{number}", slot=number - 1, turns=1, running=0,
                 is_awaited=one.request_id in self.expected,
                 tokens=one.num_prompt_tokens, device_tokens=one.front_tokens, host_tokens=0, disk_tokens=0,
                 idle_seconds=1.5,
@@ -214,8 +225,40 @@ class FakeEngine:
             for number, one in enumerate(self.begun, 1)
             if one.owner == asked.owner
         ]  # fmt: skip
-        num_forgotten = sum(one.num_prompt_tokens for one in forgotten) if asked.forget else 0
-        return Sessions(asked.request_id, kept[::-1], num_forgotten)
+        has_forgotten = asked.forget or asked.forget_slot >= 0
+        num_forgotten = sum(one.num_prompt_tokens for one in forgotten) if has_forgotten else 0
+        is_deleted = self.saved.pop((asked.owner, asked.forget_saved), None) is not None
+        saved = [
+            SavedContext(
+                name=name, session=one.session, tokens=one.num_prompt_tokens, disk_tokens=0, disk_bytes=0, created_s=1
+            )
+            for (owner, name), one in self.saved.items()
+            if owner == asked.owner
+        ]
+        return Sessions(asked.request_id, kept[::-1], num_forgotten, {}, saved, is_deleted)
+
+    def save_context(self, asked: SaveContext) -> ContextSaved:
+        mine = [one for one in self.begun if one.owner == asked.owner]
+        if "disk" not in self.settings:
+            return ContextSaved(asked.request_id, code="no_disk")
+        by_slot = mine[asked.slot : asked.slot + 1] if asked.slot >= 0 else []
+        found = [one for one in mine if one.session == asked.session] if asked.session else by_slot
+        if not found:
+            return ContextSaved(asked.request_id, code="unknown")
+        if found[-1].request_id in self.running:
+            return ContextSaved(asked.request_id, code="running")
+        if found[-1].num_prompt_tokens < PAGE:
+            return ContextSaved(asked.request_id, code="no_room")
+        self.saved[asked.owner, asked.name] = found[-1]
+        return ContextSaved(asked.request_id, mine.index(found[-1]), found[-1].num_prompt_tokens, 4096)
+
+    def read_saved(self, asked: ReadSaved) -> SavedTokens:
+        if "disk" not in self.settings:
+            return SavedTokens(asked.request_id, code="no_disk")
+        one = self.saved.get((asked.owner, asked.name))
+        if one is None:
+            return SavedTokens(asked.request_id, code="unknown")
+        return SavedTokens(asked.request_id, one.prompt, one.attention_profile, one.session, PAGE, 100)
 
     def count_cached(self, prompt: list[int]) -> int:
         """Count the tokens of a prompt that are in known blocks, its last one never."""

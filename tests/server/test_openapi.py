@@ -77,6 +77,7 @@ LEAST_SHARE = {
     "/v1/completions": 0.75, "/v1/chat/completions": 0.75, "/v1/responses": 0.75, "/v1/messages": 0.75,
     "/v1/messages/count_tokens": 0.75, "/v1/embeddings": 0.75, "/rerank": 0.75,
     "/v1/rerank": 0.75, "/v2/rerank": 0.75, "/tokenize": 0.6, "/detokenize": 1.0, "/v1/documents": 1.0,
+    "/slots/{id_slot}": 0.0,
     "/api/chat": 0.75, "/api/generate": 0.75, "/api/embed": 0.75, "/api/embeddings": 0.75, "/api/show": 1.0,
 }  # fmt: skip
 ROUTES = find_routes()
@@ -102,6 +103,7 @@ GETS = (
     "/api/tags", "/api/ps", "/api/version",
     "/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/server_info", "/v1/loads",
     "/health", "/live", "/version", "/metrics", "/v1/documents", DOCUMENT, RESPONSE, INPUT_ITEMS, "/v1/sessions",
+    "/slots",
 )  # fmt: skip
 
 

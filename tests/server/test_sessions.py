@@ -125,3 +125,67 @@ async def test_the_engine_is_told_of_answers_that_call_tools(hermes: tuple[Runni
         body = {"messages": HI, "tools": [tool], "prompt_cache_key": str(is_awaited)}
         assert (await live.http.post(CHAT, json=body)).status_code == 200
         assert (await sessions(live))[0]["conversations"][0]["is_awaited"] is is_awaited
+
+
+async def slot(live: Running, number: int | str, action: str, **fields: Any) -> Any:
+    given = {"json": fields} if fields else {}
+    answer = await live.http.post(f"/slots/{number}?action={action}", **given)
+    return answer.json() if answer.status_code == 200 else (answer.status_code, answer.json()["error"]["code"])
+
+
+async def test_a_conversation_is_saved_listed_restored_erased_and_deleted_by_name(tmp_path: Path) -> None:
+    async with running_server(make_deployment(), fake_command(disk=1)) as live:
+        for name in "ab":
+            body = {"messages": [{"role": "user", "content": f"{name} " * 40}], "max_tokens": 4, "session_id": name}
+            await live.http.post(CHAT, json=body)
+        slots = (await live.http.get("/slots")).json()
+        found = [(one["id"], one["session"], one["is_processing"]) for one in slots]
+        assert found == [(0, "a", False), (1, "b", False)]
+        done = await slot(live, 1, "save", filename="notes.bin")
+        assert done["timings"].pop("save_ms") >= 0
+        assert done.pop("n_saved") > 40
+        assert done == {"id_slot": 1, "filename": "notes.bin", "n_written": 4096, "timings": {}}
+        assert (await slot(live, "a", "save", filename="first"))["id_slot"] == 0, "by its session"
+        assert (await slot(live, 0, "erase"))["n_erased"] > 40
+        assert await slot(live, 7, "erase") == await slot(live, "c", "save", filename="x") == (404, "slot_not_found")
+        told = (await live.http.get("/v1/sessions")).json()
+        assert [one["id"] for one in told["data"]] == ["b"]
+        saved = [(one["id"], one["object"], one["session"]) for one in told["saved"]]
+        assert saved == [("notes.bin", "saved_context", "b"), ("first", "saved_context", "a")]
+        done = await slot(live, 0, "restore", filename="first")
+        assert done["timings"]["restore_ms"] >= 0
+        assert (done["filename"], done["n_read"], done["cached_tokens_from"]["card"]) == ("first", 0, 7)
+        again = (await sessions(live))[0]
+        assert (again["id"], again["conversations"][0]["tokens"]) == ("a", done["n_restored"])
+        assert (await live.http.delete("/v1/saved_contexts/first")).json()["deleted"] is True
+        assert (await live.http.delete("/v1/saved_contexts/first")).status_code == 404
+        assert await slot(live, 0, "restore", filename="first") == (404, "context_not_found")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "a/b", "a\\b", "/etc/passwd", "a\0b", "a\n", " a", "a.", "x" * 256, "é" * 128, None]
+)
+async def test_names_that_are_paths_or_cannot_be_read_are_refused(live: Running, name: str | None) -> None:
+    for action in ("save", "restore"):
+        answer = await live.http.post(f"/slots/0?action={action}", json={"filename": name})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "filename")
+
+
+async def test_without_a_disk_saving_says_which_section_to_add(live: Running) -> None:
+    for action in ("save", "restore"):
+        assert await slot(live, 0, action, filename="x") == (501, "disk_not_configured")
+    answer = await live.http.post("/slots/0?action=dance", json={})
+    assert answer.json()["error"]["param"] == "action"
+    assert (await live.http.post("/slots/0")).status_code == 400
+
+
+async def test_saved_contexts_are_of_the_key_that_saved_them() -> None:
+    async with running_server(make_deployment(api_keys=["one", "two"]), fake_command(disk=1)) as live:
+        mine, yours = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        body = {"messages": [{"role": "user", "content": "so " * 40}], "max_tokens": 4}
+        await live.http.post(CHAT, json=body, headers=mine)
+        save, restore = ("/slots/0?action=save", "/slots/0?action=restore")
+        assert (await live.http.post(save, json={"filename": "x"}, headers=mine)).status_code == 200
+        assert (await live.http.post(restore, json={"filename": "x"}, headers=yours)).status_code == 404
+        assert (await live.http.delete("/v1/saved_contexts/x", headers=yours)).status_code == 404
+        assert (await live.http.post(restore, json={"filename": "x"}, headers=mine)).status_code == 200

@@ -4,8 +4,9 @@ used evicted first. No torch.
 One process has the folder: a lock says so, and what is there is read once, at the start. A file with a record's name is
 whole, or its reader notices that it is not: every part is checked when it is read. So nothing is synchronised with the
 disk: after a loss of power the last records may be gone, and none is wrong. The files of all models stay below the
-limit, including the one that is being written. Records that somebody reads are not evicted. Where the system is short
-of something (open files, memory), nothing is read for some seconds, and what is there stays.
+limit, including the one that is being written. Records that somebody reads, or that a saved context holds, are not
+evicted. Where the system is short of something (open files, memory), nothing is read for some seconds, and what is
+there stays.
 """
 
 import errno
@@ -15,7 +16,7 @@ import os
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from threading import RLock
 
 from transfer.chunks.chunk_file import read_bytes, write_bytes
 from transfer.disk.day_count import DayCount
+from transfer.disk.holders import SAVED, Holders
 from transfer.disk.record_format import NAME_DIGITS, RecordError, RecordShape, checksum, read_header, write_header
 
 RETRY_SECONDS = 60.0  # after the disk refused
@@ -46,6 +48,7 @@ class _Entry:
     num_bytes: int
     checksums: list[str]
     num_leases: int = 0
+    is_pinned: bool = False
 
 
 class RecordFolder:
@@ -66,6 +69,7 @@ class RecordFolder:
         self._folder = root / model
         self._lock = RLock()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by the file's name, the last used last
+        self._saving: dict[str, int] = {}
         self.version = 0  # changes with what is there
         self._stopped_until = self._unread_until = 0.0
         self._is_refusing = self._is_capped = False
@@ -73,6 +77,7 @@ class RecordFolder:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = _take(root)
             try:
+                self.holders = Holders(self._folder)
                 self._scan()
             except OSError:
                 self.shutdown()
@@ -111,6 +116,28 @@ class RecordFolder:
                 entry = self._entries.get(f"{name}.{kind}")
                 if entry is not None:
                     entry.num_leases = max(0, entry.num_leases - 1)
+
+    def begin_save(self, places: Mapping[str, int]) -> None:
+        """Keep these from being evicted until `pin`, those that are not there yet as well, but for one whose place in
+        its prefix is further to the front: so the front of a context that is saved makes no room for its end.
+        """
+        with self._lock:
+            self._saving |= places
+
+    def pin(self, saved: Iterable[str] = ()) -> None:
+        """Keep what saved contexts hold, and nothing else, from being evicted. saved: what `begin_save` was told."""
+        pinned = self.holders.held(SAVED)
+        with self._lock:
+            for file_name in saved:
+                self._saving.pop(file_name, None)
+            for file_name, entry in self._entries.items():
+                if "/" not in file_name:
+                    entry.is_pinned = file_name in pinned
+
+    def num_bytes(self, file_names: Iterable[str]) -> int:
+        """Return the bytes of those of these records that are there."""
+        found = map(self._entries.get, file_names)
+        return sum(entry.num_bytes for entry in found if entry is not None)
 
     def touch(self, kind: str, names: Sequence[str]) -> None:
         """Mark the blocks of one prefix as used, so that its last ones are evicted before those in front."""
@@ -204,7 +231,7 @@ class RecordFolder:
                 return True
             if not self.takes(kind):
                 return False
-            if shape.file_bytes > self.limit_bytes or not self._make_room(shape.file_bytes):
+            if shape.file_bytes > self.limit_bytes or not self._make_room(shape.file_bytes, file_name):
                 self.counts["refused"] += 1
                 return False
         path = self._folder / file_name
@@ -217,7 +244,7 @@ class RecordFolder:
             self._refuse(str(error))
             return False
         with self._lock:
-            self._add(file_name, _Entry(path, shape.file_bytes, checksums))
+            self._add(file_name, _Entry(path, shape.file_bytes, checksums, 0, self.holders.is_saved(file_name)))
             self.counts["written"] += 1
             self.bytes_written += shape.file_bytes
             self.day.add(shape.file_bytes)
@@ -248,10 +275,13 @@ class RecordFolder:
         os.rename(part_path, path)
         return checksums
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evict until so many bytes more are within the limit; False where all that is left is read now."""
+    def _make_room(self, num_bytes: int, file_name: str = "") -> bool:
+        """Evict until so many bytes more, of this record, are within the limit; False where all that is left is read
+        now, or saved.
+        """
         while self.bytes_held + num_bytes > self.limit_bytes:
-            oldest = next((key for key, entry in self._entries.items() if not entry.num_leases), None)
+            oldest = next((key for key, one in self._entries.items() if not self._is_kept(key, one)), None)
+            oldest = oldest or self._last_behind(file_name)
             if oldest is None:
                 return False
             entry = self._forget(oldest)
@@ -269,6 +299,18 @@ class RecordFolder:
             self._unread_until = time.monotonic() + READ_RETRY_SECONDS
         if is_first:
             log.warning("disk_reads_pause folder=%s error=%s wanted=open files: see ulimit -n", self.root, error)
+
+    def _is_kept(self, file_name: str, entry: _Entry) -> bool:
+        return entry.num_leases > 0 or entry.is_pinned or file_name in self._saving
+
+    def _last_behind(self, file_name: str) -> str | None:
+        """Return what lies furthest behind a record, of what is being saved as that is."""
+        place = self._saving.get(file_name)
+        if place is None:
+            return None
+        behind = [key for key in self._saving if self._saving[key] > place and key in self._entries]
+        free = [key for key in behind if not (self._entries[key].is_pinned or self._entries[key].num_leases)]
+        return max(free, key=self._saving.__getitem__, default=None)
 
     def _refuse(self, error: str) -> None:
         """Stop writing for a while, and log it once until it goes on."""
@@ -301,6 +343,7 @@ class RecordFolder:
         for folder in self.root.iterdir():
             if not _MODEL.fullmatch(folder.name) or not folder.is_dir():
                 continue
+            pinned = (self.holders if folder == self._folder else Holders(folder)).held(SAVED)
             with os.scandir(folder) as files:
                 for file in [file for file in files if _OURS.fullmatch(file.name) and not _is_folder(file)]:
                     state, path = file.stat(follow_symlinks=False), Path(file.path)
@@ -309,10 +352,12 @@ class RecordFolder:
                         path.unlink(missing_ok=True)
                         continue
                     key = file.name if folder == self._folder else f"{folder.name}/{file.name}"
-                    found.append((state.st_mtime_ns, key, _Entry(path, state.st_size, checksums)))
+                    entry = _Entry(path, state.st_size, checksums, 0, file.name in pinned)
+                    found.append((state.st_mtime_ns, key, entry))
         for _, key, entry in sorted(found, key=lambda one: one[:2]):
             self._add(key, entry)
         self._make_room(0)  # the limit may be lower than it was
+        self.holders.keep_to(self._entries)
 
     def _examine(self, path: Path, size: int) -> list[str] | None:
         """Return the checksums of a record of this model; none of another's; None: the file is to go."""

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from server.routes.answer import Answer, Count
+from server.routes.answer import Answer, CachedFrom, Count
 
 
 class SessionConversation(Answer):
@@ -11,6 +11,7 @@ class SessionConversation(Answer):
     `is_awaited`: its last answer called tools.
     """
 
+    slot: Count
     turns: Count
     running: Count
     is_awaited: bool
@@ -22,14 +23,30 @@ class SessionConversation(Answer):
 
 
 class Session(Answer):
+    """Tell what is kept of a session. `disk_bytes`: of all its branches, what others share included."""
+
     id: str
     object: Literal["session"]
     conversations: list[SessionConversation]
+    disk_bytes: Count
+
+
+class SavedContext(Answer):
+    """Tell what was saved by name: its tokens, and of these, what is on disk now."""
+
+    id: str
+    object: Literal["saved_context"]
+    session: str
+    tokens: Count
+    disk_tokens: Count
+    disk_bytes: Count
+    created: Count
 
 
 class SessionList(Answer):
     object: Literal["list"]
     data: list[Session]
+    saved: list[SavedContext]
 
 
 class DeletedSession(Answer):
@@ -39,3 +56,41 @@ class DeletedSession(Answer):
     object: Literal["session"]
     deleted: Literal[True]
     forgotten_tokens: Count
+
+
+class DeletedContext(Answer):
+    id: str
+    object: Literal["saved_context"]
+    deleted: Literal[True]
+
+
+class Slot(Answer):
+    """Describe a conversation, by its number. `n_ctx`: tokens that a context has at most."""
+
+    id: Count
+    n_ctx: Count
+    is_processing: bool
+    session: str
+    tokens: Count
+    device_tokens: Count
+    host_tokens: Count
+    disk_tokens: Count
+
+
+class SlotTimings(Answer):
+    save_ms: float | None = None
+    restore_ms: float | None = None
+
+
+class SlotDone(Answer):
+    """Tell what was saved, restored or erased: tokens, and bytes on disk; which fields come depends on the action."""
+
+    id_slot: Count
+    filename: str | None = None
+    n_saved: Count | None = None
+    n_written: Count | None = None
+    n_restored: Count | None = None
+    n_read: Count | None = None
+    n_erased: Count | None = None
+    cached_tokens_from: CachedFrom | None = None
+    timings: SlotTimings | None = None

@@ -1,9 +1,10 @@
-"""`/v1/sessions`: what is kept of the conversations of the key that asks, and where; and forget a session."""
+"""`/v1/sessions`: what is kept of the conversations of the key that asks, where, and by name; and forget a session."""
 
 from typing import Any
 
 import msgspec
 
+from scheduler.messages import SavedContext
 from server.api_error import ApiError
 from server.bodies.schema_limits import Tree
 from server.routes.route import Call, Route, path_parameter
@@ -17,15 +18,25 @@ async def list_sessions(call: Call[Any]) -> Tree:
     for one in kept.conversations:
         tree = msgspec.to_builtins(one)
         sessions.setdefault(tree.pop("session"), []).append(tree)
-    data = [{"id": name, "object": "session", "conversations": ones} for name, ones in sessions.items()]
-    return {"object": "list", "data": data}
+    for name in kept.disk_bytes:  # of which nothing else is known, as after a restart
+        sessions.setdefault(name, [])
+    data = [
+        {"id": name, "object": "session", "conversations": ones, "disk_bytes": kept.disk_bytes.get(name, 0)}
+        for name, ones in sessions.items()
+    ]
+    return {"object": "list", "data": data, "saved": [_describe_saved(one) for one in kept.saved]}
+
+
+def _describe_saved(one: SavedContext) -> Tree:
+    sizes = {"tokens": one.tokens, "disk_tokens": one.disk_tokens, "disk_bytes": one.disk_bytes}
+    return {"id": one.name, "object": "saved_context", "session": one.session, **sizes, "created": one.created_s}
 
 
 async def delete_session(call: Call[Any]) -> Tree:
     """Forget what is kept of a session. Raises ApiError 404 for one of which nothing is known."""
     supervisor, session_id = call.service.supervisor, call.path_value("session_id")
-    known = {one.session for one in (await supervisor.ask_sessions(call.owner)).conversations}
-    if session_id not in known:
+    kept = await supervisor.ask_sessions(call.owner)
+    if session_id not in {one.session for one in kept.conversations} | kept.disk_bytes.keys():
         what = f"session_id: nothing is kept of {session_id[:80]!r}; GET /v1/sessions lists what is"
         raise ApiError(404, what, param="session_id", code="session_not_found")
     gone = await supervisor.ask_sessions(call.owner, session_id)

@@ -1,0 +1,163 @@
+"""Who holds which records of a model's folder: sessions, so that all of one can be forgotten, and contexts that were
+saved by name, which stay until they are deleted. No torch.
+
+Each is a small file, written aside and renamed, named by the hash of its owner and name: so no name is a path. What is
+cut short or changed is removed at the start. Of sessions those noted last are known, so many of them.
+"""
+
+import hashlib
+import json
+import os
+import time
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import RLock
+
+import xxhash
+
+FOLDER = "holders"
+SESSION, SAVED = "session", "saved"
+MOST_SESSIONS = 1024
+_CHECK_DIGITS = 32
+
+
+@dataclass(slots=True)
+class Holder:
+    """What a session, or a saved context, holds: names of records' files. The fields below are of a saved context:
+    tokens (int32, base64), the attention profile that made it, and the session that it was of.
+    """
+
+    kind: str
+    owner: str
+    name: str
+    records: set[str] = field(default_factory=set)
+    tokens: str = ""
+    profile: str = ""
+    session: str = ""
+    created_s: int = 0
+
+    @property
+    def key(self) -> str:
+        text = json.dumps([self.kind, self.owner, self.name])
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+    def token_ids(self) -> bytes:
+        """Return the tokens of a saved context as a prompt has them: int32, little-endian."""
+        return b64decode(self.tokens)
+
+
+def save_holder(owner: str, name: str, token_ids: bytes, profile: str, session: str) -> Holder:
+    """Return a saved context without records."""
+    return Holder(SAVED, owner, name, set(), b64encode(token_ids).decode(), profile, session, int(time.time()))
+
+
+class Holders:
+    """The holders in one model's folder. From any thread."""
+
+    def __init__(self, model_folder: Path) -> None:
+        self._folder = model_folder / FOLDER
+        self._lock = RLock()
+        self._holders: dict[str, Holder] = {}  # noted last, last
+        with suppress(FileNotFoundError):
+            files = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+            for path in files:
+                holder = _read(path)
+                if holder is None or path.stem != holder.key:
+                    path.unlink(missing_ok=True)
+                else:
+                    self._holders[holder.key] = holder
+
+    def note(self, owner: str, session: str, records: Iterable[str]) -> Holder | None:
+        """Note that a session holds these; return it if it did not hold all of them, to be written."""
+        with self._lock:
+            holder = Holder(SESSION, owner, session)
+            key = holder.key
+            holder = self._holders.pop(key, holder)
+            self._holders[key] = holder
+            new = set(records) - holder.records
+            holder.records |= new
+            sessions = [other for other in self._holders.values() if other.kind == SESSION]
+            for oldest in sessions[: max(0, len(sessions) - MOST_SESSIONS)]:
+                self.remove(oldest)
+            return holder if new else None
+
+    def add(self, holder: Holder) -> None:
+        """Take in a saved context; one of the same name is replaced. Raises OSError where it cannot be written."""
+        with self._lock:
+            before, self._holders[holder.key] = self._holders.get(holder.key), holder
+            try:
+                self.write(holder)
+            except OSError:
+                self._holders.pop(holder.key)
+                self._holders |= {} if before is None else {before.key: before}
+                raise
+
+    def write(self, holder: Holder) -> None:
+        """Write a holder's file, unless it was removed meanwhile. Raises OSError."""
+        with self._lock:
+            if self._holders.get(holder.key) is not holder:
+                return
+            fields = asdict(holder) | {"records": sorted(holder.records)}
+            text = json.dumps(fields)
+            path = self._folder / f"{holder.key}.json"
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(".part")
+            part.write_text(f"{_check(text)}{text}")
+            os.replace(part, path)
+
+    def remove(self, holder: Holder) -> None:
+        with self._lock:
+            self._holders.pop(holder.key, None)
+            with suppress(OSError):
+                (self._folder / f"{holder.key}.json").unlink(missing_ok=True)
+
+    def find(self, kind: str, owner: str, name: str) -> Holder | None:
+        return self._holders.get(Holder(kind, owner, name).key)
+
+    def of(self, kind: str, owner: str) -> list[Holder]:
+        """Return an owner's holders of this kind, the one noted last first."""
+        with self._lock:
+            return [one for one in reversed(self._holders.values()) if (one.kind, one.owner) == (kind, owner)]
+
+    def held(self, kind: str | None = None) -> set[str]:
+        """Return what holders of this kind hold; None: of any kind."""
+        with self._lock:
+            ones = [one.records for one in self._holders.values() if kind is None or one.kind == kind]
+            return set().union(*ones)
+
+    def is_saved(self, record: str) -> bool:
+        """Tell whether a saved context holds a record."""
+        with self._lock:
+            return any(record in one.records for one in self._holders.values() if one.kind == SAVED)
+
+    def keep_to(self, is_there: Iterable[str]) -> None:
+        """Let sessions forget records that are not there, and forget those that hold no other."""
+        there = set(is_there)
+        with self._lock:
+            for holder in [one for one in self._holders.values() if one.kind == SESSION]:
+                holder.records &= there
+                if not holder.records:
+                    self.remove(holder)
+
+
+def _check(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _read(path: Path) -> Holder | None:
+    """Return what a file holds; None: it is to go."""
+    try:
+        raw = path.read_text()
+        text = raw[_CHECK_DIGITS:]
+        if _check(text) != raw[:_CHECK_DIGITS]:
+            return None
+        fields = json.loads(text)
+        holder = Holder(**fields | {"records": set(fields["records"])})
+        array("i").frombytes(holder.token_ids())
+        return holder
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
