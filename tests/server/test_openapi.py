@@ -68,6 +68,7 @@ UNSAID = (
     r"^tools\[\d+\]\.function\.parameters: ",  # of a tool that must be called, as a grammar
     r"^tool_choice\.(allowed_tools\.tools\[\d+\]\.)?function\.name: .* none of `tools`",
     r"^truncate_prompt_tokens: a prompt with documents",
+    r"^filename: (missing|got .* wanted a name and no path)",
     r"^dimensions: got .* an embedding of this model has",
     r"the attention profile has room for|the context has",
 )
@@ -77,7 +78,6 @@ LEAST_SHARE = {
     "/v1/completions": 0.75, "/v1/chat/completions": 0.75, "/v1/responses": 0.75, "/v1/messages": 0.75,
     "/v1/messages/count_tokens": 0.75, "/v1/embeddings": 0.75, "/rerank": 0.75,
     "/v1/rerank": 0.75, "/v2/rerank": 0.75, "/tokenize": 0.6, "/detokenize": 1.0, "/v1/documents": 1.0,
-    "/slots/{id_slot}": 0.0,
     "/api/chat": 0.75, "/api/generate": 0.75, "/api/embed": 0.75, "/api/embeddings": 0.75, "/api/show": 1.0,
 }  # fmt: skip
 ROUTES = find_routes()
@@ -98,7 +98,7 @@ LIMITS = BodyLimits(
 DOCUMENT = "/v1/documents/{document_id}"
 RESPONSE = "/v1/responses/{response_id}"
 INPUT_ITEMS = f"{RESPONSE}/input_items"
-SESSION = "/v1/sessions/{session_id}"
+SESSION, SAVED, SLOT = "/v1/sessions/{session_id}", "/v1/saved_contexts/{filename}", "/slots/{id_slot}"
 GETS = (
     "/api/tags", "/api/ps", "/api/version",
     "/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/server_info", "/v1/loads",
@@ -154,7 +154,7 @@ def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
     Return the number of cases.
     """
     document = httpx.get(f"{url}/openapi.json").json()
-    assert set(document["paths"]) == {*POSTS, *GETS, SESSION}
+    assert set(document["paths"]) == {*POSTS, *GETS, SESSION, SAVED, SLOT}
     del document["security"]  # or half of the bodies that are not allowed would be good ones without a key
     open_schema = schemathesis.openapi.from_dict(deepcopy(document))  # what narrows one would be no fault
     name_what_is_there(url, document)
@@ -177,9 +177,13 @@ def fuzz(url: str, num_of_posts: int, num_of_gets: int, is_sample: bool) -> int:
         deleted = fuzz_operation(url, schema[path]["DELETE"], GenerationMode.POSITIVE, num_of_gets, is_sample)
         assert (deleted[200], deleted[200] + deleted[404]) == (1, deleted.total())
         total += deleted.total()
-    unknown = fuzz_operation(url, schema[SESSION]["DELETE"], GenerationMode.POSITIVE, num_of_gets, is_sample)
-    assert unknown[404] == unknown.total()
-    return total + unknown.total()
+    for path in (SESSION, SAVED):
+        unknown = fuzz_operation(url, schema[path]["DELETE"], GenerationMode.POSITIVE, num_of_gets, is_sample)
+        assert unknown[404] == unknown.total()
+        total += unknown.total()
+    changed = fuzz_operation(url, schema[SLOT]["POST"], GenerationMode.POSITIVE, num_of_posts, is_sample)
+    assert changed[500] == 0
+    return total + changed.total()
 
 
 def name_what_is_there(url: str, document: dict[str, Any]) -> None:
