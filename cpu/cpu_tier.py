@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from cpu.attend_rate import attend_alike_rows, best_seconds
 from cpu.audits import Audits, ErrorCounts
 from cpu.builder import Builder
 from cpu.cores import share_cores
@@ -38,6 +39,9 @@ from transfer.reading import Reading
 from transfer.slabs import PageSource, SlabPool
 
 log = logging.getLogger(__name__)
+
+_RATE_TOKENS = 32_768  # that a rate is measured on: more bytes than caches hold
+_RATE_REPEATS = 3
 
 MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait for the kernel's locks
 
@@ -206,6 +210,13 @@ class CpuTier:
                     self._wait_for(context, tokens)
             found = self._tables.make(batch)
         return StepAttention(*found, self._attend, [context for context, _ in batch])
+
+    def attend_seconds(self, num_rows: int) -> float:
+        """Return the seconds that attending to one token of one layer takes, for so many rows that read it together."""
+        attend = self._attend
+        num_rows = min(num_rows, attend.kernel.most_sharing)
+        call, _ = attend_alike_rows(attend.kernel, self.shape, attend.num_threads, _RATE_TOKENS, num_rows)
+        return best_seconds(call, _RATE_REPEATS) / _RATE_TOKENS
 
     def leave_core(self, leaves: bool) -> None:
         """Leave a core to launches, where there are enough (`cpu.cores`)."""

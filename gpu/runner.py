@@ -16,6 +16,7 @@ from gpu.attention.prefill_query import PrefillQuery
 from gpu.batching.halving import Halving, most_rows_of_parts
 from gpu.batching.step_reads import StepReads
 from gpu.decode.followers import Followers, ReplaceGuesses
+from gpu.decode.link_reads import open_link
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import Batch, DecodeSteps, HostReader, HostReadTimes, LaunchedStep
 from gpu.disk.block_writer import BlockWriter
@@ -168,8 +169,9 @@ class Runner:
         self.host_read_times = HostReadTimes()
         offloaded_layers = () if tier is None else tuple(tier.shape.layers)
         self.reads = StepReads(architecture, dtype.itemsize, weights.is_packed, settings.kv, len(offloaded_layers))
-        host_reader = None
+        host_reader, link = None, None
         if tier is not None and row_transfer is not None:
+            link = open_link(tier, settings.link_share, decoder.scale, dtype, device)
             assert self._prefill.staging is not None
             self._offloader = Offloader(tier, row_transfer, self.pool, self._prefill.gathered, self._prefill.staging)
             excludes = any(part.method.excludes_blocks for part in parts)
@@ -187,6 +189,7 @@ class Runner:
             (windowed[0], windowed[-1]),
             methods,
             settings.checks_coverage,
+            link,
         )
         self._staged = decoder.projections.staged
         experts: list[ExpertExchange] = []

@@ -29,7 +29,8 @@ class RunnerSettings:
     memory for decode steps of up to `computed_rows` rows; None: they are fetched. num_states: of recurrent layers
     (`gpu.kv.states`), 0: one a slot; state_dtype: of these; num_host_states: copies of them in host memory. disk: where
     contexts are kept beside, or None. compile_settings: of a child that compiles the CPU's decode step, None: the first
-    step does (`gpu.decode.step_code`).
+    step does (`gpu.decode.step_code`). link_share: of what attention reads in full in host memory, read by the device;
+    None: by measured rates.
     """
 
     num_pages: int
@@ -56,6 +57,7 @@ class RunnerSettings:
     state_dtype: torch.dtype = torch.float32
     num_host_states: int = 0
     compile_settings: str | None = None
+    link_share: float | None = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,3 +92,4 @@ class LoadSettings:
     prefill_graph_sizes: tuple[int, ...] = ()
     num_host_states: int = 0
     compiles_ahead: bool = False
+    link_share: float | None = 0.0

@@ -436,12 +436,14 @@ class FinishedReload(Frozen):
 class HostRead:
     """What a row reads of its context in host memory: cells `[begin, end)`, in the offloaded layers. They are the range
     `[sink, evicted)` of docs/ARCHITECTURE.md, the first `end - begin` tokens of the run of `context_id` there; all
-    other cells are on the device.
+    other cells are on the device. reads_all: it attends to every one of these tokens, so the device may read a part of
+    them over the link.
     """
 
     context_id: int
     begin: int
     end: int
+    reads_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)

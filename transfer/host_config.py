@@ -59,6 +59,13 @@ class HostConfig(Settings):
     dense_layers: tuple[int, ...] | None = Field(
         None, description="layers whose KV stays on the device, whole; default: 0 and half the depth"
     )
+    link_share: float | None = Field(
+        None,
+        ge=0,
+        le=0.9,
+        description="of the tokens that attention reads in full in host memory, what the card reads "
+        "over the link while the CPU reads the rest; default: by rates measured at the start, 0 without a card",
+    )
     resident_tokens: int = Field(8192, ge=0, description="a context up to this stays on the device and is exact")
     residency: Literal["adaptive", "fixed"] = Field(
         "adaptive",

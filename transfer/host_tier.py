@@ -203,6 +203,11 @@ class HostTier(Protocol):
         Raises ContextLostError for the first context whose rows cannot come.
         """
 
+    def attend_seconds(self, num_rows: int) -> float:
+        """Return the seconds that attending to one token of one layer takes, for so many rows that read it together.
+        Measures it: before the first step.
+        """
+
     def leave_core(self, leaves: bool) -> None:
         """Set whether answers that begin from now on leave a core to the launching thread, which has other steps to
         launch beside them.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpu.attention.step_rows import StepRows
 from gpu.decode.attention import attend
+from gpu.decode.link_reads import LinkReads
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.layers.decoder import Decoder
@@ -34,7 +35,7 @@ class LayerLoop:
     of either lane, and one for padding; workspace, host_read_workspace: of steps without host reads and of those with,
     which may run side by side; window_workspaces: the same for layers with a window, whose heads may be others;
     methods: what they do on the device, in order; checks_coverage: in a debug run, every layer counts what its partials
-    cover.
+    cover; link: the device's share of what the CPU is asked, or None.
     """
 
     decoder: Decoder
@@ -45,6 +46,7 @@ class LayerLoop:
     window_workspaces: tuple[Workspace, Workspace]
     methods: tuple[DeviceSide, ...]
     checks_coverage: bool
+    link: LinkReads | None = None
 
     @property
     def max_rows(self) -> int:
@@ -103,8 +105,9 @@ class LayerLoop:
                 method.read(reads, on_device)
             answers: list[Partial] = []
             if exchange is not None and reads.reads_host:
+                linked = None if self.link is None else self.link.attend(reads, self.checks_coverage)
                 yield
-                answers.append(exchange.answer(rows.num_rows))
+                answers += [exchange.answer(rows.num_rows), *([] if linked is None else [linked])]
             filled = [*reads.fetched, *answers]
             for method in own_methods:
                 method.after(reads, on_device, filled)
@@ -138,7 +141,8 @@ def check_coverage(
     for owner in sorted({owner for one in covered for owner in one}):
         counts = [one[owner] for one in covered if owner in one]
         ledger.add(owner, torch.stack(counts).sum(0, dtype=torch.int32))
-    for partial in answers:
-        ledger.add(Owner.HOST, partial.covered)
+    counted = [partial.covered for partial in answers if partial.covered is not None]
+    if answers:
+        ledger.add(Owner.HOST, torch.stack(counted).sum(0, dtype=torch.int32) if counted else None)
     whole = rows.context_lens + evicted
     ledger.check(whole if reads.window is None else rows.context_lens.clamp_max(reads.window))

@@ -37,10 +37,12 @@ from gpu.batching.halving import Halving, cut
 from gpu.cpu_step.cpu_step import CpuStep, serves
 from gpu.cpu_step.step_arrays import MAX_ROWS, num_step_rows
 from gpu.decode.answering import Answering, Answers, SlotRequests
+from gpu.decode.link_reads import LinkReads
 from gpu.decode.loop import LayerLoop, Step
 from gpu.decode.step_code import StepCode
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
+from gpu.host.footprint import MOST_LINKED_ROWS
 from gpu.operations.linear.numba_packed_linear import multiplies
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.step import HostRead
@@ -240,7 +242,8 @@ class DecodeSteps:
         if captured is not None:
             self._recover_experts(captured, reads_host=True)
         began = clock()
-        with self._attentions_of(parts) as attentions:
+        sizes = [len(part) for part in parts] if captured is None else [rows.num_rows for rows in captured.rows]
+        with self._attentions_of(parts, self.loop.link if max(sizes) <= MOST_LINKED_ROWS else None) as attentions:
             ready = clock()
             requests = [
                 SlotRequests(*each)
@@ -282,22 +285,28 @@ class DecodeSteps:
         return LaunchedStep(logits, answers)
 
     @contextmanager
-    def _attentions_of(self, parts: Sequence[Batch]) -> Iterator[list[Attention]]:
-        """Yield the tier's attention of each part, lent to methods that read by themselves until the device has passed
-        what is launched meanwhile. Gives all of them up where that fails.
+    def _attentions_of(self, parts: Sequence[Batch], link: LinkReads | None = None) -> Iterator[list[Attention]]:
+        """Yield the tier's attention of each part, lent to methods that read by themselves, and to `link`, until the
+        device has passed what is launched meanwhile. Gives all of them up where that fails.
         """
         assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
         attentions: list[Attention] = []
         loans: list[Loan] = []
         borrowing = [method for method in self.loop.reusing if parts[0].reuses and method.borrows]
+        tier = self.host_reader.tier
         try:
-            for part in parts:
+            for index, part in enumerate(parts):
                 reads = [_context_read(host_read) for host_read in part.host_reads]
-                attentions.append(self.host_reader.tier.attention(reads))
-            for part, attention in zip(parts, attentions, strict=True) if borrowing else ():
-                loans.append(attention.lend())
+                whole = tier.attention(reads)
+                attentions.append(whole)
+                asked = reads if link is None else link.fill(index, reads, part.host_reads, whole)
+                if borrowing or asked != reads:
+                    loans.append(whole.lend())
                 for method in borrowing:
-                    method.borrow(part.slots, part.cells, part.host_reads, attention)
+                    method.borrow(part.slots, part.cells, part.host_reads, whole)
+                if asked != reads:
+                    attentions[-1] = tier.attention(asked)
+                    whole.give_up()
             yield attentions
         except BaseException:
             for attention in attentions:
@@ -327,7 +336,7 @@ class DecodeSteps:
         try:
             for exchange, part in zip(exchanges, parts, strict=True):
                 exchange.slot.advance(len(part))
-            rows_of = [self._upload(part, len(part)) for part in parts]
+            rows_of = [self._upload(part, len(part), index) for index, part in enumerate(parts)]
             experts = self._eager_experts(max(map(len, parts)))
             steps = [self.loop.step(rows, one, reuses, experts) for rows, one in zip(rows_of, exchanges, strict=True)]
             for step in steps:
@@ -394,7 +403,8 @@ class DecodeSteps:
         exchanging = self.host_reader.exchanges[:num_parts] if self.host_reader is not None and num_parts else []
         exchanges: list[SlotExchange | None] = [*exchanging] or [None]
         empty = Batch([], [], [], [])
-        rows_of = [self._upload(empty, part.stop - part.start) for part in cut(size, max(num_parts, 1))]
+        sizes = [part.stop - part.start for part in cut(size, max(num_parts, 1))]
+        rows_of = [self._upload(empty, num_rows, index) for index, num_rows in enumerate(sizes)]
         most_rows = max(rows.num_rows for rows in rows_of)
         reads_host = bool(exchanging) or kind.lends
         experts = self._experts_of(most_rows, reads_host) if not LAUNCHES_BLOCK else None
@@ -458,8 +468,11 @@ class DecodeSteps:
         fitting = [size for known, size in self._captured if known == kind and size >= num_rows]
         return self._captured[kind, min(fitting)] if fitting else None
 
-    def _upload(self, batch: Batch, num_rows: int) -> StepRows:
-        return StepRows(upload(self._pack(batch, num_rows), self.loop.last_tokens.device), num_rows)
+    def _upload(self, batch: Batch, num_rows: int, part: int = 0) -> StepRows:
+        rows = StepRows(upload(self._pack(batch, num_rows), self.loop.last_tokens.device), num_rows)
+        if self.loop.link is not None:
+            self.loop.link.assign(rows, part)
+        return rows
 
     def _fill(self, rows: StepRows, batch: Batch) -> None:
         staged = torch.from_numpy(self._pack(batch, rows.num_rows)).pin_memory()

@@ -1,12 +1,15 @@
 """Arrays between KV pages and host memory, of rows and of what is asked, as allocated and as planned. No torch."""
 
 from gpu.model.architecture import Architecture
+from gpu.operations.host_rows.chunk_columns import CHUNKS, COLUMNS
 from transfer.arrays import FLOATS, ArraySpec
 from transfer.slot_shape import SlotShape
 from transfer.tier_shape import BLOCK_TOKENS, TierShape
 
 OFFLOAD_BLOCK_TOKENS = 128  # that a running sequence offloads at once: whole pages of every size
 STAGED_LAYERS = 2  # of a prompt that is offloaded: one is computed while the other's rows leave
+MOST_LINKED_ROWS = 16  # of a step that reads a part of host memory over the link
+LINKED_PARTS = 2  # of such a step
 PIECE_ROWS = 65_536  # tokens x KV heads of a piece: one head of the longest segment, or more heads of a shorter one
 
 
@@ -39,6 +42,19 @@ def piece_arrays(shape: TierShape, num_tables: int) -> dict[str, ArraySpec]:
     return {
         "rows": ArraySpec((2, PIECE_ROWS * shape.dim), shape.rows),
         "codes": ArraySpec((PIECE_ROWS * num_tables,), "uint16"),
+    }
+
+
+def link_arrays(shape: TierShape) -> dict[str, ArraySpec]:
+    """Return what the device needs to read host memory in attention: where rows lie and who reads them, of each of
+    LINKED_PARTS, and partial outputs.
+    """
+    rows = MOST_LINKED_ROWS
+    return {
+        "chunks": ArraySpec((len(shape.layers), rows, COLUMNS, CHUNKS), "int64"),
+        "sharing": ArraySpec((3, rows), "int32"),
+        "outs": ArraySpec((rows * shape.num_heads * CHUNKS * shape.dim,), "float32"),
+        "lses": ArraySpec((rows * shape.num_heads * CHUNKS,), "float32"),
     }
 
 

@@ -7,7 +7,15 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from gpu.batching.halving import most_rows_of_parts
-from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS, offload_block_array, piece_arrays, slot_shape, staged_array
+from gpu.host.footprint import (
+    LINKED_PARTS,
+    OFFLOAD_BLOCK_TOKENS,
+    link_arrays,
+    offload_block_array,
+    piece_arrays,
+    slot_shape,
+    staged_array,
+)
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
 from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout
@@ -129,14 +137,21 @@ class HostDemand:
         return hyperplane_array(self.shape.dim, sampled.bits_per_table, sampled.num_tables, dtype).num_bytes
 
     def transfer_buffer_bytes(self, is_cuda: bool) -> int:
-        """Return the bytes of what rows pass through on their way down or up, and an offload block of all layers as it
-        is gathered from pages.
+        """Return the bytes of what rows pass through on their way down or up, of an offload block of all layers as it
+        is gathered from pages, and of attention over the link.
         """
         tier = self.tier_shape
         kv_heads, dim, has_codes = tier.num_kv_heads, tier.dim, self.kv in CODE_FORMATS
         arrays = [offload_block_array(len(tier.layers), kv_heads, dim, self.dtype_bytes, has_codes)]
         if is_cuda:
             arrays += [*piece_arrays(tier, tier.num_tables).values(), *piece_arrays(tier, 0).values()]
+        if is_cuda and self.config.link_share != 0:
+            linked = link_arrays(tier)
+            arrays += [
+                linked["outs"],
+                linked["lses"],
+                *(linked[name].times(LINKED_PARTS) for name in ("chunks", "sharing")),
+            ]
         return sum_bytes(arrays)
 
     @property

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from gpu.layers.rope import rope_key
 from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
 from gpu.model.architecture import Architecture, ModelError, load_architecture
-from gpu.profiles import get_profile, resolve_profiles, served_parts
+from gpu.profiles import Profile, get_profile, resolve_profiles, served_parts
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
 from gpu.step import DENSE, Lane
@@ -45,6 +45,7 @@ from transfer.disk.record_format import name_model
 from transfer.expert_exchange import OpenExperts
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import probe_gpu
+from transfer.reading import Reading
 from transfer.simd.compilation import reporting_compilation
 from transfer.tier_shape import TierShape
 
@@ -109,6 +110,7 @@ def load_engine(
             num_windows=plan.num_windows,
             window_pages=plan.window_pages,
             num_host_states=plan.num_host_states,
+            link_share=0.0 if config.host is None else _link_share(config.host, profiles.values()),
             experts_on_card=plan.experts_on_card,
             open_experts=find_expert_worker(config.host, plan),
             computed_rows=plan.computed_rows,
@@ -199,6 +201,11 @@ def block_seconds(scheduler: SchedulerConfig, num_layers: int) -> float:
     if scheduler.prefill.block_us is not None:
         return 1e-6 * scheduler.prefill.block_us
     return 1e-3 * _WAITING_SHARE * scheduler.token_gap_target_ms / (_LAUNCHES_A_LAYER * num_layers)
+
+
+def _link_share(host: HostConfig, profiles: Iterable[Profile]) -> float | None:
+    """Return the device's share of what is read in full in host memory; None: as it measures."""
+    return host.link_share if any(profile.reading is Reading.WHOLE for profile in profiles) else 0.0
 
 
 def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:

@@ -27,6 +27,7 @@ from scheduler.residence.residence_counts import ResidenceCounts
 from scheduler.sequences.capacity import Capacity
 from scheduler.sequences.offloaded_context import HostContext
 from scheduler.sequences.sequence import Sequence, State
+from transfer.reading import Reading
 
 Shortage = Literal["pages", "host", "index"]
 
@@ -226,7 +227,8 @@ class Residence:
         context, host = sequence.open_context, self._capacity.host
         if context is None or host is None or not context.num_evicted:
             return None
-        return HostRead(context.context_id, host.sink_tokens, host.end_of_blocks(context.num_evicted))
+        reads_all = sequence.profile.reading is Reading.WHOLE
+        return HostRead(context.context_id, host.sink_tokens, host.end_of_blocks(context.num_evicted), reads_all)
 
     # --- what others may find -----------------------------------------------------------------------------------------
 

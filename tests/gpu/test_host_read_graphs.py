@@ -126,7 +126,7 @@ class Log(list[str]):
         self.steps = DecodeSteps(
             SimpleNamespace(
                 step=self.step, offloaded_layers=(0, 1), last_tokens=torch.zeros(7), max_rows=2, checks_coverage=True,
-                reusing=[], decoder=SimpleNamespace(delta=None),
+                reusing=[], decoder=SimpleNamespace(delta=None), link=None,
             ),
             HostReader(SimpleNamespace(attention=self.attention), [self.exchange("a"), self.exchange("b")],
                    Halving(SimpleNamespace(), always=2), HostReadTimes()),

@@ -5,15 +5,17 @@ A segment of its own takes 2,048 tokens; what comes after it goes into an open t
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from cpu.cpu_tier import open_tier
+from gpu.decode import link_reads
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_host_read_steps import host_reader_of
-from tests.gpu.twin_runners import DEFAULT_DENSE, Twins, furthest, tier_shape
+from tests.gpu.twin_runners import DEFAULT_DENSE, NUM_HEADS, Twins, furthest, tier_shape
 from tests.tolerances import HOP_LOGITS_ALL_SAMPLED, HOP_LOGITS_FLOAT32
 from transfer.reading import Reading
 
@@ -29,15 +31,16 @@ ON_DEVICES = [("cpu", 2), *(pytest.param("cuda", rows, marks=pytest.mark.gpu) fo
 
 @contextmanager
 def twins_on_cpu_tier(
-    device: str, reading: Reading, tables: tuple[int, int], sizes: tuple[int, ...] = (), dtype: str = "float32"
-) -> Iterator[Twins]:
+    device: str, reading: Reading, tables: tuple[int, int], sizes: tuple[int, ...] = (), dtype: str = "float32",
+    **options: Any,
+) -> Iterator[Twins]:  # fmt: skip
     tier = open_tier(
         tier_shape(DEFAULT_DENSE, *tables), getattr(torch, dtype), 512 * MIB, num_threads=1, is_pinned=device == "cuda"
     )
     try:
         yield Twins(
             device=device, dtype=dtype, graph_batch_sizes=sizes, reading=reading, tier=tier, max_context=2816,
-            num_pages=5 * 2816 // 16,
+            num_pages=5 * 2816 // 16, **options,
         )  # fmt: skip
     finally:
         tier.shutdown()
@@ -59,6 +62,44 @@ def test_logits_are_those_of_the_exact_profile(device: str, num_rows: int, readi
             assert twins.tier.stats().tables_built > 0
         else:
             assert counts.rows_read < 0.5 * counts.tokens_covered  # a row is read once for the heads that share it
+
+
+@pytest.mark.parametrize(("device", "num_rows"), ON_DEVICES)
+@pytest.mark.parametrize("share", [0.4, 0.9])
+def test_logits_are_those_of_the_exact_profile_where_the_device_reads_a_part(
+    device: str, num_rows: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_reads, "LEAST_TOKENS", 256)
+    sizes = (1, 4, 5) if device == "cuda" else ()
+    with twins_on_cpu_tier(device, Reading.WHOLE, ALL, sizes, link_share=share) as twins:
+        twins.prefill(PROMPTS[:num_rows])
+        slots = list(range(num_rows))
+        for _ in range(NUM_STEPS):
+            assert not twins.step(slots).failures
+            assert furthest(twins, slots) < HOP_LOGITS_FLOAT32
+        twins.offloading.decode_steps.drain()
+        counts, steps = twins.tier.stats().attention, NUM_STEPS * len(twins.tier.shape.layers)
+        asked = counts.tokens_covered / steps / NUM_HEADS  # of the CPU, of all rows in a step
+        assert asked < (1 - share) * sum(twins.sequences[slot].released for slot in slots) + 272 * num_rows
+
+
+@pytest.mark.parametrize("change", [16, -16])
+def test_that_comparison_sees_what_both_read_or_nobody(change: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_reads, "LEAST_TOKENS", 256)
+    cut = link_reads.cut_chunks
+    monkeypatch.setattr(link_reads, "cut_chunks", lambda table, front, end: cut(table, front + change, end))
+    with twins_on_cpu_tier("cpu", Reading.WHOLE, ALL, link_share=0.5) as twins:
+        twins.prefill(PROMPTS[:1])
+        twins.step([0])
+        assert furthest(twins, [0]) > HOP_LOGITS_FLOAT32
+
+
+def test_what_the_device_reads_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_reads, "LEAST_TOKENS", 256)
+    with twins_on_cpu_tier("cpu", Reading.WHOLE, ALL, link_share=0.5, check_coverage=True) as twins:
+        twins.prefill(PROMPTS[:2])
+        for _ in range(3):
+            assert not twins.step([0, 1]).failures
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -66,6 +66,8 @@ from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.fetch_experts import fetch_experts, list_experts
 from gpu.operations.experts.routing import choose
 from gpu.operations.head_norm import HeadNorms
+from gpu.operations.host_rows.chunk_columns import CHUNKS, COLUMNS
+from gpu.operations.host_rows.linked_attention import linked_attention
 from gpu.operations.host_rows.offload_rows import centre_of, offload_rows
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import launch as scatter
@@ -101,6 +103,7 @@ from transfer.exchange import new_slot
 from transfer.expert_exchange import new_expert_slot
 from transfer.partial import Partial
 from transfer.slot_shape import SlotShape
+from transfer.tier_shape import HOST_DIMS, MAX_HOST_GROUP
 
 SHARED_KIB = {80: 163, 89: 99}
 TRITON_TYPES = {
@@ -575,6 +578,18 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
         read_again(query, found, own, work, report, step, layout)
 
 
+def _linked(shape: Architecture, dtype: torch.dtype) -> None:
+    if shape.num_heads // shape.num_kv_heads > MAX_HOST_GROUP or shape.dim not in HOST_DIMS:
+        return
+    for rows, is_int8 in ((1, True), (8, False)):
+        query = empty(rows, shape.num_heads, shape.dim, dtype=dtype)
+        chunks, ints = empty(rows, COLUMNS, CHUNKS, dtype=torch.int64), empty(rows, dtype=torch.int32)
+        numbers = rows * shape.num_heads * CHUNKS
+        work = empty(numbers * shape.dim), empty(numbers)
+        wanted = None if rows == 1 else empty(rows, shape.num_heads, dtype=torch.uint8)
+        linked_attention(query, chunks, ints, ints, 0.1, shape.num_kv_heads, is_int8, wanted, work)
+
+
 def _experts_in_host_memory(shape: Architecture, dtype: torch.dtype) -> None:
     chosen = empty(4, 8, dtype=torch.int32)
     rows = empty(4, dtype=torch.int32)
@@ -652,6 +667,8 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_note_kernel": _blocks,
     "_choose_blocks_kernel": _blocks,
     "_fetch_kernel": _blocks,
+    "_chunk_kernel": _linked,
+    "_merge_chunks_kernel": _linked,
     "_look_kernel": _blocks,
     "_turns_kernel": _blocks,
     "_index_kernel": _index,

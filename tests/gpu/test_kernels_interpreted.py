@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "offload_rows", "exchange", "merge", "gather", "momo",
            "mac", "fused", "packed", "predictor", "predicted", "scattered", "kv_rows", "experts", "fetch_experts",
            "far_experts", "expert_request", "indexed", "indexed_errors", "latent",
-           "recurrent")  # fmt: skip
+           "recurrent", "linked")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
@@ -58,6 +58,7 @@ SELECTED = " or ".join(
         "(test_kernels_far_experts and cpu-float32 and left_out and (plain or few-2-int4-runs))",
         "(test_kernels_expert_request and not cuda and not bfloat16)",
         "(test_kernels_fused and cpu and float32 and not shape3)",
+        "(test_kernels_linked and cpu and float32)",
         "(test_kernels_merge and cpu and float32 and not shape2)",
         "(test_kernels_recurrent and (steps_behind or (of_one_token and dtype0)) and not cuda and not own2)",
         "(test_kernels_recurrent and (solved or steps_with or (of_prompts and dtype0)) and not cuda)",
@@ -101,7 +102,7 @@ LARGER = " or ".join(
 @pytest.mark.parametrize(
     ("names", "least_passed"),
     [
-        pytest.param(SELECTED, 335, id="small"),
+        pytest.param(SELECTED, 339, id="small"),
         pytest.param(LARGER, 100, marks=pytest.mark.long, id="larger"),
     ],
 )

@@ -82,7 +82,7 @@ def parts_for(shape: TierShape) -> tuple[ProfilePart, ...]:
 def load(
     tier: HostTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
     graph_batch_sizes: tuple[int, ...], max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
-    check_coverage: bool = False, more_parts: Many[ProfilePart] = (), kv: Kv = "auto",
+    check_coverage: bool = False, more_parts: Many[ProfilePart] = (), kv: Kv = "auto", link_share: float = 0.0,
 ) -> Runner:  # fmt: skip
     num_resident = num_pages if tier is None else layout_of(NUM_LAYERS - len(tier.shape.layers), num_pages).num_pages
     runner = load_runner(
@@ -108,6 +108,7 @@ def load(
             window_tokens=64,
             num_windows=0 if tier is None or not WINDOW_LAYERS else max_running,
             window_pages=WINDOW_PAGES,
+            link_share=link_share,
         ),
         on_progress=lambda stage, fraction: None,
     )
@@ -164,10 +165,10 @@ class Twins:
                  graph_batch_sizes: tuple[int, ...] = (),
                  tier: HostTier | None = None, max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
                  check_coverage: bool = False, more_parts: Many[ProfilePart] = (),
-                 kept_tokens: int = 0, kv: Kv = "auto") -> None:  # fmt: skip
+                 kept_tokens: int = 0, kv: Kv = "auto", link_share: float = 0.0) -> None:  # fmt: skip
         """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape. more_parts: of what is served, in
         the runner that offloads, beside what the built-in profiles are made of. kv: of the runner that offloads; of
-        codes the oracle has what they mean in its pages.
+        codes the oracle has what they mean in its pages. link_share: of what the host has, read by the device.
         """
         self.tier = tier or ReferenceTier(tier_shape(dense_layers), capacity_tokens, 256, 200)
         self.page_tokens, self.window_tokens, self.offload_block_tokens = (
@@ -180,7 +181,7 @@ class Twins:
         self.exact = load(None, page_tokens, max_running, device, dtype, (), *sizes)
         self.offloading = load(
             self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes, check_coverage, more_parts,
-            kv,
+            kv, link_share,
         )  # fmt: skip
         if self.offloading.pool.has_codes:
             round_what_is_written(self.exact, self.offloading.pool.key_pages[0].dtype)
@@ -319,7 +320,9 @@ class Twins:
         for slot in slots:
             end = ends.get(slot, self.sequences[slot].released)
             is_asked = end > self.page_tokens
-            asks.append(HostRead(self.sequences[slot].context_id, self.page_tokens, end) if is_asked else None)
+            reads_all = self.reading is Reading.WHOLE
+            own = HostRead(self.sequences[slot].context_id, self.page_tokens, end, reads_all)
+            asks.append(own if is_asked else None)
         positions = [self.sequences[slot].num_tokens for slot in slots]
         return DecodeGroup(slots, positions, [1] * len(slots), asks)
 

@@ -76,7 +76,7 @@ def test_a_context_stays_on_the_device_until_it_outgrows_the_limit_and_an_offloa
     assert (offloads[0].begin, offloads[0].end) == (SINK, RESIDENT + OFFLOAD_BLOCK - WINDOW)
     asks = [group.host_reads for plan in runner.plans for group in plan.decode]
     assert asks[0] is None
-    assert asks[-1] == (HostRead(offloads[0].context_id, SINK, offloads[-1].end),)
+    assert asks[-1] == (HostRead(offloads[0].context_id, SINK, offloads[-1].end, reads_all=True),)
     check_idle(engine, runner)
 
 
