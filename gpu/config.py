@@ -197,7 +197,7 @@ class MethodChoice(BaseModel):
 
 
 class DraftConfig(Settings):
-    """A source of drafts, or a mapping with `source` or `profile`, and its settings."""
+    """A source of drafts, or a mapping with `source`, `profile` or `model`, and its settings."""
 
     source: Literal["ngram"] = Field(
         "ngram", description="ngram: what followed the last tokens where they stood before, in prompt and answer"
@@ -206,6 +206,14 @@ class DraftConfig(Settings):
         None,
         description="in place of `source`: a profile that reads the same keys and values for less, and drafts by steps "
         "of its own: `indexed`, or one of it; what it drafts is verified by the method of `host`",
+    )
+    model: Path | None = Field(
+        None,
+        description="in place of `source`: a folder or GGUF file of a smaller model of the same vocabulary, which runs "
+        "on the same device, with pages of its own",
+    )
+    cache_tokens: int = Field(
+        32_768, ge=64, description="with `model`: of all contexts together that it drafts for, in its pages"
     )
     most_tokens: int = Field(
         7, ge=1, le=31, description="drafted for a sequence in a step, at most; fewer by what pays"
@@ -217,21 +225,26 @@ class DraftConfig(Settings):
     def _by_name(cls, given: Any) -> Any:
         if not isinstance(given, str | dict | cls):
             raise ValueError(
-                "wanted a source's name (ngram), or a mapping with `source` or `profile`, and its settings"
+                "wanted a source's name (ngram), or a mapping with `source`, `profile` or `model`, and its settings"
             )
         return {"source": given} if isinstance(given, str) else given
 
     @model_validator(mode="after")
     def _one_source(self) -> "DraftConfig":
         given = sorted({"source", "least_match"} & self.model_fields_set)
-        if self.profile is not None and given:
-            raise ValueError(f"{given[0]}: of n-grams, beside `profile`; leave out one of them")
+        others = [key for key in ("profile", "model") if getattr(self, key) is not None]
+        if others and given:
+            raise ValueError(f"{given[0]}: of n-grams, beside `{others[0]}`; leave out one of them")
+        if len(others) > 1:
+            raise ValueError("model: beside `profile`; leave out one of them")
+        if self.model is None and "cache_tokens" in self.model_fields_set:
+            raise ValueError("cache_tokens: is of a draft model's pages, and there is no `model`; leave it out")
         return self
 
     @property
     def name(self) -> str:
-        """Return what drafts: a source, or a profile."""
-        return self.profile or self.source
+        """Return what drafts: a source, a profile, or a model."""
+        return self.profile or (self.model.name if self.model is not None else self.source)
 
 
 class Composition(Settings):

@@ -253,6 +253,13 @@ class Runner:
         """Have other tokens in place of those that a profile drafts, which cost what they cost; None: no more."""
         self._followers.replace_guesses = replace
 
+    @torch.inference_mode()
+    def feed(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Make known tokens the next input of slots, in place of what was drawn for them last."""
+        with self._lanes.enter(Lane.DEVICE, is_fenced=False):
+            places = upload(np.array([slots, token_ids], np.int64), self.device)
+            self._last_tokens.index_copy_(0, places[0], places[1])
+
     def first_own_token(self, prefill_method: PartId) -> int | None:
         """Return where the first unit begins that a method does not leave to dense prefill; None of dense prefill."""
         side = self._sides.get(prefill_method)

@@ -461,13 +461,16 @@ class MaskStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class DraftStats(msgspec.Struct, frozen=True):
     """Counters of drafts since the engine started: steps with any, their drafted tokens, those that were drawn, and the
-    seconds that steps without would have taken more.
+    seconds that steps without would have taken more. declined: steps that had something to draft and did not, since
+    that does not pay; model_seconds: that a draft model took.
     """
 
     steps: int = 0
     proposed: int = 0
     accepted: int = 0
     saved_seconds: float = 0.0
+    declined: int = 0
+    model_seconds: float = 0.0
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

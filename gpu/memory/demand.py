@@ -71,7 +71,7 @@ class Demand:
     state_bytes: of an element of a recurrent
     layer's state; where a model has such layers, states are counted as windows, num_host_states of them in host memory.
     unpacked: why matrices of few bits are unpacked at load, None: they are not. prefill_graph_sizes: of units whose
-    layers are captured.
+    layers are captured. beside: what another model on the device takes.
     """
 
     shape: Architecture
@@ -96,6 +96,7 @@ class Demand:
     state_bytes: int = 4
     prefill_graph_sizes: tuple[int, ...] = ()
     num_host_states: int = 0
+    beside: tuple[MemoryItem, ...] = ()
 
     @property
     def served(self) -> Architecture:
@@ -212,7 +213,7 @@ class Demand:
     def fixed_items(self) -> tuple[MemoryItem, ...]:
         """Return what does not depend on the context; weights first."""
         items = (*self._weights(), *self._workspaces(), *self._method_states(), *self._reserves(), *self._exchange())
-        return (*items, *self._documents(), *self._disk(), *self._windows(), *self.fetching_items())
+        return (*items, *self._documents(), *self._disk(), *self._windows(), *self.fetching_items(), *self.beside)
 
     def fetching_items(self) -> tuple[MemoryItem, ...]:
         """Return the items of experts in host memory: they themselves, and what they are fetched to. A captured step

@@ -21,6 +21,7 @@ from gpu.memory.counting import (
     spare_window_tokens,
 )
 from gpu.memory.demand import Demand, MemoryItem, Place, PlanError
+from gpu.memory.draft_model import DraftModelPlan
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import Budget, HostShares, resolve_host, share_memory
 from gpu.memory.machine_limits import (
@@ -82,7 +83,7 @@ class MemoryPlan:
     model has none. computed_rows: those are computed by the CPU in decode steps of up to so many, and fetched in
     others. documents_bytes: of host memory, for their chunks used last. is_packed: whether matrices of few bits, if
     there are any, stay as they are stored. chunk_tokens: most tokens of a unit of prefill. prefill_graph_sizes: of
-    units whose layers are captured.
+    units whose layers are captured. draft: a model that drafts, or None.
     """
 
     device: Literal["cuda", "cpu"]
@@ -122,6 +123,7 @@ class MemoryPlan:
     is_packed: bool = True
     own_windows: dict[str, int] = field(default_factory=dict)
     prefill_graph_sizes: tuple[int, ...] = ()
+    draft: DraftModelPlan | None = None
 
     @property
     def num_rings(self) -> dict[PartId, int]:
@@ -178,14 +180,15 @@ def plan_memory(
     documents: DocumentsConfig | None = None,
     disk: DiskConfig | None = None,
     computed_rows: int = 0,
+    draft: DraftModelPlan | None = None,
 ) -> MemoryPlan:
     """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
 
     kept: what of contexts that are offloaded stays on the device (`gpu.profiles.find_kept`), None without `host`;
     states: what attention methods keep for sequences that run (`gpu.profiles.list_states`); rings that nobody counted
     take an eighth of what weights and workspaces leave, and there is one at least; documents: how their chunks are
-    kept; disk: how contexts are kept there; computed_rows: see `MemoryPlan`. A context that nobody asked for shrinks to
-    what fits; one that the configuration names must fit. Raises PlanError.
+    kept; disk: how contexts are kept there; computed_rows, draft: see `MemoryPlan`. A context that nobody asked
+    for shrinks to what fits; one that the configuration names must fit. Raises PlanError.
     """
     max_running, max_context_tokens, max_hidden_tokens = (
         sizes.max_running, sizes.max_context_tokens, sizes.max_hidden_tokens,
@@ -236,6 +239,7 @@ def plan_memory(
         state_bytes=4 if gpu.state_dtype == "float32" else 2,
         unpacked=why_unpacked(architecture, machine.has_vectors) if device == "cpu" else None,
         prefill_graph_sizes=sizes.prefill_graph_sizes,
+        beside=() if draft is None else draft.items,
     )
     if disk is not None:
         check_disk(architecture, demand.window_layers)
@@ -309,6 +313,7 @@ def plan_memory(
         computed_rows=demand.computed_rows,
         documents_bytes=demand.documents_bytes,
         is_packed=demand.unpacked is None,
+        draft=draft,
     )
 
 

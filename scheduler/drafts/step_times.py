@@ -21,6 +21,7 @@ class _Step:
     size: int
     has_drafts: bool
     launched_s: float
+    before_s: float = 0.0  # that its drafts took
     began_s: float = 0.0
     ended_s: float = 0.0  # 0: it has not
 
@@ -73,12 +74,14 @@ class StepTimes:
             return None
         return half + (half - plain if quarter is None else 2 * (half - quarter))
 
-    def launch(self, rows: Hashable, num_rows: int, has_drafts: bool) -> None:
-        """Note a launch. rows: of which sequences; None: it has units, or no rows, and tells nothing."""
+    def launch(self, rows: Hashable, num_rows: int, has_drafts: bool, before_s: float = 0.0) -> None:
+        """Note a launch. rows: of which sequences; None: it has units, or no rows, and tells nothing. before_s: what
+        its drafts took just now, which is of this step and not of the one before it.
+        """
         now, last = self._clock(), self._newest
         if last is not None and last.has_drafts and last.ended_s and last.rows is not None and last.rows == rows:
-            self._add(last, now - last.began_s)
-        self._newest = _Step(rows, size_of(num_rows) if num_rows else 0, has_drafts, now)
+            self._add(last, now - before_s - last.began_s + last.before_s)
+        self._newest = _Step(rows, size_of(num_rows) if num_rows else 0, has_drafts, now, before_s)
         self._launched.append(self._newest)
 
     def end(self) -> None:

@@ -25,6 +25,7 @@ from gpu.runner_settings import LoadSettings
 from gpu.step import DENSE, Lane
 from gpu.weights.weights_digest import digest_random, digest_rounded, digest_weights, kept_path
 from scheduler.constraints.constraints import Constraints, read_tokens
+from scheduler.drafts.draft_model import DraftModel, DraftModelSizes
 from scheduler.drafts.ngrams import NGrams
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
@@ -68,9 +69,9 @@ def load_engine(
     first start a child process compiles the CPU's decode step, and the engine is ready before.
 
     `on_progress(stage, fraction)` is told of "host_attention" (memory for contexts, and what attends to them: compiled
-    once a machine, function by function), "documents" (weights are read, to name them), what `load_runner` does, and
-    "rehearsal". Raises ModelError, HostMemoryError, PlanError where the plan's device is not there, or ProfileError for
-    a profile that there cannot be, and for a default one that does not exist.
+    once a machine, function by function), "documents" (weights are read, to name them), what `load_runner` does,
+    "draft_model" and "rehearsal". Raises ModelError, HostMemoryError, PlanError where the plan's device is not there,
+    or ProfileError for a profile that there cannot be, and for a default one that does not exist.
     """
     began = time.monotonic()
     profiles = resolve_profiles(config.all_profiles, config.host)
@@ -144,8 +145,10 @@ def load_engine(
         if disk is None
         else DiskSide(disk, runner.is_read, runner.lost_jobs, lambda: runner.num_savable, runner.is_ready),
     )
-    if any(profile.draft is not None and profile.draft_part is None for profile in profiles.values()):
+    if any(profile.draft is not None and profile.draft.name == "ngram" for profile in profiles.values()):
         NGrams.compile_ahead()
+    if plan.draft is not None:
+        scheduler.drafts.model = load_draft_model(plan, gpu, config, architecture.vocab_size, on_progress)
     if plan.device == "cuda":
         with _reporting_stage(on_progress, "rehearsal"):
             rehearse(runner, scheduler, plan.chunk_tokens)
@@ -163,6 +166,29 @@ def load_engine(
         load_seconds=time.monotonic() - began,
     )
     return Engine(scheduler, runner, tier, is_pipelined=plan.device == "cuda"), ready
+
+
+def load_draft_model(
+    plan: MemoryPlan, gpu: GpuConfig, config: EngineConfig, vocab_size: int, on_progress: Callable[[str, float], None]
+) -> DraftModel:
+    """Load the model that drafts, into the memory that is planned for it. vocab_size: of the model that verifies."""
+    draft = plan.draft
+    assert draft is not None, "drafts: a model is planned"
+    settings = LoadSettings(
+        max_running=config.scheduler.max_running,
+        max_context_tokens=draft.context_tokens,
+        chunk_tokens=draft.chunk_tokens,
+        max_hidden_tokens=draft.chunk_tokens,
+        num_pages=draft.num_pages,
+    )
+    with _reporting_stage(on_progress, "draft_model"):
+        runner = load_runner(ModelConfig(path=draft.path), gpu, settings, lambda stage, fraction: None)
+    num_layers = runner.architecture.num_layers
+    sizes = DraftModelSizes(
+        num_layers, config.scheduler.max_running, draft.num_pages, plan.page_tokens, draft.context_tokens,
+        draft.chunk_tokens, vocab_size,
+    )  # fmt: skip
+    return DraftModel(runner, sizes)
 
 
 def describe_steps(scheduler: SchedulerConfig, gpu: GpuConfig, plan: MemoryPlan) -> str:

@@ -8,16 +8,18 @@ from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
-from gpu.config import GpuConfig
+from gpu.config import GpuConfig, ModelConfig
+from gpu.memory.draft_model import DraftModelPlan, plan_draft_model
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import MemoryPlan, PlanError, PlannedSizes, plan_memory
 from gpu.methods.kept import Kept
-from gpu.model.architecture import Architecture
+from gpu.model.architecture import Architecture, load_architecture
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from gpu.weights.expert_shares import ExpertShares, most_experts
 from scheduler.engine_config import EngineConfig, SchedulerConfig
+from scheduler.planning.draft_vocabulary import find_other_vocabulary
 from scheduler.planning.expert_choice import captured_rows, choose, configured_rows
 from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.machine import MachineProfile
@@ -45,6 +47,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     _check_drafts(profiles, architecture)
     if config.disk is not None and not config.scheduler.prefix_cache:
         raise PlanError("disk: contexts there are prefixes, and scheduler.prefix_cache is false; leave one of them out")
+    draft = _plan_draft_model(config, profiles, architecture, machine)
     share_out = partial(
         plan_memory,
         architecture,
@@ -55,6 +58,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         machine=machine,
         documents=config.documents,
         disk=config.disk,
+        draft=draft,
     )
     sizes = _choose_sizes(config.scheduler, share_out)
     share_out = partial(share_out, sizes=_with_graphs(config.gpu, sizes, share_out))
@@ -200,6 +204,38 @@ def _check_drafts(profiles: Iterable[Profile], architecture: Architecture) -> No
             f"profiles.{drafting[0][0]}.draft: {architecture.name} has recurrent layers, whose states steps of "
             f"{drafting[0][1]!r} would change; draft by `ngram`"
         )
+
+
+def _plan_draft_model(
+    config: EngineConfig, profiles: Iterable[Profile], architecture: Architecture, machine: MachineProfile
+) -> DraftModelPlan | None:
+    """Return a plan of the model that drafts for profiles, or None where none does. Raises PlanError, with the profile,
+    for two of them, and for one of another vocabulary.
+    """
+    named = [(one.name, one.draft) for one in profiles if one.draft is not None and one.draft.model is not None]
+    if not named:
+        return None
+    (name, first), scheduler = named[0], config.scheduler
+    for other, draft in named:
+        if (draft.model, draft.cache_tokens) != (first.model, first.cache_tokens):
+            raise PlanError(
+                f"profiles.{other}.draft: model {draft.model}, cache_tokens {draft.cache_tokens}; profiles.{name} has "
+                f"{first.model}, {first.cache_tokens}: one model drafts for all profiles, with one cache"
+            )
+    path = first.model
+    assert path is not None, "drafts: a profile names a model"
+    shape = load_architecture(ModelConfig(path=path))
+    why = find_other_vocabulary(config.model, architecture.vocab_size, path, shape.vocab_size)
+    if why is not None:
+        raise PlanError(f"profiles.{name}.draft.model: {why}; want a model of the same vocabulary")
+    longest = scheduler.max_context_tokens or architecture.max_context_tokens
+    try:
+        return plan_draft_model(
+            path, shape, config.gpu, machine, max_running=scheduler.max_running,
+            chunk_tokens=scheduler.prefill.chunk_tokens, context_tokens=longest, cache_tokens=first.cache_tokens,
+        )  # fmt: skip
+    except PlanError as error:
+        raise PlanError(f"profiles.{name}.{error}") from None
 
 
 def _check_select_layer(documents: DocumentsConfig | None, num_layers: int) -> None:

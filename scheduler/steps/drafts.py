@@ -9,13 +9,14 @@ drafts what reads host memory, of sequences that hold a ring for it; everything 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
 from gpu.config import DraftConfig
 from gpu.step import HostRead, Lane, PageWrite
 from scheduler.cache.ring_pool import Rings
 from scheduler.drafts.acceptance import shared_chances
+from scheduler.drafts.draft_model import DraftModel, cut_at
 from scheduler.drafts.drafter import Drafter, MakeSource, make_source
 from scheduler.drafts.profile_drafter import ProfileDrafter
 from scheduler.drafts.step_times import StepTimes, size_of
@@ -33,6 +34,7 @@ ChooseLengths = Callable[[list[tuple[list[int], list[float]]], int, StepTimes], 
 class Drafts:
     """Keep the drafts of all sequences. is_on: whether there are any; it may change between two steps. most_rows: of
     such a step. make_source: of a sequence whose profile drafts. choose_lengths: by what pays, unless somebody sets it.
+    model: that drafts for profiles which name one; None: none does.
     """
 
     def __init__(
@@ -44,17 +46,21 @@ class Drafts:
         self.make_source: MakeSource = make_source
         self.choose_lengths: ChooseLengths = self.choose_by_gain
         self.times = {lane: StepTimes(clock) for lane in lanes}
+        self.model: DraftModel | None = None
         self._residence = residence
         self._rings = rings
-        self._shared, self._shared_of_profiles = shared_chances(), shared_chances()
+        self._shared, self._shared_of_profiles, self._shared_of_models = (shared_chances() for _ in range(3))
+        self._due: set[Sequence] = set()  # that a model would draft for, and whose last draw is not known yet
+        self._draft_s = 0.0  # of the last `take`
         self._drafters: dict[Sequence, Drafter | ProfileDrafter] = {}
-        self._steps = self._proposed = self._accepted = 0
+        self._steps = self._proposed = self._accepted = self._declined = 0
         self._saved_seconds = 0.0
 
     def take(
         self, rows: list[Row], runs: list[list[int]] | None, lane: Lane, num_running: int
     ) -> tuple[list[tuple[int, ...]] | None, list[PageWrite]]:
         """Return the draft of each row, and the page writes for them. None: no row has one."""
+        self._draft_s = 0.0
         if not self.is_on or all(sequence.profile.draft is None for sequence, _ in rows):
             return None, []
         num_fed = len(rows) + sum(map(len, runs or ()))
@@ -62,6 +68,8 @@ class Drafts:
             return None, []
         looks = [self._look(sequence, host_read, num_running) for sequence, host_read in rows]
         lengths = self.choose_lengths(looks, num_fed, self.times[lane])
+        self._declined += any(token_ids for token_ids, _ in looks) and not any(lengths)
+        self._put_off(rows, lengths)
         drafts = [tuple(token_ids[:length]) for (token_ids, _), length in zip(looks, lengths, strict=True)]
         writes: list[PageWrite] = []
         for place, (sequence, _) in enumerate(rows):
@@ -69,18 +77,44 @@ class Drafts:
                 most = self._residence.most_known(sequence, len(drafts[place]), num_running)
                 drafts[place] = drafts[place][:most]
                 writes += self._residence.grow_known(sequence, most) if most else []
+        if self.model is not None:
+            self._draft_by(self.model, rows, drafts)
         return drafts if any(drafts) else None, writes
+
+    def awaits(self, sequences: Iterable[Sequence]) -> bool:
+        """Tell whether steps wait for the results in flight, behind which a model drafts for one of these."""
+        return bool(self._due) and any(one in self._due and one.num_in_flight for one in sequences)
+
+    def _put_off(self, rows: list[Row], lengths: list[int]) -> None:
+        """Leave out drafts of a model behind draws that are not known yet, and note them: it reads what was drawn."""
+        for place, (sequence, _) in enumerate(rows):
+            self._due.discard(sequence)
+            if lengths[place] and _has_model(sequence) and sequence.num_in_flight:
+                lengths[place] = 0
+                self._due.add(sequence)
+
+    def _draft_by(self, model: DraftModel, rows: list[Row], drafts: list[tuple[int, ...]]) -> None:
+        """Have a model draft what is still to be, in place."""
+        places = [place for place, (sequence, _) in enumerate(rows) if drafts[place] and _has_model(sequence)]
+        before_s = model.seconds
+        drafted = model.draft([(rows[place][0], len(drafts[place])) for place in places]) if places else []
+        self._draft_s = model.seconds - before_s
+        for place, token_ids in zip(places, drafted, strict=True):
+            drafts[place] = cut_at(token_ids, rows[place][0].request.stop_token_ids)
 
     def launch(self, lane: Lane, rows: list[Row], num_rows: int, has_drafts: bool, has_units: bool) -> None:
         """Note a launched step of so many rows, with the drafts that `take` gave."""
         own = tuple(sequence for sequence, _ in rows)
-        self.times[lane].launch(None if has_units or not own else own, num_rows, has_drafts)
+        self.times[lane].launch(None if has_units or not own else own, num_rows, has_drafts, self._draft_s)
 
     def end(self, lane: Lane) -> None:
         """Note the result of a lane's oldest step in flight, and forget whose requests are over."""
         self.times[lane].end()
         for sequence in [one for one in self._drafters if one.state is State.FINISHED]:
             self._drafters.pop(sequence).forget()
+            self._due.discard(sequence)
+            if self.model is not None:
+                self.model.forget(sequence)
 
     def tell(self, lane: Lane, drafted: list[tuple[Sequence, int, int]], num_slots: int, num_rows: int) -> None:
         """Count what became of a step's drafts: for each its sequence, its tokens, and how many of them were drawn."""
@@ -99,7 +133,10 @@ class Drafts:
             self._saved_seconds += (1 + accepted / num_slots) * plain - seconds
 
     def stats(self) -> DraftStats:
-        return DraftStats(self._steps, self._proposed, self._accepted, self._saved_seconds)
+        seconds = 0.0 if self.model is None else self.model.seconds
+        return DraftStats(
+            self._steps, self._proposed, self._accepted, self._saved_seconds, self._declined, model_seconds=seconds
+        )
 
     def _look(self, sequence: Sequence, host_read: HostRead | None, num_running: int) -> tuple[list[int], list[float]]:
         config = sequence.profile.draft
@@ -111,12 +148,17 @@ class Drafts:
         if drafter is None:
             drafter = self._drafters[sequence] = self._make_drafter(config, sequence)
         token_ids, chances = drafter.look(sequence)
+        if config.model is not None:
+            most = 0 if self.model is None else self.model.most_tokens(sequence)
+            token_ids, chances = token_ids[:most], chances[:most]
         most = self._residence.most_known(sequence, len(token_ids), num_running) if token_ids else 0
         return token_ids[:most], chances[:most]
 
     def _make_drafter(self, config: DraftConfig, sequence: Sequence) -> Drafter | ProfileDrafter:
         if config.profile is not None:
             return ProfileDrafter(config, self._shared_of_profiles)
+        if config.model is not None:
+            return ProfileDrafter(config, self._shared_of_models)
         return Drafter(config, self.make_source(config, sequence), self._shared)
 
     def choose_by_gain(self, looks: list[tuple[list[int], list[float]]], num_fed: int, times: StepTimes) -> list[int]:
@@ -144,3 +186,7 @@ class Drafts:
         for _, place in likeliest[:best]:
             lengths[place] += 1
         return lengths
+
+
+def _has_model(sequence: Sequence) -> bool:
+    return sequence.profile.draft is not None and sequence.profile.draft.model is not None

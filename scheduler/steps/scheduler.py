@@ -262,7 +262,7 @@ class Scheduler:
         becomes of a draft in their lane.
         """
         still = set(self._stepping_in(outline.lane))  # `Roster.grow` may have preempted some
-        waits = any(one.num_drafted for one in outline.stepping if one in still)
+        waits = any(one.num_drafted for one in outline.stepping if one in still) or self.drafts.awaits(still)
         drawing = [one for one in outline.stepping if one in still and (one.wants_draw or one.num_drafted)]
         if outline.lane is Lane.DEVICE:
             entries = {entry.job.job_id: entry for entry in self._prefill.jobs}

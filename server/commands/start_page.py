@@ -21,6 +21,7 @@ from server.engine.start_events import Listening, Stage
 STAGES = {  # the engine's words, and ours
     "starting": "starting the engine",
     "host_attention": "preparing attention in host memory",
+    "draft_model": "loading the model that drafts",
     "documents": "reading the weights' digest for documents",
     "disk": "looking through contexts on disk",
     "weights": "loading the weights",

@@ -26,6 +26,8 @@ DRAFT_COUNTERS = {
     "steps": "decode steps with drafted tokens",
     "proposed": "tokens that drafts had them compute",
     "accepted": "of these, tokens that were drawn",
+    "declined": "decode steps that had something to draft and did not, since it does not pay",
+    "model_seconds": "a draft model took",
 }
 CHUNK_COUNTERS = {
     "written": "chunks of documents that were written to the disk",

@@ -25,7 +25,7 @@ STATS = Stats(
     rings_free=36, host=HOST, methods=METHODS,
     experts=ExpertStats(fetched=70, copied=71, computed=72),
     chunks=ChunkStats(memory_bytes=80, written=81, refused=82, evicted=83, set_aside=84, lost=85),
-    drafts=DraftStats(steps=90, proposed=91, accepted=92, saved_seconds=93.5),
+    drafts=DraftStats(steps=90, proposed=91, accepted=92, saved_seconds=93.5, declined=94, model_seconds=95.5),
 )  # fmt: skip
 GAUGES = {
     "requests_running": 1, "requests_prefilling": 2, "requests_waiting": 3, "pages_used": 4, "pages_cached": 5,
@@ -45,7 +45,7 @@ COUNTERS = {
     "chunks_written": 81, "chunks_refused": 82, "chunks_evicted": 83, "chunks_set_aside": 84, "chunks_lost": 85,
     "host_answers_estimated": 60, "host_answers_heavy": 61, "host_answers_beyond_bound": 62,
     "host_answers_heavy_beyond_bound": 63, "host_steps_beyond_bound": 64, "host_answers_in_full": 65,
-    "draft_steps": 90, "draft_proposed": 91, "draft_accepted": 92,
+    "draft_steps": 90, "draft_proposed": 91, "draft_accepted": 92, "draft_declined": 94, "draft_model_seconds": 95.5,
 }  # fmt: skip
 
 

@@ -1,0 +1,71 @@
+"""Plan the memory of a model that drafts for another on the same device. No torch.
+
+It has weights, steps and pages of its own, and shares the reserves that a process has anyhow.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu.config import GpuConfig
+from gpu.memory.demand import Demand, MemoryItem, PlanError
+from gpu.memory.machine_limits import resolve_device, resolve_dtype, resolve_kv
+from gpu.memory.refusals import check_latents
+from gpu.model.architecture import Architecture
+from gpu.model.matrix_formats import why_unpacked
+from transfer.machine import MachineProfile
+
+_SHARED_RESERVES = ("processes", "CUDA runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModelPlan:
+    """A model that drafts. context_tokens: of the longest context that it drafts for, all of them in `num_pages` pages.
+    chunk_tokens: most tokens of a unit of its prefill.
+    """
+
+    path: Path
+    context_tokens: int
+    num_pages: int
+    chunk_tokens: int
+    items: tuple[MemoryItem, ...]
+
+
+def plan_draft_model(
+    path: Path, draft: Architecture, gpu: GpuConfig, machine: MachineProfile, *, max_running: int, chunk_tokens: int,
+    context_tokens: int, cache_tokens: int,
+) -> DraftModelPlan:  # fmt: skip
+    """Return a plan for a model at `path` that drafts for contexts of up to `context_tokens`, of which its pages hold
+    `cache_tokens` together. Raises PlanError for a model whose steps change what cannot be taken back.
+    """
+    if draft.recurrent is not None:
+        raise PlanError(
+            f"draft.model: {draft.name} has recurrent layers, whose states drafted tokens would change; choose a model "
+            "of attention alone"
+        )
+    if draft.has_own_window_heads:
+        raise PlanError(
+            f"draft.model: {draft.name} keeps windows by themselves, where what is drafted would replace what is still "
+            "seen; choose another model"
+        )
+    device = resolve_device(gpu, machine)
+    dtype = resolve_dtype(gpu, device)
+    kv = resolve_kv(gpu, dtype, draft)
+    check_latents(draft, None, ())
+    context = min(context_tokens, draft.max_context_tokens, cache_tokens)
+    page = gpu.page_tokens
+    num_pages = min(-(-cache_tokens // page), max_running * -(-context // page))
+    chunk = min(chunk_tokens, context)
+    demand = Demand(
+        draft, device, 4 if dtype == "float32" else 2, max_running, chunk, page, gpu.graph_batch_sizes, None, (),
+        kv=kv, asked_context=context, unpacked=why_unpacked(draft, machine.has_vectors) if device == "cpu" else None,
+    )  # fmt: skip
+    weights, *others = demand.fixed_items()
+    steps = [*(item for item in others if item.name not in _SHARED_RESERVES), *demand.context_items(context, chunk)]
+    items = (
+        demand.item("draft model", weights.bytes, f"{draft.name}, {weights.note}"),
+        demand.item(
+            "draft model's steps", sum(item.bytes for item in steps), f"workspaces, prefill of {chunk:,} tokens"
+        ),
+        demand.item("draft model's KV", num_pages * demand.page_bytes, f"{num_pages * page:,} tokens"),
+    )
+    return DraftModelPlan(path, context, num_pages, chunk, items)
