@@ -242,6 +242,10 @@ class DraftConfig(Settings):
         return self
 
     @property
+    def uses_ngrams(self) -> bool:
+        return self.profile is None and self.model is None
+
+    @property
     def name(self) -> str:
         """Return what drafts: a source, a profile, or a model."""
         return self.profile or (self.model.name if self.model is not None else self.source)

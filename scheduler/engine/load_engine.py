@@ -145,7 +145,7 @@ def load_engine(
         if disk is None
         else DiskSide(disk, runner.is_read, runner.lost_jobs, lambda: runner.num_savable, runner.is_ready),
     )
-    if any(profile.draft is not None and profile.draft.name == "ngram" for profile in profiles.values()):
+    if any(one.draft is not None and one.draft.uses_ngrams for one in profiles.values()):
         NGrams.compile_ahead()
     if plan.draft is not None:
         scheduler.drafts.model = load_draft_model(plan, gpu, config, architecture.vocab_size, on_progress)

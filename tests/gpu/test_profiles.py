@@ -67,7 +67,7 @@ def test_what_may_draft_and_what_is_refused_says_why() -> None:
     for host, config in (("indexed", HostConfig()), ("sampled", errors)):
         with pytest.raises(ProfileError, match=rf"profiles\.fast\.draft: is not served with '{host}'"):
             resolve_profiles({"fast": Composition(draft="ngram", host={"method": host})}, config)
-    for wrong in ("ngrams", {"source": "ngram", "least_match": 1}, {"model": "x"}, 7):
+    for wrong in ("ngrams", {"source": "ngram", "least_match": 1}, {"modle": "x"}, 7):
         with pytest.raises(ValidationError):
             Composition(draft=wrong)
 
