@@ -44,7 +44,7 @@ class ServerConfig(Settings):
     )
     api_keys: tuple[str, ...] = Field(
         (),
-        description="bearer keys; none: open; /health, /live, /version, /metrics, /openapi.json, /docs need none",
+        description="bearer keys; none: open; /health, /live, /version, /metrics, /openapi.json, /docs, / need none",
     )
     api_keys_file: Path | None = Field(None, description="more keys, one a line")
     cache_isolation: Literal["none", "key"] = Field(
@@ -92,6 +92,7 @@ class ServerConfig(Settings):
         description="further names of this server that the header `host` may have while there are no keys; *: any. "
         "Known are addresses, this machine's names, those without a dot, and .local, .lan, .internal, .home.arpa",
     )
+    page: bool = Field(True, description="a page at /: a chat, and what the server is doing")
     keepalive_seconds: float = Field(10.0, gt=0, description="an SSE comment this often while nothing else is sent")
     progress_seconds: float = Field(0.5, gt=0, description="`return_progress` reports at most this often")
     retry_after_seconds: int = Field(2, ge=1, description="Retry-After of a 429")

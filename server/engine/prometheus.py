@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from gpu.methods.registry import list_counters
 from scheduler.messages import DiskStats, HostStats, Stats
 from server.engine.request_figures import find_figures
+from server.engine.token_rates import TokenRates
 
 _LONG_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
@@ -182,6 +183,7 @@ class Metrics:
         self.prefill_s = self._histogram(
             "tandem_prefill_seconds", "from the start of prefill to the first token, as the engine measures it", _LONG_S
         )
+        self.rates = TokenRates()
         self.latest: Stats | None = None  # what the engine reported last
 
     def take(self, stats: Stats) -> None:
@@ -249,6 +251,10 @@ class Metrics:
         self.host_attend_s.inc(host.attend_seconds - (last.attend_seconds if last else 0.0))
         for name, counter in self.host_errors.items():
             counter.inc(getattr(host, name) - (getattr(last, name) if last else 0))
+
+    def count_generated(self, num_tokens: int) -> None:
+        self.generated_tokens.inc(num_tokens)
+        self.rates.count(num_tokens)
 
     def take_figures(self, figures: Mapping[str, int]) -> None:
         """Add a request's figures."""

@@ -346,7 +346,7 @@ class Generation:
             self._prefill_s = self._prefill_s or delta.prefill_seconds
         if num_tokens:
             last_s = self._last_token_s[index]
-            metrics.generated_tokens.inc(num_tokens)
+            metrics.count_generated(num_tokens)
             if last_s is None:
                 metrics.first_token_s.observe(now - self._arrival_s)
                 self._first_token_s = self._first_token_s or now

@@ -208,18 +208,20 @@ class FakeEngine:
         self.say(Accepted(message.submit_id))
 
     def tell_sessions(self, asked: AskSessions) -> Sessions:
-        """Tell of each request as a conversation of its own, all of it on the device."""
+        """Tell of each request as a conversation of its own."""
         mine = [one for one in self.begun if one.owner == asked.owner]
         forgotten = [one for one in mine if asked.forget == one.session]
         if asked.forget_slot >= 0:
             forgotten = mine[asked.forget_slot : asked.forget_slot + 1]
         if asked.forget or asked.forget_slot >= 0:
             self.begun = [one for one in self.begun if one not in forgotten]
+        shares = self.settings.get("places", [0, 0, 0])  # of each conversation, on the device, host and disk
         kept = [
             KeptConversation(
                 session=one.session or f"conversation-{number}", slot=number - 1, turns=1, running=0,
                 is_awaited=one.request_id in self.expected,
-                tokens=one.num_prompt_tokens, device_tokens=one.front_tokens, host_tokens=0, disk_tokens=0,
+                tokens=one.num_prompt_tokens, device_tokens=one.front_tokens + int(shares[0] * one.num_prompt_tokens),
+                host_tokens=int(shares[1] * one.num_prompt_tokens), disk_tokens=int(shares[2] * one.num_prompt_tokens),
                 idle_seconds=1.5,
             )
             for number, one in enumerate(self.begun, 1)

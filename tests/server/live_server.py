@@ -27,7 +27,7 @@ LAPTOP = ROOT / "deploy" / "machines" / "laptop.json"
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
 
-def fake_command(**settings: float | str) -> list[str]:
+def fake_command(**settings: float | str | list[float]) -> list[str]:
     start = f"runpy.run_path({str(FAKE_ENGINE)!r}, run_name='__main__')"
     code = f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); {start}"
     return [sys.executable, "-c", code, json.dumps(settings)]

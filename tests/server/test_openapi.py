@@ -103,7 +103,7 @@ GETS = (
     "/api/tags", "/api/ps", "/api/version",
     "/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/server_info", "/v1/loads",
     "/health", "/live", "/version", "/metrics", "/v1/documents", DOCUMENT, RESPONSE, INPUT_ITEMS, "/v1/sessions",
-    "/slots",
+    "/slots", "/v1/activity",
 )  # fmt: skip
 
 

@@ -14,17 +14,19 @@ from server import routes as routes_package
 from server.commands.api_page import write_tables
 from server.routes.catalogue import find_routes
 from server.routes.ollama.ollama_model_routes import REFUSED
+from server.routes.page.page_files import list_files
 from server.routes.route import BODY_ERRORS
 from tests.server.live_server import fake_command, make_app, make_deployment
 
 FILES = {f"/docs/{name}" for name in ("start.js", "swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png")}
-OPEN = {"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"} | FILES
+PAGE = {"/", *(f"/page/{name}" for name in list_files())}
+OPEN = {"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"} | FILES | PAGE
 GUARDED = {"/v1/documents", "/v1/documents/{document_id}", 
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}", "/tokenize", "/detokenize",
     "/tokenizer_info", "/server_info", "/v1/loads", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items", "/v1/embeddings", "/rerank", "/v1/rerank",
     "/v2/rerank", "/v1/sessions", "/v1/sessions/{session_id:path}", "/slots", "/slots/{id_slot}",
-    "/v1/saved_contexts/{filename}",
+    "/v1/saved_contexts/{filename}", "/v1/activity",
     *(f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "tags", "ps", "version", "show")),
     *(path for _, path in REFUSED),
 }  # fmt: skip

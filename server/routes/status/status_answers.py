@@ -72,6 +72,51 @@ class Health(Answer):
     fraction: float | None = None
 
 
+class PlannedItem(Answer):
+    """Describe what the plan gives memory to."""
+
+    name: str
+    bytes: Count
+    note: str
+
+
+class PlannedPlace(Answer):
+    """Hold the plan of the device's memory, or of the host's."""
+
+    place: Literal["gpu", "host"]
+    limit_bytes: Count
+    items: list[PlannedItem]
+
+
+class GeneratedTokens(Answer):
+    """Count tokens by steps of so many seconds, oldest first; the last step is not over."""
+
+    step_seconds: Count
+    tokens: list[Count]
+
+
+class Activity(Health, kw_only=True):
+    """Tell what is served within which limits, where memory is, and the tokens of the last minutes.
+
+    `profiles`: the longest prompt and answer of each, once the engine has told.
+    """
+
+    model: str
+    version: str
+    uptime_seconds: float
+    device: str | None
+    profiles: dict[str, Count]
+    default_profile: str | None
+    max_running: Count
+    max_queue: Count
+    page_tokens: Count
+    has_chat: bool
+    has_documents: bool
+    disk_limit_bytes: Count | None
+    memory: list[PlannedPlace]
+    generated: GeneratedTokens
+
+
 class Live(Answer):
     status: Literal["alive", "dead"]
 

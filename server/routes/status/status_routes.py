@@ -1,14 +1,17 @@
 """What a server says about itself: its model, its health, its version, its metrics."""
 
+import time
 from typing import Any
 
 from starlette.responses import Response
 
 from server.bodies.schema_limits import Tree
+from server.engine.token_rates import STEP_SECONDS
 from server.release import release
 from server.routes.route import Call, Route, json_response, path_parameter
-from server.routes.status.status_answers import Health, Live, Model, Models, Version
+from server.routes.status.status_answers import Activity, Health, Live, Model, Models, Version
 from server.service.service import Service
+from transfer.machine import GIB
 
 
 async def list_models(call: Call[Any]) -> Tree:
@@ -23,12 +26,51 @@ async def show_model(call: Call[Any]) -> Tree:
 
 async def health(call: Call[Any]) -> Response:
     """Answer 200 while the engine serves, and 503 while it is loading, draining, hung or dead."""
-    supervisor = call.service.supervisor
+    status = _status(call.service)
+    return json_response(status, 200 if status["status"] == "ready" else 503)
+
+
+def _status(service: Service) -> Tree:
+    supervisor = service.supervisor
     state = "hung" if supervisor.is_hung else supervisor.state
-    status: Tree = {"status": "draining" if call.service.draining else state}
+    status: Tree = {"status": "draining" if service.draining else state}
     if status["status"] == "loading":
         status |= {"stage": supervisor.loading.stage, "fraction": supervisor.loading.fraction}
-    return json_response(status, 200 if status["status"] == "ready" else 503)
+    return status
+
+
+async def activity(call: Call[Any]) -> Tree:
+    """Return what is served within which limits, memory by the plan's items, and the tokens of the last ten minutes."""
+    service = call.service
+    limits, deployment, memory = service.supervisor.limits, service.deployment, service.memory
+    return {
+        **_status(service),
+        "model": service.model_name,
+        "version": release(),
+        "uptime_seconds": time.time() - service.created,
+        "device": None if limits is None else limits.device,
+        "profiles": {} if limits is None else limits.profiles,
+        "default_profile": None if limits is None else limits.default_profile,
+        "max_running": deployment.scheduler.max_running,
+        "max_queue": deployment.scheduler.max_queue,
+        "page_tokens": memory.page_tokens,
+        "has_chat": service.template is not None,
+        "has_documents": service.documents is not None,
+        "disk_limit_bytes": None if deployment.disk is None else int(deployment.disk.limit_gib * GIB),
+        "memory": [
+            {
+                "place": place,
+                "limit_bytes": limit,
+                "items": [
+                    {"name": item.name, "bytes": item.bytes, "note": item.note}
+                    for item in memory.items
+                    if item.place == place
+                ],
+            }
+            for place, limit in memory.limit_bytes.items()
+        ],
+        "generated": {"step_seconds": STEP_SECONDS, "tokens": service.metrics.rates.last()},
+    }
 
 
 async def live(call: Call[Any]) -> Response:
@@ -69,6 +111,7 @@ ROUTES = (
         Model,
         parameters=(path_parameter("model_id", {}),),
     ),
+    Route("get", "/v1/activity", activity, "What the server is doing, and in what memory", Activity),
     Route("get", "/health", health, "Whether the engine serves", Health, unavailable=Health, is_open=True),
     Route("get", "/live", live, "Whether this process can still do so", Live, unavailable=Live, is_open=True),
     Route("get", "/version", show_version, "Tandem's version", Version, is_open=True),
