@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-b
 PROCESSES := $(if $(filter cuda,$(EXTRA)),0,3)
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5
 
-.PHONY: run install model test test-long test-lab test-gpu test-clients lint docs clean
+.PHONY: run install model test test-long test-lab test-gpu test-clients test-page lint docs clean
 .DELETE_ON_ERROR:
 
 # What is served where a package index has it, as deploy/smollm2.txt pins it; else the reference model is.
@@ -52,6 +52,11 @@ AGENTS := $(if $(shell command -v npm),$(CLIENTS)/agents/installed)
 
 test-clients: $(VENV)/installed-$(EXTRA)-test $(CLIENT_NAMES:%=$(CLIENTS)/%/installed) $(AGENTS)
 	$(BIN)/python -m tests.clients $(CLIENTS)
+
+# The page at / in a real browser, which `make test` leaves out where there is none. Pictures of it are in build/page.
+test-page: $(VENV)/installed-$(EXTRA)-page
+	$(BIN)/python -m tests.page.browser
+	$(BIN)/python -m pytest tests/page
 
 $(CLIENTS)/agents/installed: tests/clients/agents.json
 	mkdir -p $(@D)
@@ -112,6 +117,10 @@ mutants: $(VENV)/installed-$(EXTRA)-test
 # A mutation tool on the lines that changed since BASE, or on whole FILES: what survives is printed as a diff.
 mutants-changed: $(VENV)/installed-$(EXTRA)-mutation
 	$(BIN)/python -m tests.mutants.changed $(if $(BASE),--base $(BASE)) $(if $(FILES),--whole $(FILES))
+
+$(VENV)/installed-$(EXTRA)-page: pyproject.toml | $(VENV)/installed-$(EXTRA)-test
+	@$(PIP) --editable '.[$(EXTRA),test,page]'
+	@touch $@
 
 $(VENV)/installed-$(EXTRA)-mutation: pyproject.toml | $(VENV)/installed-$(EXTRA)-test
 	@$(PIP) --editable '.[$(EXTRA),test,mutation]'

@@ -120,7 +120,8 @@ class StartPage:
             words += ["-H", header]
         request = " ".join(shlex.quote(word) for word in ("curl", *words, "-d", body))
         seconds = time.monotonic() - self._start_s
-        self.say(f"  talk to it: tandem chat --url {url}")
+        page = f", or {url} in a browser" if address.has_page else ""
+        self.say(f"  talk to it: tandem chat --url {url}{page}")
         self.say(
             f"[bold]ready[/] in {seconds:.1f} s: {escape(address.model)}, contexts of {ready.max_context_tokens:,} "
             f"tokens, at {url}; try: {escape(request)}"

@@ -276,7 +276,8 @@ class _Program(uvicorn.Server):
 
 def _describe_address(url: str, service: Service) -> Listening:
     path = "/v1/completions" if service.template is None else "/v1/chat/completions"
-    return Listening(url, path, service.model_name, needs_key=bool(service.key_digests))
+    keys = bool(service.key_digests)
+    return Listening(url, path, service.model_name, needs_key=keys, has_page=service.settings.page)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -31,7 +31,9 @@ async def page_server(folder: Path, **server: object) -> AsyncIterator[Served]:
     script = Script(folder / "script", Tokenizer(tokenizer, REFERENCE))
     tree = {"model": {"path": REFERENCE, "name": "scripted", "tokenizer": tokenizer}, "server": {"port": 0, **server}}
     deployment = with_documents(Deployment.model_validate(tree), folder / "documents")
-    command = fake_command(script=str(script.path), token_s=0.002, prefixes=1, host=1, prefill_s=1.5, places=[0.4, 0.9, 0.7])
+    command = fake_command(
+        script=str(script.path), token_s=0.002, prefixes=1, host=1, prefill_s=1.5, places=[0.4, 0.9, 0.7]
+    )
     async with running_server(deployment, command) as running:
         yield running, script
 

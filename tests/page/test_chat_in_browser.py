@@ -126,9 +126,7 @@ async def test_a_file_comes_as_text_in_a_fence_or_as_a_document_and_what_is_no_t
     script.add("Read.", "Read again.", "And again.")
     await say(page, "What is in it?")
     await until_done(page)
-    assert sent[0]["messages"][0]["content"] == (
-        "notes.md:\n````\nA note with ``` a fence.\n\n````\n\nWhat is in it?"
-    )
+    assert sent[0]["messages"][0]["content"] == ("notes.md:\n````\nA note with ``` a fence.\n\n````\n\nWhat is in it?")
     await page.locator("#as").select_option("document")
     drop = """name => {
       const transfer = new DataTransfer();
@@ -160,7 +158,9 @@ async def test_reasoning_is_folded_away_and_calls_are_shown_and_answered(served:
     await page.get_by_text("Not JSON").wait_for()
     await page.get_by_label("Tools, a list in JSON").fill(json.dumps(tools))
     await page.get_by_role("button", name="Save").click()
-    script.add('<think>\nThey want the weather.\n</think>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>')
+    script.add(
+        '<think>\nThey want the weather.\n</think>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    )
     script.add("It is **sunny**.")
     await say(page, "How is the weather?")
     await until_done(page)
@@ -315,7 +315,13 @@ async def test_a_file_that_is_no_export_is_refused_and_one_with_odd_fields_is_cl
         assert len(told) == number, text
     odd = {"id": "m", "parent": "gone", "role": "assistant", "text": 3, "files": 7, "calls": [None], "figures": "x",
            "__proto__": {"polluted": True}}  # fmt: skip
-    user = {"id": "u", "parent": None, "role": "user", "text": "<b>hi</b>", "files": [{"name": "<i>f</i>", "text": "t"}]}
+    user = {
+        "id": "u",
+        "parent": None,
+        "role": "user",
+        "text": "<b>hi</b>",
+        "files": [{"name": "<i>f</i>", "text": "t"}],
+    }
     tree = {"id": "a", "title": "<u>t</u>", "nodes": {"m": odd, "u": user}, "leaf": "u", "settings": {"system": 4}}
     path.write_text(json.dumps({"kind": "tandem-conversations", "conversations": [tree]}))
     await page.locator("#import-input").set_input_files(path)
@@ -327,7 +333,15 @@ async def test_a_file_that_is_no_export_is_refused_and_one_with_odd_fields_is_cl
 async def test_a_phone_has_a_drawer_and_everything_in_reach(served: Served, open_page: OpenPage) -> None:
     live, script = served
     page = await open_page(live.url, PHONE, has_touch=True, is_mobile=True)
-    script.add("A long word: " + "x" * 300 + "\n\n```\n" + "y" * 300 + "\n```\n\n| a | b |\n|---|---|\n| " + "z" * 200 + " | b |")
+    script.add(
+        "A long word: "
+        + "x" * 300
+        + "\n\n```\n"
+        + "y" * 300
+        + "\n```\n\n| a | b |\n|---|---|\n| "
+        + "z" * 200
+        + " | b |"
+    )
     await say(page, "Wide things, please.")
     await until_done(page)
     for name in ("Send", "Attach files", "Settings"):
@@ -367,7 +381,17 @@ async def test_the_keyboard_is_enough_and_everything_has_a_name(served: Served, 
     for _ in range(40):
         await page.keyboard.press("Tab")
         reached.add(await page.evaluate("document.activeElement.id || document.activeElement.textContent"))
-    assert reached >= {"to-activity", "new-chat", "title", "model", "profile", "open-settings", "Copy", "Again", "attach"}
+    assert reached >= {
+        "to-activity",
+        "new-chat",
+        "title",
+        "model",
+        "profile",
+        "open-settings",
+        "Copy",
+        "Again",
+        "attach",
+    }
     nameless = await page.evaluate("""[...document.querySelectorAll("button, input, select, textarea, summary")]
       .filter((one) => one.checkVisibility() && !(one.getAttribute("aria-label") || one.textContent.trim() || one.labels?.length))
       .map((one) => one.outerHTML)""")

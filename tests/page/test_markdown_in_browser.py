@@ -126,9 +126,7 @@ async def test_a_text_that_grows_is_shown_as_if_it_had_come_at_once_and_keeps_wh
     assert await page.evaluate(grow, [text for text, _ in SHOWN] + ["a\n\nb\n\nc\n\n" + SHOWN[8][0]]) == []
 
 
-async def test_no_attack_in_an_answer_reaches_the_reader(
-    served: Served, open_page: OpenPage, subtests: Any
-) -> None:
+async def test_no_attack_in_an_answer_reaches_the_reader(served: Served, open_page: OpenPage, subtests: Any) -> None:
     live, script = served
     page = await open_page(live.url)  # which fails if another host is asked, or the policy is broken
     for number, (name, attack) in enumerate(ATTACKS.items(), 1):
@@ -154,7 +152,7 @@ LINKS_AND_LISTENERS = """() => {
   return {
     addresses: links.map((one) => one.getAttribute("href")),
     relations: links.map((one) => one.rel),
-    listeners: all.flatMap((one) => [...one.attributes]).map(({ name }) => name).filter((name) => name.startsWith("on") || name === "style" || name === "srcdoc"),
+    listeners: all.flatMap((one) => [...one.attributes]).map(({ name }) => name).filter((name) => /^on|^style$|^srcdoc$/.test(name)),
   };
 }"""
 
@@ -169,9 +167,10 @@ async def test_what_would_get_past_the_reader_of_markdown_is_stopped_by_the_poli
     tried = await page.evaluate("""async () => {
       const stopped = {};
       const attempt = async (name, act) => {
-        const violation = new Promise((resolve) => document.addEventListener("securitypolicyviolation", resolve, { once: true }));
+        const violation = new Promise((resolve) =>
+          document.addEventListener("securitypolicyviolation", () => resolve(true), { once: true }));
         try { await act(); } catch (error) { stopped[name] = error.name; }
-        const seen = await Promise.race([violation.then(() => true), new Promise((resolve) => setTimeout(resolve, 1000, false))]);
+        const seen = await Promise.race([violation, new Promise((resolve) => setTimeout(resolve, 1000, false))]);
         stopped[name] ??= seen;
       };
       const add = (tag, fields) => document.body.append(Object.assign(document.createElement(tag), fields));
@@ -181,7 +180,10 @@ async def test_what_would_get_past_the_reader_of_markdown_is_stopped_by_the_poli
       await attempt("frame", () => add("iframe", { src: "https://evil.test/" }));
       await attempt("ask", () => fetch("https://evil.test/"));
       await attempt("style", () => document.body.setAttribute("style", "color: red"));
-      await attempt("form", () => { const form = Object.assign(document.createElement("form"), { action: "https://evil.test/" }); document.body.append(form); form.submit(); });
+      await attempt("form", () => {
+        add("form", { id: "evil", action: "https://evil.test/" });
+        document.getElementById("evil").submit();
+      });
       return stopped;
     }""")
     assert all(tried.values()), tried

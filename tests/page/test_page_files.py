@@ -89,6 +89,11 @@ async def test_the_page_is_open_with_keys_and_what_it_shows_is_not() -> None:
         assert (await live.http.get("/v1/activity", headers=headers)).status_code == 200
 
 
+async def test_a_name_that_another_site_rebound_to_this_server_gets_no_page(shared_live: Running) -> None:
+    answer = await shared_live.http.get("/", headers={"host": "evil.test"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "unknown_host")
+
+
 async def test_a_deployment_may_have_no_page() -> None:
     async with running_server(make_deployment(page=False), fake_command(), wait=False) as live:
         for path in ("/", "/page/main.js"):

@@ -20,7 +20,7 @@ READY = Ready(
     vocab_size=9, num_layers=1, max_context_tokens=8192, profiles={"exact": 8192}, default_profile="exact",
     num_pages=9, page_tokens=16, device="cpu", load_seconds=1.0,
 )  # fmt: skip
-ADDRESS = Listening("http://127.0.0.1:8000", "/v1/chat/completions", "small", needs_key=False)
+ADDRESS = Listening("http://127.0.0.1:8000", "/v1/chat/completions", "small", needs_key=False, has_page=False)
 
 
 class Clock:
@@ -83,8 +83,8 @@ def test_on_a_terminal_the_stage_under_way_has_a_line_that_goes_when_it_ends(clo
 
 @pytest.mark.parametrize("address", [
     ADDRESS,
-    Listening("http://0.0.0.0:9", "/v1/chat/completions", "a'b", needs_key=True),
-    Listening("https://[::]:9", "/v1/completions", "[bold]", needs_key=False),
+    Listening("http://0.0.0.0:9", "/v1/chat/completions", "a'b", needs_key=True, has_page=True),
+    Listening("https://[::]:9", "/v1/completions", "[bold]", needs_key=False, has_page=False),
 ])  # fmt: skip
 def test_the_last_line_is_ready_with_a_request_that_a_shell_can_run(clock: Clock, address: Listening) -> None:
     page, paper = make_page()
@@ -93,7 +93,8 @@ def test_the_last_line_is_ready_with_a_request_that_a_shell_can_run(clock: Clock
     page.show(READY)
     *_, chat, last = paper.getvalue().splitlines()
     url = address.url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
-    assert chat.strip() == f"talk to it: tandem chat --url {url}"
+    page = f", or {url} in a browser" if address.has_page else ""
+    assert chat.strip() == f"talk to it: tandem chat --url {url}{page}"
     assert last.startswith(f"ready in 12.0 s: {address.model}, contexts of 8,192 tokens, at {url}; try: curl ")
     words = shlex.split(last.split("try: ")[1])
     assert words[1] == url + address.path
@@ -105,7 +106,7 @@ def test_the_last_line_is_ready_with_a_request_that_a_shell_can_run(clock: Clock
 
 async def test_the_request_of_the_last_line_is_answered(live: Running, clock: Clock) -> None:
     page, paper = make_page()
-    page.show(Listening(live.url, "/v1/chat/completions", "reference", needs_key=False))
+    page.show(Listening(live.url, "/v1/chat/completions", "reference", needs_key=False, has_page=False))
     page.show(READY)
     words = shlex.split(paper.getvalue().splitlines()[-1].split("try: ")[1])
     answer = await live.http.post(words[1], content=words[-1], headers={"content-type": "application/json"})

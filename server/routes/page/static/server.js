@@ -61,5 +61,6 @@ export const server = new Server();
 export function describeHealth({ health, needsKey }) {
   if (health === null) return "not reachable";
   if (health.status === "loading") return `loading: ${health.stage}${health.fraction > 0 ? `, ${Math.round(100 * health.fraction)} %` : ""}`;
-  return needsKey ? "needs a key" : health.status;
+  if (needsKey) return "needs a key";
+  return health.status === "dead" ? "the engine is down" : health.status;
 }
