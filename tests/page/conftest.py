@@ -26,7 +26,7 @@ OpenPage = Callable[..., Awaitable[Any]]
 
 @asynccontextmanager
 async def page_server(folder: Path, **server: object) -> AsyncIterator[Served]:
-    """Serve a model that calls tools, reasons, and says what the script says, with documents and a host tier's numbers."""
+    """Serve a model that calls tools and says what the script says, with documents and a host tier's numbers."""
     tokenizer = make_model(folder / "model", HERMES)
     script = Script(folder / "script", Tokenizer(tokenizer, REFERENCE))
     tree = {"model": {"path": REFERENCE, "name": "scripted", "tokenizer": tokenizer}, "server": {"port": 0, **server}}

