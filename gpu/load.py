@@ -104,6 +104,7 @@ def load_runner(
             state_dtype=STATE_DTYPES[gpu.state_dtype], num_host_states=asked.num_host_states,
             compile_settings=gpu.model_dump_json(exclude={"kv"}) if asked.compiles_ahead else None,
             link_share=asked.link_share,
+            adapters=asked.adapters,
         )  # fmt: skip
         runner = Runner(architecture, weights, settings)
         runner.warm_up(asked.chunk_tokens, lambda fraction: on_progress("kernels", fraction))

@@ -31,6 +31,7 @@ from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.kv.commitment import Commitment
 from gpu.kv.pool import KvPool
 from gpu.lanes import LaneStreams, StepBuffers
+from gpu.layers.adapters import Adapters
 from gpu.layers.computed_experts import open_exchanges
 from gpu.layers.decoder import Decoder
 from gpu.methods.counters import Counts
@@ -119,7 +120,10 @@ class Runner:
             settings.windows, settings.kv, settings.num_states, settings.state_dtype,
             settings.num_host_states,
         )  # fmt: skip
-        decoder = Decoder(architecture, weights, self.pool, context)
+        adapters = None
+        if settings.adapters:
+            adapters = Adapters(settings.adapters, architecture, max_running, dtype, device)
+        decoder = Decoder(architecture, weights, self.pool, context, adapters)
         self._delta = decoder.delta
         self._lanes = LaneStreams(device)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)

@@ -7,6 +7,7 @@ import torch
 
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.methods.method import ProfilePart
+from gpu.model.adapter_file import AdapterFile
 from gpu.page_layout import KvFormat
 from gpu.step import PartId
 from transfer.chunks.chunk_library import ChunkLibrary
@@ -30,7 +31,7 @@ class RunnerSettings:
     (`gpu.kv.states`), 0: one a slot; state_dtype: of these; num_host_states: copies of them in host memory. disk: where
     contexts are kept beside, or None. compile_settings: of a child that compiles the CPU's decode step, None: the first
     step does (`gpu.decode.step_code`). link_share: of what attention reads in full in host memory, read by the device;
-    None: by measured rates.
+    None: by measured rates. adapters: that prompts may have, numbered from 1 on.
     """
 
     num_pages: int
@@ -53,6 +54,7 @@ class RunnerSettings:
     kv: KvFormat = "bfloat16"
     open_experts: OpenExperts | None = None
     computed_rows: int = 0
+    adapters: Sequence[AdapterFile] = ()
     num_states: int = 0
     state_dtype: torch.dtype = torch.float32
     num_host_states: int = 0
@@ -93,3 +95,4 @@ class LoadSettings:
     num_host_states: int = 0
     compiles_ahead: bool = False
     link_share: float | None = 0.0
+    adapters: Sequence[AdapterFile] = ()

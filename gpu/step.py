@@ -266,6 +266,7 @@ class PrefillPrompt:
     `fused`: what it takes of chunks, or None; such a prompt is alone in its job. `capture`: it is a chunk, in NO_SLOT,
     whose keys and values are kept under that key; all prompts of its job are. `branches`: windows that it leaves, one
     at most, or states. `disk`: what of its front comes from the disk, up to `begin`; such a prompt is alone in its job.
+    `adapter`: its number among the runner's, 0: none.
     """
 
     slot: int
@@ -280,6 +281,7 @@ class PrefillPrompt:
     pooling: Pooling | None = None
     branches: tuple[WindowBranch, ...] = ()
     disk: DiskPrefix | None = None
+    adapter: int = 0
 
     @property
     def num_computed_tokens(self) -> int:

@@ -17,12 +17,15 @@ that costs no context and next to no pages (`scheduler.planning.engine_memory`).
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from gpu.config import GpuConfig, ModelConfig, Profiles
 from gpu.memory.plan import MemoryPlan
+from gpu.model.adapter_file import AdapterFile, read_adapter
+from gpu.model.spec import Architecture
 from gpu.profiles import FULL_ATTENTION, add_by_name
 from transfer.disk.disk_config import DiskConfig
 from transfer.host_config import DocumentsConfig, HostConfig
@@ -124,6 +127,9 @@ class SchedulerConfig(Settings):
         return () if is_set or self.favour == "latency" else LARGER_CHUNKS
 
 
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+
+
 class EngineConfig(Settings):
     """The settings of an engine: a deployment without its server."""
 
@@ -133,6 +139,10 @@ class EngineConfig(Settings):
     disk: DiskConfig | None = None
     documents: DocumentsConfig | None = None
     profiles: Profiles = {}
+    adapters: dict[AdapterName, Path] = Field(
+        {},
+        description="LoRA adapters by name: folders of PEFT; a request asks for one as `model: NAME:ADAPTER`",
+    )
     scheduler: SchedulerConfig = SchedulerConfig()
 
     @property
@@ -144,6 +154,11 @@ class EngineConfig(Settings):
     def all_profiles(self) -> Profiles:
         """Return the named profiles, and the default one's if that is a method which plans memory for sequences."""
         return add_by_name(self.profiles, self.default_profile)
+
+
+def read_adapters(config: EngineConfig, architecture: Architecture) -> list[AdapterFile]:
+    """Return the adapters in the order of their numbers, from 1 on. Raises ModelError."""
+    return [read_adapter(folder, architecture) for folder in config.adapters.values()]
 
 
 class EngineStart(Settings):

@@ -99,6 +99,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     session: str = ""  # that it says it is part of; "": none
     front_tokens: int = 0  # of the prompt: what the system says, with the tools
     slot: int = -1  # that its conversation takes (`SaveContext`); -1: any
+    adapter: int = 0  # of `EngineConfig.adapters`, by its number from 1 on; 0: none
+
+    @property
+    def prefix_salt(self) -> str:
+        """Return what requests have alike that share prefixes."""
+        return f"{self.adapter} {self.cache_salt}" if self.adapter else self.cache_salt
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -297,9 +297,10 @@ def _anchor(deployment: Deployment, folder: Path) -> Deployment:
     disk = deployment.disk
     if disk is not None and disk.folder is not None:
         disk = disk.model_copy(update={"folder": folder / disk.folder})
+    adapters = {name: folder / path for name, path in deployment.adapters.items()}
     profiles = {name: _anchor_methods(one, folder) for name, one in deployment.profiles.items()}
     update = {"model": model.model_copy(update=anchored), "server": server, "documents": documents, "disk": disk}
-    return deployment.model_copy(update={**update, "profiles": profiles})
+    return deployment.model_copy(update={**update, "profiles": profiles, "adapters": adapters})
 
 
 def _anchor_methods(composition: Composition, folder: Path) -> Composition:

@@ -42,6 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/gpu/test_host_read*.py",
         "tests/gpu/test_computed_*.py",
         "tests/gpu/test_families_on_gpu.py",
+        "tests/gpu/test_adapters.py",
         "tests/gpu/test_hybrids.py",
         "tests/gpu/test_fusion_on_gpu.py",
         "tests/gpu/test_host_experts.py",

@@ -174,7 +174,9 @@ class DecodeSteps:
     def _launch(self, batch: Batch) -> LaunchedStep:
         if batch.has_host_reads or any(host_read is not None for host_read in batch.host_reads):
             return self._run_lent(batch) if self._methods_read(batch) else self._run_host_reads(batch)
-        if self._has_code() and self._compiled is not None and not batch.reuses and len(batch) <= MAX_ROWS:
+        adapters = self.loop.decoder.adapters
+        is_plain = not batch.reuses and (adapters is None or not adapters.has_any(batch.slots))
+        if self._has_code() and self._compiled is not None and is_plain and len(batch) <= MAX_ROWS:
             slots = np.array(batch.slots, np.int32)
             positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
             token_ids = self.loop.last_tokens.numpy()[np.array(batch.places)]

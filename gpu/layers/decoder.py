@@ -13,6 +13,7 @@ from torch import Tensor
 from gpu.attention.prefill_query import Attended
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.kv.pool import KvPool
+from gpu.layers.adapters import AdapterRows, Adapters
 from gpu.layers.delta_layers import DeltaLayers
 from gpu.layers.latent import LatentLayers
 from gpu.layers.projections import Projections
@@ -42,7 +43,8 @@ class Carried:
     """What goes from layer to layer beside hidden states. inputs: of all layers, of one layer alone, or of none
     (`Projections.inputs`), from `first_layer` on; kept: keys and values `[tokens, 2 * kv_heads * dim]` that later
     layers have, too, before norms and rotation, by the layer that made them; query_scale: of `Decoder.query_scale`;
-    output_gate `[tokens, heads * dim]`: of the layer that is computed, if it has one.
+    output_gate `[tokens, heads * dim]`: of the layer that is computed, if it has one; adapters: of the tokens, once a
+    layer has asked for them.
     """
 
     inputs: Tensor | None
@@ -50,6 +52,7 @@ class Carried:
     kept: dict[int, Tensor]
     query_scale: Tensor | None = None
     output_gate: Tensor | None = None
+    adapters: AdapterRows | None = None
 
     def inputs_of(self, layer: int) -> Tensor | None:
         return None if self.inputs is None else self.inputs[:, layer - self.first_layer]
@@ -58,11 +61,13 @@ class Carried:
 class Decoder:
     """Weights, RoPE tables and the KV pool that the layers write to."""
 
-    def __init__(self, architecture: Architecture, weights: Weights, pool: KvPool, max_context_tokens: int) -> None:
+    def __init__(self, architecture: Architecture, weights: Weights, pool: KvPool, max_context_tokens: int,
+                 adapters: Adapters | None = None) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.pool = pool
-        self.projections = Projections(weights, architecture)
+        self.adapters = adapters
+        self.projections = Projections(weights, architecture, adapters)
         latent = architecture.latent
         self.scale = architecture.dim**-0.5 if latent is None else latent.scale  # norms of queries have what differs
         self._kept_layers = frozenset(architecture.kept_layers)
@@ -144,7 +149,7 @@ class Decoder:
             return (query, query) if scale is None else (query.mul_(scale), query)
         source, columns = self.specs[index].kv_of, self.architecture.num_heads * self._dims[index]
         kept = None if source is None or carried is None else carried.kept[source]
-        qkv = self.projections.qkv(index, hidden, kept)
+        qkv = self.projections.qkv(index, hidden, kept, self._adapters_of(slots, carried))
         if self.specs[index].output_gate:
             assert carried is not None, "what a layer's output is multiplied by is carried behind attention"
             gated = qkv[:, : 2 * columns].unflatten(1, (self.architecture.num_heads, 2, -1))
@@ -197,8 +202,20 @@ class Decoder:
             assert carried is not None, "what a layer's output is multiplied by is carried behind attention"
             assert carried.output_gate is not None, "`enter` has made it"
             rows, carried.output_gate = rows * carried.output_gate.to(rows.dtype).sigmoid_(), None
-        hidden = self.projections.mlp(index, self.projections.output(index, rows, hidden), slots, exchange)
+        adapters = self._adapters_of(slots, carried)
+        hidden = self.projections.output(index, rows, hidden, adapters)
+        hidden = self.projections.mlp(index, hidden, slots, exchange, adapters)
         return self.projections.end(index, hidden, None if carried is None else carried.inputs_of(index))
+
+    def _adapters_of(self, slots: Tensor, carried: Carried | None) -> AdapterRows | None:
+        """Return the adapters of tokens in these slots, which are looked up once for all layers of a step."""
+        if self.adapters is None:
+            return None
+        if carried is None:
+            return self.adapters.rows(slots)
+        if carried.adapters is None:
+            carried.adapters = self.adapters.rows(slots)
+        return carried.adapters
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return next-token logits, float32 `[tokens, vocab]`, of the last layer's `[tokens, hidden]`."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.exchange.device_experts import ExpertExchange
+from gpu.layers.adapters import AdapterRows, Adapters
 from gpu.layers.expert_mlp import ExpertMlp
 from gpu.layers.staged_experts import StagedExperts
 from gpu.layers.widened import Widened
@@ -22,7 +23,7 @@ from gpu.operations.linear.packed_matrix import Stored
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.swiglu import swiglu
 from gpu.weights.host_experts import tensors_of
-from gpu.weights.matrix import Matrix, as_matrix
+from gpu.weights.matrix import as_matrix
 from gpu.weights.weights import Weights
 
 
@@ -33,8 +34,9 @@ class Projections:
     more for each norm behind a product and each bias but that of `qkv`.
     """
 
-    def __init__(self, weights: Weights, architecture: Architecture) -> None:
+    def __init__(self, weights: Weights, architecture: Architecture, adapters: Adapters | None = None) -> None:
         self.weights = weights
+        self._added = {} if adapters is None else adapters.products
         self.eps = architecture.rms_norm_eps
         self._specs = architecture.layers
         self._num_query_columns = [architecture.num_heads * architecture.heads_of(spec).dim for spec in self._specs]
@@ -68,13 +70,17 @@ class Projections:
         for experts, norm in kinds.values():
             experts.warm_up(most_tokens, norm)
 
-    def qkv(self, layer: int, hidden: Tensor, kept: Tensor | None = None) -> Tensor:
+    def qkv(
+        self, layer: int, hidden: Tensor, kept: Tensor | None = None, adapters: AdapterRows | None = None
+    ) -> Tensor:  # fmt: skip
         """Return norm and QKV: `[tokens, (heads + 2 * kv_heads) * dim]`, before norms of heads; where a layer's output
         has gates, these stand behind each query head. kept: the part of keys and values, of a layer that has another
-        one's.
+        one's. adapters: of the tokens, None: they have none, here as in other products.
         """
         weights, spec = self.weights.layers[layer], self._specs[layer]
-        made = self._norm_linear(self._matrices[layer]["qkv"], hidden, weights.attention_norm, weights.qkv_bias)
+        made = self._norm_linear(
+            layer, "qkv", hidden, weights.attention_norm, weights.qkv_bias, adapters
+        )  # fmt: skip
         if spec.wide_qk_norm:
             self._norm_widely(layer, made)
         if spec.num_kv_projections == 2:
@@ -111,14 +117,17 @@ class Projections:
             return None
         return HeadNorms(weights.query_norm, weights.key_norm, self.eps, self._specs[layer].value_norm)
 
-    def output(self, layer: int, attended: Tensor, hidden: Tensor) -> Tensor:
+    def output(
+        self, layer: int, attended: Tensor, hidden: Tensor, adapters: AdapterRows | None = None
+    ) -> Tensor:  # fmt: skip
         """Return attention's output, `[tokens, heads * dim]` of any float type, projected and added to `hidden`."""
         weights = self.weights.layers[layer]
-        matrix = self._matrices[layer]["output"]
-        return self._add(attended, matrix, weights.output_bias, weights.attention_post_norm, hidden)
+        return self._add(
+            attended, layer, "output", weights.output_bias, weights.attention_post_norm, hidden, adapters
+        )  # fmt: skip
 
     def mlp(self, layer: int, hidden: Tensor, slots: Tensor | None = None,
-            exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
+            exchange: ExpertExchange | None = None, adapters: AdapterRows | None = None) -> Tensor:  # fmt: skip
         """Return norm and MLP added to `hidden`. slots: int32 `[tokens]`, -1 in rows that are not in use; None: all
         are. exchange: see `ExpertMlp`.
         """
@@ -137,12 +146,13 @@ class Projections:
             return down.linear(product, mixed)
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         activation, bias = self._specs[layer].activation, weights.gate_up_bias
-        if bias is None and weights.mlp_norm is not None:
+        is_apart = adapters is not None and (layer, "gate_up") in self._added
+        if bias is None and weights.mlp_norm is not None and not is_apart:
             product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, activation)
         else:
-            product = swiglu(self._norm_linear(gate_up, hidden, weights.mlp_norm, bias), activation)
+            product = swiglu(self._norm_linear(layer, "gate_up", hidden, weights.mlp_norm, bias, adapters), activation)
         if experts is None or beside is None:
-            return self._add(product, down, weights.down_bias, weights.mlp_post_norm, hidden)
+            return self._add(product, layer, "down", weights.down_bias, weights.mlp_post_norm, hidden, adapters)
         assert weights.mlp_post_norm is not None, "what a layer adds up of MLP and experts is normed"
         own = rms_norm(down.linear(product), beside.mlp_post_norm, self.eps)
         mixed = experts(hidden, beside.norm, self.eps, slots, exchange)
@@ -158,12 +168,19 @@ class Projections:
         shares = as_matrix(share).norm_linear(hidden, norm, self.eps, None)
         return matrices["down"].linear(product).mul_(shares.float().sigmoid_().to(product.dtype))
 
-    def _norm_linear(self, matrix: Matrix, hidden: Tensor, norm: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return norm, if there is one, product and bias."""
+    def _norm_linear(self, layer: int, name: str, hidden: Tensor, norm: Tensor | None, bias: Tensor | None,
+                     adapters: AdapterRows | None) -> Tensor:  # fmt: skip
+        """Return norm, if there is one, product, bias and adapters."""
+        matrix = self._matrices[layer][name]
         if norm is not None:
-            return matrix.norm_linear(hidden, norm, self.eps, bias)
-        made = matrix.linear(hidden)
-        return made if bias is None else made.add_(bias)
+            made = matrix.norm_linear(hidden, norm, self.eps, bias)
+        else:
+            made = matrix.linear(hidden)
+            made = made if bias is None else made.add_(bias)
+        added = self._added.get((layer, name))
+        if added is None or adapters is None:
+            return made
+        return added.add(made, hidden if norm is None else rms_norm(hidden, norm, self.eps), adapters)
 
     def _norm_widely(self, layer: int, qkv: Tensor) -> None:
         """Normalise all query heads of a token together, and all key heads, in place."""
@@ -211,12 +228,14 @@ class Projections:
     def final_norm(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weights.final_norm, self.eps)
 
-    def _add(
-        self, x: Tensor, matrix: Matrix, bias: Tensor | None, post_norm: Tensor | None, hidden: Tensor
-    ) -> Tensor:  # fmt: skip
-        product = matrix.linear(x, hidden if post_norm is None else None)
+    def _add(self, x: Tensor, layer: int, name: str, bias: Tensor | None, post_norm: Tensor | None, hidden: Tensor,
+             adapters: AdapterRows | None) -> Tensor:  # fmt: skip
+        product = self._matrices[layer][name].linear(x, hidden if post_norm is None else None)
         if bias is not None:
             product.add_(bias)
+        added = self._added.get((layer, name))
+        if added is not None and adapters is not None:
+            added.add(product, x, adapters)
         return product if post_norm is None else rms_norm_add(product, post_norm, self.eps, hidden)
 
 

@@ -71,7 +71,7 @@ class Demand:
     state_bytes: of an element of a recurrent
     layer's state; where a model has such layers, states are counted as windows, num_host_states of them in host memory.
     unpacked: why matrices of few bits are unpacked at load, None: they are not. prefill_graph_sizes: of units whose
-    layers are captured. beside: what another model on the device takes.
+    layers are captured. beside: what stands beside the model: another one on the device, adapters.
     """
 
     shape: Architecture

@@ -49,6 +49,7 @@ from gpu.memory.refusals import (
 )
 from gpu.methods.kept import Kept
 from gpu.methods.method import MethodState
+from gpu.model.adapter_file import AdapterFile, adapter_bytes
 from gpu.model.architecture import Architecture
 from gpu.model.humming_formats import why_not_here
 from gpu.model.matrix_formats import why_unpacked
@@ -181,14 +182,15 @@ def plan_memory(
     disk: DiskConfig | None = None,
     computed_rows: int = 0,
     draft: DraftModelPlan | None = None,
+    adapters: Sequence[AdapterFile] = (),
 ) -> MemoryPlan:
     """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
 
     kept: what of contexts that are offloaded stays on the device (`gpu.profiles.find_kept`), None without `host`;
     states: what attention methods keep for sequences that run (`gpu.profiles.list_states`); rings that nobody counted
     take an eighth of what weights and workspaces leave, and there is one at least; documents: how their chunks are
-    kept; disk: how contexts are kept there; computed_rows, draft: see `MemoryPlan`. A context that nobody asked
-    for shrinks to what fits; one that the configuration names must fit. Raises PlanError.
+    kept; disk: how contexts are kept there; computed_rows, draft: see `MemoryPlan`; adapters: beside the weights. A
+    context that nobody asked for shrinks to what fits; one that the configuration names must fit. Raises PlanError.
     """
     max_running, max_context_tokens, max_hidden_tokens = (
         sizes.max_running, sizes.max_context_tokens, sizes.max_hidden_tokens,
@@ -219,6 +221,9 @@ def plan_memory(
         tier = replace(tier, window_layers=architecture.window_layers)
     if tier is not None and architecture.recurrent is not None:
         tier = replace(tier, window_layers=architecture.recurrent_layers)
+    added = adapter_bytes(adapters, architecture, DTYPE_BYTES[dtype], sizes.chunk_tokens)
+    place: Place = "gpu" if device == "cuda" else "host"
+    beside = (MemoryItem("adapters", place, added, "of rank by rank, beside the weights"),) if added else ()
     demand = Demand(
         architecture,
         device,
@@ -239,7 +244,7 @@ def plan_memory(
         state_bytes=4 if gpu.state_dtype == "float32" else 2,
         unpacked=why_unpacked(architecture, machine.has_vectors) if device == "cpu" else None,
         prefill_graph_sizes=sizes.prefill_graph_sizes,
-        beside=() if draft is None else draft.items,
+        beside=(*(() if draft is None else draft.items), *beside),
     )
     if disk is not None:
         check_disk(architecture, demand.window_layers)

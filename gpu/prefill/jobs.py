@@ -95,6 +95,8 @@ class Prefill:
                 raise ValueError(
                     f"prefill: slot {prompt.slot}: begin is {prompt.begin}; wanted less than {len(prompt.token_ids)}"
                 )
+            if self.decoder.adapters is not None:
+                self.decoder.adapters.assign(prompt.slot, prompt.adapter)
             self.sampler.assign(
                 prompt.slot,
                 prompt.sampling,

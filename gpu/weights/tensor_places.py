@@ -189,7 +189,7 @@ def wanted_tensors(architecture: Architecture) -> dict[str, StoredTensor]:
     return places(allocate_weights(architecture, torch.bfloat16, torch.device("meta")), architecture)
 
 
-def _row_order(a: Architecture, spec: LayerSpec) -> Tensor | None:
+def row_order(a: Architecture, spec: LayerSpec) -> Tensor | None:
     """Return the order of all rows of a layer's QKV; None if they keep theirs."""
     if spec.recurrent is not None:
         return _grouped_order(spec.recurrent)[0] if spec.recurrent.is_grouped else None
@@ -219,7 +219,7 @@ def _grouped_order(own: Recurrent) -> tuple[Tensor, Tensor]:
 def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str, StoredTensor]:
     """Return the tensors of modules whose matrices have few bits."""
     found: dict[str, StoredTensor] = {}
-    formats, heads = layer_formats(a, index), _row_order(a, a.layers[index])
+    formats, heads = layer_formats(a, index), row_order(a, a.layers[index])
     for matrix, stored in formats.items():
         all_stacks = [stack for stack in layer.stacks(matrix) if isinstance(stack, Packed)]
         if stored is None or not all_stacks:
@@ -278,7 +278,7 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
     """Return the plain places of one layer, by what a family's table calls them (`gpu.model.family`)."""
     own, offset = a.heads_of(spec), a.norm_weight_offset
     query, key = (1 + spec.output_gate) * a.num_heads * own.dim, own.count * own.dim
-    order, heads = head_order(a), _row_order(a, spec)
+    order, heads = head_order(a), row_order(a, spec)
     norms = {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm}
     places: dict[str, AnyPlace] = {name: Place(norm, offset=offset) for name, norm in norms.items() if norm is not None}
     for name, matrix in layer.matrices.items():

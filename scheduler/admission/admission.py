@@ -301,6 +301,7 @@ class Admission:
                 branches=sequence.branches,
                 fused=None if self._documents is None else self._documents.plan(sequence, start.begin),
                 disk=self._residence.disk.prefix(sequence, start.begin, start.disk_end),
+                adapter=sequence.request.adapter,
             )
             for sequence, start in batch
         ]

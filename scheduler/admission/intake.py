@@ -45,11 +45,11 @@ class Intake:
         known: dict[tuple[int, str, str], tuple[np.ndarray, list[bytes]]] = {}
         sequences = []
         for request, profile in zip(requests, profiles, strict=True):
-            key = id(request.prompt), profile.name, request.cache_salt
+            key = id(request.prompt), profile.name, request.prefix_salt
             shared = known.get(key)
             if shared is None:
                 prompt = np.frombuffer(request.prompt, np.int32)
-                hashes = self._prefixes.hash_prompt(prompt, profile, request.cache_salt, rest)
+                hashes = self._prefixes.hash_prompt(prompt, profile, request.prefix_salt, rest)
                 shared = known[key] = prompt, hashes
             sequences.append(Sequence(request, profile, shared[0], list(shared[1])))
         for sequence, constraint in zip(sequences, self._constraints.prepare(requests, rest), strict=True):

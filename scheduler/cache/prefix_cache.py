@@ -54,7 +54,7 @@ class PrefixCache:
     def known_hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of all full blocks of the tokens known so far."""
         if self.is_enabled and len(sequence.hashes) < sequence.num_tokens // self._page_tokens:
-            seed = self._seed_of(sequence.profile, sequence.request.cache_salt)
+            seed = self._seed_of(sequence.profile, sequence.request.prefix_salt)
             unhashed = sequence.tokens_from(len(sequence.hashes) * self._page_tokens)
             extend_hashes(sequence.hashes, unhashed, self._page_tokens, seed)
         return sequence.hashes

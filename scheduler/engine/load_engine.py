@@ -28,7 +28,7 @@ from scheduler.constraints.constraints import Constraints, read_tokens
 from scheduler.drafts.draft_model import DraftModel, DraftModelSizes
 from scheduler.drafts.ngrams import NGrams
 from scheduler.engine.engine import Engine
-from scheduler.engine_config import EngineConfig, SchedulerConfig
+from scheduler.engine_config import EngineConfig, SchedulerConfig, read_adapters
 from scheduler.messages import Ready
 from scheduler.planning.engine_memory import find_tier_shape
 from scheduler.prefill.document_chunks import Documents
@@ -124,6 +124,7 @@ def load_engine(
             library=library,
             disk=disk,
             compiles_ahead=compiles_ahead,
+            adapters=read_adapters(config, architecture),
         ),
         on_progress=on_progress,
         loaded=loaded,

@@ -18,7 +18,7 @@ from gpu.model.architecture import Architecture, load_architecture
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from gpu.weights.expert_shares import ExpertShares, most_experts
-from scheduler.engine_config import EngineConfig, SchedulerConfig
+from scheduler.engine_config import EngineConfig, SchedulerConfig, read_adapters
 from scheduler.planning.draft_vocabulary import find_other_vocabulary
 from scheduler.planning.expert_choice import captured_rows, choose, configured_rows
 from transfer.host_config import DocumentsConfig, HostConfig
@@ -59,6 +59,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         documents=config.documents,
         disk=config.disk,
         draft=draft,
+        adapters=read_adapters(config, architecture),
     )
     sizes = _choose_sizes(config.scheduler, share_out)
     share_out = partial(share_out, sizes=_with_graphs(config.gpu, sizes, share_out))

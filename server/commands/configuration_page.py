@@ -6,7 +6,7 @@ Knows pydantic fields and Markdown. The page in `docs/` is what this module writ
 import sys
 import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -36,7 +36,8 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 def write_page() -> str:
     sections = "".join(write_section(model, name) for name, model in list_sections(Deployment, ""))
-    return OPENING + sections + METHODS + "".join(write_method(method) for method in list_methods().values())
+    own = "\n".join(["", *_tabulate(Deployment), ""])
+    return OPENING + own + sections + METHODS + "".join(write_method(method) for method in list_methods().values())
 
 
 def list_sections(model: type[BaseModel], prefix: str) -> list[tuple[str, type[BaseModel]]]:
@@ -103,6 +104,8 @@ def name_type(annotation: Any) -> str:
     if origin is Literal:
         words = ", ".join(str(value) for value in arguments)
         return f"one of {words}" if len(arguments) > 1 else words
+    if origin is Annotated:
+        return name_type(arguments[0])
     if origin in (Union, types.UnionType):
         return " or ".join(name_type(kind) for kind in arguments if kind is not type(None))
     if origin is tuple:

@@ -109,7 +109,9 @@ class Generation:
         self._service = service
         self._body = body
         self._limits = limits
-        self.cache_salt = join_salts(cache_salt, body.cache_salt)
+        self._adapter = service.adapters.number_of(body.model)
+        salt = join_salts(cache_salt, body.cache_salt)
+        self.cache_salt = join_salts(salt, service.adapters.digest_of(self._adapter) or None)
         num_choices = len(jobs) * self.num_each
         stops = body.stop_strings()
         keeps_stop, min_tokens = bool(body.include_stop_str_in_output), body.min_tokens or 0
@@ -277,6 +279,7 @@ class Generation:
                     session=self.session,
                     slot=self.slot,
                     front_tokens=job.prompt.num_front,
+                    adapter=self._adapter,
                 )
             )
         return requests

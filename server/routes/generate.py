@@ -51,6 +51,8 @@ async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) 
         if documents is None:
             raise invalid("documents", DOCUMENTS_OFF)
         most_bytes = _MOST_CHAR_BYTES * service.tokenizer.longest_token_chars * context
+        if service.adapters.number_of(body.model):
+            raise invalid("documents", "they are computed with the model alone; ask for it without an adapter")
         texts = await find_texts(documents, owner, body.documents, most_bytes)
         prompt = await document_prompt(service, documents, conversation, texts, context)
         fusion = choose_fusion(documents.config, body.fusion, limits.num_layers)

@@ -22,6 +22,7 @@ from server.parsing.answer_formats import AnswerFormat, choose_format
 from server.prompting.chat_template import ChatTemplate, load_template
 from server.prompting.left_out import LeftOut
 from server.prompting.prompt_fronts import PromptFronts
+from server.service.adapter_names import AdapterNames, load_adapter_names
 from server.service.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from server.service.vector_settings import Vectors, load_vectors
 from server.stores.conversation_tails import ConversationTails
@@ -44,6 +45,7 @@ class Parts:
     sampling_defaults: SamplingDefaults
     key_digests: list[bytes]
     vectors: Vectors
+    adapters: AdapterNames
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Service:
     model_name: str
     key_digests: list[bytes]
     vectors: Vectors
+    adapters: AdapterNames
     responses: ResponseStore
     documents: Documents | None  # None: the deployment takes none
     left_out: LeftOut
@@ -89,8 +92,9 @@ class Service:
 
     @property
     def model_ids(self) -> list[str]:
-        """Return the model's name, then its aliases."""
-        return [self.model_name, *self.deployment.model.aliases]
+        """Return the model's name, then its aliases, and each of them with each adapter."""
+        names = [self.model_name, *self.deployment.model.aliases]
+        return [*names, *self.adapters.join(names)]
 
     def check_model(self, name: str | None) -> None:
         """Check a body's model; none means the served one. Ollama's clients may name a tag. Raises ApiError 404."""
@@ -140,6 +144,7 @@ def build_service(
         model_name=model_name(deployment),
         key_digests=parts.key_digests,
         vectors=parts.vectors,
+        adapters=parts.adapters,
         responses=ResponseStore(server.responses_seconds, int(server.responses_limit_mib * 2**20)),
         documents=open_documents(deployment, parts.tokenizer),
         left_out=LeftOut(server.left_out, metrics.count_left_out),
@@ -165,6 +170,7 @@ def load_parts(deployment: Deployment) -> Parts:
         sampling_defaults=load_sampling_defaults(deployment),
         key_digests=[_digest(key) for key in keys],
         vectors=load_vectors(deployment.model, tokenizer),
+        adapters=load_adapter_names(deployment),
     )
 
 

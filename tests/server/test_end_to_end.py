@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Literal
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 import yaml
-from openai import BadRequestError, OpenAI, pydantic_function_tool
+from openai import BadRequestError, NotFoundError, OpenAI, pydantic_function_tool
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
+from safetensors.numpy import save_file
 
 from server.deployment import load_deployment
 from server.planning.deployment_plan import resolve_plan
@@ -66,7 +68,9 @@ def documents(tmp_path_factory) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, documents) -> Iterator[tuple[subprocess.Popen, str]]:
     sections = {"documents": documents, "profiles": {"drafting": {"draft": {"source": "ngram", "most_tokens": 3}}}}
-    process, url = serve(tmp_path_factory.mktemp("served"), sections)
+    folder = tmp_path_factory.mktemp("served")
+    sections["adapters"] = {"drawn": str(draw_adapter(folder / "adapter"))}
+    process, url = serve(folder, sections)
     yield process, url
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 0
@@ -77,13 +81,45 @@ def client(server) -> OpenAI:
     return OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def ask(client: OpenAI, question: str = QUESTION, before: tuple[str, ...] = (), **extra: object) -> ChatCompletion:
+def draw_adapter(folder: Path) -> Path:
+    """Write an adapter of the reference model's down projections, which changes what it says."""
+    config, draw = json.loads((REFERENCE / "config.json").read_text()), np.random.default_rng(3)
+    shapes = {"A": (8, config["intermediate_size"]), "B": (config["hidden_size"], 8)}
+    tensors = {
+        f"base_model.model.model.layers.{layer}.mlp.down_proj.lora_{side}.weight": draw.normal(0, 0.1, shape)
+        for layer in range(config["num_hidden_layers"]) for side, shape in shapes.items()
+    }  # fmt: skip
+    folder.mkdir()
+    save_file({name: one.astype(np.float32) for name, one in tensors.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8, "r": 8}))
+    return folder
+
+
+def ask(
+    client: OpenAI, question: str = QUESTION, before: tuple[str, ...] = (), model: str = "reference", **extra: object
+) -> ChatCompletion:
     """Return a chat of turns, ours and the model's by turns, and this question."""
     roles = ("user", "assistant")
     turns = [{"role": roles[number % 2], "content": text} for number, text in enumerate((*before, question))]
-    return client.chat.completions.create(
-        model="reference", messages=turns, temperature=0, max_tokens=24, extra_body=extra
-    )
+    return client.chat.completions.create(model=model, messages=turns, temperature=0, max_tokens=24, extra_body=extra)
+
+
+def test_an_adapter_is_asked_for_by_name_and_shares_no_prefix(client):
+    question = "Tell me of the harbour and the old house on the hill, and of the people who lived in it for years."
+    plain = ask(client, question)
+    assert ask(client, question).usage.prompt_tokens_details.cached_tokens > 0
+    adapted = ask(client, question, model="reference:drawn")
+    assert adapted.usage.prompt_tokens_details.cached_tokens == 0, "what the model alone has computed is not its own"
+    assert adapted.choices[0].message.content != plain.choices[0].message.content
+    again = ask(client, question, model="reference:drawn")
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    assert again.choices[0].message.content == adapted.choices[0].message.content
+    assert ask(client, question).choices[0].message.content == plain.choices[0].message.content
+    assert [model.id for model in client.models.list().data] == ["reference", "reference:drawn"]
+    with pytest.raises(BadRequestError, match="documents: they are computed with the model alone"):
+        ask(client, model="reference:drawn", documents=[{"text": "The house is old."}])
+    with pytest.raises(NotFoundError, match="reference:drawn"):
+        ask(client, model="reference:other")
 
 
 def shares(answer: ChatCompletion) -> tuple[int, int]:

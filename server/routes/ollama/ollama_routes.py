@@ -107,6 +107,7 @@ async def embed(call: Call[OllamaEmbedBody]) -> Response | Tree:
     body, began_s = call.body, time.monotonic()
     cuts = body.truncate is not False
     asked = EmbeddingsBody(
+        model=body.model,
         input=list(body.input) if isinstance(body.input, list) else body.input,
         dimensions=body.dimensions,
         truncate_prompt_tokens=-1 if cuts else None,
@@ -126,7 +127,9 @@ async def embed(call: Call[OllamaEmbedBody]) -> Response | Tree:
 
 async def embed_one(call: Call[OllamaEmbeddingsBody]) -> Response | Tree:
     try:
-        rows, _ = await embed_texts(call, EmbeddingsBody(input=call.body.prompt, truncate_prompt_tokens=-1), "prompt")
+        rows, _ = await embed_texts(
+            call, EmbeddingsBody(model=call.body.model, input=call.body.prompt, truncate_prompt_tokens=-1), "prompt"
+        )
     except Disconnected:
         return Response(status_code=CLIENT_GONE)
     return {"embedding": rows[0].tolist()}

@@ -181,6 +181,7 @@ def _generation_body(body: VectorBody, prompt: str | list[str | int | list[int]]
     cut = body if isinstance(body, EmbeddingsBody) else EmbeddingsBody(input="")
     return CompletionBody(
         prompt=prompt,
+        model=body.model,
         temperature=0.0,
         max_tokens=0,
         attention_profile=body.attention_profile,

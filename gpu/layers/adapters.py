@@ -1,0 +1,116 @@
+"""LoRA adapters beside the matrices of a model: small products, of rows with different adapters at once.
+
+All adapters of a matrix stand below each other, so a batch takes two products more, whatever its rows ask for: with
+all of them, `x @ down.T`, in which each row keeps the columns of its own adapter, and back, `@ up.T`. Rows without one
+keep none. Captured steps read which adapter a slot has on the device.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gpu.model.adapter_file import TENSORS, AdapterFile, AdapterPart
+from gpu.model.matrix_formats import matrix_shapes
+from gpu.model.spec import Architecture
+from gpu.weights.tensor_places import row_order
+
+
+@dataclass(slots=True)
+class AdapterRows:
+    """Which adapter each token has: ids int64 `[tokens, 1]`, 0: none. Valid for what is computed with one call."""
+
+    ids: Tensor
+    _others: dict[int, Tensor] = field(default_factory=dict)
+
+    def others(self, owners: Tensor) -> Tensor:
+        """Return the columns that are not the token's adapter's, bool `[tokens, columns]`. owners: int64 `[columns]`;
+        those of equal matrices are one tensor, and compared once.
+        """
+        found = self._others.get(id(owners))
+        if found is None:
+            found = self._others[id(owners)] = owners != self.ids
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterProduct:
+    """All adapters of one matrix: down `[columns, inner]`, up `[rows, columns]`, and whose each column is."""
+
+    down: Tensor
+    up: Tensor
+    owners: Tensor
+
+    def add(self, made: Tensor, x: Tensor, rows: AdapterRows) -> Tensor:
+        """Add to `made`, `[tokens, rows]`, in place, what each token's adapter makes of `x`, `[tokens, inner]`."""
+        middle = (x.to(self.down.dtype) @ self.down.T).masked_fill_(rows.others(self.owners), 0)
+        return made.addmm_(middle, self.up.T)
+
+
+class Adapters:
+    """Adapters on the device, numbered from 1 in their order, and the one that each slot has; 0: none."""
+
+    def __init__(
+        self, files: Sequence[AdapterFile], architecture: Architecture, max_running: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Read the adapters' tensors, rounded to `dtype`; ups are multiplied by their gains before."""
+        self.count = len(files)
+        self.products = _load(files, architecture, dtype, device)
+        self._ids = torch.zeros(1 + max_running, dtype=torch.int64, device=device)  # behind that of no slot
+        self._of_slot = [0] * max_running
+
+    def assign(self, slot: int, number: int) -> None:
+        """Give a slot its adapter, behind what is launched."""
+        assert 0 <= number <= self.count, f"adapters: {number} of {self.count}"
+        self._of_slot[slot] = number
+        self._ids[slot + 1 : slot + 2].fill_(number)
+
+    def has_any(self, slots: Collection[int]) -> bool:
+        """Return whether one of the slots has an adapter."""
+        return any(self._of_slot[slot] for slot in slots)
+
+    def rows(self, slots: Tensor) -> AdapterRows:
+        """Return what tokens of these slots have. slots: int32 `[tokens]`, -1 in rows of no slot."""
+        return AdapterRows(self._ids.index_select(0, slots.long() + 1)[:, None])
+
+
+def _load(
+    files: Sequence[AdapterFile], architecture: Architecture, dtype: torch.dtype, device: torch.device
+) -> dict[tuple[int, str], AdapterProduct]:
+    """Return the products of every matrix that some adapter changes, by layer and name."""
+    parts: dict[tuple[int, str], list[tuple[int, AdapterPart]]] = {}
+    for number, file in enumerate(files, 1):
+        for part in file.parts:
+            parts.setdefault((part.layer, part.matrix), []).append((number, part))
+    opened = [safe_open(file.folder / TENSORS, framework="pt") for file in files]
+    shared: dict[tuple[int, ...], Tensor] = {}
+    products = {}
+    for (layer, matrix), listed in parts.items():
+        num_rows, inner = matrix_shapes(architecture, architecture.layers[layer])[matrix]
+        num_columns = sum(part.rank for _, part in listed)
+        down = torch.empty(num_columns, inner, dtype=dtype, device=device)
+        up = torch.zeros(num_rows, num_columns, dtype=dtype, device=device)
+        begin, owners = 0, list[int]()
+        for number, part in listed:
+            columns = slice(begin, begin + part.rank)
+            down[columns].copy_(opened[number - 1].get_tensor(part.down))
+            rows = opened[number - 1].get_tensor(part.up).float() * part.gain
+            order = _order_of(architecture, layer, part)
+            up[part.begin : part.begin + part.rows, columns].copy_(rows if order is None else rows[order])
+            begin, owners = begin + part.rank, owners + [number] * part.rank
+        key = tuple(owners)
+        if key not in shared:
+            shared[key] = torch.tensor(owners, dtype=torch.int64, device=device)
+        products[layer, matrix] = AdapterProduct(down, up, shared[key])
+    return products
+
+
+def _order_of(architecture: Architecture, layer: int, part: AdapterPart) -> Tensor | None:
+    """Return which row of the adapter each of ours is, as of the matrix itself; None: the same one."""
+    order = row_order(architecture, architecture.layers[layer]) if part.matrix == "qkv" else None
+    if order is None or part.what == "value":
+        return None
+    return order[part.begin : part.begin + part.rows] - part.begin
