@@ -20,6 +20,7 @@ from server.generation.generation import Generation, Job, Update
 from server.generation.prompt_tokens import Prompt, completion_max_tokens
 from server.routes.responses.response_bodies import ResponsesBody
 from server.routes.responses.response_shape import ResponseShape
+from server.service.adapter_names import AdapterNames
 from server.service.sampling_defaults import SamplingDefaults
 from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import make_deployment
@@ -55,7 +56,7 @@ class Call:
         deployment = make_deployment()
         service: Any = SimpleNamespace(
             supervisor=self.engine, metrics=self.metrics, tokenizer=tokenizer, deployment=deployment,
-            settings=deployment.server, sampling_defaults=SamplingDefaults(),
+            settings=deployment.server, sampling_defaults=SamplingDefaults(), adapters=AdapterNames((), ()),
         )  # fmt: skip
         jobs = [Job(Prompt(prompt, "", 0), max_tokens) for prompt in prompts]
         self.generation = Generation(service, "cmpl", CompletionBody(prompt="", **body), jobs, LIMITS, "salt", None)
