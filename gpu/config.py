@@ -3,7 +3,17 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, StringConstraints, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from transfer.settings_model import Settings
 
@@ -240,6 +250,11 @@ class DraftConfig(Settings):
         if self.model is None and "cache_tokens" in self.model_fields_set:
             raise ValueError("cache_tokens: is of a draft model's pages, and there is no `model`; leave it out")
         return self
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what was left out, which may not stand beside what was given when this is read again."""
+        return {key: value for key, value in write(self).items() if key in self.model_fields_set}
 
     @property
     def uses_ngrams(self) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu.config import DraftConfig
 from scheduler.engine import engine_process
 from scheduler.engine_config import EngineConfig
 from server.deployment import Deployment
@@ -35,3 +36,12 @@ def test_the_engine_is_told_all_of_a_deployment_but_its_server(monkeypatch: pyte
     assert {key: getattr(told.config, key) for key in EngineConfig.model_fields} == {
         key: getattr(deployment, key) for key in Deployment.model_fields if key != "server"
     }
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["ngram", {"profile": "indexed"}, {"model": "/m", "cache_tokens": 128}, {"source": "ngram", "most_tokens": 3}],
+)
+def test_a_source_of_drafts_reaches_the_engine_as_it_was_given(given: object) -> None:
+    asked = DraftConfig.model_validate(given)
+    assert DraftConfig.model_validate_json(asked.model_dump_json()) == asked
