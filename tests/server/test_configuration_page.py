@@ -17,7 +17,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "CONFIGURATION.md"
 # Pages of what is no method of a slot, or has its settings in a section of the deployment.
 SECTIONS = {"a3": "documents", "offloaded": "host", "sampled": "host.sampled", "drafts": "profiles.draft"}
-WORDS_FOR_DERIVED = {"memory_limit_gib": "half of the host", "dense_layers": "0 and the middle one"}
+WORDS_FOR_DERIVED = {
+    "memory_limit_gib": "half of the host",
+    "dense_layers": "0 and the middle one",
+    "link_share": "measured",
+}
 
 
 def test_the_page_is_current() -> None:
