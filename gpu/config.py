@@ -215,7 +215,7 @@ class DraftConfig(Settings):
     profile: str | None = Field(
         None,
         description="in place of `source`: a profile that reads the same keys and values for less, and drafts by steps "
-        "of its own: `indexed`, or one of it; what it drafts is verified by the method of `host`",
+        "of its own: `indexed`, or one of it or of `predicted`; what it drafts is verified by the method of `host`",
     )
     model: Path | None = Field(
         None,

@@ -247,10 +247,12 @@ def _find_drafting(
     where, able = f"profiles.{name}.draft.profile", [one.name for one in methods.values() if one.drafts]
     choice = named[drafting].host if drafting in named else MethodChoice(method=drafting)
     method = methods.get(choice.method)
-    if method is None or not method.drafts:
-        raise ProfileError(
-            f"{where}: {drafting!r} is no profile that drafts for others; want {', '.join(able)}, or a profile of it"
-        )
+    want = f"want {', '.join(able)}, or a profile of one"
+    if method is None:
+        raise ProfileError(f"{where}: {drafting!r} is no profile that drafts for others; {want}")
+    if not method.drafts:
+        why = "it keeps no context in host memory" if method.slot != "host" else method.why_no_drafts
+        raise ProfileError(f"{where}: {drafting!r} does not draft for others: {why}; {want}")
     verifying = next(part.method for part in parts if part.method.slot == "host")
     if verifying.reading is Reading.NONE:
         raise ProfileError(

@@ -85,6 +85,7 @@ class Method:
     device_side: ClassVar[str | None] = None
     # Of a method with rings: whether a ring may draft for a sequence whose own steps go without it (`RingSide.rest`).
     drafts: ClassVar[bool] = False
+    why_no_drafts: ClassVar[str] = "it reads no less than what verifies does"  # where it does not
     prefill_side: ClassVar[str | None] = None  # module with make_prefill_side(settings, site, dense)
     # Whether its outputs come with the mass of what they stand for, which attention sinks are merged with.
     has_mass: ClassVar[bool] = True

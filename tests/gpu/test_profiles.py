@@ -95,12 +95,18 @@ def test_a_profile_may_draft_for_another_that_reads_the_same_context() -> None:
     [
         (
             {"host": "offloaded", "draft": {"profile": "sampled"}},
-            "'sampled' is no profile that drafts for others; want",
+            "'sampled' does not draft for others: .* no hash tables in host memory; want",
         ),
         (
             {"host": "offloaded", "draft": {"profile": "index"}},
             "'index' is no profile that drafts for others; want inde",
         ),
+        (
+            {"host": "offloaded", "draft": {"profile": "predicted+sampled"}},
+            "does not draft for others: .* no hash tables",
+        ),
+        ({"host": "offloaded", "draft": {"profile": "exact"}}, "'exact' does not draft for others: it reads no less"),
+        ({"host": "offloaded", "draft": {"profile": "mac"}}, "'mac' does not draft for others: it keeps no context"),
         ({"draft": {"profile": "indexed"}}, "'exact' has none there; set `host: offloaded`"),
         ({"host": "indexed", "draft": {"profile": "indexed"}}, "its rings would keep tokens that are not drawn"),
     ],

@@ -14,6 +14,7 @@ from gpu.methods.device_side import RingSide
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest
+from tests.gpu.test_predicted_serving import WEIGHTS
 from tests.scheduler.drafting import take_all
 from tests.scheduler.engines import drain, text
 from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, logprobs, shallow_config
@@ -21,11 +22,15 @@ from transfer.host_config import HostConfig
 
 PROFILES = ("checked", "rough", "rough", "checked", "offloaded")
 MOST = 48
+BLOCKS = {"method": "predicted", "weights": str(WEIGHTS), "budget_tokens": 32, "min_context_tokens": 0,
+          "local_tokens": 32, "history": 8, "rings": 4}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["counted by nobody", "counted"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Two profiles verify what an index drafts: one that reads all, and one that reads a few tokens."""
+    """Two profiles verify what others draft: one by an index, which reads all, and one by a few tokens, those that the
+    index chooses or blocks that are predicted.
+    """
     index = {"method": "indexed", "min_context_tokens": 0, "rings": 4, "index_tokens": 16_384}
     config = EngineConfig(
         model=shallow_config(),
@@ -33,7 +38,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         host=HostConfig(memory_limit_gib=0.05, threads=1, resident_tokens=128, residency="fixed"),
         profiles={
             "all": Composition(host=index | {"budget_share": 1.0, "budget_tokens": 8192}),
-            "few": Composition(host=index | {"budget_share": 0.05, "least_tokens": 16}),
+            "few": Composition(host=BLOCKS if request.param else index | {"budget_share": 0.05, "least_tokens": 16}),
             "checked": Composition(host="offloaded", draft=DraftConfig(profile="all")),
             "rough": Composition(host="offloaded", draft=DraftConfig(profile="few", most_tokens=5)),
         },

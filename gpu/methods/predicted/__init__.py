@@ -92,6 +92,7 @@ class Predicted(RingMethod):
     reading = Reading.BLOCKS
     excludes_blocks = True
     device_side = "gpu.methods.predicted.device"
+    drafts = True
     counters = COUNTERS
     plan_words = "predicted blocks, the rest dropped"
     measured = "loses 2.0 points (3.4 to 0.7) on SmolLM2-135M-Instruct over 872 prompts: it does not hold"

@@ -8,6 +8,7 @@ from typing import Any
 
 from gpu.methods.predicted import Predicted
 from gpu.methods.predicted_sampled.settings import PredictedSampledSettings
+from gpu.methods.sampled import Sampled
 from transfer.host_config import HostConfig
 from transfer.reading import Reading
 
@@ -20,6 +21,8 @@ class PredictedSampled(Predicted):
     settings = PredictedSampledSettings
     kv_settings = {**Predicted.kv_settings, "late": "late"}
     reading = Reading.SAMPLE
+    drafts = False
+    why_no_drafts = Sampled.why_no_drafts
     plan_words = "predicted blocks, the rest sampled"
     measured = "gains 0.8 points (a loss of 0.3 to a gain of 2.1) on SmolLM2-135M-Instruct over 127 prompts: too few"
 

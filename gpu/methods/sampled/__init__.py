@@ -20,6 +20,7 @@ class Sampled(Method):
     kv_settings = {"bits": "bits_per_table", "tables": "num_tables"}
     kv_host = OFFLOAD_KEYS
     reading = Reading.SAMPLE
+    why_no_drafts = "a context of which what verifies reads all has no hash tables in host memory"
     device_side = "gpu.methods.sampled.codes"
     plan_words = "device and host, sampled"
     scored = (SampledConfig(bits_per_table=10, num_tables=150), SampledConfig(bits_per_table=10, num_tables=200))
