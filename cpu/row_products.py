@@ -11,6 +11,8 @@ int8 row of keys is multiplied in integers, with a query rounded to int16.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -32,6 +34,7 @@ from transfer.simd.emission import (
     store_part,
 )
 from transfer.simd.features import HAS_PAIRS, LANES, SIMD
+from transfer.simd.trial import compiles
 
 COLUMNS = 32  # of a row, a member of `columns`
 TOGETHER = 4  # rows scored together: they share the query's loads and the sums over lanes
@@ -165,8 +168,11 @@ def _pair_products(builder: ir.IRBuilder, rows: Sequence[Any], query: Sequence[A
 
 @intrinsic
 def multiplies_pairs(typing_context, kind, query_kind):  # type: ignore[no-untyped-def]
-    """Return whether keys are multiplied with queries as pairs of bf16, as a constant of the compiled code."""
-    is_paired = HAS_PAIRS and kind == types.uint16 and query_kind == types.uint16
+    """Return whether keys are multiplied with queries as pairs of bf16, as a constant of the compiled code: not where
+    LLVM aborts on such products.
+    """
+    is_asked = HAS_PAIRS and kind == types.uint16 and query_kind == types.uint16
+    is_paired = is_asked and compiles(__name__, compile_pairs.__name__)
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return int64(int(is_paired))
@@ -337,6 +343,16 @@ def score_rows(members: int, is_paired: bool = False) -> Any:
         return types.void(kind, columns, *[types.int64] * 8), emit
 
     return score
+
+
+def compile_pairs() -> None:
+    """Compile products of pairs of bf16, where the processor has them, and run nothing (`transfer.simd.trial`)."""
+    score, columns = score_rows(4, True), (0, 0)
+
+    def products(keys, count, query, out):  # type: ignore[no-untyped-def]
+        score(np.uint16(0), columns, keys, 128, count, query, 128, out, 0, 0)
+
+    numba.njit("void(int64, int64, int64, int64)")(products)
 
 
 def add_rows(members: int) -> Any:

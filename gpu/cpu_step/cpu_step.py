@@ -18,6 +18,7 @@ from gpu.layers.decoder import Decoder
 from gpu.model.spec import Architecture
 from gpu.operations.linear.numba_linear import ROWS
 from gpu.operations.linear.numba_matrix_table import gains_room, table_row
+from gpu.operations.linear.numba_packed_linear import widen_address
 from gpu.operations.linear.packed_matrix import Packed
 from transfer.simd.features import HAS_VECTORS
 from transfer.simd.team import COUNTER_INT64, new_counters
@@ -102,11 +103,12 @@ def _address(tensor: Tensor) -> int:
 
 def _model(decoder: Decoder) -> Model:
     a, weights, pool = decoder.architecture, decoder.weights, decoder.pool
+    embedding = weights.embedding
     matrices = [[table_row(m) for m in (layer.qkv, layer.output, *layer.mlp)] for layer in weights.layers]
     pages = [[_address(keys), _address(values)] for keys, values in zip(pool.key_pages, pool.value_pages, strict=True)]
     norms = [norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm)]
     return Model(
-        kind=_KINDS[weights.embedding.dtype](0),
+        kind=_KINDS[embedding.dtype](0),
         hidden=a.hidden,
         intermediate=a.intermediate,
         vocab=a.vocab_size,
@@ -114,7 +116,8 @@ def _model(decoder: Decoder) -> Model:
         matrices=np.array(matrices, np.int64),
         pages=np.array(pages, np.int64),
         norms=torch.stack([*norms, weights.final_norm]).float().numpy(),
-        embedding=_address(weights.embedding),
+        embedding=np.array(table_row(embedding), np.int64),
+        widen=widen_address(embedding, torch.float32) if isinstance(embedding, Packed) else 0,
         logits=np.array(table_row(weights.logits), np.int64),
         cos=decoder.cos.numpy(),
         sin=decoder.sin.numpy(),

@@ -16,9 +16,10 @@ from gpu.cpu_step.step_attention import attend
 from gpu.operations.linear import numba_linear as product
 from gpu.operations.linear.numba_linear import in_order, normalise, project, project_and_add, project_gated
 from transfer.simd import emission, exp, packed_rows, region, team, vectors
-from transfer.simd.region import Region, version
+from transfer.simd.packed_gains import ROWS as FIRST_ROW
+from transfer.simd.region import Region, call_rows, version
 from transfer.simd.team import Team, claim, end_stage
-from transfer.simd.vectors import load
+from transfer.simd.vectors import address_of, load
 
 STAGES_A_LAYER = 5
 OTHER_STAGES = 2  # the embedding and the logits
@@ -29,8 +30,9 @@ KEYS, VALUES = range(2)  # and its pages
 class Model(NamedTuple):
     """A model, as the compiled step reads it. kind: of embedding and pages, a float32, or a uint16 for bf16, as a type;
     matrices: int64 `[layers, 4, TABLE_COLUMNS]`; pages: int64 `[layers, 2]`, addresses; norms: float32 `[2 * layers +
-    1, hidden]`, the attention's and the MLP's of each layer, then the final one; embedding: the address of `[vocab,
-    hidden]`; logits: int64 `[TABLE_COLUMNS]`; cos, sin: float32 `[positions, dim // 2]`; page_table: int32 `[slots,
+    1, hidden]`, the attention's and the MLP's of each layer, then the final one; embedding: `[vocab, hidden]` as
+    int64 `[TABLE_COLUMNS]`; widen: the address of the function that widens a row of it, 0: it is plain; logits: int64
+    `[TABLE_COLUMNS]`; cos, sin: float32 `[positions, dim // 2]`; page_table: int32 `[slots,
     pages]`.
     """
 
@@ -42,7 +44,8 @@ class Model(NamedTuple):
     matrices: np.ndarray
     pages: np.ndarray
     norms: np.ndarray
-    embedding: int
+    embedding: np.ndarray
+    widen: int
     logits: np.ndarray
     cos: np.ndarray
     sin: np.ndarray
@@ -84,9 +87,13 @@ def _embed(team, stage, model, rows, buffers):
     items, done = len(rows.slots), 0
     row = claim(team, stage, items)
     while row >= 0:
-        begin = rows.token_ids[row] * model.hidden
-        for i in range(model.hidden):
-            buffers.hidden[row, i] = load(model.kind, model.embedding, begin + i)
+        token, out, table = rows.token_ids[row], buffers.hidden[row], model.embedding
+        if model.widen != 0:
+            scratch = address_of(buffers.gains[team.me])
+            call_rows(model.widen, address_of(table), token, 0, 0, 1, address_of(out), 4 * len(out), scratch)
+        else:
+            for i in range(model.hidden):
+                out[i] = load(model.kind, table[FIRST_ROW], token * model.hidden + i)
         done += 1
         row = claim(team, stage, items)
     end_stage(team, stage, items, done)

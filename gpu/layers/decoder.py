@@ -23,6 +23,7 @@ from gpu.operations.arguments import runs_on_numba
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.kv.numba_rope_kv_write import rope_kv_write_cpu
 from gpu.operations.kv.rope_kv_write import rope_kv_write
+from gpu.operations.linear.packed_matrix import Packed, unpack_rows
 from gpu.operations.sinks import add_sinks
 from gpu.weights.weights import Weights
 
@@ -94,7 +95,8 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return hidden states `[tokens, hidden]` of token ids, int64 `[tokens]`."""
-        rows = self.weights.embedding.index_select(0, token_ids)
+        table = self.weights.embedding
+        rows = unpack_rows(table, token_ids) if isinstance(table, Packed) else table.index_select(0, token_ids)
         return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
 
     def carry(self, token_ids: Tensor, positions: Tensor, embedded: Tensor, layers: range) -> Carried:

@@ -43,7 +43,7 @@ class Projections:
         latent = architecture.latent
         self._num_first_columns = 0 if latent is None else latent.first_columns(architecture.num_heads)
         self._cap, self._gain = architecture.logit_cap, architecture.logit_gain
-        size = widened_bytes(architecture, weights.embedding.element_size())
+        size = widened_bytes(architecture, weights.embedding.dtype.itemsize)
         widened = self.widened = Widened(size, weights.embedding.device)
         self._matrices = [
             {name: as_matrix(stored, widened) for name, stored in layer.matrices.items() if name not in OF_EXPERTS}

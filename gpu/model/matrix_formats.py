@@ -136,8 +136,10 @@ def layer_formats(architecture: Architecture, layer: int) -> Mapping[str, Matrix
 def output_format(architecture: Architecture) -> MatrixFormat | None:
     """Return the format of the output matrix; None: plain."""
     quantisation = architecture.quantisation
-    if quantisation is None or architecture.tied_embeddings or quantisation.leaves(_names("lm_head", architecture)):
+    if quantisation is None or quantisation.leaves(_names("lm_head", architecture)):
         return None
+    if architecture.tied_embeddings and quantisation.scheme != "gguf":
+        return None  # embeddings are rounded by no other scheme
     return _fitting(quantisation.output, architecture.hidden, "lm_head") if quantisation.output else None
 
 

@@ -125,7 +125,7 @@ class LayerGraphs:
 
     def _allocate(self, most_tokens: int) -> None:
         architecture = self._decoder.architecture
-        arrays = graph_arrays(architecture, most_tokens, self._decoder.weights.embedding.element_size())
+        arrays = graph_arrays(architecture, most_tokens, self._decoder.weights.embedding.dtype.itemsize)
         buffers = {name: allocate(spec, self._device) for name, spec in arrays.items()}
         self._hidden, self._out = buffers["hidden"], buffers["out"]
         self._query, self._pre_rope_query = buffers["query"], buffers["pre_rope_query"]

@@ -152,9 +152,10 @@ def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTens
     """Return by canonical name which tensors are wanted, and what puts each into its place in `weights`."""
     offset = architecture.norm_weight_offset
     found = {
-        "model.embed_tokens.weight": Place(weights.embedding).wanted,
         "model.norm.weight": Place(weights.final_norm, offset=offset).wanted,
     }
+    if isinstance(weights.embedding, Tensor):
+        found["model.embed_tokens.weight"] = Place(weights.embedding).wanted
     if weights.inputs is not None:
         found |= {
             "model.embed_tokens_per_layer.weight": Place(weights.inputs.table).wanted,
@@ -163,7 +164,8 @@ def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTens
         }
     if isinstance(weights.logits, Packed):
         whole = ModuleRows(weights.logits, 0, weights.logits.rows, None)
-        found |= _stored("lm_head", output_format(architecture), whole, architecture)
+        module = "model.embed_tokens" if architecture.tied_embeddings else "lm_head"
+        found |= _stored(module, output_format(architecture), whole, architecture)
     elif not architecture.tied_embeddings:
         found["lm_head.weight"] = Place(weights.logits).wanted
     for index, (layer, spec) in enumerate(zip(weights.layers, architecture.layers, strict=True)):

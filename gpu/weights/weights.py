@@ -187,7 +187,7 @@ class Weights:
     layers' inputs are made of, if they have some.
     """
 
-    embedding: Tensor
+    embedding: Stored
     layers: list[LayerWeights]
     final_norm: Tensor
     logits: Stored
@@ -207,7 +207,9 @@ class Weights:
 def unpacked(weights: Weights) -> Weights:
     """Return all matrices as tensors. Layers leave `weights` on the way, so one layer is held twice."""
     layers = [weights.layers.pop(0).changed(_unpacked) for _ in range(len(weights.layers))]
-    return replace(weights, layers=layers, logits=_unpacked(weights.logits))
+    logits = _unpacked(weights.logits)
+    is_tied = weights.embedding is weights.logits
+    return replace(weights, layers=layers, logits=logits, embedding=logits if is_tied else weights.embedding)
 
 
 def served(weights: Weights, architecture: Architecture, device: torch.device) -> Weights:
@@ -358,7 +360,7 @@ def allocate_weights(
             latent=latent,
         )
 
-    embedding = empty(a.vocab_size, a.hidden)
+    embedding = matrix(a.vocab_size, a.hidden, output_format(a) if a.tied_embeddings else None)
     layers: list[LayerWeights] = []
     for index, spec in enumerate(a.layers):
         layers.append(layer(index, spec))

@@ -21,7 +21,7 @@ from gpu.operations.linear import packed_linear
 from gpu.operations.linear.numba_packed_linear import multiplies, packed_product, widen_packed
 from gpu.operations.linear.packed_matrix import Packed, Stored, unpack_reference
 from gpu.weights.drawing import random_packed_weights, random_weights
-from gpu.weights.weights import Weights
+from gpu.weights.weights import Weights, unpacked
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.gpu.kernel_oracles import KERNEL_TOLERANCE, distance
 from tests.gpu.packed_oracle import draw_packed
@@ -37,7 +37,8 @@ KINDS = [
     ("int8", 16, 1, False, False, 256), ("int4", 16, 1, False, False, None), ("int8", 0, 1, True, True, None),
     ("int4", 0, 1, False, True, None), ("int8", 32, 1, True, False, None), None,
 ]  # fmt: skip
-FEW_BITS = [*(kind for kind in KINDS if kind is not None), ("fp4", 32, 1, False, False, None),
+FEW_BITS = [*(kind for kind in KINDS if kind is not None), ("int4", 32, 1, False, False, 32),
+            ("int8", 32, 1, False, False, 32), ("fp4", 32, 1, False, False, None),
             ("fp4", 16, 1, False, False, None)]  # fmt: skip
 
 
@@ -109,6 +110,27 @@ def test_the_compiled_step_multiplies_every_mixture_of_kinds(dtype: torch.dtype)
     order = decoder.weights.layers[0].output.order
     order.copy_(order.roll(1))
     assert spread(step.run(*batch), wanted) > TOLERANCES[dtype], "power: columns of one matrix one further"
+
+
+@pytest.mark.parametrize("kind", [("int8", 32, 1, False, False, None), ("int4", 32, 1, False, False, 32)], ids=str)
+def test_rows_of_a_tied_matrix_of_few_bits_are_looked_up_as_they_are_multiplied(kind: tuple) -> None:
+    shape = replace(TINY, tied_embeddings=True)
+    decoder = cpu_decoder(shape, torch.float32, num_pages=16 * 3, max_slots=3, max_pages=16)
+    held, numbers = draw(kind, shape.vocab_size, shape.hidden, torch.float32)
+    weights, theirs = decoder.weights, numbers.float()  # the oracle rounds pages as its output matrix is
+    ours = replace(weights, embedding=held, logits=held)
+    packed = Decoder(shape, ours, decoder.pool, 256)
+    plain = Decoder(shape, replace(weights, embedding=theirs, logits=theirs), decoder.pool, 256)
+    slots, positions, token_ids = batch_of(packed, 3)
+    wanted = reference_logits(plain, slots, positions, token_ids)
+    step, tolerance = CpuStep(packed), COMPILED_LOGITS_FLOAT32
+    assert spread(step.run(slots, positions, token_ids), wanted) < tolerance
+    assert spread(step.run(slots, positions, (token_ids + 1) % shape.vocab_size), wanted) > tolerance, (
+        "power: next rows"
+    )
+    rows = torch.from_numpy(token_ids)
+    assert torch.equal(packed.embed(rows), packed_linear.unpack(held)[rows])
+    assert unpacked(replace(ours, layers=[])).embedding.shape == (shape.vocab_size, shape.hidden)
 
 
 @settings(max_examples=40, deadline=None)

@@ -112,6 +112,24 @@ def test_every_matrix_holds_the_numbers_of_the_file(name: str, files) -> None:
     assert torch.equal(got.final_norm, wanted.final_norm)
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q4_1", "MXFP4", "IQ3_S"])
+def test_a_tied_matrix_of_few_bits_stays_as_the_file_has_it(kind: str, tmp_path: Path) -> None:
+    """But for kinds of which no rows are looked up."""
+    path = write(
+        checkpoint("llama2", **WIDE, tie_word_embeddings=True).folder, tmp_path / "t.gguf", all_of("F16", kind)
+    )
+    shape, got, wanted = read_architecture(path), packed(path), whole(plain_of(path))
+    assert shape.tied_embeddings
+    assert got.embedding is got.logits
+    assert isinstance(got.embedding, Packed) == (kind not in ("MXFP4", "IQ3_S"))
+    assert torch.equal(as_matrix(got.embedding).unpack(), wanted.embedding)
+    tensors = [
+        tensor for layer in got.layers for part in layer.__slots__ if (tensor := getattr(layer, part)) is not None
+    ]
+    held = sum(tensor.nbytes for tensor in [*tensors, got.final_norm, got.logits])
+    assert weight_bytes(shape, 4, is_packed=True) == step_weight_bytes(shape, 4, True, 1) == held
+
+
 def test_what_is_one_product_takes_the_finest_groups_of_its_parts(files) -> None:
     got = packed(files["mixed"])
     kinds = [

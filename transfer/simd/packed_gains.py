@@ -11,7 +11,7 @@ import numpy as np
 
 from transfer.simd.inner import inner
 from transfer.simd.memory import prefetch_near
-from transfer.simd.packed_rows import FLOAT_GAIN, float_of_bfloat16, float_of_half, scaled_pairs
+from transfer.simd.packed_rows import FLOAT_GAIN, float_of_bfloat16, float_of_half, scaled_pairs, scaled_runs
 from transfer.simd.region import pointer_to
 from transfer.simd.vectors import LINE_BYTES
 
@@ -25,6 +25,7 @@ BFLOAT16, FLOAT16, FLOAT32, EXPONENT = range(4)  # the last are bytes, of powers
 
 
 _scale_eight, _scale_one = scaled_pairs(8), scaled_pairs(1)
+_scale_runs, _scale_run = scaled_runs(8), scaled_runs(1)
 
 
 @inner
@@ -102,6 +103,15 @@ def _of_runs(m, line, lines, gains_at, offsets_at):
     runs_at, pairs_at = m[RUNS] + 4 * line * m[NUM_RUNS], m[SCALES] + 2 * line * m[GROUPS]
     _fetch_behind(runs_at, 4 * runs)
     _fetch_behind(pairs_at, 2 * count)
+    if each == 1:
+        run = 0
+        while run + 8 <= runs:
+            _scale_runs(runs_at + 4 * run, pairs_at + 2 * run, gains_at + 4 * run, offsets_at + 4 * run)
+            run += 8
+        while run < runs:
+            _scale_run(runs_at + 4 * run, pairs_at + 2 * run, gains_at + 4 * run, offsets_at + 4 * run)
+            run += 1
+        return
     both = _array(runs_at, 2 * runs, np.uint16)
     for run in range(runs):
         gain, offset = float_of_half(both[2 * run]), -float_of_half(both[2 * run + 1])

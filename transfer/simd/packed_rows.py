@@ -292,6 +292,32 @@ def float_of_bfloat16(typing_context, bits):
     return types.float32(types.uint16), emit
 
 
+def scaled_runs(count: int) -> Any:
+    """Return a numba function for so many groups that are a run each: the lower one of each pair of signed bytes times
+    the lower float16 of its word, and the upper one times the upper float16, negated, each stored behind each other.
+    """
+    words, halves, floats = (ir.VectorType(kind, count) for kind in (I32, I16, F32))
+
+    @intrinsic
+    def scaled(typing_context, runs, pairs, lower_out, upper_out):
+        def emit(context, builder, signature, arguments):
+            runs, pairs, *outs = arguments
+            bits = builder.load(builder.inttoptr(runs, words.as_pointer()), align=4)
+            both = builder.load(builder.inttoptr(pairs, halves.as_pointer()), align=2)
+            eight, sixteen = ir.Constant(halves, [8] * count), ir.Constant(words, [16] * count)
+            numbers = builder.ashr(builder.shl(both, eight), eight), builder.ashr(both, eight)
+            for part, (number, moved) in enumerate(zip(numbers, (bits, builder.lshr(bits, sixteen)), strict=True)):
+                half = builder.bitcast(builder.trunc(moved, halves), ir.VectorType(ir.HalfType(), count))
+                made = builder.fmul(builder.fpext(half, floats), builder.sitofp(builder.sext(number, words), floats))
+                made = builder.fneg(made) if part == 1 else made
+                builder.store(made, builder.inttoptr(outs[part], floats.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4), emit
+
+    return scaled
+
+
 def scaled_pairs(count: int) -> Any:
     """Return a numba function: of so many pairs of signed bytes the lower ones times one float32, the upper ones times
     another, each stored behind each other.

@@ -18,6 +18,7 @@ from gpu.model.matrix_formats import matrix_shapes, module_names
 from gpu.model.spec import Architecture, ModelError
 
 SCHEME = "gguf"
+TIED_KINDS = ("int4", "int8")  # of few bits, of an output matrix whose rows are looked up as well
 # Of one expert, as files had them before llama.cpp put all of a layer into one tensor.
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
 _OF_HEADS = ("self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight")  # whose rows of heads are one axis here
@@ -97,8 +98,10 @@ def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisatio
             matrices[layer, matrix] = stored
             in_file = {tensors[name].name: tensors[name].kind for name in names if name in tensors}
             repacked.update(kind for kind in in_file.values() if _is_repacked(kind, stored))
-    output = tensors.get("lm_head.weight")
-    output_stored = None if output is None or architecture.tied_embeddings else format_of([output.kind])
+    output = tensors.get("model.embed_tokens.weight" if architecture.tied_embeddings else "lm_head.weight")
+    output_stored = None if output is None else format_of([output.kind])
+    if architecture.tied_embeddings and output_stored is not None and output_stored.kind not in TIED_KINDS:
+        output_stored = None
     counts = Counter(stored for stored in matrices.values() if stored is not None)
     if not counts and output_stored is None:
         return None

@@ -62,12 +62,17 @@ def widen_packed(packed: Packed) -> Tensor:
     """Return `[rows, inner]` of packed.dtype, in the matrix's order; `multiplies` serves the matrix."""
     out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype)
     advise_huge_pages(out.data_ptr(), out.nbytes)
-    kinds = Kind(kind_of(rows_of(packed))), Kind(KINDS[packed.dtype](0))
-    rows = _compile_rows(*kinds, version(*SOURCES))
     _run(_compile_widening(version(*SOURCES, team)), packed, {
-        WIDEN: rows.address, OUT: out.data_ptr(), OUT_STRIDE: packed.inner * packed.dtype.itemsize,
+        WIDEN: widen_address(packed, packed.dtype), OUT: out.data_ptr(), OUT_STRIDE: packed.inner * packed.dtype.itemsize,
     })  # fmt: skip
     return out
+
+
+def widen_address(packed: Packed, dtype: torch.dtype) -> int:
+    """Return the address of a C function that widens rows of such a matrix to `dtype`, to be called by `call_rows`: so
+    many `tokens` rows from one on, to `out`, rows `out_stride` bytes apart.
+    """
+    return int(_compile_rows(Kind(kind_of(rows_of(packed))), Kind(KINDS[dtype](0)), version(*SOURCES)).address)
 
 
 def _run(work: Any, packed: Packed, given: dict[int, int]) -> None:

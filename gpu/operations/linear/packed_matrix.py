@@ -116,6 +116,21 @@ def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:
     return result if packed.order is None else _placed(packed, result)
 
 
+def unpack_rows(packed: Packed, rows: Tensor) -> Tensor:
+    """Return some rows of a matrix whose columns are in order, `[len(rows), inner]` of packed.dtype, each number rounded
+    once. rows: int64. Plain torch, on any device, and in captured steps.
+    """
+    assert packed.row_block == 1, "each row has scales of its own"
+    taken = replace(
+        packed,
+        words=packed.words.index_select(0, rows),
+        scales=packed.scales.index_select(0, rows),
+        zeros=None if packed.zeros is None else packed.zeros.index_select(0, rows),
+        runs=None if packed.runs is None else packed.runs.index_select(0, rows),
+    )
+    return unpack_reference(taken, torch.float32).to(packed.dtype)
+
+
 def _of_runs(packed: Packed, numbers: Tensor, dtype: torch.dtype) -> Tensor:
     assert packed.runs is not None, "the caller has seen them"
     d, least = packed.runs.view(torch.float16).view(packed.rows, -1, 2).to(dtype).unbind(2)

@@ -1,0 +1,36 @@
+"""What LLVM may abort on is compiled in a child process first, and replaced where that ends."""
+
+import logging
+import os
+import signal
+
+import pytest
+from numba import types
+
+from cpu import row_products
+from transfer.simd import trial
+from transfer.simd.features import HAS_PAIRS
+from transfer.simd.trial import compiles
+
+
+@pytest.mark.parametrize("processor", ["znver4", "znver5", "sapphirerapids", "haswell"])
+def test_products_of_pairs_compile_for_processors_that_have_them_and_an_abort_stays_in_the_child(processor) -> None:
+    """Haswell has no vectors of 512 bits."""
+    wanted = processor != "haswell" or not HAS_PAIRS
+    assert compiles(row_products.__name__, row_products.compile_pairs.__name__, processor) == wanted
+
+
+def end_by_a_signal() -> None:
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
+def test_what_ends_the_child_is_replaced_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    with caplog.at_level(logging.WARNING, trial.__name__):
+        assert not compiles(__name__, end_by_a_signal.__name__)
+    assert "event=replaced" in caplog.text
+    assert end_by_a_signal.__name__ in caplog.text
+    monkeypatch.setattr(row_products, "HAS_PAIRS", True)
+    for found in (True, False):
+        monkeypatch.setattr(row_products, "compiles", lambda *names, found=found: found)
+        typed = row_products.multiplies_pairs._defn(None, types.uint16, types.uint16)
+        assert typed[1](None, None, None, None).constant == int(found)
