@@ -63,7 +63,8 @@ def widen_packed(packed: Packed) -> Tensor:
     out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype)
     advise_huge_pages(out.data_ptr(), out.nbytes)
     _run(_compile_widening(version(*SOURCES, team)), packed, {
-        WIDEN: widen_address(packed, packed.dtype), OUT: out.data_ptr(), OUT_STRIDE: packed.inner * packed.dtype.itemsize,
+        WIDEN: widen_address(packed, packed.dtype), OUT: out.data_ptr(),
+        OUT_STRIDE: packed.inner * packed.dtype.itemsize,
     })  # fmt: skip
     return out
 

@@ -117,8 +117,8 @@ def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def unpack_rows(packed: Packed, rows: Tensor) -> Tensor:
-    """Return some rows of a matrix whose columns are in order, `[len(rows), inner]` of packed.dtype, each number rounded
-    once. rows: int64. Plain torch, on any device, and in captured steps.
+    """Return some rows of a matrix whose columns are in order, `[len(rows), inner]` of packed.dtype, each number
+    rounded once. rows: int64. Plain torch, on any device, and in captured steps.
     """
     assert packed.row_block == 1, "each row has scales of its own"
     taken = replace(
