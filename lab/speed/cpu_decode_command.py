@@ -1,0 +1,18 @@
+"""Run `python -m lab cpu-decode`: decode steps on this CPU by part, beside their floor and llama.cpp's."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def cpu_decode(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="a GGUF file or a folder")],
+    threads: Annotated[int, typer.Option(min=1, help="of ours and of llama.cpp's")] = 2,
+    batches: Annotated[str, typer.Option(help="rows of a step, with commas")] = "1,4,8",
+    llama_bench: Annotated[Path | None, typer.Option(help="llama.cpp's program, of `llama-cpp.sh cpu build`")] = None,
+) -> None:
+    """Time decode steps on the CPU by part, beside their floor and llama.cpp's in the same run."""
+    from lab.speed.cpu_decode import time_decode
+
+    time_decode(model, threads, [int(size) for size in batches.split(",")], llama_bench)
