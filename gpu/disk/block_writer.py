@@ -32,7 +32,8 @@ class BlockWriter:
     def __init__(self, copies: DiskCopies, tier: HostTier | None) -> None:
         self._copies = copies
         self._tier = tier
-        size = max(sum(shape.part_bytes) for shape in copies.store.shapes)
+        more = len(copies.layers) * (copies.layer_bytes - copies.part_bytes)  # of rows that are not in codes yet
+        size = max(sum(shape.part_bytes) for shape in copies.store.shapes) + more
         self._free: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(num_buffers(copies.store.config.memory_mib, size)):
             self._free.put(pinned_bytes(size, copies.pool.device))
@@ -90,10 +91,12 @@ class BlockWriter:
             done.synchronize()
             if lent is not None and block.evicted is not None:
                 num_layers = len(self._copies.layers)
+                layers = buffer[: num_layers * self._copies.layer_bytes].view(num_layers, -1)
                 with torch.inference_mode():
-                    self._restore(block.evicted, buffer[: sum(store.kv.part_bytes)].view(num_layers, -1), lent)
+                    self._restore(block.evicted, layers, lent)
             ends = list(accumulate(shape.part_bytes, initial=0))
-            raw = buffer.numpy().data
+            with torch.inference_mode():
+                raw = self._copies.encode(shape, buffer).numpy().data
             store.folder.put(shape.kind, block.name, [raw[begin:end] for begin, end in pairwise(ends)])
         finally:
             if lent is not None:
@@ -101,7 +104,7 @@ class BlockWriter:
             self._free.put(buffer)
 
     def _restore(self, evicted: EvictedPart, layers: Tensor, lent: LentRows) -> None:
-        """Write rows of host memory to their places in a block, uint8 `[layers, part_bytes]`."""
+        """Write rows of host memory to their places in a block, uint8 `[layers, layer_bytes]`."""
         assert self._tier is not None
         pool, num_tokens = self._copies.pool, evicted.end - evicted.begin
         num_pages = num_tokens // pool.page_tokens

@@ -1,4 +1,6 @@
-"""Copies between the device's pages and records: whole pages as they are, without a look at what they hold."""
+"""Copies between the device's pages and records: whole pages as they are, without a look at what they hold, or rows in
+codes of 8 bits that are read as the nearest steps of each row's largest element (`kv_rows`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +10,12 @@ import torch
 from torch import Tensor
 
 from gpu.kv.pool import KvPool
+from gpu.operations.kv.kv_rows import codes_of, make_codes, read_rows, scales_of
+from gpu.page_layout import SCALE_BYTES
 from gpu.upload import upload
 from transfer.copies import Streams
 from transfer.disk.context_store import ContextStore
+from transfer.disk.record_format import RecordShape
 
 
 def pinned_bytes(num_bytes: int, device: torch.device) -> Tensor:
@@ -41,7 +46,50 @@ class DiskCopies:
 
     @property
     def part_bytes(self) -> int:
+        """Return the bytes of a layer in a record."""
         return self.store.kv.part_bytes[0]
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the bytes of a page of one side on the device."""
+        return self.pool.key_pages[self.layers[0]][0].nbytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Return the bytes of a layer of a block as its pages are."""
+        return self.num_sides * self.block_pages * self.page_bytes
+
+    @property
+    def has_codes(self) -> bool:
+        """Tell whether records have codes of rows that pages have whole."""
+        return self.part_bytes != self.layer_bytes
+
+    def encode(self, shape: RecordShape, raw: Tensor) -> Tensor:
+        """Return a record, uint8 `[bytes]`, of its pages and what stands behind them; plain torch, on the host."""
+        if not self.has_codes:
+            return raw[: sum(shape.part_bytes)]
+        record, pages = raw.new_empty(sum(shape.part_bytes)), self.pool.key_pages[self.layers[0]]
+        for place in range(len(self.layers)):
+            own = raw[place * self.layer_bytes : (place + 1) * self.layer_bytes]
+            rows = own.view(pages.dtype).view(-1, *pages.shape[1:])
+            to = record[place * self.part_bytes : (place + 1) * self.part_bytes].view(torch.int8)
+            to = to.view(*rows.shape[:-1], rows.shape[-1] + SCALE_BYTES)
+            codes, scales = make_codes(rows, torch.int8)
+            codes_of(to).copy_(codes)
+            scales_of(to).copy_(scales)
+        behind = len(self.layers) * self.part_bytes
+        record[behind:] = raw[len(self.layers) * self.layer_bytes :][: len(record) - behind]
+        return record
+
+    def decode(self, pages: Tensor) -> Tensor:
+        """Return pages of the pool's shape and dtype, of those of one side in a record, uint8 `[pages, bytes]`."""
+        like = self.pool.key_pages[self.layers[0]]
+        if not self.has_codes:
+            return pages.view(like.dtype).view(-1, *like.shape[1:])
+        coded = pages.contiguous().view(torch.int8).view(-1, *like.shape[1:-1], like.shape[-1] + SCALE_BYTES)
+        rows = like.new_empty((coded[..., 0].numel(), like.shape[-1]))
+        read_rows(coded, torch.arange(len(rows), device=coded.device), rows)
+        return rows.view(-1, *like.shape[1:])
 
     @property
     def apart(self) -> tuple[int, ...]:
@@ -82,10 +130,8 @@ class DiskCopies:
         """Return pages as `gather` does, of which `[first, last)` are dense ones: of other layers they are zeros."""
         pool, num_pages = self.pool, len(page_ids)
         ids = upload(np.array(page_ids, np.int64), pool.device)
-        page_bytes = self.part_bytes // self.num_sides // self.block_pages
-        rows = torch.zeros(
-            (len(self.layers), self.num_sides, num_pages, page_bytes), dtype=torch.uint8, device=pool.device
-        )
+        shape = (len(self.layers), self.num_sides, num_pages, self.page_bytes)
+        rows = torch.zeros(shape, dtype=torch.uint8, device=pool.device)
         parts = [slice(0, first), slice(last, num_pages)]
         for place, layer in enumerate(self.layers):
             for part in parts if layer in pool.offloaded_layers else [slice(0, num_pages)]:

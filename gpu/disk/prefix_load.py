@@ -183,9 +183,7 @@ class PrefixLoad:
         if begin >= end:
             return
         own = slice(begin - first_page, end - first_page)
-        shape = pool.key_pages[layer].shape[1:]
-        dtype = pool.key_pages[layer].dtype
-        sides = [rows[:, side].flatten(0, 1)[own].view(dtype).view(-1, *shape) for side in range(copies.num_sides)]
+        sides = [copies.decode(rows[:, side].flatten(0, 1)[own]) for side in range(copies.num_sides)]
         place = self._place(layer)
         if place is None or self._staged is None:
             ids = self._page_ids[begin - self._first_page : end - self._first_page]

@@ -1,9 +1,12 @@
 """What records of a model's contexts hold. No torch.
 
 A block has a part for each layer that has pages: the block's pages of keys, then those of values, as they lie on the
-device. Where a model has layers without pages, a prefix has an **end** as well: the pages behind its last whole block,
-in parts of a block's size, and a part for each of the other layers: its window, or its state.
+device, or with rows in int8 where pages have them in the dtype that computes. Where a model has layers without pages, a
+prefix has an **end** as well: the pages behind its last whole block, in parts of a block's size, and a part for each of
+the other layers: its window, or its state.
 """
+
+from typing import Literal
 
 from gpu.model.architecture import Architecture
 from gpu.page_layout import KvFormat, row_bytes
@@ -34,6 +37,11 @@ def paged_layers(architecture: Architecture, window_layers: tuple[int, ...]) -> 
     """Return the layers that have all of a context in pages."""
     apart = {*window_layers, *architecture.recurrent_layers}
     return tuple(layer for layer in range(architecture.num_layers) if layer not in apart)
+
+
+def disk_format(rows: Literal["same", "int8"], kv: KvFormat) -> KvFormat:
+    """Return the format of rows on disk, of those in pages; rows: as the settings say."""
+    return kv if rows == "same" else rows
 
 
 def kv_record(

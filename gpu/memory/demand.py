@@ -8,7 +8,7 @@ from typing import Literal
 
 from gpu.batching.captured_steps import steps_to_capture
 from gpu.cpu_step.step_arrays import logits_array, num_step_rows, part_arrays
-from gpu.disk.record_shapes import end_record, kv_record, num_buffers, piece_bytes
+from gpu.disk.record_shapes import disk_format, end_record, kv_record, num_buffers, piece_bytes
 from gpu.fusion.fusion_arrays import chunk_token_bytes
 from gpu.host.footprint import STAGED_LAYERS, gathered_array
 from gpu.layers.layer_arrays import activation_bytes, rope_bytes
@@ -477,12 +477,14 @@ class Demand:
         block = kv_record(self.shape, self.window_layers, kv, self.disk.block_tokens)
         end = end_record(self.shape, self.window_bytes, block)
         record = max(sum(shape.part_bytes) for shape in (block, end) if shape is not None)
-        reading = self.disk.threads * piece_bytes(block, end)
+        stored = kv_record(self.shape, self.window_layers, disk_format(self.disk.rows, kv), self.disk.block_tokens)
+        reading = self.disk.threads * piece_bytes(stored, end_record(self.shape, self.window_bytes, stored))
         writing = num_buffers(self.disk.memory_mib, record) * record
+        decoded = 0 if stored == block else 5 * reading  # rows of four bytes a code at most, and their numbers
         return (
             MemoryItem("contexts to the disk", "host", writing, f"blocks of {self.disk.block_tokens} tokens, pinned"),
             MemoryItem("contexts from the disk", "host", reading, f"pieces that {self.disk.threads} threads read"),
-            self.item("blocks of contexts", reading + 4 * record, "as they come from the disk, and go there"),
+            self.item("blocks of contexts", reading + decoded + 4 * record, "as they come from the disk, and go there"),
         )
 
     def item(self, name: str, num_bytes: int, note: str) -> MemoryItem:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gpu.config import GpuConfig
-from gpu.disk.record_shapes import kv_record
+from gpu.disk.record_shapes import disk_format, kv_record
 from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS
 from gpu.memory.counting import (
     count_experts,
@@ -39,6 +39,7 @@ from gpu.memory.refusals import (
     check_configured,
     check_disk,
     check_disk_limit,
+    check_disk_rows,
     check_documents,
     check_fixed,
     check_latents,
@@ -248,7 +249,9 @@ def plan_memory(
     )
     if disk is not None:
         check_disk(architecture, demand.window_layers)
-        check_disk_limit(disk, kv_record(architecture, demand.window_layers, kv, disk.block_tokens).file_bytes)
+        check_disk_rows(architecture, disk, kv)
+        stored = disk_format(disk.rows, kv)
+        check_disk_limit(disk, kv_record(architecture, demand.window_layers, stored, disk.block_tokens).file_bytes)
     place = demand.place
     limits = resolve_limits(gpu, device, machine)
     demand = count_experts(demand, limits[place], gpu, max_context_tokens, max_hidden_tokens)

@@ -7,6 +7,7 @@ from gpu.memory.demand import SNAPSHOTS, Demand, MemoryItem, Place, PlanError
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS, in_gib, least_gib
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
+from gpu.page_layout import CODE_FORMATS
 from gpu.profiles import FULL_ATTENTION
 from gpu.weights.expert_shares import PINNED_SHARE, most_experts
 from transfer.disk.disk_config import DiskConfig
@@ -65,6 +66,19 @@ def check_disk(shape: Architecture, window_layers: Sequence[int]) -> None:
             f"disk: no layer of {shape.name} has all of a context in pages, and blocks on disk are of pages; leave out "
             "`disk`"
         )
+
+
+def check_disk_rows(shape: Architecture, disk: DiskConfig, kv: str) -> None:
+    """Check that rows may be codes on disk: of keys and values of heads, and no codes already. Raises PlanError."""
+    if disk.rows == "same":
+        return
+    why = None
+    if kv in CODE_FORMATS:
+        why = f"rows in pages are codes of 8 bits already (gpu.kv: {kv})"
+    elif shape.latent is not None:
+        why = f"a row of {shape.name} is a latent and what is rotated, which one scale would not suit"
+    if why is not None:
+        raise PlanError(f"disk.rows: asked {disk.rows}, and {why}; use same")
 
 
 def check_disk_limit(disk: DiskConfig, block_bytes: int) -> None:

@@ -14,7 +14,7 @@ from cpu.experts import HostExperts
 from cpu.host_attention import COMPILED
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
-from gpu.disk.record_shapes import end_record, kv_record
+from gpu.disk.record_shapes import disk_format, end_record, kv_record
 from gpu.layers.rope import rope_key
 from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
@@ -278,10 +278,11 @@ def open_contexts(config: DiskConfig, digest: str, architecture: Architecture, p
     """Open the contexts of this model on disk; digest: of its weights. Raises ModelError where the folder cannot be
     used.
     """
-    kv = kv_record(architecture, plan.window_layers, plan.kv, config.block_tokens)
+    stored = disk_format(config.rows, plan.kv)
+    kv = kv_record(architecture, plan.window_layers, stored, config.block_tokens)
     end = end_record(architecture, plan.window_bytes, kv)
     rope = rope_key(architecture, plan.max_context_tokens)
-    made = plan.device, plan.dtype, plan.kv, rope
+    made = plan.device, plan.dtype, plan.kv, rope, *(() if stored == plan.kv else (stored,))
     model = name_model(digest, *made, plan.page_tokens, config.block_tokens, plan.window_pages, plan.window_bytes)
     try:
         store = ContextStore(config, model, kv, end)

@@ -6,7 +6,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from gpu.disk.record_shapes import kv_record
+from gpu.disk.record_shapes import disk_format, kv_record
 from gpu.memory.host_demand import HostDemand
 from gpu.page_layout import row_bytes
 from scheduler.planning.engine_memory import find_host_demand
@@ -111,7 +111,7 @@ def describe_disk(plan: ResolvedPlan) -> dict[str, Any] | None:
     disk, memory = plan.deployment.disk, plan.memory
     if disk is None:
         return None
-    record = kv_record(plan.architecture, memory.window_layers, memory.kv, disk.block_tokens)
+    record = kv_record(plan.architecture, memory.window_layers, disk_format(disk.rows, memory.kv), disk.block_tokens)
     return {
         "folder": str(disk.resolved_folder),
         "limit_bytes": int(disk.limit_gib * GIB),

@@ -16,6 +16,7 @@ from msgspec import structs
 from gpu.config import GpuConfig, ModelConfig
 from gpu.memory.demand import PlanError
 from gpu.model.architecture import ModelError, load_architecture
+from gpu.operations.kv.kv_rows import make_codes, read_codes
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
@@ -28,19 +29,19 @@ from transfer.disk.context_store import ContextStore
 from transfer.disk.disk_config import DiskConfig
 from transfer.machine import probe_machine
 
-BLOCK = 64
+BLOCK, PAGE = 64, 16
 FEW_PAGES_GIB = 0.0045  # 1,152 tokens, where the longest context has 1,024 and several run
 
 
 def make_engine(
     folder: Path | None, pages_gib: float = 0.05, name: str = "tiny", prefix_cache: bool = True, device: str = "cpu",
-    kv: str = "auto", **disk: Any,
+    kv: str = "auto", dtype: str = "float32", **disk: Any,
 ) -> Engine:  # fmt: skip
     model = ModelConfig(random_weights=name)
     settings = {"folder": folder, "block_tokens": BLOCK, "choose": "always"} | disk
     config = EngineConfig(
         model=model,
-        gpu=GpuConfig(device=device, dtype="float32", kv_cache_gib=pages_gib, threads=1, kv=kv),
+        gpu=GpuConfig(device=device, dtype=dtype, kv_cache_gib=pages_gib, threads=1, kv=kv),
         disk=None if folder is None else DiskConfig(**settings),
         scheduler=SchedulerConfig(
             max_running=4, max_context_tokens=1024, prefix_cache=prefix_cache,
@@ -78,6 +79,42 @@ def test_rows_of_latents_and_of_codes_come_back_as_they_were(name: str, kv: str,
         assert found == wanted
         engine.shutdown()
     assert texts[0] == texts[1]
+
+
+def pages_of(engine: Engine, prompt: list[int], num_blocks: int) -> list[torch.Tensor]:
+    """The rows of a prompt's first KV blocks, keys and values of each layer."""
+    (sequence,) = engine.scheduler.intake.prepare([ask("p", prompt, 1)], lambda: None)
+    ids = engine.scheduler.residence.pages.find_pages(sequence.hashes[:num_blocks])
+    pool = engine._runner.pool
+    return [side[layer][ids].clone() for layer in range(4) for side in (pool.key_pages, pool.value_pages)]
+
+
+def test_rows_in_codes_come_back_as_what_the_codes_say_in_half_the_bytes(tmp_path: Path) -> None:
+    prompt, kept, sizes = draw(500, 1), {}, {}
+    for rows in ("same", "int8"):
+        engine = make_engine(tmp_path / rows, rows=rows, dtype="bfloat16")
+        serve(engine, [ask("a", prompt, 4)])
+        kept[rows] = pages_of(engine, prompt, 448 // PAGE)
+        engine.shutdown()
+        sizes[rows] = records(tmp_path / rows)[0].stat().st_size
+        engine = make_engine(tmp_path / rows, rows=rows, dtype="bfloat16")
+        assert serve(engine, [ask("a", prompt, 4)])[0][1] == 448
+        back = pages_of(engine, prompt, 448 // PAGE)
+        for now, before in zip(back, kept[rows], strict=True):
+            assert before.abs().max() > 0
+            wanted = before if rows == "same" else read_codes(*make_codes(before, torch.int8), before.dtype)
+            assert torch.equal(now, wanted)
+            assert torch.equal(now, before) == (rows == "same")
+        engine.shutdown()
+    dim = kept["same"][0].shape[-1]
+    assert sizes["int8"] - 4096 == (sizes["same"] - 4096) * (dim + 4) // (2 * dim)
+
+
+def test_rows_that_codes_do_not_suit_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"disk\.rows: asked int8, and rows in pages are codes .* use same"):
+        make_engine(tmp_path, rows="int8", kv="int8")
+    with pytest.raises(PlanError, match=r"disk\.rows: asked int8, and a row of .* is a latent .* use same"):
+        make_engine(tmp_path, rows="int8", name="tiny-glm4-moe-lite")
 
 
 def records(folder: Path) -> list[Path]:

@@ -26,6 +26,11 @@ class DiskConfig(Settings):
     block_tokens: int = Field(
         256, description="of a block, a file of its own; a multiple of 64. What is behind the last one is computed"
     )
+    rows: Literal["same", "int8"] = Field(
+        "same",
+        description="of keys and values there: `same` as in pages, or `int8`, codes with a scale a row: half of bf16's "
+        "bytes, and answers that are near the exact ones. Windows and states stay as they are",
+    )
     choose: Literal["time", "always"] = Field(
         "time",
         description="read, and write, a block where that is faster than to compute it, by the disk's measured rate and "

@@ -1,0 +1,16 @@
+"""Contexts on disk of an engine that is killed: no wrong text, and no growth (`disk_soak`, which runs for longer)."""
+
+import os
+from pathlib import Path
+from random import Random
+
+from tests.scheduler.disk_soak import Soak
+
+SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "6"))
+
+
+def test_a_killed_engine_goes_on_with_the_texts_of_a_cold_one_within_its_limit(tmp_path: Path) -> None:
+    soak = Soak(tmp_path, "tiny", Random(1))
+    soak.run(SECONDS)
+    assert soak.counts["lives"] >= 1
+    assert soak.counts["texts"] >= 1
