@@ -130,7 +130,10 @@ async def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(asking):
         await asking.generate("reference", "word " * 20_000, raw=True)
 
 
-async def test_nothing_asked_is_a_model_that_is_loaded(asking):
+async def test_nothing_asked_is_a_model_that_is_loaded(shared_live, asking):
+    for path in ("/api/chat", "/api/generate"):
+        answer = await shared_live.http.post(path, json={}, headers={"x-request-timeout": "soon"})
+        assert answer.status_code == 400
     assert (await asking.generate("reference")).done_reason == "load"
     assert (await asking.chat("reference", [])).done_reason == "load"
 

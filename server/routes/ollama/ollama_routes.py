@@ -15,6 +15,7 @@ from server.generation.prompt_tokens import (
     context_of,
     form_grammar_of,
 )
+from server.generation.time_limit import choose_limit
 from server.routes.generate import CLIENT_GONE, respond, start_generation
 from server.routes.ollama.ollama_answers import (
     OllamaChat,
@@ -63,7 +64,10 @@ async def generate(call: Call[OllamaGenerateBody]) -> Response | Tree:
 
 
 def _tell_loaded(call: Call[Any], said: Tree) -> Tree:
-    """Answer a request for nothing, by which clients load a model. Raises ApiError 503 unless it is loaded."""
+    """Answer a request for nothing, by which clients load a model. Raises ApiError 503 unless it is loaded, and 400
+    for a time limit that is none.
+    """
+    choose_limit(call.request.headers, None, None)
     call.service.supervisor.ready()
     return {"model": _name(call), "created_at": now(), **said, "done": True, "done_reason": "load"}
 
