@@ -101,8 +101,9 @@ class PlainDecode:
             normed = self._norm(hidden, layer.attention_norm)
             attended = (self._attend if layer.recurrent is None else self._recur)(index, layer, normed)
             attended = F.linear(attended, layer.output, layer.output_bias)
-            hidden = hidden + self._norm(attended, layer.attention_post_norm)
-            hidden = hidden + self._norm(self._mlp(hidden, layer, spec), layer.mlp_post_norm)
+            post_eps = self.architecture.post_norm_eps
+            hidden = hidden + self._norm(attended, layer.attention_post_norm, post_eps)
+            hidden = hidden + self._norm(self._mlp(hidden, layer, spec), layer.mlp_post_norm, post_eps)
             if layer.inputs is not None and inputs is not None:
                 gate = F.gelu(F.linear(hidden, layer.inputs.gate), approximate="tanh") * inputs[:, index]
                 hidden = hidden + self._norm(F.linear(gate, layer.inputs.projection), layer.inputs.norm)
@@ -141,12 +142,13 @@ class PlainDecode:
         rows = F.embedding(self.tokens, own.table).unflatten(1, (-1, width)) * width**0.5
         return (self._norm(made, own.norm) + rows) * 2**-0.5
 
-    def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
+    def _norm(self, rows: Tensor, weight: Tensor | None, eps: float | None = None) -> Tensor:
         if weight is None:
             return rows
+        eps = self.architecture.rms_norm_eps if eps is None else eps
         if weight.dtype != rows.dtype:
-            return F.rms_norm(rows.float(), weight.shape, weight, self.architecture.rms_norm_eps).to(rows.dtype)
-        return F.rms_norm(rows, weight.shape, weight, self.architecture.rms_norm_eps)
+            return F.rms_norm(rows.float(), weight.shape, weight, eps).to(rows.dtype)
+        return F.rms_norm(rows, weight.shape, weight, eps)
 
     def _attend(self, index: int, layer: LayerWeights, normed: Tensor) -> Tensor:
         a, batch, spec = self.architecture, len(normed), self._specs[index]
@@ -166,8 +168,10 @@ class PlainDecode:
             query_norm = key_norm = None
         heads = made.view(batch, -1, own.dim)
         if spec.output_gate:
-            gates = heads[:, 1 : 2 * a.num_heads : 2].reshape(batch, -1).sigmoid()
-            heads = torch.cat([heads[:, : 2 * a.num_heads : 2], heads[:, 2 * a.num_heads :]], 1)
+            both = heads[:, : 2 * a.num_heads]
+            asked, gates = both.chunk(2, 1) if spec.has_gate_apart else (both[:, ::2], both[:, 1::2])
+            gates = gates.reshape(batch, -1).sigmoid()
+            heads = torch.cat([asked, heads[:, 2 * a.num_heads :]], 1)
         query = self._norm(heads[:, : a.num_heads], query_norm)
         if spec.kv_of is None:
             rows = heads[:, a.num_heads :]

@@ -15,6 +15,7 @@ from torch.nn import functional
 from evals.methods.method import PromptLayer, Step, StepResult
 from evals.plain_attention import attend_causal, attend_window, rotate
 from evals.plain_layers import gate_linear, latent_tables, latent_width, mix_experts, project_latent, recur, rms_norm
+from gpu.layers.decoder import parted_gates
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture, read_architecture
 from gpu.model.spec import Recurrent
@@ -161,7 +162,8 @@ class ReferenceDecoder:
             return torch.ones(1, 1, 1, 1, dtype=hidden.dtype, device=hidden.device)
         normed = rms_norm(hidden, weights.attention_norm, shape.rms_norm_eps)
         both = functional.linear(normed, weights.qkv[: 2 * shape.num_heads * shape.dim])
-        return both.unflatten(-1, (shape.num_heads, 2, -1))[..., 1, :].transpose(1, 2).sigmoid()
+        gates = parted_gates(both, shape.num_heads, shape.layers[layer].has_gate_apart)[1]
+        return gates.unflatten(-1, (shape.num_heads, -1)).transpose(1, 2).sigmoid()
 
     def _project(
         self, hidden: torch.Tensor, layer: int, kept: "_Kept"
@@ -176,8 +178,7 @@ class ReferenceDecoder:
         mixed = functional.linear(normed, weights.qkv, weights.qkv_bias)
         if spec.output_gate:
             queries, others = mixed.split([2 * shape.num_heads * shape.dim, 2 * heads.count * heads.dim], -1)
-            queries = queries.unflatten(-1, (shape.num_heads, 2, -1))[..., 0, :].flatten(-2)
-            mixed = torch.cat([queries, others], -1)
+            mixed = torch.cat([parted_gates(queries, shape.num_heads, spec.has_gate_apart)[0], others], -1)
         if spec.wide_qk_norm:
             query, key = shape.num_heads * heads.dim, heads.count * heads.dim
             rows = mixed.split([query, key, key], dim=-1)
@@ -218,10 +219,11 @@ class ReferenceDecoder:
         of `_inputs`.
         """
         weights, eps, latent = self.weights.layers[layer], self.architecture.rms_norm_eps, self.architecture.latent
+        post_eps = eps if self.architecture.post_norm_eps is None else self.architecture.post_norm_eps
         out = out if latent is None else out[..., : latent.value]
         output = functional.linear(out.flatten(2), weights.output, weights.output_bias)
         if weights.attention_post_norm is not None:
-            output = rms_norm(output, weights.attention_post_norm, eps)
+            output = rms_norm(output, weights.attention_post_norm, post_eps)
         hidden = hidden + output
         normed = hidden if weights.mlp_norm is None else rms_norm(hidden, weights.mlp_norm, eps)
         spec = self.architecture.layers[layer]
@@ -242,7 +244,7 @@ class ReferenceDecoder:
             mixed = mix_experts(normed.flatten(0, 1), to_route.flatten(0, 1), weights.experts, spec).view_as(hidden)
             product = rms_norm(product, beside.mlp_post_norm, eps) + rms_norm(mixed, beside.post_norm, eps)
         if weights.mlp_post_norm is not None:
-            product = rms_norm(product, weights.mlp_post_norm, eps)
+            product = rms_norm(product, weights.mlp_post_norm, post_eps)
         hidden = hidden + product
         if weights.inputs is not None and inputs is not None:
             gate = functional.gelu(functional.linear(hidden, weights.inputs.gate), approximate="tanh")

@@ -59,6 +59,17 @@ class Carried:
         return None if self.inputs is None else self.inputs[:, layer - self.first_layer]
 
 
+def parted_gates(rows: Tensor, num_heads: int, is_apart: bool) -> tuple[Tensor, Tensor]:
+    """Return queries and gates, both `[.., heads * dim]`, of rows `[.., 2 * heads * dim]` that have a gate behind each
+    query head, or, apart, behind all of them.
+    """
+    if is_apart:
+        query, gates = rows.chunk(2, -1)
+        return query, gates.clone()
+    gated = rows.unflatten(-1, (num_heads, 2, -1))
+    return gated[..., 0, :].flatten(-2), gated[..., 1, :].flatten(-2)
+
+
 class Decoder:
     """Weights, RoPE tables and the KV pool that the layers write to."""
 
@@ -154,9 +165,10 @@ class Decoder:
         qkv = self.projections.qkv(index, hidden, kept, self._adapters_of(slots, carried))
         if self.specs[index].output_gate:
             assert carried is not None, "what a layer's output is multiplied by is carried behind attention"
-            gated = qkv[:, : 2 * columns].unflatten(1, (self.architecture.num_heads, 2, -1))
-            carried.output_gate = gated[:, :, 1].flatten(1)
-            qkv = torch.cat([gated[:, :, 0].flatten(1), qkv[:, 2 * columns :]], 1)
+            made, carried.output_gate = parted_gates(
+                qkv[:, : 2 * columns], self.architecture.num_heads, self.specs[index].has_gate_apart
+            )
+            qkv = torch.cat([made, qkv[:, 2 * columns :]], 1)
         if index in self._kept_layers:
             assert carried is not None, "what later layers have, too, is carried to them"
             carried.kept[index] = qkv[:, columns:].clone()

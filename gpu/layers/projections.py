@@ -38,6 +38,8 @@ class Projections:
         self.weights = weights
         self._added = {} if adapters is None else adapters.products
         self.eps = architecture.rms_norm_eps
+        post = architecture.post_norm_eps
+        self._post_eps = self.eps if post is None else post  # of norms behind attention and MLP
         self._specs = architecture.layers
         self._num_query_columns = [architecture.num_heads * architecture.heads_of(spec).dim for spec in self._specs]
         latent = architecture.latent
@@ -157,7 +159,7 @@ class Projections:
         own = rms_norm(down.linear(product), beside.mlp_post_norm, self.eps)
         mixed = experts(hidden, beside.norm, self.eps, slots, exchange)
         return rms_norm_add(
-            rms_norm_add(mixed, beside.post_norm, self.eps, own), weights.mlp_post_norm, self.eps, hidden
+            rms_norm_add(mixed, beside.post_norm, self.eps, own), weights.mlp_post_norm, self._post_eps, hidden
         )
 
     def _shared(self, layer: int, hidden: Tensor, share: Tensor) -> Tensor:
@@ -236,7 +238,7 @@ class Projections:
         added = self._added.get((layer, name))
         if added is not None and adapters is not None:
             added.add(product, x, adapters)
-        return product if post_norm is None else rms_norm_add(product, post_norm, self.eps, hidden)
+        return product if post_norm is None else rms_norm_add(product, post_norm, self._post_eps, hidden)
 
 
 def _format_of(stored: Stored) -> tuple[object, ...]:

@@ -70,7 +70,10 @@ def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[st
     if matrix == "qkv":
         heads = a.heads_of(spec)
         own = [(what, heads.count * heads.dim) for what in ("key", "value")[: spec.num_kv_projections]]
-        return [("query", (1 + spec.output_gate) * a.num_heads * heads.dim), *own]
+        query = a.num_heads * heads.dim
+        if spec.has_gate_apart:
+            return [("query", query), ("output_gate", query), *own]
+        return [("query", (1 + spec.output_gate) * query), *own]
     if matrix in OF_EXPERTS:
         assert spec.experts is not None, "a matrix of experts is of a layer that has some"
         parts = [("gate", spec.experts.intermediate), ("up", spec.experts.intermediate)]

@@ -189,7 +189,8 @@ class LayerSpec:
     model's. intermediate: its own; None: the model's. value_norm: RMSNorm of each value head, without weights.
     keys_are_values: values are the keys' projection, before norms and rotation. kv_of: the layer whose keys and values
     are this one's, too. is_scaled: its output has a factor. output_gate: attention's output is multiplied by the
-    sigmoid of a gate, which the projection has behind each query head. recurrent: in place of attention; None: it
+    sigmoid of a gate, which the projection has behind each query head, or, where it has_gate_apart, behind all of them.
+    plain_qk_norm: the norms of heads have no weights of their own. recurrent: in place of attention; None: it
     attends.
 
     New arithmetic is a new field here or in `Architecture`; `docs/MODELS.md` says where it is applied.
@@ -214,6 +215,8 @@ class LayerSpec:
     kv_of: int | None = None
     is_scaled: bool = False
     output_gate: bool = False
+    has_gate_apart: bool = False
+    plain_qk_norm: bool = False
     recurrent: Recurrent | None = None
 
     @property
@@ -234,7 +237,9 @@ class Architecture:
     leading elements that are rotated; None: all. has_neighbour_pairs: elements that are rotated together are neighbours
     in the checkpoint, not halves. norm_weight_offset: added to the checkpoint's norm weights. query_gain: factor of the
     query norms' weights, for a model that scales its logits by other than dim**-0.5. embedding_scale: factor of the
-    input embedding, in the model's dtype. logit_gain: of logits. logit_cap: logits are `cap * tanh(logits / cap)`;
+    input embedding, in the model's dtype. final_norm_offset: of the last
+    norm; None: as others. post_norm_eps: of norms behind attention and MLP; None: as others. has_normed_embedding:
+    embeddings are normed, without weights. logit_gain: of logits. logit_cap: logits are `cap * tanh(logits / cap)`;
     None: as they are. layer_inputs: of each layer; None: it has hidden states alone. query_growth: of queries with
     their positions; None: there is none. latent: all layers have latent attention; num_kv_heads is 1 then, and dim a
     row's numbers. experts_apart: the checkpoint has tensors of each expert, also in a family that may have one of all.
@@ -262,6 +267,9 @@ class Architecture:
     norm_weight_offset: float = 0.0
     query_gain: float = 1.0
     embedding_scale: float = 1.0
+    final_norm_offset: float | None = None
+    post_norm_eps: float | None = None
+    has_normed_embedding: bool = False
     logit_cap: float | None = None
     logit_gain: float = 1.0
     layer_inputs: LayerInputs | None = None

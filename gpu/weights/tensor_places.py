@@ -32,13 +32,14 @@ from gpu.weights.weights import LayerWeights, Weights, allocate_weights
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a checkpoint's tensor goes: order, of its rows on the device (int64), or None: as they are; offset is
-    added, in float32, and then all multiplied by `gain`.
+    added, in float32, and then all multiplied by `gain`. norm_eps: each row is normed, None: it is not.
     """
 
     tensor: Tensor
     order: Tensor | None = None
     offset: float = 0.0
     gain: float = 1.0
+    norm_eps: float | None = None
 
     def fill(self, stored: Tensor | Blocks) -> None:
         if isinstance(stored, Blocks):
@@ -51,6 +52,9 @@ class Place:
         rows, end = stored.to(self.tensor.device, non_blocking=True), begin + len(stored)
         if self.offset or self.gain != 1:
             rows = (rows.float() + self.offset) * self.gain
+        if self.norm_eps is not None:
+            wide = rows.float()
+            rows = wide * (wide.square().mean(-1, keepdim=True) + self.norm_eps).rsqrt()
         if self.order is None:
             self.tensor[begin:end].copy_(rows)
         else:
@@ -58,12 +62,12 @@ class Place:
             self.tensor.index_copy_(0, ours, rows.to(self.tensor.dtype))
 
     def _widen(self, blocks: Blocks) -> None:
-        assert (self.offset, self.gain) == (0.0, 1.0), "of norms, which are not in blocks"
+        assert (self.offset, self.gain, self.norm_eps) == (0.0, 1.0, None), "of norms, which are not in blocks"
         widen_blocks(blocks if self.order is None else blocks.rows(self.order), self.tensor)
 
     @property
     def wanted(self) -> StoredTensor:
-        is_same = self.order is None and not self.offset and self.gain == 1
+        is_same = self.order is None and not self.offset and self.gain == 1 and self.norm_eps is None
         kinds = PLAIN if self.tensor.ndim == 1 else (*PLAIN, *BLOCK_KINDS)
         return StoredTensor(
             (tuple(self.tensor.shape),), kinds, self.fill, fill_rows=self.fill_rows,
@@ -151,11 +155,13 @@ def head_order(architecture: Architecture) -> Tensor | None:
 def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTensor]:
     """Return by canonical name which tensors are wanted, and what puts each into its place in `weights`."""
     offset = architecture.norm_weight_offset
+    norm_eps = architecture.rms_norm_eps if architecture.has_normed_embedding else None
+    last = offset if architecture.final_norm_offset is None else architecture.final_norm_offset
     found = {
-        "model.norm.weight": Place(weights.final_norm, offset=offset).wanted,
+        "model.norm.weight": Place(weights.final_norm, offset=last).wanted,
     }
     if isinstance(weights.embedding, Tensor):
-        found["model.embed_tokens.weight"] = Place(weights.embedding).wanted
+        found["model.embed_tokens.weight"] = Place(weights.embedding, norm_eps=norm_eps).wanted
     if weights.inputs is not None:
         found |= {
             "model.embed_tokens_per_layer.weight": Place(weights.inputs.table).wanted,
@@ -334,6 +340,8 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         if isinstance(rows, Tensor) and a.latent is None:
             places["qkv" + suffix] = Place(rows, heads)
             places["query" + suffix] = Place(rows[:query], None if heads is None else heads[:query])
+            if spec.has_gate_apart:
+                places["query"], places["output_gate"] = map(Place, rows[:query].chunk(2))
             keys = None if heads is None else heads[query : query + key] - query
             places["key" + suffix] = Place(rows[query : query + key], keys)
             places["value" + suffix] = Place(rows[query + key :])
@@ -345,7 +353,9 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         for what, rows in matrix_parts(a, spec, name) if name != "qkv" else ():
             places[what + "_bias"] = Place(bias[begin : begin + rows])
             begin += rows
-    if layer.query_norm is not None and layer.key_norm is not None:  # of a layer with its own keys, if it asks for it
+    if (
+        layer.query_norm is not None and layer.key_norm is not None and not spec.plain_qk_norm
+    ):  # of a layer with its own keys, if it asks for it
         places["query_norm"] = Place(layer.query_norm, order, offset, a.query_gain)
         places["key_norm"] = Place(layer.key_norm, order, offset)
     if layer.attention_post_norm is not None and layer.mlp_post_norm is not None:

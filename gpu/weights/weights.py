@@ -363,7 +363,11 @@ def allocate_weights(
     embedding = matrix(a.vocab_size, a.hidden, output_format(a) if a.tied_embeddings else None)
     layers: list[LayerWeights] = []
     for index, spec in enumerate(a.layers):
-        layers.append(layer(index, spec))
+        made = layer(index, spec)
+        if spec.plain_qk_norm and made.query_norm is not None and made.key_norm is not None:
+            made.query_norm.fill_(a.query_gain)
+            made.key_norm.fill_(1.0)
+        layers.append(made)
     logits = embedding if a.tied_embeddings else matrix(a.vocab_size, a.hidden, output_format(a))
     inputs, own = None, a.layer_inputs
     if own is not None:

@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
+    MuseGlimmerTextConfig,
+)
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
@@ -26,7 +35,30 @@ from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillU
 from gpu.weights.expert_shares import MOST_COMPUTED_ROWS
 from transfer.expert_exchange import OpenExperts
 
-AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # which it lacks
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+          "pos_emb_height": 4, "pos_emb_width": 4, "merge_size": 2}  # fmt: skip
+
+
+class WholeGlimmer:
+    """A Muse Glimmer of a text's configuration: transformers has no causal model of its text alone."""
+
+    @classmethod
+    def _from_config(cls, config: MuseGlimmerTextConfig, **more: Any) -> MuseGlimmerForConditionalGeneration:
+        whole = MuseGlimmerConfig(
+            text_config=config, vision_config=VISION, out_hidden_size=128, projector_hidden_size=16
+        )
+        return MuseGlimmerForConditionalGeneration._from_config(whole, **more)
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, config: MuseGlimmerTextConfig, **more: Any) -> Any:
+        model = cls._from_config(config, dtype=torch.float32)
+        model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+        return model
+
+
+# Which it lacks.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+AutoModelForCausalLM.register(MuseGlimmerTextConfig, WholeGlimmer, exist_ok=True)
 PAGE_TOKENS = 16
 CHUNK_TOKENS = 128
 SIZES = {
@@ -171,6 +203,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
                                            "original_max_position_embeddings": 64, "max_position_embeddings": 4096,
                                            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
                                            "llama_4_scaling_beta": 0.4, "partial_rotary_factor": 0.4}},
+    "muse_glimmer": {"model_type": "muse_glimmer_text", "num_hidden_layers": 5, "head_dim": 32, "sliding_window": 32,
+                     "hidden_activation": "silu", "attention_bias": False, "final_logit_softcapping": 20.0,
+                     "qk_scale_factor": 3.87, "output_multiplier": 0.5, "post_norm_eps": 0.01,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0}, "pad_token_id": None,
+                     "layer_rope_theta": [0, 50_000.0, 50_000.0, 0, 50_000.0],
+                     "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"]},
     "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
                         "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma4 with inputs": GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3,
@@ -203,7 +241,7 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
     (folder / "config.json").write_text(json.dumps(written))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(11)
-    is_offset = written["model_type"].startswith(("gemma3", "qwen3_next", "qwen3_5"))
+    is_offset = written["model_type"].startswith(("gemma3", "qwen3_next", "qwen3_5", "muse"))
     is_unscaled = written["model_type"].startswith("gemma4")
     for key, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)

@@ -1,0 +1,104 @@
+"""Muse Glimmer, its text: windows in three layers of four, no rotation in the others, gates behind attention.
+
+Embeddings are normed (as they are loaded) and so are queries and keys, all without weights. Norms behind attention and
+MLP have an epsilon of their own. Of a checkpoint that sees pictures the decoder alone is read.
+"""
+
+import logging
+from typing import Any
+
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.config_rope import parse_rope
+from gpu.model.families.muse_glimmer.shapes import SHAPES
+from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
+from gpu.model.gguf.header import shown
+from gpu.model.spec import NO_ROTATION, Architecture, LayerSpec, ModelError
+
+log = logging.getLogger(__name__)
+
+_PATTERN = 4  # one layer of so many sees everything and rotates nothing, counted from the last one
+
+
+def parse(keys: ConfigKeys, name: str) -> Architecture:
+    keys.only("hidden_activation", "silu")
+    keys.only("attention_bias", False)
+    if keys.flag("tie_word_embeddings"):
+        raise ModelError(
+            f"model: {keys.source}: tie_word_embeddings is True; served: False, since embeddings are normed"
+        )
+    num_layers = keys.positive("num_hidden_layers", int)
+    is_whole = [(num_layers - 1 - layer) % _PATTERN == 0 for layer in range(num_layers)]
+    rope, max_positions = parse_rope(keys)
+    windows = find_windows(keys, keys.optional("sliding_window", int), [not one for one in is_whole], max_positions)
+    specs = [
+        LayerSpec(qk_norm=True, plain_qk_norm=True, post_norms=True, output_gate=True, has_gate_apart=True,
+                  window_tokens=window, rope=None if turns else NO_ROTATION)
+        for window, turns in zip(windows, _rotates(keys, [not one for one in is_whole], rope.theta), strict=True)
+    ]  # fmt: skip
+    cap = keys.positive("final_logit_softcapping", float)
+    return parse_sizes(
+        keys, name, specs, rope=rope, max_context_tokens=max_positions, norm_weight_offset=1.0, final_norm_offset=0.0,
+        query_gain=float(keys.positive("qk_scale_factor", float)), logit_cap=float(cap),
+        logit_gain=float(keys.positive("output_multiplier", float)), has_normed_embedding=True,
+        post_norm_eps=float(keys.positive("post_norm_eps", float)),
+    )  # fmt: skip
+
+
+def _rotates(keys: ConfigKeys, absent: list[bool], theta: float) -> list[bool]:
+    """Return which layers rotate: those whose base is not 0, which is the model's."""
+    given = keys.get("layer_rope_theta")
+    if given is None:
+        return absent
+    if not isinstance(given, list) or len(given) != len(absent) or any(one not in (0, theta) for one in given):
+        raise ModelError(
+            f"model: {keys.source}: layer_rope_theta is {shown(given)}; wanted {theta:g} or 0 for each of "
+            f"{len(absent)} layers"
+        )
+    return [one != 0 for one in given]
+
+
+def unwrap(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the decoder's part of a model that sees pictures, and say so."""
+    text = config.get("text_config")
+    if config.get("model_type") != "muse_glimmer" or not isinstance(text, dict):
+        return config
+    log.info("model event=text_alone reason='vision_config: pictures and video are not served'")
+    beside = {key: config[key] for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings") if key in config}
+    return beside | text
+
+
+def tensors(shape: Architecture) -> dict[str, str]:
+    return LAYER_TENSORS | {
+        "self_attn.gate_proj.weight": "output_gate",
+        "post_attention_layernorm.weight": "attention_post_norm",
+        "pre_feedforward_layernorm.weight": "mlp_norm",
+        "post_feedforward_layernorm.weight": "mlp_post_norm",
+    }
+
+
+FAMILY = Family(
+    model_types=("muse_glimmer_text", "muse_glimmer"),
+    parse=parse,
+    tensors=tensors,
+    defaults={
+        "final_logit_softcapping": 20.0,
+        "head_dim": 128,
+        "hidden_size": 6656,
+        "intermediate_size": 19_968,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 52,
+        "num_key_value_heads": 2,
+        "output_multiplier": 0.19611613513818404,
+        "post_norm_eps": 1e-8,
+        "qk_scale_factor": 3.87,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "sliding_window": 2048,
+        "vocab_size": 202_048,
+    },
+    unwrap=unwrap,
+    prefixes=(("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", "")),
+    skipped=("model.vision_", "vision_"),
+    shapes=SHAPES,
+)
