@@ -202,6 +202,10 @@ class PlainDecode:
         assert own is not None
         assert more is not None
         mixed, gates = F.linear(normed, layer.qkv), F.linear(normed, more.gates).float()
+        if own.is_short:
+            front, gate, back = mixed.chunk(3, 1)
+            inputs.copy_(torch.cat([inputs[:, 1:], (front * back)[:, None]], 1))
+            return ((inputs.float() * more.conv[:, 0].float().T).sum(1) * gate).to(mixed.dtype)
         inputs.copy_(torch.cat([inputs[:, 1:], mixed[:, None, : own.conv_width]], 1))
         made = F.silu((inputs.float() * more.conv[:, 0].float().T).sum(1))
         query, key, value = made.split([own.key_width, own.key_width, own.value_width], 1)

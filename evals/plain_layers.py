@@ -120,6 +120,8 @@ def recur(
     assert more is not None, "the layer is recurrent"
     normed = rms_norm(hidden, weights.attention_norm, eps)
     mixed, gates = functional.linear(normed, weights.qkv), functional.linear(normed, more.gates).float()
+    if own.is_short:
+        return _recur_shortly(mixed, more.conv, state, lengths)
     inputs, z = mixed.split([own.conv_width, own.value_width], -1)
     if state is None:
         zeros = torch.zeros(len(hidden), own.value_heads, own.key_dim, own.value_dim, device=hidden.device)
@@ -149,6 +151,24 @@ def recur(
     out = torch.stack(outs, 1)
     out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * more.norm.float()
     out = out.flatten(2) * functional.silu(z.float())
-    ends = torch.full((len(hidden),), hidden.shape[1], device=hidden.device) if lengths is None else lengths
-    last = ends[:, None] + torch.arange(count - 1, device=hidden.device)
-    return out.to(hidden.dtype), (held, rows.gather(1, last[:, :, None].expand(-1, -1, rows.shape[2])))
+    return out.to(hidden.dtype), (held, _last_inputs(rows, count, lengths))
+
+
+def _last_inputs(rows: torch.Tensor, taps: int, lengths: torch.Tensor | None) -> torch.Tensor:
+    """Return the inputs before each request's next token, `[requests, taps - 1, width]`."""
+    ends = torch.full((len(rows),), rows.shape[1] - taps + 1, device=rows.device) if lengths is None else lengths
+    last = ends[:, None] + torch.arange(taps - 1, device=rows.device)
+    return rows.gather(1, last[:, :, None].expand(-1, -1, rows.shape[2]))
+
+
+def _recur_shortly(
+    mixed: torch.Tensor, conv: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor] | None,
+    lengths: torch.Tensor | None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Return a gated short convolution's output, and an empty state with its last inputs, as `recur`."""
+    front, gate, back = mixed.chunk(3, -1)
+    taps, inputs = conv.shape[2], front * back
+    held, before = (inputs[:0], inputs.new_zeros(len(mixed), taps - 1, inputs.shape[2])) if state is None else state
+    rows = torch.cat([before, inputs], 1)
+    made = functional.conv1d(rows.transpose(1, 2).float(), conv.float(), groups=rows.shape[2]).transpose(1, 2)
+    return (made * gate).to(mixed.dtype), (held, _last_inputs(rows, taps, lengths))

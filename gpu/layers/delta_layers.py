@@ -64,7 +64,8 @@ class DeltaLayers:
         self._projections = projections
         self._planned: tuple[tuple[Span, ...], PlannedSpans] | None = None  # of the last unit, for the next layer
         on_triton = runs_on_triton(states.of_slot)
-        self._stacked = stack([self._weights(layer) for layer in states.layers]) if on_triton else None
+        has_kernels = on_triton and not self.own.is_short
+        self._stacked = stack([self._weights(layer) for layer in states.layers]) if has_kernels else None
 
     def step(self, layer: int, hidden: Tensor, rows: StepRows) -> Tensor:
         """Return what a layer's output projection is of, `[rows, value_heads * value_dim]`: one token a row."""
@@ -76,6 +77,8 @@ class DeltaLayers:
 
     def commit(self, slots: Tensor, cells: Tensor, accepted: Tensor) -> None:
         """Have all layers' states take in drafted tokens that were drawn; see `delta_commit`."""
+        if self.own.is_short:
+            return  # inputs that are in the ring by their positions are all that there is
         if self._stacked is not None:
             delta_commit(self._stacked, self.own, self.states.all_layers, self.states.of_slot, slots, cells, accepted)
             return

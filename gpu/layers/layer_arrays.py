@@ -46,7 +46,7 @@ def _attention_columns(architecture: Architecture, spec: LayerSpec, more_outputs
     """
     if spec.recurrent is not None:
         own = spec.recurrent
-        return 2 * (own.conv_width + own.value_width + 2 * own.value_heads) + 2 * own.value_width
+        return 2 * (own.projected_width + own.gate_rows) + 2 * own.value_width
     latent = architecture.latent
     if latent is not None:
         count = architecture.num_heads

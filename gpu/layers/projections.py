@@ -93,12 +93,14 @@ class Projections:
         return torch.cat([made, kept], 1)
 
     def mixed(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a recurrent layer makes of the norm: `[tokens, conv_width + value_width]`, and the gates of its
-        state, `[tokens, 2 * value_heads]`.
+        """Return what a recurrent layer makes of the norm: `[tokens, projected_width]`, and the gates of its state,
+        `[tokens, gate_rows]`.
         """
         weights = self.weights.layers[layer]
         assert weights.recurrent is not None, "the layer is recurrent"
         made = self._matrices[layer]["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, None)
+        if not len(weights.recurrent.gates):
+            return made, made[:, :0]
         return made, as_matrix(weights.recurrent.gates).norm_linear(hidden, weights.attention_norm, self.eps, None)
 
     def latent_queries(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:

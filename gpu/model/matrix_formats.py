@@ -36,7 +36,7 @@ def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]
     query, key, own, latent = a.num_heads * heads.dim, heads.count * heads.dim, spec.recurrent, a.latent
     rows = (1 + spec.output_gate) * query + spec.num_kv_projections * key
     if own is not None:
-        query, rows = own.value_width, own.conv_width + own.value_width
+        query, rows = own.value_width, own.projected_width
     found = {"qkv": (rows, a.hidden), "output": (a.hidden, query)}
     if latent is not None:
         first = latent.first_columns(a.num_heads)
@@ -60,6 +60,8 @@ def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]
 def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
     """Return which tensors of `layer_tensors` a matrix is made of, and the rows of each, in their order."""
     if spec.recurrent is not None and matrix in ("qkv", "output"):
+        if spec.recurrent.is_short:
+            return [("mixed_all", spec.recurrent.projected_width) if matrix == "qkv" else ("mixed_output", a.hidden)]
         own_rows = [("mixed", spec.recurrent.conv_width), ("mixed_gate", spec.recurrent.value_width)]
         return own_rows if matrix == "qkv" else [("mixed_output", a.hidden)]
     if a.latent is not None and matrix == "qkv":
@@ -88,7 +90,7 @@ def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[st
 def joined_parts(spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
     """Return parts of which each is several of `matrix_parts`, as some files have them: each expert's gate and up."""
     if matrix == "qkv" and spec.recurrent is not None:
-        return [("mixed_all", spec.recurrent.conv_width + spec.recurrent.value_width)]
+        return [] if spec.recurrent.is_short else [("mixed_all", spec.recurrent.projected_width)]
     if matrix != "experts_gate_up" or spec.experts is None:
         return []
     return [(of_expert("gate_up", n), 2 * spec.experts.intermediate) for n in range(spec.experts.num_experts)]

@@ -91,7 +91,8 @@ class Recurrent:
     state, `[value_heads, key_dim, value_dim]`, and the last inputs of its convolution, `[conv_tokens - 1, conv_width]`.
     Neighbouring value heads share a key head. is_grouped: the checkpoint has one matrix of queries, keys, values and
     gates, has_grouped_gates: and one of both gates of the state, key head by key head. is_tiled: value heads that share
-    a key head are `key_heads` apart, and no neighbours.
+    a key head are `key_heads` apart, and no neighbours. is_short: a short convolution with gates alone (`short_conv`),
+    whose state is empty: it has no key elements, and its one value head is as wide as hidden states.
     """
 
     key_heads: int
@@ -102,6 +103,17 @@ class Recurrent:
     is_grouped: bool = False
     has_grouped_gates: bool = False
     is_tiled: bool = False
+    is_short: bool = False
+
+    @property
+    def projected_width(self) -> int:
+        """Return the columns of a token's projection, without gates of the state."""
+        return 3 * self.value_width if self.is_short else self.conv_width + self.value_width
+
+    @property
+    def gate_rows(self) -> int:
+        """Return how many gates of the state a token has."""
+        return 0 if self.is_short else 2 * self.value_heads
 
     @property
     def key_width(self) -> int:
@@ -402,8 +414,9 @@ class Architecture:
         mlp = 3.0 * self.hidden * own_mlp
         own = spec.recurrent
         if own is not None:
-            qkv, query = own.conv_width + own.value_width, own.value_width
-            beside = 2 * own.value_heads * (self.hidden + 1) + own.conv_width * own.conv_tokens + own.value_dim
+            qkv, query = own.projected_width, own.value_width
+            beside = own.conv_width * own.conv_tokens
+            beside += 0 if own.is_short else own.gate_rows * (self.hidden + 1) + own.value_dim
         attention: float = self.hidden * (qkv + query)
         norms = spec.qk_norm * (1 + (spec.kv_of is None)) * heads.dim
         norms += spec.wide_qk_norm * (query + heads.count * heads.dim)

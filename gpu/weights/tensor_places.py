@@ -367,6 +367,9 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
 def _recurrent_places(layer: LayerWeights, own: Recurrent, order: Tensor | None) -> dict[str, AnyPlace]:
     weights = layer.recurrent
     assert weights is not None, "the layer is recurrent"
+    if own.is_short:
+        whole = {"mixed_all": Place(layer.qkv, order)} if isinstance(layer.qkv, Tensor) else {}
+        return whole | {"conv": ShapedPlace(weights.conv)}
     places: dict[str, AnyPlace] = {
         "state_shares": Place(weights.gates[: own.value_heads]),
         "state_decays": Place(weights.gates[own.value_heads :]),

@@ -298,9 +298,10 @@ def allocate_weights(
         return LayerInputWeights(empty(own.width, a.hidden), empty(a.hidden, own.width), norm(a.hidden))
 
     def recurrent(own: Recurrent) -> RecurrentWeights:
-        numbers = [torch.empty(own.value_heads, dtype=torch.float32, device=device) for _ in range(2)]
-        conv = empty(own.conv_width, 1, own.conv_tokens)
-        return RecurrentWeights(empty(2 * own.value_heads, a.hidden), conv, *numbers, empty(own.value_dim))
+        conv, heads = empty(own.conv_width, 1, own.conv_tokens), own.gate_rows // 2
+        numbers = [torch.empty(heads, dtype=torch.float32, device=device) for _ in range(2)]
+        norm_width = 0 if own.is_short else own.value_dim
+        return RecurrentWeights(empty(own.gate_rows, a.hidden), conv, *numbers, empty(norm_width))
 
     def layer(index: int, spec: LayerSpec) -> LayerWeights:
         heads = a.heads_of(spec)

@@ -74,6 +74,7 @@ def test_logits_and_greedy_text_equal_transformers(name: str, length: int) -> No
         ("ministral3", {"rope_parameters": CONFIGS["ministral3"]["rope_parameters"] | {"llama_4_scaling_beta": 0.38}}),
         ("mistral4", {"rope_parameters": CONFIGS["mistral4"]["rope_parameters"] | {"llama_4_scaling_beta": 0.38}}),
         ("mistral4", {"n_group": 4, "topk_group": 2}),
+        ("lfm2", {"norm_eps": 2e-3}),
         ("muse_glimmer", {"qk_scale_factor": 3.8}),
         ("muse_glimmer", {"post_norm_eps": 0.012}),
         ("muse_glimmer", {"layer_rope_theta": [0, 50_000.0, 50_000.0, 0, 0]}),

@@ -92,6 +92,7 @@ from gpu.operations.race import race
 from gpu.operations.recurrent.delta_net import LayerStates, RecurrentWeights
 from gpu.operations.recurrent.delta_prefill import PlannedSpans, delta_prefill
 from gpu.operations.recurrent.delta_step import StackedWeights, delta_commit, delta_step
+from gpu.operations.recurrent.short_conv import short_step
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.sinks import add_sinks
 from gpu.operations.swiglu import swiglu
@@ -349,6 +350,12 @@ def _recurrent(shape: Architecture, dtype: torch.dtype) -> None:
         )
         stacked = StackedWeights(empty(1, own.conv_width, 4, dtype=dtype), empty(1, 48), empty(1, 48))
         delta_commit(stacked, own, layers, slots, cells, cells, cells)
+
+
+def _short(shape: Architecture, dtype: torch.dtype) -> None:
+    own, ints = Recurrent(1, 1, 0, 2048, 3, is_short=True), empty(2, dtype=torch.int32)
+    conv, rings = empty(2048, 1, 3, dtype=dtype), empty(3, 8, 2048, dtype=dtype)
+    short_step(empty(2, 6144, dtype=dtype), conv, own, rings, ints, ints, empty(2, dtype=torch.int64))
 
 
 def _recurrent_prompts(shape: Architecture, dtype: torch.dtype) -> None:
@@ -643,6 +650,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_race_kernel": _race,
     "_merge_kernel": _merge,
     "_add_sinks_kernel": _sinks,
+    "_short_step_kernel": _short,
     "_delta_step_kernel": _recurrent,
     "_delta_commit_kernel": _recurrent,
     "_delta_chunk_kernel": _recurrent_prompts,

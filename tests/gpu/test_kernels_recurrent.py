@@ -53,7 +53,7 @@ def new_states(own: Recurrent, count: int, dtype: torch.dtype, device: str = "cp
     wide = torch.promote_types(dtype, torch.float32) if state is None else state
     states = torch.full((count, own.value_heads, own.key_dim, own.value_dim), torch.nan, dtype=wide, device=device)
     rings = torch.full((count, ring_length(own.conv_tokens), own.conv_width), torch.nan, dtype=dtype, device=device)
-    drafts = torch.full((6, MOST_STEP_ROWS - 1, 2 * own.value_heads), torch.nan, dtype=dtype, device=device)
+    drafts = torch.full((6, MOST_STEP_ROWS - 1, own.gate_rows), torch.nan, dtype=dtype, device=device)
     return LayerStates(states, rings, drafts)
 
 
@@ -352,6 +352,44 @@ def test_steps_with_drafts_of_which_any_part_is_drawn_are_a_prompt(device: str) 
         begin += 1 + right
         number += 1
     assert (held.states - whole.states).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_short_convolutions_of_steps_and_of_prompts_cut_anywhere_are_the_formula(taps: int, device: str) -> None:
+    """c * conv(b * v): rows of several sequences side by side, one that is not in use, rows of a draft that are refused
+    and come again as others, and rings of NaN. 300 channels are more than a program has.
+    """
+    own, tokens = Recurrent(1, 1, 0, 300, taps, is_short=True), 40
+    generator = torch.Generator().manual_seed(taps)
+    mixed = torch.randn(tokens, 900, generator=generator, dtype=torch.float64)
+    conv = torch.randn(300, 1, taps, generator=generator, dtype=torch.float64)
+    inputs = mixed[:, :300] * mixed[:, 600:]
+    wanted = torch.zeros(tokens, 300, dtype=torch.float64)
+    for token in range(tokens):
+        for tap in range(min(taps, token + 1)):
+            wanted[token] += conv[:, 0, taps - 1 - tap] * inputs[token - tap]
+    wanted = (wanted * mixed[:, 300:600]).to(device, torch.float32)
+    mixed = mixed.to(device, torch.float32)
+    none = torch.zeros(300, 0, device=device)
+    weights = RecurrentWeights(none, conv.to(device, torch.float32), none, none, none)
+    held = new_states(own, 3, torch.float32, device)
+    for begin, end in ((0, 1), (1, 3), (3, 20)):
+        made = run_segment(mixed[begin:end], mixed[begin:end, :0], weights, own, EPS, held, 2, begin)
+        assert (made - wanted[begin:end]).abs().max() < 1e-5
+    state_of_slot = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    slots = torch.tensor([-1, 0, 0, 0, 0, 1], dtype=torch.int32, device=device)
+    for other, begin in enumerate(range(20, 32, 2)):  # of four rows two are refused
+        rows = [0, *range(begin, begin + 4), other]
+        step = mixed[rows]
+        step[3:5] *= -1.0
+        cells = torch.tensor([10**6, *range(begin, begin + 4), other], device=device)
+        drafted = torch.tensor([0, 0, 1, 1, 1, 0], dtype=torch.int32, device=device)
+        made = delta_step(step, step[:, :0], weights, own, EPS, held, state_of_slot, slots, cells, drafted)
+        assert (made[1:3] - wanted[begin : begin + 2]).abs().max() < 1e-5
+        assert (made[5] - wanted[other]).abs().max() < 1e-5
+        assert not made[0].any()
+    assert held.rings[1].isnan().all(), "the neighbour's ring is nobody's"
 
 
 def test_a_state_in_bf16_is_near_one_in_float32() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gpu.model.spec import Recurrent
 from gpu.operations.recurrent.delta_rule import chunked_delta_rule, delta_rule_reference
+from gpu.operations.recurrent.short_conv import convolve, run_short_segment
 from gpu.operations.recurrent.state_arrays import SEGMENT_TOKENS
 
 HEAD_EPS = 1e-6  # of the norms of queries and keys
@@ -57,12 +58,15 @@ def run_segment(
     """Compute tokens of one sequence that follow one another, in place of state `number`; return `[tokens,
     value_heads * value_dim]` of mixed's dtype.
 
-    mixed `[tokens, conv_width + value_width]`: projected queries, keys, values and z; gates `[tokens, 2 *
-    value_heads]`: b and a; begin: the position of the first one, where 0 begins a new state, whatever was there.
+    mixed `[tokens, projected_width]`: projected queries, keys, values and z; gates `[tokens, gate_rows]`: b and a;
+    begin: the position of the first one, where 0 begins a new state, whatever was there.
     """
     outs = []
     for first in range(0, len(mixed), SEGMENT_TOKENS):
         part = slice(first, first + SEGMENT_TOKENS)
+        if own.is_short:
+            outs.append(run_short_segment(mixed[part], weights.conv, held.rings, number, begin + first))
+            continue
         outs.append(_run(mixed[part], gates[part], weights, own, eps, held, number, begin + first, is_chunked))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -73,7 +77,7 @@ def _run(
 ) -> Tensor:  # fmt: skip
     wide = torch.promote_types(mixed.dtype, torch.float32)
     inputs, z = mixed.split([own.conv_width, own.value_width], 1)
-    convolved = _convolve(inputs, weights.conv[:, 0].to(wide), held.rings[number], begin)
+    convolved = F.silu(convolve(inputs, weights.conv[:, 0].to(wide), held.rings[number], begin))
     query, key, value = convolved.split([own.key_width, own.key_width, own.value_width], 1)
     shared = own.value_heads // own.key_heads
     query, key = (_normed(rows.unflatten(1, (own.key_heads, -1))) for rows in (query, key))
@@ -94,22 +98,3 @@ def _run(
 
 def _normed(rows: Tensor) -> Tensor:
     return rows * (rows.square().sum(-1, keepdim=True) + HEAD_EPS).rsqrt()
-
-
-def _convolve(inputs: Tensor, conv: Tensor, ring: Tensor, begin: int) -> Tensor:
-    """Return the SiLU of the convolution, `[tokens, conv_width]`, and leave the last inputs in the ring. conv
-    `[conv_width, conv_tokens]`, of the dtype that is computed in.
-    """
-    num_tokens, taps, length = len(inputs), conv.shape[1], len(ring)
-    before = torch.arange(begin - taps + 1, begin, device=inputs.device)
-    rows = torch.cat([ring[before % length] if begin else ring.new_zeros(taps - 1, ring.shape[1]), inputs])
-    if 0 < begin < taps - 1:
-        rows[: taps - 1 - begin] = 0.0
-    rows = rows.to(conv.dtype)
-    summed = rows[:num_tokens] * conv[:, 0]
-    for tap in range(1, taps):
-        summed.addcmul_(rows[tap : tap + num_tokens], conv[:, tap])
-    kept = inputs[-length:]
-    places = torch.arange(begin + num_tokens - len(kept), begin + num_tokens, device=inputs.device) % length
-    ring[places] = kept
-    return F.silu(summed)

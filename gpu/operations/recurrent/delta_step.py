@@ -22,6 +22,7 @@ from torch import Tensor
 from gpu.model.spec import Recurrent
 from gpu.operations.arguments import check, runs_on_triton
 from gpu.operations.recurrent.delta_net import HEAD_EPS, LayerStates, RecurrentWeights, run_segment
+from gpu.operations.recurrent.short_conv import short_step
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 
 
@@ -167,21 +168,23 @@ def delta_step(
     """Compute one token a row, in place of its slot's state; return `[rows, value_heads * value_dim]` of mixed's dtype,
     zeros in rows that are not in use.
 
-    mixed `[rows, conv_width + value_width]`, gates `[rows, 2 * value_heads]`: see `delta_net.run_segment`.
+    mixed `[rows, projected_width]`, gates `[rows, gate_rows]`: see `delta_net.run_segment`.
     state_of_slot: int32 `[slots]`; slots: int32 `[rows]`, -1 in rows that are not in use; cells: int64 `[rows]`,
     positions. Rows of one slot follow one another, MOST_STEP_ROWS at most. drafted: int32 `[rows]`, 1 for tokens that
     may be refused, behind one of their slot that may not: these leave the state as it is, and wait for `delta_commit`.
     Raises ValueError for another shape or type.
     """
     rows, device = len(mixed), mixed.device
-    check("delta_step", "mixed", mixed, (rows, own.conv_width + own.value_width), mixed.dtype, device)
-    check("delta_step", "gates", gates, (rows, 2 * own.value_heads), mixed.dtype, device)
+    check("delta_step", "mixed", mixed, (rows, own.projected_width), mixed.dtype, device)
+    check("delta_step", "gates", gates, (rows, own.gate_rows), mixed.dtype, device)
     check("delta_step", "slots", slots, (rows,), torch.int32, device)
     check("delta_step", "cells", cells, (rows,), torch.int64, device)
     check("delta_step", "drafted", drafted, (rows,), torch.int32, device)
     check("delta_step", "rings", held.rings, tuple(held.rings.shape), mixed.dtype, device)
     if not runs_on_triton(mixed) or not rows:
         return delta_step_reference(mixed, gates, weights, own, eps, held, state_of_slot, slots, cells, drafted)
+    if own.is_short:
+        return short_step(mixed, weights.conv, own, held.rings, state_of_slot, slots, cells)
     out = mixed.new_empty(rows, own.value_width)
     _delta_step_kernel[(rows, own.value_heads)](
         mixed, gates, weights.conv, weights.decay, weights.time_bias, weights.norm, held.states, held.rings,

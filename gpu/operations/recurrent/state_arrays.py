@@ -7,6 +7,7 @@ CHUNK_TOKENS = 64  # of a prompt, whose products are made at once
 SEGMENT_TOKENS = 1024  # of a prompt, whose chunks are made ready together: what they take does not grow with it
 CHUNKS_AT_ONCE = 16  # of a unit, whose parts are there together, where kernels compute them
 MOST_STEP_ROWS = 5  # of one sequence in a decode step: a ring's inputs are read before those that take their places
+SHORT_COPIES = 5  # of a short convolution's inputs and outputs, as wide, at once
 SEGMENT_COPIES = 8  # of queries, keys and values in float32, at once
 
 
@@ -35,7 +36,7 @@ def draft_array(own: Recurrent, slots: int, dtype_bytes: int) -> ArraySpec:
     """Return what a layer keeps of drafted tokens until it is known which are drawn: their gates. Their inputs are in
     the ring.
     """
-    return ArraySpec((slots, MOST_STEP_ROWS - 1, 2 * own.value_heads), FLOATS[dtype_bytes])
+    return ArraySpec((slots, MOST_STEP_ROWS - 1, own.gate_rows), FLOATS[dtype_bytes])
 
 
 def stacked_arrays(own: Recurrent, layers: int, dtype_bytes: int) -> dict[str, ArraySpec]:
@@ -66,6 +67,8 @@ def chunk_arrays(own: Recurrent, num_chunks: int) -> dict[str, ArraySpec]:
 
 def segment_bytes(own: Recurrent, num_tokens: int, has_kernels: bool) -> int:
     """Return the bytes of a prompt's segment while a layer computes it, or of the rows of a decode step."""
+    if own.is_short:
+        return 4 * min(num_tokens, SEGMENT_TOKENS) * SHORT_COPIES * own.conv_width
     if has_kernels:
         return sum_bytes(chunk_arrays(own, -(-num_tokens // CHUNK_TOKENS)).values())
     tokens = min(num_tokens, SEGMENT_TOKENS)
