@@ -76,7 +76,7 @@ from cpu.host_request_turns import BOARD_INT64, INSIDE, TURN, start_when_request
 from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.piece_plan import NO_CODES, NO_ROOM, NO_TABLE, NOT_REQUESTED, PLANNED
 from cpu.pieces import BEGIN, END, FOLLOWERS, PIECE, REQUEST, TOKENS
-from cpu.row_products import BLOCK_ROWS, COLUMNS
+from cpu.row_products import BLOCK_ROWS, COLUMNS, INT4, bytes_of_row
 from cpu.sample_errors import COLUMNS as SUM_COLUMNS
 from cpu.sample_errors import ERRORS, draw_direction
 from cpu.workspace import (
@@ -103,7 +103,7 @@ from transfer.simd.region import start, version
 from transfer.simd.team import new_counters
 from transfer.tier_shape import HOST_DIMS, MAX_HOST_GROUP
 
-ROW_TYPES = (np.uint16, np.int8, np.float32)
+ROW_TYPES = (np.uint16, np.int8, np.uint8, np.float32)
 QUERY_TYPES = (np.uint16, np.float32)
 COMPILED = (take_turns, start_when_requested)
 
@@ -190,8 +190,8 @@ class HostAttention:
     ) -> None:  # fmt: skip
         """Compile the attention, or read it from numba's cache.
 
-        row_type: np.uint16 (bf16), np.int8 or np.float32; query_type: np.uint16 or np.float32; paper: K = bits, L =
-        tables; threads: the most that a call may use; estimates: estimate the errors of answers.
+        row_type: np.uint16 (bf16), np.int8, np.uint8 (int4) or np.float32; query_type: np.uint16 or np.float32; paper:
+        K = bits, L = tables; threads: the most that a call may use; estimates: estimate the errors of answers.
 
         Raises RuntimeError without AVX2 and FMA, ValueError for a shape that the kernels do not support.
         """
@@ -202,13 +202,14 @@ class HostAttention:
                 f"attention on the host: asked {heads} heads on {kv_heads} KV heads of dim {dim}, have groups of 1 to "
                 f"{MAX_HOST_GROUP} and dims {HOST_DIMS}; serve this model without a host tier"
             )
-        assert row_type in ROW_TYPES, "rows are bf16, int8 or float32"
+        assert row_type in ROW_TYPES, "rows are bf16, int8, int4 or float32"
         assert query_type in QUERY_TYPES, "queries are bf16 or float32"
         most = int(numba.config.NUMBA_NUM_THREADS)
         if not 1 <= threads <= most:
             raise ValueError(f"threads: asked {threads}, have {most}; set NUMBA_NUM_THREADS or lower threads")
         self.row_type, self.query_type = np.dtype(row_type), np.dtype(query_type)
-        self.row_bytes = 2 * dim * self.row_type.itemsize  # a key and a value
+        size = INT4 if row_type is np.uint8 else self.row_type.itemsize
+        self.row_bytes = 2 * bytes_of_row(size, dim)  # a key and a value
         self.most_sharing = MOST_MEMBERS // group  # requests that may share exact pieces
         self.estimates = estimates
         self._logs, self._direction = log_weights(bits, tables), draw_direction(dim)

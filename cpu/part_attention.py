@@ -34,6 +34,7 @@ from cpu.row_products import (
     multiplies_pairs,
     score_rows,
     score_samples,
+    stored_bytes,
 )
 from cpu.sample_errors import add_deviations, add_variances, keep_products, note_top
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
@@ -212,7 +213,7 @@ def _exact_block(shape, columns, piece, key, value, count, members, query, sums,
     throughout.
     """
     kind, dim, member = shape.kind, shape.dim, np.int64(0)
-    all_lines = (column_bytes(kind) * dim + LINE_BYTES - 1) // LINE_BYTES
+    all_lines = (stored_bytes(kind, columns) + LINE_BYTES - 1) // LINE_BYTES
     passes, lines, ahead, first_line = (members + 3) // 4, all_lines, np.int64(AHEAD_BYTES), np.int64(0)
     if passes >= SPREAD_PASSES:
         lines, ahead = (all_lines + passes - 1) // passes, BLOCK_ROWS * piece[KEY_ROW]

@@ -21,7 +21,7 @@ PIECE = np.dtype(
             "end",
             "run_begin",  # token `begin`'s place in the run of the request's context, whose blocks may be excluded
             "tokens",  # of the segment: all that its tables hold
-            "keys",  # address of [kv_heads, tokens, dim], less `centre`: bf16 as uint16, float32, or int8
+            "keys",  # address of [kv_heads, tokens, dim], less `centre`: bf16 as uint16, float32, int8, or int4
             "key_head_bytes",
             "key_row_bytes",
             "values",  # address of [kv_heads, tokens, dim] of the same type

@@ -1,11 +1,13 @@
-"""Emit vector code for rows of keys and values in their three types: scores of rows, weighted sums of rows.
+"""Emit vector code for rows of keys and values in their four types: scores of rows, weighted sums of rows.
 
-Functions for use inside numba code. `kind` is a scalar whose numba type is that of the rows: uint16 (bf16), int8 or
-float32. `columns` is a tuple of dim // 32 members, so that dim is a constant of the compiled code. Other arguments are
-int64: addresses, strides in bytes, counts. Bytes moved: each row once per call.
+Functions for use inside numba code. `kind` is a scalar whose numba type is that of the rows: uint16 (bf16), int8,
+uint8 (int4) or float32. `columns` is a tuple of dim // 32 members, so that dim is a constant of the compiled code. All
+else is int64: addresses, strides in bytes, counts. Bytes moved: each row once per call.
 
 A bf16 row is split into its even and its odd columns, so queries and sums beside it have that order too: `place_of`. An
-int8 row of keys is multiplied in integers, with a query rounded to int16.
+int8 row of keys is multiplied in integers, with a query rounded to int16. An int4 row is widened to float32: byte b of
+16 bytes has columns b and b + 16 of a group of 32, and behind the codes of all groups each has a word, scale and offset
+in bf16.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from transfer.simd.emission import (
+    F32,
     I8,
     I16,
     I32,
@@ -28,13 +31,16 @@ from transfer.simd.emission import (
     VECTOR,
     accumulate,
     broadcast,
+    fused,
     int64,
     lane_sums,
     prefetch,
+    splat,
     store_part,
 )
 from transfer.simd.features import HAS_PAIRS, LANES, SIMD
 from transfer.simd.trial import compiles
+from transfer.tier_shape import INT4_GROUP, int4_row_bytes
 
 COLUMNS = 32  # of a row, a member of `columns`
 TOGETHER = 4  # rows scored together: they share the query's loads and the sums over lanes
@@ -42,6 +48,7 @@ BLOCK_ROWS = 64  # rows between two looks at the maximum
 AHEAD_ROWS = 16  # how many rows before its use a sampled row is fetched
 AHEAD_BYTES = 4096  # the same of a row that is read in order, for one pass over a block
 LINE_BYTES = 64
+INT4 = 0  # in place of the bytes of a column
 
 _WORDS, _HALVES = ir.VectorType(I32, LANES), ir.VectorType(I16, 2 * LANES)
 _MADD = {"avx512": "llvm.x86.avx512.pmaddw.d.512", "avx2": "llvm.x86.avx2.pmadd.wd"}[SIMD]
@@ -49,10 +56,26 @@ _SUMS_AT_ONCE = LANES  # vectors of sums that stay in registers
 
 
 def row_bytes(kind: Any) -> int:
-    """Return the bytes of a column: 1, 2 or 4."""
-    if kind not in (types.int8, types.uint16, types.float32):
-        raise TypeError(f"rows: numba type {kind}; wanted uint16 for bf16, int8 or float32")
-    return int(kind.bitwidth // 8)
+    """Return the bytes of a column: 1, 2 or 4, or INT4 where there is half a byte."""
+    if kind not in (types.int8, types.uint8, types.uint16, types.float32):
+        raise TypeError(f"rows: numba type {kind}; wanted uint16 for bf16, int8, uint8 for int4, or float32")
+    return INT4 if kind == types.uint8 else int(kind.bitwidth // 8)
+
+
+def bytes_of_row(size: int, dim: int) -> int:
+    """Return the bytes of a row of columns of `size` bytes."""
+    return int4_row_bytes(dim) if size == INT4 else size * dim
+
+
+@intrinsic
+def stored_bytes(typing_context, kind, columns):  # type: ignore[no-untyped-def]
+    """Return the bytes of a row, as a constant of the compiled code."""
+    num_bytes = bytes_of_row(row_bytes(kind), COLUMNS * len(columns))
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return int64(num_bytes)
+
+    return types.int64(kind, columns), emit
 
 
 @intrinsic
@@ -87,10 +110,10 @@ def _load(builder: ir.IRBuilder, address: Any, kind: Any, byte: int) -> Any:
     return builder.load(builder.inttoptr(builder.add(address, int64(byte)), kind.as_pointer()), align=1)
 
 
-def _floats(builder: ir.IRBuilder, row: Any, size: int, begin: int, end: int) -> list[Any]:
+def _floats(builder: ir.IRBuilder, row: Any, size: int, dim: int, begin: int, end: int) -> list[Any]:
     """Load columns `begin ..
 
-    end` of a row as vectors of float32, in the order of `place_of`; whole steps of 2 * LANES.
+    end` of a row of `dim` as vectors of float32, in the order of `place_of`; whole steps of 2 * LANES.
     """
     vectors = []
     for column in range(begin, end, 2 * LANES):
@@ -101,11 +124,28 @@ def _floats(builder: ir.IRBuilder, row: Any, size: int, begin: int, end: int) ->
             even = builder.shl(pairs, ir.Constant(_WORDS, [16] * LANES))
             odd = builder.and_(pairs, ir.Constant(_WORDS, [0xFFFF0000] * LANES))
             vectors += [builder.bitcast(part, VECTOR) for part in (even, odd)]
+        elif size == INT4:
+            vectors += [_int4_floats(builder, row, dim, column + half) for half in (0, LANES)]
         else:
             for half in (0, LANES):
                 narrow = _load(builder, row, ir.VectorType(I8, LANES), column + half)
                 vectors.append(builder.sitofp(builder.sext(narrow, _WORDS), VECTOR))
     return vectors
+
+
+def _int4_floats(builder: ir.IRBuilder, row: Any, dim: int, column: int) -> Any:
+    """Load LANES columns of an int4 row."""
+    group, within = divmod(column, INT4_GROUP)
+    is_high, byte = divmod(within, INT4_GROUP // 2)
+    codes = builder.zext(
+        _load(builder, row, ir.VectorType(I8, LANES), group * (INT4_GROUP // 2) + byte), _WORDS
+    )  # fmt: skip
+    fours, fifteens = (ir.Constant(_WORDS, [number] * LANES) for number in (4, 15))
+    codes = builder.lshr(codes, fours) if is_high else builder.and_(codes, fifteens)
+    word = _load(builder, row, I32, dim // 2 + 4 * group)
+    scale, offset = builder.shl(word, ir.Constant(I32, 16)), builder.and_(word, ir.Constant(I32, 0xFFFF0000))
+    wide = [splat(builder, builder.bitcast(one, F32)) for one in (scale, offset)]
+    return fused(builder, builder.sitofp(codes, VECTOR), *wide)
 
 
 def _products(
@@ -124,8 +164,8 @@ def _products(
             ours = [[builder.sext(_load(builder, row, ir.VectorType(I8, 2 * LANES), column), _HALVES)] for row in rows]
             theirs = [[_load(builder, one, _HALVES, 2 * column)] for one in query]
         else:
-            ours = [_floats(builder, row, size, column, column + step) for row in rows]
-            theirs = [_floats(builder, one, 4, column, column + step) for one in query]
+            ours = [_floats(builder, row, size, dim, column, column + step) for row in rows]
+            theirs = [_floats(builder, one, 4, dim, column, column + step) for one in query]
         for index, parts in enumerate(ours):
             for number, others in enumerate(theirs):
                 for part, other in zip(parts, others, strict=True):
@@ -206,7 +246,7 @@ def _fetch_ahead(builder: ir.IRBuilder, row: Any, ahead: Any, lines: Any) -> Non
 @intrinsic
 def fetch_sample(typing_context, kind, columns, keys, key_row, values, value_row, ids, index):  # type: ignore[no-untyped-def]
     """Prefetch the key and the value of sample `index`."""
-    num_bytes = row_bytes(kind) * COLUMNS * len(columns)
+    num_bytes = bytes_of_row(row_bytes(kind), COLUMNS * len(columns))
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         _, _, keys, key_row, values, value_row, ids, index = arguments
@@ -232,8 +272,8 @@ def score_samples(typing_context, kind, columns, keys, key_row, values, value_ro
             at = builder.add(begin, builder.mul(step.index, int64(TOGETHER)))
             for number in range(TOGETHER):
                 ahead = _at_most(builder, builder.add(at, int64(number + AHEAD_ROWS)), last)
-                _fetch(builder, _sample(builder, ids, ahead, keys, key_row), size * dim, NEAR)
-                _fetch(builder, _sample(builder, ids, ahead, values, value_row), size * dim, MIDDLE)
+                _fetch(builder, _sample(builder, ids, ahead, keys, key_row), bytes_of_row(size, dim), NEAR)
+                _fetch(builder, _sample(builder, ids, ahead, values, value_row), bytes_of_row(size, dim), MIDDLE)
             rows = [
                 _sample(builder, ids, _at_most(builder, builder.add(at, int64(number)), last), keys, key_row)
                 for number in range(TOGETHER)
@@ -274,7 +314,7 @@ def _weighted(
             row = row_at(step.index)
             if ahead is not None and begin == 0:
                 _fetch_ahead(builder, row, ahead, lines)
-            vectors = _floats(builder, row, size, begin, begin + band)
+            vectors = _floats(builder, row, size, dim, begin, begin + band)
             for member in range(members):
                 at = builder.add(weights, builder.mul(step.index, int64(4)))
                 weight = broadcast(builder, builder.add(at, int64(4 * BLOCK_ROWS * member)))

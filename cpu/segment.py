@@ -20,7 +20,7 @@ from transfer.host_memory import lay_out_centre, lay_out_layer, num_offsets
 from transfer.host_tier import LayerRows, TierShape
 from transfer.slabs import Slab, SlabPool
 
-ROW_TYPES = {"bfloat16": (np.uint16, torch.bfloat16), "int8": (np.int8, torch.int8)}
+ROW_TYPES = {"bfloat16": (np.uint16, torch.bfloat16), "int8": (np.int8, torch.int8), "int4": (np.uint8, torch.uint8)}
 
 
 class TableState(IntEnum):
@@ -175,12 +175,14 @@ class Segment:
         self._slabs[layer].wait()
 
     def keys(self, layer: int) -> np.ndarray:
-        """Return `[kv_heads, capacity, dim]`, bf16 as uint16, or int8."""
-        return self._array(layer, 0, (self.capacity, self.shape.dim), ROW_TYPES[self.shape.rows][0])
+        """Return `[kv_heads, capacity, row_width]`: bf16 as uint16, int8, or int4 as uint8."""
+        return self._array(layer, 0, (self.capacity, self.shape.row_width), ROW_TYPES[self.shape.rows][0])
 
     def values(self, layer: int) -> np.ndarray:
         """Return the values, in the shape of `keys`."""
-        return self._array(layer, self._layout.values, (self.capacity, self.shape.dim), ROW_TYPES[self.shape.rows][0])
+        return self._array(
+            layer, self._layout.values, (self.capacity, self.shape.row_width), ROW_TYPES[self.shape.rows][0]
+        )
 
     def codes(self, layer: int) -> np.ndarray:
         """Return uint16 `[kv_heads, tables, capacity]`: codes by token, or the entries of tables."""

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     1. Functions take `columns`, `dim // 32` zeros, beside it.
     """
 
-    kind: np.uint16 | np.int8 | np.float32
+    kind: np.uint16 | np.int8 | np.uint8 | np.float32
     query_kind: np.uint16 | np.float32
     heads: int
     kv_heads: int

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.int4_rows import unpack
 from transfer import places
 from transfer.exchange import ExchangeSlot
 from transfer.host_tier import (
@@ -31,6 +32,9 @@ from transfer.reading import Reading
 SECONDS_TO_WAIT_FOR_A_QUERY = 20.0
 LOOK_S = 2e-5  # between two looks at a flag: the other side may need the interpreter, or the core
 UNWRITTEN_CODE = 65_535
+UNWRITTEN = {
+    "bfloat16": (torch.bfloat16, float("nan")), "int8": (torch.int8, -128), "int4": (torch.uint8, 0xFF),
+}  # fmt: skip
 
 
 class Landed:
@@ -190,14 +194,13 @@ class ReferenceTier:
     def _fresh(self, layer: int, tokens: int, joined: Chunk | None) -> LayerRows:
         shape = self.shape
         heads, dim = shape.num_kv_heads, shape.dim
-        dtype = torch.bfloat16 if shape.rows == "bfloat16" else torch.int8
-        unwritten = float("nan") if shape.rows == "bfloat16" else -128
+        dtype, unwritten = UNWRITTEN[shape.rows]
         codes = torch.from_numpy(np.full((heads, shape.num_tables, tokens), UNWRITTEN_CODE, np.uint16))
         is_int8 = shape.rows == "int8"
         own = joined.layers[layer] if joined is not None else None
         return LayerRows(
-            keys=_reachable(torch.full((heads, tokens, dim), unwritten, dtype=dtype)),
-            values=_reachable(torch.full((heads, tokens, dim), unwritten, dtype=dtype)),
+            keys=_reachable(torch.full((heads, tokens, shape.row_width), unwritten, dtype=dtype)),
+            values=_reachable(torch.full((heads, tokens, shape.row_width), unwritten, dtype=dtype)),
             codes=_reachable(codes) if shape.num_tables else None,
             centre=own.centre if own else _nans(heads, dim),
             key_scale=(own.key_scale if own else _nans(heads)) if is_int8 else None,
@@ -356,7 +359,11 @@ def _cut(rows: LayerRows, begin: int, end: int) -> LayerRows:
 
 
 def _restore(rows: LayerRows) -> tuple[Tensor, Tensor]:
-    keys, values = rows.keys.double(), rows.values.double()
+    dim = rows.centre.shape[-1]
+    if rows.keys.dtype == torch.uint8:
+        keys, values = (torch.from_numpy(unpack(one.numpy(), dim)) for one in (rows.keys, rows.values))
+    else:
+        keys, values = rows.keys.double(), rows.values.double()
     if rows.key_scale is not None and rows.value_scale is not None:
         keys, values = keys * rows.key_scale[:, None, None], values * rows.value_scale[:, None]
     return keys + rows.centre[:, None].double(), values

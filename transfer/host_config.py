@@ -53,7 +53,10 @@ class HostConfig(Settings):
 
     memory_limit_gib: float | None = Field(None, gt=0, description="offloaded KV and tables; default: half of the host")
     threads: int | None = Field(None, gt=0, description="CPU threads of attention; default: physical cores")
-    rows: Literal["bfloat16", "int8"] = Field("bfloat16", description="how offloaded keys and values are kept")
+    rows: Literal["bfloat16", "int8", "int4"] = Field(
+        "bfloat16",
+        description="how offloaded keys and values are kept; `int4`: 32 dimensions have one scale and one offset each",
+    )
     sink_tokens: int = Field(4, ge=1, description="first tokens, kept on the device; rounded up to whole pages")
     window_tokens: int = Field(64, ge=1, description="last tokens, kept on the device; rounded up to whole pages")
     dense_layers: tuple[int, ...] | None = Field(
@@ -73,6 +76,14 @@ class HostConfig(Settings):
         "(`adaptive`: what is read where depends on the load), or leaves at once (`fixed`: same prompt, same answer)",
     )
     sampled: SampledConfig = SampledConfig()
+
+    @model_validator(mode="after")
+    def check_link(self) -> "HostConfig":
+        if self.rows == "int4" and self.link_share:
+            raise ValueError(
+                f"link_share: got {self.link_share} beside rows: int4, which the CPU reads alone; want 0, or rows: int8"
+            )
+        return self
 
 
 PolicyName = Literal["a3", "cacheblend", "a3_change", "legolink", "random", "pie", "full_reuse", "vanilla"]

@@ -12,6 +12,15 @@ WORD_BITS = 32
 HYPERPLANE_COLUMNS = 32  # that a kernel takes at once
 HOST_DIMS = (64, 96, 128, 256)  # of a head, that rows in host memory are read for
 MAX_HOST_GROUP = 16  # query heads to a KV head, likewise
+INT4_GROUP = 32  # dimensions of an int4 row that have one scale and one offset
+ROW_ALIGN_BYTES = 16
+Rows = Literal["bfloat16", "int8", "int4"]
+
+
+def int4_row_bytes(dim: int) -> int:
+    """Return the bytes of an int4 row: codes, and scale and offset of each group in bf16."""
+    num_bytes = dim // 2 + 4 * (dim // INT4_GROUP)
+    return -(-num_bytes // ROW_ALIGN_BYTES) * ROW_ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +34,19 @@ class TierShape:
     num_heads: int
     num_kv_heads: int
     dim: int
-    rows: Literal["bfloat16", "int8"]
+    rows: Rows
     bits_per_table: int
     num_tables: int
 
     @property
     def row_bytes(self) -> int:
         """Return the bytes of a key or a value of one KV head."""
-        return self.dim * (2 if self.rows == "bfloat16" else 1)
+        return self.row_width * (2 if self.rows == "bfloat16" else 1)
+
+    @property
+    def row_width(self) -> int:
+        """Return the numbers that a stored row is made of: dimensions, or bytes of int4."""
+        return int4_row_bytes(self.dim) if self.rows == "int4" else self.dim
 
 
 def hyperplane_array(dim: int, bits_per_table: int, num_tables: int, dtype: str) -> ArraySpec:

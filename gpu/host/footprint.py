@@ -37,10 +37,12 @@ def offload_block_array(num_layers: int, kv_heads: int, dim: int, dtype_bytes: i
 def piece_arrays(shape: TierShape, num_tables: int) -> dict[str, ArraySpec]:
     """Return the device memory of one direction on CUDA: stored keys and values of a piece, and codes of its keys.
 
-    On the CPU rows are written where they belong.
+    On the CPU rows are written where they belong. widened: int4 keys, of which codes are made.
     """
+    is_widened = shape.rows == "int4" and num_tables > 0
     return {
-        "rows": ArraySpec((2, PIECE_ROWS * shape.dim), shape.rows),
+        "rows": ArraySpec((2, PIECE_ROWS * shape.row_width), "uint8" if shape.rows == "int4" else shape.rows),
+        "widened": ArraySpec((PIECE_ROWS * shape.dim if is_widened else 0,), "bfloat16"),
         "codes": ArraySpec((PIECE_ROWS * num_tables,), "uint16"),
     }
 

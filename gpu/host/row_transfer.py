@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu.host.footprint import PIECE_ROWS, piece_arrays
+from gpu.operations.host_rows.int4_rows import restore_int4
 from gpu.operations.host_rows.offload_rows import centre_of, key_scale_of, offload_rows, value_scale_of
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import scatter_runs
@@ -118,7 +119,11 @@ class RowTransfer:
                 rows.keys[:, begin:end], rows.values[:, begin:end],
             )  # fmt: skip
         if rows.codes is not None and self._encode_keys is not None:
-            self._encode_keys(rows.keys, rows.codes)
+            stored = rows.keys
+            if self.shape.rows == "int4":
+                stored = torch.empty_like(keys, dtype=torch.float32)
+                restore_int4(rows.keys, None, stored)
+            self._encode_keys(stored, rows.codes)
 
     def _send_piece(
         self, keys: Tensor, values: Tensor, rows: list[LayerRows], has_centre: bool, buffers: "_Buffers"
@@ -127,14 +132,18 @@ class RowTransfer:
         shape = keys.shape
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [layers * heads, tokens, dim]
         centres = self._stored_centres(rows) if has_centre else self._new_centres(keys, values, rows)
-        stored_keys, stored_values = buffers.rows(keys.shape)
+        stored_keys, stored_values = buffers.rows(shape[0] * shape[1], shape[2])
         offload_rows(keys, values, *centres, stored_keys, stored_values)
         read = self.streams.record()
         _copy_down(stored_keys.view(*shape[:2], 1, -1), [_runs(layer.keys) for layer in rows])
         _copy_down(stored_values.view(*shape[:2], 1, -1), [_runs(layer.values) for layer in rows])
         if self._encode_keys is not None and rows[0].codes is not None:
             codes = buffers.codes(len(keys), shape[2])
-            self._encode_keys(stored_keys, codes)
+            if self.shape.rows == "int4":
+                restore_int4(stored_keys, None, buffers.widened(keys.shape))
+                self._encode_keys(buffers.widened(keys.shape), codes)
+            else:
+                self._encode_keys(stored_keys, codes)
             _copy_down(codes.view(*shape[:2], -1, shape[2]), [_present(layer.codes) for layer in rows])
         return read
 
@@ -179,7 +188,7 @@ class RowTransfer:
                 rows.keys, rows.values, rows.centre, rows.key_scale, rows.value_scale, into_keys, into_values
             )  # fmt: skip
             return
-        stored_keys, stored_values = self._up.rows(rows.keys.shape)
+        stored_keys, stored_values = self._up.rows(*rows.keys.shape[:2])
         for stored, host in ((stored_keys, rows.keys), (stored_values, rows.values)):
             for own, run in zip(stored, host, strict=True):
                 own.copy_(run, non_blocking=True)
@@ -193,12 +202,18 @@ class _Buffers:
         arrays = piece_arrays(shape, num_tables)
         self._rows = allocate_empty(arrays["rows"], device)
         self._codes = allocate_empty(arrays["codes"], device)
-        self._num_tables = num_tables
+        self._widened = allocate_empty(arrays["widened"], device)
+        self._num_tables, self._row_width = num_tables, shape.row_width
 
-    def rows(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[heads, tokens, dim]`, contiguous."""
-        keys, values = self._rows[:, : shape.numel()]
+    def rows(self, heads: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values `[heads, tokens, row_width]`, contiguous."""
+        shape = heads, tokens, self._row_width
+        keys, values = self._rows[:, : heads * tokens * self._row_width]
         return keys.view(shape), values.view(shape)
+
+    def widened(self, shape: torch.Size) -> Tensor:
+        """Return widened keys `[heads, tokens, dim]`, contiguous."""
+        return self._widened[: shape.numel()].view(shape)
 
     def codes(self, heads: int, tokens: int) -> Tensor:
         """Return codes `[heads, tables, tokens]`, contiguous."""

@@ -10,9 +10,10 @@ import numpy as np
 
 from cpu.pieces import EXACT, SAMPLED, new_pieces
 from cpu.tables import build_tables
+from tests.int4_rows import pack, unpack
 from transfer.host_memory import STRIPE_TOKENS, num_offsets
 
-ROW_TYPES = {"bf16": np.uint16, "int8": np.int8, "float32": np.float32}
+ROW_TYPES = {"bf16": np.uint16, "int8": np.int8, "int4": np.uint8, "float32": np.float32}
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -39,14 +40,15 @@ class Rows:
 
     def real_keys(self) -> np.ndarray:
         """Float64 `[kv_heads, tokens, dim]`, without the centre."""
-        return _real(self.keys) * self.key_scale[:, None, None].astype(np.float64)
+        return self._real(self.keys) * self.key_scale[:, None, None].astype(np.float64)
 
     def real_values(self) -> np.ndarray:
-        return _real(self.values) * self.value_scale[:, None].astype(np.float64)
+        return self._real(self.values) * self.value_scale[:, None].astype(np.float64)
 
-
-def _real(rows: np.ndarray) -> np.ndarray:
-    return (from_bf16(rows) if rows.dtype == np.uint16 else rows).astype(np.float64)
+    def _real(self, rows: np.ndarray) -> np.ndarray:
+        if rows.dtype == np.uint8:
+            return unpack(rows, self.centre.shape[-1])
+        return (from_bf16(rows) if rows.dtype == np.uint16 else rows).astype(np.float64)
 
 
 def make_rows(
@@ -63,6 +65,9 @@ def make_rows(
         keys[:, tokens:], values[:, tokens:] = np.nan, np.nan
         if kind == "bf16":
             keys, values = to_bf16(keys), to_bf16(values)
+        elif kind == "int4":
+            keys, values = pack(keys), pack(values)
+            keys[:, tokens:], values[:, tokens:] = 0xFF, 0xFF  # scales and offsets that are NaN
         key_scale, value_scale = np.ones(kv_heads, np.float32), np.ones((kv_heads, dim), np.float32)
     codes = generator.integers(0, 1 << bits, (kv_heads, tables, tokens)).astype(np.uint16)
     codes[:, :, : tokens // 4] = codes[:, :, :1]

@@ -51,7 +51,7 @@ def rows_read(device, context_id):
     return device.tier.stats().attention.rows_read - before
 
 
-@pytest.mark.parametrize(("rows", "row_bytes"), [("bfloat16", 2), ("int8", 1)])
+@pytest.mark.parametrize(("rows", "row_bytes"), [("bfloat16", 2), ("int8", 1), ("int4", 0.75)])  # of 64 dimensions
 def test_the_tier_counts_keys_by_head_and_bytes_by_row(make_tier, rows, row_bytes):
     """What is read exactly: each key by all heads, each row once for the heads of a group, and no index."""
     tier = make_tier(tier_shape(rows))

@@ -37,14 +37,22 @@ from transfer.simd.features import LANES, missing_features
 
 BITS, TABLES = 4, 12
 THREADS = int(os.environ.get("NUMBA_NUM_THREADS", "2"))
-TOLERANCES = {"bf16": HOST_ATTENTION_FLOAT32, "float32": HOST_ATTENTION_FLOAT32, "int8": HOST_ATTENTION_INT8}
+TOLERANCES = {
+    "bf16": HOST_ATTENTION_FLOAT32,
+    "float32": HOST_ATTENTION_FLOAT32,
+    "int8": HOST_ATTENTION_INT8,
+    "int4": HOST_ATTENTION_FLOAT32,
+}
 SHAPES = [  # (rows, queries, heads, kv_heads, dim)
     ("bf16", "bf16", 8, 2, 128),
     ("int8", "float32", 6, 2, 64),
+    ("int4", "bf16", 6, 2, 64),
     pytest.param("bf16", "float32", 8, 2, 96, marks=pytest.mark.long),  # each takes half a minute to compile
     pytest.param("int8", "bf16", 8, 1, 128, marks=pytest.mark.long),
     pytest.param("int8", "bf16", 16, 1, 96, marks=pytest.mark.long),
     pytest.param("bf16", "bf16", 16, 1, 256, marks=pytest.mark.long),
+    pytest.param("int4", "float32", 8, 1, 96, marks=pytest.mark.long),
+    pytest.param("int4", "bf16", 16, 1, 256, marks=pytest.mark.long),
     pytest.param("int8", "bf16", 16, 1, 256, marks=pytest.mark.long),
     pytest.param("float32", "float32", 8, 4, 256, marks=pytest.mark.long),
     pytest.param("float32", "float32", 7, 1, 64, marks=pytest.mark.long),  # no deployment has such rows

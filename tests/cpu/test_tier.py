@@ -22,7 +22,7 @@ STEP = st.tuples(
 _ids = count()
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "int8"])
+@pytest.fixture(scope="module", params=["bfloat16", "int8", "int4"])
 def tier(request):
     tier = new_tier(tier_shape(request.param))
     yield tier

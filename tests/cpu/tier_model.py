@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from cpu.cpu_tier import CpuTier
+from tests.int4_rows import pack, unpack
 from transfer.copies import PASSED
 from transfer.exchange import RELEASED, new_slot
 from transfer.host_tier import ContextRead, LayerRows, TierShape
@@ -218,25 +219,31 @@ class Device:
             _write_middles(rows, keys, values)
         centre, scales = rows.centre.double(), (1.0, 1.0)
         centred, plain = torch.from_numpy(keys) - centre[:, None], torch.from_numpy(values)
-        if rows.key_scale is None:
+        if self.tier.shape.rows == "int4":
+            stored, kept = (torch.from_numpy(pack(x.numpy())) for x in (centred, plain))
+        elif rows.key_scale is None:
             stored, kept = centred.bfloat16(), plain.bfloat16()
         else:
             scales = (rows.key_scale.double()[:, None, None], rows.value_scale.double()[:, None])
             stored, kept = ((x / scale).round().clamp(-127, 127).to(torch.int8) for x, scale in zip(
                 (centred, plain), scales, strict=True))  # fmt: skip
+        meant = [self._unscaled(one) for one in (stored, kept)]
 
         def write():
             rows.keys.copy_(stored)
             rows.values.copy_(kept)
             if rows.codes is not None:
-                rows.codes.copy_(torch.from_numpy(self._codes(stored.double().numpy()).transpose(0, 2, 1).copy()))
+                rows.codes.copy_(torch.from_numpy(self._codes(meant[0].numpy()).transpose(0, 2, 1).copy()))
 
         late = done or Late(write)
         if late is PASSED:
             write()
         lates.append(late)
         self.tier.fill(reservation, [layer], late)
-        return (stored.double() * scales[0] + centre[:, None]).numpy(), (kept.double() * scales[1]).numpy()
+        return (meant[0] * scales[0] + centre[:, None]).numpy(), (meant[1] * scales[1]).numpy()
+
+    def _unscaled(self, stored):
+        return torch.from_numpy(unpack(stored.numpy(), DIM)) if stored.dtype == torch.uint8 else stored.double()
 
 
 def _write_middles(rows: LayerRows, keys, values):

@@ -30,6 +30,7 @@ from tests.reference_tier import ReferenceTier
 from transfer.copies import Streams
 from transfer.host_tier import TierShape
 from transfer.reading import Reading
+from transfer.tier_shape import Rows
 
 PAGE, SINK, WINDOW = 16, 16, 32
 NUM_PAGES, NUM_DENSE, MAX_SLOTS, MAX_CONTEXT = 120, 80, 6, 520
@@ -70,7 +71,7 @@ class Stand:
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
     has_tier: bool = True
-    rows: str = "bfloat16"
+    rows: Rows = "bfloat16"
     capacity_tokens: int = 2000
     bulk_tokens: int = 64
     max_chunk_tokens: int = 150

@@ -17,9 +17,11 @@ from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
 from gpu.operations.kv.kv_rows import poison, read_cells, width_of, write_rows
 from tests.gpu.kernel_oracles import wide
+from tests.int4_rows import pack, unpack
 from transfer import places
 from transfer.partial import Partial
 from transfer.places import COLUMNS
+from transfer.tier_shape import Rows
 
 KV_HEADS, NUM_RINGS, NUM_LAYERS = 2, 2, 2
 PAGE_TOKENS, NUM_SLOTS, PAGE_SLOT, SINK = 16, 3, 2, 16
@@ -45,7 +47,7 @@ class Run:
     alive: list[torch.Tensor]
 
 
-def make_run(draw: np.random.Generator, dim: int, lengths: list[int], is_int8: bool, pinned: bool) -> Run:
+def make_run(draw: np.random.Generator, dim: int, lengths: list[int], rows: Rows, pinned: bool) -> Run:
     """Return a run in pieces of these lengths, whose keys have another centre in each."""
     table = np.zeros((COLUMNS, len(lengths)), np.int64)
     keys, values, alive = [], [], []
@@ -55,21 +57,24 @@ def make_run(draw: np.random.Generator, dim: int, lengths: list[int], is_int8: b
         own = [torch.tensor(draw.normal(size=(KV_HEADS, length, dim)), dtype=torch.float32) for _ in range(2)]
         key_scale = torch.tensor(draw.uniform(0.01, 0.03, KV_HEADS), dtype=torch.float32)
         value_scale = torch.tensor(draw.uniform(0.01, 0.03, (KV_HEADS, dim)), dtype=torch.float32)
-        if is_int8:
+        if rows == "int8":
             stored = [
                 (own[0] / key_scale[:, None, None]).round().clamp(-127, 127).to(torch.int8),
                 (own[1] / value_scale[:, None]).round().clamp(-127, 127).to(torch.int8),
             ]
             whole = [stored[0].float() * key_scale[:, None, None], stored[1].float() * value_scale[:, None]]
+        elif rows == "int4":
+            stored = [torch.from_numpy(pack(one.numpy())) for one in own]
+            whole = [torch.from_numpy(unpack(one.numpy(), dim)).float() for one in stored]
         else:
             stored = [one.bfloat16() for one in own]
             whole = [one.float() for one in stored]
         kept = [one.pin_memory() if pinned else one for one in (*stored, centre, key_scale, value_scale)]
         alive += kept
-        row = dim * (1 if is_int8 else 2)
+        row = stored[0].shape[-1] * stored[0].itemsize
         table[:, piece] = [
             begin, begin + length, kept[0].data_ptr(), length * row, row, kept[1].data_ptr(), length * row, row,
-            kept[2].data_ptr(), kept[3].data_ptr() if is_int8 else 0, kept[4].data_ptr() if is_int8 else 0,
+            kept[2].data_ptr(), *(one.data_ptr() if rows == "int8" else 0 for one in kept[3:]),
         ]  # fmt: skip
         keys.append(whole[0] + centre[:, None])
         values.append(whole[1])
@@ -123,7 +128,7 @@ class Stand:
 
 def make_stand(
     dim: int, group: int, lengths: list[int], device: str, *, key_bits: int = 4, value_bits: int = 2,
-    is_int8: bool = False, dtype: torch.dtype = torch.float32, indexed: int | None = None,
+    rows: Rows = "bfloat16", dtype: torch.dtype = torch.float32, indexed: int | None = None,
     stored: torch.dtype | None = None,
 ) -> Stand:  # fmt: skip
     """Return an index of the first `indexed` tokens, or all, of runs in pieces of these lengths. stored: the runs lie
@@ -141,8 +146,8 @@ def make_stand(
     for one in (index.scales, index.value_scales, index.value_centres, index.keys, index.values, *vars_of(work)):
         if one.is_floating_point():
             one.fill_(torch.nan)
-    layout = new_layout(settings, shape, is_int8, on)
-    runs = [make_run(draw, dim, lengths, is_int8, on.type == "cuda") for _ in range(NUM_LAYERS)]
+    layout = new_layout(settings, shape, rows, on)
+    runs = [make_run(draw, dim, lengths, rows, on.type == "cuda") for _ in range(NUM_LAYERS)]
     counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=on)
     if stored is not None:
         pages = [put_in_pages(run, draw, dtype, stored, on) for run in runs]

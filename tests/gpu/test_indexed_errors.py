@@ -22,6 +22,7 @@ from tests.gpu.test_kernels_indexed import draw_query, partial_of, softmax_logit
 from tests.gpu.test_kernels_indexed_errors import TOKENS, near_of, report_step
 from tests.gpu.twin_runners import check_steps
 from transfer.partial import Partial
+from transfer.tier_shape import Rows
 
 
 def true_errors(stand: Stand, query: torch.Tensor, near: Partial, answer: Partial) -> np.ndarray:
@@ -52,12 +53,12 @@ def test_the_expected_error_is_the_root_mean_square_of_true_ones(key_bits: int, 
     assert np.mean(np.array(ratios) < 2.0) > 0.95
 
 
-@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
-def test_exact_attention_reads_every_piece_up_to_the_last_token(is_int8: bool) -> None:
-    stand = make_stand(96, 3, [2100, 64, 76], "cpu", is_int8=is_int8)
+@pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
+def test_exact_attention_reads_every_piece_up_to_the_last_token(rows: Rows) -> None:
+    stand = make_stand(96, 3, [2100, 64, 76], "cpu", rows=rows)
     queries = np.random.default_rng(2).normal(size=(3, 96)).astype(np.float32)
     for num_tokens in (1, 2150, 2240):
-        out, lse = attend_exactly(stand.runs[0].table, 1, num_tokens, queries, is_int8)
+        out, lse = attend_exactly(stand.runs[0].table, 1, num_tokens, queries, rows)
         logits = softmax_logits(torch.tensor(queries), stand.runs[0].keys[1][:num_tokens])
         exact, exact_lse = partial_of(logits, stand.runs[0].values[1][:num_tokens])
         assert distance(torch.tensor(out), exact) < 1e-5
@@ -84,7 +85,7 @@ def audit_step(stand: Stand, report: Report, rest_times: float = 1.0) -> tuple[n
     """Return the true errors of a step, and what an audit of its second layer and first KV head says."""
     query, resident = draw_query(stand, "cpu")
     near = near_of(query, resident)
-    audits, lent, sums = Audits(report, 1, KV_HEADS, is_int8=False), Lent(), AuditSums()
+    audits, lent, sums = Audits(report, 1, KV_HEADS, rows="bfloat16"), Lent(), AuditSums()
     audits._turn = 1  # layer 1
     audits.pick([Reading(1, TOKENS, np.stack([run.table for run in stand.runs]), sums)], lent)
     answer = report_step(stand, query, near, report, rest_times=rest_times)
@@ -119,7 +120,7 @@ def test_an_audit_finds_the_true_error_and_what_is_wrong_with_an_estimate() -> N
 def test_a_step_that_came_to_nothing_is_not_audited_and_ends_its_loan() -> None:
     stand = make_stand(64, 3, [256], "cpu")
     report = new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device("cpu"))
-    audits, lent = Audits(report, 2, KV_HEADS, is_int8=False), Lent()
+    audits, lent = Audits(report, 2, KV_HEADS, rows="bfloat16"), Lent()
     reading = Reading(1, 256, np.stack([run.table for run in stand.runs]), AuditSums())
     audits.pick([reading], lent)
     audits.follow()

@@ -125,7 +125,7 @@ def errors_of(side: Indexed, reads: LayerReads, on_device: DevicePartials) -> li
     errors = []
     for head, query in enumerate(reads.query[0]):
         kv_head = head // (len(reads.query[0]) // NUM_KV_HEADS)
-        keys, values = read_rows(layer, 0, kv_head, tokens, is_int8=False)
+        keys, values = read_rows(layer, 0, kv_head, tokens, "bfloat16")
         ids = layer.ids[kv_head]
         sides = [
             softmax_of(query, keys, values),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -68,6 +68,7 @@ from gpu.operations.experts.routing import choose
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.host_rows.chunk_columns import CHUNKS, COLUMNS
 from gpu.operations.host_rows.linked_attention import linked_attention
+from gpu.operations.host_rows.int4_rows import restore_int4, store_int4
 from gpu.operations.host_rows.offload_rows import centre_of, offload_rows
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import launch as scatter
@@ -104,7 +105,7 @@ from transfer.exchange import new_slot
 from transfer.expert_exchange import new_expert_slot
 from transfer.partial import Partial
 from transfer.slot_shape import SlotShape
-from transfer.tier_shape import HOST_DIMS, MAX_HOST_GROUP
+from transfer.tier_shape import HOST_DIMS, MAX_HOST_GROUP, Rows, int4_row_bytes
 
 SHARED_KIB = {80: 163, 89: 99}
 TRITON_TYPES = {
@@ -383,6 +384,10 @@ def _rows(shape: Architecture, dtype: torch.dtype) -> None:
         rows = torch.empty_like(keys, dtype=stored)
         offload_rows(keys, keys, centre, *scales, rows, rows)
         restore_rows(rows, rows, centre, *scales, keys, keys)
+    stored_rows = empty(shape.num_kv_heads, 64, int4_row_bytes(shape.dim), dtype=torch.uint8)
+    for middle in (centre, None):
+        store_int4(keys, middle, stored_rows)
+        restore_int4(stored_rows, middle, keys)
 
 
 def _fused(shape: Architecture, dtype: torch.dtype) -> None:
@@ -552,13 +557,16 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
     counts = empty(NUM_INDEX_COUNTS, dtype=torch.int64)
     wanted = empty(rows, shape.num_heads, dtype=torch.uint8)
     rotation = empty(shape.dim, shape.dim)
-    for key_bits, value_bits, is_int8 in ((4, 2, False), (4, 2, True), (2, 4, False), (8, 2, True)):
+    formats: tuple[tuple[Literal[2, 4, 8], Literal[2, 4], Rows], ...] = (
+        (4, 2, "bfloat16"), (4, 2, "int8"), (4, 2, "int4"), (2, 4, "bfloat16"), (8, 2, "int8"),
+    )  # fmt: skip
+    for key_bits, value_bits, stored_rows in formats:
         settings = IndexedSettings(key_bits=key_bits, value_bits=value_bits, budget_share=1.0, budget_tokens=slots)
         arrays = page_arrays(settings, shape, 1, 7) | ring_arrays(settings, shape, 1, rings)
         rows_in_slots = empty(1, rings * shape.num_kv_heads, slots, shape.dim, dtype=dtype)
         index = Index(**_empty_arrays(arrays), keys=rows_in_slots, values=rows_in_slots)
         work = Work(**_empty_arrays(work_arrays(settings, shape, rings)))
-        layout = Layout(rotation, key_bits, value_bits, shape.num_kv_heads, is_int8)
+        layout = Layout(rotation, key_bits, value_bits, shape.num_kv_heads, stored_rows)
         copy_pieces(index, 1, 2, layout)
         index_tokens(index, 1, 0, 4096, layout)
         pages = [Pages(*2 * [empty(64, shape.num_kv_heads, 16, width_of(stored, shape.dim), dtype=stored)],
@@ -658,6 +666,8 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_delta_out_kernel": _recurrent_prompts,
     "_offload_kernel": _rows,
     "_restore_kernel": _rows,
+    "_store_int4_kernel": _rows,
+    "_restore_int4_kernel": _rows,
     "_sum_kernel": _rows,
     "_fuse_kernel": _fused,
     "_widen_kernel": _fused,

@@ -14,7 +14,9 @@ from gpu.methods.indexed.scoring import BINS_PER_OCTAVE, LOWEST_OCTAVE
 from gpu.operations.arguments import INTERPRETED
 from tests.gpu.indexed_stand import KV_HEADS, NUM_LAYERS, PAGE_SLOT, Stand, make_stand
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
+from tests.int4_rows import unpack
 from tests.tolerances import INDEXED_FLIPS, INDEXED_PARTIAL, INDEXED_PARTIAL_BFLOAT16, INDEXED_SCORES, INDEXED_WEIGHTS
+from transfer.tier_shape import Rows
 
 SHAPES = [(64, 3), (128, 4), (96, 1), (128, 16)]
 # Of two pieces. Three programs' tokens are for a GPU, and for the choice; the interpreter has two elsewhere.
@@ -81,11 +83,11 @@ def expected(stand: Stand, query: torch.Tensor, count: int, chosen: list[list[in
     return np.concatenate(outs), np.concatenate(lses)
 
 
-@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_budget_of_everything_is_dense_attention(device: str, shape: tuple[int, int], is_int8: bool) -> None:
-    stand = make_stand(*shape, [144, 64, 32], device, is_int8=is_int8)
+def test_a_budget_of_everything_is_dense_attention(device: str, shape: tuple[int, int], rows: Rows) -> None:
+    stand = make_stand(*shape, [144, 64, 32], device, rows=rows)
     check_everything(stand, device)
     assert stand.counts[FETCHED] == 240 * KV_HEADS
 
@@ -190,14 +192,12 @@ def test_equal_scores_are_chosen_all_or_none_and_nothing_is_lost(device: str) ->
     assert np.abs(wide(partial.lse[1]) - np.log(256)).max() < INDEXED_SCORES
 
 
-@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_stay_in_their_slots_while_they_are_chosen_and_only_new_ones_are_fetched(
-    device: str, is_int8: bool
-) -> None:
+def test_rows_stay_in_their_slots_while_they_are_chosen_and_only_new_ones_are_fetched(device: str, rows: Rows) -> None:
     lengths = [700, 452] if INTERPRETED else [1500, 548]
     tokens = sum(lengths)
-    stand = make_stand(128, 4, lengths, device, is_int8=is_int8)
+    stand = make_stand(128, 4, lengths, device, rows=rows)
     held: list[set[int]] = [set(), set()]
     for seed in range(4):
         query, resident = draw_query(stand, device, seed // 2)  # each query twice
@@ -231,13 +231,13 @@ def check_slots(stand: Stand, layer: int = 1) -> None:
         assert bits.tolist() == sorted(tokens.tolist())
 
 
-@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("key_bits", [2, 4, 8])
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int, is_int8: bool) -> None:
+def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int, rows: Rows) -> None:
     lengths = [272, 64, 208]
-    whole = make_stand(128, 4, lengths, device, key_bits=key_bits, is_int8=is_int8)
-    grown = make_stand(128, 4, lengths, device, key_bits=key_bits, is_int8=is_int8, indexed=16)
+    whole = make_stand(128, 4, lengths, device, key_bits=key_bits, rows=rows)
+    grown = make_stand(128, 4, lengths, device, key_bits=key_bits, rows=rows, indexed=16)
     for begin, end in ((0, 304), (288, 336), (320, 544)):
         index_tokens(grown.index, 1, begin, end, grown.layout)
     for name in ("codes", "scales", "value_codes", "value_scales", "value_centres"):
@@ -263,11 +263,11 @@ def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int
             assert distance(got_scales, wide(scales)) < INDEXED_SCORES
 
 
-@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_equal_values_are_estimated_nearly_exactly_and_unequal_ones_have_no_centre(device: str, is_int8: bool) -> None:
+def test_equal_values_are_estimated_nearly_exactly_and_unequal_ones_have_no_centre(device: str, rows: Rows) -> None:
     """Values that are rounded alike err alike, which no sum averages out."""
-    stand = make_stand(64, 3, [2048], device, is_int8=is_int8)
+    stand = make_stand(64, 3, [2048], device, rows=rows)
     for layer, place in product(range(NUM_LAYERS), range(KV_HEADS, 2 * KV_HEADS)):
         assert not stand.rows("value_centres", layer, place, 2048).any()
         assert (stand.rows("value_scales", layer, place, 2048) > 0).all()
@@ -279,8 +279,9 @@ def test_equal_values_are_estimated_nearly_exactly_and_unequal_ones_have_no_cent
         assert (stand.rows("value_scales", layer, place, 2048) < 0).all()
     query, resident = draw_query(stand, device)
     partial = stand.step(query, resident, 2048, 20)
-    own = stand.runs[1].alive[1][:, 0].float()
-    own = own * stand.runs[1].alive[4] if is_int8 else own
+    own = stand.runs[1].alive[1][:, 0]
+    own = torch.from_numpy(unpack(own.numpy(), 64)) if rows == "int4" else own.float()
+    own = own * stand.runs[1].alive[4] if rows == "int8" else own
     assert distance(partial.out[1], wide(own).repeat(3, 0)) < INDEXED_WEIGHTS
 
 

@@ -25,6 +25,7 @@ from tests.gpu.kernel_oracles import DEVICES, distance, wide
 from tests.gpu.test_kernels_indexed import LENGTHS, draw_query, estimated_keys, partial_of, softmax_logits
 from tests.tolerances import INDEXED_PARTIAL, INDEXED_SCORES
 from transfer.partial import Partial, merge
+from transfer.tier_shape import Rows
 
 TOKENS = sum(LENGTHS) - 16
 
@@ -108,10 +109,10 @@ def test_budgets_halve_again_once_bounds_are_far_below_epsilon(device: str) -> N
     assert report.is_over.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_place_that_exceeds_is_read_in_full_and_no_other(device: str, is_int8: bool) -> None:
-    stand = make_stand(96, 3, [1100, 64, 76], device, is_int8=is_int8)
+def test_a_place_that_exceeds_is_read_in_full_and_no_other(device: str, rows: Rows) -> None:
+    stand = make_stand(96, 3, [1100, 64, 76], device, rows=rows)
     query, resident = draw_query(stand, device)
     report = new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
     found = stand.step(query, resident, 1200, 64)

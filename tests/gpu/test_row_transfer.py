@@ -13,6 +13,7 @@ from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.hyperplanes import draw_projections, encode_reference
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
+from tests.int4_rows import unpack
 from tests.tolerances import INT8_HALF_STEP, KERNEL_BFLOAT16, KERNEL_FLOAT32, SAME_CODES
 from transfer.copies import Streams
 from transfer.host_tier import LayerRows, TierShape
@@ -44,8 +45,9 @@ class Store:
         def full(size: tuple[int, ...], value: float, dtype: torch.dtype) -> torch.Tensor:
             return torch.full((layers, shape.num_kv_heads, *size), value, dtype=dtype, pin_memory=is_pinned)
 
-        row = (torch.int8, -128) if is_int8 else (torch.bfloat16, float("nan"))
-        self.keys, self.values = (full((capacity, shape.dim), row[1], row[0]) for _ in range(2))
+        row = {"int8": (torch.int8, -128), "int4": (torch.uint8, 0xFF), "bfloat16": (torch.bfloat16, float("nan"))}
+        dtype, poison = row[shape.rows]
+        self.keys, self.values = (full((capacity, shape.row_width), poison, dtype) for _ in range(2))
         self.codes = full((shape.num_tables, capacity), MARK, torch.uint16) if shape.num_tables else None
         self.centre = full((shape.dim,), float("nan"), torch.float32)
         self.key_scale = full((), float("nan"), torch.float32) if is_int8 else None
@@ -66,6 +68,9 @@ class Store:
         key_step, value_step = 1.0, 1.0
         if self.key_scale is not None and self.value_scale is not None:
             key_step, value_step = wide(self.key_scale)[:, :, None, None], wide(self.value_scale)[:, :, None]
+        if self.keys.dtype == torch.uint8:
+            keys, values = (unpack(one.numpy(), self.centre.shape[-1]) for one in (self.keys, self.values))
+            return keys + wide(self.centre)[:, :, None], values
         return key_step * wide(self.keys) + wide(self.centre)[:, :, None], value_step * wide(self.values)
 
 
@@ -84,7 +89,10 @@ def make_source(row_transfer: RowTransfer, layers: int, tokens: int) -> tuple[to
 def assert_sent(store: Store, row_transfer: RowTransfer, keys, values, begin: int, end: int) -> None:
     """Rows `[begin, end)` of the store are the source within what is lost by storing, codes are of the stored keys."""
     got_keys, got_values = (rows[:, :, begin:end] for rows in store.restored())
-    if store.key_scale is None or store.value_scale is None:
+    if store.keys.dtype == torch.uint8:
+        for got, source, less in ((got_keys, keys, wide(store.centre)[:, :, None]), (got_values, values, 0.0)):
+            assert_within_steps(got - less, wide(source) - less)
+    elif store.key_scale is None or store.value_scale is None:
         centred = wide(keys) - wide(store.centre)[:, :, None]
         error = np.linalg.norm(got_keys - wide(keys))
         assert error <= KERNEL_BFLOAT16 * np.linalg.norm(centred) + KERNEL_FLOAT32 * np.linalg.norm(wide(keys))
@@ -100,11 +108,26 @@ def assert_sent(store: Store, row_transfer: RowTransfer, keys, values, begin: in
     projections = draw_projections(row_transfer.shape.dim, BITS, TABLES, 0, torch.float32, torch.device("cpu"))
     if row_transfer.device.type == "cuda":
         projections = projections.to(torch.device("cpu"), torch.bfloat16)
-    wanted = encode_reference(store.keys[:, :, begin:end].float(), projections).transpose(2, 3).to(torch.int32)
+    stored = store.keys[:, :, begin:end].float()
+    if store.keys.dtype == torch.uint8:
+        stored = torch.from_numpy(got_keys - wide(store.centre)[:, :, None]).float()
+        if row_transfer._down is not None:
+            stored = stored.bfloat16().float()  # as they pass through the buffer
+    wanted = encode_reference(stored, projections).transpose(2, 3).to(torch.int32)
     got = store.codes[..., begin:end].to(torch.int32)
     assert (got == wanted).float().mean() > SAME_CODES
     if end - begin > 1:  # a lone token is its own centre: nothing is left to encode
         assert (got.roll(1, 2) == wanted).float().mean() < SAME_CODES
+
+
+def assert_within_steps(got: np.ndarray, rows: np.ndarray) -> None:
+    """Each number is off by half a fifteenth of what its 32 dimensions span, and by what bf16 loses of these steps."""
+    groups = rows.reshape(*rows.shape[:-1], -1, 32)
+    span, largest = np.ptp(groups, -1), np.abs(groups).max(-1)
+    bound = (INT8_HALF_STEP + 0.1) * span / 15 + 2**-8 * largest + 1e-5
+    assert (np.abs(got.reshape(groups.shape) - groups) <= bound[..., None]).all()
+    if span.max() > 0.1:
+        assert not (np.abs(np.roll(got, 1, -1).reshape(groups.shape) - groups) <= bound[..., None]).all()
 
 
 def assert_untouched(store: Store, begin: int, end: int) -> None:
@@ -115,10 +138,10 @@ def assert_untouched(store: Store, begin: int, end: int) -> None:
             if part.dtype == torch.bfloat16:
                 assert part.isnan().all()
             else:
-                assert (part.to(torch.int32) == (-128 if part.dtype == torch.int8 else MARK)).all()
+                assert (part.to(torch.int32) == {torch.int8: -128, torch.uint8: 0xFF}.get(part.dtype, MARK)).all()
 
 
-@pytest.mark.parametrize("rows", ["bfloat16", "int8"])
+@pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(("kv_heads", "tokens", "dim"), [(1, 1, 64), (2, 130, 128), (8, 300, 64), (2, 8193, 64)])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_layer_goes_down_and_comes_back(kv_heads, tokens, dim, rows, way):
@@ -138,7 +161,7 @@ def test_a_layer_goes_down_and_comes_back(kv_heads, tokens, dim, rows, way):
     assert staging[:, :, tokens + 4 :].isnan().all()
 
 
-@pytest.mark.parametrize("rows", ["bfloat16", "int8"])
+@pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_second_offload_block_joins_the_first_under_its_centre_and_scales(rows, way):
     row_transfer = make_row_transfer(way, 2, 64, rows)
@@ -218,7 +241,7 @@ def test_a_row_transfer_is_given_rooms_that_fit(way):
         row_transfer.send(keys[0, :, :0], values[0, :, :0], store.rows(0, 0, 0), False)
 
 
-@pytest.mark.parametrize(("rows", "element_bytes"), [("bfloat16", 2), ("int8", 1)])
+@pytest.mark.parametrize(("rows", "element_bytes"), [("bfloat16", 2), ("int8", 1), ("int4", 0.75)])
 def test_buffers_take_what_the_memory_plan_counts(rows, element_bytes):
     down, up = (
         _Buffers(make_row_transfer(("cpu", False), 2, 64, rows).shape, tables, torch.device("cpu"))
@@ -226,3 +249,5 @@ def test_buffers_take_what_the_memory_plan_counts(rows, element_bytes):
     )
     taken = sum(buffer.nbytes for buffers in (down, up) for buffer in (buffers._rows, buffers._codes))
     assert taken == PIECE_ROWS * (4 * 64 * element_bytes + 2 * TABLES)
+    assert down._widened.nbytes == (PIECE_ROWS * 64 * 2 if rows == "int4" else 0)
+    assert up._widened.nbytes == 0

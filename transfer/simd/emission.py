@@ -42,7 +42,11 @@ def widened(builder: ir.IRBuilder, address: Any, element: int, size: int) -> Any
 
 
 def broadcast(builder: ir.IRBuilder, address: Any) -> Any:
-    value = builder.load(builder.inttoptr(address, F32.as_pointer()), align=4)
+    return splat(builder, builder.load(builder.inttoptr(address, F32.as_pointer()), align=4))
+
+
+def splat(builder: ir.IRBuilder, value: Any) -> Any:
+    """Return a float32 in all lanes."""
     alone = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(I32, 0))
     return shuffle(builder, alone, alone, [0] * LANES)
 

@@ -67,7 +67,7 @@ def _fetch_reference(index: Index, work: Work, ring: int, kv_head: int, layout: 
     place = ring * layout.kv_heads + kv_head
     fresh = work.fresh[place].nonzero().flatten()
     if len(fresh):
-        keys, values = read_rows(index, ring, kv_head, index.ids[place, fresh].long(), layout.is_int8)
+        keys, values = read_rows(index, ring, kv_head, index.ids[place, fresh].long(), layout.rows)
         index.keys[place, fresh] = keys.to(index.keys.dtype)
         index.values[place, fresh] = values.to(index.values.dtype)
 
@@ -106,7 +106,7 @@ def _attend_kernel(
     page_slots, key_pages, value_pages, page_table, read_out, read_lse, counts, row_stride, slots, reads, max_pages,
     first_cell,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, INT8: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
     """Attend to some slots of one place."""
@@ -144,10 +144,10 @@ def _attend_kernel(
             is_new = is_fresh[:, None] & (column < DIM)
             at = row_address(table, piece, token, kv_head, is_fresh, _KEYS, PIECES)
             scale = piece_key_scales + head
-            new_key = restored_rows(at, is_fresh, scale, scale, DIM, WIDE, INT8, False)
+            new_key = restored_rows(at, is_fresh, scale, scale, DIM, WIDE, ROWS, False)
             new_key += tl.load(piece_centres + head[:, None] * DIM + column, mask=is_new, other=0.0)
             at = row_address(table, piece, token, kv_head, is_fresh, _VALUES, PIECES)
-            new_value = restored_rows(at, is_fresh, scale, piece_value_scales + head * DIM, DIM, WIDE, INT8, True)
+            new_value = restored_rows(at, is_fresh, scale, piece_value_scales + head * DIM, DIM, WIDE, ROWS, True)
             key = tl.where(is_fresh[:, None], new_key.to(key.dtype), key)
             value = tl.where(is_fresh[:, None], new_value.to(value.dtype), value)
             tl.store(keys + cell, key, mask=is_new)
@@ -259,7 +259,7 @@ def attend_chosen(
         index.piece_key_scales, index.piece_value_scales, step.rows, step.num_tokens, *at, work.read_out,
         work.read_lse, counts, query.stride(0), slots, reads, max_pages, first_cell,
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)),
-        PIECES=index.lies.shape[2], DIM=dim, WIDE=triton.next_power_of_2(dim), INT8=layout.is_int8,
+        PIECES=index.lies.shape[2], DIM=dim, WIDE=triton.next_power_of_2(dim), ROWS=layout.rows,
         TILE=TILE // 2 if index.keys.itemsize * dim > 256 else TILE, num_warps=4, num_stages=1, **paged,
     )  # fmt: skip
 

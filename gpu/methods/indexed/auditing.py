@@ -27,6 +27,7 @@ from gpu.methods.indexed.reporting import Report
 from gpu.upload import upload
 from transfer.copies import PASSED, Event
 from transfer.host_tier import Loan
+from transfer.tier_shape import Rows
 
 COVERED = 0.95  # of true errors, that lie below the bound
 MOST_RATIOS = 2_048  # the last audited heads, by which bounds are widened
@@ -112,8 +113,8 @@ class Calibration:
 class Audits:
     """The audits of one device side. audit_steps: every so many steps that read by index, 0: never."""
 
-    def __init__(self, report: Report, audit_steps: int, kv_heads: int, is_int8: bool) -> None:
-        self._report, self._audit_steps, self._kv_heads, self._is_int8 = report, audit_steps, kv_heads, is_int8
+    def __init__(self, report: Report, audit_steps: int, kv_heads: int, rows: Rows) -> None:
+        self._report, self._audit_steps, self._kv_heads, self._rows = report, audit_steps, kv_heads, rows
         layers, _, group, dim = report.queries.shape
         self.of_layers = [AuditSums() for _ in range(layers)]
         self.worst = 0.0
@@ -191,7 +192,7 @@ class Audits:
             audit.kv_head,
             reading.num_tokens,
             told["queries"].astype(np.float32),
-            self._is_int8,
+            self._rows,
         )
         exact = merge_exactly(told["near_out"], told["near_lse"], out, lse)
         errors = np.linalg.norm(told["out"] - exact, axis=1) / np.linalg.norm(exact, axis=1).clip(1e-30)

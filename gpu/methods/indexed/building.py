@@ -42,7 +42,7 @@ def index_tokens_reference(index: Index, ring: int, begin: int, end: int, layout
     for layer in range(len(index.codes)):
         for kv_head in range(layout.kv_heads):
             place = ring * layout.kv_heads + kv_head
-            keys, values = read_rows(index.layer(layer), ring, kv_head, tokens, layout.is_int8)
+            keys, values = read_rows(index.layer(layer), ring, kv_head, tokens, layout.rows)
             _index_rows(index.layer(layer), place, begin, end, keys, values, layout)
 
 
@@ -107,7 +107,7 @@ def _index_kernel(
     begin, end, num_pages, splits, value_step, centred_share, slot, max_pages, first_cell,
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr,
     PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, VALUE_W: tl.constexpr, VALUE_PART: tl.constexpr,
-    VALUE_BITS: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr, PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
     """Index one tile of one KV head in one layer."""
@@ -133,10 +133,10 @@ def _index_kernel(
         head = (own_piece + piece) * KV_HEADS + kv_head
         scale = piece_key_scales + head
         at = row_address(own_lies, piece, token, kv_head, is_there, _KEYS, PIECES)
-        key = restored_rows(at, is_there, scale, scale, DIM, WIDE, INT8, False)
+        key = restored_rows(at, is_there, scale, scale, DIM, WIDE, ROWS, False)
         key += tl.load(piece_centres + head[:, None] * DIM + column, mask=is_number, other=0.0)
         at = row_address(own_lies, piece, token, kv_head, is_there, _VALUES, PIECES)
-        value = restored_rows(at, is_there, scale, piece_value_scales + head * DIM, DIM, WIDE, INT8, True)
+        value = restored_rows(at, is_there, scale, piece_value_scales + head * DIM, DIM, WIDE, ROWS, True)
     key -= tl.load(centres + place * DIM + column, mask=column < DIM, other=0.0)
     key = tl.where(is_number, key, 0.0)
 
@@ -233,7 +233,7 @@ def _launch(
         KV_HEADS=layout.kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim), W=width,
         PART=part, PARTS=triton.cdiv(width, part), BITS=layout.key_bits, VALUE_W=value_width,
         VALUE_PART=max(16, triton.next_power_of_2(value_width)), VALUE_BITS=layout.value_bits, TILE=TILE,
-        INT8=layout.is_int8, PAGED=pages is not None, PAGE_TOKENS=1 if pages is None else pages.keys.shape[2],
+        ROWS=layout.rows, PAGED=pages is not None, PAGE_TOKENS=1 if pages is None else pages.keys.shape[2],
         KIND=0 if pages is None else kind_of(pages.keys), num_warps=4,
     )  # fmt: skip
 
@@ -242,7 +242,7 @@ def _launch(
 def _copy_pieces_kernel(
     lies, piece_centres, piece_key_scales, piece_value_scales, ring, num_rings, CENTRE: tl.constexpr,
     KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, KV_HEADS: tl.constexpr, PIECES: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, INT8: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     piece, kv_head = tl.program_id(0), tl.program_id(1) % KV_HEADS
     layer = (tl.program_id(1) // KV_HEADS).to(tl.int64)
@@ -252,7 +252,7 @@ def _copy_pieces_kernel(
     inside = column < DIM
     at = (tl.load(table + CENTRE * PIECES + piece) + 4 * DIM * kv_head).to(tl.pointer_type(tl.float32))
     tl.store(piece_centres + head * DIM + column, tl.load(at + column, mask=inside, other=0.0), mask=inside)
-    if INT8:
+    if ROWS == "int8":
         at = (tl.load(table + VALUE_SCALE * PIECES + piece) + 4 * DIM * kv_head).to(tl.pointer_type(tl.float32))
         tl.store(piece_value_scales + head * DIM + column, tl.load(at + column, mask=inside, other=0.0), mask=inside)
         at = (tl.load(table + KEY_SCALE * PIECES + piece) + 4 * kv_head).to(tl.pointer_type(tl.float32))
@@ -265,7 +265,7 @@ def copy_pieces_reference(index: Index, ring: int, num_pieces: int, layout: Layo
     for layer in range(len(index.lies)):
         for piece, place in enumerate(index.lies[layer, ring, :, :num_pieces].T.tolist()):
             index.piece_centres[layer, ring, piece] = floats_at(place[places.CENTRE], heads * dim).view(heads, dim)
-            if layout.is_int8:
+            if layout.rows == "int8":
                 index.piece_key_scales[layer, ring, piece] = floats_at(place[places.KEY_SCALE], heads)
                 scales = floats_at(place[places.VALUE_SCALE], heads * dim)
                 index.piece_value_scales[layer, ring, piece] = scales.view(heads, dim)
@@ -286,5 +286,5 @@ def copy_pieces(index: Index, ring: int, num_pieces: int, layout: Layout) -> Non
     _copy_pieces_kernel[(num_pieces, num_layers * layout.kv_heads)](
         index.lies, index.piece_centres, index.piece_key_scales, index.piece_value_scales, ring, num_rings,
         CENTRE=places.CENTRE, KEY_SCALE=places.KEY_SCALE, VALUE_SCALE=places.VALUE_SCALE, KV_HEADS=layout.kv_heads,
-        PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim), COLUMNS=COLUMNS, INT8=layout.is_int8, num_warps=1,
+        PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim), COLUMNS=COLUMNS, ROWS=layout.rows, num_warps=1,
     )  # fmt: skip

@@ -91,7 +91,7 @@ class Indexed(RingSide):
         works = [new_work(settings, shape, num_rings, device) for _ in range(settings.num_works)]
         self._work = {True: works[0], False: works[-1]}  # by whether a step has host reads
         self._of_layers = [self._report.layer(place) for place in range(len(tier.layers))]
-        self.audits = Audits(self._report, settings.errors.audit_steps, shape.num_kv_heads, tier.rows == "int8")
+        self.audits = Audits(self._report, settings.errors.audit_steps, shape.num_kv_heads, tier.rows)
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
         self._num_layers = shape.num_layers

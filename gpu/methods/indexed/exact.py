@@ -6,8 +6,9 @@ import numba
 import numpy as np
 
 import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
-from gpu.methods.indexed.host_rows import bytes_at
+from gpu.methods.indexed.host_rows import bytes_at, widen_rows
 from transfer import places
+from transfer.tier_shape import Rows
 
 BLOCK_ROWS = 2_048  # that are restored to float32 at once
 
@@ -35,15 +36,14 @@ def _floats_at(address: int, count: int) -> np.ndarray:
     return bytes_at(address, 4 * count).numpy().view(np.float32)
 
 
-def _restored(address: int, row_bytes: int, count: int, dim: int, is_int8: bool) -> np.ndarray:
-    """Return rows, float32 `[count, dim]`, without scale and centre."""
-    stored = bytes_at(address, count * row_bytes).numpy().view(np.int8 if is_int8 else np.uint16)
-    rows = stored.reshape(count, -1)[:, :dim]
-    return rows.astype(np.float32) if is_int8 else (rows.astype(np.uint32) << 16).view(np.float32)
+def _restored(address: int, row_bytes: int, count: int, dim: int, rows: Rows) -> np.ndarray:
+    """Return rows, float32 `[count, dim]`, without the scales of int8 and without the centre."""
+    stored = bytes_at(address, count * row_bytes).view(count, row_bytes)
+    return widen_rows(stored, dim, rows).numpy()
 
 
 def attend_exactly(
-    table: np.ndarray, kv_head: int, num_tokens: int, queries: np.ndarray, is_int8: bool
+    table: np.ndarray, kv_head: int, num_tokens: int, queries: np.ndarray, rows: Rows
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return out, float32 `[group, dim]`, and lse, float64 `[group]`, over a run's first tokens.
 
@@ -55,9 +55,9 @@ def attend_exactly(
     for piece, first, count in _blocks(table, num_tokens):
         address, head_bytes, row_bytes = piece[places.KEYS : places.KEYS + 3]
         at = address + kv_head * head_bytes + (first - piece[places.RUN_BEGIN]) * row_bytes
-        _score(_restored(at, row_bytes, count, dim, is_int8), scaled, logits, first)
+        _score(_restored(at, row_bytes, count, dim, rows), scaled, logits, first)
         own = logits[:, first : first + count]
-        if is_int8:
+        if rows == "int8":
             own *= _floats_at(piece[places.KEY_SCALE], kv_head + 1)[kv_head]
         centre = _floats_at(piece[places.CENTRE], (kv_head + 1) * dim)[-dim:]
         own += (scaled @ centre)[:, None]
@@ -67,10 +67,10 @@ def attend_exactly(
     for piece, first, count in _blocks(table, num_tokens):
         address, head_bytes, row_bytes = piece[places.VALUES : places.VALUES + 3]
         at = address + kv_head * head_bytes + (first - piece[places.RUN_BEGIN]) * row_bytes
-        rows = _restored(at, row_bytes, count, dim, is_int8)
-        if is_int8:
-            rows *= _floats_at(piece[places.VALUE_SCALE], (kv_head + 1) * dim)[-dim:]
-        _add(rows, logits, first, out)
+        restored = _restored(at, row_bytes, count, dim, rows)
+        if rows == "int8":
+            restored *= _floats_at(piece[places.VALUE_SCALE], (kv_head + 1) * dim)[-dim:]
+        _add(restored, logits, first, out)
     return out / mass[:, None].astype(np.float32), most[:, 0] + np.log(mass)
 
 

@@ -9,7 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.methods.indexed.ring import Index
+from gpu.operations.host_rows.int4_rows import int4_rows, restore_int4_reference
 from transfer import places
+from transfer.tier_shape import Rows
 
 _BEGIN = tl.constexpr(places.RUN_BEGIN)
 
@@ -19,12 +21,21 @@ def bytes_at(address: int, num_bytes: int) -> Tensor:
     return torch.from_numpy(np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8))
 
 
-def read_rows(index: Index, ring: int, kv_head: int, tokens: Tensor, is_int8: bool) -> tuple[Tensor, Tensor]:
+def widen_rows(stored: Tensor, dim: int, rows: Rows) -> Tensor:
+    """Return rows, float32 `[tokens, dim]`, of the bytes that they are stored in, uint8 `[tokens, row_bytes]`, without
+    the scales of int8 and without the centre. On the CPU.
+    """
+    if rows == "int4":
+        return restore_int4_reference(stored, dim)
+    return stored.view(torch.int8 if rows == "int8" else torch.bfloat16)[:, :dim].float()
+
+
+def read_rows(index: Index, ring: int, kv_head: int, tokens: Tensor, stored: Rows) -> tuple[Tensor, Tensor]:
     """Return keys and values of a run's tokens, float32 `[tokens, dim]`, restored. On the CPU.
 
     index: of one layer; tokens: int64.
     """
-    dim, dtype = index.piece_centres.shape[-1], torch.int8 if is_int8 else torch.bfloat16
+    dim = index.piece_centres.shape[-1]
     keys, values = (torch.empty(len(tokens), dim) for _ in range(2))
     for piece, own in enumerate(index.lies[ring].T.tolist()):
         begin, end = own[places.RUN_BEGIN], own[places.RUN_END]
@@ -33,9 +44,9 @@ def read_rows(index: Index, ring: int, kv_head: int, tokens: Tensor, is_int8: bo
             continue
         for into, at in ((keys, places.KEYS), (values, places.VALUES)):
             address, head_bytes, row_bytes = own[at : at + 3]
-            rows = bytes_at(address + kv_head * head_bytes, (end - begin) * row_bytes).view(dtype)
-            into[here] = rows.view(end - begin, -1)[tokens[here] - begin, :dim].float()
-        if is_int8:
+            rows = bytes_at(address + kv_head * head_bytes, (end - begin) * row_bytes).view(end - begin, -1)
+            into[here] = widen_rows(rows[tokens[here] - begin], dim, stored)
+        if stored == "int8":
             keys[here] *= index.piece_key_scales[ring, piece, kv_head]
             values[here] *= index.piece_value_scales[ring, piece, kv_head]
         keys[here] += index.piece_centres[ring, piece, kv_head]
@@ -64,7 +75,7 @@ def row_address(lies, piece, token, kv_head, is_there, AT: tl.constexpr, PIECES:
 
 @triton.jit
 def restored_rows(
-    address, is_there, key_scale, value_scale, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr,
+    address, is_there, key_scale, value_scale, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Return rows, float32 `[tokens, WIDE]`, 0 behind DIM, without the centre.
@@ -73,7 +84,9 @@ def restored_rows(
     """
     column = tl.arange(0, WIDE)[None, :]
     inside = is_there[:, None] & (column < DIM)
-    if INT8:
+    if ROWS == "int4":
+        row = int4_rows(address.to(tl.pointer_type(tl.uint8)), is_there, DIM, WIDE)
+    elif ROWS == "int8":
         at = tl.multiple_of(address.to(tl.pointer_type(tl.int8))[:, None], [1, 16]) + column
         row = tl.load(at, mask=inside, other=0).to(tl.float32)
         if IS_VALUE:

@@ -37,7 +37,7 @@ def read_again_reference(query: Tensor, found: Partial, index: Index, report: Re
             if not report.exceeds[ring * layout.kv_heads + kv_head]:
                 continue
             heads = slice(kv_head * group, (kv_head + 1) * group)
-            keys, values = read_rows(index, ring, kv_head, torch.arange(count), layout.is_int8)
+            keys, values = read_rows(index, ring, kv_head, torch.arange(count), layout.rows)
             logits = query[row, heads].float() @ keys.T * dim**-0.5
             found.out[row, heads], found.lse[row, heads] = logits.softmax(-1) @ values, logits.logsumexp(-1)
 
@@ -47,7 +47,7 @@ def _read_again_kernel(
     query, exceeds, lies, piece_centres, piece_key_scales, piece_value_scales, rows, num_tokens, split_out, split_lse,
     row_stride, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, INT8: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of one place."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -70,11 +70,11 @@ def _read_again_kernel(
         head = (ring * PIECES + piece) * KV_HEADS + kv_head
         scale = piece_key_scales + head
         at = row_address(table, piece, token, kv_head, is_there, _KEYS, PIECES)
-        key = restored_rows(at, is_there, scale, scale, DIM, WIDE, INT8, False)
+        key = restored_rows(at, is_there, scale, scale, DIM, WIDE, ROWS, False)
         is_number = is_there[:, None] & (column < DIM)
         key += tl.load(piece_centres + head[:, None] * DIM + column, mask=is_number, other=0.0)
         at = row_address(table, piece, token, kv_head, is_there, _VALUES, PIECES)
-        value = restored_rows(at, is_there, scale, piece_value_scales + head * DIM, DIM, WIDE, INT8, True)
+        value = restored_rows(at, is_there, scale, piece_value_scales + head * DIM, DIM, WIDE, ROWS, True)
         logit = tl.dot(own, tl.trans(key.to(own.dtype)), input_precision="ieee") / tl.sqrt(DIM * 1.0)
         logit = tl.where(is_there[None, :], logit, float("-inf"))
         higher = tl.maximum(most, tl.max(logit, 1))
@@ -130,7 +130,7 @@ def read_again(query: Tensor, found: Partial, index: Index, work: Work, report: 
     _read_again_kernel[(num_places, splits)](
         query, report.exceeds, index.lies, index.piece_centres, index.piece_key_scales, index.piece_value_scales,
         step.rows, step.num_tokens, work.rest_out, work.split_lse, query.stride(0), splits,
-        SIZE=max(16, triton.next_power_of_2(group)), PIECES=index.lies.shape[2], INT8=layout.is_int8, TILE=TILE,
+        SIZE=max(16, triton.next_power_of_2(group)), PIECES=index.lies.shape[2], ROWS=layout.rows, TILE=TILE,
         num_warps=4, num_stages=1, **shape,
     )  # fmt: skip
     _replace_kernel[(num_places, group)](

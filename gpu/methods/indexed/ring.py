@@ -14,6 +14,7 @@ from gpu.methods.indexed.codes import make_rotation
 from gpu.methods.indexed.settings import IndexedSettings
 from gpu.model.architecture import Architecture
 from transfer.allocation import allocate_all
+from transfer.tier_shape import Rows
 
 EMPTY = -1
 BEHIND_ALL = 2**62
@@ -142,17 +143,17 @@ def new_work(settings: IndexedSettings, shape: Architecture, num_rings: int, dev
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How an index is written. rotation: float32 `[dim, dim]`, orthogonal; key_bits, value_bits: see the settings;
-    is_int8: rows in host memory are.
+    rows: how rows in host memory are stored.
     """
 
     rotation: Tensor
     key_bits: int
     value_bits: int
     kv_heads: int
-    is_int8: bool
+    rows: Rows
 
 
-def new_layout(settings: IndexedSettings, shape: Architecture, is_int8: bool, device: torch.device) -> Layout:
+def new_layout(settings: IndexedSettings, shape: Architecture, rows: Rows, device: torch.device) -> Layout:
     """Return how the index of these settings is written, with its rotation on the device."""
     rotation = make_rotation(shape.dim, device)
-    return Layout(rotation, settings.key_bits, settings.value_bits, shape.num_kv_heads, is_int8)
+    return Layout(rotation, settings.key_bits, settings.value_bits, shape.num_kv_heads, rows)

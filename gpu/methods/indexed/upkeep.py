@@ -53,7 +53,7 @@ class Upkeep:
         shape, tier, device = site.architecture, site.tier_shape, site.device
         self.index = new_index(settings, shape, len(tier.layers), num_rings, site.dtype, device, site.ring_pages)
         self.layers = [self.index.layer(place) for place in range(len(tier.layers))]
-        self.layout = new_layout(settings, shape, tier.rows == "int8", device)
+        self.layout = new_layout(settings, shape, tier.rows, device)
         self.sink_tokens = site.sink_tokens
         self.pages: list[Pages] = []
         if settings.resident == "indexed" and site.pages:

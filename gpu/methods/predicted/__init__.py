@@ -97,6 +97,11 @@ class Predicted(RingMethod):
     plan_words = "predicted blocks, the rest dropped"
     measured = "loses 2.0 points (3.4 to 0.7) on SmolLM2-135M-Instruct over 872 prompts: it does not hold"
 
+    def find_conflict(self, settings: Any, host: HostConfig) -> str | None:
+        if host.rows == "int4":
+            return "method: got host.rows 'int4', and blocks are fetched in bfloat16 or int8; wanted one of these"
+        return super().find_conflict(settings, host)
+
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
         """Return what the paper always reads, with what the `host` section keeps."""
         own = Kept(settings.sink_tokens, settings.local_tokens, tuple(range(settings.exempt_layers)))

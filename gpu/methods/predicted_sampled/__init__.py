@@ -32,7 +32,7 @@ class PredictedSampled(Predicted):
                 "late: got 'sample' beside host.residency 'fixed', which promises the same text whatever the load; "
                 "wanted 'wait', or host.residency 'adaptive'"
             )
-        return None
+        return super().find_conflict(settings, host)
 
 
 METHOD = PredictedSampled()

@@ -1,4 +1,4 @@
-"""Convert keys and values to the rows that host memory keeps: keys centred, both in bf16, or in int8 with scales.
+"""Convert keys and values to the rows that host memory keeps: keys centred, both in bf16, int8 or int4.
 
 Stored key = key - centre and stored value = value, rounded to bf16, or to the nearest of 255 steps of the scale and
 clamped there. Bytes moved: rows read once and written once.
@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.operations.arguments import check, check_dtype, runs_on_triton
+from gpu.operations.host_rows.int4_rows import store_int4
+from transfer.tier_shape import int4_row_bytes
 
 INT8_STEPS = 127
 BLOCK_TOKENS = 32
@@ -124,19 +126,21 @@ def offload_rows(
     """Write keys and values `[kv_heads, tokens, dim]` (heads and tokens strided) as stored rows of the same shape.
 
     centre: float32 `[kv_heads, dim]`; key_scale float32 `[kv_heads]` and value_scale float32 `[kv_heads, dim]`, both or
-    neither: rows are int8 or bf16 accordingly. Rows outside a given scale are clamped. Raises ValueError for another
-    shape, dtype or device.
+    neither: rows are int8, or bf16 or int4 accordingly. Stored rows in uint8 are int4, `[kv_heads, tokens,
+    int4_row_bytes(dim)]`. Rows outside a given scale are clamped. Raises ValueError for another shape, dtype or device.
     """
     op, device = "offload_rows", keys.device
     heads, _, dim = shape = tuple(keys.shape)
     is_int8 = key_scale is not None
-    stored = torch.int8 if is_int8 else torch.bfloat16
     check(op, "keys", keys, shape, keys.dtype, device)
     check(op, "values", values, shape, keys.dtype, device)
     check(op, "centre", centre, (heads, dim), torch.float32, device)
-    check(op, "stored_keys", stored_keys, shape, stored, device)
-    check(op, "stored_values", stored_values, shape, stored, device)
+    check_stored(op, stored_keys, stored_values, shape, is_int8, device)
     check_scales(op, key_scale, value_scale, heads, dim, device)
+    if stored_keys.dtype == torch.uint8:
+        store_int4(keys, centre, stored_keys)
+        store_int4(values, None, stored_values)
+        return
     if not runs_on_triton(keys) or keys.numel() == 0:
         offload_rows_reference(keys, values, centre, key_scale, value_scale, stored_keys, stored_values)
         return
@@ -147,6 +151,17 @@ def offload_rows(
         *keys.stride()[:2], *values.stride()[:2], *stored_keys.stride()[:2], *stored_values.stride()[:2],
         DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), IS_INT8=is_int8, BLOCK_TOKENS=BLOCK_TOKENS, num_warps=4,
     )  # fmt: skip
+
+
+def check_stored(
+    op: str, keys: Tensor, values: Tensor, shape: tuple[int, ...], is_int8: bool, device: torch.device
+) -> None:
+    """Raise ValueError unless stored rows are those of keys of `shape`."""
+    is_int4 = keys.dtype == torch.uint8 and not is_int8
+    stored = torch.int8 if is_int8 else torch.uint8 if is_int4 else torch.bfloat16
+    shape = (*shape[:2], int4_row_bytes(shape[2])) if is_int4 else shape
+    check(op, "stored_keys", keys, shape, stored, device)
+    check(op, "stored_values", values, shape, stored, device)
 
 
 def check_scales(

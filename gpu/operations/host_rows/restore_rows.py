@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.operations.arguments import check, check_dtype, runs_on_triton
-from gpu.operations.host_rows.offload_rows import check_scales
+from gpu.operations.host_rows.int4_rows import restore_int4
+from gpu.operations.host_rows.offload_rows import check_scales, check_stored
 
 BLOCK_TOKENS = 32
 
@@ -66,21 +67,23 @@ def restore_rows(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """Write stored rows `[kv_heads, tokens, dim]`, bf16, or int8 with scales, to keys and values of the same shape.
+    """Write stored rows `[kv_heads, tokens, dim]`, bf16, int8 with scales, or int4 as uint8, to keys and values.
 
     Heads and tokens of all four may be strided; keys and values are bf16 or float32 (on the CPU any float). centre:
     float32 `[kv_heads, dim]`; scales as in `offload_rows`. Raises ValueError for another shape, dtype or device.
     """
     op, device = "restore_rows", keys.device
-    heads, _, dim = shape = tuple(stored_keys.shape)
-    is_int8 = key_scale is not None
-    stored = torch.int8 if is_int8 else torch.bfloat16
-    check(op, "stored_keys", stored_keys, shape, stored, device)
-    check(op, "stored_values", stored_values, shape, stored, device)
+    is_int8, is_int4 = key_scale is not None, stored_keys.dtype == torch.uint8
+    heads, _, dim = shape = tuple((keys if is_int4 else stored_keys).shape)
+    check_stored(op, stored_keys, stored_values, shape, is_int8, device)
     check(op, "centre", centre, (heads, dim), torch.float32, device)
     check(op, "keys", keys, shape, keys.dtype, device)
     check(op, "values", values, shape, keys.dtype, device)
     check_scales(op, key_scale, value_scale, heads, dim, device)
+    if is_int4:
+        restore_int4(stored_keys, centre, keys)
+        restore_int4(stored_values, None, values)
+        return
     if not runs_on_triton(keys) or keys.numel() == 0:
         restore_rows_reference(stored_keys, stored_values, centre, key_scale, value_scale, keys, values)
         return
