@@ -39,7 +39,7 @@ def true_errors(stand: Stand, query: torch.Tensor, near: Partial, answer: Partia
     return np.array(errors)
 
 
-@pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 2), (4, 4), (8, 2)])
+@pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 2), (4, 4), (8, 2), (3, 2)])
 def test_the_expected_error_is_the_root_mean_square_of_true_ones(key_bits: int, value_bits: int) -> None:
     stand = make_stand(64, 3, [2100, 76], "cpu", key_bits=key_bits, value_bits=value_bits)
     report = new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device("cpu"))

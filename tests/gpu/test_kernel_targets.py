@@ -557,8 +557,8 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
     counts = empty(NUM_INDEX_COUNTS, dtype=torch.int64)
     wanted = empty(rows, shape.num_heads, dtype=torch.uint8)
     rotation = empty(shape.dim, shape.dim)
-    formats: tuple[tuple[Literal[2, 4, 8], Literal[2, 4], Rows], ...] = (
-        (4, 2, "bfloat16"), (4, 2, "int8"), (4, 2, "int4"), (2, 4, "bfloat16"), (8, 2, "int8"),
+    formats: tuple[tuple[Literal[2, 3, 4, 8], Literal[2, 4], Rows], ...] = (
+        (4, 2, "bfloat16"), (4, 2, "int8"), (4, 2, "int4"), (2, 4, "bfloat16"), (8, 2, "int8"), (3, 2, "bfloat16"),
     )  # fmt: skip
     for key_bits, value_bits, stored_rows in formats:
         settings = IndexedSettings(key_bits=key_bits, value_bits=value_bits, budget_share=1.0, budget_tokens=slots)

@@ -120,7 +120,7 @@ def check_everything(stand: Stand, device: str) -> None:
     assert [counts[OFFLOADED], counts[READ], counts[HEADS], counts[MASS]] == [240 * KV_HEADS, 240 * KV_HEADS, heads, 0]
 
 
-@pytest.mark.parametrize("key_bits", [2, 4, 8])
+@pytest.mark.parametrize("key_bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("value_bits", [2, 4])
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_not_chosen_is_estimated_by_its_keys_and_values_in_few_bits(
@@ -232,7 +232,7 @@ def check_slots(stand: Stand, layer: int = 1) -> None:
 
 
 @pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("key_bits", [2, 4, 8])
+@pytest.mark.parametrize("key_bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_index_that_grows_is_that_of_the_whole_run(device: str, key_bits: int, rows: Rows) -> None:
     lengths = [272, 64, 208]

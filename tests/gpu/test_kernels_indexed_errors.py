@@ -47,7 +47,9 @@ def report_step(stand: Stand, query: torch.Tensor, near: Partial, report: Report
     return merge(near, found)
 
 
-@pytest.mark.parametrize(("dim", "group", "key_bits", "value_bits"), [(64, 3, 4, 2), (128, 4, 2, 4), (96, 1, 8, 2)])
+@pytest.mark.parametrize(
+    ("dim", "group", "key_bits", "value_bits"), [(64, 3, 4, 2), (128, 4, 2, 4), (96, 1, 8, 2), (256, 2, 3, 2)]
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_report_has_the_expected_error_and_the_masses(
     device: str, dim: int, group: int, key_bits: int, value_bits: int

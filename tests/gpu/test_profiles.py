@@ -463,6 +463,14 @@ def test_methods_that_cannot_be_together_are_refused_with_the_reason(
 # --- late blocks ------------------------------------------------------------------------------------------------------
 
 
+def test_blocks_of_rows_in_four_bits_are_not_fetched() -> None:
+    host = HOST.model_copy(update={"rows": "int4"})
+    for method in ("predicted", "predicted+sampled"):
+        with pytest.raises(ProfileError, match=r"profiles\.own\.host\.method: got host.rows 'int4', and blocks are"):
+            resolve({"own": {"host": {"method": method, "weights": "predictor.safetensors"}}}, host)
+    assert resolve({"own": {"host": "indexed"}}, host)
+
+
 def test_late_blocks_are_left_to_a_sample_where_text_may_depend_on_load_alone() -> None:
     blocks = {"method": "predicted+sampled", "weights": "predictor.safetensors"}
     waits, leaves = (resolve({"both": {"host": {**blocks, "late": late}}})["both"] for late in ("wait", "sample"))

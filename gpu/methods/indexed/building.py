@@ -17,6 +17,7 @@ from gpu.methods.indexed.codes import (
     encode_keys_reference,
     encode_values_reference,
     find_centre_reference,
+    plane_bytes,
 )
 from gpu.methods.indexed.host_rows import bytes_at, find_piece, read_rows, restored_rows, row_address
 from gpu.methods.indexed.page_rows import Pages, page_rows, read_pages
@@ -105,10 +106,10 @@ def _index_kernel(
     codes, scales, value_codes, value_scales, value_centres, table_of_rings, centres, lies, piece_centres,
     piece_key_scales, piece_value_scales, key_pages, value_pages, page_table, rotation, ring, num_rings, first_layer,
     begin, end, num_pages, splits, value_step, centred_share, slot, max_pages, first_cell,
-    KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr,
-    PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, VALUE_W: tl.constexpr, VALUE_PART: tl.constexpr,
-    VALUE_BITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    KIND: tl.constexpr,
+    KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROW: tl.constexpr,
+    W: tl.constexpr, PLANES: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr,
+    VALUE_W: tl.constexpr, VALUE_PART: tl.constexpr, VALUE_BITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Index one tile of one KV head in one layer."""
     layer, kv_head = (first_layer + tl.program_id(1) // KV_HEADS).to(tl.int64), tl.program_id(1) % KV_HEADS
@@ -141,19 +142,28 @@ def _index_kernel(
     key = tl.where(is_number, key, 0.0)
 
     most = tl.zeros([TILE], tl.float32)
-    for part in tl.static_range(8 // BITS * PARTS):
+    for part in tl.static_range(PLANES * PARTS):
         first, end = part // PARTS * W + part % PARTS * PART, part // PARTS * W + W
         most = tl.maximum(most, tl.max(tl.abs(_rotate_part(key, rotation, first, end, PART, DIM, WIDE)), 1))
     cell = page * _SPLIT + token % _SPLIT
     stored = (most / ((1 << (BITS - 1)) - 0.5)).to(tl.float16)
     step = tl.maximum(stored.to(tl.float32), _LEAST_STEP)
     for part in tl.static_range(PARTS):
-        packed = tl.zeros([TILE, PART], tl.int32)
-        for plane in tl.static_range(8 // BITS):
-            rotated = _rotate_part(key, rotation, plane * W + part * PART, plane * W + W, PART, DIM, WIDE)
-            packed |= _codes_of(rotated, step, BITS).to(tl.int32) << (plane * BITS)
+        packed, thirds = tl.zeros([TILE, PART], tl.int32), tl.zeros([TILE, PART], tl.int32)
         byte = part * PART + tl.arange(0, PART)[None, :]
-        tl.store(codes + cell[:, None] * W + byte, packed.to(tl.uint8), mask=is_there[:, None] & (byte < W))
+        for plane in tl.static_range(PLANES):
+            rotated = _rotate_part(key, rotation, plane * W + part * PART, plane * W + W, PART, DIM, WIDE)
+            code = _codes_of(rotated, step, BITS).to(tl.int32)
+            if BITS == 3:
+                thirds |= (code >> 2) << (plane + 4 * (byte % 2))
+                code &= 3
+            packed |= code << (plane * (8 // PLANES))
+        if BITS == 3:
+            pairs = tl.sum(tl.reshape(thirds, [TILE, PART // 2, 2]), 2)
+            pair = part * (PART // 2) + tl.arange(0, PART // 2)[None, :]
+            own_thirds = codes + cell[:, None] * ROW + W + pair
+            tl.store(own_thirds, pairs.to(tl.uint8), mask=is_there[:, None] & (pair < W // 2))
+        tl.store(codes + cell[:, None] * ROW + byte, packed.to(tl.uint8), mask=is_there[:, None] & (byte < W))
     tl.store(scales + cell, stored, mask=is_there)
 
     value = tl.where(is_number, value, 0.0)
@@ -220,7 +230,8 @@ def _launch(
 ) -> None:  # fmt: skip
     """Launch for all layers, of rows in host memory, or for one layer, of rows in a slot's pages."""
     num_layers, num_rings, _, pieces = index.lies.shape
-    dim, width, value_width = index.centres.shape[2], index.codes.shape[4], index.value_codes.shape[4]
+    dim, value_width = index.centres.shape[2], index.value_codes.shape[4]
+    planes, width = plane_bytes(dim, layout.key_bits)
     part = max(16, min(PART_BYTES, triton.next_power_of_2(width)))
     num_layers = num_layers if pages is None else 1
     _index_kernel[(triton.cdiv(end - begin, TILE), num_layers * layout.kv_heads)](
@@ -230,7 +241,8 @@ def _launch(
         layout.rotation, ring, num_rings, layer, begin, end, index.codes.shape[1], index.table.shape[2],
         VALUE_STEPS[layout.value_bits], CENTRED_SHARE, slot, 0 if pages is None else pages.table.stride(0),
         0 if pages is None else pages.first_cell,
-        KV_HEADS=layout.kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim), W=width,
+        KV_HEADS=layout.kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim),
+        ROW=index.codes.shape[4], W=width, PLANES=planes,
         PART=part, PARTS=triton.cdiv(width, part), BITS=layout.key_bits, VALUE_W=value_width,
         VALUE_PART=max(16, triton.next_power_of_2(value_width)), VALUE_BITS=layout.value_bits, TILE=TILE,
         ROWS=layout.rows, PAGED=pages is not None, PAGE_TOKENS=1 if pages is None else pages.keys.shape[2],

@@ -36,8 +36,8 @@ def make_rotation(dim: int, device: torch.device) -> Tensor:
 
 
 def encode_keys_reference(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return packed codes, uint8 `[..., dim * bits / 8]`, and scales, float16 `[...]`, of centred and rotated keys,
-    float32 `[..., dim]`.
+    """Return packed codes (see `ring.Index`), uint8 `[..., dim * bits / 8]`, and scales, float16 `[...]`, of centred and
+    rotated keys, float32 `[..., dim]`.
     """
     scales = (keys.abs().amax(-1) / (2.0 ** (bits - 1) - 0.5)).half()
     return _pack(_round(keys, scales.float(), bits), bits), scales
@@ -63,8 +63,7 @@ def encode_values_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def decode_reference(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Return rounded keys or values, float32 `[..., dim]`, as they were encoded; signs of scales mean nothing here."""
-    planes = [(packed >> (plane * bits)) & (2**bits - 1) for plane in range(8 // bits)]
-    return _numbers(torch.cat(planes, -1), bits) * scales.float().abs()[..., None]
+    return _numbers(_unpack(packed, bits), bits) * scales.float().abs()[..., None]
 
 
 def _round(rows: Tensor, steps: Tensor, bits: int) -> Tensor:
@@ -78,7 +77,34 @@ def _numbers(codes: Tensor, bits: int) -> Tensor:
     return codes.float() + 0.5 - 2.0 ** (bits - 1)
 
 
+def plane_bytes(dim: int, bits: int) -> tuple[int, int]:
+    """Return in how many planes a token's codes are packed, and the bytes of each: of 3 bits, of the lower two."""
+    packed = 2 if bits == 3 else bits
+    return 8 // packed, dim * packed // 8
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    if bits != 3:
+        return torch.cat([(packed >> (plane * bits)) & (2**bits - 1) for plane in range(8 // bits)], -1)
+    width = packed.shape[-1] * 2 // 3
+    thirds = packed[..., width:].repeat_interleave(2, -1)
+    place = 4 * (torch.arange(width, device=packed.device) % 2)
+    high = torch.cat([(thirds >> (plane + place)) & 1 for plane in range(4)], -1)
+    return _unpack(packed[..., :width], 2) | high << 2
+
+
+def _pack_thirds(bits: Tensor) -> Tensor:
+    """Return the highest bits of codes of 3 bits, `[..., dim]`, as bytes `[..., dim / 8]`: byte b has in its low half
+    those of the four dimensions in byte 2 b of the lower bits, and in its high half those of byte 2 b + 1.
+    """
+    planes = bits.unflatten(-1, (4, -1, 2))
+    places = torch.arange(4, device=bits.device)[:, None, None] + torch.tensor([0, 4], device=bits.device)
+    return (planes << places).sum((-3, -1)).to(torch.uint8)
+
+
 def _pack(codes: Tensor, bits: int) -> Tensor:
+    if bits == 3:
+        return torch.cat([_pack(codes & 3, 2), _pack_thirds(codes >> 2)], -1)
     width = codes.shape[-1] * bits // 8
     packed = torch.zeros(*codes.shape[:-1], width, dtype=torch.uint8, device=codes.device)
     for plane in range(8 // bits):

@@ -26,9 +26,10 @@ class Index:
     """All of a layer, or with one axis in front, of layers.
 
     codes, value_codes: uint8 `[pages, kv_heads, SPLIT_TOKENS, dim * bits / 8]`, rotated keys and values; byte b of a
-    token has dimensions b, b + width, ... scales, value_scales: float16 `[pages, kv_heads, SPLIT_TOKENS]`; a
-    value's is negative where its block has a centre. value_centres: bfloat16 `[pages, kv_heads, blocks, dim]`,
-    subtracted from rotated values, or 0. table: int32 `[rings,
+    token has dimensions b, b + width, ... Of keys in 3 bits these are `dim / 4` bytes of the lower two bits; `dim / 8`
+    bytes behind them have the highest, of two such bytes each. scales, value_scales: float16 `[pages, kv_heads,
+    SPLIT_TOKENS]`; a value's is negative where its block has a centre. value_centres: bfloat16 `[pages, kv_heads,
+    blocks, dim]`, subtracted from rotated values, or 0. table: int32 `[rings,
     pages of the longest context]`, which page has a ring's tokens. centres: float32 `[places, dim]`, subtracted from
     keys before they are rotated. ids: int32 `[places, slots]`, tokens in slots, or EMPTY. held: int32 `[places,
     words]`, a bit for each of these tokens. lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
-from gpu.methods.indexed.codes import decode_reference
+from gpu.methods.indexed.codes import decode_reference, plane_bytes
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.methods.indexed.unpacking import FOURFOLD, HALF_STEPS, exp2_of, half_assembly, half_plane_of
+from gpu.methods.indexed.unpacking import FOURFOLD, HALF_STEPS, exp2_of, half_assembly, half_plane_of, half_thirds_of
 from gpu.operations.arguments import runs_on_triton
 
 TILE, WARPS = 128, 2  # tokens that are scored at once, and by how many warps
@@ -134,8 +134,9 @@ def page_of(table, ring, split, kv_head, splits, KV_HEADS: tl.constexpr):
 @triton.jit
 def _score_kernel(
     rotated, shifts, codes, scales, table, rows, num_tokens, logits, split_lse, tokens, splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr,
+    W: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Score one split of one place. Codes stand for numbers around 0, whose offset is taken off the products."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -150,26 +151,34 @@ def _score_kernel(
     if BITS <= 4:
         second = _query_plane(rotated, place, 1, W, WIDTH, DIM, GROUP, SIZE)
         sums += tl.sum(second.to(tl.float32), 0)
-    if BITS == 2:
+    if BITS <= 3:
         third = _query_plane(rotated, place, 2, W, WIDTH, DIM, GROUP, SIZE)
         fourth = _query_plane(rotated, place, 3, W, WIDTH, DIM, GROUP, SIZE)
         sums += tl.sum(third.to(tl.float32), 0) + tl.sum(fourth.to(tl.float32), 0)
     offset = sums * ((1 << (BITS - 1)) - 0.5 + (STEPS if FOURFOLD else 0))
     byte, member, lane = tl.arange(0, WIDTH)[None, :], tl.arange(0, SIZE), tl.arange(0, TILE)
-    own_codes, own_scales = codes + page * _SPLIT * W, scales + page * _SPLIT
+    own_codes, own_scales = codes + page * _SPLIT * ROW, scales + page * _SPLIT
     own_logits = logits + place * tokens * GROUP
     most = tl.full([SIZE], float("-inf"), tl.float32)
     mass = tl.zeros([TILE, SIZE], tl.float32)
     for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
         token = at + lane
         is_there, cell = token < count, at - begin + lane
-        packed = tl.load(own_codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
-        product = tl.dot(half_plane_of(packed, 0, BITS, ASSEMBLY), first)
-        if BITS <= 4:
-            product = tl.dot(half_plane_of(packed, 1, BITS, ASSEMBLY), second, product)
-        if BITS == 2:
-            product = tl.dot(half_plane_of(packed, 2, BITS, ASSEMBLY), third, product)
-            product = tl.dot(half_plane_of(packed, 3, BITS, ASSEMBLY), fourth, product)
+        own_row, is_byte = own_codes + cell[:, None] * ROW, is_there[:, None] & (byte < W)
+        packed = tl.load(own_row + byte, mask=is_byte, other=0)
+        if BITS == 3:
+            thirds = tl.load(own_row + W + byte // 2, mask=is_byte, other=0)
+            product = tl.dot(half_thirds_of(packed, thirds, byte, 0, ASSEMBLY), first)
+            product = tl.dot(half_thirds_of(packed, thirds, byte, 1, ASSEMBLY), second, product)
+            product = tl.dot(half_thirds_of(packed, thirds, byte, 2, ASSEMBLY), third, product)
+            product = tl.dot(half_thirds_of(packed, thirds, byte, 3, ASSEMBLY), fourth, product)
+        else:
+            product = tl.dot(half_plane_of(packed, 0, BITS, ASSEMBLY), first)
+            if BITS <= 4:
+                product = tl.dot(half_plane_of(packed, 1, BITS, ASSEMBLY), second, product)
+            if BITS == 2:
+                product = tl.dot(half_plane_of(packed, 2, BITS, ASSEMBLY), third, product)
+                product = tl.dot(half_plane_of(packed, 3, BITS, ASSEMBLY), fourth, product)
         scale = tl.load(own_scales + cell, mask=is_there, other=0.0).to(tl.float32)
         rounded = ((product * STEPS - offset[None, :]) * scale[:, None]).to(tl.float16)
         to = own_logits + token[:, None] * GROUP + member[None, :]
@@ -245,7 +254,8 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
         score_tokens_reference(query, resident_lse, index, work, step, layout)
         return
     group, dim = group_shape(query, layout.kv_heads)
-    places, tokens, width = *work.logits.shape[:2], index.codes.shape[3]
+    places, tokens = work.logits.shape[:2]
+    _, width = plane_bytes(dim, layout.key_bits)
     splits, size = work.split_lse.shape[1], triton.next_power_of_2(group)
     shape = {"KV_HEADS": layout.kv_heads, "GROUP": group}
     _rotate_kernel[(places,)](
@@ -255,7 +265,8 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
     )  # fmt: skip
     _score_kernel[(places, splits)](
         work.rotated, work.shift, index.codes, index.scales, index.table, step.rows, step.num_tokens, work.logits,
-        work.split_lse, tokens, splits, SIZE=max(8, size), DIM=dim, W=width,
+        work.split_lse, tokens, splits, SIZE=max(8, size), DIM=dim,
+        ROW=index.codes.shape[3], W=width,
         WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits,
         STEPS=HALF_STEPS[layout.key_bits] if FOURFOLD else 1, TILE=TILE,
         ASSEMBLY=half_assembly(layout.key_bits), num_warps=WARPS, **shape,

@@ -36,7 +36,7 @@ class IndexErrors(Settings):
 
 
 class IndexedSettings(Settings):
-    key_bits: Literal[2, 4, 8] = Field(4, description="bits of each dimension of a key in the index")
+    key_bits: Literal[2, 3, 4, 8] = Field(4, description="bits of each dimension of a key in the index")
     value_bits: Literal[2, 4] = Field(
         2, description="bits of each dimension of a value in the index, for what is estimated"
     )

@@ -13,13 +13,16 @@ from gpu.operations.arguments import INTERPRETED
 FOURFOLD = tl.constexpr(not INTERPRETED)
 
 
-HALF_STEPS = {2: 16, 4: 64, 8: 1024}
+HALF_STEPS = {2: 16, 3: 1024, 4: 64, 8: 1024}
 BFLOAT_STEPS = {2: 4, 4: 16}
 """What codes of so many bits are over: 2 to the power of the bits of a mantissa from a code's lowest on."""
 
 
 def half_assembly(bits: int) -> tuple[str, ...]:
-    """Return for each plane the PTX that makes 1 + code / HALF_STEPS, float16, of four bytes with codes."""
+    """Return for each plane the PTX that makes 1 + code / HALF_STEPS, float16, of four bytes with codes. Of 3 bits, a
+    byte has one code by then.
+    """
+    bits = 8 if bits == 3 else bits
     return _assembly(bits, 8 - bits, 0, 0x3C)
 
 
@@ -55,6 +58,13 @@ def half_plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.
         return tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
     else:  # noqa: RET505 (one of the two is left when it compiles)
         return ((packed >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float16)
+
+
+@triton.jit
+def half_thirds_of(packed, thirds, byte, PLANE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return as `half_plane_of` one plane's codes of 3 bits. thirds: for each byte the one with the highest bits."""
+    code = ((packed >> (2 * PLANE)) & 3) | (((thirds >> (PLANE + 4 * (byte % 2)).to(tl.uint8)) & 1) << 2)
+    return half_plane_of(code, 0, 8, ASSEMBLY)
 
 
 @triton.jit
