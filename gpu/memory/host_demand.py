@@ -145,7 +145,7 @@ class HostDemand:
         arrays = [offload_block_array(len(tier.layers), kv_heads, dim, self.dtype_bytes, has_codes)]
         if is_cuda:
             arrays += [*piece_arrays(tier, tier.num_tables).values(), *piece_arrays(tier, 0).values()]
-        if is_cuda and self.config.link_share != 0:
+        if is_cuda and self.config.link_share != 0 and tier.rows != "int4":
             linked = link_arrays(tier)
             arrays += [
                 linked["outs"],

@@ -67,8 +67,8 @@ from gpu.operations.experts.fetch_experts import fetch_experts, list_experts
 from gpu.operations.experts.routing import choose
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.host_rows.chunk_columns import CHUNKS, COLUMNS
-from gpu.operations.host_rows.linked_attention import linked_attention
 from gpu.operations.host_rows.int4_rows import restore_int4, store_int4
+from gpu.operations.host_rows.linked_attention import linked_attention
 from gpu.operations.host_rows.offload_rows import centre_of, offload_rows
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import launch as scatter

@@ -36,8 +36,8 @@ def make_rotation(dim: int, device: torch.device) -> Tensor:
 
 
 def encode_keys_reference(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return packed codes (see `ring.Index`), uint8 `[..., dim * bits / 8]`, and scales, float16 `[...]`, of centred and
-    rotated keys, float32 `[..., dim]`.
+    """Return packed codes (see `ring.Index`), uint8 `[..., dim * bits / 8]`, and scales, float16 `[...]`, of centred
+    and rotated keys, float32 `[..., dim]`.
     """
     scales = (keys.abs().amax(-1) / (2.0 ** (bits - 1) - 0.5)).half()
     return _pack(_round(keys, scales.float(), bits), bits), scales
