@@ -101,7 +101,12 @@ class GpuConfig(Settings):
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
-    memory_limit_gib: float | None = Field(None, gt=0, description="of device memory, all included")
+    memory_limit_gib: float | None = Field(
+        None,
+        gt=0,
+        description="of device memory, all included; default: nearly all of a card; without one, what weights and "
+        "workspaces take beside the longest context of each running sequence, of four at most, in half of the host",
+    )
     kv_cache_gib: float | None = Field(
         None,
         gt=0,

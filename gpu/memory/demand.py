@@ -46,6 +46,7 @@ CUDA_RUNTIME_BYTES = 768 * MIB  # context, library workspaces, loaded kernels, a
 CUDA_GRAPH_BYTES = 40 * MIB  # one batch size of one kind of step; measured at 8B: 37 MiB on average of 27
 SNAPSHOTS = "snapshots"  # of states, in host memory
 HOST_RUNTIME_BYTES = 1536 * MIB  # two processes with their libraries
+CPU_RUNTIME_BYTES = 896 * MIB  # the same where no library of CUDA is loaded; measured at 135M: 780 MB resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +399,8 @@ class Demand:
         return tuple(items)
 
     def _reserves(self) -> tuple[MemoryItem, ...]:
-        processes = MemoryItem("processes", "host", HOST_RUNTIME_BYTES, "interpreters and libraries (reserve)")
+        reserve = CPU_RUNTIME_BYTES if self.device == "cpu" else HOST_RUNTIME_BYTES
+        processes = MemoryItem("processes", "host", reserve, "interpreters and libraries (reserve)")
         if self.device == "cpu":
             return (processes,)
         has_host = self.host is not None

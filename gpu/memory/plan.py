@@ -65,6 +65,7 @@ from transfer.machine import GIB, GpuProfile, MachineProfile
 __all__ = ["MemoryPlan", "PlanError", "PlannedSizes", "plan_memory", "require_device"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+WHOLE_CONTEXTS = 4  # of those that run, that have room for the longest context where the CPU is the device
 MOST_EMPTY_PAGES = 2**18  # where no layer has pages, there are numbers alone
 
 
@@ -265,6 +266,13 @@ def plan_memory(
     check_configured(demand, gpu, left, limits[place], max_context_tokens, max_hidden_tokens)
     if host is None:
         shares, notes = _share_pages(demand, gpu, left, max_context_tokens, max_hidden_tokens)
+        if device == "cpu" and gpu.kv_cache_gib is None and gpu.memory_limit_gib is None:
+            wanted = _count_wanted(demand, shares)
+            if wanted < shares.num_pages:
+                shares = replace(shares, num_pages=wanted, kv_bytes=wanted * demand.page_bytes)
+                held = *fixed, *demand.context_items(shares.context, shares.hidden_tokens), *_kv_items(demand, shares)
+                limits = {place: sum(item.bytes for item in held)}
+                notes = (*notes, _say_wanted(demand, shares))
     else:
         window_bytes = demand.num_windows * demand.window_bytes
         budget = _host_budget(gpu, host, fixed, demand, left, max_hidden_tokens, machine, window_bytes)
@@ -349,6 +357,24 @@ def _share_pages(
         num_pages = max(most, min(MOST_EMPTY_PAGES, demand.num_windows * most)) if spare >= 0 else 0
     check_pages(demand, num_pages, context, max_context_tokens, hidden_tokens, spare, gpu)
     return HostShares(context, hidden_tokens, num_pages * demand.page_bytes, num_pages, 0, 0), notes
+
+
+def _count_wanted(demand: Demand, shares: HostShares) -> int:
+    """Return the pages that running sequences may want where the CPU is the device: there they are taken as they are
+    used, and prefixes that nobody asks for again would take all that memory gives. A share for rings has no such end.
+    """
+    if not demand.page_bytes or demand.reuses:
+        return shares.num_pages
+    return min(demand.max_running, WHOLE_CONTEXTS) * -(-shares.context // demand.page_tokens)
+
+
+def _say_wanted(demand: Demand, shares: HostShares) -> str:
+    count = min(demand.max_running, WHOLE_CONTEXTS)
+    which = "one context" if count == 1 else f"{count} contexts"
+    return (
+        f"memory is limited to what {which} of {shares.context:,} tokens want; gpu.kv_cache_gib or "
+        "gpu.memory_limit_gib give more room, for sequences that run and for prefixes"
+    )
 
 
 def _share_with_host(

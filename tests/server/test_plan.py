@@ -406,3 +406,19 @@ def test_a_mixture_in_mxfp4_has_most_experts_in_host_memory_and_the_cpu_computes
     biases = next(item for item in plan.items if item.name == "experts' biases")
     assert (biases.place, biases.bytes) == ("host", 36 * 100 * 3 * 2880 * 4)
     assert plan.used_bytes("host") < 48 * 2**30
+
+
+@pytest.mark.parametrize(("max_running", "contexts"), [(1, 1), (3, 3), (64, 4)])
+def test_without_a_card_the_limit_is_what_the_contexts_that_run_want(max_running: int, contexts: int) -> None:
+    tree = {"model": {"random_weights": "tiny"}, "gpu": {"device": "cpu"},
+            "scheduler": {"max_running": max_running, "max_context_tokens": 8192}}  # fmt: skip
+    laptop = load_machine(DEPLOY / "machines" / "laptop.json")
+    plan = resolve_plan(Deployment.model_validate(tree), laptop)
+    memory = plan.memory
+    assert memory.num_pages * memory.page_tokens == contexts * memory.max_context_tokens
+    assert memory.limit_bytes["host"] == memory.used_bytes("host") < laptop.memory_bytes // 4
+    assert any("memory is limited to what" in note for note in plan.notes)
+    again = resolve_plan(plan.deployment, laptop)
+    assert (again.deployment, again.memory.items) == (plan.deployment, memory.items)
+    more = resolve_plan(Deployment.model_validate(tree | {"gpu": {"device": "cpu", "memory_limit_gib": 4}}), laptop)
+    assert more.memory.num_pages > memory.num_pages
