@@ -182,8 +182,7 @@ class PlainDecode:
             self._values[index].index_copy_(2, self.position, value[:, :, None])
         group = a.num_heads // own.count
         query = _rotate(query, cos, sin)
-        if a.query_growth is not None:
-            query = query * (1 + a.query_growth.beta * torch.log(1 + self.position // a.query_growth.tokens)).to(query)
+        query = self._grown(query)
         grouped = query.view(batch, own.count, group, own.dim)  # a group's heads as queries
         keys, values, scale = self._keys[source], self._values[source], a.dim**-0.5
         if layer.sinks is None:
@@ -220,6 +219,13 @@ class PlainDecode:
         out = F.rms_norm(out, (own.value_dim,), more.norm.float(), self.architecture.rms_norm_eps).flatten(1)
         return (out * F.silu(mixed[:, own.conv_width :].float())).to(normed.dtype)
 
+    def _grown(self, query: Tensor) -> Tensor:
+        """Return a rotated query as long as the model makes it at this position."""
+        growth = self.architecture.query_growth
+        if growth is None:
+            return query
+        return query * (1 + growth.beta * torch.log(1 + self.position // growth.tokens)).to(query)
+
     def _attend_latent(self, index: int, layer: LayerWeights, latent: Latent, normed: Tensor, mask: Tensor) -> Tensor:
         """Attend with keys and values of all heads, made of the token's latent."""
         own, heads, batch = layer.latent, self.architecture.num_heads, len(normed)
@@ -237,7 +243,7 @@ class PlainDecode:
                 rotated = torch.cat([rotated[..., ::2], rotated[..., 1::2]], -1)
             return _rotate(rotated, cos, sin)
 
-        query = torch.cat([query[..., : latent.plain], turn(query[..., latent.plain :])], -1)
+        query = self._grown(torch.cat([query[..., : latent.plain], turn(query[..., latent.plain :])], -1))
         turned = turn(row[:, None, latent.rank :]).expand(-1, heads, -1)
         key = torch.cat([made[..., : latent.plain], turned], -1)
         self._keys[index].index_copy_(2, self.position, key[:, :, None])
