@@ -55,6 +55,8 @@ def check_documents(shape: Architecture) -> None:
         why = "a token's row is of latents, not of keys and values"
     elif shape.layer_inputs is not None:
         why = "each layer has an embedding of its own"
+    elif any(spec.output_gate for spec in shape.layer_pattern):
+        why = "outputs of attention are gated, and gates are not kept with a chunk"
     if why is not None:
         raise PlanError(f"documents: {why} in {shape.name}, of which no chunks are kept; leave out `documents`")
 

@@ -49,7 +49,7 @@ class ForeignRequests:
                 )
 
     def _is_own(self, host: str) -> bool:
-        if ANY in self._hosts:
+        if ANY in self._hosts or not host:  # HTTP/1.1 allows an empty one, which no browser sends
             return True
         parts = _split(f"//{host}")
         name = (parts.hostname or "").rstrip(".") if parts is not None else ""

@@ -129,7 +129,7 @@ def test_the_choice_has_the_fewest_bytes_within_the_kl() -> None:
 def test_a_grid_has_bits_that_are_served() -> None:
     assert [(one.key_bits, one.value_bits) for one in make_grid([4, 8], [2], [0.01])] == [(4, 2), (8, 2)]
     with pytest.raises(ValueError, match="key_bits"):
-        make_grid([3], [2], [0.01])
+        make_grid([5], [2], [0.01])
 
 
 def test_the_command_prints_the_curve_and_the_lines_to_paste(tmp_path: Path) -> None:

@@ -19,14 +19,15 @@ def test_collections_do_not_look_at_what_stands_before_the_first_request(monkeyp
         "Connection": lambda requests, replies: connection,
         "Heartbeat": lambda replies: SimpleNamespace(start=lambda: None, stop=lambda: None),
         "_read_start": lambda text: start,
-        "load_engine": lambda config, memory, on_progress: (engine, "ready"),
+        "load_engine": lambda config, memory, on_progress, compiles_ahead: (engine, "ready"),
+        "Stages": lambda send: SimpleNamespace(report=None, describe=lambda: ""),
         "Loop": lambda *given: SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count())),
         "_end_with_parent": lambda *given: None,
     }.items():
         monkeypatch.setattr(engine_process, name, instead)
     monkeypatch.setattr(engine_process.signal, "signal", lambda *given: None)
     monkeypatch.setattr(engine_process.sys, "setswitchinterval", lambda seconds: None)
-    monkeypatch.setattr(engine_process.sys, "stdin", io.StringIO())
+    monkeypatch.setattr(engine_process.sys, "stdin", io.StringIO("what is to be served"))
     gc.unfreeze()
     try:
         assert engine_process.main("requests", "replies", "1") == 0

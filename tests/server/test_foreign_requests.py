@@ -8,11 +8,11 @@ from tests.server.live_server import fake_command, make_app, make_deployment
 
 GOOD_HOSTS = (
     "127.0.0.1:8000", "localhost", "LOCALHOST:8000", "[::1]:8000", "192.168.1.7", "tandem:8000", "box.local",
-    "a.localhost:1", "gpu.lan", "nas.home.arpa", "box.local.",
+    "a.localhost:1", "gpu.lan", "nas.home.arpa", "box.local.", "",  # no browser sends the last
 )  # fmt: skip
 FOREIGN_HOSTS = (
     "evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example:8000", "evil.example.",
-    "EVIL.example", "local.evil", "x@evil.example", "evil.example:x", "[evil.example]", "",
+    "EVIL.example", "local.evil", "x@evil.example", "evil.example:x", "[evil.example]",
 )  # fmt: skip
 GOOD_ORIGINS = (
     "http://localhost:3000", "https://127.0.0.1", "http://[::1]:5173", "http://box.local:8000", "app://obsidian.md",

@@ -197,7 +197,7 @@ def test_a_plan_says_what_is_repacked_and_the_file_alone_is_a_deployment(tmp_pat
     plan = resolve_plan(deployment, load_machine(LAPTOP))
     require_servable(plan.deployment)
     assert plan.deployment.model.name == "reference"
-    words = "47 matrices int8 in groups of 32, 1 matrices int8 in groups of 16, output matrix plain"
+    words = "47 matrices int8 in groups of 32, 1 matrices int8 in groups of 16, output matrix int8 in groups of 32"
     assert plan.notes[0] == f"reference.gguf: {words}, repacked to more bits or plain: 1 of Q6_K"
 
 
