@@ -60,7 +60,8 @@ class HubServer:
             return self._refuse(to, 404, "RevisionNotFound")
         if is_api:
             tree = [self._entry(name, data) for name, data in files.items()]
-            told = tree if rest[:1] == ["tree"] else {"id": repository, "sha": SHA, "siblings": []}
+            siblings = [{"rfilename": name} for name in files]
+            told = tree if rest[:1] == ["tree"] else {"id": repository, "sha": SHA, "siblings": siblings}
             return self._send(to, json.dumps(told).encode(), is_head, {"content-type": "application/json"})
         name = "/".join(rest[2:])
         if name not in files:
