@@ -19,10 +19,11 @@ from gpu.methods.indexed.codes import (
     find_centre_reference,
     plane_bytes,
 )
-from gpu.methods.indexed.host_rows import bytes_at, find_piece, read_rows, restored_rows, row_address
+from gpu.methods.indexed.host_rows import find_piece, read_rows, restored_rows, row_address
 from gpu.methods.indexed.page_rows import Pages, page_rows, read_pages
 from gpu.methods.indexed.ring import Index, Layout
 from gpu.operations.arguments import runs_on_triton
+from gpu.operations.host_rows.host_bytes import bytes_at
 from gpu.operations.kv.kv_rows import kind_of
 from transfer import places
 from transfer.places import COLUMNS

@@ -6,7 +6,8 @@ import numba
 import numpy as np
 
 import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
-from gpu.methods.indexed.host_rows import bytes_at, widen_rows
+from gpu.methods.indexed.host_rows import widen_rows
+from gpu.operations.host_rows.host_bytes import bytes_at
 from transfer import places
 from transfer.tier_shape import Rows
 

@@ -1,24 +1,17 @@
 """Rows in host memory, found by token in a table of pieces and read by the device where they lie."""
 
-import ctypes
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gpu.methods.indexed.ring import Index
+from gpu.operations.host_rows.host_bytes import bytes_at
 from gpu.operations.host_rows.int4_rows import int4_rows, restore_int4_reference
 from transfer import places
 from transfer.tier_shape import Rows
 
 _BEGIN = tl.constexpr(places.RUN_BEGIN)
-
-
-def bytes_at(address: int, num_bytes: int) -> Tensor:
-    """Return host memory as uint8, without a copy."""
-    return torch.from_numpy(np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8))
 
 
 def widen_rows(stored: Tensor, dim: int, rows: Rows) -> Tensor:

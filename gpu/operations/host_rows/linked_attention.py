@@ -7,9 +7,6 @@ of them. A program takes one KV head and one chunk of its tokens, and a second k
 products are of the query's type, and int8 rows are exact in it.
 """
 
-import ctypes
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +23,7 @@ from gpu.operations.host_rows.chunk_columns import (
     VALUE_SCALE,
     VALUES,
 )
+from gpu.operations.host_rows.host_bytes import bytes_at
 from transfer.merge import NO_MASS
 
 MOST_TOGETHER = 8  # rows that read together
@@ -229,8 +227,3 @@ def _restored(chunk: list[int], kv_head: int, dim: int, is_int8: bool, at: int) 
 
 def _floats(address: int, first: int, count: int) -> Tensor:
     return bytes_at(address + 4 * first, 4 * count).view(torch.float32)
-
-
-def bytes_at(address: int, num_bytes: int) -> Tensor:
-    """Return host memory as uint8, without a copy."""
-    return torch.from_numpy(np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8))
