@@ -2,7 +2,8 @@
 
 A row that attends to all of its context's run leaves the run's last tokens to the device, which reads them where they
 lie. How many follows from what a token takes either side: the CPU's time grows with the rows that read it together, the
-link's does not. The shares are fixed when the engine starts, so that the same prompt has the same answer later.
+link's does not. The shares are fixed when the engine starts: until the next start, steps of as many rows together share
+alike.
 
 Invariant: of each row's run the CPU is asked for a front, and the device attends to what is behind it, in every
 offloaded layer.
@@ -34,7 +35,7 @@ from transfer.tier_shape import TierShape
 LEAST_TOKENS = 4096  # of a run that is shared: less is attended to before a transfer pays
 _SHARE_TOKENS = 64  # what the device reads is a multiple of this
 _MOST_SHARE = 0.9
-_MEASURED_TOKENS = 32_768  # of one layer, which no cache holds
+_MEASURED_TOKENS = 8_192  # of one layer: no cache lies before the link
 _REPEATS = 3
 
 _COPIED = [
@@ -86,16 +87,18 @@ class LinkReads:
             self._part_of[rows] = self._parts[part]
 
     def fill(
-        self, part: int, reads: Sequence[ContextRead], host_reads: Sequence[HostRead | None], whole: Attention
-    ) -> Sequence[ContextRead]:
+        self, part: int, reads: Sequence[ContextRead], host_reads: Sequence[HostRead | None], whole: Attention,
+        is_linked: bool = True,
+    ) -> Sequence[ContextRead]:  # fmt: skip
         """Say, in stream order, what the rows of a part read over the link; return what they ask of the CPU. reads: the
-        whole runs; whole: of these, whose rows must stay where they are until the device has passed the step.
+        whole runs; whole: of these, whose rows must stay where they are until the device has passed the step;
+        is_linked: False in a step of which some part is too large, and then no part reads anything so.
         """
         asked = [*reads]
         own, sharing = self._parts[part], np.zeros((3, MOST_LINKED_ROWS), np.int32)
         sharing[1] = -1
-        is_changed = False
-        for leader, count in self._groups(host_reads):
+        known, is_changed = own.known, False
+        for leader, count in self._groups(host_reads) if is_linked else ():
             end = reads[leader].num_tokens
             front = end - int(end * self.shares[min(count, len(self.shares)) - 1]) // _SHARE_TOKENS * _SHARE_TOKENS
             chunks = cut_chunks(whole.places(leader), front, end) if front < end else None
@@ -104,11 +107,13 @@ class LinkReads:
             rows = slice(leader, leader + count)
             asked[rows] = [ContextRead(reads[leader].context_id, front)] * count
             sharing[0, leader], sharing[1, rows], sharing[2, rows] = count, leader, end - front
-            if not np.array_equal(own.known[:, leader], chunks):
-                own.known[:, leader], is_changed = chunks, True
+            if not np.array_equal(known[:, leader], chunks):
+                known, is_changed = known if is_changed else known.copy(), True
+                known[:, leader] = chunks
         is_empty = not sharing[0].any()
         if is_changed:
-            self._upload(own.known, own.chunks)
+            self._upload(known, own.chunks)
+            own.known = known
         if not (is_empty and own.is_empty):
             self._upload(sharing, own.sharing)
         own.is_empty = is_empty

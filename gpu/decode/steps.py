@@ -245,7 +245,7 @@ class DecodeSteps:
             self._recover_experts(captured, reads_host=True)
         began = clock()
         sizes = [len(part) for part in parts] if captured is None else [rows.num_rows for rows in captured.rows]
-        with self._attentions_of(parts, self.loop.link if max(sizes) <= MOST_LINKED_ROWS else None) as attentions:
+        with self._attentions_of(parts, self.loop.link, max(sizes) <= MOST_LINKED_ROWS) as attentions:
             ready = clock()
             requests = [
                 SlotRequests(*each)
@@ -287,9 +287,12 @@ class DecodeSteps:
         return LaunchedStep(logits, answers)
 
     @contextmanager
-    def _attentions_of(self, parts: Sequence[Batch], link: LinkReads | None = None) -> Iterator[list[Attention]]:
+    def _attentions_of(
+        self, parts: Sequence[Batch], link: LinkReads | None = None, is_linked: bool = False
+    ) -> Iterator[list[Attention]]:
         """Yield the tier's attention of each part, lent to methods that read by themselves, and to `link`, until the
-        device has passed what is launched meanwhile. Gives all of them up where that fails.
+        device has passed what is launched meanwhile. Gives all of them up where that fails. is_linked: the device reads
+        a part of what is asked over the link.
         """
         assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
         attentions: list[Attention] = []
@@ -301,7 +304,7 @@ class DecodeSteps:
                 reads = [_context_read(host_read) for host_read in part.host_reads]
                 whole = tier.attention(reads)
                 attentions.append(whole)
-                asked = reads if link is None else link.fill(index, reads, part.host_reads, whole)
+                asked = reads if link is None else link.fill(index, reads, part.host_reads, whole, is_linked)
                 if borrowing or asked != reads:
                     loans.append(whole.lend())
                 for method in borrowing:

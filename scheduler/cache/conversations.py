@@ -37,7 +37,7 @@ class Conversations:
         self._clock = 0.0  # the rank that went last
         self._last_number = NOBODY
         self._known: OrderedDict[int, Conversation] = OrderedDict()  # used last, last
-        self._ending: dict[bytes, Conversation] = {}  # by the last block of its last prompt
+        self._ending: dict[tuple[str, bytes], Conversation] = {}  # by owner and last block of its last prompt
         self._asking: dict[str, Conversation] = {}  # by its last request
         self._awaited: dict[tuple[str, str], dict[int, Conversation]] = {}  # by owner and session, where it has one
         self._fronts: dict[bytes, Front] = {}
@@ -61,7 +61,7 @@ class Conversations:
         if not num_blocks:
             return
         request = sequence.request
-        one = sequence.conversation or self._find(sequence.hashes, num_blocks)
+        one = sequence.conversation or self._find(sequence.hashes, num_blocks, request.owner)
         if one is None:
             one = Conversation(self._number(), request.owner, request.session)
             one.slot = self._free_slot(one.owner)
@@ -71,7 +71,7 @@ class Conversations:
         one.hashes, one.num_blocks, one.num_tokens = sequence.hashes, num_blocks, sequence.num_tokens
         one.work, one.request_id, one.is_awaited = work_of(sequence.num_tokens), request.request_id, False
         one.session = request.session or one.session
-        self._ending[one.hashes[num_blocks - 1]] = self._asking[one.request_id] = one
+        self._ending[one.owner, one.hashes[num_blocks - 1]] = self._asking[one.request_id] = one
         one.num_turns += sequence.conversation is None
         one.num_running += 1
         sequence.conversation = one
@@ -145,9 +145,9 @@ class Conversations:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _find(self, hashes: list[bytes], num_blocks: int) -> Conversation | None:
-        """Return the conversation whose last prompt this one begins with, the longest such."""
-        ends = (self._ending.get(digest) for digest in reversed(hashes[:num_blocks]))
+    def _find(self, hashes: list[bytes], num_blocks: int, owner: str) -> Conversation | None:
+        """Return the owner's conversation whose last prompt this one begins with, the longest such."""
+        ends = (self._ending.get((owner, digest)) for digest in reversed(hashes[:num_blocks]))
         return next((one for one in ends if one is not None), None)
 
     def _free_slot(self, owner: str) -> int:
@@ -166,8 +166,8 @@ class Conversations:
 
     def _unlist(self, one: Conversation) -> None:
         """Find it no more by its last prompt, its last request, or as one that is awaited."""
-        if self._ending.get(digest := one.hashes[one.num_blocks - 1]) is one:
-            del self._ending[digest]
+        if self._ending.get(end := (one.owner, one.hashes[one.num_blocks - 1])) is one:
+            del self._ending[end]
         self._asking.pop(one.request_id, None)
         session = self._awaited.get(key := (one.owner, one.session), {})
         session.pop(one.number, None)

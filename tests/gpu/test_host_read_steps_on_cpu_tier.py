@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cpu.cpu_tier import open_tier
-from gpu.decode import link_reads
+from gpu.decode import link_reads, steps
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_host_read_steps import host_reader_of
 from tests.gpu.twin_runners import DEFAULT_DENSE, NUM_HEADS, Twins, furthest, tier_shape
@@ -92,6 +92,19 @@ def test_that_comparison_sees_what_both_read_or_nobody(change: int, monkeypatch:
         twins.prefill(PROMPTS[:1])
         twins.step([0])
         assert furthest(twins, [0]) > HOP_LOGITS_FLOAT32
+
+
+def test_a_step_that_is_too_large_reads_nothing_over_the_link_whatever_the_one_before_it_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_reads, "LEAST_TOKENS", 256)
+    with twins_on_cpu_tier("cpu", Reading.WHOLE, ALL, link_share=0.5) as twins:
+        twins.prefill(PROMPTS[:3])
+        host_reader_of(twins).halving.always = 2
+        for most in (16, 1, 16):
+            monkeypatch.setattr(steps, "MOST_LINKED_ROWS", most)
+            assert not twins.step([0, 1, 2]).failures
+            assert furthest(twins, [0, 1, 2]) < HOP_LOGITS_FLOAT32
 
 
 def test_what_the_device_reads_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

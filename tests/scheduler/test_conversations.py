@@ -234,6 +234,18 @@ def ask(engine: Engine, owner: str = "", forget: str = "") -> tuple[list[KeptCon
     return told.conversations, told.forgotten_tokens
 
 
+def test_a_prompt_that_goes_on_from_anothers_is_a_conversation_of_its_own() -> None:
+    """Keys that share prefixes share no sessions."""
+    engine, _ = make_engine(num_pages=600)
+    mine = Talk(engine, "mine", prompt_of(100, 1), owner="me", session="s")
+    mine.turn()
+    yours = Talk(engine, "yours", mine.tokens, owner="you", session="t")
+    assert yours.turn() < 60, "its prefix is found"
+    known = engine.scheduler.residence.conversations
+    assert {(one.owner, one.session) for one in known._known.values()} == {("me", "s"), ("you", "t")}
+    assert mine.turn() < 60
+
+
 def test_what_is_kept_is_told_and_forgotten_by_its_owner_alone() -> None:
     engine, _ = make_engine()
     Talk(engine, "mine", prompt_of(100, 1), owner="me", session="s").turn()

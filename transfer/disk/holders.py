@@ -5,6 +5,7 @@ Each is a small file, written aside and renamed, named by the hash of its owner 
 cut short or changed is removed at the start. Of sessions those noted last are known, so many of them.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ import xxhash
 FOLDER = "holders"
 SESSION, SAVED = "session", "saved"
 MOST_SESSIONS = 1024
+MOST_SAVED = 1024  # contexts by name, of one model, of all keys
 _CHECK_DIGITS = 32
 
 
@@ -66,7 +68,7 @@ class Holders:
             files = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
             for path in files:
                 holder = _read(path)
-                if holder is None or path.stem != holder.key:
+                if holder is None or path.name != f"{holder.key}.json":  # also what a write that was killed has left
                     path.unlink(missing_ok=True)
                 else:
                     self._holders[holder.key] = holder
@@ -86,8 +88,13 @@ class Holders:
             return holder if new else None
 
     def add(self, holder: Holder) -> None:
-        """Take in a saved context; one of the same name is replaced. Raises OSError where it cannot be written."""
+        """Take in a saved context; one of the same name is replaced. Raises OSError where it cannot be written, and
+        beyond MOST_SAVED.
+        """
         with self._lock:
+            num_saved = sum(one.kind == SAVED for one in self._holders.values())
+            if holder.key not in self._holders and num_saved >= MOST_SAVED:
+                raise OSError(errno.ENOSPC, f"{num_saved} contexts are saved, and no more than {MOST_SAVED}")
             before, self._holders[holder.key] = self._holders.get(holder.key), holder
             try:
                 self.write(holder)
@@ -106,7 +113,9 @@ class Holders:
             path = self._folder / f"{holder.key}.json"
             self._folder.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(".part")
-            part.write_text(f"{_check(text)}{text}")
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it has what was said
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(f"{_check(text)}{text}")
             os.replace(part, path)
 
     def remove(self, holder: Holder) -> None:

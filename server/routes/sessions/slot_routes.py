@@ -101,8 +101,8 @@ async def _restore(call: Call[SlotBody]) -> Response | Tree:
     token_ids = list(memoryview(saved.tokens).cast("i"))
     prompt, limits = Prompt(token_ids, "", 0), call.service.supervisor.ready()
     body = CompletionBody(
-        prompt=[], max_tokens=0, attention_profile=saved.profile, cache_salt=call.body.cache_salt,
-        session_id=session or saved.session or None,
+        model=call.body.model, prompt=[], max_tokens=0, attention_profile=saved.profile,
+        cache_salt=call.body.cache_salt, session_id=session or saved.session or None,
     )  # fmt: skip
     check_room("filename", prompt, context_of(body, limits))
     generation = start_generation(call, "slot", body, [Job(prompt, 0)], limits)
