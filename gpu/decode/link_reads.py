@@ -1,9 +1,9 @@
 """Read a part of what decode steps attend to in host memory over the link, while the CPU attends to the rest.
 
 A row that attends to all of its context's run leaves the run's last tokens to the device, which reads them where they
-lie. How many follows from what a token takes either side: the CPU's time grows with the rows that read it together, the
-link's does not. The shares are fixed when the engine starts: until the next start, steps of as many rows together share
-alike.
+lie. The share balances the time that a token takes on each side. The CPU's time grows with the number of rows that read
+the token together, and the link's does not, so there is a share for each number of rows. Shares are fixed when the
+engine starts.
 
 Invariant: of each row's run the CPU is asked for a front, and the device attends to what is behind it, in every
 offloaded layer.
@@ -82,7 +82,9 @@ class LinkReads:
         self._part_of: WeakKeyDictionary[StepRows, _Part] = WeakKeyDictionary()
 
     def assign(self, rows: StepRows, part: int) -> None:
-        """Let the rows of a step read what `fill` is told of its part `part`; larger steps read nothing so."""
+        """Register the rows of a step as its part number `part`, for which `attend` reads what `fill` was told. Rows of
+        a part with more than MOST_LINKED_ROWS are not registered.
+        """
         if rows.num_rows <= MOST_LINKED_ROWS and part < LINKED_PARTS:
             self._part_of[rows] = self._parts[part]
 
@@ -90,9 +92,10 @@ class LinkReads:
         self, part: int, reads: Sequence[ContextRead], host_reads: Sequence[HostRead | None], whole: Attention,
         is_linked: bool = True,
     ) -> Sequence[ContextRead]:  # fmt: skip
-        """Say, in stream order, what the rows of a part read over the link; return what they ask of the CPU. reads: the
-        whole runs; whole: of these, whose rows must stay where they are until the device has passed the step;
-        is_linked: False in a step of which some part is too large, and then no part reads anything so.
+        """Upload what the rows of a part read over the link, in stream order, and return what they ask of the CPU.
+
+        reads: the rows' whole runs; whole: the attention over these, lent to the device until it has passed the step;
+        is_linked: False where some part of the step is too large: then no part reads anything over the link.
         """
         asked = [*reads]
         own, sharing = self._parts[part], np.zeros((3, MOST_LINKED_ROWS), np.int32)
