@@ -32,10 +32,28 @@ CACHED_FROM = {
 }
 """Figures of where a prompt's cached tokens were, by the place: they stand together in an answer's usage."""
 
+FASTER, PAUSED = "computing_is_faster", "reads_paused"
+PASSED_OVER = {
+    FASTER: RequestFigure(
+        "prompt tokens on disk that were computed, since that is faster than to read them",
+        True, f"disk_tokens_passed_over_{FASTER}",
+    ),
+    PAUSED: RequestFigure(
+        "prompt tokens on disk that were computed, since reads pause for want of open files or memory",
+        True, f"disk_tokens_passed_over_{PAUSED}",
+    ),
+}  # fmt: skip
+"""Figures of a prompt's tokens that are on disk and were computed all the same, by the reason: they stand together."""
+
 
 def cached_figure(place: str) -> str:
     """Return the figure's name of tokens that were there."""
     return f"cached_from_{place}"
+
+
+def passed_figure(why: str) -> str:
+    """Return the figure's name of tokens that were passed over on disk for this reason."""
+    return f"passed_over_{why}"
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
@@ -451,6 +469,11 @@ class DiskStats(msgspec.Struct, frozen=True, kw_only=True):
     evicted: int
     damaged: int
     failed: int
+    declined: int
+    bytes_today: int  # written
+    bytes_a_day: int  # that may be; 0: any
+    turns_written: list[int]  # turns by the bytes that each wrote: `transfer.disk.turn_bytes.BOUNDS`, and more
+    turn_bytes: int  # of these together
 
 
 class MaskStats(msgspec.Struct, frozen=True, kw_only=True):

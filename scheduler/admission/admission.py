@@ -14,7 +14,7 @@ from gpu.step import PageWrite, PrefillJob, PrefillPrompt
 from scheduler.admission.admission_round import Admitted, Batches, Round
 from scheduler.cache.ring_pool import Rings
 from scheduler.engine_config import SchedulerConfig
-from scheduler.messages import cached_figure
+from scheduler.messages import cached_figure, passed_figure
 from scheduler.prefill.document_chunks import Documents
 from scheduler.prefill.job_in_progress import JobInProgress
 from scheduler.prefill.prefill_queue import PrefillQueue
@@ -255,6 +255,7 @@ class Admission:
             self.num_cached_tokens += start.first_computed
             for place, number in self._residence.cached_from(start).items():
                 sequence.figures[cached_figure(place)] = number
+            sequence.figures |= {passed_figure(why): number for why, number in sequence.passed_over.items()}
         else:
             self._note_resumed(sequence, start.first_computed)
         this.batches.add(sequence, start, sequence.profile.prefill_method)

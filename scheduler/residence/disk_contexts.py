@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from gpu.step import DiskPrefix, EvictedPart, HostRead, SavedBlock
 from scheduler.cache.page_pool import PagePool
 from scheduler.cache.window_pool import Windows
-from scheduler.messages import ContextSaved, pack_tokens
+from scheduler.messages import FASTER, PAUSED, ContextSaved, pack_tokens
 from scheduler.residence.disk_names import digest_of, files, remove_all, write_holder
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.sequences.conversation import Conversation, Left
@@ -85,7 +85,7 @@ class DiskContexts:
         self._pages = pages
         self._page_tokens = page_tokens
         self._block_pages = 1 if side is None else side.store.block_tokens // page_tokens
-        self._unsaved: deque[_Unsaved | list[str] | _Saving] = deque()  # behind a context's last block, names of all
+        self._unsaved: deque[_Unsaved | list[str] | _Saving] = deque()  # behind a turn's last block, names of all
         self._waiting: set[str] = set()
         self._waiting_ends: set[str] = set()
         self._saved: SimpleQueue[ContextSaved] = SimpleQueue()
@@ -94,15 +94,21 @@ class DiskContexts:
 
     def find(self, sequence: Sequence, begin: int, seconds_of: Seconds, is_read_whole: bool = False) -> int:
         """Return the end of what a prompt takes from the disk, which would begin behind `begin` tokens without; 0:
-        nothing. is_read_whole: these are read from there as well.
+        nothing. is_read_whole: these are read from there as well. What is there and is computed all the same is noted
+        (`Sequence.passed_over`).
         """
-        if self.side is None or sequence.chunks or not self.side.store.folder.is_readable:
+        sequence.passed_over = {}
+        if self.side is None or sequence.chunks:
             return 0
         count = self._count(sequence) * self._block_pages
         end = self._last_end(sequence, count, begin // self._page_tokens) * self._page_tokens
-        if end <= begin or not self._pays(end - begin * (not is_read_whole), seconds_of(begin, end)):
+        if end <= begin:
             return 0
-        return end
+        is_readable = self.side.store.folder.is_readable
+        if is_readable and self._pays(end - begin * (not is_read_whole), seconds_of(begin, end)):
+            return end
+        sequence.passed_over = {FASTER if is_readable else PAUSED: end - begin}
+        return 0
 
     def _last_end(self, sequence: Sequence, count: int, begin: int) -> int:
         """Return the most KV blocks in front that a prompt may begin behind, `count` of which are on disk as whole
@@ -166,9 +172,12 @@ class DiskContexts:
         if one is not None and hashes:
             token_ids = sequence.tokens_from(0)[: (len(hashes) + 1) * self._page_tokens]
             one.left = Left(token_ids, hashes, sequence.num_prompt_tokens, sequence.profile.name)
-        names = self._names_of(hashes)
+        names, folder = self._names_of(hashes), self.side.store.folder
         num_tokens = len(names) * self.side.store.block_tokens
         if not names or not self._pays(num_tokens, seconds_of(0, num_tokens)):  # all of it: a gap would end a prefix
+            computed = names[sequence.num_cached_tokens // self.side.store.block_tokens :]
+            folder.count("declined", sum(not folder.has(KV, name) for name in computed))
+            self._unsaved.append([])  # a turn that writes nothing
             return
         ends = self._ends_to_keep(hashes, sequence.num_prompt_tokens)
         if one is not None:
@@ -343,7 +352,7 @@ class DiskContexts:
             if isinstance(first, list):
                 if saves:
                     break  # these are written before
-                store.run_touch(KV, first)
+                store.end_turn(first)
             elif isinstance(first, _Saving):
                 if saves:
                     break

@@ -60,6 +60,7 @@ class Sequence:
     num_known_blocks: int = 0  # in the prefix cache at the last look, where the next look begins
     num_seen_blocks: int = 0  # likewise in pages, also where the window that ends them is not kept
     on_disk: tuple[int, int, int] | None = None  # blocks there at the last look, behind what it depended on
+    passed_over: dict[str, int] = field(default_factory=dict)  # tokens there that are computed, by the reason
     finds_live: bool = False  # what it left is all there, as of the last look
     num_held_blocks: int = 0  # of the known blocks, in pages that somebody held
     shares: "tuple[Sequence, int] | None" = None  # one that computes blocks of this one, and how many are common

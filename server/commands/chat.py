@@ -178,7 +178,11 @@ def describe_cached(details: dict[str, Any]) -> str:
     places = {"card": "on the card", "host": "in host memory", "disk": "on disk"}
     by_place = {place: number for place, number in (details.get("cached_tokens_from") or {}).items() if number}
     told = f"{details.get('cached_tokens') or 0:,} of them kept from before"
-    return ", ".join([told, *(f"{number:,} {places.get(place, place)}" for place, number in by_place.items())])
+    passed = (details.get("passed_over_on_disk") or {}).get("computing_is_faster") or 0
+    computed = [f"{passed:,} on disk that were faster to compute"] if passed else []
+    return ", ".join(
+        [told, *(f"{number:,} {places.get(place, place)}" for place, number in by_place.items()), *computed]
+    )
 
 
 def read_document(path: Path) -> str:

@@ -11,6 +11,7 @@ from gpu.methods.registry import list_counters
 from scheduler.messages import DiskStats, HostStats, Stats
 from server.engine.request_figures import find_figures
 from server.engine.token_rates import TokenRates
+from server.engine.turn_histogram import TurnHistogram
 
 _LONG_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
@@ -43,6 +44,7 @@ DISK_COUNTERS = {
     "written": "blocks of contexts that were written to the disk",
     "refused": "blocks that were not: no room, or the disk refused; see the log",
     "capped": "blocks that were not, since the day's limit was reached",
+    "declined": "blocks that were not, since to compute them again is faster than to read them",
     "evicted": "blocks on disk that made room for others",
     "damaged": "blocks on disk that were not what they were stored as, and are computed anew",
     "failed": "reads that failed for want of open files or memory; the blocks stay, others are computed meanwhile",
@@ -170,6 +172,10 @@ class Metrics:
         self.disk_records = self._gauge("tandem_disk_records", "files of contexts on disk")
         self.disk_rate = self._gauge("tandem_disk_read_rate", "bytes a second, by which reading is weighed")
         self.disk = {name: self._counter(f"tandem_disk_{name}", what) for name, what in DISK_COUNTERS.items()}
+        self.disk_today = self._gauge("tandem_disk_bytes_written_today", "bytes of contexts that were written today")
+        self.disk_a_day = self._gauge("tandem_disk_bytes_a_day_limit", "bytes that may be written on a day; 0: any")
+        self.disk_turns = TurnHistogram("tandem_disk_turn_written_bytes", "bytes that a turn wrote to the disk")
+        self._registry.register(self.disk_turns)
         self.chunks_known = self._counter("tandem_document_chunks_known", "of chunks to be stored, those that were")
         self.finished = Counter(
             "tandem_requests_finished", "sequences ended", ["reason"], registry=self._registry
@@ -228,6 +234,11 @@ class Metrics:
         self.disk_held.set(disk.bytes_held)
         self.disk_records.set(disk.records)
         self.disk_rate.set(disk.read_rate)
+        self.disk_today.set(disk.bytes_today)
+        self.disk_a_day.set(disk.bytes_a_day)
+        before = [0] * len(disk.turns_written) if last is None else last.turns_written
+        counts = [now - then for now, then in zip(disk.turns_written, before, strict=True)]
+        self.disk_turns.add(counts, disk.turn_bytes - (last.turn_bytes if last else 0))
         for name, counter in self.disk.items():
             counter.inc(getattr(disk, name) - (getattr(last, name) if last else 0))
 
@@ -297,7 +308,7 @@ class Metrics:
         of_tokens = (self.host_tokens, self.host_tokens_evicted, self.host_tokens_resident)
         for gauge in (
             *of_device, *of_host, *of_tokens, self.pages_committed, self.rings_free, self.chunks_memory, self.disk_held,
-            self.disk_records, self.disk_rate,
+            self.disk_records, self.disk_rate, self.disk_today,
             self.draft_saved_s,
         ):  # fmt: skip
             gauge.set(0)

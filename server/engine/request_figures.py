@@ -12,17 +12,19 @@ from scheduler import messages
 def find_figures() -> dict[str, RequestFigure]:
     """Return all figures by name."""
     places = {messages.cached_figure(place): figure for place, figure in messages.CACHED_FROM.items()}
-    return {**FIGURES, **messages.FIGURES, **places, **list_figures()}
+    passed = {messages.passed_figure(why): figure for why, figure in messages.PASSED_OVER.items()}
+    return {**FIGURES, **messages.FIGURES, **places, **passed, **list_figures()}
 
 
 @cache
 def figure_names(of_prompt: bool) -> dict[str, bool]:
     """Return the names of those of a prompt, or of those of an answer, and whether all answers have it: those of a
-    method are told where it ran. Without those of places, which stand together. Kept, since methods are found by
-    reading a folder, and every answer asks.
+    method are told where it ran. Without those of places and of what is passed over, which stand together. Kept, since
+    methods are found by reading a folder, and every answer asks.
     """
     of_methods = list_figures()
     of_places = {messages.cached_figure(place) for place in messages.CACHED_FROM}
+    of_places |= {messages.passed_figure(why) for why in messages.PASSED_OVER}
     return {
         name: name not in of_methods
         for name, figure in find_figures().items()

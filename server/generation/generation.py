@@ -15,6 +15,7 @@ from gpu.pooling import Pooling
 from gpu.sampling_params import SamplingParams
 from scheduler.messages import (
     CACHED_FROM,
+    PASSED_OVER,
     ChunkSpan,
     Delta,
     EngineRequest,
@@ -23,6 +24,7 @@ from scheduler.messages import (
     Ready,
     cached_figure,
     pack_tokens,
+    passed_figure,
 )
 from server import logs
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, internal, invalid, time_up, unavailable
@@ -200,6 +202,16 @@ class Generation:
         choices = self.choices[:: self.num_each]
         return {place: sum(choice.figures.get(cached_figure(place), 0) for choice in choices) for place in CACHED_FROM}
 
+    def passed_over(self) -> dict[str, int]:
+        """Return the prompts' tokens that are on disk and were computed all the same: how many by reason."""
+        choices = self.choices[:: self.num_each]
+        return {why: sum(choice.figures.get(passed_figure(why), 0) for choice in choices) for why in PASSED_OVER}
+
+    def cache_usage(self) -> dict[str, dict[str, int]]:
+        """Return the usage's fields of where cached tokens were, and of what was passed over, if anything was."""
+        told, passed = {"cached_tokens_from": self.cached_from()}, self.passed_over()
+        return told | ({"passed_over_on_disk": passed} if any(passed.values()) else {})
+
     def figures(self, of_prompt: bool) -> dict[str, int]:
         """Return the figures of the prompts, each prompt counted once, or of all answers; those of methods that ran."""
         choices = self.choices[:: self.num_each] if of_prompt else self.choices
@@ -210,7 +222,8 @@ class Generation:
         }
 
     def _cached_figures(self) -> dict[str, int]:
-        return {cached_figure(place): number for place, number in self.cached_from().items()}
+        passed = {passed_figure(why): number for why, number in self.passed_over().items() if number}
+        return {cached_figure(place): number for place, number in self.cached_from().items()} | passed
 
     def seconds_taken(self) -> SecondsTaken:
         now = time.monotonic()

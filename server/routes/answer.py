@@ -23,6 +23,13 @@ class CachedFrom(Answer):
     disk: Count
 
 
+class PassedOver(Answer):
+    """Count tokens on disk that were computed all the same, by the reason."""
+
+    computing_is_faster: Count
+    reads_paused: Count
+
+
 class ErrorDetail(Answer):
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]

@@ -335,20 +335,48 @@ def test_a_disk_without_room_changes_nothing_but_what_is_written(
     engine.shutdown()
 
 
-def test_what_is_slower_to_read_than_to_compute_is_neither_read_nor_written(tmp_path: Path) -> None:
+def first_figures(engine: Engine, prompt: list[int]) -> dict[str, int]:
+    engine.submit([ask("f", prompt, 2)])
+    return drain(engine)["f"][0].figures
+
+
+def test_what_is_slower_to_read_than_to_compute_is_neither_read_nor_written_and_told(tmp_path: Path) -> None:
     prompt = draw(500, 3)
     engine = make_engine(tmp_path, choose="time")
     store = engine.scheduler.residence.disk.side.store
     store.rate.bytes_a_second = 1.0
     serve(engine, [ask("a", prompt, 2)])
+    serve(engine, [ask("b", [*prompt, *draw(100, 4)], 2)])
     assert records(tmp_path) == []
     engine.shutdown()
+    counts = store.counts()
+    assert (counts.declined, counts.bytes_written) == (500 // BLOCK + 2, 0), "each block once, when it was computed"
+    assert (counts.turns_written[0], counts.turn_bytes) == (2, 0)
     seed_folder(tmp_path, prompt)
-    for rate, wanted in ((1.0, 0), (1e15, 448)):
+    for rate, wanted, passed in ((1.0, 0, {"passed_over_computing_is_faster": 448}), (1e15, 448, {})):
         engine = make_engine(tmp_path, choose="time")
         engine.scheduler.residence.disk.side.store.rate.bytes_a_second = rate
-        assert serve(engine, [ask("b", prompt, 2)])[0][1] == wanted
+        told = first_figures(engine, prompt)
+        assert told["cached_from_disk"] == wanted
+        assert {name: number for name, number in told.items() if name.startswith("passed_over")} == passed
         engine.shutdown()
+    engine = make_engine(tmp_path)
+    engine.scheduler.residence.disk.side.store.folder._fail("too many open files")
+    assert first_figures(engine, prompt)["passed_over_reads_paused"] == 448
+    engine.shutdown()
+
+
+def test_each_turn_is_counted_by_the_bytes_that_it_wrote(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, written_gib_a_day=1.0)
+    history = draw(300, 3)
+    for tail in (0, 100, 10):  # four blocks, two more, none
+        serve(engine, [ask("a", [*history, *draw(tail, 5)], 2)])
+        history += draw(tail, 5)
+    engine.shutdown()
+    counts = engine.scheduler.residence.disk.side.store.counts()
+    assert (counts.turns_written[0], sum(counts.turns_written)) == (1, 3)
+    assert counts.turn_bytes == counts.bytes_written == counts.bytes_today == counts.bytes_held > 0
+    assert counts.bytes_a_day == 2**30
 
 
 def test_a_context_without_finite_logits_leaves_nothing_on_disk(tmp_path: Path) -> None:

@@ -349,6 +349,8 @@ class FakeEngine:
             prompt_logprobs = [logprob_of(token, sampling.num_prompt_logprobs) for token in prompt[1:]]
         if first:
             running.reused, running.num_cached = self.reuse(request), self.count_cached(prompt)
+            if "passed_over" in self.settings:
+                running.reused["passed_over_computing_is_faster"] = int(self.settings["passed_over"])
         common = {
             "figures": running.reused | {"cached_from_card": running.num_cached},
             "request_id": request.request_id,

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from scheduler.messages import ChunkStats, DraftStats, ExpertStats, HostStats, Stats
+from scheduler.messages import ChunkStats, DiskStats, DraftStats, ExpertStats, HostStats, Stats
 from server.engine.prometheus import Metrics
 
 HOST = HostStats(
@@ -25,6 +25,11 @@ STATS = Stats(
     rings_free=36, host=HOST, methods=METHODS,
     experts=ExpertStats(fetched=70, copied=71, computed=72),
     chunks=ChunkStats(memory_bytes=80, written=81, refused=82, evicted=83, set_aside=84, lost=85),
+    disk=DiskStats(
+        bytes_held=100, records=101, read_rate=102, bytes_written=103, bytes_read=104, written=105, refused=106,
+        capped=107, evicted=108, damaged=109, failed=110, declined=111, bytes_today=112, bytes_a_day=113,
+        turns_written=[3, 0, 2, 0, 0, 0, 0, 0, 1], turn_bytes=2**33,
+    ),
     drafts=DraftStats(steps=90, proposed=91, accepted=92, saved_seconds=93.5, declined=94, model_seconds=95.5),
 )  # fmt: skip
 GAUGES = {
@@ -33,8 +38,9 @@ GAUGES = {
     "host_segments": 26,
     "host_tokens_evicted": 20, "host_tokens_resident": 19,
     "reuse_rings_free": 36, "chunks_memory_bytes": 80, "draft_saved_seconds": 93.5,
+    "disk_bytes_held": 100, "disk_records": 101, "disk_read_rate": 102, "disk_bytes_written_today": 112,
 }  # fmt: skip
-CAPACITIES = {"pages_capacity": 6, "host_bytes_capacity": 23}
+CAPACITIES = {"pages_capacity": 6, "host_bytes_capacity": 23, "disk_bytes_a_day_limit": 113}
 COUNTERS = {
     "prefix_cache_query_tokens": 7, "prefix_cache_hit_tokens": 8, "preemptions": 9, "preempted_tokens_recomputed": 39,
     "engine_steps": 10, "engine_step_seconds": 11.5, "host_tables_built": 27, "host_tables_failed": 28,
@@ -46,6 +52,8 @@ COUNTERS = {
     "host_answers_estimated": 60, "host_answers_heavy": 61, "host_answers_beyond_bound": 62,
     "host_answers_heavy_beyond_bound": 63, "host_steps_beyond_bound": 64, "host_answers_in_full": 65,
     "draft_steps": 90, "draft_proposed": 91, "draft_accepted": 92, "draft_declined": 94, "draft_model_seconds": 95.5,
+    "disk_bytes_written": 103, "disk_bytes_read": 104, "disk_written": 105, "disk_refused": 106, "disk_capped": 107,
+    "disk_evicted": 108, "disk_damaged": 109, "disk_failed": 110, "disk_declined": 111,
 }  # fmt: skip
 
 
@@ -96,3 +104,17 @@ def test_what_is_reused_is_told_layer_by_layer_and_grows_over_engines() -> None:
     metrics.engine_gone()
     metrics.take(STATS)
     assert read(metrics)['reuse_hits_total{layer="0"}'] == 8 + 3
+
+
+def test_what_turns_wrote_is_a_histogram_that_grows_over_engines() -> None:
+    metrics = Metrics()
+    for engines in (1, 2):
+        metrics.take(STATS)
+        metrics.take(STATS)
+        told = read(metrics)
+        bounds = {"0.0": 3, f"{4.0 * 2**20}": 5, f"{2.0**32}": 5, "+Inf": 6}
+        for bound, number in bounds.items():
+            assert told[f'disk_turn_written_bytes_bucket{{le="{bound}"}}'] == engines * number
+        assert told["disk_turn_written_bytes_count"] == engines * 6
+        assert told["disk_turn_written_bytes_sum"] == engines * 2**33
+        metrics.engine_gone()

@@ -13,9 +13,11 @@ from transfer.disk.disk_config import DiskConfig
 from transfer.disk.disk_rate import ReadRate, probe_rate
 from transfer.disk.record_folder import RecordFolder
 from transfer.disk.record_format import RecordShape
+from transfer.disk.turn_bytes import TurnBytes
 
 GIB = 2**30
 KV = "kv"  # blocks of keys and values
+COUNTED = ("written", "refused", "capped", "declined", "evicted", "damaged", "failed")
 MOST_TOUCHES = 256  # of prefixes, on their way to the disk
 END = "end"  # what windows or states hold where a prefix ends
 
@@ -34,7 +36,12 @@ class DiskCounts:
     evicted: int
     damaged: int
     failed: int
+    declined: int
     read_rate: int  # bytes a second, as it is reckoned with
+    bytes_today: int  # written
+    bytes_a_day: int  # that may be; 0: any
+    turns_written: list[int]  # as `TurnBytes` has them
+    turn_bytes: int
 
 
 class ContextStore:
@@ -50,6 +57,7 @@ class ContextStore:
         self.folder = RecordFolder(root, model, self.shapes, int(config.limit_gib * GIB), day)
         self.rate = ReadRate(probe_rate(root, config.threads))
         self.bytes_read = 0
+        self._turns = TurnBytes()
         self._lock = Lock()
         self._num_touches = 0  # that the writer has not made
         self._readers = ThreadPoolExecutor(config.threads, "context-reads")
@@ -103,6 +111,12 @@ class ContextStore:
             with self._lock:
                 self._num_touches -= 1
 
+    def end_turn(self, names: Sequence[str]) -> None:
+        """Count what a turn has written, behind it, and mark the blocks of its prefix as used."""
+        self.run_write(lambda: self._turns.add(self.folder.bytes_written - self._turns.total))
+        if names:
+            self.run_touch(KV, names)
+
     def counts(self) -> DiskCounts:
         folder = self.folder
         return DiskCounts(
@@ -111,7 +125,11 @@ class ContextStore:
             bytes_written=folder.bytes_written,
             bytes_read=self.bytes_read,
             read_rate=int(self.rate.bytes_a_second),
-            **{name: folder.counts[name] for name in ("written", "refused", "capped", "evicted", "damaged", "failed")},
+            bytes_today=folder.day.num_bytes,
+            bytes_a_day=folder.day.limit_bytes or 0,
+            turns_written=list(self._turns.counts),
+            turn_bytes=self._turns.total,
+            **{name: folder.counts[name] for name in COUNTED},
         )
 
     def shutdown(self) -> None:

@@ -13,7 +13,7 @@ class DayCount:
     """The bytes written on each of the last days (UTC), kept in a small file. limit_bytes: of a day; None: any."""
 
     def __init__(self, path: Path, limit_bytes: int | None) -> None:
-        self._path, self._limit_bytes = path, limit_bytes
+        self._path, self.limit_bytes = path, limit_bytes
         self._days: dict[str, int] = {}  # the one written on last at the end
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             kept = json.loads(path.read_text())["days"]
@@ -26,7 +26,7 @@ class DayCount:
 
     def allows(self, num_bytes: int) -> bool:
         """Tell whether so many more bytes may be written today."""
-        return self._limit_bytes is None or self.num_bytes + num_bytes <= self._limit_bytes
+        return self.limit_bytes is None or self.num_bytes + num_bytes <= self.limit_bytes
 
     def add(self, num_bytes: int) -> None:
         """Add what was written. What cannot be kept is counted until the program ends."""

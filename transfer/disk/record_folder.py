@@ -62,7 +62,7 @@ class RecordFolder:
         """
         assert _MODEL.fullmatch(model), "a model is 32 hexadecimal digits"
         self.root, self.model, self.limit_bytes = root, model, limit_bytes
-        self.counts: Counter[str] = Counter()  # written, refused, capped, evicted, damaged, failed
+        self.counts: Counter[str] = Counter()  # written, refused, capped, declined, evicted, damaged, failed
         self.bytes_held = 0
         self.bytes_written = 0
         self._shapes = {shape.kind: shape for shape in shapes}
@@ -98,6 +98,11 @@ class RecordFolder:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def count(self, what: str, number: int) -> None:
+        """Add to one of the counts."""
+        with self._lock:
+            self.counts[what] += number
 
     def lease(self, kind: str, names: Iterable[str]) -> bool:
         """Keep records from being evicted until `release`; False, and none is kept, where one is not there."""

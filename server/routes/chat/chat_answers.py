@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from server.engine.request_figures import figure_names
-from server.routes.answer import Answer, CachedFrom, Count
+from server.routes.answer import Answer, CachedFrom, Count, PassedOver
 
 FinishReason = Literal["stop", "length"] | None
 ChatFinishReason = Literal["stop", "length", "tool_calls"] | None
@@ -26,6 +26,7 @@ class PromptTokensDetails(_declare_figures("PromptFigures", of_prompt=True)):  #
 
     cached_tokens: Count
     cached_tokens_from: CachedFrom
+    passed_over_on_disk: PassedOver | None = None
 
 
 class CompletionTokensDetails(_declare_figures("CompletionFigures", of_prompt=False)):  # type: ignore[misc]

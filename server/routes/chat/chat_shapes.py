@@ -99,7 +99,7 @@ class _Frame:
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {
                 "cached_tokens": generation.num_cached_tokens,
-                "cached_tokens_from": generation.cached_from(),
+                **generation.cache_usage(),
                 **generation.figures(of_prompt=True),
             },
             "completion_tokens_details": generation.figures(of_prompt=False),

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from server.routes.answer import Answer, CachedFrom, Count
+from server.routes.answer import Answer, CachedFrom, Count, PassedOver
 
 MessageStopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
 
@@ -15,6 +15,7 @@ class MessageUsage(Answer):
     cache_read_input_tokens: Count
     cached_tokens_from: CachedFrom
     output_tokens: Count
+    passed_over_on_disk: PassedOver | None = None
 
 
 class MessageBlock(Answer):

@@ -115,7 +115,7 @@ class MessageShape:
             "input_tokens": generation.num_prompt_tokens - generation.num_cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": generation.num_cached_tokens,
-            "cached_tokens_from": generation.cached_from(),
+            **generation.cache_usage(),
             "output_tokens": generation.num_generated_tokens,
         }
 

@@ -2,13 +2,14 @@
 
 from typing import Any, Literal
 
-from server.routes.answer import Answer, CachedFrom, Count
+from server.routes.answer import Answer, CachedFrom, Count, PassedOver
 
 
 class InputDetails(Answer):
     cached_tokens: Count
     cached_tokens_from: CachedFrom
     cache_write_tokens: Count
+    passed_over_on_disk: PassedOver | None = None
 
 
 class OutputDetails(Answer):

@@ -198,7 +198,7 @@ class ResponseShape:
             "input_tokens": num_prompt,
             "input_tokens_details": {
                 "cached_tokens": generation.num_cached_tokens,
-                "cached_tokens_from": generation.cached_from(),
+                **generation.cache_usage(),
                 "cache_write_tokens": 0,
             },
             "output_tokens": num_generated,

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from server.routes.answer import Answer, CachedFrom, Count
+from server.routes.answer import Answer, CachedFrom, Count, PassedOver
 
 
 class SessionConversation(Answer):
@@ -93,4 +93,5 @@ class SlotDone(Answer):
     n_read: Count | None = None
     n_erased: Count | None = None
     cached_tokens_from: CachedFrom | None = None
+    passed_over_on_disk: PassedOver | None = None
     timings: SlotTimings | None = None

@@ -119,7 +119,7 @@ async def _restore(call: Call[SlotBody]) -> Response | Tree:
         "filename": name,
         "n_restored": len(token_ids),
         "n_read": math.ceil(where["disk"] / saved.block_tokens) * saved.block_bytes,
-        "cached_tokens_from": where,
+        **generation.cache_usage(),
         "timings": {"restore_ms": 1000 * (time.monotonic() - began)},
     }
 
