@@ -45,13 +45,14 @@ async def test_tokens_that_are_passed_over_on_disk_are_told_with_the_reason(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_so_does_a_restore_and_where_nothing_was_passed_over_nothing_is_told(
-    passing: Running, live: Running
-) -> None:
+async def test_a_restore_tells_them_too(passing: Running) -> None:
     said = [{"role": "user", "content": "so " * 40}]
     await passing.http.post("/v1/chat/completions", json={"messages": said, "max_tokens": 4, "session_id": "s"})
     await passing.http.post("/slots/s?action=save", json={"filename": "x"})
     done = (await passing.http.post("/slots/s?action=restore", json={"filename": "x"})).json()
     assert (done["passed_over_on_disk"], done["n_read"]) == (PASSED, 0)
+
+
+async def test_where_nothing_was_passed_over_nothing_is_told(live: Running) -> None:
     told = (await live.http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 4})).json()["usage"]
     assert "passed_over_on_disk" not in told["prompt_tokens_details"]
