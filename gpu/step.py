@@ -155,8 +155,9 @@ class RingCopy:
 class RingWrite:
     """A slot holds ring number `ring` of `part` (`ProfilePart`) until it is released; nobody else does.
     reading: of its context in host memory. source: what it has; None: nothing. pages: of those that the part's rings
-    share, its first; None: they share none. is_for_drafts: it takes part in the steps that draft for the slot, and in
-    no others: what these draft is verified as if the slot held none.
+    share, its first; None: they share none. num_shared: of these, the first that the source holds as well, whose tokens
+    both have. is_for_drafts: it takes part in the steps that draft for the slot, and in no others: what these draft is
+    verified as if the slot held none.
     """
 
     slot: int
@@ -165,6 +166,7 @@ class RingWrite:
     reading: Reading
     source: RingCopy | None = None
     pages: tuple[int, ...] | None = None
+    num_shared: int = 0
     is_for_drafts: bool = False
 
 

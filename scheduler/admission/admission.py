@@ -112,7 +112,7 @@ class Admission:
                 if sequence.num_bypassed > _MOST_BYPASSES:
                     break  # by a job that others would begin instead
                 continue
-            if self._rings.lacks(sequence):
+            if self._rings.lacks(sequence, holding):
                 continue  # one that leaves gives its ring back, whoever goes first
             if self._residence.windows.lacks():
                 self._refuse(sequence, this)
@@ -120,13 +120,13 @@ class Admission:
             start, is_waiting = None, False
             self._residence.pages.is_refused = False
             if sequence.run_end:
-                start = self._try_offloaded(sequence, this)
+                start = self._try_offloaded(sequence, this, holding)
             else:
                 other = prefixes.look(sequence)
                 is_waiting = other is not None and self._is_worth_waiting(sequence, other, this)
                 num_pages = sequence.num_pages - sequence.num_known_blocks
                 if not is_waiting and (num_pages < this.fewest_refused or sequence.left_context is not None):
-                    start = self._try(sequence, this)
+                    start = self._try(sequence, this, holding)
             if start is not None:
                 self._enter(sequence, start, this, holding)
                 if not self.free_slots or len(this.batches.jobs) >= most_jobs:
@@ -195,7 +195,7 @@ class Admission:
         begin, end = sequence.num_known_blocks * page_tokens, num_shared * page_tokens
         return 2 * self._prefill.prompt_seconds(begin, end, method) > left
 
-    def _try(self, sequence: Sequence, this: Round) -> Start | None:
+    def _try(self, sequence: Sequence, this: Round, holding: list[Sequence]) -> Start | None:
         """Give it what its prompt needs, if there is room; its known blocks are counted.
 
         Numbers are looked at before any page is held: it asks for all pages but those that somebody holds already.
@@ -204,6 +204,8 @@ class Admission:
         begin = self._residence.prefixes.begin_of(sequence)
         start = Start(begin, 0, None, 0 if sequence.finds_live else self._find_on_disk(sequence, begin))
         if this.num_hidden + sequence.num_tokens - start.first_computed > self._max_hidden_tokens:
+            return None
+        if self._rings.lacks(sequence, holding, begin=start.first_computed):
             return None
         num_pages = sequence.num_pages - self._residence.prefixes.count_held(sequence)
         if num_pages >= this.fewest_refused and sequence.left_context is None:
@@ -220,7 +222,7 @@ class Admission:
         seconds_of = partial(self._prefill.prompt_seconds, method=sequence.profile.prefill_method)
         return self._residence.disk.find(sequence, begin, seconds_of, is_read_whole)
 
-    def _try_offloaded(self, sequence: Sequence, this: Round) -> Start | None:
+    def _try_offloaded(self, sequence: Sequence, this: Round, holding: list[Sequence]) -> Start | None:
         """Give a prompt of which a part is offloaded what it needs, if there is room."""
         assert self._residence.prompts is not None, "admission: a prompt is offloaded where there is host memory"
         start = self._residence.prompts.find(sequence)
@@ -231,6 +233,7 @@ class Admission:
         if (
             this.num_tried_offloaded > _MOST_TRIED_OFFLOADED
             or this.num_hidden + sequence.num_tokens - start.first_computed > self._max_hidden_tokens
+            or self._rings.lacks(sequence, holding, begin=start.first_computed)
         ):
             return None
         kept = self._kept(sequence, this)
@@ -245,7 +248,7 @@ class Admission:
         sequence.state = State.PREFILLING
         sequence.slot = self.free_slots.pop()
         sequence.num_bypassed = 0
-        self._rings.take(sequence, start.first_computed, [one for one in holding if one.state is State.RUNNING])
+        self._rings.take(sequence, start.first_computed, holding)
         self._residence.conversations.enter(sequence, self._prefill.prompt_work)
         self._residence.start_prefill(sequence, start)
         if sequence.started_s is None:

@@ -133,7 +133,7 @@ class Roster:
         still = set(self.running)
         for sequence in stepping if not self._released_slots else ():  # who held a ring is forgotten first
             if sequence in still:
-                self._rings.take_late(sequence)
+                self._rings.take_late(sequence, self.running)
         return Growth([write for write in writes if write.slot in held], [one for who, one in rings if who in still])
 
     def _find_shortage(self, sequence: Sequence, spared: list[HostContext]) -> Shortage | None:

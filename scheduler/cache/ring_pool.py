@@ -4,29 +4,40 @@ Where a method begins with tokens in host memory, a sequence takes its ring then
 
 A ring that is for drafts alone is taken where there is one, at any time; nobody waits for it, or gives way.
 
-Rings of a method that shares pages among them take these as their sequences grow. Invariants: a ring is free, or held
-by one sequence that holds a slot, and so is a page; a sequence with a ring has pages for all its tokens.
+Rings of a method that shares pages among them take these as their sequences grow. Whoever begins with the tokens of a
+running sequence holds that one's pages as well, as far as their tokens are all common and the device has their rows in
+common too. Nobody writes what such a page has already, so the last, which both go on in, is never one.
+
+Invariants: a ring is free, or held by one sequence that holds a slot; a page is free, or held by sequences whose tokens
+in it are the same; a sequence with a ring has pages for all its tokens.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 
 from gpu.methods.method import ProfilePart
 from gpu.step import PartId, RingCopy, RingGrowth, RingWrite
-from scheduler.sequences.sequence import Sequence
+from scheduler.sequences.sequence import Sequence, State
 
 
 class Rings:
     """The rings of each part of a profile, held by slots. counts: of each part of a profile that keeps rings; pages: of
-    each part whose rings share some.
+    each part whose rings share some; sink_tokens: in front of a sequence, that no such page has.
     """
 
     def __init__(
-        self, counts: Mapping[PartId, int], page_tokens: int, pages: Mapping[PartId, int] | None = None
+        self,
+        counts: Mapping[PartId, int],
+        page_tokens: int,
+        pages: Mapping[PartId, int] | None = None,
+        sink_tokens: int = 0,
     ) -> None:
         self._free = {part: list(range(count - 1, -1, -1)) for part, count in counts.items()}
         self._free_pages = {part: list(range(count - 1, -1, -1)) for part, count in (pages or {}).items()}
+        self._holders = {part: [0] * count for part, count in (pages or {}).items()}
         self._page_tokens = page_tokens
+        self._sink_tokens = sink_tokens
         self._writes: list[RingWrite] = []
 
     @property
@@ -39,36 +50,44 @@ class Rings:
         """Count the free pages by part."""
         return {part: len(free) for part, free in self._free_pages.items()}
 
-    def lacks(self, sequence: Sequence) -> bool:
-        """Tell whether it needs a ring at admission, and none is free or too few pages are."""
+    def lacks(self, sequence: Sequence, holding: Iterable[Sequence], begin: int | None = None) -> bool:
+        """Tell whether it needs a ring at admission, and none is free or too few pages are.
+
+        holding: sequences that hold slots, of which running ones may have pages in common with it. begin: where its
+        prefill would start; None: not known yet, and if it lacks pages, it does so wherever that is.
+        """
         part = self._part_of(sequence)
         if part is None or self._is_late(part, sequence) or _is_for_drafts(sequence):
             return False
-        return not self._has_room(part, sequence.num_tokens)
+        if self._has_room(part, sequence.num_tokens):
+            return False
+        source = self._find_source(part, sequence, begin, holding) if self._free[part.id] else None
+        return source is None or not self._has_room(part, sequence.num_tokens, source)
 
-    def take(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> None:
+    def take(self, sequence: Sequence, begin: int, holding: Iterable[Sequence]) -> None:
         """Give a sequence a ring from the next plan on, if it needs one.
 
         begin: where its prefill starts. If a running sequence computed what is in front with a ring of the kind, its
-        entries are copied.
+        entries are copied, but for pages that both hold from now on.
         """
         part = self._part_of(sequence)
         if part is None or self._is_late(part, sequence):
             return
-        if _is_for_drafts(sequence) and not self._has_room(part, sequence.num_tokens):
-            return
-        write = self._give(part, sequence, sequence.num_tokens)
-        self._writes.append(replace(write, source=self._find_source(sequence, begin, running)))
+        source = self._find_source(part, sequence, begin, holding)
+        if not _is_for_drafts(sequence) or self._has_room(part, sequence.num_tokens, source):
+            self._writes.append(self._give(part, sequence, sequence.num_tokens, source))
 
-    def take_late(self, sequence: Sequence) -> None:
+    def take_late(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
         """Give a running sequence the ring that it did not take at admission, from the next plan on, once it has tokens
         in host memory and there is one with pages for it.
         """
         if sequence.ring is not None or sequence.open_context is None or (part := self._part_of(sequence)) is None:
             return
-        is_late = _is_for_drafts(sequence) or part.method.takes_ring_late(part.settings)
-        if is_late and self._has_room(part, sequence.next_cell + 1):
-            self._writes.append(self._give(part, sequence, sequence.next_cell + 1))
+        if not self._free[part.id] or not (_is_for_drafts(sequence) or part.method.takes_ring_late(part.settings)):
+            return
+        source = self._find_source(part, sequence, None, running) if part.id in self._free_pages else None
+        if self._has_room(part, sequence.next_cell + 1, source):
+            self._writes.append(self._give(part, sequence, sequence.next_cell + 1, source))
 
     def lacks_page(self, sequence: Sequence) -> bool:
         """Tell whether the next token's index needs a page, and none is free."""
@@ -87,16 +106,19 @@ class Rings:
         part, ring = sequence.ring
         if _is_for_drafts(sequence) and not self._num_pages_of(part):
             return []
-        growth = RingGrowth(part, ring, (self._free_pages[part].pop(),))
+        growth = RingGrowth(part, ring, self._hold(part, 1))
         sequence.ring_pages += growth.pages
         return [growth]
 
     def give_back(self, sequence: Sequence) -> None:
-        """Take a ring and its pages back from a sequence that leaves its slot."""
+        """Take a ring back from a sequence that leaves its slot, and the pages that nobody else holds."""
         if sequence.ring is not None:
             part, ring = sequence.ring
             self._free[part].append(ring)
-            self._free_pages.get(part, []).extend(reversed(sequence.ring_pages))
+            for page in reversed(sequence.ring_pages):
+                self._holders[part][page] -= 1
+                if self._holders[part][page] == 0:
+                    self._free_pages[part].append(page)
             sequence.ring, sequence.ring_pages = None, []
 
     def take_writes(self) -> list[RingWrite]:
@@ -116,17 +138,32 @@ class Rings:
         """Tell whether a waiting sequence takes its ring later."""
         return not sequence.run_end and part.method.takes_ring_late(part.settings)
 
-    def _has_room(self, part: ProfilePart, num_tokens: int) -> bool:
-        return bool(self._free[part.id]) and self._pages_for(part, num_tokens) <= self._num_pages_of(part.id)
+    def _has_room(self, part: ProfilePart, num_tokens: int, source: "_Source | None" = None) -> bool:
+        """Tell whether there is a ring, and pages for so many tokens beside those that a source has in common."""
+        lacking = self._pages_for(part, num_tokens) - (len(source.pages) if source is not None else 0)
+        return bool(self._free[part.id]) and lacking <= self._num_pages_of(part.id)
 
-    def _give(self, part: ProfilePart, sequence: Sequence, num_tokens: int) -> RingWrite:
+    def _give(self, part: ProfilePart, sequence: Sequence, num_tokens: int, source: "_Source | None") -> RingWrite:
         ring = self._free[part.id].pop()
         sequence.ring = part.id, ring
+        common = () if source is None else source.pages
         pages = None
         if part.id in self._free_pages:
-            pages = tuple(self._free_pages[part.id].pop() for _ in range(self._pages_for(part, num_tokens)))
+            for page in common:
+                self._holders[part.id][page] += 1
+            pages = (*common, *self._hold(part.id, self._pages_for(part, num_tokens) - len(common)))
             sequence.ring_pages = list(pages)
-        return RingWrite(sequence.slot, part.id, ring, sequence.profile.reading, None, pages, _is_for_drafts(sequence))
+        copy = None if source is None else RingCopy(source.ring, source.begin, source.end)
+        return RingWrite(
+            sequence.slot, part.id, ring, sequence.profile.reading, copy, pages, len(common), _is_for_drafts(sequence)
+        )
+
+    def _hold(self, part: PartId, count: int) -> tuple[int, ...]:
+        """Take so many free pages, which one sequence holds."""
+        pages = tuple(self._free_pages[part].pop() for _ in range(count))
+        for page in pages:
+            self._holders[part][page] = 1
+        return pages
 
     def _pages_for(self, part: ProfilePart, num_tokens: int) -> int:
         """Return the pages that so many tokens take."""
@@ -140,19 +177,52 @@ class Rings:
         part = sequence.profile.held_part
         return part is not None and self._pages_for(part, sequence.next_cell + 1) > len(sequence.ring_pages)
 
-    def _find_source(self, sequence: Sequence, begin: int, running: Iterable[Sequence]) -> RingCopy | None:
-        """Find the ring of a running sequence with the same tokens before `begin`, by the hash of the block that ends
-        there.
+    def _find_source(
+        self, part: ProfilePart, sequence: Sequence, begin: int | None, holding: Iterable[Sequence]
+    ) -> "_Source | None":
+        """Find a running sequence with a ring of the part and the same tokens before `begin`, by the hash of the block
+        that ends there. begin: None: whatever is in common; then it is the one with the most.
         """
-        block = begin // self._page_tokens - 1
-        if block < 0 or sequence.ring is None:
-            return None
-        for other in running:
-            if other.ring is None or other.ring[0] != sequence.ring[0] or len(other.hashes) <= block:
+        best: _Source | None = None
+        for other in holding:
+            if other.ring is None or other.ring[0] != part.id or other.state is not State.RUNNING:
                 continue
-            if other.hashes[block] == sequence.hashes[block]:
-                return RingCopy(other.ring[1], begin, max(other.next_position, sequence.num_tokens))
-        return None
+            num_blocks = _count_common(sequence, other) if begin is None else begin // self._page_tokens
+            if num_blocks == 0 or len(other.hashes) < num_blocks:
+                continue
+            if other.hashes[num_blocks - 1] != sequence.hashes[num_blocks - 1]:
+                continue
+            found = self._source_of(part, sequence, other, num_blocks * self._page_tokens if begin is None else begin)
+            if begin is not None:
+                return found
+            if best is None or best.begin < found.begin:
+                best = found
+        return best
+
+    def _source_of(self, part: ProfilePart, sequence: Sequence, other: Sequence, begin: int) -> "_Source":
+        """Return what a running sequence has of the tokens before `begin`; pages that end behind it are not common."""
+        assert other.ring is not None
+        pages: tuple[int, ...] = ()
+        if part.id in self._free_pages:
+            page_tokens = part.method.ring_page_tokens(part.settings)
+            pages = tuple(other.ring_pages[: max(begin - self._sink_tokens, 0) // page_tokens])
+        return _Source(other.ring[1], begin, max(other.next_position, sequence.num_tokens), pages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a sequence may begin with of a ring; begin, end: as `RingCopy` has them. pages: those in common."""
+
+    ring: int
+    begin: int
+    end: int
+    pages: tuple[int, ...]
+
+
+def _count_common(one: Sequence, other: Sequence) -> int:
+    """Return the blocks in front that both have. A hash is of all tokens up to its block's end."""
+    fewest = min(len(one.hashes), len(other.hashes))
+    return bisect_left(range(fewest), True, key=lambda block: one.hashes[block] != other.hashes[block])
 
 
 def _is_for_drafts(sequence: Sequence) -> bool:

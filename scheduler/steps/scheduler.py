@@ -132,7 +132,8 @@ class Scheduler:
         self.residence = Residence(capacity, config.prefix_cache, model_key, *memories, disk, config.session_seconds)
         self.pages = self.residence.pages
         self.prefixes = self.residence.prefixes
-        self.rings = Rings(capacity.num_rings, capacity.page_tokens, capacity.ring_pages)
+        sink_tokens = capacity.host.sink_tokens if capacity.host is not None else 0
+        self.rings = Rings(capacity.num_rings, capacity.page_tokens, capacity.ring_pages, sink_tokens)
         self.constraints = constraints or Constraints(architecture.vocab_size, refuse_grammars)
         self.documents = documents
         if documents is not None:

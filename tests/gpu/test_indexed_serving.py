@@ -58,8 +58,15 @@ class IndexedTwins(Twins):
         for slot in ringed:
             self.assign(slot, slot)
 
-    def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
-        write = RingWrite(slot, self.part.id, ring, self.reading, source)
+    def assign(
+        self,
+        slot: int,
+        ring: int,
+        source: RingCopy | None = None,
+        pages: tuple[int, ...] | None = None,
+        shared: int = 0,
+    ) -> None:
+        write = RingWrite(slot, self.part.id, ring, self.reading, source, pages, shared)
         self.offloading.launch(StepPlan(ring_writes=[write])).collect()
 
     @property
@@ -234,14 +241,17 @@ def test_a_ring_of_another_slot_begins_empty_and_a_copy_has_what_its_source_had_
     check_steps(twins, [1, 2], 3)
 
 
-def test_a_ring_whose_sequence_has_another_context_forgets_the_one_before() -> None:
+def test_a_ring_whose_sequence_has_another_context_reads_its_rows_anew_and_keeps_the_index() -> None:
     twins = IndexedTwins(ALL)
     twins.prefill_down(0, PROMPT)
     check_steps(twins, [0], 2)
     known, fetched = twins.side.upkeep.known[0], counts_of(twins.side).fetched_rows
     known.context_id = 7
+    codes = twins.side.index.codes.clone()
     check_steps(twins, [0], 1)
-    assert twins.side.upkeep.known[0].context_id == twins.sequences[0].context_id
+    assert twins.side.upkeep.known[0] is known
+    assert known.context_id == twins.sequences[0].context_id
+    assert torch.equal(codes, twins.side.index.codes)
     counts = counts_of(twins.side)
     assert counts.fetched_rows - fetched == NUM_KV_HEADS * 2 * known.num_tokens, "all of it, anew"
 

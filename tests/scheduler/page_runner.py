@@ -237,7 +237,9 @@ class PageRunner:
         prompts = [one for job in plan.new_jobs for one in job.prompts if one.slot == write.slot]
         if not prompts:
             assert write.slot in self.context_of, "a ring that comes late is of a slot with tokens in host memory"
-            assert write.source is None
+            if write.source is not None:
+                (other,) = [slot for slot, ring in self.ring_of.items() if ring == (write.part, write.source.ring)]
+                assert self._read(other, 0, write.source.begin) == self._read(write.slot, 0, write.source.begin)
             self.ring_of[write.slot] = write.part, write.ring
             return
         (prompt,) = prompts

@@ -1,12 +1,17 @@
 """Pages that rings share: who takes them, who waits or gives way for them, and when they come back."""
 
+from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from scheduler.cache.ring_pool import Rings
 from scheduler.engine.engine import Engine
-from tests.scheduler.engines import answer, drain, prompt_of
-from tests.scheduler.host_engines import INDEXES, ask, check_idle, make_engine
+from scheduler.sequences.sequence import State
+from tests.scheduler.engines import PAGE, answer, drain, prompt_of
+from tests.scheduler.host_engines import INDEXES, PROFILES, SINK, ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
 from transfer.reading import Reading
 
@@ -18,29 +23,53 @@ def make_indexed_engine(**more) -> tuple[Engine, PageRunner]:
 
 
 def check_pages(runner: PageRunner) -> int:
-    """Whoever steps has pages for all its tokens, which nobody was given meanwhile; the most held at once."""
+    """Whoever steps has pages for all its tokens, which nobody was given meanwhile but who began with all tokens of
+    theirs (the runner compares the tokens); the most held at once.
+    """
     ring_of: dict[int, int] = {}
     pages_of: dict[int, list[int]] = {}
-    owner: dict[int, int] = {}
+    owners: dict[int, set[int]] = {}
     most = 0
+
     for plan in runner.plans:
         for slot in plan.released_slots:
             ring_of.pop(slot, None)
         for write in plan.ring_writes:
             assert write.reading is Reading.INDEXED
+            common = write.pages[: write.num_shared]
+            if common:
+                assert list(common) == pages_of[write.source.ring][: len(common)]
+                assert SINK + len(common) * PAGE_TOKENS <= write.source.begin, "a page has tokens of one of them alone"
             ring_of[write.slot], pages_of[write.ring] = write.ring, list(write.pages)
-            owner |= dict.fromkeys(write.pages, write.ring)
+            owners |= {page: {write.ring} for page in write.pages[write.num_shared :]}
+            for page in common:
+                owners[page].add(write.ring)
         for growth in plan.ring_growth:
             assert growth.part == INDEXES
             pages_of[growth.ring] += growth.pages
-            owner |= dict.fromkeys(growth.pages, growth.ring)
+            owners |= {page: {growth.ring} for page in growth.pages}
         most = max(most, len({page for ring in ring_of.values() for page in pages_of[ring]}))
         for group in plan.decode:
             for slot, position in zip(group.slots, group.positions, strict=True):
                 if (ring := ring_of.get(slot)) is not None:
                     assert position < len(pages_of[ring]) * PAGE_TOKENS
-                    assert all(owner[page] == ring for page in pages_of[ring]), "somebody else was given its page"
+                    assert all(ring in owners[page] for page in pages_of[ring]), "somebody else was given its page"
     return most
+
+
+def num_shared(runner: PageRunner) -> list[int]:
+    return [write.num_shared for plan in runner.plans for write in plan.ring_writes]
+
+
+def check_counts(engine: Engine) -> None:
+    """Every page is free, or held, and by as many sequences as is counted."""
+    rings, held = engine.scheduler.rings, {}
+    for sequence in engine.scheduler.roster.holding():
+        for page in sequence.ring_pages:
+            held[page] = held.get(page, 0) + 1
+    pages = range(len(rings._holders[INDEXES]))
+    assert rings._holders[INDEXES] == [held.get(page, 0) for page in pages]
+    assert sorted([*held, *rings._free_pages[INDEXES]]) == [*pages]
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
@@ -112,3 +141,113 @@ def test_one_that_stays_on_the_device_takes_no_ring_and_waits_for_none() -> None
     answer(engine, [ask(f"r{n}", prompt_of(60, salt=n), 60, "indexed") for n in range(4)])
     assert [write for plan in runner.plans for write in plan.ring_writes] == []
     check_idle(engine, runner)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_answers_to_one_prompt_hold_the_pages_of_its_index_together(seed: int | None) -> None:
+    """Three of 3 pages each, of which 2 are common, where 5 pages are all there are."""
+    engine, runner = make_indexed_engine(index_pages=5, order=None if seed is None else Random(seed))
+    answer(engine, [ask(f"r{n}", prompt_of(2500), 12 + n, "indexed") for n in range(3)])
+    assert sorted(num_shared(runner)) == [0, 2, 2]
+    assert check_pages(runner) == 5
+    assert engine.scheduler.roster.num_preemptions == 0
+    check_idle(engine, runner)
+
+
+def test_pages_stay_while_one_of_those_that_hold_them_does() -> None:
+    engine, runner = make_indexed_engine(index_pages=5)
+    engine.submit([ask(name, prompt_of(2500), 300, "indexed") for name in "ab"])
+    for _ in range(2000):
+        if len(engine.scheduler.roster.running) == 2:
+            break
+        engine.step()
+    rings = engine.scheduler.rings
+    assert rings.num_free_pages == {INDEXES: 1}
+    engine.cancel(["a"])
+    assert rings.num_free_pages == {INDEXES: 2}
+    check_counts(engine)
+    engine.submit([ask("c", prompt_of(2500), 300, "indexed")])
+    for _ in range(40):
+        engine.step()
+    assert rings.num_free_pages == {INDEXES: 1}
+    engine.cancel(["b", "c"])
+    assert rings.num_free_pages == {INDEXES: 5}
+    check_pages(runner)
+
+
+def play(seed: int, num_steps: int = 160) -> PageRunner:
+    """Prompts with common fronts come, grow, are preempted and cancelled, in two lanes; counts hold at each step."""
+    draw = Random(seed)
+    engine, runner = make_indexed_engine(num_indexes=4, index_pages=8, order=Random(seed))
+    fronts = [prompt_of(2400, salt=salt) for salt in range(2)]
+    alive: list[str] = []
+    for number in range(num_steps):
+        roster = engine.scheduler.roster
+        change = draw.choice(["come", "come", "cancel", "preempt", "step", "step", "step"])
+        if change == "come" and roster.num_unfinished < 5:
+            front = draw.choice(fronts)[: draw.choice([900, 1100, 2100, 2400])]
+            alive.append(f"r{number}")
+            prompt = front + prompt_of(draw.choice([1, 40]), salt=number)
+            engine.submit([ask(alive[-1], prompt, draw.choice([8, 60]), "indexed")])
+        elif change == "cancel" and alive:
+            engine.cancel([alive.pop(draw.randrange(len(alive)))])
+        elif change == "preempt" and roster.running:
+            roster.preempt_last(roster.running)
+        for _ in range(6):
+            engine.step()
+            check_counts(engine)
+    drain(engine)
+    check_pages(runner)
+    check_idle(engine, runner)
+    return runner
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_pages_are_whoevers_tokens_they_have_whatever_becomes_of_those_that_hold_them(seed: int) -> None:
+    assert max(num_shared(play(seed))) == 2
+
+
+def test_a_page_too_many_in_common_or_given_back_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    source_of, give_back = Rings._source_of, Rings.give_back
+
+    def with_one_more(self: Rings, part: Any, sequence: Any, other: Any, begin: int) -> Any:
+        found = source_of(self, part, sequence, other, begin)
+        return replace(found, pages=tuple(other.ring_pages[: len(found.pages) + 1]))
+
+    def of_all(self: Rings, sequence: Any) -> None:
+        for page in sequence.ring_pages:
+            self._holders[INDEXES][page] = 1
+        give_back(self, sequence)
+
+    for name, broken in (("_source_of", with_one_more), ("give_back", of_all)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Rings, name, broken)
+            with pytest.raises(AssertionError):
+                play(3, num_steps=60)
+
+
+def test_one_that_takes_its_ring_late_has_the_pages_of_whoever_began_alike() -> None:
+    """No tokens of it were in host memory at admission; blocks of hashes say what is in common."""
+    rings = Rings({INDEXES: 3}, PAGE, {INDEXES: 5}, SINK)
+
+    def running(hashes: list[bytes]) -> Any:
+        return SimpleNamespace(
+            ring=None, ring_pages=[], open_context=object(), profile=PROFILES["indexed"], hashes=hashes, slot=0,
+            state=State.RUNNING, num_prompt_tokens=2500, num_tokens=2500, next_cell=2499, next_position=2499,
+            request=SimpleNamespace(max_tokens=8),
+        )  # fmt: skip
+
+    blocks = [str(number).encode() for number in range(2500 // PAGE)]
+    differs_at = (SINK + PAGE_TOKENS) // PAGE
+    alike, other = running(blocks), running([*blocks[:differs_at], *(b"other" + one for one in blocks[differs_at:])])
+    first = running(blocks)
+    for sequence in (first, alike, other):
+        rings.take_late(sequence, [first, alike, other])
+    own, second = rings.take_writes()
+    assert (own.source, own.num_shared) == (None, 0)
+    assert (second.num_shared, second.pages[:2]) == (2, own.pages[:2])
+    assert other.ring is None, "it lacks a page: one is common, and of two others one is free"
+    rings.give_back(alike)
+    rings.take_late(other, [first, alike, other])
+    (third,) = rings.take_writes()
+    assert (third.num_shared, third.pages[0], third.source.begin) == (1, own.pages[0], SINK + PAGE_TOKENS)

@@ -2,6 +2,9 @@
 
 An index has tokens of the offloaded run, or of a context that is whole on the device, from behind the sink on. Both are
 the same tokens, so an index stays when pages are evicted or come back; what changes is where chosen rows are read.
+
+Sequences that begin alike share pages of their indexes. Whoever comes first to a token there indexes it, less a centre
+that all of them have, and nobody does again; whoever takes it over, perhaps on another stream, waits for that.
 """
 
 from collections.abc import Sequence
@@ -18,7 +21,7 @@ from gpu.methods.indexed.page_rows import Pages, centre_pages
 from gpu.methods.indexed.reporting import Report
 from gpu.methods.indexed.ring import BEHIND_ALL, EMPTY, new_index, new_layout
 from gpu.methods.indexed.settings import IndexedSettings
-from gpu.step import HostRead, RingWrite
+from gpu.step import HostRead, RingCopy, RingWrite
 from gpu.upload import upload
 from transfer.places import COLUMNS, RUN_BEGIN, check_places
 
@@ -27,12 +30,21 @@ GROWN_TOKENS = 2 * BLOCK_TOKENS  # of a resident run, that are indexed at once
 
 
 @dataclass(slots=True)
+class Centre:
+    """What is subtracted from keys: of one ring, or of those that share pages. is_known: some of them has tokens."""
+
+    rings: list[int]
+    is_known: bool = False
+
+
+@dataclass(slots=True)
 class Known:
-    """What of a ring's run is indexed. context_id: whose run it is, or IN_PAGES; num_tokens: from its first token on;
-    places: the table of pieces that the device has; pages: of its index; generation: assignments of the ring so far;
-    audited: since the last one.
+    """What of a ring's run is indexed. centre: of its keys; context_id: whose run it is, or IN_PAGES; num_tokens: from
+    its first token on; places: the table of pieces that the device has; pages: of its index; generation: assignments of
+    the ring so far; audited: since the last one.
     """
 
+    centre: Centre
     context_id: int | None = None
     num_tokens: int = 0
     places: np.ndarray | None = None
@@ -59,38 +71,60 @@ class Upkeep:
         if settings.resident == "indexed" and site.pages:
             self.pages = [Pages(*site.pages[layer], site.sink_tokens) for layer in tier.layers]
         self.in_pages = torch.zeros(num_rings + 1, dtype=torch.int32, device=device)
-        self.known = [Known(pages=own) for own in self.index.table[0].tolist()]
+        self.known = [Known(Centre([ring]), pages=own) for ring, own in enumerate(self.index.table[0].tolist())]
+        self._filled = np.zeros(self.index.codes.shape[1], np.int64)  # tokens that each page has
+        self._written: dict[int, torch.cuda.Event] = {}  # behind what each stream has indexed last
         self._window_tokens = site.window_tokens
         self._report = report
 
     def assign(self, write: RingWrite) -> int:
-        """Empty a ring's slots; its index begins anew, or with a copy of what another ring has of the same tokens.
+        """Empty a ring's slots; its index begins anew, or with what another ring has of the same tokens: in pages that
+        both hold from now on, and in a copy of one that they go on in apart.
 
         Return how many times the ring was assigned.
         """
-        own, index = self._of_ring(write.ring), self.index
-        self._empty(write.ring)
-        known = self.known[write.ring]
-        known.generation, known.audited = known.generation + 1, AuditSums()
+        ring = write.ring
+        self._empty_slots(ring)
+        self.in_pages[ring].fill_(0)
+        self._report.doublings[:, self._of_ring(ring)] = 0
+        before = self.known[ring]
+        before.centre.rings.remove(ring)
+        known = Known(Centre([ring]), pages=before.pages, generation=before.generation + 1)
+        self.known[ring] = known
         if write.pages is not None:
             known.pages = []
-            self.add_pages(write.ring, write.pages)
+            self.add_pages(ring, write.pages, write.num_shared)
+        else:
+            self._filled[known.pages] = 0
         if write.source is not None:
-            source = self.known[write.source.ring]
-            shared = min(source.num_tokens, write.source.begin - self.sink_tokens, len(known.pages) * SPLIT_TOKENS)
-            known.num_tokens = max(shared, 0) // BLOCK_TOKENS * BLOCK_TOKENS
-            num_pages = -(-known.num_tokens // SPLIT_TOKENS)
-            for to, page in zip(known.pages[:num_pages], source.pages, strict=False):
-                for array in (index.codes, index.scales, index.value_codes, index.value_scales, index.value_centres):
-                    array[:, to] = array[:, page]
-            index.centres[:, own] = index.centres[:, self._of_ring(write.source.ring)]
+            self._begin_with(ring, write.source, write.num_shared)
         return known.generation
 
-    def add_pages(self, ring: int, page_ids: Sequence[int]) -> None:
-        """Let a ring's index go on in these pages, behind those that it has."""
+    def _begin_with(self, ring: int, copy: RingCopy, num_shared: int) -> None:
+        """Let a ring's index begin with what that of a source has. num_shared: pages that both hold."""
+        index, known, source = self.index, self.known[ring], self.known[copy.ring]
+        assert known.pages[:num_shared] == source.pages[:num_shared], "indexed: pages are shared that the source lacks"
+        shared = min(self._count_filled(source), copy.begin - self.sink_tokens, len(known.pages) * SPLIT_TOKENS)
+        known.num_tokens = max(shared, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+        num_pages = -(-known.num_tokens // SPLIT_TOKENS)
+        for to, page in zip(known.pages[num_shared:num_pages], source.pages[num_shared:], strict=False):
+            for array in (index.codes, index.scales, index.value_codes, index.value_scales, index.value_centres):
+                array[:, to] = array[:, page]
+        self._note_filled(known, num_shared * SPLIT_TOKENS, known.num_tokens)
+        if num_shared:
+            known.centre = source.centre
+            known.centre.rings.append(ring)
+        known.centre.is_known = source.centre.is_known
+        index.centres[:, self._of_ring(ring)] = index.centres[:, self._of_ring(copy.ring)]
+
+    def add_pages(self, ring: int, page_ids: Sequence[int], num_shared: int = 0) -> None:
+        """Let a ring's index go on in these pages, behind those that it has. num_shared: of the first ones, which
+        another ring has filled, or will.
+        """
         known = self.known[ring]
         begin, end = len(known.pages), len(known.pages) + len(page_ids)
         known.pages = [*known.pages, *page_ids]
+        self._filled[list(page_ids[num_shared:])] = 0
         self.index.table[:, ring, begin:end] = upload(np.array(page_ids, np.int32), self.index.table.device)
 
     def index_resident(self, ring: int, slot: int, cell: int) -> None:
@@ -102,40 +136,68 @@ class Upkeep:
         known.context_id, known.places = IN_PAGES, None
         if known.num_tokens < end:
             _check_pages(known, end)
-            if known.num_tokens == 0:
+            if not known.centre.is_known:
                 for layer, pages in zip(self.layers, self.pages, strict=True):
                     centre_pages(layer, ring, slot, end, pages, self.layout)
-            begin = known.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-            index_pages(self.index, ring, slot, begin, end, self.pages, self.layout)
-            known.num_tokens = end
+                self._share_centre(ring)
+            begin = self._find_begin(known)
+            if begin < end:
+                index_pages(self.index, ring, slot, begin, end, self.pages, self.layout)
+            self._note_filled(known, begin, end)
         self.in_pages[ring].fill_(known.num_tokens)
 
     def index_offloaded(self, ring: int, read: HostRead, places: np.ndarray) -> Known:
         """Index what a sequence has offloaded since its last step; places: `transfer.places` of its run."""
         known, num_tokens = self.known[ring], read.end - read.begin
-        if known.context_id == IN_PAGES:  # of the same tokens
+        if known.context_id not in (None, read.context_id):  # rows lie elsewhere, of the same tokens
             self._empty_slots(ring)
-        elif known.context_id not in (None, read.context_id):
-            self._empty(ring)
-            known = self.known[ring]
         known.context_id = read.context_id
         self._place(ring, places)
-        if known.num_tokens == 0:
+        if not known.centre.is_known:
             self.index.centres[:, self._of_ring(ring)] = self.index.piece_centres[:, ring, 0]
+            self._share_centre(ring)
         if known.num_tokens < num_tokens:
             _check_pages(known, num_tokens)
-            begin = known.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-            index_tokens(self.index, ring, begin, num_tokens, self.layout)
-            known.num_tokens = num_tokens
+            begin = self._find_begin(known)
+            if begin < num_tokens:
+                index_tokens(self.index, ring, begin, num_tokens, self.layout)
+            self._note_filled(known, begin, num_tokens)
         return known
 
-    def _empty(self, ring: int) -> None:
-        """Forget the run of a ring: what is indexed of it, and what stands in slots."""
-        self._empty_slots(ring)
-        self.in_pages[ring].fill_(0)
-        self._report.doublings[:, self._of_ring(ring)] = 0
-        known = self.known[ring]
-        self.known[ring] = Known(pages=known.pages, generation=known.generation, audited=known.audited)
+    def _share_centre(self, ring: int) -> None:
+        """Let all rings that share pages with this one have the centre that it has found."""
+        centre = self.known[ring].centre
+        centre.is_known = True
+        own = self.index.centres[:, self._of_ring(ring)]
+        for other in centre.rings:
+            if other != ring:
+                self.index.centres[:, self._of_ring(other)] = own
+
+    def _count_filled(self, known: Known) -> int:
+        """Return how many tokens from its first one on the index has, of its own or of who shares its pages."""
+        place = known.num_tokens // SPLIT_TOKENS
+        while place < len(known.pages) and self._filled[known.pages[place]] == SPLIT_TOKENS:
+            place += 1
+        return place * SPLIT_TOKENS + (int(self._filled[known.pages[place]]) if place < len(known.pages) else 0)
+
+    def _find_begin(self, known: Known) -> int:
+        """Return the token from which on an index goes on, that of a block, behind what others have indexed of it."""
+        filled = self._count_filled(known)
+        if filled > known.num_tokens and self._written:
+            stream = torch.cuda.current_stream(self.index.codes.device)
+            for event in self._written.values():
+                stream.wait_event(event)
+        return filled // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def _note_filled(self, known: Known, begin: int, end: int) -> None:
+        """Note that an index goes on to token `end`, from `begin` on by what is launched."""
+        known.num_tokens = end
+        for place in range(begin // SPLIT_TOKENS, -(-end // SPLIT_TOKENS)):
+            page = known.pages[place]
+            self._filled[page] = max(self._filled[page], min(end - place * SPLIT_TOKENS, SPLIT_TOKENS))
+        if self.index.codes.is_cuda:
+            stream = torch.cuda.current_stream(self.index.codes.device)
+            self._written[stream.cuda_stream] = stream.record_event()
 
     def _empty_slots(self, ring: int) -> None:
         own = self._of_ring(ring)
