@@ -3,7 +3,9 @@
 The warm-up compiles kernels and gives libraries their workspaces.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -34,6 +36,18 @@ def record(
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Return the graph of `work` as `capture` does, without a warm-up: its kernels must be compiled."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=on):
+    with _nothing_collected(), torch.cuda.graph(graph, pool=pool, stream=on):
         result = work()
     return graph, result
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep Python from collecting garbage: a graph that is destroyed while another is captured ends the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

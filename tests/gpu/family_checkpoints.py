@@ -56,9 +56,8 @@ class WholeGlimmer:
         return model
 
 
-# Which it lacks.
-AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
-AutoModelForCausalLM.register(MuseGlimmerTextConfig, WholeGlimmer, exist_ok=True)
+# Models of text that transformers' AutoModelForCausalLM does not find, and which some versions refuse to register.
+NOT_FOUND: dict[type, Any] = {Mistral4Config: Mistral4ForCausalLM, MuseGlimmerTextConfig: WholeGlimmer}
 PAGE_TOKENS = 16
 CHUNK_TOKENS = 128
 SIZES = {
@@ -236,6 +235,13 @@ class Checkpoint:
         return self.model(torch.from_numpy(token_ids.astype(np.int64))[None]).logits[0]
 
 
+def load_model(folder: Path) -> Any:
+    """Return transformers' own model of the checkpoint in `folder`, float32."""
+    config = AutoConfig.from_pretrained(folder)
+    model = NOT_FOUND.get(type(config), AutoModelForCausalLM)
+    return model.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+
+
 @cache
 def checkpoint(name: str, **changes: Any) -> Checkpoint:
     """Drawn once a process; the folder is gone at its end."""
@@ -243,7 +249,10 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
     folder = Path(owner.name)
     written = SIZES | CONFIGS[name] | changes
     (folder / "config.json").write_text(json.dumps(written))
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(folder)
+    found = NOT_FOUND.get(type(config))
+    make = AutoModelForCausalLM.from_config if found is None else found._from_config
+    model = make(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(11)
     is_offset = written["model_type"].startswith(("gemma3", "qwen3_next", "qwen3_5", "muse"))
     is_unscaled = written["model_type"].startswith("gemma4")

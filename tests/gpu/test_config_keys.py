@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as Vocabulary
-from transformers import AutoModelForCausalLM
 
 from gpu.config import ModelConfig
 from gpu.memory.demand import PlanError
@@ -28,7 +27,7 @@ from gpu.model.library_keys import find_library_keys, read_library_keys
 from gpu.model.spec import RopeScaling
 from server.deployment import ConfigError
 from server.text.model_tokenizer import Tokenizer
-from tests.gpu.family_checkpoints import CONFIGS, SIZES, checkpoint, draw_prompt
+from tests.gpu.family_checkpoints import CONFIGS, SIZES, checkpoint, draw_prompt, load_model
 from tests.gpu.reference_model import FOLDER
 from transfer.host_config import HostConfig
 
@@ -244,7 +243,7 @@ def test_keys_that_pass_change_nothing_that_transformers_computes(name: str, tmp
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(BASE[name] | passing))
     prompt = draw_prompt(40)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model = load_model(tmp_path)
     with torch.inference_mode():
         logits = model(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0]
     assert torch.equal(logits, known.logits(prompt))

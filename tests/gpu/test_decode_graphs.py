@@ -1,10 +1,13 @@
 """Decode steps: padding rows are harmless, steps may be launched ahead, and CUDA graphs equal the eager step."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
 
 from gpu.attention.step_rows import StepRows
+from gpu.batching.capture import capture
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, HostRead, PrefillJob, StepPlan
@@ -157,3 +160,28 @@ def test_a_graph_padded_to_its_size_leaves_other_slots_alone() -> None:
     wanted = generate(small_runner("cuda", "float32"), PROMPTS, NUM_TOKENS).tokens
     got: Generated = generate(small_runner("cuda", "float32", (4,)), PROMPTS, NUM_TOKENS)
     assert got.tokens == wanted
+
+
+@pytest.mark.gpu
+def test_a_graph_that_became_garbage_is_not_destroyed_while_another_is_captured() -> None:
+    """CUDA ends the capture there, and Python collects cycles whenever enough objects were made."""
+
+    def make_many() -> torch.Tensor:
+        total = torch.zeros(8, device="cuda")
+        for _ in range(200):
+            total = total + 1.0
+            [[] for _ in range(50)]
+        return total
+
+    was = gc.get_threshold()
+    try:
+        for _ in range(3):
+            gc.set_threshold(5, 1, 1)
+            garbage: list[object] = [capture(make_many, None)]
+            garbage.append(garbage)
+            del garbage
+            graph, total = capture(make_many, None)
+            graph.replay()
+            assert total.tolist() == [200.0] * 8
+    finally:
+        gc.set_threshold(*was)
