@@ -72,7 +72,7 @@ def build_runner(
             else NO_WINDOWS,
         ),
     )
-    runner.warm_up(min(context, 128), lambda fraction: None)
+    runner.rehearsal.warm_up(min(context, 128), lambda fraction: None)
     return runner
 
 

@@ -107,10 +107,10 @@ def load_runner(
             adapters=asked.adapters,
         )  # fmt: skip
         runner = Runner(architecture, weights, settings)
-        runner.warm_up(asked.chunk_tokens, lambda fraction: on_progress("kernels", fraction))
+        runner.rehearsal.warm_up(asked.chunk_tokens, lambda fraction: on_progress("kernels", fraction))
         on_progress("kernels", 1.0)
         runner.capture(gpu.graph_batch_sizes, lambda fraction: on_progress("graphs", fraction))
-        runner.capture_prefill(asked.prefill_graph_sizes)
+        runner.rehearsal.capture_prefill(asked.prefill_graph_sizes)
     return runner
 
 

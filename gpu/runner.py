@@ -5,7 +5,7 @@ next token while an earlier step is still in flight. A sequence whose logits are
 memory, or whose decode step was left unanswered, gets token -1 and disturbs no other.
 """
 
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,9 +16,11 @@ from gpu.attention.prefill_query import PrefillQuery
 from gpu.batching.halving import Halving, most_rows_of_parts
 from gpu.batching.step_reads import StepReads
 from gpu.decode.followers import Followers, ReplaceGuesses
+from gpu.decode.groups import host_reads_of, slots_over, without_slots
 from gpu.decode.link_reads import open_link
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import Batch, DecodeSteps, HostReader, HostReadTimes, LaunchedStep
+from gpu.decode.workspaces import open_workspaces
 from gpu.disk.block_writer import BlockWriter
 from gpu.disk.disk_copies import DiskCopies
 from gpu.exchange.device_experts import ExpertExchange
@@ -36,16 +38,15 @@ from gpu.layers.computed_experts import open_exchanges
 from gpu.layers.decoder import Decoder
 from gpu.methods.counters import Counts
 from gpu.methods.device_side import RingSide, Site, make_device_sides
-from gpu.methods.prefill_side import make_prefill_sides, warm_up_sides
+from gpu.methods.prefill_side import make_prefill_sides
 from gpu.model.architecture import Architecture
-from gpu.operations.decode_attention.paged_decode_attention import workspace_for
 from gpu.operations.kv.kv_rows import stored_dtype
 from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import Prefill
 from gpu.prefill.outputs import FinishedJob
+from gpu.rehearsal import Limits, Rehearsal
 from gpu.runner_settings import RunnerSettings
 from gpu.sampling.sampler import NO_MASKS, Drawing, Masks, Sampler
-from gpu.sampling_params import SamplingParams
 from gpu.step import (
     DENSE,
     DecodeGroup,
@@ -53,15 +54,8 @@ from gpu.step import (
     HostRead,
     Lane,
     Offload,
-    PageEviction,
-    PageWrite,
     PartId,
-    PrefillJob,
-    PrefillPrompt,
-    PrefillUnit,
-    RingWrite,
     StepPlan,
-    TablePlace,
     Unit,
 )
 from gpu.upload import upload
@@ -71,21 +65,6 @@ from transfer.copies import Streams
 from transfer.exchange import ExchangeError
 from transfer.expert_exchange import ExpertCounts
 from transfer.host_tier import ContextLostError, ContextRead, HostMemoryError
-from transfer.reading import Reading
-
-_TIMED_PROMPTS = 3  # of which the fastest counts
-CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a scheduler must keep to."""
-
-    num_pages: int
-    page_tokens: int
-    max_context_tokens: int
-    max_running: int
-    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,19 +132,9 @@ class Runner:
             row_transfer, self._documents, copies,
         )  # fmt: skip
         self._last_tokens = torch.zeros(3 * max_running + 1, dtype=torch.int64, device=device)
-        heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
-        if architecture.latent is not None:
-            heads = architecture.num_heads, 1, architecture.latent.rank  # of partials
-        workspaces = windowed = [
-            workspace_for(max_running, *heads, context, device, has_far=bool(self._reusing))
-            for _ in range(1 if tier is None else 2)
-        ]
-        if architecture.has_own_window_heads:
-            own = architecture.window_heads
-            windowed = [
-                workspace_for(max_running, architecture.num_heads, own.count, own.dim, context, device)
-                for _ in workspaces
-            ]
+        workspaces = open_workspaces(
+            architecture, max_running, context, device, has_rings=bool(self._reusing), has_tier=tier is not None
+        )
         self._failures: dict[int, str] = {}  # slots that cannot go on, until they are released
         self._last: InFlight | None = None
         self._buffers = StepBuffers()
@@ -188,9 +157,7 @@ class Runner:
             decoder,
             offloaded_layers,
             self._last_tokens,
-            workspaces[0],
-            workspaces[-1],
-            (windowed[0], windowed[-1]),
+            workspaces,
             methods,
             settings.checks_coverage,
             link,
@@ -206,6 +173,15 @@ class Runner:
         self.decode_steps = DecodeSteps(
             loop, host_reader, self._lanes.stream(Lane.HOST), experts, settings.compile_settings
         )
+
+    @property
+    def rehearsal(self) -> Rehearsal:
+        """Return what warms the runner up and times prompts on it, while nothing is in flight."""
+        tier = None if self._offloader is None else self._offloader.tier
+        return Rehearsal(
+            self.launch, self.limits, self.architecture, self.pool, self._prefill, self.dense, self._sides,
+            [*self._reusing], tier, self.device.type == "cuda",
+        )  # fmt: skip
 
     @property
     def page_memory(self) -> Commitment | None:
@@ -298,105 +274,6 @@ class Runner:
         """Capture the decode steps of every kind as CUDA graphs; does nothing on the CPU."""
         if self.device.type == "cuda":
             self.decode_steps.capture(batch_sizes, on_progress)
-
-    @torch.inference_mode()
-    def capture_prefill(self, sizes: Sequence[int]) -> None:
-        """Capture layers of prefill units of up to these numbers of tokens, where that is faster; not on the CPU. It
-        comes behind `warm_up`, whose longest unit sets the size of the windows' buffer.
-        """
-        limits = self.limits
-        most = min(limits.max_context_tokens, limits.num_pages * limits.page_tokens) - 1
-
-        def seconds(num_tokens: int) -> float:
-            return min(self.time_prefill([min(num_tokens, most)], DENSE)[1] for _ in range(_TIMED_PROMPTS))
-
-        if self.device.type == "cuda":
-            self._prefill.capture([size for size in sizes if size <= most], seconds)
-
-    @torch.inference_mode()
-    def warm_up(self, chunk_tokens: int, on_progress: Progress) -> None:
-        """Choose prefill's kernel, have prefill methods attend to numbers that mean nothing, then run one prefill chunk
-        and one decode step on pages nobody owns yet: kernels compile now, not in a request.
-
-        With a tier, a small context of each kind is offloaded, decoded and closed; with rings, each method fills and
-        matches one. `on_progress(fraction)` is told of the steps of this on a GPU; on the CPU nearly all time goes to
-        functions that numba compiles, which `transfer.simd.compilation` tells of.
-        """
-        steps = self._warm_up_steps(chunk_tokens)
-        for num_done, step in enumerate(steps, 1):
-            step()
-            if self.device.type == "cuda":
-                on_progress(num_done / (len(steps) + 1))
-
-    def _warm_up_steps(self, chunk_tokens: int) -> list[Callable[[], object]]:
-        limits = self.limits
-        longest = chunk_tokens if self.device.type == "cuda" else CPU_WARM_UP_TOKENS
-        tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
-        gathered, heads = self._prefill.gathered, self.architecture.num_heads
-        last_layer = self.architecture.num_layers - 1
-        keys, values = gathered.keys.flatten(1, 2), gathered.values.flatten(1, 2)
-        steps: list[Callable[[], object]] = [partial(self.dense.choose, keys, values, heads, chunk_tokens)]
-        if self.device.type == "cuda":
-            steps += [
-                partial(warm_up_sides, self._sides.values(), keys, values, heads, chunk_tokens, last_layer),
-                partial(self._prefill.decoder.projections.warm_up, chunk_tokens),
-            ]
-        steps.append(self._prefill.warm_up_chunks)
-        rehearse = partial(self._rehearse, [tokens - 1], DENSE, [], [], [DecodeGroup([0], [tokens - 1], [1])])
-        steps += [rehearse, *(partial(rehearse, [RingWrite(0, part, 0, Reading.BLOCKS)]) for part in self._reusing)]
-        if self._offloader is not None:
-            readings = dict.fromkeys(reading.on_cpu(self._offloader.tier.shape.num_tables) for reading in Reading)
-            steps += [partial(self._warm_up_host, reading) for reading in readings]
-        return steps
-
-    @torch.inference_mode()
-    def time_prefill(self, lengths: Sequence[int], method: PartId) -> tuple[list[PrefillUnit], float]:
-        """Prefill a job of prompts of these lengths, on pages nobody owns yet; return its units, and their seconds
-        together.
-
-        The second of two runs counts; in the first, kernels of the shape may be compiled and chosen.
-        """
-        for _ in range(2):
-            units, seconds = self._rehearse(lengths, method, [], [], [])
-        return units, seconds
-
-    def _rehearse(
-        self,
-        lengths: Sequence[int],
-        method: PartId,
-        offloads: list[Offload],
-        releases: list[PageEviction],
-        decode: list[DecodeGroup],
-        ring_writes: Sequence[RingWrite] = (),
-    ) -> tuple[list[PrefillUnit], float]:
-        """Prefill one job in slots from 0 on, layer by layer in one step; then offload, evict, decode, drop it."""
-        greedy = SamplingParams(temperature=0.0)
-        prompts, writes, num_pages = [], [], 0
-        for slot, length in enumerate(lengths):
-            prompts.append(PrefillPrompt(slot, np.zeros(length, np.int32), 0, length, greedy, "exact"))
-            pages = range(num_pages, num_pages + length // self.limits.page_tokens + 1)
-            writes.append(PageWrite(slot, 0, list(pages)))
-            num_pages = pages.stop
-        units = [PrefillUnit(0, layer, 0, sum(lengths), method) for layer in range(self.architecture.num_layers)]
-        contexts = [offload.context_id for offload in offloads]
-        job = PrefillJob(0, prompts)
-        prefill = StepPlan(page_writes=writes, ring_writes=list(ring_writes), new_jobs=[job], units=units)
-        after = StepPlan(released_slots=list(range(len(lengths))), closed_contexts=contexts)
-        seconds = 0.0
-        for plan in (prefill, StepPlan(offloads=offloads, evictions=releases, decode=decode), after):
-            result = self.launch(plan).collect()
-            for reason in result.failures.values():
-                raise HostMemoryError(reason)
-            seconds = max(seconds, result.unit_seconds)
-        return units, seconds
-
-    def _warm_up_host(self, reading: Reading) -> None:
-        """Run three pages of tokens, of which the one in the middle is offloaded."""
-        page = self.limits.page_tokens
-        offload = Offload(0, 0, page, 2 * page, [1], is_new_context=True, reading=reading)
-        release = PageEviction([1], self.pool.layout.dense_pages([1], 0, 1), [TablePlace(0, 1)])
-        decode = [DecodeGroup([0], [3 * page - 1], [1], [HostRead(0, page, 2 * page)])]
-        self._rehearse([3 * page - 1], DENSE, [offload], [release], decode)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
@@ -542,7 +419,7 @@ class Runner:
                 try:
                     launched, drafted = self._decode(going_on, lane, reads_host)
                 except ContextLostError as error:  # before anything is launched: the others begin without it
-                    self._failures |= _rows_of(going_on, error)
+                    self._failures |= slots_over(going_on, error)
                     continue
                 except ExchangeError as error:  # its rows' keys and values of this token mean nothing
                     self._failures |= dict.fromkeys(going_on.slots, str(error))
@@ -574,7 +451,7 @@ class Runner:
         """
         cells = group.positions if group.cells is None else group.cells
         reuses = any(side.has_ring(slot) for side in self._reusing.values() for slot in group.slots)
-        batch = Batch(group.slots, group.positions, cells, _host_reads_of(group), reuses, has_host_reads=reads_host)
+        batch = Batch(group.slots, group.positions, cells, host_reads_of(group), reuses, has_host_reads=reads_host)
         if group.runs is None and group.drafts is None:
             return self._step(batch), None
         first = self.limits.max_running * (1 if lane is Lane.DEVICE else 2)  # where no other lane's stand
@@ -588,34 +465,3 @@ class Runner:
         if self._staged is not None:
             self._staged.end_step()
         return launched
-
-
-def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
-    """Return the group's other rows; the group itself where it has none of `slots`."""
-    rows = [row for row, slot in enumerate(group.slots) if slot not in slots]
-    if len(rows) == len(group.slots):
-        return group
-    return replace(
-        group,
-        slots=[group.slots[row] for row in rows],
-        positions=[group.positions[row] for row in rows],
-        samples=[group.samples[row] for row in rows],
-        host_reads=None if group.host_reads is None else [group.host_reads[row] for row in rows],
-        cells=None if group.cells is None else [group.cells[row] for row in rows],
-        runs=None if group.runs is None else [group.runs[row] for row in rows],
-        drafts=None if group.drafts is None else [group.drafts[row] for row in rows],
-    )
-
-
-def _rows_of(group: DecodeGroup, error: ContextLostError) -> dict[int, str]:
-    """Return the group's slots over the context that is lost, and why."""
-    rows = zip(group.slots, _host_reads_of(group), strict=True)
-    return {
-        slot: str(error)
-        for slot, host_read in rows
-        if host_read is not None and host_read.context_id == error.context_id
-    }
-
-
-def _host_reads_of(group: DecodeGroup) -> list[HostRead | None]:
-    return group.host_reads if group.host_reads is not None else [None] * len(group.slots)

@@ -17,11 +17,12 @@ from torch import Tensor
 from gpu.attention.step_rows import StepRows
 from gpu.decode.attention import attend
 from gpu.decode.link_reads import LinkReads
+from gpu.decode.workspaces import StepWorkspaces
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.layers.decoder import Decoder
 from gpu.methods.device_side import DeviceSide, LayerReads, RingSide
-from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, Workspace
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from transfer.partial import Coverage, Owner, Partial, merge_all
 
 # A step under way: it stops where the host must answer, and returns logits, float32 `[rows, vocab]`.
@@ -32,18 +33,15 @@ Step = Generator[None, None, Tensor]
 class LayerLoop:
     """The layers of a decode step over static buffers. offloaded_layers: offloaded layers, in which a step reads host
     memory; last_tokens: int64 `[3 * max_rows + 1]`, slots' last ones, tokens that are known to follow these in a step
-    of either lane, and one for padding; workspace, host_read_workspace: of steps without host reads and of those with,
-    which may run side by side; window_workspaces: the same for layers with a window, whose heads may be others;
-    methods: what they do on the device, in order; checks_coverage: in a debug run, every layer counts what its partials
-    cover; link: the device's share of what the CPU is asked, or None.
+    of either lane, and one for padding; workspaces: scratch of attention; methods: what they do on the device, in
+    order; checks_coverage: in a debug run, every layer counts what its partials cover; link: the device's share of what
+    the CPU is asked, or None.
     """
 
     decoder: Decoder
     offloaded_layers: tuple[int, ...]
     last_tokens: Tensor
-    workspace: Workspace
-    host_read_workspace: Workspace
-    window_workspaces: tuple[Workspace, Workspace]
+    workspaces: StepWorkspaces
     methods: tuple[DeviceSide, ...]
     checks_coverage: bool
     link: LinkReads | None = None
@@ -69,8 +67,6 @@ class LayerLoop:
         decoder = self.decoder
         methods = [method for method in self.methods if reuses or not method.reuses]
         skips = lends or exchange is not None
-        workspace = self.host_read_workspace if skips else self.workspace
-        window_workspace = self.window_workspaces[skips]
         token_ids = self.last_tokens.index_select(0, rows.token_slots)
         hidden = decoder.embed(token_ids)
         carried = decoder.carry(token_ids, rows.positions, hidden, range(decoder.architecture.num_layers))
@@ -99,8 +95,8 @@ class LayerLoop:
                 method.before(reads)
             if exchange is not None and reads.reads_host:  # first, so that the host reads while the device attends
                 exchange.request(reads.query, reads.codes, reads.wanted, reads.excluded)
-            own_workspace = workspace if reads.window is None else window_workspace
-            on_device = attend(reads, decoder.pool, decoder.scale, own_workspace, self.checks_coverage)
+            workspace = self.workspaces.of(has_window=reads.window is not None, reads_host=skips)
+            on_device = attend(reads, decoder.pool, decoder.scale, workspace, self.checks_coverage)
             for method in own_methods:
                 method.read(reads, on_device)
             answers: list[Partial] = []

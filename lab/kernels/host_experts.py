@@ -268,7 +268,7 @@ class _Bench:
                 computed_rows=MOST_COMPUTED_ROWS,
             ),
         )
-        runner.warm_up(min(self.benchmark.chunk_tokens, plan.max_context_tokens - 1), lambda fraction: None)
+        runner.rehearsal.warm_up(min(self.benchmark.chunk_tokens, plan.max_context_tokens - 1), lambda fraction: None)
         runner.capture(served_graph_sizes(self.benchmark.batches), lambda fraction: None)
         for batch in self.benchmark.batches:
             yield self._decode_row(runner, batch, way)

@@ -20,6 +20,7 @@ from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
 from gpu.model.architecture import Architecture, ModelError, load_architecture
 from gpu.profiles import Profile, get_profile, resolve_profiles, served_parts
+from gpu.rehearsal import Rehearsal
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
 from gpu.step import DENSE, Lane
@@ -152,7 +153,7 @@ def load_engine(
         scheduler.drafts.model = load_draft_model(plan, gpu, config, architecture.vocab_size, on_progress)
     if plan.device == "cuda":
         with _reporting_stage(on_progress, "rehearsal"):
-            rehearse(runner, scheduler, plan.chunk_tokens)
+            rehearse(runner.rehearsal, scheduler, plan.chunk_tokens)
     log.info("steps %s", describe_steps(scheduler_config, gpu, plan))
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
     ready = Ready(
@@ -209,17 +210,17 @@ def _reporting_stage(on_progress: Callable[[str, float], None], stage: str) -> I
     on_progress(stage, 1.0)
 
 
-def rehearse(runner: Runner, scheduler: Scheduler, chunk_tokens: int) -> None:
+def rehearse(rehearsal: Rehearsal, scheduler: Scheduler, chunk_tokens: int) -> None:
     """Prefill what is common by each method, so that its kernels are ready and the scheduler knows what units take from
     the start.
     """
-    limits = runner.limits
+    limits = rehearsal.limits
     most = min(chunk_tokens, limits.max_context_tokens, limits.num_pages * limits.page_tokens) - 1
     few = min(LEAST_UNIT_TOKENS, most)
     together = max(1, min(limits.max_running, _REHEARSED_PROMPTS, most // (few + limits.page_tokens)))
     for method in scheduler.prefill_methods:
         for lengths in ([few], [few] * together, [most]):
-            units, seconds = runner.time_prefill(lengths, method)
+            units, seconds = rehearsal.time_prefill(lengths, method)
             scheduler.learn_units(units, [lengths[-1]] * len(units), seconds)
 
 

@@ -10,6 +10,7 @@ from gpu.cpu_step.cpu_step import COMPUTED, CpuStep, serves
 from gpu.cpu_step.step_arrays import MAX_ROWS, PART_TOKENS
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import DecodeSteps
+from gpu.decode.workspaces import StepWorkspaces
 from gpu.layers.decoder import Decoder
 from gpu.methods.device_side import DeviceSide
 from gpu.methods.sampled.codes import Codes
@@ -150,8 +151,8 @@ def test_only_uncounted_steps_of_a_served_shape_in_which_no_method_has_a_part_go
     for methods, checks_coverage, is_compiled in (
         [(codes,), False, True], [(codes,), True, False], [(codes, other), False, False],
     ):  # fmt: skip
-        last_tokens, windowed = torch.zeros(3, dtype=torch.int64), (workspace, workspace)
-        loop = LayerLoop(decoder, (), last_tokens, workspace, workspace, windowed, methods, checks_coverage)
+        last_tokens, pair = torch.zeros(3, dtype=torch.int64), (workspace, workspace)
+        loop = LayerLoop(decoder, (), last_tokens, StepWorkspaces(pair, pair), methods, checks_coverage)
         assert (DecodeSteps(loop, None)._compiled is not None) == is_compiled
     assert not serves(TINY, torch.float32, torch.device("cuda"))
     assert not serves(TINY, torch.float16, CPU)

@@ -193,7 +193,7 @@ def test_a_model_decodes_and_prefills_as_its_unpacked_numbers_and_steps_compile_
     assert (of_products[0], of_products[-1]) == (0.0, 1.0)
     before = num_compiled()
     assert before > 0
-    runner.time_prefill([63], DENSE)
+    runner.rehearsal.time_prefill([63], DENSE)
     decoded = decode(runner, np.arange(14, dtype=np.int32).reshape(2, 7), 5)
     assert decoded.tokens.min() >= 0
     assert num_compiled() == before

@@ -66,7 +66,7 @@ def test_it_keeps_to_the_pages_and_slots_that_there_are(limits: dict[str, int]) 
 def test_a_rehearsal_changes_nothing_of_what_is_said_after_it() -> None:
     prompts = [document_prompt(50, 1), document_prompt(30, 2)]
     fresh, used = (reference_runner(max_running=4, num_pages=40, max_context_tokens=256) for _ in range(2))
-    units, seconds = used.time_prefill([60, 20, 35], DENSE)
+    units, seconds = used.rehearsal.time_prefill([60, 20, 35], DENSE)
     assert [(unit.layer, unit.begin, unit.end) for unit in units] == [(layer, 0, 115) for layer in range(NUM_LAYERS)]
     assert seconds > 0
     assert used.num_prefill_jobs == 0
