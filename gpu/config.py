@@ -214,8 +214,10 @@ class MethodChoice(BaseModel):
 class DraftConfig(Settings):
     """A source of drafts, or a mapping with `source`, `profile` or `model`, and its settings."""
 
-    source: Literal["ngram"] = Field(
-        "ngram", description="ngram: what followed the last tokens where they stood before, in prompt and answer"
+    source: Literal["ngram", "mtp"] = Field(
+        "ngram",
+        description="ngram: what followed the last tokens where they stood before, in prompt and answer; mtp: the head "
+        "that comes with a checkpoint, of families that have one (docs/methods/drafts.md)",
     )
     profile: str | None = Field(
         None,
@@ -240,7 +242,8 @@ class DraftConfig(Settings):
     def _by_name(cls, given: Any) -> Any:
         if not isinstance(given, str | dict | cls):
             raise ValueError(
-                "wanted a source's name (ngram), or a mapping with `source`, `profile` or `model`, and its settings"
+                "wanted a source's name (ngram, mtp), or a mapping with `source`, `profile` or `model`, and its "
+                "settings"
             )
         return {"source": given} if isinstance(given, str) else given
 
@@ -250,6 +253,8 @@ class DraftConfig(Settings):
         others = [key for key in ("profile", "model") if getattr(self, key) is not None]
         if others and given:
             raise ValueError(f"{given[0]}: of n-grams, beside `{others[0]}`; leave out one of them")
+        if self.source == "mtp" and "least_match" in self.model_fields_set:
+            raise ValueError("least_match: of n-grams, beside `source: mtp`; leave it out")
         if len(others) > 1:
             raise ValueError("model: beside `profile`; leave out one of them")
         if self.model is None and "cache_tokens" in self.model_fields_set:
@@ -263,7 +268,12 @@ class DraftConfig(Settings):
 
     @property
     def uses_ngrams(self) -> bool:
-        return self.profile is None and self.model is None
+        return self.profile is None and self.model is None and self.source == "ngram"
+
+    @property
+    def uses_head(self) -> bool:
+        """Return whether the head that comes with the checkpoint drafts."""
+        return self.source == "mtp"
 
     @property
     def name(self) -> str:

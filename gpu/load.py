@@ -55,7 +55,7 @@ def load_runner(
         torch.set_num_threads(gpu.threads)
     device = torch.device(_resolve_device(gpu))
     dtype = DTYPES[_resolve_dtype(gpu, device)]
-    architecture = load_architecture(model) if loaded is None else loaded.architecture
+    architecture = load_architecture(model, asked.drafts) if loaded is None else loaded.architecture
     odd = {architecture.heads_of(spec).dim for spec in architecture.layer_pattern} - {*DECODED_DIMS}
     latent = architecture.latent
     if latent is not None:

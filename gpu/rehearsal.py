@@ -101,7 +101,7 @@ class Rehearsal:
         longest = chunk_tokens if self.is_on_gpu else CPU_WARM_UP_TOKENS
         tokens = min(longest, limits.max_context_tokens, limits.num_pages * limits.page_tokens)
         gathered, heads = self.prefill.gathered, self.architecture.num_heads
-        last_layer = self.architecture.num_layers - 1
+        last_layer = self.architecture.main_layers - 1
         keys, values = gathered.keys.flatten(1, 2), gathered.values.flatten(1, 2)
         steps: list[Callable[[], object]] = [partial(self.dense.choose, keys, values, heads, chunk_tokens)]
         if self.is_on_gpu:
@@ -145,7 +145,7 @@ class Rehearsal:
             pages = range(num_pages, num_pages + length // self.limits.page_tokens + 1)
             writes.append(PageWrite(slot, 0, list(pages)))
             num_pages = pages.stop
-        units = [PrefillUnit(0, layer, 0, sum(lengths), method) for layer in range(self.architecture.num_layers)]
+        units = [PrefillUnit(0, layer, 0, sum(lengths), method) for layer in range(self.architecture.main_layers)]
         contexts = [offload.context_id for offload in offloads]
         job = PrefillJob(0, prompts)
         prefill = StepPlan(page_writes=writes, ring_writes=list(ring_writes), new_jobs=[job], units=units)

@@ -36,6 +36,7 @@ from gpu.lanes import LaneStreams, StepBuffers
 from gpu.layers.adapters import Adapters
 from gpu.layers.computed_experts import open_exchanges
 from gpu.layers.decoder import Decoder
+from gpu.layers.draft_head import DraftHead
 from gpu.methods.counters import Counts
 from gpu.methods.device_side import RingSide, Site, make_device_sides
 from gpu.methods.prefill_side import make_prefill_sides
@@ -104,6 +105,7 @@ class Runner:
             adapters = Adapters(settings.adapters, architecture, max_running, dtype, device)
         decoder = Decoder(architecture, weights, self.pool, context, adapters)
         self._delta = decoder.delta
+        head = None if weights.draft is None else DraftHead(decoder, weights.draft)
         self._lanes = LaneStreams(device)
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
         shape = None if tier is None else tier.shape
@@ -129,7 +131,7 @@ class Runner:
         self._block_writer = None if copies is None else BlockWriter(copies, tier)
         self._prefill = Prefill(
             decoder, self._sampler, settings.max_hidden_tokens, prefill_sides, tuple(self._reusing.values()), tier,
-            row_transfer, self._documents, copies,
+            row_transfer, self._documents, copies, head,
         )  # fmt: skip
         self._last_tokens = torch.zeros(3 * max_running + 1, dtype=torch.int64, device=device)
         workspaces = open_workspaces(
@@ -161,6 +163,7 @@ class Runner:
             methods,
             settings.checks_coverage,
             link,
+            head,
         )
         self._staged = decoder.projections.staged
         experts: list[ExpertExchange] = []
@@ -169,9 +172,11 @@ class Runner:
             most = min(max_running, settings.computed_rows)
             experts = open_exchanges(weights, architecture, most, device, settings.open_experts, num_lanes)
         self._experts = experts
-        self._followers = Followers(self._step, self._sampler, self._last_tokens, [*self._reusing.values()])
         self.decode_steps = DecodeSteps(
             loop, host_reader, self._lanes.stream(Lane.HOST), experts, settings.compile_settings
+        )
+        self._followers = Followers(
+            self._step, self._sampler, self._last_tokens, [*self._reusing.values()], self.decode_steps.draft
         )
 
     @property

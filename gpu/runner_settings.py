@@ -69,8 +69,8 @@ class LoadSettings:
     max_context_tokens: None: the model's. chunk_tokens: most tokens of a prefill unit. num_windows: of `window_pages`
     pages (`gpu.kv.windows`); 0: all layers have all of every context in pages. experts_on_card: of each layer's, the
     other experts lie in host memory; None: all are on the card. prefill_graph_sizes: see MemoryPlan. compiles_ahead: a
-    child process compiles the CPU's decode step, where that is to be done. Further fields as
-    in RunnerSettings.
+    child process compiles the CPU's decode step, where that is to be done. drafts: the checkpoint's head does. Further
+    fields as in RunnerSettings.
     """
 
     max_running: int
@@ -94,5 +94,6 @@ class LoadSettings:
     prefill_graph_sizes: tuple[int, ...] = ()
     num_host_states: int = 0
     compiles_ahead: bool = False
+    drafts: bool = False
     link_share: float | None = 0.0
     adapters: Sequence[AdapterFile] = ()

@@ -151,6 +151,11 @@ class EngineConfig(Settings):
         return self.scheduler.default_profile or FULL_ATTENTION
 
     @property
+    def drafts_by_head(self) -> bool:
+        """Return whether a profile drafts by the head that comes with the checkpoint."""
+        return any(one.draft is not None and one.draft.uses_head for one in self.all_profiles.values())
+
+    @property
     def all_profiles(self) -> Profiles:
         """Return the named profiles, and the default one's if that is a method which plans memory for sequences."""
         return add_by_name(self.profiles, self.default_profile)

@@ -33,7 +33,7 @@ _PADDING = 16  # columns between rows: widths that are powers of two would all s
 COMPUTED = frozenset({
     "name", "family", "hidden", "intermediate", "num_layers", "num_heads", "num_kv_heads", "dim", "vocab_size",
     "max_context_tokens", "rms_norm_eps", "tied_embeddings", "rope", "rotary_dim", "has_neighbour_pairs",
-    "bos_token_id", "eos_token_ids", "quantisation", "experts_apart",
+    "bos_token_id", "eos_token_ids", "quantisation", "experts_apart", "draft_heads",
 })  # fmt: skip
 
 

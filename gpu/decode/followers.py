@@ -24,17 +24,20 @@ ReplaceGuesses = Callable[[Tensor], Tensor]
 
 class Followers:
     """step: computes a batch. last_tokens: as `gpu.decode.loop.LayerLoop` has them. sides: of methods with rings.
+    guess: returns logits of what the checkpoint's head guesses behind a batch, whose slots hold no ring that drafts.
     replace_guesses: None, or makes other tokens of those that a step has drafted, int64 `[rows]`, for who measures how
     a rate of acceptance tells.
     """
 
     def __init__(
-        self, step: Callable[[Batch], LaunchedStep], sampler: Sampler, last_tokens: Tensor, sides: Sequence[RingSide]
-    ) -> None:
+        self, step: Callable[[Batch], LaunchedStep], sampler: Sampler, last_tokens: Tensor, sides: Sequence[RingSide],
+        guess: Callable[[Batch], Tensor],
+    ) -> None:  # fmt: skip
         self._step = step
         self._sampler = sampler
         self._last_tokens = last_tokens
         self._sides = sides
+        self._guess = guess
         self.replace_guesses: ReplaceGuesses | None = None
 
     def add_rows(self, batch: Batch, group: DecodeGroup, first: int) -> Batch:
@@ -68,23 +71,37 @@ class Followers:
         if not drafting:
             return [], None
         places = _places_of_drafts(whole, group)
-        sides = {row: next(one for one in self._sides if group.slots[row] in one.resting) for row in drafting}
+        found = {row: next((one for one in self._sides if group.slots[row] in one.resting), None) for row in drafting}
+        sides = {row: side for row, side in found.items() if side is not None}
         for row, side in sides.items():
             side.wake(group.slots[row])
         launched: list[LaunchedStep] = []
+
+        def compute(own: Batch) -> Tensor:
+            launched.append(self._step(own))
+            return launched[-1].logits
+
         try:
-            for step in range(max(len(places[row]) for row in drafting)):
-                rows = [row for row in drafting if step < len(places[row])]
-                launched.append(self._step(_drafting_rows(batch, rows, step, places)))
-                slots, numbers = [batch.slots[row] for row in rows], [group.samples[row] + step for row in rows]
-                tokens = self._sampler.guess(launched[-1].logits, slots, numbers)
-                if self.replace_guesses is not None:
-                    tokens = self.replace_guesses(tokens)
-                self._last_tokens.index_copy_(0, self._upload([places[row][step] for row in rows]), tokens)
+            for rows, guess in (([*sides], compute), ([row for row in drafting if row not in sides], self._guess)):
+                self._draw(batch, rows, guess, group.samples, places)
         finally:
             for row, side in sides.items():
                 side.rest(group.slots[row])
         return launched, self._last_tokens[self._upload([*chain.from_iterable(places)])]
+
+    def _draw(
+        self, batch: Batch, rows: Sequence[int], guess: Callable[[Batch], Tensor], samples: Sequence[int],
+        places: Sequence[Sequence[int]],
+    ) -> None:  # fmt: skip
+        """Draw the drafts of these rows, a token of each in a step."""
+        for step in range(max((len(places[row]) for row in rows), default=0)):
+            going_on = [row for row in rows if step < len(places[row])]
+            logits = guess(_drafting_rows(batch, going_on, step, places))
+            slots, numbers = [batch.slots[row] for row in going_on], [samples[row] + step for row in going_on]
+            tokens = self._sampler.guess(logits, slots, numbers)
+            if self.replace_guesses is not None:
+                tokens = self.replace_guesses(tokens)
+            self._last_tokens.index_copy_(0, self._upload([places[row][step] for row in going_on]), tokens)
 
     @property
     def _device(self) -> torch.device:
@@ -104,6 +121,7 @@ def _drafting_rows(batch: Batch, rows: Sequence[int], step: int, places: Sequenc
         True,
         [places[row][step - 1] if step else batch.slots[row] for row in rows],
         batch.has_host_reads,
+        [step > 0 for _ in rows],
     )
 
 

@@ -21,6 +21,7 @@ from gpu.decode.workspaces import StepWorkspaces
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.layers.decoder import Decoder
+from gpu.layers.draft_head import DraftHead
 from gpu.methods.device_side import DeviceSide, LayerReads, RingSide
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from transfer.partial import Coverage, Owner, Partial, merge_all
@@ -35,7 +36,7 @@ class LayerLoop:
     memory; last_tokens: int64 `[3 * max_rows + 1]`, slots' last ones, tokens that are known to follow these in a step
     of either lane, and one for padding; workspaces: scratch of attention; methods: what they do on the device, in
     order; checks_coverage: in a debug run, every layer counts what its partials cover; link: the device's share of what
-    the CPU is asked, or None.
+    the CPU is asked, or None; head: of the checkpoint, that drafts, or None.
     """
 
     decoder: Decoder
@@ -45,6 +46,7 @@ class LayerLoop:
     methods: tuple[DeviceSide, ...]
     checks_coverage: bool
     link: LinkReads | None = None
+    head: DraftHead | None = None
 
     @property
     def max_rows(self) -> int:
@@ -69,9 +71,9 @@ class LayerLoop:
         skips = lends or exchange is not None
         token_ids = self.last_tokens.index_select(0, rows.token_slots)
         hidden = decoder.embed(token_ids)
-        carried = decoder.carry(token_ids, rows.positions, hidden, range(decoder.architecture.num_layers))
+        carried = decoder.carry(token_ids, rows.positions, hidden, range(decoder.architecture.main_layers))
         windows = {window: rows.window_bounds(decoder.architecture.num_heads, window) for window in decoder.windows}
-        for layer in range(decoder.architecture.num_layers):
+        for layer in range(decoder.architecture.main_layers):
             if decoder.specs[layer].recurrent is not None:
                 assert decoder.delta is not None, "a recurrent layer has states"
                 made = decoder.delta.step(layer, hidden, rows)
@@ -113,10 +115,28 @@ class LayerLoop:
             attended = reads.attended or merge_all([on_device.near, *far, *filled])
             out = attended.out if decoder.latent is None else decoder.latent.values(layer, attended.out)
             hidden = decoder.leave(layer, hidden, out, attended.lse, rows.slots, experts, carried)
-        logits = decoder.logits(hidden)
+        normed = decoder.final_norm(hidden)
+        logits = decoder.projections.logits_of(normed)
+        if self.head is not None:
+            self.head.follow(rows, token_ids, normed)
         for method in methods:
             method.finish(rows)
         return logits
+
+    def draft(self, rows: StepRows, reads_host: bool) -> Tensor:
+        """Return logits of what the checkpoint's head guesses behind each row's token, float32 `[rows, vocab]`.
+        reads_host: it is for a step with host reads, whose buffers it has.
+        """
+        head, decoder = self.head, self.decoder
+        assert head is not None, "decode: a head drafts, but none is loaded"
+        token_ids = self.last_tokens.index_select(0, rows.token_slots)
+        hidden, query, carried = head.enter(rows, token_ids)
+        reads = LayerReads(head.layer, rows, query, query, reads_host=False)
+        reads.bounds = head.bounds(rows, decoder.architecture.num_heads)
+        workspace = self.workspaces.of(has_window=False, reads_host=reads_host)
+        partial = attend(reads, decoder.pool, decoder.scale, workspace, is_counted=False).near
+        made = merge_all([partial])
+        return head.end(rows, decoder.leave(head.layer, hidden, made.out, made.lse, rows.slots, carried=carried))
 
 
 def check_coverage(

@@ -149,6 +149,7 @@ class DecodeSteps:
         self.host_reader = host_reader
         self._host_read_stream = host_read_stream
         self._captured: dict[tuple[StepKind, int], _Captured] = {}  # by kind and size
+        self._drafts: dict[int, tuple[StepRows, torch.cuda.CUDAGraph, Tensor]] = {}  # by the checkpoint's head, by size
         has_code = _has_compiled_step(loop)
         self._code = StepCode(loop.decoder.weights.embedding.dtype, compile_settings) if has_code else None
         self._compiled = CpuStep(loop.decoder) if has_code else None  # compiles functions of matrices meanwhile
@@ -190,6 +191,18 @@ class DecodeSteps:
         captured.graph.replay()
         return LaunchedStep(captured.logits[0][: len(batch)], self._answer_experts(captured, reads_host=False))
 
+    def draft(self, batch: Batch) -> Tensor:
+        """Return logits of what the checkpoint's head guesses behind each row, float32 `[rows, vocab]`, which the next
+        such step overwrites: by a graph beside steps without host reads, else eagerly.
+        """
+        size = min((size for size in self._drafts if size >= len(batch)), default=None)
+        if size is None or batch.has_host_reads:
+            return self.loop.draft(self._upload(batch, len(batch)), batch.has_host_reads)
+        rows, graph, logits = self._drafts[size]
+        self._fill(rows, batch)
+        graph.replay()
+        return logits[: len(batch)]
+
     def _has_code(self) -> bool:
         return self._code is not None and self._code.is_ready()
 
@@ -230,6 +243,11 @@ class DecodeSteps:
         for done, (kind, size) in enumerate(steps):
             self._captured[kind, size] = self._capture(kind, size, pools[kind.num_parts > 0 or kind.lends])
             on_progress((done + 1) / len(steps))
+        if self.loop.head is not None:
+            for size in sorted({min(size, max_running) for size in batch_sizes}, reverse=True):
+                rows = self._upload(Batch([], [], [], []), size)
+                graph, logits = capture(lambda rows=rows: self.loop.draft(rows, reads_host=False), pools[False])
+                self._drafts[size] = rows, graph, logits
 
     def _run_host_reads(self, batch: Batch) -> LaunchedStep:
         assert self.host_reader is not None, "decode: rows read the host, but there is no tier"

@@ -224,7 +224,11 @@ class Projections:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return final norm and logits, float32 `[tokens, vocab]`, capped if the model caps them."""
-        logits = self._logits.logits(self.final_norm(hidden))
+        return self.logits_of(self.final_norm(hidden))
+
+    def logits_of(self, normed: Tensor) -> Tensor:
+        """Return logits as `logits`, of hidden states that are normed."""
+        logits = self._logits.logits(normed)
         if self._gain != 1:
             logits.mul_(self._gain)
         return logits if self._cap is None else logits.div_(self._cap).tanh_().mul_(self._cap)

@@ -15,6 +15,7 @@ from gpu.layers.layer_arrays import activation_bytes, rope_bytes
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
+from gpu.model.draft_head import head_arrays
 from gpu.model.humming_formats import laying_out_bytes
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes, widened_experts_bytes
@@ -317,6 +318,7 @@ class Demand:
         logits = rows * shape.vocab_size * (4 + narrow)
         drawing = drawing_bytes(rows, running, shape.vocab_size)
         steps = self._activation_bytes(running) + self._decode_partials() + self._draft_bytes()
+        heads = sum_bytes(head_arrays(shape, running, self.dtype_bytes).values()) if shape.draft_layers else 0
         return (
             self.item(
                 "prefill activations",
@@ -325,7 +327,7 @@ class Demand:
             ),
             self.item(
                 "decode workspace",
-                self.num_lanes * steps,
+                self.num_lanes * steps + heads,
                 f"activations of {running} sequences, partials of split contexts",
             ),
             self.item(
@@ -406,6 +408,8 @@ class Demand:
         has_host = self.host is not None
         lends = any(state.has_rings and state.part.method.reading.device_reads_all for state in self.states)
         graphs = len(steps_to_capture(self.graph_batch_sizes, self.max_running, has_host, self.reuses, lends))
+        if self.shape.draft_layers:
+            graphs += len({min(size, self.max_running) for size in self.graph_batch_sizes})
         return (
             processes,
             self.item("CUDA runtime", CUDA_RUNTIME_BYTES, "context, library workspaces, kernels (reserve)"),

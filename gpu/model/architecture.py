@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.config import ModelConfig
+from gpu.model.draft_head import MARK, name_of_head, with_draft_head
 from gpu.model.end_tokens import end_token_ids
 from gpu.model.family import families, parse_config
 from gpu.model.gguf.config_translation import as_config
@@ -32,13 +33,16 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 
-def load_architecture(model: ModelConfig) -> Architecture:
-    """Return the shape that a model configuration names, rounded and multiplied as it says. Raises ModelError."""
+def load_architecture(model: ModelConfig, drafts: bool = False) -> Architecture:
+    """Return the shape that a model configuration names, rounded and multiplied as it says; with the head that drafts,
+    where it `drafts`. Raises ModelError.
+    """
     if model.path is not None:
         shape = read_architecture(model.path, model.rope, model.ignore_config_keys)
     else:
         assert model.random_weights is not None
         shape = shape_with_rope(model.random_weights, model.rope)
+    shape = with_draft_head(shape) if drafts else shape
     return multiplied(rounded(shape, model.weights, "model.weights"), model.products, "model.products")
 
 
@@ -63,6 +67,8 @@ def read_architecture(
         shape = replace(shape, tied_embeddings=False)
     if "experts_gate_up" in families()[shape.family].tensors(shape).values():
         shape = replace(shape, experts_apart=any(".experts.0." in name for name in find_names(folder)))
+    if shape.draft_heads and MARK not in map(name_of_head, find_names(folder)):
+        shape = replace(shape, draft_heads=0)
     return replace(shape, eos_token_ids=end_token_ids(folder))
 
 
@@ -83,7 +89,7 @@ def shape_with_rope(name: str, rope: Mapping[str, Any] | None) -> Architecture:
 def _read_gguf(path: Path, rope: Mapping[str, Any] | None, ignored_keys: Sequence[str]) -> Architecture:
     file = read_gguf(path)
     shape = parse_config(as_config(file), file.name, str(path), ignored_keys, rope, has_other_code=True)
-    shape = replace(shape, experts_apart=True)
+    shape = replace(shape, experts_apart=True, draft_heads=0)  # what drafts has other names there, and is not read
     return replace(shape, eos_token_ids=end_token_ids(path), quantisation=find_quantisation(file, shape))
 
 

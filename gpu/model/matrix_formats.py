@@ -155,7 +155,7 @@ def module_names(architecture: Architecture, layer: int, matrix: str) -> dict[st
     wanted = {matrix, *(what for what, _ in parts)}
     for name, what in layer_tensors(architecture, spec).items():
         if what in wanted:
-            found[what] = f"model.layers.{layer}.{name.removesuffix('.weight')}"
+            found[what] = f"{architecture.layer_name(layer)}.{name.removesuffix('.weight')}"
     return found
 
 

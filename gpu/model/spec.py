@@ -256,6 +256,8 @@ class Architecture:
     their positions; None: there is none. latent: all layers have latent attention; num_kv_heads is 1 then, and dim a
     row's numbers. experts_apart: the checkpoint has tensors of each expert, also in a family that may have one of all.
     quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats` says what that weighs).
+    draft_heads: that the checkpoint has, each a layer that guesses a further token. draft_layers: how many of the last
+    of `num_layers` are such heads, which take part in drafting alone (`gpu.model.draft_head`).
     """
 
     name: str
@@ -289,6 +291,18 @@ class Architecture:
     latent: Latent | None = None
     experts_apart: bool = False
     quantisation: Quantisation | None = None
+    draft_heads: int = 0
+    draft_layers: int = 0
+
+    @property
+    def main_layers(self) -> int:
+        """Return how many layers a token goes through, without heads that draft."""
+        return self.num_layers - self.draft_layers
+
+    def layer_name(self, layer: int) -> str:
+        """Return what a checkpoint's names of a layer's tensors begin with."""
+        first = self.main_layers
+        return f"model.layers.{layer}" if layer < first else f"mtp.layers.{layer - first}"
 
     @property
     def group(self) -> int:
@@ -352,8 +366,11 @@ class Architecture:
 
     @property
     def layers_apart(self) -> tuple[int, ...]:
-        """Return the layers that attention methods and host memory have no part in: with a window, or recurrent."""
-        return tuple(layer for layer, spec in enumerate(self.layers) if spec.seen_tokens is not None)
+        """Return the layers that attention methods and host memory have no part in: with a window, recurrent, or heads
+        that draft.
+        """
+        apart = (layer for layer, spec in enumerate(self.layers) if spec.seen_tokens is not None)
+        return (*apart, *range(self.main_layers, self.num_layers))
 
     @property
     def recurrent(self) -> Recurrent | None:
@@ -399,9 +416,15 @@ class Architecture:
 
     @property
     def _num_shared(self) -> int:
-        """Return the weights of no layer that every token is multiplied with: the final norm, what makes inputs."""
-        inputs = self.layer_inputs
-        return self.hidden + (0 if inputs is None else inputs.width * (self.num_layers * self.hidden + 1))
+        """Return the weights of no layer that every token is multiplied with: the final norm, what makes inputs, and
+        what joins a head's two, with its norms.
+        """
+        inputs, heads = self.layer_inputs, self.draft_layers
+        return (
+            self.hidden
+            + heads * (2 * self.hidden + 3) * self.hidden
+            + (0 if inputs is None else inputs.width * (self.num_layers * self.hidden + 1))
+        )
 
     def _sum_layers(self, count: Callable[[Experts], float]) -> float:
         """Return the weights of all layers, with `count` of each layer's experts."""

@@ -24,6 +24,7 @@ from gpu.host.row_transfer import RowTransfer
 from gpu.host.staging import StagedPrompt, Staging
 from gpu.layers.decoder import Attend, Carried, Decoder, Pages
 from gpu.layers.delta_layers import StatePart
+from gpu.layers.draft_head import DraftHead
 from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.job_state import JobState, ends_with, pack_job
@@ -45,13 +46,14 @@ class Prefill:
 
     sides: what attends to prompts, by what units name it, `DENSE` among them. reusing: what sees the prompts of slots
     that hold its rings. tier, row_transfer: where prompts with a `host` go, and how; or None and None. documents: where
-    chunks come from, and go; or None. disk: where prompts' fronts come from; or None.
+    chunks come from, and go; or None. disk: where prompts' fronts come from; or None. head: that takes in what is
+    computed; or None.
     """
 
     def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int, sides: Mapping[str, PrefillSide],
                  reusing: Sequence[RingSide], tier: HostTier | None,
                  row_transfer: RowTransfer | None, documents: Documents | None,
-                 disk: DiskCopies | None = None) -> None:  # fmt: skip
+                 disk: DiskCopies | None = None, head: DraftHead | None = None) -> None:  # fmt: skip
         self.max_hidden_tokens = max_hidden_tokens
         self.decoder = decoder
         self.sampler = sampler
@@ -63,6 +65,7 @@ class Prefill:
         pool = decoder.pool
         self._documents = documents
         self._disk = disk
+        self._head = head
         self.windows = WindowPrefill(pool, decoder.scale) if pool.windows.shape.layers else None
         self.attention = UnitAttention(decoder, self.gathered, sides, reusing)
         self._graphs = LayerGraphs(decoder)
@@ -177,8 +180,10 @@ class Prefill:
                     self._compute(state, unit)
             except HostMemoryError as error:
                 self._fail(state, error)
-        if not ends_with(state.job, unit, self.decoder.architecture.num_layers):
+        if not ends_with(state.job, unit, self.decoder.architecture.main_layers):
             return None
+        if self._head is not None and state.hidden is not None:
+            self._head.fill(state.hidden, state.token_ids, state.positions, state.slots, state.offsets)
         finished = None if state.has_failed else finish_job(self.decoder, state)
         if finished is not None and draws:
             finished.drawing.draw(self.sampler)
@@ -306,7 +311,7 @@ class Prefill:
         job, state = self._chunk_jobs[unit.job_id]
         assert isinstance(unit, PrefillUnit), "prefill: nothing of a chunk is scored"
         state.compute(unit.layer, unit.begin, unit.end)
-        if ends_with(job, unit, self.decoder.architecture.num_layers):
+        if ends_with(job, unit, self.decoder.architecture.main_layers):
             state.finish()
             self.drop(unit.job_id)
 

@@ -8,7 +8,7 @@ from gpu.model.matrix_formats import LATENT_UP, OF_EXPERTS
 from gpu.model.spec import Architecture
 from gpu.operations.linear.packed_matrix import EXPONENT_BIAS, Packed, Stored
 from gpu.operations.linear.word_layout import pack_words
-from gpu.weights.weights import Progress, Weights, allocate_weights, served
+from gpu.weights.weights import LayerWeights, Progress, Weights, allocate_weights, served
 from transfer.model_constants import FP4_NUMBERS
 
 RANDOM_LOGIT_SPREAD = 3.0  # standard deviation of random weights' logits: neither flat nor one-hot
@@ -41,7 +41,7 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
     """
     weights = allocate_weights(architecture, dtype, device, torch.bfloat16, experts_on_card)
     generator = torch.Generator(device=device).manual_seed(seed)
-    residual_scale = (2 * architecture.num_layers) ** -0.5
+    residual_scale = (2 * architecture.main_layers) ** -0.5
 
     def draw(matrix: Stored, scale: float) -> None:
         if isinstance(matrix, Packed):
@@ -53,7 +53,7 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
                 rows.copy_(drawn)
         return None
 
-    for index, layer in enumerate(weights.layers):
+    def draw_layer(layer: LayerWeights) -> None:
         beside = layer.experts and layer.experts.beside
         ones = () if beside is None else (beside.router_norm, beside.norm, beside.post_norm, beside.mlp_post_norm)
         for norm in (layer.attention_norm, layer.mlp_norm, layer.key_norm, *ones):
@@ -101,7 +101,11 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
             draw(layer.experts.router, RANDOM_ROUTER_SPREAD)
             if layer.experts.shared_share is not None:
                 draw(layer.experts.shared_share, 1.0)
-        on_progress((index + 1) / (architecture.num_layers + 1))
+
+    main = architecture.main_layers
+    for index, layer in enumerate(weights.layers[:main]):
+        draw_layer(layer)
+        on_progress((index + 1) / (main + 1))
     scale = architecture.embedding_scale
     gain = 1.0 if scale == 1 else RANDOM_LOGIT_SPREAD * scale  # or a token's own embedding would be what comes next
     weights.final_norm.fill_(gain)
@@ -113,6 +117,12 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
         weights.inputs.norm.fill_(1.0)
     if not architecture.tied_embeddings:
         weights.embedding.normal_(0.0, 1.0, generator=generator)
+    if weights.draft is not None:  # last, so that the model is the same with it and without
+        for layer in weights.layers[main:]:
+            draw_layer(layer)
+        for norm in (weights.draft.embedding_norm, weights.draft.hidden_norm, weights.draft.norm):
+            norm.fill_(1.0)
+        draw(weights.draft.mix, 1.0)
     on_progress(1.0)
     return weights
 

@@ -1,6 +1,7 @@
 """Check in a process of its own whether a model's files hold the tensors that its configuration asks for.
 
-Run as `python -m gpu.weights.tensor_check`, with a `ModelConfig` as JSON on standard input: `tandem plan` checks
+Run as `python -m gpu.weights.tensor_check [mtp]`, with a `ModelConfig` as JSON on standard input, and `mtp` where a
+profile drafts by the checkpoint's head: `tandem plan` checks
 without torch in its own process. Reads headers alone. Ends with status REFUSED and the reason as one line on standard
 output where loading the weights would refuse them, in the same words.
 """
@@ -14,15 +15,15 @@ from gpu.weights.checkpoint import check_checkpoint
 REFUSED = 3
 
 
-def check_model(model: ModelConfig) -> None:
+def check_model(model: ModelConfig, drafts: bool = False) -> None:
     """Raise ModelError for broken files, and for tensors that are missing, extra, or of another shape or type."""
     if model.path is not None:
-        check_checkpoint(model.path, load_architecture(model))
+        check_checkpoint(model.path, load_architecture(model, drafts))
 
 
 def main() -> int:
     try:
-        check_model(ModelConfig.model_validate_json(sys.stdin.read()))
+        check_model(ModelConfig.model_validate_json(sys.stdin.read()), "mtp" in sys.argv)
     except ModelError as error:
         print(error)
         return REFUSED

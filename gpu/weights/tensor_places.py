@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gpu.model.draft_head import TENSORS as HEAD_TENSORS
+from gpu.model.draft_head import name_of_head
 from gpu.model.family import Family, StackLayout, families
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.matrix_format import MatrixFormat
@@ -177,14 +179,20 @@ def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTens
     for index, (layer, spec) in enumerate(zip(weights.layers, architecture.layers, strict=True)):
         found |= _packed_places(layer, architecture, index)
         known, names = _layer_places(layer, architecture, spec), layer_tensors(architecture, spec)
-        plain = {f"model.layers.{index}.{name}": known[what] for name, what in names.items() if what in known}
+        own = architecture.layer_name(index)
+        plain = {f"{own}.{name}": known[what] for name, what in names.items() if what in known}
         found |= {name: place.wanted for name, place in plain.items()}
+    if weights.draft is not None:
+        for name, what in HEAD_TENSORS.items():
+            tensor = getattr(weights.draft, what)
+            found[name] = Place(tensor, offset=offset if tensor.ndim == 1 else 0.0).wanted
     return found
 
 
 def canonical(name: str, architecture: Architecture) -> str | None:
-    """Return a tensor's canonical name, as in `Family`."""
-    return family_of(architecture).canonical(name)
+    """Return a tensor's canonical name, as in `Family`, and of a head that drafts, where it is served."""
+    own = name_of_head(name) if architecture.draft_layers else None
+    return family_of(architecture).canonical(name) if own is None else own
 
 
 def family_of(architecture: Architecture) -> Family:

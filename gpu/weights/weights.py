@@ -182,9 +182,21 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """What a head that drafts has beside its layer: mix `[hidden, 2 * hidden]`, of embedding and hidden state, and
+    norms `[hidden]` of these two, and behind the layer.
+    """
+
+    mix: Tensor
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """The weights of a model. embedding, logits `[vocab, hidden]`, one if tied; final_norm `[hidden]`; inputs: what
-    layers' inputs are made of, if they have some.
+    layers' inputs are made of, if they have some; draft: of a head that drafts, whose layer is the last one, or None.
     """
 
     embedding: Stored
@@ -192,6 +204,7 @@ class Weights:
     final_norm: Tensor
     logits: Stored
     inputs: InputWeights | None = None
+    draft: DraftWeights | None = None
 
     @property
     def matrices(self) -> list[Held]:
@@ -374,7 +387,10 @@ def allocate_weights(
     if own is not None:
         width = a.num_layers * own.width
         inputs = InputWeights(empty(own.vocab_size, width), empty(width, a.hidden), norm(own.width))
-    return Weights(embedding, layers, norm(a.hidden), logits, inputs)
+    draft = None
+    if a.draft_layers:
+        draft = DraftWeights(empty(a.hidden, 2 * a.hidden), *(norm(a.hidden) for _ in range(3)))
+    return Weights(embedding, layers, norm(a.hidden), logits, inputs, draft)
 
 
 def allocate_packed(

@@ -1,4 +1,4 @@
-"""Run `python -m lab drafts`: arguments, and the table of docs/methods/drafts.md."""
+"""Run `python -m lab drafts`: arguments, and the tables of docs/methods/drafts.md."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +14,21 @@ def drafts(
     tokens: Annotated[int, typer.Option(min=2, help="of a text, at most")] = 400,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    profile: Annotated[str | None, typer.Option(help="that drafts over host memory, greedy: indexed, sampled")] = None,
 ) -> None:
-    """Measure how many tokens of n-gram drafts a model accepts, and what that saves on this CPU."""
-    from lab.speed.accepted_drafts import WIDTHS, measure_accepted
+    """Measure how many tokens of n-gram drafts a model accepts, and what that saves on this CPU; or of a profile's."""
+    from lab.speed.accepted_drafts import WIDTHS, measure_accepted, measure_by_profile
+
+    if profile is not None:
+        found = measure_by_profile(model, profile, each, tokens, threads, lambda line: typer.echo(line, err=True))
+        print(f"| prompts | tokens each | tokens of texts | tokens a step of 8 rows by {profile} | by n-grams |")
+        print("|---|---|---|---|---|")
+        for kind, own in found.items():
+            if own.num_texts:
+                lengths = " | ".join(f"{own.num_tokens / steps:.2f}" for steps in (own.steps, own.ngram_steps))
+                mean = own.prompt_tokens // own.num_texts
+                print(f"| {own.num_texts} {kind} | {mean:,} | {own.num_tokens:,} | {lengths} |")
+        return
 
     outcomes = measure_accepted(model, each, tokens, threads, temperature)
     widths = " / ".join(map(str, WIDTHS))

@@ -19,6 +19,7 @@ from gpu.layers.rope import rope_key
 from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
 from gpu.model.architecture import Architecture, ModelError, load_architecture
+from gpu.model.draft_head import without_draft_head
 from gpu.profiles import Profile, get_profile, resolve_profiles, served_parts
 from gpu.rehearsal import Rehearsal
 from gpu.runner import Runner
@@ -31,7 +32,7 @@ from scheduler.drafts.ngrams import NGrams
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig, read_adapters
 from scheduler.messages import Ready
-from scheduler.planning.engine_memory import find_tier_shape
+from scheduler.planning.engine_memory import find_tier_shape, served_shape
 from scheduler.prefill.document_chunks import Documents
 from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS
 from scheduler.residence.disk_contexts import DiskSide
@@ -78,7 +79,10 @@ def load_engine(
     profiles = resolve_profiles(config.all_profiles, config.host)
     get_profile(config.default_profile, profiles, "scheduler.default_profile")
     require_device(plan, probe_gpu() if plan.device == "cuda" else None, platform.node())
-    architecture = load_architecture(config.model) if loaded is None else loaded.architecture
+    plain = load_architecture(config.model) if loaded is None else loaded.architecture
+    architecture = served_shape(config, plain)
+    if loaded is not None and architecture is not plain:
+        raise ModelError(f"draft: mtp: {plain.name} was loaded without its head; leave out profiles that draft by it")
     resolved = {"device": plan.device, "dtype": plan.dtype, "kv": plan.kv, "threads": plan.threads}
     gpu = config.gpu.model_copy(update=resolved)
     prefill = config.scheduler.prefill.model_copy(update={"chunk_tokens": plan.chunk_tokens})
@@ -112,6 +116,7 @@ def load_engine(
             num_windows=plan.num_windows,
             window_pages=plan.window_pages,
             num_host_states=plan.num_host_states,
+            drafts=architecture.draft_layers > 0,
             link_share=0.0 if config.host is None else _link_share(config.host, profiles.values()),
             experts_on_card=plan.experts_on_card,
             open_experts=find_expert_worker(config.host, plan),
@@ -136,7 +141,7 @@ def load_engine(
     lanes = (Lane.HOST, Lane.DEVICE) if has_lanes else (Lane.DEVICE,)
     scheduler = Scheduler(
         scheduler_config,
-        architecture,
+        without_draft_head(architecture),
         capacity,
         model_key(digest, config.model, gpu, rope_key(architecture, plan.max_context_tokens)),
         profiles,
@@ -158,7 +163,7 @@ def load_engine(
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
     ready = Ready(
         vocab_size=architecture.vocab_size,
-        num_layers=architecture.num_layers,
+        num_layers=architecture.main_layers,
         max_context_tokens=max(longest.values()),
         profiles=longest,
         default_profile=config.default_profile,

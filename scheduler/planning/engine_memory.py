@@ -14,7 +14,8 @@ from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import MemoryPlan, PlanError, PlannedSizes, plan_memory
 from gpu.methods.kept import Kept
-from gpu.model.architecture import Architecture, load_architecture
+from gpu.model.architecture import Architecture, ModelError, load_architecture
+from gpu.model.draft_head import with_draft_head
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from gpu.weights.expert_shares import ExpertShares, most_experts
@@ -42,9 +43,15 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     again. For how many rows they chose it stays, though fewer experts lie in host memory then: either way takes less.
     """
     profiles = list(resolve_profiles(config.all_profiles, config.host).values())
+    architecture = served_shape(config, architecture)
     _check_units(profiles, config.scheduler.prefill.chunk_tokens)
     _check_select_layer(config.documents, architecture.num_layers)
     _check_drafts(profiles, architecture)
+    if config.disk is not None and architecture.draft_layers:
+        raise PlanError(
+            "disk: contexts there have no rows of a head that drafts (`draft: mtp`); leave one of them out, or draft "
+            "by `ngram`"
+        )
     if config.disk is not None and not config.scheduler.prefix_cache:
         raise PlanError("disk: contexts there are prefixes, and scheduler.prefix_cache is false; leave one of them out")
     draft = _plan_draft_model(config, profiles, architecture, machine)
@@ -88,6 +95,19 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
             f"tokens and not {most_drafted}; raise it to {most_drafted + 1}"
         )
     return replace(plan, notes=(*plan.notes, *notes))
+
+
+def served_shape(config: EngineConfig, architecture: Architecture) -> Architecture:
+    """Return the model's shape with what its profiles want of it: the head that drafts. Raises PlanError, with the
+    profile, for a model that has none.
+    """
+    for name, profile in config.all_profiles.items():
+        if profile.draft is not None and profile.draft.uses_head:
+            try:
+                return with_draft_head(architecture)
+            except ModelError as error:
+                raise PlanError(f"profiles.{name}.{error}") from None
+    return architecture
 
 
 def _choose_sizes(scheduler: SchedulerConfig, share_out: Callable[..., MemoryPlan]) -> PlannedSizes:

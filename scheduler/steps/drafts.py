@@ -49,7 +49,7 @@ class Drafts:
         self.model: DraftModel | None = None
         self._residence = residence
         self._rings = rings
-        self._shared, self._shared_of_profiles, self._shared_of_models = (shared_chances() for _ in range(3))
+        self._shared = {name: shared_chances() for name in ("ngram", "profile", "model", "mtp")}
         self._due: set[Sequence] = set()  # that a model would draft for, and whose last draw is not known yet
         self._draft_s = 0.0  # of the last `take`
         self._drafters: dict[Sequence, Drafter | ProfileDrafter] = {}
@@ -155,11 +155,10 @@ class Drafts:
         return token_ids[:most], chances[:most]
 
     def _make_drafter(self, config: DraftConfig, sequence: Sequence) -> Drafter | ProfileDrafter:
-        if config.profile is not None:
-            return ProfileDrafter(config, self._shared_of_profiles)
-        if config.model is not None:
-            return ProfileDrafter(config, self._shared_of_models)
-        return Drafter(config, self.make_source(config, sequence), self._shared)
+        if config.uses_ngrams:
+            return Drafter(config, self.make_source(config, sequence), self._shared["ngram"])
+        of_others = "profile" if config.profile is not None else "model"
+        return ProfileDrafter(config, self._shared["mtp" if config.uses_head else of_others])
 
     def choose_by_gain(self, looks: list[tuple[list[int], list[float]]], num_fed: int, times: StepTimes) -> list[int]:
         """Return how many tokens of each draft a step computes beside its `num_fed` rows: those that draw most tokens a

@@ -72,14 +72,16 @@ def require_weights(folder: Path) -> None:
         find_files(folder)
 
 
-def require_tensors(model: ModelConfig) -> None:
-    """Check that the files' headers list the tensors that the model's configuration asks for. Raises ModelError.
+def require_tensors(model: ModelConfig, drafts: bool = False) -> None:
+    """Check that the files' headers list the tensors that the model's configuration asks for, and those of the head
+    where that `drafts`. Raises ModelError.
 
     Loading begins with the same check. It needs torch, so a child process makes it.
     """
     if model.path is None:
         return
-    asked = subprocess.run(TENSOR_CHECK, input=model.model_dump_json(), capture_output=True, text=True, check=False)
+    check = (*TENSOR_CHECK, "mtp") if drafts else TENSOR_CHECK
+    asked = subprocess.run(check, input=model.model_dump_json(), capture_output=True, text=True, check=False)
     if asked.returncode == TENSORS_REFUSED:
         raise ModelError(asked.stdout.strip())
     if asked.returncode:

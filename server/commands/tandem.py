@@ -203,7 +203,7 @@ def plan(
         require_settings(resolved.deployment)
     else:
         require_servable(resolved.deployment)
-        require_tensors(deployment.model)
+        require_tensors(deployment.model, deployment.drafts_by_head)
     comparison = compare_placements(deployment, resolved, find_rates(resolved.machine, measured_path()))
     if as_json:
         print(json.dumps(describe_plan(resolved) | {"placements": describe_comparison(comparison)}, indent=2))

@@ -173,7 +173,7 @@ MODELS_BEYOND = {
     "layer_pattern": (LayerSpec(), LayerSpec(qkv_bias=True)), "norm_weight_offset": 1.0, "query_gain": 2.0,
     "embedding_scale": 2.0, "logit_cap": 30.0, "logit_gain": 0.5, "layer_inputs": LayerInputs(8, 64),
     "query_growth": QueryGrowth(0.1, 16), "latent": Latent(32, 16, 16, 32), "has_normed_embedding": True,
-    "final_norm_offset": 1.0, "post_norm_eps": 0.01,
+    "final_norm_offset": 1.0, "post_norm_eps": 0.01, "draft_layers": 1,
 }  # fmt: skip
 
 

@@ -8,9 +8,10 @@ import logging
 from typing import Any
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.draft_head import PREFIXES as MTP
 from gpu.model.families.qwen3_5.gguf_form import GGUF
 from gpu.model.families.qwen3_5.shapes import SHAPES
-from gpu.model.families.qwen3_next import HYBRID_DEFAULTS, MTP, RECURRENT_TENSORS, parse_hybrid
+from gpu.model.families.qwen3_next import HYBRID_DEFAULTS, RECURRENT_TENSORS, parse_hybrid
 from gpu.model.family import LAYER_TENSORS, QK_NORMS, Family
 from gpu.model.spec import Architecture
 
@@ -18,12 +19,14 @@ log = logging.getLogger(__name__)
 
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
-HARMLESS = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+HEADS = "mtp_num_hidden_layers"
+HARMLESS = frozenset({"mamba_ssm_dtype", HEADS, "mtp_use_dedicated_embeddings"})
 SKIPPED = (*MTP, "model.visual.", "visual.")
 
 
 def parse(keys: ConfigKeys, name: str) -> Architecture:
-    return parse_hybrid(keys, name, [None] * keys.positive("num_hidden_layers", int))
+    num_layers = keys.positive("num_hidden_layers", int)
+    return parse_hybrid(keys, name, [None] * num_layers, draft_heads=keys.optional(HEADS, int) or 0)
 
 
 def unwrap_text(config: dict[str, Any]) -> dict[str, Any]:
@@ -35,8 +38,6 @@ def unwrap_text(config: dict[str, Any]) -> dict[str, Any]:
             log.info("model event=text_alone reason='vision_config: pictures and video are not served'")
     else:
         text = config
-    if text.get("mtp_num_hidden_layers"):
-        log.info("model event=heads_left_out reason='mtp_num_hidden_layers: heads that guess tokens are not used'")
     found = beside | text
     for place in ("rope_parameters", "rope_scaling"):
         if isinstance(found.get(place), dict):
@@ -51,6 +52,7 @@ FAMILY = Family(
     defaults=HYBRID_DEFAULTS | {
         "hidden_size": 4096,
         "intermediate_size": 12_288,
+        HEADS: 1,
         "num_hidden_layers": 32,
         "num_key_value_heads": 4,
         "vocab_size": 248_320,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.experts_config import parse_experts
-from gpu.model.families.qwen3_5 import HARMLESS, PREFIXES, SKIPPED, unwrap_text
+from gpu.model.families.qwen3_5 import HARMLESS, HEADS, PREFIXES, SKIPPED, unwrap_text
 from gpu.model.families.qwen3_5_moe.gguf_form import GGUF
 from gpu.model.families.qwen3_5_moe.shapes import SHAPES
 from gpu.model.families.qwen3_next import HYBRID_DEFAULTS, RECURRENT_TENSORS, SHARED_TENSORS, parse_hybrid
@@ -24,7 +24,7 @@ _STACKED = {
 def parse(keys: ConfigKeys, name: str) -> Architecture:
     experts = replace(parse_experts(keys, "num_experts", "moe_intermediate_size", True), is_shared=True)
     num_layers, shared = keys.positive("num_hidden_layers", int), keys.positive("shared_expert_intermediate_size", int)
-    return parse_hybrid(keys, name, [experts] * num_layers, shared)
+    return parse_hybrid(keys, name, [experts] * num_layers, shared, draft_heads=keys.optional(HEADS, int) or 0)
 
 
 def tensors(shape: Architecture) -> dict[str, str]:
@@ -38,6 +38,7 @@ FAMILY = Family(
     tensors=tensors,
     defaults=HYBRID_DEFAULTS | {
         "intermediate_size": 512,
+        HEADS: 1,
         "moe_intermediate_size": 512,
         "num_experts": 256,
         "num_experts_per_tok": 8,

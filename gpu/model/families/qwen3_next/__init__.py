@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.draft_head import PREFIXES
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.qwen3_moe import find_mixtures
 from gpu.model.families.qwen3_next.gguf_form import GGUF
@@ -53,7 +54,6 @@ HYBRID_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
 }
-MTP = ("mtp.", "model.mtp.")  # heads that guess further tokens
 
 
 def parse(keys: ConfigKeys, name: str) -> Architecture:
@@ -71,10 +71,11 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
 
 def parse_hybrid(
     keys: ConfigKeys, name: str, experts: Sequence[Experts | None], shared: int | None = None, is_grouped: bool = False,
-    has_grouped_gates: bool = False,
+    has_grouped_gates: bool = False, draft_heads: int = 1,
 ) -> Architecture:  # fmt: skip
     """Return an Architecture of recurrent layers and others. experts: of each layer; None: it has its one MLP. shared:
-    columns of the MLP beside experts. is_grouped, has_grouped_gates: as in `Recurrent`.
+    columns of the MLP beside experts. is_grouped, has_grouped_gates: as in `Recurrent`. draft_heads: that published
+    checkpoints have.
     """
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
@@ -100,7 +101,7 @@ def parse_hybrid(
         else LayerSpec(qk_norm=True, output_gate=True, experts=own, intermediate=None if own is None else shared)
         for is_recurrent, own in zip(find_recurrent(keys, len(experts)), experts, strict=True)
     ]
-    return parse_sizes(keys, name, specs, rotates_part=True, norm_weight_offset=1.0)
+    return parse_sizes(keys, name, specs, rotates_part=True, norm_weight_offset=1.0, draft_heads=draft_heads)
 
 
 def tensors(shape: Architecture) -> dict[str, str]:
@@ -146,7 +147,7 @@ FAMILY = Family(
         "vocab_size": 151_936,
     },
     harmless=frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef"}),
-    skipped=MTP,
+    skipped=PREFIXES,
     gguf=GGUF,
     shapes=SHAPES,
 )  # fmt: skip

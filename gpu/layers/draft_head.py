@@ -1,0 +1,104 @@
+"""A head that comes with a checkpoint and drafts (`gpu.model.draft_head`), as the last layer of a decoder.
+
+Its row of a cell is of the token there and of the normed hidden state of the token in front, so all that it reads of a
+context is known as soon as the context is, and a page holds what depends on its own tokens and those in front alone.
+The first cell has no token in front: its row is of a hidden state of zeros, and is not attended to. So is that of the
+first token that a prompt computes behind a prefix that was there: that one's hidden states are nowhere, and the row is
+attended to. Normed hidden states are kept by slot and cell: those of refused tokens are overwritten as their rows are.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gpu.attention.step_rows import StepRows
+from gpu.layers.decoder import Carried, Decoder
+from gpu.model.draft_head import RECENT, head_arrays
+from gpu.operations.rms_norm import rms_norm
+from gpu.weights.matrix import as_matrix
+from gpu.weights.weights import DraftWeights
+from transfer.allocation import allocate_all
+
+_TOKENS_AT_ONCE = 512  # of a prompt
+
+
+class DraftHead:
+    """The head over a decoder's weights and pages. layer: its number. recent, guessed: `[(slots + 1) * RECENT,
+    hidden]`, normed hidden states of the last cells of each slot: the model's, and the head's own of drafted tokens.
+    """
+
+    def __init__(self, decoder: Decoder, weights: DraftWeights) -> None:
+        self.layer = decoder.architecture.main_layers
+        self._decoder = decoder
+        self._weights = weights
+        self._mix = as_matrix(weights.mix)
+        self._eps = decoder.architecture.rms_norm_eps
+        self._slots = decoder.pool.max_slots
+        arrays = head_arrays(decoder.architecture, self._slots, weights.mix.dtype.itemsize)
+        made = allocate_all(arrays, decoder.pool.device)
+        self.recent, self.guessed = (made[name].zero_() for name in ("recent", "guessed"))
+
+    def join(self, token_ids: Tensor, before: Tensor) -> Tensor:
+        """Return what the layer takes, `[tokens, hidden]`. before: normed hidden states of the tokens in front."""
+        embedded = rms_norm(self._decoder.embed(token_ids), self._weights.embedding_norm, self._eps)
+        return self._mix.linear(torch.cat([embedded, rms_norm(before, self._weights.hidden_norm, self._eps)], 1))
+
+    def write(self, token_ids: Tensor, before: Tensor, positions: Tensor, cells: Tensor, slots: Tensor) -> None:
+        """Write the rows of tokens whose hidden states in front are known."""
+        carried = Carried(None, self.layer, {})
+        self._decoder.enter(self.layer, self.join(token_ids, before), positions, cells, slots, None, carried=carried)
+
+    def follow(self, rows: StepRows, token_ids: Tensor, normed: Tensor) -> None:
+        """Take in a step: its rows' normed hidden states, which are kept, and the head's rows of its tokens."""
+        self.recent.index_copy_(0, self._places(rows, 0), normed)
+        self.write(token_ids, self._before(rows), rows.positions, rows.cells, rows.slots)
+
+    def fill(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, offsets: Sequence[int]) -> None:
+        """Take in prompts behind the last layer. hidden: of all of their computed tokens, packed, int64 `token_ids` and
+        `positions`, which are cells, int32 `slots`; offsets: where each begins, and the end.
+        """
+        for begin in range(0, len(hidden), _TOKENS_AT_ONCE):
+            end = min(begin + _TOKENS_AT_ONCE, len(hidden))
+            before = hidden.new_zeros(end - begin, hidden.shape[1])
+            first = max(begin, 1)
+            before[first - begin :] = self._decoder.final_norm(hidden[first - 1 : end - 1])
+            for offset in offsets:
+                if begin <= offset < end:
+                    before[offset - begin] = 0
+            chunk = slice(begin, end)
+            self.write(token_ids[chunk], before, positions[chunk], positions[chunk], slots[chunk])
+        for last in (offset - 1 for offset in offsets[1:]):
+            place = slots[last : last + 1].long() * RECENT + positions[last : last + 1] % RECENT
+            self.recent.index_copy_(0, place, self._decoder.final_norm(hidden[last : last + 1]))
+
+    def enter(self, rows: StepRows, token_ids: Tensor) -> tuple[Tensor, Tensor, Carried]:
+        """Begin to draft behind each row's token: return what goes on beside attention, the query, and what is carried.
+        A row that is `drafted` goes on behind the head's own hidden state.
+        """
+        own = self.guessed.index_select(0, self._places(rows, 1))
+        joined = self.join(token_ids, torch.where(rows.drafted[:, None] > 0, own, self._before(rows)))
+        carried = Carried(None, self.layer, {})
+        query, _ = self._decoder.enter(
+            self.layer, joined, rows.positions, rows.cells, rows.slots, None, carried=carried
+        )
+        return joined, query, carried
+
+    def bounds(self, rows: StepRows, num_heads: int) -> Tensor:
+        """Return bounds of attention to all cells but the first, int32 `[3, rows, heads]`."""
+        first = rows.context_lens.clamp_max(1)
+        return torch.stack([torch.zeros_like(first), first, first]).unsqueeze(-1).expand(3, rows.num_rows, num_heads)
+
+    def end(self, rows: StepRows, hidden: Tensor) -> Tensor:
+        """Return logits of the layer's output, float32 `[rows, vocab]`, whose norm is kept."""
+        normed = rms_norm(hidden, self._weights.norm, self._eps)
+        self.guessed.index_copy_(0, self._places(rows, 0), normed)
+        return self._decoder.projections.logits_of(normed)
+
+    def _before(self, rows: StepRows) -> Tensor:
+        return self.recent.index_select(0, self._places(rows, 1))
+
+    def _places(self, rows: StepRows, back: int) -> Tensor:
+        """Return where the hidden states of rows stand, or of cells so far back; padding rows have the last slot's."""
+        slots = rows.slots.long().remainder(self._slots + 1)
+        return slots * RECENT + (rows.cells - back).remainder(RECENT)
