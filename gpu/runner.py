@@ -189,6 +189,11 @@ class Runner:
         )  # fmt: skip
 
     @property
+    def ring_sides(self) -> dict[PartId, RingSide]:
+        """Return the sides of methods with rings, by part."""
+        return self._reusing
+
+    @property
     def page_memory(self) -> Commitment | None:
         """Return how KV pages are committed; None: all are, as on a GPU, whose graphs hold their addresses."""
         return self.pool.commitment if self.device.type == "cpu" else None
@@ -455,8 +460,9 @@ class Runner:
         Raises ContextLostError, and ExchangeError where an eager step's device sends no request.
         """
         cells = group.positions if group.cells is None else group.cells
-        reuses = any(side.has_ring(slot) for side in self._reusing.values() for slot in group.slots)
-        batch = Batch(group.slots, group.positions, cells, host_reads_of(group), reuses, has_host_reads=reads_host)
+        reads = host_reads_of(group)
+        reuses = any(side.takes_part(group.slots, cells, reads) for side in self._reusing.values())
+        batch = Batch(group.slots, group.positions, cells, reads, reuses, has_host_reads=reads_host)
         if group.runs is None and group.drafts is None:
             return self._step(batch), None
         first = self.limits.max_running * (1 if lane is Lane.DEVICE else 2)  # where no other lane's stand

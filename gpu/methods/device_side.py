@@ -189,6 +189,10 @@ class RingSide(DeviceSide):
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         """Look at queries of the slot's prompt, in order, with the keys up to them. attend: dense, with an lse."""
 
+    def takes_part(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> bool:
+        """Return whether it has a part in a step of these rows, which write to `cells`: if some hold a ring."""
+        return any(slot in self.held for slot in slots)
+
     def prepare(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> None:
         """Prepare a step of these rows, which write to `cells`, before anything of it is launched."""
 

@@ -26,6 +26,7 @@ from scheduler.planning.engine_memory import find_expert_shares, plan_engine
 from scheduler.planning.expert_choice import Way, captured_rows
 from server.deployment import Deployment
 from server.planning.default_profile import choose_default
+from server.planning.resident_notes import tell_resident
 from server.planning.resolved_plan import ResolvedPlan
 from transfer.machine import GIB, MachineProfile
 
@@ -126,6 +127,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
         update={"model": model, "gpu": gpu, "host": host, "documents": documents, "scheduler": resolved_scheduler}
     )
     notes = (*notes, *said, *memory.notes, *_tell_what_gains_nothing(memory.device, profiles), *_tell_losses(profiles))
+    notes = (*notes, *tell_resident(deployment, profiles, memory, architecture, machine))
     if documents is not None and documents.policy != "vanilla" and documents.ratio < 1:
         notes = (*notes, NOT_PLAIN)
     return ResolvedPlan(resolved, architecture, memory, profiles, machine, notes)

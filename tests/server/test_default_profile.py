@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gpu.methods.indexed.crossovers import WHAT, identify
 from gpu.profiles import why_unknown
 from server.deployment import Deployment
 from server.planning.deployment_plan import resolve_plan
@@ -11,6 +14,7 @@ from server.planning.resolved_plan import ResolvedPlan
 from tests.server.test_placements import NOWHERE, ROUND
 from transfer.machine import load_machine
 from transfer.machine_rates import find_rates
+from transfer.measured import keep_measured, measured_path
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -94,3 +98,27 @@ def test_the_default_may_be_named_without_a_profile_and_a_profile_of_that_name_h
 
 def test_a_request_for_it_where_none_is_planned_is_told_how_to_plan_one() -> None:
     assert why_unknown("indexed", ["exact"]).startswith("'indexed' plans memory for its sequences; name a profile")
+
+
+def test_a_profile_with_resident_auto_is_told_what_an_engine_measured_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tree = long(gib=76, profiles={"own": {"host": {"method": "indexed", "resident": "auto", "rings": 4}}})
+
+    def told() -> str:
+        return next(one for one in plan(tree).notes if one.startswith("profile own, resident: auto: "))
+
+    assert "no engine has measured here yet" in told()
+    found = plan(tree)
+    settings = found.profiles["own"].host_part.settings
+    assert found.machine.gpu is not None
+    of = identify(found.machine.gpu.name, "bfloat16", 32, found.architecture, settings)
+    keep_measured(measured_path(), WHAT, of, {"1": None, "2": 70_000, "4": 52_000})
+    said = "never in a step of 1, from 70,000 tokens each in a step of 2, from 52,000 tokens each in a step of 4, as an"
+    assert said in told()
+    keep_measured(measured_path(), WHAT, of, {"1": None})
+    assert "contexts on the card are read in full, as an engine measured here" in told()
+    planned = {item.name: item.bytes for item in found.memory.items}
+    tree["profiles"]["own"]["host"]["resident"] = "indexed"
+    assert planned == {item.name: item.bytes for item in plan(tree).memory.items}, "there is memory for either way"

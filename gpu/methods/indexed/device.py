@@ -5,7 +5,8 @@ preemption, a copied ring and pages that were evicted all end in the same place.
 host. The CPU is asked nothing for rows with an index.
 
 With `resident: indexed`, a row without a host read has an index of its pages between sink and window. What is indexed
-before a step is what the step skips, and `Upkeep.in_pages` says how much that is. Steps with host reads and steps
+before a step is what the step skips, and `Upkeep.in_pages` says how much that is: nothing where `resident: auto` finds
+that reading all is faster, and a step without any index goes without the method. Steps with host reads and steps
 without run side by side, so each kind has work arrays of its own.
 """
 
@@ -31,6 +32,7 @@ from gpu.methods.indexed.attending import (
 )
 from gpu.methods.indexed.auditing import Audits, Reading
 from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.crossovers import Crossovers, pays
 from gpu.methods.indexed.estimating import estimate_rest
 from gpu.methods.indexed.reporting import (
     BOUND,
@@ -95,6 +97,7 @@ class Indexed(RingSide):
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
         self._num_layers = shape.num_layers
+        self._crossovers: Crossovers | None = {} if settings.resident == "auto" else None  # None: it always pays
         counted = (self._counts, self._report.of_layers, self._report.of_rings)
         is_cuda = device.type == "cuda"
         self._told = [torch.zeros(one.shape, dtype=torch.int64, pin_memory=is_cuda) for one in counted]
@@ -109,12 +112,47 @@ class Indexed(RingSide):
     def grow(self, growth: RingGrowth) -> None:
         self.upkeep.add_pages(growth.ring, growth.pages)
 
+    @property
+    def num_layers(self) -> int:
+        """Return how many layers have indexes."""
+        return len(self._layers)
+
+    def set_crossovers(self, crossovers: Crossovers) -> None:
+        """Say from which contexts on rows that are whole on the device are read by an index, with `resident: auto`."""
+        self._crossovers = crossovers
+
+    def forget_counts(self) -> None:
+        """Forget what steps were counted so far, which were none of a request."""
+        for counts in (self._counts, self._report.of_layers, self._report.of_rings, *self._told):
+            counts.zero_()
+
+    def takes_part(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> bool:
+        if self._crossovers is None or not super().takes_part(slots, cells, host_reads):
+            return super().takes_part(slots, cells, host_reads)
+        reads_host = any(read is not None and slot in self.held for slot, read in zip(slots, host_reads, strict=True))
+        return reads_host or self._pays(slots, cells, host_reads)
+
+    def _pays(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> bool:
+        """Return whether rows that are whole on the device are read by their indexes."""
+        if self._crossovers is None:
+            return True
+        rows = zip(slots, cells, host_reads, strict=True)
+        resident = [cell + 1 for slot, cell, read in rows if read is None and slot in self.held]
+        return pays(self._crossovers, len(resident), sum(resident))
+
     def prepare(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> None:
-        """Index what has left the window of rows that are whole on the device."""
+        """Index what has left the window of rows that are whole on the device, if that pays."""
+        if not self._pages:
+            return
+        by_index = self._pays(slots, cells, host_reads)
         for slot, cell, read in zip(slots, cells, host_reads, strict=True):
             ring = self.held.get(slot)
-            if ring is not None and read is None and self._pages:
+            if ring is None or read is not None:
+                continue
+            if by_index:
                 self.upkeep.index_resident(ring, slot, cell)
+            else:
+                self.upkeep.read_in_pages(ring, 0)
 
     def borrow(
         self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None], lent: Lent

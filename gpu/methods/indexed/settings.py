@@ -55,9 +55,10 @@ class IndexedSettings(Settings):
     min_context_tokens: int = Field(
         1024, ge=0, description="prompt and answer that are shorter together are read in full by the CPU"
     )
-    resident: Literal["full", "indexed"] = Field(
+    resident: Literal["full", "indexed", "auto"] = Field(
         "full",
-        description="how a context that is whole on the device is read there: in full, or by an index of its pages",
+        description="how a context that is whole on the device is read there: in full, or by an index of its pages; "
+        "auto: in each step as is faster for its rows, by times that are measured at the start, in full without a GPU",
     )
     rings: int | None = Field(
         None,
@@ -75,10 +76,10 @@ class IndexedSettings(Settings):
 
     @model_validator(mode="after")
     def check_rereads(self) -> "IndexedSettings":
-        if self.resident == "indexed" and self.errors.on_exceed == "reread":
+        if self.resident != "full" and self.errors.on_exceed == "reread":
             raise ValueError(
-                "errors.on_exceed: `reread` reads rows in host memory, and `resident: indexed` has some in pages; "
-                "want `report`"
+                f"errors.on_exceed: `reread` reads rows in host memory, and `resident: {self.resident}` has some in "
+                "pages; want `report`"
             )
         return self
 

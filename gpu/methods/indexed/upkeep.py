@@ -40,14 +40,15 @@ class Centre:
 @dataclass(slots=True)
 class Known:
     """What of a ring's run is indexed. centre: of its keys; context_id: whose run it is, or IN_PAGES; num_tokens: from
-    its first token on; places: the table of pieces that the device has; pages: of its index; generation: assignments of
-    the ring so far; audited: since the last one.
+    its first token on; places: the table of pieces that the device has; in_pages: what `Upkeep.in_pages` has; pages: of
+    its index; generation: assignments of the ring so far; audited: since the last one.
     """
 
     centre: Centre
     context_id: int | None = None
     num_tokens: int = 0
     places: np.ndarray | None = None
+    in_pages: int = 0
     pages: list[int] = field(default_factory=list)
     generation: int = 0
     audited: AuditSums = field(default_factory=AuditSums)
@@ -68,7 +69,7 @@ class Upkeep:
         self.layout = new_layout(settings, shape, tier.rows, device)
         self.sink_tokens = site.sink_tokens
         self.pages: list[Pages] = []
-        if settings.resident == "indexed" and site.pages:
+        if settings.resident != "full" and site.pages:
             self.pages = [Pages(*site.pages[layer], site.sink_tokens) for layer in tier.layers]
         self.in_pages = torch.zeros(num_rings + 1, dtype=torch.int32, device=device)
         self.known = [Known(Centre([ring]), pages=own) for ring, own in enumerate(self.index.table[0].tolist())]
@@ -76,6 +77,11 @@ class Upkeep:
         self._written: dict[int, torch.cuda.Event] = {}  # behind what each stream has indexed last
         self._window_tokens = site.window_tokens
         self._report = report
+
+    @property
+    def num_pages(self) -> int:
+        """Return the pages of all indexes."""
+        return len(self._filled)
 
     def assign(self, write: RingWrite) -> int:
         """Empty a ring's slots; its index begins anew, or with what another ring has of the same tokens: in pages that
@@ -132,6 +138,7 @@ class Upkeep:
         known = self.known[ring]
         end = (cell + 1 - self._window_tokens - self.sink_tokens) // GROWN_TOKENS * GROWN_TOKENS
         if known.context_id == IN_PAGES and known.num_tokens >= end:
+            self.read_in_pages(ring, known.num_tokens)
             return
         known.context_id, known.places = IN_PAGES, None
         if known.num_tokens < end:
@@ -144,7 +151,16 @@ class Upkeep:
             if begin < end:
                 index_pages(self.index, ring, slot, begin, end, self.pages, self.layout)
             self._note_filled(known, begin, end)
-        self.in_pages[ring].fill_(known.num_tokens)
+        self.read_in_pages(ring, known.num_tokens)
+
+    def read_in_pages(self, ring: int, num_tokens: int) -> None:
+        """Let steps read so many tokens by the index of a sequence that is whole on the device, and the others in
+        full.
+        """
+        known = self.known[ring]
+        if known.in_pages != num_tokens:
+            known.in_pages = num_tokens
+            self.in_pages[ring].fill_(num_tokens)
 
     def index_offloaded(self, ring: int, read: HostRead, places: np.ndarray) -> Known:
         """Index what a sequence has offloaded since its last step; places: `transfer.places` of its run."""
