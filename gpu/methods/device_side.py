@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.attention.step_rows import StepRows
-from gpu.methods.method import ProfilePart
+from gpu.methods.method import ProfilePart, Where
 from gpu.model.architecture import Architecture
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.step import HostRead, PartId, RingGrowth, RingWrite
@@ -134,6 +134,10 @@ class DeviceSide:
         """Encode keys as they are stored, `[kv_heads, tokens, dim]`, to uint16 `[kv_heads, tables, tokens]`."""
 
 
+TimeSteps = Callable[[int, int], tuple[float, float]]
+"""Returns the seconds of a step without a method and with it, of so many rows with contexts of so many tokens."""
+
+
 class RingSide(DeviceSide):
     """The device side of a method with rings: it takes part in the steps of rows that hold one, and is told of prompts.
 
@@ -146,6 +150,11 @@ class RingSide(DeviceSide):
     reuses: ClassVar[bool] = True
     borrows: ClassVar[bool] = False
     reads_alone: ClassVar[bool] = False
+    # Of a method that goes by times of steps; forced: while these are timed, they go through the method or without it.
+    forced: bool | None = None
+    num_rings: int = 0
+    num_pages: int = 0  # that the rings share
+    num_layers: int = 0  # that it works in
 
     def __init__(self, site: Site) -> None:
         self.held: dict[int, int] = {}
@@ -188,6 +197,17 @@ class RingSide(DeviceSide):
 
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
         """Look at queries of the slot's prompt, in order, with the keys up to them. attend: dense, with an lse."""
+
+    @property
+    def goes_by_times(self) -> bool:
+        """Return whether the method chooses by times of steps; see `learn_times`."""
+        return False
+
+    def learn_times(self, time: TimeSteps, sizes: Sequence[int], longest: int, where: Where) -> None:
+        """Time what it chooses by, when an engine starts. sizes: rows of steps; longest: tokens of a context."""
+
+    def forget_counts(self) -> None:
+        """Forget what steps were counted so far, which were none of a request."""
 
     def takes_part(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> bool:
         """Return whether it has a part in a step of these rows, which write to `cells`: if some hold a ring."""

@@ -3,7 +3,7 @@
 Nobody outside of its folder asks for a method's name: what it states here is all that others know of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -157,6 +157,12 @@ class Method:
         """
         return 0
 
+    def tell_measured(self, settings: Any, where: "Where | None", entries: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return what a plan says of times that engines measured, or None. where: None without a GPU; entries: of
+        `transfer.measured`, the latest last.
+        """
+        return None
+
     def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
         """Return what decode steps did not read because of it, by what its device side counted of them."""
         return SavedReads()
@@ -173,6 +179,18 @@ class RingMethod(Method):
 
     def least_ring_tokens(self, settings: Any) -> int:
         return settings.min_context_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What times of steps depend on beside a method's settings. gpu: its name; kv: how rows are stored on the device;
+    num_layers: of which contexts may be offloaded.
+    """
+
+    gpu: str
+    kv: str
+    num_layers: int
+    architecture: Architecture
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from gpu.model.architecture import Architecture, ModelError, load_architecture
 from gpu.model.draft_head import without_draft_head
 from gpu.profiles import Profile, get_profile, resolve_profiles, served_parts
 from gpu.rehearsal import Rehearsal
-from gpu.resident_times import choose_resident
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
 from gpu.step import DENSE, Lane
+from gpu.step_times import learn_times
 from gpu.weights.weights_digest import digest_random, digest_rounded, digest_weights, kept_path
 from scheduler.constraints.constraints import Constraints, read_tokens
 from scheduler.drafts.draft_model import DraftModel, DraftModelSizes
@@ -160,7 +160,8 @@ def load_engine(
     if plan.device == "cuda":
         with _reporting_stage(on_progress, "rehearsal"):
             rehearse(runner.rehearsal, scheduler, plan.chunk_tokens)
-            choose_resident(runner, gpu.graph_batch_sizes, plan.kv)
+            parts = {part.id: part for part in served_parts(profiles.values())}
+            learn_times(runner, parts, gpu.graph_batch_sizes, plan.kv)
     log.info("steps %s", describe_steps(scheduler_config, gpu, plan))
     longest = {name: capacity.longest_tokens(profile) for name, profile in profiles.items()}
     ready = Ready(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from gpu.config import ModelConfig
 from gpu.memory.demand import Place
 from gpu.memory.plan import MemoryPlan
+from gpu.methods.method import Where
 from gpu.model.architecture import (
     NAMED_SHAPES,
     Architecture,
@@ -22,13 +23,13 @@ from gpu.model.humming_formats import describe_own, multiplied
 from gpu.model.matrix_formats import rounded
 from gpu.profiles import Profile, resolve_profiles
 from gpu.weights.expert_shares import MOST_COMPUTED_ROWS
-from scheduler.planning.engine_memory import find_expert_shares, plan_engine
+from scheduler.planning.engine_memory import find_expert_shares, find_tier_shape, plan_engine
 from scheduler.planning.expert_choice import Way, captured_rows
 from server.deployment import Deployment
 from server.planning.default_profile import choose_default
-from server.planning.resident_notes import tell_resident
 from server.planning.resolved_plan import ResolvedPlan
 from transfer.machine import GIB, MachineProfile
+from transfer.measured import measured_path, read_measured
 
 NOT_PLAIN = (
     "documents: answers are near those of plain text, not equal: on SmolLM2-135M-Instruct RULER's tasks lose 3 points "
@@ -127,7 +128,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
         update={"model": model, "gpu": gpu, "host": host, "documents": documents, "scheduler": resolved_scheduler}
     )
     notes = (*notes, *said, *memory.notes, *_tell_what_gains_nothing(memory.device, profiles), *_tell_losses(profiles))
-    notes = (*notes, *tell_resident(deployment, profiles, memory, architecture, machine))
+    notes = (*notes, *_tell_measured(deployment, profiles, memory, architecture, machine))
     if documents is not None and documents.policy != "vanilla" and documents.ratio < 1:
         notes = (*notes, NOT_PLAIN)
     return ResolvedPlan(resolved, architecture, memory, profiles, machine, notes)
@@ -162,6 +163,28 @@ def _tell_losses(profiles: Mapping[str, Profile]) -> tuple[str, ...]:
         f"{method} (profile {', '.join(names)}): {measured[method]}; `tandem eval tasks` measures another model"
         for method, names in users.items()
     )
+
+
+def _tell_measured(
+    deployment: Deployment,
+    profiles: Mapping[str, Profile],
+    memory: MemoryPlan,
+    architecture: Architecture,
+    machine: MachineProfile,
+) -> tuple[str, ...]:
+    """Return what methods say of times that engines measured on such a machine, by the profiles that go by them."""
+    if deployment.host is None:
+        return ()
+    tier = find_tier_shape(deployment, architecture, memory)
+    where, entries = None, read_measured(measured_path())
+    if memory.device == "cuda" and machine.gpu is not None and tier is not None:
+        where = Where(machine.gpu.name, memory.kv, len(tier.layers), architecture)
+    told = [
+        (name, part.method.tell_measured(part.settings, where, entries))
+        for name, profile in profiles.items()
+        for part in profile.parts
+    ]
+    return tuple(f"profile {name}, {said}" for name, said in told if said is not None)
 
 
 def _name_of_way(deployment: Deployment, memory: MemoryPlan, architecture: Architecture) -> Way:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from gpu.methods.indexed.crossovers import WHAT, identify
+from gpu.methods.method import Where
 from gpu.profiles import why_unknown
 from server.deployment import Deployment
 from server.planning.deployment_plan import resolve_plan
@@ -113,7 +114,7 @@ def test_a_profile_with_resident_auto_is_told_what_an_engine_measured_there(
     found = plan(tree)
     settings = found.profiles["own"].host_part.settings
     assert found.machine.gpu is not None
-    of = identify(found.machine.gpu.name, "bfloat16", 32, found.architecture, settings)
+    of = identify(Where(found.machine.gpu.name, "bfloat16", 32, found.architecture), settings)
     keep_measured(measured_path(), WHAT, of, {"1": None, "2": 70_000, "4": 52_000})
     said = "never in a step of 1, from 70,000 tokens each in a step of 2, from 52,000 tokens each in a step of 4, as an"
     assert said in told()

@@ -6,12 +6,14 @@ stay chosen, or in resident pages. All others are estimated, by their scores and
 dimension. Nothing is dropped, and the CPU reads nothing for a sequence that holds an index.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu.methods.counters import Counter, Counts, RequestFigure, SavedReads, Share
+from gpu.methods.indexed.crossovers import describe, identify, read_crossovers
 from gpu.methods.indexed.settings import IndexedSettings
 from gpu.methods.kept import OFFLOAD_KEYS, Kept, keep_as_set
-from gpu.methods.method import Footprint, ReadCost, RingMethod
+from gpu.methods.method import Footprint, ReadCost, RingMethod, Where
 from gpu.model.architecture import Architecture
 from transfer.arrays import ArraySpec, sum_bytes
 from transfer.host_config import HostConfig
@@ -216,6 +218,13 @@ class Indexed(RingMethod):
             return 0
         read = min(settings.count_chosen(middle_tokens), middle_tokens)
         return middle_tokens - read - _index_tokens(settings, middle_tokens)
+
+    def tell_measured(self, settings: Any, where: Where | None, entries: Sequence[Mapping[str, Any]]) -> str | None:
+        if settings.resident != "auto":
+            return None
+        if where is None:
+            return "resident: auto: without a GPU contexts on the device are read in full"
+        return f"resident: auto: {describe(read_crossovers(entries, identify(where, settings)))}"
 
     def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
         """Return what was not read exactly; reading the index counts against it."""

@@ -10,6 +10,7 @@ that reading all is faster, and a step without any index goes without the method
 without run side by side, so each kind has work arrays of its own.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from gpu.attention.step_rows import StepRows
-from gpu.methods.device_side import LayerReads, Lent, RingSide, Site
-from gpu.methods.indexed import COUNTERS, FIGURES, MASS_UNIT
+from gpu.methods.device_side import LayerReads, Lent, RingSide, Site, TimeSteps
+from gpu.methods.indexed import COUNTERS, FIGURES, MASS_UNIT, SPLIT_TOKENS
 from gpu.methods.indexed.attending import (
     FETCHED,
     HEADS,
@@ -32,7 +33,7 @@ from gpu.methods.indexed.attending import (
 )
 from gpu.methods.indexed.auditing import Audits, Reading
 from gpu.methods.indexed.choosing import choose_tokens
-from gpu.methods.indexed.crossovers import Crossovers, pays
+from gpu.methods.indexed.crossovers import WHAT, Crossovers, identify, measure_crossovers, pays
 from gpu.methods.indexed.estimating import estimate_rest
 from gpu.methods.indexed.reporting import (
     BOUND,
@@ -48,9 +49,13 @@ from gpu.methods.indexed.ring import EMPTY, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import SHARE_UNIT, IndexedSettings
 from gpu.methods.indexed.upkeep import Upkeep
+from gpu.methods.method import Where
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.step import HostRead, RingGrowth, RingWrite
+from transfer.measured import keep_measured, measured_path
 from transfer.partial import Owner, merge
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class Indexed(RingSide):
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
         self._num_layers = shape.num_layers
+        self.num_rings, self.num_pages, self.num_layers = num_rings, self.upkeep.num_pages, len(tier.layers)
         self._crossovers: Crossovers | None = {} if settings.resident == "auto" else None  # None: it always pays
         counted = (self._counts, self._report.of_layers, self._report.of_rings)
         is_cuda = device.type == "cuda"
@@ -113,29 +119,31 @@ class Indexed(RingSide):
         self.upkeep.add_pages(growth.ring, growth.pages)
 
     @property
-    def num_layers(self) -> int:
-        """Return how many layers have indexes."""
-        return len(self._layers)
+    def goes_by_times(self) -> bool:
+        return self.settings.resident == "auto"
 
-    def set_crossovers(self, crossovers: Crossovers) -> None:
-        """Say from which contexts on rows that are whole on the device are read by an index, with `resident: auto`."""
-        self._crossovers = crossovers
+    def learn_times(self, time: TimeSteps, sizes: Sequence[int], longest: int, where: Where) -> None:
+        """Measure from which contexts on an index of pages pays, and keep it for plans."""
+        shortest = max(longest // 4, self.settings.min_context_tokens, 2 * SPLIT_TOKENS)
+        self._crossovers = measure_crossovers(time, sizes, shortest, longest)
+        of = identify(where, self.settings)
+        log.info("resident_index from=%s of=%s", self._crossovers, of)
+        keep_measured(measured_path(), WHAT, of, {str(rows): least for rows, least in self._crossovers.items()})
 
     def forget_counts(self) -> None:
-        """Forget what steps were counted so far, which were none of a request."""
         for counts in (self._counts, self._report.of_layers, self._report.of_rings, *self._told):
             counts.zero_()
 
     def takes_part(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> bool:
-        if self._crossovers is None or not super().takes_part(slots, cells, host_reads):
-            return super().takes_part(slots, cells, host_reads)
+        if not super().takes_part(slots, cells, host_reads):
+            return False
         reads_host = any(read is not None and slot in self.held for slot, read in zip(slots, host_reads, strict=True))
         return reads_host or self._pays(slots, cells, host_reads)
 
     def _pays(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> bool:
         """Return whether rows that are whole on the device are read by their indexes."""
-        if self._crossovers is None:
-            return True
+        if self.forced is not None or self._crossovers is None:
+            return self.forced is not False
         rows = zip(slots, cells, host_reads, strict=True)
         resident = [cell + 1 for slot, cell, read in rows if read is None and slot in self.held]
         return pays(self._crossovers, len(resident), sum(resident))

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu import resident_times
+from gpu import step_times
+from gpu.methods.indexed import device
 from gpu.methods.indexed.crossovers import PAYS, find_crossover, identify, pays, read_crossovers
-from gpu.methods.indexed.device import Indexed
-from gpu.resident_times import choose_resident, fill_pages, time_steps
-from gpu.runner import Runner
-from gpu.step import PartId
+from gpu.methods.method import Where
+from gpu.step_times import fill_pages, learn_times, time_steps
 from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_indexed_serving import ALL, PROMPT, IndexedTwins
@@ -60,12 +59,12 @@ def test_steps_change_between_rows_and_index_and_each_is_exact_with_a_budget_of_
         return counts_of(side).offloaded_tokens - before
 
     assert read([0, 1]) == 0, "nothing was measured"
-    side.set_crossovers({1: None, 2: 250})
+    side._crossovers = {1: None, 2: 250}
     assert read([0, 1]) > 0
     assert read([0]) == 0
     assert int(side.upkeep.in_pages[0]) > 0, "a step without the method leaves it be"
     assert read([0, 1]) > 0, "the index goes on where it was"
-    side.set_crossovers({1: None, 2: None})
+    side._crossovers = {1: None, 2: None}
     twins.give_up(twins.sequences[1], 208)
     both = read([0, 1])
     assert int(side.upkeep.in_pages[0]) == 0 < both
@@ -78,34 +77,37 @@ def test_times_are_of_whole_steps_in_full_and_by_index_and_nothing_is_left_behin
     run = twins.offloading.decode_steps.run
     twins.offloading.decode_steps.run = lambda batch: taken.append((batch.reuses, len(batch))) or run(batch)  # type: ignore[method-assign,func-returns-value]
     fill_pages(twins.offloading)
-    full, own = time_steps(twins.offloading, twins.part.id, twins.side, 2, 300)
+    full, own = time_steps(twins.offloading, twins.part, twins.side, 2, 300)
     assert min(full, own) > 0
     num_each = len(taken) // 2
     assert taken == [(False, 2)] * num_each + [(True, 2)] * num_each
+    twins.side.forget_counts()
     assert counts_of(twins.side).offloaded_tokens == 0
+    assert twins.side.forced is None
     assert twins.side.held == {}
     twins.assign(0, 0)
     twins.prefill([PROMPT])
-    twins.side.set_crossovers({1: 0})
+    twins.side._crossovers = {1: 0}
     check_steps(twins, [0], 2)
     assert counts_of(twins.side).offloaded_tokens > 0
 
 
 def test_what_is_measured_is_kept_for_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    twins = IndexedTwins(AUTO, ringed=(), max_context=8192)
-
-    def times(runner: Runner, part: PartId, side: Indexed, rows: int, tokens: int) -> tuple[float, float]:
-        return (1e-8 * rows * tokens, 1e-4) if rows < 8 else (1.0, 2.0)
-
-    monkeypatch.setattr(resident_times, "time_steps", times)
-    choose_resident(twins.offloading, (1, 2, 3, 64), "float32")
-    settings = twins.side.settings
-    found = read_crossovers(
-        read_measured(measured_path()), identify("none", "float32", 2, twins.offloading.architecture, settings)
-    )
-    assert found == twins.side._crossovers == {1: None, 2: 5250, 3: 3500}
+    twins = IndexedTwins(AUTO, ringed=())
+    monkeypatch.setattr(step_times, "time_steps", lambda runner, part, side, rows, tokens: (1e-8 * rows * tokens, 1e-4))
+    monkeypatch.setattr(device, "SPLIT_TOKENS", 32)
+    side = twins.side
+    side.num_rings = 64
+    runner, parts = twins.offloading, {twins.part.id: twins.part}
+    learn_times(runner, parts, (1, 2, 5, 64), "float32")
+    where = Where("none", "float32", 2, runner.architecture)
+    found = read_crossovers(read_measured(measured_path()), identify(where, side.settings))
+    assert found == side._crossovers == {1: None, 2: None, 5: None}, "of rows as there may be, at 1,024 tokens"
+    monkeypatch.setattr(step_times, "time_steps", lambda runner, part, side, rows, tokens: (1e-6 * rows * tokens, 1e-3))
+    learn_times(runner, parts, (1, 2, 5, 64), "float32")
+    found = read_crossovers(read_measured(measured_path()), identify(where, side.settings))
+    assert found == side._crossovers == {1: None, 2: 525, 5: 256}
     assert read_crossovers(read_measured(measured_path()), {"gpu": "another"}) is None
-    fixed = IndexedTwins(ALL | {"resident": "indexed"}, ringed=())
-    choose_resident(fixed.offloading, (1,), "float32")
-    assert fixed.side._crossovers is None
+    assert twins.part.method.tell_measured(side.settings, None, []) is not None
+    assert twins.part.method.tell_measured(side.settings.model_copy(update={"resident": "full"}), where, []) is None
