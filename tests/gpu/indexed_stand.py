@@ -8,13 +8,14 @@ import torch
 
 from gpu.methods.indexed import most_pages
 from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
-from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens
+from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens, index_tokens_reference
 from gpu.methods.indexed.choosing import choose_tokens
 from gpu.methods.indexed.estimating import estimate_rest
 from gpu.methods.indexed.page_rows import Pages, centre_pages
 from gpu.methods.indexed.ring import BEHIND_ALL, Index, Layout, Work, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
+from gpu.operations.arguments import INTERPRETED
 from gpu.operations.kv.kv_rows import poison, read_cells, width_of, write_rows
 from tests.gpu.kernel_oracles import wide
 from tests.int4_rows import pack, unpack
@@ -129,10 +130,11 @@ class Stand:
 def make_stand(
     dim: int, group: int, lengths: list[int], device: str, *, key_bits: int = 4, value_bits: int = 2,
     rows: Rows = "bfloat16", dtype: torch.dtype = torch.float32, indexed: int | None = None,
-    stored: torch.dtype | None = None,
+    stored: torch.dtype | None = None, builds: bool = True,
 ) -> Stand:  # fmt: skip
     """Return an index of the first `indexed` tokens, or all, of runs in pieces of these lengths. stored: the runs lie
-    in pages of this dtype; None: in host memory.
+    in pages of this dtype; None: in host memory. builds: whether the test is of building an index, too; else the
+    interpreter is spared it, which takes most of its time.
     """
     settings = IndexedSettings(
         key_bits=key_bits, value_bits=value_bits, budget_share=1.0, budget_tokens=256, least_tokens=16
@@ -161,7 +163,8 @@ def make_stand(
     index.lies[:, 1] = torch.from_numpy(table).to(on)
     copy_pieces(index, 1, len(lengths), layout)
     index.centres[:, KV_HEADS:] = index.piece_centres[:, 1, 0]
-    index_tokens(index, 1, 0, sum(lengths) if indexed is None else indexed, layout)
+    build = index_tokens_reference if INTERPRETED and not builds else index_tokens
+    build(index, 1, 0, sum(lengths) if indexed is None else indexed, layout)
     return Stand(settings, shape, index, work, layout, runs, counts)
 
 

@@ -164,7 +164,7 @@ def test_one_wrong_token_a_stale_value_and_a_rest_that_counts_twice_are_seen(
 @pytest.mark.parametrize("device", DEVICES)
 def test_chosen_are_the_tokens_with_the_most_of_a_groups_softmax(device: str, budget: int) -> None:
     """Up to a bin of the histogram, of 2 %: equal bins are all chosen or none is."""
-    stand = make_stand(64, 3, [2100, 76], device)
+    stand = make_stand(64, 3, [2100, 76], device, builds=False)
     query, resident = draw_query(stand, device)
     stand.step(query, resident, 2176, budget)
     for kv_head, got in enumerate(stand.chosen()):
@@ -183,7 +183,7 @@ def test_chosen_are_the_tokens_with_the_most_of_a_groups_softmax(device: str, bu
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_equal_scores_are_chosen_all_or_none_and_nothing_is_lost(device: str) -> None:
-    stand = make_stand(64, 3, [256], device)
+    stand = make_stand(64, 3, [256], device, builds=False)
     query, resident = draw_query(stand, device)
     partial = stand.step(torch.zeros_like(query), resident, 256, 100)
     assert stand.chosen() == [[], []]
@@ -197,7 +197,7 @@ def test_equal_scores_are_chosen_all_or_none_and_nothing_is_lost(device: str) ->
 def test_rows_stay_in_their_slots_while_they_are_chosen_and_only_new_ones_are_fetched(device: str, rows: Rows) -> None:
     lengths = [700, 452] if INTERPRETED else [1500, 548]
     tokens = sum(lengths)
-    stand = make_stand(128, 4, lengths, device, rows=rows)
+    stand = make_stand(128, 4, lengths, device, rows=rows, builds=False)
     held: list[set[int]] = [set(), set()]
     for seed in range(4):
         query, resident = draw_query(stand, device, seed // 2)  # each query twice
@@ -321,7 +321,7 @@ def test_a_rounded_value_keeps_its_length_along_itself_so_that_sums_are_not_too_
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_head_that_wants_nothing_has_the_empty_partial(device: str) -> None:
-    stand = make_stand(64, 3, [512], device)
+    stand = make_stand(64, 3, [512], device, builds=False)
     query, resident = draw_query(stand, device)
     wanted = torch.ones(2, 6, dtype=torch.uint8, device=device)
     wanted[1, 2] = 0

@@ -93,7 +93,7 @@ def test_a_report_has_the_expected_error_and_the_masses(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_budgets_halve_again_once_bounds_are_far_below_epsilon(device: str) -> None:
-    stand = make_stand(64, 3, LENGTHS, device)
+    stand = make_stand(64, 3, LENGTHS, device, builds=False)
     query, resident = draw_query(stand, device)
     near, report = near_of(query, resident), new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
     report.factor.fill_(1.0)
@@ -114,7 +114,7 @@ def test_budgets_halve_again_once_bounds_are_far_below_epsilon(device: str) -> N
 @pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_place_that_exceeds_is_read_in_full_and_no_other(device: str, rows: Rows) -> None:
-    stand = make_stand(96, 3, [1100, 64, 76], device, rows=rows)
+    stand = make_stand(96, 3, [1100, 64, 76], device, rows=rows, builds=False)
     query, resident = draw_query(stand, device)
     report = new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
     found = stand.step(query, resident, 1200, 64)
