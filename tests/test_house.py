@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -95,20 +96,26 @@ def test_every_folder_of_modules_is_a_package() -> None:
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
+@cache  # of the words alone: trees of all files would keep the garbage collector busy
+def read_docstrings(path: Path) -> tuple[bool, list[str]]:
+    """Tell whether a module says what it is, or is empty, and return its docstrings, each in one line."""
+    tree = ast.parse(path.read_text())
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    return not tree.body or ast.get_docstring(tree) is not None, [" ".join(text.split()) for text in found]
+
+
 def test_every_module_says_what_it_is() -> None:
-    texts = {path: path.read_text() for path in list_files(".py")}
-    mute = [str(path) for path, text in texts.items() if text.strip() and ast.get_docstring(ast.parse(text)) is None]
+    mute = [str(path) for path in list_files(".py") if not read_docstrings(path)[0]]
     assert mute == [], "a module opens with a docstring"
 
 
 def test_no_docstring_says_a_sentence_twice() -> None:
     twice = []
     for path in list_files(".py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = " ".join((ast.get_docstring(node) or "").split())
-                sentences = [one for one in re.split(r"(?<=[.!?]) ", text) if len(one) > 20]
-                twice += [f"{path}: {one}" for one in set(sentences) if sentences.count(one) > 1]
+        for text in read_docstrings(path)[1]:
+            sentences = [one for one in re.split(r"(?<=[.!?]) ", text) if len(one) > 20]
+            twice += [f"{path}: {one}" for one in set(sentences) if sentences.count(one) > 1]
     assert twice == []
 
 
