@@ -87,13 +87,17 @@ def check_told(told: dict[str, list[Delta]], alone: dict[str, list[Delta]], ask:
         assert [one.top[0][0] for one in mine] == [one.top[0][0] for one in others]
 
 
-def check_giving_way(engine: Engine, ask: Asked, switch: Callable[[bool], None]) -> None:
+def check_giving_way(
+    engine: Engine, ask: Asked, switch: Callable[[bool], None], alone: dict[str, list[Delta]] | None = None
+) -> None:
     """Some of four requests lose their pages now and then, others are in flight then; a fifth is cancelled. switch:
-    turns on or off what is tested.
+    turns on or off what is tested; alone: what the four told without it, or None: it is asked for.
     """
     switch(False)
-    engine.submit([ask(number) for number in range(4)])
-    wanted = {name: text(deltas) for name, deltas in drain(engine).items()}
+    if alone is None:
+        engine.submit([ask(number) for number in range(4)])
+        alone = drain(engine)
+    wanted = {f"{number}": text(alone[f"{number}"]) for number in range(4)}
     switch(True)
     roster, preemptions = engine.scheduler.roster, engine.scheduler.roster.num_preemptions
     engine.submit([*(ask(number) for number in range(4)), ask(5)])

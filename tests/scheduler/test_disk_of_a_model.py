@@ -187,17 +187,21 @@ def cold() -> Engine:
     return make_engine(None, prefix_cache=False)
 
 
+@pytest.fixture(scope="module")
+def cold_texts(cold: Engine) -> list[list[int]]:
+    return converse(cold)[0]
+
+
 @pytest.mark.parametrize("pages_gib", [0.05, FEW_PAGES_GIB])
 def test_turns_and_forks_with_restarts_between_give_the_text_of_a_cold_server(
-    pages_gib: float, tmp_path: Path, cold: Engine
+    pages_gib: float, tmp_path: Path, cold_texts: list[list[int]]
 ) -> None:
-    wanted, _ = converse(cold)
     engine = make_engine(tmp_path, pages_gib)
     told, _ = converse(engine)
     engine.shutdown()
     again = make_engine(tmp_path, pages_gib)
     told_again, found_again = converse(again)
-    assert told == wanted == told_again
+    assert told == cold_texts == told_again
     assert min(found_again) >= 240 // BLOCK * BLOCK, "the very first prompt is there, too"
     counts = again.scheduler.residence.disk.side.store.counts()
     assert counts.damaged == counts.refused == 0
@@ -319,7 +323,7 @@ def test_requests_of_other_salts_find_nothing_of_each_other(tmp_path: Path) -> N
 
 
 def test_a_disk_without_room_changes_nothing_but_what_is_written(
-    tmp_path: Path, cold: Engine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cold_texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(tmp_path)
 
@@ -327,7 +331,7 @@ def test_a_disk_without_room_changes_nothing_but_what_is_written(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("transfer.disk.record_folder.write_bytes", refuse)
-    assert converse(engine)[0] == converse(cold)[0]
+    assert converse(engine)[0] == cold_texts
     counts = engine.scheduler.residence.disk.side.store.counts()
     assert (counts.written, counts.bytes_held) == (0, 0)
     assert counts.refused > 10

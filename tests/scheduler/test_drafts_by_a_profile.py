@@ -128,8 +128,10 @@ def test_every_number_of_drafted_tokens_is_accepted_and_refused(
     assert {accepted for length, accepted in seen if length == most} >= set(range(most + 1))
 
 
-def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine) -> None:
-    check_giving_way(engine, ask, lambda is_on: switch(engine, is_on))
+def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
+    engine: Engine, alone: dict[str, list[Delta]]
+) -> None:
+    check_giving_way(engine, ask, lambda is_on: switch(engine, is_on), alone)
     assert not any(side.held or side.resting for side in rings_of(engine))
 
 
