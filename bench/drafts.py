@@ -3,7 +3,7 @@
 Weights are random, so a text says nothing of acceptance. Streams that draft are biased to one token, which their text
 then is; a source proposes it, each token wrong at a stated rate, and all else runs at its full cost. Streams of free
 text have no bias and the n-grams that serve. With and without take turns, and the text without drafts must be the text
-with them.
+with them. Of a head that comes with a checkpoint (mtp), its steps run, and such tokens take the place of its guesses.
 
 Floor of a step: the weights that so many rows read, over the measured rate of reading them.
 """
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -28,6 +29,7 @@ from gpu.config import Composition, DraftConfig, GpuConfig, ModelConfig
 from gpu.load import DTYPES
 from gpu.model.architecture import load_architecture
 from gpu.model.matrix_formats import step_weight_bytes
+from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.sampling_params import SamplingParams
 from gpu.step import StepResult
 from scheduler.drafts.draft_source import Proposal
@@ -48,7 +50,7 @@ _KV_ROOM = 1.25  # times the rows of all streams
 @dataclass(frozen=True, slots=True)
 class DraftsBenchmark:
     """What to measure: `tokens` of each stream, behind `prompt_tokens`; accepted: rates at which a proposed token is
-    right.
+    right. mtp: the model's head drafts.
     """
 
     random_weights: str
@@ -61,6 +63,7 @@ class DraftsBenchmark:
     rounds: int
     accepted: tuple[float, ...]
     threads: int
+    mtp: bool = False
 
 
 class Constant:
@@ -118,7 +121,9 @@ def run_drafts_benchmark(benchmark: DraftsBenchmark, console: Console) -> list[R
             for batch in benchmark.batches:
                 what = f"{architecture.name} {benchmark.weights or plan.dtype}, batch {batch}, " \
                        f"{benchmark.prompt_tokens:,} tokens"  # fmt: skip
-                for width in (one for one in WIDTHS if batch * one <= engine.scheduler.drafts.most_rows):
+                most = MOST_STEP_ROWS if architecture.recurrent is not None else max(WIDTHS)
+                widths = [one for one in WIDTHS if one <= most and batch * one <= engine.scheduler.drafts.most_rows]
+                for width in widths:
                     num_bytes = step_weight_bytes(architecture, dtype.itemsize, is_packed, batch * width)
                     floor, floor_ms = f"{num_bytes / 1e9:.3f} GB over {rate:.0f} GB/s", num_bytes / rate / 1e6
                     announce(console, f"step, {what}, {width} rows a stream", floor, floor_ms)
@@ -129,7 +134,8 @@ def run_drafts_benchmark(benchmark: DraftsBenchmark, console: Console) -> list[R
                                     floor_ms=floor_ms, peer=None, peer_ms=None, extras=extras,
                                     **asdict(summarise(streams.device_ms)), **common))  # fmt: skip
                 for accepted in (*benchmark.accepted, None):
-                    name = "free text, n-grams" if accepted is None else f"drafts right at {accepted:g} a token"
+                    source = "the head" if benchmark.mtp else "n-grams"
+                    name = f"free text, {source}" if accepted is None else f"drafts right at {accepted:g} a token"
                     rows.append(_compare(bench, batch, accepted, f"{what}, {name}", common))
     finally:
         engine.shutdown()
@@ -183,6 +189,8 @@ class _Bench:
         drafts, draw = self.client.engine.scheduler.drafts, Random(batch)
         drafts.is_on = is_on
         drafts.make_source = make_source if accepted is None else lambda config, sequence: Constant(accepted, draw)
+        if self.benchmark.mtp:
+            self.client.engine._runner.replace_guesses(None if accepted is None else partial(_spoil, accepted, draw))
         sampling = GREEDY if accepted is None else BIASED
         prompts = [np.random.default_rng(place).integers(0, self.client.vocab_size, self.benchmark.prompt_tokens)
                    for place in range(batch)]  # fmt: skip
@@ -217,12 +225,18 @@ class _Bench:
             drafts.choose_lengths = kept
 
 
+def _spoil(accepted: float, draw: Random, tokens: torch.Tensor) -> torch.Tensor:
+    """Return other guesses in place of these: TOKEN, wrong at the rate `1 - accepted`."""
+    guesses = [TOKEN if draw.random() < accepted else TOKEN + 1 for _ in range(len(tokens))]
+    return torch.tensor(guesses, dtype=tokens.dtype, device=tokens.device)
+
+
 def _config_of(benchmark: DraftsBenchmark) -> EngineConfig:
     """Return the settings of an engine with pages for all streams."""
     model = ModelConfig(random_weights=benchmark.random_weights, weights=benchmark.weights)  # type: ignore[arg-type]
     shape = load_architecture(model)
     context = benchmark.prompt_tokens + benchmark.tokens + 128
-    row_bytes = shape.rows_of_head * shape.num_layers * shape.num_kv_heads * shape.dim * 4
+    row_bytes = shape.rows_of_head * (shape.num_layers + benchmark.mtp) * shape.num_kv_heads * shape.dim * 4
     most = max(benchmark.batches)
     return EngineConfig(
         model=model,
@@ -230,6 +244,6 @@ def _config_of(benchmark: DraftsBenchmark) -> EngineConfig:
             device=benchmark.device, dtype=benchmark.dtype, threads=benchmark.threads,  # type: ignore[arg-type]
             kv_cache_gib=_KV_ROOM * most * context * row_bytes / GIB,
         ),
-        profiles={PROFILE: Composition(draft=DraftConfig())},
+        profiles={PROFILE: Composition(draft=DraftConfig(source="mtp") if benchmark.mtp else DraftConfig())},
         scheduler=SchedulerConfig(max_running=max(64, most), max_context_tokens=context, prefix_cache=False),
     )  # fmt: skip

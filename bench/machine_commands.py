@@ -114,6 +114,9 @@ def drafts(
     over_host: Annotated[
         bool, typer.Option(help="instead: one context in host memory, `verified` beside `offloaded`")
     ] = False,
+    mtp: Annotated[
+        bool, typer.Option(help="the head that comes with the checkpoint drafts, in place of n-grams")
+    ] = False,
     memory_limit_gib: Annotated[float | None, typer.Option(min=0.1, help="with --over-host: of the card")] = None,
     host_rows: Annotated[Literal["bfloat16", "int8"], typer.Option(help="with --over-host")] = "bfloat16",
     resident_tokens: Annotated[
@@ -146,7 +149,7 @@ def drafts(
             return
         benchmark = DraftsBenchmark(
             random_weights, None if weights == "none" else weights, device, dtype, parse_batches(batch), prompt_tokens,
-            tokens, rounds, rates, num_threads,
+            tokens, rounds, rates, num_threads, mtp,
         )  # fmt: skip
         report(run_drafts_benchmark(benchmark, console), json_file, console)
     except GateError as error:

@@ -45,6 +45,7 @@ MIB = 2**20
 
 CUDA_RUNTIME_BYTES = 768 * MIB  # context, library workspaces, loaded kernels, and what the allocator cannot reuse
 CUDA_GRAPH_BYTES = 40 * MIB  # one batch size of one kind of step; measured at 8B: 37 MiB on average of 27
+HEAD_GRAPH_BYTES = 16 * MIB  # of a head that drafts, which has one layer; not measured
 SNAPSHOTS = "snapshots"  # of states, in host memory
 HOST_RUNTIME_BYTES = 1536 * MIB  # two processes with their libraries
 CPU_RUNTIME_BYTES = 896 * MIB  # the same where no library of CUDA is loaded; measured at 135M: 780 MB resident
@@ -408,12 +409,17 @@ class Demand:
         has_host = self.host is not None
         lends = any(state.has_rings and state.part.method.reading.device_reads_all for state in self.states)
         graphs = len(steps_to_capture(self.graph_batch_sizes, self.max_running, has_host, self.reuses, lends))
-        if self.shape.draft_layers:
-            graphs += len({min(size, self.max_running) for size in self.graph_batch_sizes})
+        of_head = (
+            len({min(size, self.max_running) for size in self.graph_batch_sizes}) if self.shape.draft_layers else 0
+        )
         return (
             processes,
             self.item("CUDA runtime", CUDA_RUNTIME_BYTES, "context, library workspaces, kernels (reserve)"),
-            self.item("CUDA graphs", graphs * CUDA_GRAPH_BYTES, f"{graphs} decode steps (reserve)"),
+            self.item(
+                "CUDA graphs",
+                graphs * CUDA_GRAPH_BYTES + of_head * HEAD_GRAPH_BYTES,
+                f"{graphs + of_head} decode steps (reserve)",
+            ),
             *self._prefill_graphs(),
         )
 
