@@ -209,7 +209,7 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
 class AskSessions(msgspec.Struct, frozen=True, tag=True):
     """Ask what is kept of an owner's conversations; answered by one `Sessions`. `forget`: a session, of which all that
     nobody reads is forgotten first; "": nothing is. `forget_slot`: likewise of one conversation; -1: of none.
-    `forget_saved`: a saved context that is deleted first.
+    `forget_saved`: a saved context that is deleted first. `of_all`: what is told of saved contexts is of all owners.
     """
 
     request_id: str
@@ -217,6 +217,11 @@ class AskSessions(msgspec.Struct, frozen=True, tag=True):
     forget: str = ""
     forget_slot: int = -1
     forget_saved: str = ""
+    of_all: bool = False
+
+    @property
+    def forgets(self) -> bool:
+        return bool(self.forget or self.forget_saved or self.forget_slot >= 0)
 
 
 class SaveContext(msgspec.Struct, frozen=True, tag=True):
@@ -333,6 +338,7 @@ class SavedContext(msgspec.Struct, frozen=True, kw_only=True):
     disk_tokens: int
     disk_bytes: int
     created_s: int
+    owner: str = ""
 
 
 class Sessions(msgspec.Struct, frozen=True, tag=True):
@@ -351,7 +357,7 @@ class Sessions(msgspec.Struct, frozen=True, tag=True):
 
 class ContextSaved(msgspec.Struct, frozen=True, tag=True):
     """The answer to `SaveContext`: tokens and bytes that are kept. `code` says why none are: `no_disk`, `unknown` (no
-    such conversation), `running`, or `no_room`; "": some are.
+    such conversation), `running`, `no_room`, or `no_share` (of its key); "": some are.
     """
 
     request_id: str

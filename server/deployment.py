@@ -47,6 +47,11 @@ class ServerConfig(Settings):
         description="bearer keys; none: open; /health, /live, /version, /metrics, /openapi.json, /docs, / need none",
     )
     api_keys_file: Path | None = Field(None, description="more keys, one a line")
+    admin_keys_file: Path | None = Field(
+        None,
+        description="more keys, one a line, that may also see and delete the contexts that other keys have saved; "
+        "without any keys everybody may",
+    )
     cache_isolation: Literal["none", "key"] = Field(
         "none", description="key: a key never meets another one's prefixes, neither in `cached_tokens` nor in time"
     )
@@ -271,7 +276,11 @@ def _line_of(loc: tuple[str, ...], text: str) -> int:
 def _got(problem: dict[str, Any]) -> str:
     """Return what was given, unless it is or may hold an API key."""
     given, loc = problem["input"], problem["loc"]
-    if problem["type"] == "missing" or "api_keys" in loc or ("server" in loc and isinstance(given, str)):
+    if (
+        problem["type"] == "missing"
+        or {"api_keys", "admin_keys_file"} & set(loc)
+        or ("server" in loc and isinstance(given, str))
+    ):
         return ""
     is_section = problem["type"] == "model_type" or isinstance(given, dict | list | tuple)
     return f" (got {type(given).__name__ if is_section else repr(given)})"
@@ -290,7 +299,10 @@ def _anchor(deployment: Deployment, folder: Path) -> Deployment:
     anchored = {key: folder / path for key, path in paths.items() if path is not None}
     anchored |= {key: model_path(anchored[key]) for key in ("path", "tokenizer") if key in anchored}
     server, documents = deployment.server, deployment.documents
-    files = {key: getattr(server, key) for key in ("api_keys_file", "tls_certificate", "tls_key", "tls_client_ca")}
+    files = {
+        key: getattr(server, key)
+        for key in ("api_keys_file", "admin_keys_file", "tls_certificate", "tls_key", "tls_client_ca")
+    }
     server = server.model_copy(update={key: folder / path for key, path in files.items() if path is not None})
     if documents is not None and documents.folder is not None:
         documents = documents.model_copy(update={"folder": folder / documents.folder})

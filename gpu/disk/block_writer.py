@@ -56,8 +56,12 @@ class BlockWriter:
                 if lent is None:
                     continue  # its rows have not landed yet: the context's next turn writes it
             buffer = self._free.get_nowait()
-            done = self._copy_down(self._gather(block), buffer)
-            self._copies.store.run_write(partial(self._write, block, buffer, lent, done))
+            try:
+                done = self._copy_down(self._gather(block), buffer)
+                self._copies.store.run_write(partial(self._write, block, buffer, lent, done))
+            except BaseException:
+                self._give_back(buffer, lent)
+                raise
 
     def shutdown(self) -> None:
         """Finish what is under way, and give the folder to others."""
@@ -99,9 +103,12 @@ class BlockWriter:
                 raw = self._copies.encode(shape, buffer).numpy().data
             store.folder.put(shape.kind, block.name, [raw[begin:end] for begin, end in pairwise(ends)])
         finally:
-            if lent is not None:
-                lent.end()
-            self._free.put(buffer)
+            self._give_back(buffer, lent)
+
+    def _give_back(self, buffer: Tensor, lent: LentRows | None) -> None:
+        if lent is not None:
+            lent.end()
+        self._free.put(buffer)
 
     def _restore(self, evicted: EvictedPart, layers: Tensor, lent: LentRows) -> None:
         """Write rows of host memory to their places in a block, uint8 `[layers, layer_bytes]`."""

@@ -253,9 +253,10 @@ class Admission:
         self._residence.start_prefill(sequence, start)
         if sequence.started_s is None:
             sequence.started_s = time.monotonic()
-            sequence.num_cached_tokens = start.first_computed
-            self.num_queried_tokens += sequence.num_tokens
-            self.num_cached_tokens += start.first_computed
+            if not sequence.is_counted:
+                self.num_queried_tokens += sequence.num_tokens
+            self.num_cached_tokens += max(0, start.first_computed - sequence.num_cached_tokens)
+            sequence.num_cached_tokens, sequence.is_counted = start.first_computed, True
             for place, number in self._residence.cached_from(start).items():
                 sequence.figures[cached_figure(place)] = number
             sequence.figures |= {passed_figure(why): number for why, number in sequence.passed_over.items()}
@@ -271,10 +272,10 @@ class Admission:
             self._documents.count_begun()
 
     def forget_start(self, sequence: Sequence) -> None:
-        """Count a sequence anew whose prefill could not go on for want of what it was to begin with."""
+        """Begin a sequence anew whose prefill could not go on for want of what it was to begin with. What was counted
+        of it stays: counters only grow.
+        """
         if sequence.started_s is not None and not sequence.has_reported:
-            self.num_queried_tokens -= sequence.num_tokens
-            self.num_cached_tokens -= sequence.num_cached_tokens
             sequence.started_s = None
 
     def _note_resumed(self, sequence: Sequence, num_found: int) -> None:

@@ -44,7 +44,7 @@ from scheduler.messages import (
     Stats,
     StoreChunks,
 )
-from scheduler.residence.kept_sessions import answer_sessions, read_saved, save_context
+from scheduler.residence.kept_sessions import SessionDesk
 from scheduler.sequences.capacity import QueueFullError
 from transfer.host_tier import HostMemoryError
 
@@ -67,6 +67,7 @@ class Loop:
         self._engine = engine
         self._connection = connection
         self._pulse = pulse
+        self._sessions = SessionDesk(engine.scheduler.residence)
         self._stats_due = 0.0
         self._progress_due = 0.0
 
@@ -82,8 +83,8 @@ class Loop:
             self._report(self._engine.step() if self._engine.has_work else [])
             for stored in self._engine.take_stored():
                 self._connection.send(stored)
-            for saved in self._engine.scheduler.residence.disk.take_saved():
-                self._connection.send(saved)
+            for told in self._sessions.take_answers():
+                self._connection.send(told)
 
     def _handle(self, message: Prepared | Refused | Message) -> None:
         match message:
@@ -99,14 +100,8 @@ class Loop:
                 self._engine.drop_chunks(message)
             case Expect():
                 self._engine.scheduler.residence.conversations.expect(message.request_ids)
-            case AskSessions():
-                self._connection.send(answer_sessions(self._engine.scheduler.residence, message))
-            case SaveContext():
-                answer = save_context(self._engine.scheduler.residence, message)
-                if answer is not None:
-                    self._connection.send(answer)
-            case ReadSaved():
-                self._connection.send(read_saved(self._engine.scheduler.residence, message))
+            case AskSessions() | SaveContext() | ReadSaved():
+                self._sessions.ask(message)
 
     def _queue(self, message: Prepared) -> None:
         try:

@@ -27,11 +27,12 @@ from scheduler.residence.disk_names import digest_of, files, remove_all, write_h
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.sequences.conversation import Conversation, Left
 from scheduler.sequences.sequence import Sequence
-from transfer.disk.context_store import END, KV, ContextStore
+from transfer.disk.context_store import END, GIB, KV, ContextStore
 from transfer.disk.holders import SAVED, SESSION, Holder, save_holder
 
 log = logging.getLogger(__name__)
 
+MOST_ENDS = 2  # of a context that are kept
 MOST_UNSAVED = 16_384  # blocks and contexts that wait to be written; one more, and the oldest is not
 
 Seconds = Callable[[int, int], float]
@@ -89,6 +90,7 @@ class DiskContexts:
         self._waiting: set[str] = set()
         self._waiting_ends: set[str] = set()
         self._saved: SimpleQueue[ContextSaved] = SimpleQueue()
+        self._num_saving = 0
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -232,25 +234,59 @@ class DiskContexts:
         """Keep what is there of a conversation under a name, written before whatever it would take to compute it again;
         `answer` comes by `take_saved`.
         """
+        self._num_saving += 1
         left = one.left
         if self.side is None or left is None:
             self._saved.put(replace(answer, code="no_disk" if self.side is None else "unknown"))
             return
-        names, ends = self._names_of(left.hashes), self._ends_to_keep(left.hashes, left.num_prompt_tokens)
+        hashes = self._share_of(one.owner, name, left.hashes)
+        if len(left.hashes) >= self._block_pages > len(hashes):
+            self._saved.put(replace(answer, code="no_share"))
+            return
+        names, ends = self._names_of(hashes), self._ends_to_keep(hashes, left.num_prompt_tokens)
         size = self._block_pages
-        places = dict(zip(files(KV, names), range(size, len(left.hashes) + 1, size), strict=True))
-        places |= zip(files(END, (digest.hex() for digest in left.hashes)), range(1, len(left.hashes) + 1), strict=True)
+        places = dict(zip(files(KV, names), range(size, len(hashes) + 1, size), strict=True))
+        places |= zip(files(END, (digest.hex() for digest in hashes)), range(1, len(hashes) + 1), strict=True)
         self.side.store.folder.begin_save(places)
-        self._note_unsaved(left.hashes, names, ends)
+        self._note_unsaved(hashes, names, ends)
         holder = save_holder(one.owner, name, pack_tokens(left.token_ids.tolist()), left.profile, one.session)
-        self._unsaved.append(_Saving(answer, holder, left.hashes))
+        self._unsaved.append(_Saving(answer, holder, hashes))
 
     def take_saved(self) -> list[ContextSaved]:
         """Return the answers to `save` since the last call."""
-        return [self._saved.get_nowait() for _ in range(self._saved.qsize())]
+        told = [self._saved.get_nowait() for _ in range(self._saved.qsize())]
+        self._num_saving -= len(told)
+        return told
+
+    @property
+    def is_saving(self) -> bool:
+        """Tell whether a save has no answer yet: until then nothing is forgotten, and no other save begins."""
+        return self._num_saving > 0
+
+    def _share_of(self, owner: str, name: str, hashes: list[bytes]) -> list[bytes]:
+        """Return what an owner may save of these KV blocks, with what it has saved under other names."""
+        assert self.side is not None
+        store, size = self.side.store, self._block_pages
+        others = [one.records for one in store.folder.holders.of(SAVED, owner) if one.name != name]
+        held: set[str] = set().union(*others)
+        room = int(store.config.saved_gib(owner) * GIB) - store.folder.num_bytes(held)
+        if store.end is not None:
+            room -= MOST_ENDS * store.end.file_bytes
+        for block, file_name in enumerate(files(KV, self._names_of(hashes))):
+            room -= 0 if file_name in held else store.kv.file_bytes
+            if room < 0:
+                return hashes[: block * size]
+        return hashes
 
     def _finish_save(self, saving: _Saving) -> None:
-        """Note under its name what is on disk of a context; in the thread that writes."""
+        """Note under its name what is on disk of a context, and answer; in the thread that writes."""
+        answer = replace(saving.answer, code="no_room")
+        try:
+            answer = self._note_saved(saving)
+        finally:
+            self._saved.put(answer)
+
+    def _note_saved(self, saving: _Saving) -> ContextSaved:
         assert self.side is not None
         store, holder = self.side.store, saving.holder
         names = self._names_of(saving.hashes)
@@ -270,7 +306,7 @@ class DiskContexts:
             except OSError as error:
                 log.warning("context_not_saved name=%s error=%s", holder.name, error)
         store.folder.pin([*files(KV, names), *files(END, (digest.hex() for digest in saving.hashes))])
-        self._saved.put(answer)
+        return answer
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Tell what is kept of conversations and where, save it by name, and forget what an owner does not want kept."""
 
 import time
+from collections import deque
 
 from scheduler.messages import (
     AskSessions,
@@ -11,11 +12,47 @@ from scheduler.messages import (
     SavedContext,
     SavedTokens,
     Sessions,
+    Told,
 )
 from scheduler.residence.residence import Residence
 from scheduler.sequences.conversation import Conversation
 from transfer.disk.context_store import KV
 from transfer.disk.holders import SAVED, SESSION, Holder
+
+Question = AskSessions | SaveContext | ReadSaved
+
+
+class SessionDesk:
+    """Answers questions of sessions. One that forgets or saves something waits for the save before it, so that a
+    context is whole while it is saved; those that wait keep their order.
+    """
+
+    def __init__(self, residence: Residence) -> None:
+        self._residence = residence
+        self._waiting: deque[Question] = deque()
+
+    def ask(self, question: Question) -> None:
+        self._waiting.append(question)
+
+    def take_answers(self) -> list[Told]:
+        """Return what can be answered now, and the answers to saves since the last call."""
+        told: list[Told] = [*self._residence.disk.take_saved()]
+        waiting, self._waiting = self._waiting, deque()
+        for question in waiting:
+            changes = isinstance(question, SaveContext) or (isinstance(question, AskSessions) and question.forgets)
+            if changes and (self._residence.disk.is_saving or self._waiting):  # only those that change something wait
+                self._waiting.append(question)
+                continue
+            answer = self._answer(question)
+            told += [] if answer is None else [answer]
+        return told
+
+    def _answer(self, question: Question) -> Told | None:
+        if isinstance(question, AskSessions):
+            return answer_sessions(self._residence, question)
+        if isinstance(question, SaveContext):
+            return save_context(self._residence, question)
+        return read_saved(self._residence, question)
 
 
 def answer_sessions(residence: Residence, asked: AskSessions) -> Sessions:
@@ -30,7 +67,7 @@ def answer_sessions(residence: Residence, asked: AskSessions) -> Sessions:
         asked.owner, asked.forget_saved, _hashes(residence)
     )
     kept = [_describe(residence, one) for one in _of(residence, asked.owner)]
-    bytes_by_session, saved = _on_disk(residence, asked.owner)
+    bytes_by_session, saved = _on_disk(residence, asked.owner, asked.of_all)
     return Sessions(asked.request_id, kept[::-1], num_forgotten, bytes_by_session, saved, is_deleted)
 
 
@@ -80,8 +117,8 @@ def _hashes(residence: Residence) -> set[bytes]:
     return {digest for one in residence.conversations for digest in one.hashes}
 
 
-def _on_disk(residence: Residence, owner: str) -> tuple[dict[str, int], list[SavedContext]]:
-    """Return the bytes that each session of an owner has on disk, and what was saved."""
+def _on_disk(residence: Residence, owner: str, of_all: bool) -> tuple[dict[str, int], list[SavedContext]]:
+    """Return the bytes that each session of an owner has on disk, and what was saved, by all owners if so asked."""
     side = residence.disk.side
     if side is None:
         return {}, []
@@ -90,7 +127,7 @@ def _on_disk(residence: Residence, owner: str) -> tuple[dict[str, int], list[Sav
     for one in _of(residence, owner):
         if one.records:
             sessions[_name(one)] = sessions.get(_name(one), 0) + folder.num_bytes(one.records)
-    saved = [_describe_saved(residence, holder) for holder in folder.holders.of(SAVED, owner)]
+    saved = [_describe_saved(residence, holder) for holder in folder.holders.of(SAVED, None if of_all else owner)]
     return {name: num_bytes for name, num_bytes in sessions.items() if num_bytes}, saved
 
 
@@ -105,6 +142,7 @@ def _describe_saved(residence: Residence, holder: Holder) -> SavedContext:
         disk_tokens=store.block_tokens * sum(one.endswith(f".{KV}") for one in there),
         disk_bytes=store.folder.num_bytes(there),
         created_s=holder.created_s,
+        owner=holder.owner,
     )
 
 

@@ -399,11 +399,11 @@ class Supervisor:
                 self._engine.send(Expect(request_ids))
 
     async def ask_sessions(
-        self, owner: str, forget: str = "", forget_slot: int = -1, forget_saved: str = ""
+        self, owner: str, forget: str = "", forget_slot: int = -1, forget_saved: str = "", of_all: bool = False
     ) -> Sessions:
         """Return what is kept of an owner's conversations, once what is named is forgotten. Raises as `ask` does."""
         return await self.ask(
-            lambda request_id: AskSessions(request_id, owner, forget, forget_slot, forget_saved), Sessions
+            lambda request_id: AskSessions(request_id, owner, forget, forget_slot, forget_saved, of_all), Sessions
         )
 
     async def ask(self, make: Callable[[str], Question], answer: type[Answer]) -> Answer:

@@ -115,7 +115,8 @@ def serve(
     settings = deployment.server
     logs.configure(settings.log_level)
     logs.debug(
-        "configuration", deployment=deployment.model_dump_json(exclude={"server": {"api_keys", "api_keys_file"}})
+        "configuration",
+        deployment=deployment.model_dump_json(exclude={"server": {"api_keys", "api_keys_file", "admin_keys_file"}}),
     )
     logs.debug("memory", **describe_memory(memory))
     try:
@@ -276,7 +277,7 @@ class _Program(uvicorn.Server):
 
 def _describe_address(url: str, service: Service) -> Listening:
     path = "/v1/completions" if service.template is None else "/v1/chat/completions"
-    keys = bool(service.key_digests)
+    keys = bool(service.keys.digests)
     return Listening(url, path, service.model_name, needs_key=keys, has_page=service.settings.page)
 
 

@@ -17,7 +17,7 @@ from server import logs
 from server.api_error import ApiError, bad_key, internal, unavailable
 from server.http.foreign_requests import ForeignRequests
 from server.routes.catalogue import find_routes
-from server.service.service import Service
+from server.service.service import Keys, Service
 
 OPEN_PATHS = frozenset(route.path for route in find_routes() if route.is_open)
 
@@ -37,7 +37,7 @@ class RequestScope:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
-        self._foreign = ForeignRequests(service.settings, bool(service.key_digests))
+        self._foreign = ForeignRequests(service.settings, bool(service.keys.digests))
         self._logged: set[tuple[str, str]] = set()  # routes and their fields
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,8 +70,7 @@ class RequestScope:
         self._service.num_open += counted
         try:
             self._foreign.check(headers)
-            salt, owner = self._admit(scope["path"], headers)
-            inner.setdefault("state", {}).update(cache_salt=salt, document_owner=owner, ignored=ignored)
+            inner.setdefault("state", {}).update(self._admit(scope["path"], headers), ignored=ignored)
             await self._app(inner, receive, send_with_id)
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, send_with_id)
@@ -99,24 +98,29 @@ class RequestScope:
         names = (ascii(field)[1:-1] for field in ignored)
         return ", ".join(names)[:_LONGEST_HEADER]
 
-    def _admit(self, path: str, headers: Headers) -> tuple[str, str]:
-        """Return the cache salt and the owner name of the request's key. Raises ApiError 401 or 503."""
+    def _admit(self, path: str, headers: Headers) -> dict[str, str | bool]:
+        """Return what is known by the request's key: its cache salt, its owner name, and whether it is an
+        administrator's. Raises ApiError 401 or 503.
+        """
         service = self._service
-        salt = owner = ""
+        known: dict[str, str | bool] = {"cache_salt": "", "document_owner": "", "is_administrator": False}
         if path in OPEN_PATHS:
-            return salt, owner
-        if service.key_digests:
+            return known
+        if service.keys.digests:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if "authorization" not in headers and path.startswith(MESSAGES_PATH):
                 scheme, key = "bearer", headers.get("x-api-key", "")
             if scheme.lower() != "bearer" or not key.strip():
                 raise bad_key("authorization: no key; send 'Authorization: Bearer KEY'")
-            if not service.knows_key(key.strip()):
+            if not service.keys.knows(key.strip()):
                 raise bad_key("authorization: this key is not known here")
-            salt, owner = service.cache_salt(key.strip()), service.document_owner(key.strip())
+            known |= {"cache_salt": service.cache_salt(key.strip()), "document_owner": Keys.owner_of(key.strip())}
+        else:
+            key = ""
+        known["is_administrator"] = service.keys.is_administrator(key.strip())
         if service.draining:
             raise unavailable("server: shutting down", "draining", service.settings.retry_after_seconds)
-        return salt, owner
+        return known
 
 
 def error_response(error: ApiError, path: str) -> Response:

@@ -43,6 +43,11 @@ class Call(Generic[Body]):
         return owner
 
     @property
+    def is_administrator(self) -> bool:
+        """Return whether the request's key may see and delete what other keys have saved."""
+        return bool(self.request.state.is_administrator)
+
+    @property
     def cache_salt(self) -> str:
         """Return the salt that separates the cached prefixes of the request's key."""
         salt: str = self.request.state.cache_salt

@@ -35,6 +35,33 @@ from server.text.text_pool import TextPool
 LATEST = ":latest"
 
 
+class Keys:
+    """The keys that requests may come with: their digests, and the names under which each keeps things."""
+
+    def __init__(self, keys: Sequence[str], administrators: Sequence[str]) -> None:
+        self.digests = [_digest(key) for key in keys]
+        self._administrators = [_digest(key) for key in administrators]
+        self.owners = frozenset(self.owner_of(key) for key in keys) or frozenset(("",))
+
+    def knows(self, key: str) -> bool:
+        """Return whether a key is known, in time that does not depend on which one matches or where they differ."""
+        return _is_among(_digest(key), self.digests)
+
+    def is_administrator(self, key: str) -> bool:
+        """Return whether a key may see and delete what others have saved; where there are no keys, everybody may."""
+        return not self.digests or _is_among(_digest(key), self._administrators)
+
+    @staticmethod
+    def owner_of(key: str) -> str:
+        """Return the name under which a key keeps documents, responses and contexts."""
+        return _digest(f"documents of {key}").hex()
+
+
+def _is_among(digest: bytes, known: Sequence[bytes]) -> bool:
+    matches = [hmac.compare_digest(digest, one) for one in known]
+    return any(matches)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Hold what a service reads from files."""
@@ -43,7 +70,7 @@ class Parts:
     template: ChatTemplate | None
     answer_format: AnswerFormat | None
     sampling_defaults: SamplingDefaults
-    key_digests: list[bytes]
+    keys: Keys
     vectors: Vectors
     adapters: AdapterNames
 
@@ -64,7 +91,7 @@ class Service:
     metrics: Metrics
     supervisor: Supervisor
     model_name: str
-    key_digests: list[bytes]
+    keys: Keys
     vectors: Vectors
     adapters: AdapterNames
     responses: ResponseStore
@@ -101,15 +128,6 @@ class Service:
         if name is not None and name not in self.model_ids and name.removesuffix(LATEST) not in self.model_ids:
             raise unknown_model(name[:200], self.model_ids)
 
-    def knows_key(self, key: str) -> bool:
-        """Return whether a key is known, in time that does not depend on which one matches or where they differ."""
-        digest = _digest(key)
-        matches = [hmac.compare_digest(digest, known) for known in self.key_digests]
-        return any(matches)
-
-    def document_owner(self, key: str) -> str:
-        return _digest(f"documents of {key}").hex()
-
     def cache_salt(self, key: str) -> str:
         return _digest(f"prefixes of {key}").hex() if self.settings.cache_isolation == "key" else ""
 
@@ -142,7 +160,7 @@ def build_service(
         metrics=metrics,
         supervisor=Supervisor(deployment, memory, engine_command, metrics, on_start, ahead),
         model_name=model_name(deployment),
-        key_digests=parts.key_digests,
+        keys=parts.keys,
         vectors=parts.vectors,
         adapters=parts.adapters,
         responses=ResponseStore(server.responses_seconds, int(server.responses_limit_mib * 2**20)),
@@ -155,7 +173,8 @@ def build_service(
 
 def load_parts(deployment: Deployment) -> Parts:
     """Load the files of a service. Raises ConfigError if one of them cannot be read."""
-    keys = read_keys(deployment.server)
+    keys, file = read_keys(deployment.server), deployment.server.admin_keys_file
+    administrators = [] if file is None else _keys_in("admin_keys_file", file)
     tokenizer = load_tokenizer(deployment.model)
     template = load_template(deployment.model, tokenizer)
     answer_format = None
@@ -168,7 +187,7 @@ def load_parts(deployment: Deployment) -> Parts:
         template=template,
         answer_format=answer_format,
         sampling_defaults=load_sampling_defaults(deployment),
-        key_digests=[_digest(key) for key in keys],
+        keys=Keys(keys, administrators),
         vectors=load_vectors(deployment.model, tokenizer),
         adapters=load_adapter_names(deployment),
     )
@@ -189,9 +208,12 @@ def service_of(request: Request) -> Service:
 def read_keys(settings: ServerConfig) -> list[str]:
     """Return all keys. Raises ConfigError, which repeats no key, also for a key that no client could send."""
     named = [(f"server.api_keys[{i}]", key) for i, key in enumerate(settings.api_keys)]
-    if settings.api_keys_file is not None:
-        path = settings.api_keys_file
-        named += [(f"server.api_keys_file: key {i + 1} of {path}", key) for i, key in enumerate(_keys_in(path))]
+    for setting in ("api_keys_file", "admin_keys_file"):
+        path = getattr(settings, setting)
+        if path is not None:
+            named += [
+                (f"server.{setting}: key {i + 1} of {path}", key) for i, key in enumerate(_keys_in(setting, path))
+            ]
     for name, key in named:
         if not key or not all("!" <= char <= "~" for char in key):
             raise ConfigError(f"{name}: cannot come in a header; wanted printable ASCII without spaces, and not empty")
@@ -215,15 +237,15 @@ def require_tls(settings: ServerConfig) -> None:
         raise ConfigError(f"server.tls: one of {named} cannot be used: {error.strerror or error}") from None
 
 
-def _keys_in(path: Path) -> list[str]:
+def _keys_in(setting: str, path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:  # what was meant as a key may stand for the path
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"server.api_keys_file: the file that it names cannot be read: {reason}") from None
+        raise ConfigError(f"server.{setting}: the file that it names cannot be read: {reason}") from None
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
-        raise ConfigError(f"server.api_keys_file: {path} has no key; wanted one a line")
+        raise ConfigError(f"server.{setting}: {path} has no key; wanted one a line")
     return keys
 
 

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import yaml
 
-from server.text.model_tokenizer import Tokenizer
 from tests.clients.recorder import Recorder, write_bodies
+from tests.server.fake_engine import PAGE
 from tests.server.live_server import LAPTOP, REFERENCE, ROOT, fake_command
 from tests.server.program import Program
 from tests.server.scripted_model import HERMES, make_model
+from tests.server.test_agent_turns import excess
 
 PROGRAMS = {  # and the packages that they use
     "aider_edits": "aider-chat",
@@ -39,6 +40,7 @@ AGENT_PROGRAMS = {
     "ollama_js": "ollama",
     "opencode": "opencode-ai",
 }
+TEN_TURNS = ("cline", "continue_cli")  # whose turns compute what is new and a block at most
 AGENT_CONTEXT = 200_000  # the agents' own instructions and tools take 30,000 tokens of the reference tokenizer's
 CLOSED_PROXY = "http://127.0.0.1:9"  # where requests for any other host end
 _SERVE = (
@@ -64,12 +66,12 @@ class Served(Program):
         )
         os.close(log)
 
-
-def write_vocabulary(folder: Path) -> None:
-    """What a program needs to say texts in tokens, without the tokenizer: characters, each by its own token."""
-    tokenizer = Tokenizer(folder / "model", REFERENCE)
-    spelled = {chr(code): tokenizer.encode_plain(chr(code)) for code in [9, 10, *range(32, 127)]}
-    (folder / "characters.json").write_text(json.dumps(spelled))
+    def turns(self) -> list[tuple[int, int, int]]:
+        """Return the tokens of each prompt so far, those that were cached, and those of its answer."""
+        found = re.findall(
+            r" generated .*?prompt_tokens=(\d+) cached_tokens=(\d+).*? generated_tokens=(\d+)", self._errors()
+        )
+        return [(int(prompt), int(cached), int(written)) for prompt, cached, written in found]
 
 
 def version_of(name: str) -> str:
@@ -84,11 +86,12 @@ def version_of(name: str) -> str:
 def main(environments: Path, names: list[str], record: Path | None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="tandem-clients-"))
     make_model(folder / "model", HERMES)
-    write_vocabulary(folder)
     model = {"path": str(REFERENCE), "name": "scripted", "tokenizer": str(folder / "model")}
     script = folder / "script"
     script.write_text("")
-    scripted = Served({"model": model, "server": {"port": 0}}, fake_command(script=str(script), context=AGENT_CONTEXT))
+    scripted = Served(
+        {"model": model, "server": {"port": 0}}, fake_command(script=str(script), context=AGENT_CONTEXT, prefixes=1)
+    )
     real = Served({"model": {"path": str(REFERENCE), "name": "reference"}, "server": {"port": 0}}, [])
     agents = environments / "agents" / "node_modules"
     asked = names or [*PROGRAMS, *AGENT_PROGRAMS]
@@ -112,14 +115,17 @@ def main(environments: Path, names: list[str], record: Path | None) -> int:
             "NO_PROXY": "127.0.0.1",
         }
         for name in asked:
-            begun = time.monotonic()
+            begun, num_before = time.monotonic(), len(scripted.turns())
             python = sys.executable if name in AGENT_PROGRAMS else str(environments / name / "bin" / "python")
             program = [python, str(Path(__file__).parent / f"{name}.py")]
             done = subprocess.run(program, env=environment, timeout=300)
-            print(
-                f"{name}: {'ok' if done.returncode == 0 else 'FAILED'} in {time.monotonic() - begun:.1f} s", flush=True
-            )
-            if done.returncode:
+            is_right = done.returncode == 0
+            if name in TEN_TURNS:
+                turns = scripted.turns()[num_before:]
+                is_right = is_right and len(turns) == 10 and max(excess(turns)) <= PAGE
+                print(f"{name}: tokens of prompts, cached, written: {turns}; computed beyond new: {excess(turns)}")
+            print(f"{name}: {'ok' if is_right else 'FAILED'} in {time.monotonic() - begun:.1f} s", flush=True)
+            if not is_right:
                 failed.append(name)
             elif record is not None:
                 requests = [request for recorder in recorders for request in recorder.take()]

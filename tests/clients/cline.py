@@ -1,4 +1,4 @@
-"""Cline's program for the terminal: writes a file, reads it and runs a command, each by a call of the model's."""
+"""Cline's program for the terminal: ten turns, in which it writes a file, reads it and runs commands."""
 
 import json
 import os
@@ -21,7 +21,8 @@ with tempfile.TemporaryDirectory() as home:
     notes = project / "notes.txt"
     say(
         call("editor", path=str(notes), new_text="forty-two\n"),
-        f"Now I look at it. {call('read_files', files=[{'path': str(notes)}])}",
+        f"Now I look at it.{call('read_files', files=[{'path': str(notes)}])}",
+        *(call("run_commands", commands=[f"echo {turn} >> turns; cat turns"]) for turn in range(6)),
         call("run_commands", commands=["wc -c < notes.txt > size"]),
         "There are ten bytes.",
     )
@@ -32,7 +33,7 @@ with tempfile.TemporaryDirectory() as home:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     results = [one for one in map(json.loads, done.stdout.splitlines()) if one["type"] == "run_result"]
-    assert (results[0]["text"], results[0]["iterations"]) == ("There are ten bytes.", 4), results
+    assert (results[0]["text"], results[0]["iterations"]) == ("There are ten bytes.", 10), results
     assert notes.read_text() == "forty-two\n"
     assert (project / "size").read_text().strip() == "10"
 check_over()

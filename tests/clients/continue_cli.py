@@ -1,4 +1,4 @@
-"""Continue's program for the terminal: writes a file, reads it and runs a command, each by a call of the model's."""
+"""Continue's program for the terminal: ten turns, in which it writes a file, reads it and runs commands."""
 
 import os
 import subprocess
@@ -34,7 +34,8 @@ with tempfile.TemporaryDirectory() as home:
     notes = project / "notes.txt"
     say(
         call("Write", filepath=str(notes), content="forty-two\n"),
-        f"Now I look at it. {call('Read', filepath=str(notes))}",
+        f"Now I look at it.{call('Read', filepath=str(notes))}",
+        *(call("Bash", command=f"echo {turn} >> turns; cat turns") for turn in range(6)),
         call("Bash", command="wc -c < notes.txt > size"),
         "There are ten bytes.",
     )

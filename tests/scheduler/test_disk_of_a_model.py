@@ -1,6 +1,7 @@
 """Contexts on disk behind the engine: after a restart a conversation goes on, with the text of a cold server."""
 
 import errno
+import itertools
 import os
 import shutil
 import threading
@@ -17,6 +18,7 @@ from gpu.config import GpuConfig, ModelConfig
 from gpu.memory.demand import PlanError
 from gpu.model.architecture import ModelError, load_architecture
 from gpu.operations.kv.kv_rows import make_codes, read_codes
+from gpu.step import SavedBlock
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
@@ -89,15 +91,16 @@ def pages_of(engine: Engine, prompt: list[int], num_blocks: int) -> list[torch.T
     return [side[layer][ids].clone() for layer in range(4) for side in (pool.key_pages, pool.value_pages)]
 
 
-def test_rows_in_codes_come_back_as_what_the_codes_say_in_half_the_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_in_codes_come_back_as_what_the_codes_say_in_half_the_bytes(device: str, tmp_path: Path) -> None:
     prompt, kept, sizes = draw(500, 1), {}, {}
     for rows in ("same", "int8"):
-        engine = make_engine(tmp_path / rows, rows=rows, dtype="bfloat16")
+        engine = make_engine(tmp_path / rows, rows=rows, dtype="bfloat16", device=device)
         serve(engine, [ask("a", prompt, 4)])
         kept[rows] = pages_of(engine, prompt, 448 // PAGE)
         engine.shutdown()
         sizes[rows] = records(tmp_path / rows)[0].stat().st_size
-        engine = make_engine(tmp_path / rows, rows=rows, dtype="bfloat16")
+        engine = make_engine(tmp_path / rows, rows=rows, dtype="bfloat16", device=device)
         assert serve(engine, [ask("a", prompt, 4)])[0][1] == 448
         back = pages_of(engine, prompt, 448 // PAGE)
         for now, before in zip(back, kept[rows], strict=True):
@@ -409,6 +412,43 @@ def test_a_context_without_finite_logits_leaves_nothing_that_was_on_its_way(tmp_
     go_on.set()
     engine.shutdown()
     assert records(tmp_path) == []
+
+
+def test_counters_only_grow_where_what_a_prompt_began_with_is_damaged(tmp_path: Path) -> None:
+    prompt = draw(600, 3)
+    seed_folder(tmp_path, prompt)
+    raw = bytearray(records(tmp_path)[3].read_bytes())
+    raw[-1] ^= 1
+    records(tmp_path)[3].write_bytes(raw)
+    engine = make_engine(tmp_path)
+    engine.submit([ask("b", prompt, 4)])
+    told = [(0, 0)]
+    while engine.has_work:
+        engine.step()
+        stats = engine.stats()
+        told.append((stats.prefix_queries_tokens, stats.prefix_hits_tokens))
+    assert engine.stats().disk.damaged == 1
+    assert told[-1][0] == 600
+    for before, after in itertools.pairwise(told):
+        assert before[0] <= after[0]
+        assert before[1] <= after[1]
+    engine.shutdown()
+
+
+def test_a_copy_that_fails_gives_its_buffer_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tmp_path)
+    writer = engine._runner._block_writer
+    num_free = writer._free.qsize()
+
+    def fail(*of: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(writer, "_gather", fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            writer.save([SavedBlock("0" * 32, (0, 1, 2, 3))])
+    assert writer._free.qsize() == num_free
+    engine.shutdown()
 
 
 def test_a_limit_that_holds_no_block_is_refused_by_name(tmp_path: Path) -> None:

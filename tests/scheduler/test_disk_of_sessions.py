@@ -1,16 +1,19 @@
 """Sessions and saved contexts on disk: all of a session can be forgotten, and what has a name stays until it goes."""
 
+import threading
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from scheduler.engine.engine import Engine
-from scheduler.messages import AskSessions, ContextSaved, ReadSaved, SaveContext, pack_tokens
-from scheduler.residence.kept_sessions import answer_sessions, read_saved, save_context
+from scheduler.messages import AskSessions, ContextSaved, ReadSaved, SaveContext, Told, pack_tokens
+from scheduler.residence.kept_sessions import SessionDesk, answer_sessions, read_saved, save_context
 from tests.scheduler import test_disk_of_windows as of_windows
 from tests.scheduler.test_disk_of_a_model import BLOCK, make_engine, records
 from tests.scheduler.test_states_of_a_model import ask, draw, serve
+from transfer.disk.disk_config import DiskConfig
+from transfer.disk.holders import Holders, save_holder
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +151,95 @@ def test_a_note_of_who_holds_what_that_is_damaged_goes_and_hurts_nobody(place: i
     assert (told.saved, told.disk_bytes, list(tmp_path.glob("*/holders/*"))) == ([], {}, [])
     assert serve(engine, [ask("b", prompt, 4)])[0][1] == 256
     engine.shutdown()
+
+
+def run_desk(engine: Engine, desk: SessionDesk) -> list[Told]:
+    """Let an engine work until nothing is under way, as its process does."""
+    told = desk.take_answers()
+    while engine.has_work or engine.scheduler.residence.disk.is_saving:
+        engine.step()
+        told += desk.take_answers()
+    return told + desk.take_answers()
+
+
+def test_a_save_that_a_delete_comes_behind_is_whole_before_anything_is_forgotten(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, choose="time")
+    store = engine.scheduler.residence.disk.side.store
+    store.rate.bytes_a_second = 1.0  # nothing is written by itself
+    serve(engine, [structs.replace(ask("a", draw(500, 3), 4), session="mine")])
+    desk = SessionDesk(engine.scheduler.residence)
+    go_on = threading.Event()
+    store.run_write(go_on.wait)
+    desk.ask(SaveContext("save", "", "notes", session="mine"))
+    desk.ask(AskSessions("forget", "", "mine"))
+    desk.ask(SaveContext("again", "", "other", session="mine"))
+    desk.ask(AskSessions("look", ""))
+    assert [one.request_id for one in desk.take_answers()] == ["look"]
+    for _ in range(3):
+        engine.step()
+    assert [one.request_id for one in desk.take_answers()] == []
+    go_on.set()
+    told = {one.request_id: one for one in run_desk(engine, desk)}
+    assert list(told) == ["save", "forget", "again"]
+    assert (told["save"].code, told["save"].num_tokens) == ("", 448)
+    assert told["forget"].forgotten_tokens > 0
+    assert told["again"].code == "unknown"
+    end_writes(engine)
+    assert len(records(tmp_path)) == 448 // BLOCK
+    engine.shutdown()
+
+
+def test_a_record_that_is_saved_meanwhile_is_not_removed_with_what_was_forgotten_before(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    serve(engine, [structs.replace(ask("a", draw(500, 3), 4), session="mine")])
+    end_writes(engine)
+    residence = engine.scheduler.residence
+    go_on = threading.Event()
+    residence.disk.side.store.run_write(go_on.wait)
+    (one,) = residence.conversations
+    hashes, left = one.hashes, one.left
+    answer_sessions(residence, AskSessions("f", "", "mine"))  # its records go once the writer gets there
+    one.hashes, one.left = hashes, left
+    residence.disk.save(ContextSaved("s"), one, "notes")
+    go_on.set()
+    told = run_desk(engine, SessionDesk(residence))
+    assert (told[0].code, told[0].num_tokens) == ("", 448)
+    end_writes(engine)
+    assert len(records(tmp_path)) == 448 // BLOCK
+    engine.shutdown()
+
+
+def test_a_key_saves_its_share_and_leaves_that_of_others(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    store = engine.scheduler.residence.disk.side.store
+    block = store.kv.file_bytes
+    store.config = store.config.model_copy(update={"limit_gib": 16 * block / 2**30})
+    store.folder.limit_bytes = 16 * block
+    desk, told = SessionDesk(engine.scheduler.residence), []
+    for owner, number in (("greedy", 0), ("greedy", 1), ("greedy", 2), ("other", 3)):
+        request = ask(f"{number}", draw(200, 10 + number), 4)
+        serve(engine, [structs.replace(request, owner=owner, session=f"{number}")])
+        desk.ask(SaveContext("s", owner, f"n{number}", session=f"{number}"))
+        told += run_desk(engine, desk)
+    assert [(one.code, one.num_tokens) for one in told] == [("", 192), ("", 64), ("no_share", 0), ("", 192)]
+    for number in range(12):  # what is not saved makes room
+        serve(engine, [structs.replace(ask("x", draw(300, 50 + number), 2), owner="greedy")])
+    end_writes(engine)
+    (kept,) = answer_sessions(engine.scheduler.residence, AskSessions("q", "other")).saved
+    assert kept.disk_tokens == 192
+    assert len(answer_sessions(engine.scheduler.residence, AskSessions("q", "greedy", of_all=True)).saved) == 3
+    engine.shutdown()
+    assert DiskConfig(limit_gib=8).saved_gib("") == 8
+    assert DiskConfig(limit_gib=8, saved_gib_a_key=3).saved_gib("greedy") == 3
+
+
+def test_keys_have_a_number_of_saved_contexts_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.disk.holders.MOST_SAVED_OF_KEY", 2)
+    holders = Holders(tmp_path)
+    for number in range(2):
+        holders.add(save_holder("one", f"{number}", b"", "exact", ""))
+    with pytest.raises(OSError, match="2 contexts are saved, and no more than 2"):
+        holders.add(save_holder("one", "third", b"", "exact", ""))
+    holders.add(save_holder("one", "1", b"", "exact", ""))
+    for number in range(3):
+        holders.add(save_holder("", f"{number}", b"", "exact", ""))

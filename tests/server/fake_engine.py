@@ -232,10 +232,16 @@ class FakeEngine:
         is_deleted = self.saved.pop((asked.owner, asked.forget_saved), None) is not None
         saved = [
             SavedContext(
-                name=name, session=one.session, tokens=one.num_prompt_tokens, disk_tokens=0, disk_bytes=0, created_s=1
+                name=name,
+                session=one.session,
+                tokens=one.num_prompt_tokens,
+                disk_tokens=0,
+                disk_bytes=0,
+                created_s=1,
+                owner=owner,
             )
             for (owner, name), one in self.saved.items()
-            if owner == asked.owner
+            if asked.of_all or owner == asked.owner
         ]
         return Sessions(asked.request_id, kept[::-1], num_forgotten, {}, saved, is_deleted)
 

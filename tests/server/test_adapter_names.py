@@ -1,11 +1,12 @@
 """Adapters by name: what a request's model means, and what reaches the engine."""
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from scheduler.messages import EngineRequest
+from scheduler.messages import EngineRequest, SavedTokens, pack_tokens
 from server.deployment import ConfigError, load_deployment
 from server.service.adapter_names import AdapterNames, load_adapter_names
 from tests.server.live_server import REFERENCE, fake_command, make_app, make_deployment
@@ -33,6 +34,11 @@ async def test_it_reaches_the_engine_by_its_number_with_a_salt_of_its_own(monkey
 
     monkeypatch.setattr(service.supervisor, "submit", submit)
     monkeypatch.setattr(service.supervisor, "forget", lambda *_, **__: None)
+
+    async def ask(make: Any, answer: type) -> SavedTokens:
+        return SavedTokens("q", pack_tokens([5, 6, 7]), "exact", "mine", 64, 4096)
+
+    monkeypatch.setattr(service.supervisor, "ask", ask)
     limits = type("Limits", (), {
         "profiles": {"exact": 100}, "default_profile": "exact", "max_context_tokens": 100, "vocab_size": 8192,
         "num_layers": 1})  # fmt: skip
@@ -48,12 +54,13 @@ async def test_it_reaches_the_engine_by_its_number_with_a_salt_of_its_own(monkey
             ("/api/chat", "reference:style", {"messages": [{"role": "user", "content": "a"}]}),
             ("/api/generate", "reference:style", {"prompt": "a", "raw": True}),
             ("/api/embed", "reference:style", {"input": "a"}),
+            ("/slots/0?action=restore", "reference:v1.2", {"filename": "notes"}),
         ):
             answer = await client.post(path, json=body | {"model": model})
             assert answer.status_code == 500, (path, answer.text)
         unknown = await client.post("/v1/completions", json={"prompt": "a", "model": "reference:other"})
         assert unknown.status_code == 404
-    assert [request.adapter for request in sent] == [0, 1, 2, 1, 1, 1, 1, 1, 1]
+    assert [request.adapter for request in sent] == [0, 1, 2, 1, 1, 1, 1, 1, 1, 2]
     salts = [request.cache_salt for request in sent[:3]]
     assert len(set(salts)) == 3
     assert salts[0] == ""

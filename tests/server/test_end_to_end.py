@@ -40,8 +40,9 @@ def serve(folder: Path, sections: dict[str, object] | None = None) -> tuple[subp
     tree = yaml.safe_load((ROOT / "deploy" / "reference.yaml").read_text())
     tree["model"]["path"] = str(REFERENCE)
     tree["server"] = {"port": 0, "log_level": "debug"}
-    tree |= sections or {}
-    tree.setdefault("gpu", {}).update(kv_cache_gib=0.4, threads=1)
+    tree |= {key: one for key, one in (sections or {}).items() if key != "gpu"}
+    asked = (sections or {}).get("gpu")
+    tree["gpu"] = tree["gpu"] | {"kv_cache_gib": 0.4, "threads": 1} | (asked if isinstance(asked, dict) else {})
     config, log = folder / "deployment.yaml", folder / "server.log"
     config.write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "server.commands", "serve", str(config)]

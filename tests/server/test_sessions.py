@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from server.generation.session_name import MOST_CHARS, session_in_user_id
+from server.routes.sessions.session_answers import SavedContextList
+from server.service.service import Keys
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.scripted_model import Script
 
@@ -189,3 +192,35 @@ async def test_saved_contexts_are_of_the_key_that_saved_them() -> None:
         assert (await live.http.post(restore, json={"filename": "x"}, headers=yours)).status_code == 404
         assert (await live.http.delete("/v1/saved_contexts/x", headers=yours)).status_code == 404
         assert (await live.http.post(restore, json={"filename": "x"}, headers=mine)).status_code == 200
+
+
+async def test_an_administrator_sees_and_deletes_what_other_keys_and_keys_that_are_gone_have_saved(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "admins").write_text("root")
+    deployment = make_deployment(api_keys=["one", "two"], admin_keys_file=tmp_path / "admins")
+    async with running_server(deployment, fake_command(disk=1)) as live:
+        one, two, root = ({"authorization": f"Bearer {key}"} for key in ("one", "two", "root"))
+        for key in (one, two):
+            body = {"messages": [{"role": "user", "content": "so " * 40}], "max_tokens": 4}
+            assert (await live.http.post(CHAT, json=body, headers=key)).status_code == 200
+            done = await live.http.post("/slots/0?action=save", json={"filename": "x"}, headers=key)
+            assert done.status_code == 200
+        live.service.keys = Keys(["one", "root"], ["root"])  # as after a restart without the other one
+        (mine,) = (await live.http.get("/v1/saved_contexts", headers=one)).json()["data"]
+        first, second = msgspec.convert(
+            (await live.http.get("/v1/saved_contexts", headers=root)).json(), SavedContextList
+        ).data
+        assert (first.owner, first.key_is_known, second.key_is_known) == (mine["owner"], True, False)
+        refused = await live.http.delete(f"/v1/saved_contexts/x?owner={second.owner}", headers=one)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_administrator")
+        gone = f"/v1/saved_contexts/x?owner={second.owner}"
+        assert (await live.http.delete(gone, headers=root)).json()["deleted"] is True
+        assert (await live.http.delete(gone, headers=root)).status_code == 404
+        (left,) = (await live.http.get("/v1/saved_contexts", headers=root)).json()["data"]
+        assert left == mine
+
+
+async def test_without_keys_everybody_sees_what_keys_that_are_gone_have_saved() -> None:
+    assert Keys([], []).is_administrator("")
+    assert not Keys(["one"], []).is_administrator("one")

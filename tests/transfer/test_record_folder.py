@@ -1,14 +1,16 @@
 """Records on disk: whole or absent, whatever happens to files, disks and processes; limits hold; the oldest go."""
 
 import errno
+import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +30,8 @@ from tests.transfer.record_cases import (
     reopen,
     store,
 )
-from transfer.disk.disk_rate import SLOW_RATE, ReadRate, probe_rate
+from transfer.disk.disk_rate import KEPT_SECONDS, SLOW_RATE, ReadRate, find_rate, probe_rate
+from transfer.disk.holders import save_holder
 from transfer.disk.record_folder import FolderError, RecordFolder
 from transfer.disk.record_format import RecordError, RecordShape, name_model, read_header, write_header
 
@@ -363,3 +366,63 @@ def test_the_rate_is_measured_and_learnt_from_reads_side_by_side(
     rate.end(2**26)
     rate.end(2**26)
     assert rate.bytes_a_second == pytest.approx(1e9 + 0.3 * (2**27 / 0.1 - 1e9))
+
+
+def test_the_rate_is_kept_with_the_folder_until_it_is_old_or_the_device_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = []
+    monkeypatch.setattr("transfer.disk.disk_rate.probe_rate", lambda *of: probed.append(of) or 7e8 + len(probed))
+    assert find_rate(tmp_path, 2) == find_rate(tmp_path, 2) == 7e8 + 1
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + KEPT_SECONDS + 60)
+    assert find_rate(tmp_path, 2) == find_rate(tmp_path, 2) == 7e8 + 2
+    monkeypatch.setattr("time.time", lambda: now)  # measured in the future
+    assert find_rate(tmp_path, 2) == 7e8 + 3
+    assert find_rate(tmp_path, 4) == 7e8 + 4
+    kept = json.loads((tmp_path / "rate.json").read_text())
+    (tmp_path / "rate.json").write_text(json.dumps(kept | {"device": [1, 2]}))
+    assert find_rate(tmp_path, 4) == 7e8 + 5
+    for damaged in ("", "[]", "{", json.dumps(kept | {"bytes_a_second": float("inf")})):
+        (tmp_path / "rate.json").write_text(damaged)
+        before = len(probed)
+        find_rate(tmp_path, 4)
+        assert len(probed) == before + 1
+    monkeypatch.setattr("transfer.disk.disk_rate.probe_rate", lambda *of: SLOW_RATE)
+    (tmp_path / "rate.json").unlink()
+    assert find_rate(tmp_path, 2) == SLOW_RATE
+    assert list(tmp_path.iterdir()) == [], "what could not be measured is measured again"
+
+
+def test_what_another_thread_saves_while_pins_are_looked_up_stays_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(tmp_path)
+    assert store(folder, 1)
+    file_name = f"{name_of(1)}.{SHAPE.kind}"
+    held = folder.holders.held
+
+    def save() -> None:
+        holder = save_holder("", "notes", b"", "exact", "")
+        holder.records = {file_name}
+        folder.holders.add(holder)
+        folder.pin([file_name])
+
+    other = Thread(target=save)
+
+    def look_up(kind: str | None = None) -> set[str]:
+        found = held(kind)
+        if not other.ident:
+            other.start()
+            other.join(0.2)
+        return found
+
+    monkeypatch.setattr(folder.holders, "held", look_up)
+    folder.pin()
+    other.join()
+    folder.remove(SHAPE.kind, name_of(1))
+    assert folder.has(SHAPE.kind, name_of(1))
+    folder.holders.remove(folder.holders.find("saved", "", "notes"))
+    folder.pin()
+    folder.remove(SHAPE.kind, name_of(1))
+    assert not folder.has(SHAPE.kind, name_of(1))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from transfer.disk.disk_config import DiskConfig
-from transfer.disk.disk_rate import ReadRate, probe_rate
+from transfer.disk.disk_rate import ReadRate, find_rate
 from transfer.disk.record_folder import RecordFolder
 from transfer.disk.record_format import RecordShape
 from transfer.disk.turn_bytes import TurnBytes
@@ -55,7 +55,7 @@ class ContextStore:
         root = config.resolved_folder
         day = None if config.written_gib_a_day is None else int(config.written_gib_a_day * GIB)
         self.folder = RecordFolder(root, model, self.shapes, int(config.limit_gib * GIB), day)
-        self.rate = ReadRate(probe_rate(root, config.threads))
+        self.rate = ReadRate(find_rate(root, config.threads))
         self.bytes_read = 0
         self._turns = TurnBytes()
         self._lock = Lock()

@@ -23,6 +23,12 @@ class DiskConfig(Settings):
     written_gib_a_day: float | None = Field(
         256.0, gt=0, description="most that is written on one day (UTC); then nothing is until the next; null: any"
     )
+    saved_gib_a_key: float | None = Field(
+        None,
+        gt=0,
+        description="of contexts saved by name, of one API key; default: a quarter of limit_gib, and all of it where "
+        "there are no keys",
+    )
     block_tokens: int = Field(
         256, description="of a block, a file of its own; a multiple of 64. What is behind the last one is computed"
     )
@@ -47,6 +53,10 @@ class DiskConfig(Settings):
         if given < BLOCK_STEP or given % BLOCK_STEP:
             raise ValueError(f"wanted a multiple of {BLOCK_STEP}, {BLOCK_STEP} or more")
         return given
+
+    def saved_gib(self, owner: str) -> float:
+        """Return the most that an owner may save by name; "": there are no keys."""
+        return self.saved_gib_a_key or self.limit_gib * (0.25 if owner else 1.0)
 
     @property
     def resolved_folder(self) -> Path:

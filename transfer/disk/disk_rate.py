@@ -1,5 +1,7 @@
-"""Measure how fast a folder's disk is read: once at the start, then by what is read."""
+"""Measure how fast a folder's disk is read: once for a disk, which is kept in the folder, then by what is read."""
 
+import json
+import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,35 @@ _PIECE_BYTES = 2**20
 _LEAST_BYTES = 64 * 2**20  # that are read before they count
 _SMOOTHING = 0.3
 SLOW_RATE = 100e6  # bytes a second, where it cannot be measured
+KEPT_SECONDS = 30 * 24 * 3600.0  # that a measurement counts
+_FILE = "rate.json"
+
+
+def find_rate(root: Path, num_threads: int) -> float:
+    """Return what `probe_rate` does, or did within KEPT_SECONDS for the same device and as many threads: the folder
+    keeps it with its date, so that not every start writes PROBE_BYTES.
+    """
+    wanted = {"device": _device_of(root), "threads": num_threads}
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        kept = json.loads((root / _FILE).read_text())
+        rate, age = float(kept["bytes_a_second"]), time.time() - float(kept["measured_s"])
+        if {key: kept[key] for key in wanted} == wanted and 0 <= age < KEPT_SECONDS and 0 < rate < math.inf:
+            return rate
+    rate = probe_rate(root, num_threads)
+    if rate != SLOW_RATE:
+        part = root / f"{_FILE}.part"
+        with suppress(OSError):
+            part.write_text(json.dumps({"bytes_a_second": rate, "measured_s": time.time(), **wanted}))
+            os.replace(part, root / _FILE)
+    return rate
+
+
+def _device_of(root: Path) -> list[int]:
+    """Return numbers of the device and the file system that a folder lies on."""
+    try:
+        return [root.stat().st_dev, os.statvfs(root).f_fsid]
+    except OSError:
+        return []
 
 
 def probe_rate(root: Path, num_threads: int) -> float:

@@ -24,6 +24,7 @@ FOLDER = "holders"
 SESSION, SAVED = "session", "saved"
 MOST_SESSIONS = 1024
 MOST_SAVED = 1024  # contexts by name, of one model, of all keys
+MOST_SAVED_OF_KEY = 256  # of these, of one key, where there are keys
 _CHECK_DIGITS = 32
 
 
@@ -89,12 +90,16 @@ class Holders:
 
     def add(self, holder: Holder) -> None:
         """Take in a saved context; one of the same name is replaced. Raises OSError where it cannot be written, and
-        beyond MOST_SAVED.
+        beyond MOST_SAVED, or MOST_SAVED_OF_KEY of the same owner.
         """
         with self._lock:
-            num_saved = sum(one.kind == SAVED for one in self._holders.values())
-            if holder.key not in self._holders and num_saved >= MOST_SAVED:
-                raise OSError(errno.ENOSPC, f"{num_saved} contexts are saved, and no more than {MOST_SAVED}")
+            saved = [one.owner for one in self._holders.values() if one.kind == SAVED]
+            counts = [(len(saved), MOST_SAVED)]
+            if holder.owner:
+                counts.append((saved.count(holder.owner), MOST_SAVED_OF_KEY))
+            for number, most in counts:
+                if holder.key not in self._holders and number >= most:
+                    raise OSError(errno.ENOSPC, f"{number} contexts are saved, and no more than {most}")
             before, self._holders[holder.key] = self._holders.get(holder.key), holder
             try:
                 self.write(holder)
@@ -127,10 +132,11 @@ class Holders:
     def find(self, kind: str, owner: str, name: str) -> Holder | None:
         return self._holders.get(Holder(kind, owner, name).key)
 
-    def of(self, kind: str, owner: str) -> list[Holder]:
-        """Return an owner's holders of this kind, the one noted last first."""
+    def of(self, kind: str, owner: str | None) -> list[Holder]:
+        """Return an owner's holders of this kind, or those of all owners, the one noted last first."""
         with self._lock:
-            return [one for one in reversed(self._holders.values()) if (one.kind, one.owner) == (kind, owner)]
+            ones = reversed(self._holders.values())
+            return [one for one in ones if one.kind == kind and owner in (None, one.owner)]
 
     def held(self, kind: str | None = None) -> set[str]:
         """Return what holders of this kind hold; None: of any kind."""

@@ -131,8 +131,8 @@ class RecordFolder:
 
     def pin(self, saved: Iterable[str] = ()) -> None:
         """Keep what saved contexts hold, and nothing else, from being evicted. saved: what `begin_save` was told."""
-        pinned = self.holders.held(SAVED)
-        with self._lock:
+        with self._lock:  # also while it asks: another thread may have pinned more since
+            pinned = self.holders.held(SAVED)
             for file_name in saved:
                 self._saving.pop(file_name, None)
             for file_name, entry in self._entries.items():
@@ -195,10 +195,10 @@ class RecordFolder:
         log.warning("disk_record_damaged path=%s reason=%s", entry.path, reason)
 
     def remove(self, kind: str, name: str) -> None:
-        """Remove a record that is not wanted any more, unless somebody reads it."""
+        """Remove a record that is not wanted any more, unless somebody reads it, or it is saved, or being saved."""
         with self._lock:
             entry = self._entries.get(f"{name}.{kind}")
-            if entry is not None and not entry.num_leases:
+            if entry is not None and not self._is_kept(f"{name}.{kind}", entry):
                 self._forget(f"{name}.{kind}")
                 with suppress(OSError):
                     entry.path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from server.service.service import Service
 
 
 async def show_document(call: Call[Any]) -> Response:
-    document = _write(_limits_of(call.service), bool(call.service.key_digests))
+    document = _write(_limits_of(call.service), bool(call.service.keys.digests))
     return Response(document, media_type="application/json")
 
 

@@ -43,6 +43,18 @@ class SavedContext(Answer):
     created: Count
 
 
+class OwnedContext(SavedContext):
+    """A saved context and whose it is. `key_is_known`: false once the key that saved it is gone."""
+
+    owner: str
+    key_is_known: bool
+
+
+class SavedContextList(Answer):
+    object: Literal["list"]
+    data: list[OwnedContext]
+
+
 class SessionList(Answer):
     object: Literal["list"]
     data: list[Session]

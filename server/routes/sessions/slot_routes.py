@@ -18,8 +18,9 @@ from server.generation.prompt_tokens import Prompt, check_room, context_of
 from server.generation.session_name import MOST_CHARS
 from server.routes.generate import CLIENT_GONE, start_generation
 from server.routes.route import ENGINE_ERRORS, Call, Route, path_parameter
-from server.routes.sessions.session_answers import DeletedContext, Slot, SlotDone
-from server.routes.sessions.slot_bodies import NAME, SLOT, SlotBody, check_name
+from server.routes.sessions.saved_routes import unknown_name
+from server.routes.sessions.session_answers import Slot, SlotDone
+from server.routes.sessions.slot_bodies import SLOT, SlotBody, check_name
 
 _TOKEN_BYTES = 4
 _NO_DISK = "slots: this deployment keeps no contexts on disk; add a section `disk` to save and restore by name"
@@ -56,15 +57,6 @@ async def change_slot(call: Call[SlotBody]) -> Response | Tree:
     return await actions[given](call)
 
 
-async def delete_saved(call: Call[Any]) -> Tree:
-    """Delete a saved context. Raises ApiError 404 for one that is not there."""
-    name = call.path_value("filename")
-    gone = await call.service.supervisor.ask_sessions(call.owner, forget_saved=name)
-    if not gone.deleted:
-        raise _unknown_name(name)
-    return {"id": name, "object": "saved_context", "deleted": True}
-
-
 async def _save(call: Call[SlotBody]) -> Tree:
     began, name, (slot, session) = time.monotonic(), check_name(call.body.filename), _slot_of(call)
     told = await call.service.supervisor.ask(
@@ -77,6 +69,12 @@ async def _save(call: Call[SlotBody]) -> Tree:
     if told.code == "running":
         what = "id_slot: the conversation runs; save it once its answer is complete"
         raise ApiError(409, what, param="id_slot", code="slot_is_processing")
+    if told.code == "no_share":
+        what = (
+            "filename: nothing is saved: with what this key has saved it is more than a key may save "
+            "(disk.saved_gib_a_key); delete what is not needed, DELETE /v1/saved_contexts/{filename}"
+        )
+        raise ApiError(507, what, param="filename", code="not_saved")
     if told.code:
         what = (
             "filename: nothing is saved: the context is shorter than a block (disk.block_tokens), or nothing of it is "
@@ -97,7 +95,7 @@ async def _restore(call: Call[SlotBody]) -> Response | Tree:
     if saved.code == "no_disk":
         raise ApiError(501, _NO_DISK, code="disk_not_configured")
     if saved.code:
-        raise _unknown_name(name)
+        raise unknown_name(name)
     token_ids = list(memoryview(saved.tokens).cast("i"))
     prompt, limits = Prompt(token_ids, "", 0), call.service.supervisor.ready()
     body = CompletionBody(
@@ -147,11 +145,6 @@ def _unknown_slot(call: Call[Any]) -> ApiError:
     return ApiError(404, what, param="id_slot", code="slot_not_found")
 
 
-def _unknown_name(name: str) -> ApiError:
-    what = f"filename: no context is saved as {name[:80]!r}; GET /v1/sessions lists what is"
-    return ApiError(404, what, param="filename", code="context_not_found")
-
-
 _ACTION = {"name": "action", "in": "query", "required": True, "schema": {"enum": ["save", "restore", "erase"]}}
 ROUTES = (
     Route("get", "/slots", list_slots, "Conversations by number, as llama.cpp's server has them", list[Slot]),
@@ -166,13 +159,5 @@ ROUTES = (
         errors=(*ENGINE_ERRORS, 409, 501, 507),
         parameters=(path_parameter("id_slot", {"type": "string", "minLength": 1}), _ACTION),
         is_body_optional=True,
-    ),
-    Route(
-        "delete",
-        "/v1/saved_contexts/{filename}",
-        delete_saved,
-        "Delete a saved context",
-        DeletedContext,
-        parameters=(path_parameter("filename", NAME),),
     ),
 )
