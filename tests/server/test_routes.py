@@ -26,7 +26,7 @@ GUARDED = {"/v1/documents", "/v1/documents/{document_id}",
     "/tokenizer_info", "/server_info", "/v1/loads", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items", "/v1/embeddings", "/rerank", "/v1/rerank",
     "/v2/rerank", "/v1/sessions", "/v1/sessions/{session_id:path}", "/slots", "/slots/{id_slot}",
-    "/v1/saved_contexts/{filename}", "/v1/activity",
+    "/v1/saved_contexts", "/v1/saved_contexts/{filename}", "/v1/activity",
     *(f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "tags", "ps", "version", "show")),
     *(path for _, path in REFUSED),
 }  # fmt: skip
