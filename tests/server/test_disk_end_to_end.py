@@ -13,9 +13,11 @@ DISK = {"block_tokens": 64, "choose": "always"}
 CHAT = [{"role": "user", "content": f"{FILLER * 40}{NEEDLE} {FILLER * 40}\n\n{QUESTION}"}]
 
 
-def ask(url: str, messages: list[dict[str, str]]):
+def ask(url: str, messages: list[dict[str, str]], **extra: str):
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240)
-    return client.chat.completions.create(model="reference", messages=messages, temperature=0, max_tokens=24)
+    return client.chat.completions.create(
+        model="reference", messages=messages, temperature=0, max_tokens=24, extra_body=extra
+    )
 
 
 def await_written(url: str, process: Popen[str]) -> None:
@@ -46,10 +48,8 @@ def test_a_server_that_is_killed_goes_on_from_the_disk_and_says_so(tmp_path: Pat
     assert gauge(url, "tandem_cached_tokens_from_disk_total") == details.cached_tokens
     again = ask(url, more).usage.prompt_tokens_details
     assert again.cached_tokens_from == {"card": again.cached_tokens, "host": 0, "disk": 0}
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
-    (tmp_path / "cold").mkdir()
-    process, url = serve(tmp_path / "cold", {})
-    assert ask(url, more).choices[0].message.content == warm.choices[0].message.content
+    cold = ask(url, more, cache_salt="another, which finds nothing of ours")
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0
+    assert cold.choices[0].message.content == warm.choices[0].message.content
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
