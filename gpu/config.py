@@ -39,11 +39,11 @@ class ModelConfig(Settings):
     weights: Literal["bfloat16", "fp8", "int8", "int4"] | None = Field(
         None,
         description="matrices of a plain checkpoint are rounded to this as they are loaded, and stay so on a GPU; "
-        "bfloat16: as they are. A checkpoint that is quantised is served as it is, and wants no word here",
+        "bfloat16: as they are. Leave it out for a quantised checkpoint, which is served as it is",
     )
     products: Literal["own", "humming"] = Field(
         "own",
-        description="by whom matrices of few bits are multiplied on a GPU: kernels of our own, or the library "
+        description="kernels for quantised matrices on a GPU: Tandem's own, or the library "
         "humming-kernels (the extra `humming`), as far as it has them; the log names the others. Its kernels are "
         "compiled at the first start and kept in the user's cache folder",
     )

@@ -247,12 +247,12 @@ def _find_drafting(
     where, able = f"profiles.{name}.draft.profile", [one.name for one in methods.values() if one.drafts]
     choice = named[drafting].host if drafting in named else MethodChoice(method=drafting)
     method = methods.get(choice.method)
-    want = f"want {', '.join(able)}, or a profile of one"
+    wanted = f"wanted {', '.join(able)}, or a profile of one"
     if method is None:
-        raise ProfileError(f"{where}: {drafting!r} is no profile that drafts for others; {want}")
+        raise ProfileError(f"{where}: {drafting!r} is no profile that drafts for others; {wanted}")
     if not method.drafts:
         why = "it keeps no context in host memory" if method.slot != "host" else method.why_no_drafts
-        raise ProfileError(f"{where}: {drafting!r} does not draft for others: {why}; {want}")
+        raise ProfileError(f"{where}: {drafting!r} does not draft for others: {why}; {wanted}")
     verifying = next(part.method for part in parts if part.method.slot == "host")
     if verifying.reading is Reading.NONE:
         raise ProfileError(

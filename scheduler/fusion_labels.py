@@ -34,7 +34,7 @@ def parse_fusions(label: str, ratios: Sequence[float]) -> list[Fusion]:
     used = {"keep_tokens": name != VANILLA, "ratio": policy.chooses}
     for key in settings:
         if not used.get(key, policy.looks):
-            raise UnknownLabelError(f"policy {label!r}: {name} has no use for {key}; leave it out")
+            raise UnknownLabelError(f"policy {label!r}: {name} does not use {key}; leave it out")
     if name == VANILLA:
         return []
     own = settings.pop("ratio", None)

@@ -56,7 +56,7 @@ class ServerConfig(Settings):
         "none", description="key: a key never meets another one's prefixes, neither in `cached_tokens` nor in time"
     )
     max_body_mib: float = Field(16.0, gt=0, description="largest request body; a larger one is answered with 413")
-    max_bodies_mib: float = Field(256.0, gt=0, description="of all bodies that are being read; more: 503")
+    max_bodies_mib: float = Field(256.0, gt=0, description="of all request bodies in progress; more: 503")
     max_tokenize_kib: int = Field(1024, ge=1, description="characters (or ids) of a /tokenize or /detokenize, in Ki")
     max_connections: int | None = Field(
         None,
@@ -65,7 +65,9 @@ class ServerConfig(Settings):
     )
     header_seconds: float = Field(10.0, gt=0, description="for a request's headers, and for a first one to begin")
     body_seconds: float = Field(60.0, gt=0, description="for a request's body")
-    stall_seconds: float = Field(120.0, gt=0, description="a client that takes nothing for so long is let go")
+    stall_seconds: float = Field(
+        120.0, gt=0, description="close the connection of a client that reads nothing for this long"
+    )
     unknown_fields: Literal["auto", "refuse", "ignore"] = Field(
         "auto",
         description="a request's field that no table has: a 400 that names a near one, or ignored and named in "
@@ -104,10 +106,10 @@ class ServerConfig(Settings):
     drain_seconds: float = Field(60.0, ge=0, description="on SIGTERM, wait this long for open requests")
     restart_engine: bool = Field(True, description="start a new engine process when one dies")
     max_engine_failures: int = Field(
-        5, ge=1, description="so many engines in a row that hang or end within a minute of service end the program"
+        5, ge=1, description="exit after this many engines in a row hang or die within a minute of service"
     )
     engine_quiet_seconds: float = Field(
-        5.0, gt=0, description="an engine process without a sign of life for so long hangs; /health says so"
+        5.0, gt=0, description="without a heartbeat for this long the engine counts as hung; /health says so"
     )
     engine_silence_seconds: float = Field(
         120.0,

@@ -81,7 +81,7 @@ class HostConfig(Settings):
     def check_link(self) -> "HostConfig":
         if self.rows == "int4" and self.link_share:
             raise ValueError(
-                f"link_share: got {self.link_share} beside rows: int4, which the CPU reads alone; want 0, or rows: int8"
+                f"link_share: got {self.link_share} beside rows: int4, which only the CPU reads; wanted 0, or int8 rows"
             )
         return self
 

@@ -40,7 +40,7 @@ def keep_measured(path: Path, what: str, of: Mapping[str, Any], result: Mapping[
         written.write_text(json.dumps([*others, entry][-MOST_ENTRIES:], indent=1) + "\n")
         written.replace(path)
     except OSError as error:
-        log.warning("measured is not kept: path=%s reason=%s", path, error)
+        log.warning("measurements event=not_saved path=%s reason=%s", path, error)
 
 
 def _is_entry(entry: Any) -> bool:

@@ -1,6 +1,6 @@
-"""How many: experts on the card, rings of methods, windows, and pages of a window; where nobody says, by shares.
+"""Choose counts that are not configured: experts on the card, rings of methods, windows, window pages. No torch.
 
-No torch. Invariant: a count is what was asked for, or what leaves the others theirs.
+Invariant: a count is the configured one, or one that leaves the others their share.
 """
 
 from dataclasses import replace

@@ -44,8 +44,8 @@ def plan_draft_model(
         )
     if draft.has_own_window_heads:
         raise PlanError(
-            f"draft.model: {draft.name} keeps windows by themselves, where what is drafted would replace what is still "
-            "seen; choose another model"
+            f"draft.model: {draft.name} has sliding windows whose cells drafted tokens would overwrite; choose another "
+            "model"
         )
     device = resolve_device(gpu, machine)
     dtype = resolve_dtype(gpu, device)

@@ -1,4 +1,4 @@
-"""What a host tier asks for: which tokens and layers stay on the device, and bytes of each kind and place. No torch.
+"""State a host tier's memory: which tokens and layers stay on the device, and bytes by kind and place. No torch.
 
 Each number mirrors an allocation of the staging, the row transfer, the exchange or the store.
 """

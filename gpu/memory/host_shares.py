@@ -1,4 +1,4 @@
-"""How a deployment with a host tier shares its memory: KV pages, resident and dense, and offloaded KV. No torch.
+"""Share memory in a deployment with a host tier: KV pages, resident and dense, and offloaded KV. No torch.
 
 Invariants: beside the dense layers of the longest context, pages hold what keeps a sequence going
 (`HostDemand.floor_tokens`), and that context fits host memory.

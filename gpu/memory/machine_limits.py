@@ -1,6 +1,6 @@
-"""What a machine and the settings leave to choose: the device, its dtype, how pages hold rows, how much may be taken.
+"""Resolve the device, its dtype, the format of rows in pages and memory limits from the machine and the settings.
 
-No torch. Invariant: what is refused is refused by the setting's name.
+No torch. Invariant: an error names the setting to change.
 """
 
 import math

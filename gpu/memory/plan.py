@@ -1,8 +1,8 @@
-"""Where each byte of device and host memory goes, decided before anything is allocated. No torch.
+"""Plan each byte of device and host memory before anything is allocated. No torch.
 
-Knows the settings and a machine profile, so a plan can be made for a machine that is elsewhere; what the parts ask for
-is `gpu.memory.demand`'s. The invariant: the items of a place add up to no more than its limit, KV pages are whole, and
-they hold the longest context; with a host tier, `gpu.memory.host_shares` says what that takes.
+A plan is made from the settings and a machine profile, so the machine can be elsewhere; `gpu.memory.demand` states what
+each part needs. Invariant: the items of a place add up to no more than its limit, KV pages are whole, and they hold the
+longest context. With a host tier, `gpu.memory.host_shares` says what that takes.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What no plan can be made of: each says what was asked for, what there is, and which setting to change. No torch."""
+"""Errors of memory planning: each says what was asked for, what there is, and which setting to change. No torch."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a method counts while it serves, and what evaluations make of the numbers. No torch."""
+"""A method's counters while it serves, and how evaluations use them. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a method does on the device: before and after a layer of a decode step is read, and to keys that are offloaded.
+"""The device side of a method: hooks before and after a decode step reads a layer, and on keys that are offloaded.
 
 Invariant: what a method does is ordered by the device's stream alone and takes no decision on the host, so a step with
 it may be captured.
@@ -100,7 +100,7 @@ class Lent(Protocol):
 
 
 class DeviceSide:
-    """Does nothing; a method overrides what it has a part in.
+    """The default device side of a method: every hook does nothing, and a method overrides those that it needs.
 
     needs_host_reads: it has no part in steps without host reads, which may go without it. reuses: it has
     one in steps alone in which a row holds one of its rings, and is told of these and of prompts. makes_codes: whether

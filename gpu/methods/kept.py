@@ -1,4 +1,4 @@
-"""What of a context stays on the device when the rest is in host memory: tokens and layers. No torch."""
+"""The tokens and layers of a context that stay on the device when the rest is in host memory. No torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How prompts are attended to: what a method of the slot `prefill` does in each layer of a unit.
+"""The prefill side of a method: what a method of the slot `prefill` does in each layer of a unit.
 
 Invariant: what a query gets depends on the keys, values and queries of its own prompt up to its own position's aligned
 block, and on where the prompt ends, never on where units end or on what else is computed: so KV that the next layer

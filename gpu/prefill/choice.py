@@ -91,7 +91,7 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
         why = find_fault(attend, query[:most], keys[:, own], values[:, own], scale)
         if why is not None:
             out[name] = why
-            log.warning("prefill_attention candidate=%s is out: %s", name, why)
+            log.warning("prefill_attention event=rejected candidate=%s reason=%r", name, why)
     left = [name for name in kernels if name not in out]
     if "cudnn" in left:
         _make_plans(query, keys, values, scale)
@@ -156,7 +156,7 @@ def _square_gain(query: Tensor, keys: Tensor, values: Tensor, scale: float, whol
     """
     why = find_fault(attend_in_square, query, keys, values, scale)
     if why is not None:
-        log.warning("prefill_attention candidate=square is out: %s", why)
+        log.warning("prefill_attention event=rejected candidate=square reason=%r", why)
         return 0.0
     for size in range(LEAST_SQUARE, len(query) + 1, SQUARE_STEP):
         attend_in_square(query[:size], keys[:, :size], values[:, :size], scale)

@@ -72,7 +72,9 @@ class LayerGraphs:
                 self._capture_layer(layer, size, pages_of(layer), pool)
             self._sizes.append(size)
             replayed = seconds(shortest)
-            log.debug("prefill graphs of %d tokens: %.2f ms for %.2f", size, 1e3 * replayed, 1e3 * launched)
+            log.debug(
+                "prefill graphs of %d tokens: %.2f ms replayed, %.2f ms launched", size, 1e3 * replayed, 1e3 * launched
+            )
             if replayed >= launched:
                 self._sizes.pop()
                 for layer in layers:

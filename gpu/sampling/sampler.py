@@ -219,7 +219,7 @@ class Sampler:
         draw from its tokens alone.
         """
         states = [self._slots[slot] for slot in slots]
-        assert all(state is not None for state in states), f"sample: a slot of {slots} is not assigned"
+        assert all(state is not None for state in states), f"sample: unassigned slot among {slots}"
         given = {row: masks[slot] for row, slot in enumerate(slots) if slot in masks}
         reported = self._choose(logits, states, samples, given)  # type: ignore[arg-type]
         tokens = reported.clamp(min=0)

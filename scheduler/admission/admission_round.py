@@ -1,4 +1,4 @@
-"""What one round of admission has given away and seen refused, and what comes of it."""
+"""One round of admission: what it has admitted and refused, and what follows from that."""
 
 from dataclasses import dataclass, field
 

@@ -106,38 +106,38 @@ class Conversations:
     # --- what stays ---------------------------------------------------------------------------------------------------
 
     def rank_of(self, owner: int) -> float:
-        """Return until when what an owner left is kept, on the clock of what has gone; nobody's goes first."""
+        """Return the owner's eviction rank; the lowest goes first, unowned entries before all."""
         found = self._numbered.get(owner)
         if found is None:
             return -math.inf
         return math.inf if owner in self._pinned else found.rank
 
     def weight_of(self, owner: int) -> float:
-        """Return how often the cost of windows and states counts that an owner left; nobody's does not."""
+        """Return the factor of the cost of the owner's windows and states; 0 for unowned ones."""
         found = self._numbered.get(owner)
         if found is None:
             return 0.0
         return math.inf if owner in self._pinned else _weight(found)
 
     def num_favours(self, owner: int) -> int:
-        """Return how often a conversation that waits was kept by what was asked in its session."""
+        """Return how often requests of its session kept a waiting conversation alive."""
         found = self._numbered.get(owner)
         return found.num_favours if isinstance(found, Conversation) else 0
 
     def note_evicted(self, owner: int) -> None:
-        """Let all others grow older: what goes was worth this much."""
+        """Age all others: raise the clock to the evicted owner's rank."""
         found = self._numbered.get(owner)
         if found is not None:
             self._clock = max(self._clock, found.rank)
 
     def take_lowered(self) -> list[int]:
-        """Return the owners whose rank has fallen since the last call; fronts whose time is over are pinned no more."""
+        """Return the owners whose rank has fallen since the last call, and unpin expired fronts."""
         self._unpin(time.monotonic())
         lowered, self._lowered = self._lowered, []
         return lowered
 
     def forget(self, one: Conversation) -> None:
-        """Forget a conversation: what is left of it is nobody's."""
+        """Forget a conversation; its cached entries become unowned."""
         self._unlist(one)
         self._known.pop(one.number, None)
         self._numbered.pop(one.number, None)
@@ -146,17 +146,17 @@ class Conversations:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _find(self, hashes: list[bytes], num_blocks: int, owner: str) -> Conversation | None:
-        """Return the owner's conversation whose last prompt this one begins with, the longest such."""
+        """Return the owner's longest conversation whose last prompt is a prefix of this one."""
         ends = (self._ending.get((owner, digest)) for digest in reversed(hashes[:num_blocks]))
         return next((one for one in ends if one is not None), None)
 
     def _free_slot(self, owner: str) -> int:
-        """Return the least number that no conversation of the owner has."""
+        """Return the lowest slot that no conversation of the owner has."""
         taken = {one.slot for one in self._known.values() if one.owner == owner}
         return next(slot for slot in count() if slot not in taken)
 
     def _give_slot(self, one: Conversation, slot: int) -> None:
-        """Give a conversation the number that its request asks for; who has it takes another. Less than 0: none."""
+        """Give a conversation the slot its request asks for, and its holder another. Below 0: none asked."""
         if slot < 0 or one.slot == slot:
             return
         for other in self._known.values():

@@ -1,9 +1,8 @@
-"""Which of equal things is given up first: what costs least to make again, and was used longest ago.
+"""Choose which entry to evict: the cheapest to recompute, then the least recently used.
 
-Young: On-line file caching, SODA 1998 (GreedyDual). A thing is worth its cost above a floor, when it comes and whenever
-it is used; the one of the least worth goes, and its worth is the floor from then on. Of equal costs the one goes that
-was used longest ago. What an owner says of its things counts: how often their cost counts, and whether they were kept
-alive by others that used something else.
+Young: On-line file caching, SODA 1998 (GreedyDual). An entry's priority is a floor plus its cost, set when it is put
+in and at each use. The entry of the lowest priority is evicted, and the floor rises to its priority. Of equal costs the
+least recently used one goes. An owner's weight multiplies the cost of its entries.
 """
 
 import math
@@ -17,8 +16,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Owners(Protocol):
-    """Who left things. weight_of(owner): how often the cost of its things counts; infinite: they go last. num_favours:
-    how often it was kept alive by what others did.
+    """The owners of cached entries, and how much each counts. weight_of(owner): the factor of its entries' cost;
+    infinite: they go last. num_favours: how often others' use kept its entries alive.
     """
 
     def weight_of(self, owner: int) -> float: ...
@@ -26,8 +25,8 @@ class Owners(Protocol):
     def num_favours(self, owner: int) -> int: ...
 
 
-class Alike:
-    """Owners of which none counts more than another."""
+class EqualOwners:
+    """Give every owner the same weight."""
 
     def weight_of(self, owner: int) -> float:
         return 1.0
@@ -37,7 +36,7 @@ class Alike:
 
 
 @dataclass(slots=True)
-class _Thing:
+class _Entry:
     cost: float
     owner: int
     floor: float
@@ -45,34 +44,34 @@ class _Thing:
 
 
 class EvictionOrder(Generic[Key]):
-    """Things by key, with their costs and owners, of which `owners` tells at the time of a choice."""
+    """Hold entries by key with their costs and owners; `owners` is asked when one is evicted."""
 
     def __init__(self, owners: Owners | None = None) -> None:
-        self.owners: Owners = owners or Alike()
-        self._things: dict[Key, _Thing] = {}  # used last last
+        self.owners: Owners = owners or EqualOwners()
+        self._things: dict[Key, _Entry] = {}  # the least recently used one first
         self._floor = 0.0
 
     def put(self, key: Key, cost: float, owner: int = NOBODY) -> None:
-        """Take in a thing, or note that it is used."""
+        """Add an entry, or note that it is used."""
         self._things.pop(key, None)
-        self._things[key] = _Thing(cost, owner, self._floor, self.owners.num_favours(owner))
+        self._things[key] = _Entry(cost, owner, self._floor, self.owners.num_favours(owner))
 
     def touch(self, key: Key) -> None:
-        """Note that a thing is used."""
+        """Note that an entry is used."""
         self.put(key, self._things[key].cost, self._things[key].owner)
 
     def remove(self, key: Key) -> None:
         del self._things[key]
 
     def pop(self) -> Key:
-        """Remove and return what is to go."""
+        """Remove and return the key to evict."""
         key = min(self._things, key=lambda key: self._worth(self._things[key]))
         thing = self._things.pop(key)
         worth = self._worth(thing)
         self._floor = max(self._floor, thing.floor + thing.cost if worth == math.inf else worth)
         return key
 
-    def _worth(self, thing: _Thing) -> float:
+    def _worth(self, thing: _Entry) -> float:
         num_favours, weight = self.owners.num_favours(thing.owner), self.owners.weight_of(thing.owner)
         if num_favours != thing.num_favours:  # the floor has not risen since: only a choice raises it
             thing.num_favours, thing.floor = num_favours, self._floor

@@ -97,7 +97,7 @@ class Windows:
         return max(self._host.last_end(hashes, num_blocks, step), *ends, 0)
 
     def first_end(self, sequence: Sequence) -> int:
-        """Behind how many of its blocks a prompt may begin at least, once this one's is computed and kept; 0: none."""
+        """Return after how many blocks a later prompt can start, at least; 0: none."""
         if sequence.branches:
             return min(branch.end for branch in sequence.branches) // self._page_tokens
         num_tokens = sequence.num_tokens
@@ -153,7 +153,7 @@ class Windows:
             self._writes.append(StateMove(sequence.window, place, is_up=True))
 
     def _branch(self, sequence: Sequence, source: int | None, num_blocks: int, num_seen_blocks: int) -> None:
-        """If nobody leaves one there already, and there is a window for it: one that is kept, where it saves enough."""
+        """Plan a window at this prefix's end if none is planned, one is free and it saves enough work."""
         end, is_long = num_seen_blocks * self._page_tokens, num_seen_blocks - num_blocks >= _LONG_BRANCH_BLOCKS
         written = max(end, 0 if source is None else self._written[source])
         kept = self._kept_ends(sequence, written, num_seen_blocks)

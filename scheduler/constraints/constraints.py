@@ -137,7 +137,7 @@ class Constraint:
         return bool(is_in) and token_id not in self._banned(output)
 
     def _banned(self, output: Sequence[int]) -> list[int]:
-        """Behind what the request has, and what is taken."""
+        """Return the tokens banned after the request's output and the tokens taken ahead."""
         if not self._followers:
             return []
         behind = [*output, *self._taken]

@@ -1,7 +1,7 @@
-"""How often a draft's token is drawn, as seen: by what speaks for it, and for each request.
+"""Estimate how often drafted tokens are accepted: by the source's evidence for them, and for each request.
 
-A proposal that nobody computed ahead is judged as well, once the tokens that it guessed have come. So acceptance is
-known before the first draft, and where drafts are off. Older sights fade.
+A proposal that was not computed ahead is judged as well, once the tokens that it guessed have come. So acceptance is
+known before the first draft, and where drafts are off. Older observations decay.
 """
 
 from bisect import bisect_right

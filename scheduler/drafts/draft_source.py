@@ -1,7 +1,6 @@
-"""What proposes tokens: one source a request, which sees the tokens that the request has and guesses those that follow.
+"""Draft sources: each request has one, which sees the request's tokens and proposes the next ones.
 
-A source is never asked to be right. What it proposes is computed beside the token that is fed, and what the model draws
-decides.
+Proposed tokens are computed beside the token that is fed, and accepted only if the model draws them.
 """
 
 from collections.abc import Sequence

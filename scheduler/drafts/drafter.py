@@ -1,4 +1,4 @@
-"""What one request's drafts are made of: its source, and how its guesses have done."""
+"""One request's drafter: its draft source, and how often its proposals were accepted."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
-"""What one request's drafts are made of where another profile drafts them, on the device: how long they may be, and how
-they have done.
+"""One request's drafter where another profile drafts on the device: how long drafts may be, and how often they were
+accepted.
 """
 
 from gpu.config import DraftConfig

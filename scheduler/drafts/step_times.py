@@ -1,8 +1,8 @@
-"""What decode steps take, with and without drafts, by their rows: the wall time from one to the next.
+"""Measure the wall time of decode steps, with and without drafts, by their rows.
 
 A step with drafts takes until the next one can be launched, since that waits for its result. A step without is launched
-behind the one before it, and takes from that one's end to its own. Steps with prefill beside, or of other sequences
-than the one before, tell nothing. A time that is old is forgotten, so that it is measured again.
+before the last one ends, and takes from that one's end to its own. Steps with prefill beside them, or of other
+sequences than the step before, are not counted. Old times are dropped, so that they are measured again.
 """
 
 from collections import deque

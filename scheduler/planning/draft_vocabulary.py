@@ -1,4 +1,4 @@
-"""Whether two models have one vocabulary, as one that drafts for the other must: a draft is of token ids."""
+"""Check that a draft model has the vocabulary of the model it drafts for: a draft is of token ids."""
 
 from pathlib import Path
 

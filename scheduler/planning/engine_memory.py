@@ -53,7 +53,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
             "by `ngram`"
         )
     if config.disk is not None and not config.scheduler.prefix_cache:
-        raise PlanError("disk: contexts there are prefixes, and scheduler.prefix_cache is false; leave one of them out")
+        raise PlanError("disk needs scheduler.prefix_cache: true, and it is false; change it, or leave out disk")
     draft = _plan_draft_model(config, profiles, architecture, machine)
     share_out = partial(
         plan_memory,
@@ -248,7 +248,7 @@ def _plan_draft_model(
     shape = load_architecture(ModelConfig(path=path))
     why = find_other_vocabulary(config.model, architecture.vocab_size, path, shape.vocab_size)
     if why is not None:
-        raise PlanError(f"profiles.{name}.draft.model: {why}; want a model of the same vocabulary")
+        raise PlanError(f"profiles.{name}.draft.model: {why}; wanted a model of the same vocabulary")
     longest = scheduler.max_context_tokens or architecture.max_context_tokens
     try:
         return plan_draft_model(

@@ -123,10 +123,11 @@ class CostModel:
         fit.observe(np.sum(terms, axis=0), seconds)
 
     def room_for_runs(self, rows: Rows, num_rows: int, cells: int, target_seconds: float) -> tuple[int, int]:
-        """Of a decode step of so many rows over contexts of `cells` together: how many tokens that are known may have
-        rows beside these, and how many cells these may read. All of them together take less than a step each would,
-        which reads the weights, too; but others wait for them: for a share of what they wait for anyhow. One that runs
-        alone keeps to the target.
+        """Return how many rows of known tokens a decode step may add, and how many cells these rows may read.
+
+        The step has num_rows rows over contexts of `cells` together. Known tokens in one step take less time than a
+        step each. But the other rows wait for them, so they may add a fixed share to the step. A sequence that runs
+        alone may use the time up to the target.
         """
         seconds, row_seconds = self.decode_seconds[rows], self._known_seconds[rows]
         share = _RUN_SHARE
@@ -136,8 +137,10 @@ class CostModel:
         return int(min(most_rows, _MANY)), int(share * (self._weight_cells(num_rows) + cells))
 
     def observe_decode(self, rows: Rows, seconds: float, num_known: int) -> None:
-        """num_known: of its rows, those of known tokens. What such a row adds is learnt beside what steps take without
-        (normalised least mean squares); one slow step is none, and what is not seen is forgotten, or tried no more.
+        """Learn from a decode step, of whose rows num_known are of known tokens.
+
+        The time of such a row is fitted beside that of steps without (normalised least mean squares). A single slow
+        step is ignored. An estimate that is not seen again decays.
         """
         if seconds <= 0:
             return

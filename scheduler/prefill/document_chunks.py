@@ -201,9 +201,10 @@ class Documents:
     def next_job(
         self, job_id: int, waiting: Iterable[Sequence], room_tokens: int, is_idle: bool
     ) -> JobInProgress | None:
-        """Chunks that are computed next, of what fits: those that the first ones wait for, or, where there is nothing
-        else to do or these were overtaken often enough, those that are to be stored. Only of the first one's are there
-        ever more than the library has room for: who waits for long holds little, and a slow disk is waited for.
+        """Return the next chunks to compute, of what fits, or None.
+
+        Chunks that the first waiting requests need come first. Chunks to be stored come when the engine is idle, or
+        after they were overtaken often enough. Only the first request's chunks may exceed the library's room.
         """
         prompts: list[PrefillPrompt] = []
         most, room_bytes, is_due = min(self._most_tokens, room_tokens), self._room_bytes, self.is_due

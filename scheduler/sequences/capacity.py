@@ -162,7 +162,7 @@ class Capacity:
                 )
 
     def _limits(self, profile: Profile) -> list[tuple[int, str, str]]:
-        """Most tokens of a sequence, what bounds them, and the key to raise."""
+        """Return the limits of a sequence: its most tokens, what bounds them, and the key to raise."""
         limits = [
             (self.max_context_tokens, "the context is", "scheduler.max_context_tokens"),
             (self.max_hidden_tokens, "hidden states fit", "scheduler.prefill.max_hidden_tokens"),

@@ -1,4 +1,4 @@
-"""What the result of a launched plan is read by."""
+"""A launched plan, with what is needed to read its result."""
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ class BodyMemory:
         Raises ApiError 503, and counts nothing, if all bodies together would exceed their limit.
         """
         if self.num_taken_bytes + num_bytes > self._all_mib * 2**20:
-            what = f"server: bodies that are being read take all of {self._all_mib:g} MiB (server.max_bodies_mib)"
+            what = f"server: request bodies in progress use all {self._all_mib:g} MiB (server.max_bodies_mib)"
             raise unavailable(what, "overloaded", self._retry_after_seconds)
         self.num_taken_bytes += num_bytes
 

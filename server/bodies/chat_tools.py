@@ -84,7 +84,7 @@ def check_tools(tools: list[Tool], choice: str | ChosenTool | None) -> None:
             raise invalid(f"tools[{i}].function.name", f"got {name!r} a second time; wanted a name of its own")
         names.add(name)
         if parameters and parameters.get("type", "object") != "object":
-            raise invalid(f"tools[{i}].function.parameters.type", "wanted 'object': arguments have names")
+            raise invalid(f"tools[{i}].function.parameters.type", "wanted 'object'")
         if not isinstance(parameters.get("properties", {}), dict):
             raise invalid(f"tools[{i}].function.parameters.properties", "wanted an object")
     if choice in ("required", "any") and not tools:

@@ -33,18 +33,18 @@ from server.bodies.generation_bodies import (
 from server.bodies.ranges import MAX_CHOICES, MAX_TOP_LOGPROBS, RANGES
 from server.bodies.schema_limits import NULL, SCHEMAS, BodyLimits, SchemaLimits, Tree, prompts, refer_to, unless
 
-_ONE_ENGINE = "forms of answers have one engine here"
-_ONE_SPACE = "between JSON's tokens stands one space or nothing"
-_NO_TOOLS = "tools are called as `tools`, not so"
-TEXT_ONLY = "text alone is read and written by this server"
-OWN_TEMPLATE = "the chat template and how a chat goes on are the deployment's"
+_ONE_ENGINE = "only one grammar engine is available"
+_ONE_SPACE = "whitespace in JSON answers is fixed: one space or none"
+_NO_TOOLS = "use `tools`; this older field is not supported"
+TEXT_ONLY = "only text is supported"
+OWN_TEMPLATE = "set by the deployment, not by requests"
 _NO_REASONING = "send `reasoning_effort` or `chat_template_kwargs`"
-_NO_SHARDS = "one engine does all of a request's work here"
-_OWN_DECODING = "this way of decoding is not offered"
+_NO_SHARDS = "requests are not split between engines"
+_OWN_DECODING = "this decoding method is not supported"
 NOT_REPORTED = "not reported by this server"
 LABEL = "a label of the client's own"
 OWN_CACHE = "prefixes are kept as long as there is room, without being asked; `cache_salt` keeps them apart"
-WHOLE_HISTORY = "a history is read whole, or is too long for the context"
+WHOLE_HISTORY = "the history is not shortened; one that is too long is refused"
 CACHED = "prefixes are kept as long as there is room, without being asked"
 
 _PARAMETERS = {
@@ -283,7 +283,7 @@ GENERATION: dict[str, Rule] = {
     **no_effect(OWN_CACHE, "prompt_cache_options", "prompt_cache_retention"),
     **no_effect("reasoning is always sent apart, as `reasoning_content`", "include_reasoning", "separate_reasoning",
            "stream_reasoning"),
-    **no_effect("chats are not kept by this server; the answer is the same", "store"),
+    **no_effect("chats are not stored; the answer is the same without it", "store"),
     **refused("all requests have one tier here", "service_tier", at=("auto", "default")),
     **refused("the header x-request-id names a request", "request_id", "rid"),
     # vLLM's structured outputs by their former names; SGLang's

@@ -1,6 +1,6 @@
-"""What is wrong with a body that is not JSON, in words for its sender: the place, what stands there, what was meant.
+"""Explain to a client why a body is not JSON: the place, the text there and what was probably meant.
 
-Knows the decoder's messages and the text. Looks at the text only where it failed.
+Only the text around the decoder's error is looked at.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""The values that a field of a body may have, where its type names them: for messages about one that it may not.
-
-Knows types alone.
-"""
+"""Find the values that a body field's type allows, for errors about other values."""
 
 import re
 from collections.abc import Iterator

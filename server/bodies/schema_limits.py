@@ -1,4 +1,4 @@
-"""What the JSON Schema of a request body says beyond its types: the limits that checks by hand enforce."""
+"""The limits in a request body's JSON Schema beyond its types, as hand-written checks enforce them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -20,7 +20,7 @@ def require_free_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except socket.gaierror as error:
             raise ConfigError(
-                f"server.host: {host!r} is no address of this machine ({error.strerror}); give another --host"
+                f"server.host: {host!r} is not an address of this machine ({error.strerror}); give another --host"
             ) from None
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)

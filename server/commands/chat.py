@@ -1,8 +1,7 @@
 """`tandem chat`: a conversation with a running server, in the terminal. Any OpenAI-compatible server will do.
 
-Knows HTTP and the terminal, nothing of the engine. Ctrl-C stops the answer (closing the stream frees its request on the
-server) and not the program; what had come of the answer stays in the conversation, and a question of whose answer
-nothing had come is taken back.
+Ctrl-C stops the answer and not the program; closing the stream frees its request on the server. The part of the answer
+that had come stays in the conversation. If nothing had come, the question is taken back.
 """
 
 import json
@@ -174,10 +173,10 @@ def describe_answer(usage: dict[str, Any], first_s: float | None, seconds: float
 
 
 def describe_cached(details: dict[str, Any]) -> str:
-    """Return how many tokens of a prompt were kept from before, and where, if the server says so."""
+    """Return how many tokens of a prompt were cached, and where, if the server says so."""
     places = {"card": "on the card", "host": "in host memory", "disk": "on disk"}
     by_place = {place: number for place, number in (details.get("cached_tokens_from") or {}).items() if number}
-    told = f"{details.get('cached_tokens') or 0:,} of them kept from before"
+    told = f"{details.get('cached_tokens') or 0:,} of them cached"
     passed = (details.get("passed_over_on_disk") or {}).get("computing_is_faster") or 0
     computed = [f"{passed:,} on disk that were faster to compute"] if passed else []
     return ", ".join(

@@ -1,6 +1,6 @@
 """The reference page of the configuration, written from the models: `python -m server.commands.configuration_page`.
 
-Knows pydantic fields and Markdown. The page in `docs/` is what this module writes, to the letter; a test compares them.
+The page in `docs/` is exactly what this module writes; a test compares them.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""What the machine has, and whether it and the installed libraries fit each other.
+"""Report what the machine has, and whether it and the installed libraries fit each other.
 
-Looks and reports; changes nothing and loads no library that it reports on (versions come from package metadata). Each
+It changes nothing and imports no library that it reports on (versions come from package metadata). Each
 finding is `good`, `note` (works, could be better; says how) or `bad` (will not work; says what to do).
 """
 

@@ -1,8 +1,7 @@
-"""`tandem documents`: documents of a running server, from the terminal: files are added, and what is there is listed
-and deleted.
+"""`tandem documents`: add, list and delete the documents of a running server from the terminal.
 
-Knows HTTP and the terminal, nothing of the engine. A file that was added before is the same document, so an addition
-that was interrupted is simply run again. One file's fault does not keep the others out; a server that is gone does.
+A file that was added before is the same document, so an interrupted addition can simply be run again. One file's error
+does not stop the others; a lost server does.
 """
 
 import asyncio

@@ -55,7 +55,7 @@ class Launch:
 
 
 def _claude(target: Target) -> Launch:
-    """The header line and the count of tokens would be left out by the server as well; small work is the model's."""
+    """Return how to start Claude Code: every model name of its own is the served model."""
     models = ("MODEL", "SMALL_FAST_MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
     return Launch(
         ["claude"],

@@ -1,4 +1,4 @@
-"""How `tandem plan` shows placements beside one another: as a table for people, or as plain data. Decides nothing."""
+"""Show placements side by side for `tandem plan`: as a table, or as plain data."""
 
 from dataclasses import asdict
 from typing import Any
@@ -70,7 +70,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             continue
         console.print(line, highlight=False, markup=False)
     share = f"of the keys on the host a query head reads {100 * comparison.share_read:.1f} % where it samples"
-    console.print(f"bytes over rates, nothing overlapped; {share}", highlight=False)
+    console.print(f"estimates: bytes divided by rates, without overlap; {share}", highlight=False)
     of = comparison.rates.of  # those of a core count where experts lie in host memory alone
     rates = ", ".join(f"{name} {of[name]:g}" for name in of if comparison.experts or not name.startswith("core_"))
     console.print(f"rates: {rates}: {comparison.rates.text}", highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""What `tandem plan` shows: a resolved plan as tables for people, or as plain data. Decides nothing."""
+"""Show a resolved plan for `tandem plan`: as tables, or as plain data."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
-"""What must hold before a deployment is served, and is therefore asked by `tandem plan` too: one list of refusals.
+"""Check a deployment before it is served or planned by `tandem plan`.
 
-Looks at settings, files' headers and packages; loads no weights. The memory's own refusals are
-`plan.py`'s.
+Settings, files' headers and packages are checked, and no weights are loaded. Memory is checked by `plan.py`.
 """
 
 import subprocess
@@ -59,8 +58,8 @@ def require_settings(deployment: Deployment) -> None:
     most = min(prefill.chunk_tokens, prefill.max_hidden_tokens or prefill.chunk_tokens)
     if documents is not None and documents.chunk_tokens > most:  # longer ones would be computed with each prompt
         raise ConfigError(
-            f"documents.chunk_tokens: asked {documents.chunk_tokens}, but a unit of prefill has {most} at most, and a "
-            "chunk is no longer than one; lower it, or raise scheduler.prefill.chunk_tokens"
+            f"documents.chunk_tokens: got {documents.chunk_tokens}; wanted at most {most}, a prefill unit's; "
+            "lower it, or raise scheduler.prefill.chunk_tokens"
         )
 
 

@@ -1,7 +1,7 @@
 """Print what `tandem serve` does while it starts: a line for each stage with its seconds, and last a request to try.
 
 On a terminal the stage under way has a line of its own that moves; elsewhere a line every few seconds says how far it
-is. Knows nothing of how a server starts.
+is.
 """
 
 import json

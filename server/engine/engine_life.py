@@ -1,4 +1,4 @@
-"""One life of the engine process: its sockets, its start and its end. Knows messages, not requests.
+"""One life of the engine process: its sockets, its start and its end.
 
 Each life has sockets of its own in a private folder, so nothing of a dead engine reaches the next one.
 """

@@ -18,41 +18,41 @@ _SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1
 
 
 MASK_COUNTERS = {
-    "held_requests": "requests that are held to a grammar, to tokens or to min_tokens",
-    "masks": "draws of theirs that were from some tokens alone",
-    "mask_seconds": "the engine made masks for them",
-    "jumps": "runs of tokens that a grammar left no choice of, computed in one step each",
-    "jumped_tokens": "tokens in them",
+    "held_requests": "requests with a grammar, allowed tokens or min_tokens",
+    "masks": "token draws restricted by a mask",
+    "mask_seconds": "seconds spent making token masks",
+    "jumps": "runs of tokens forced by a grammar, computed in one step each",
+    "jumped_tokens": "tokens in runs forced by a grammar",
 }
 DRAFT_COUNTERS = {
     "steps": "decode steps with drafted tokens",
-    "proposed": "tokens that drafts had them compute",
-    "accepted": "of these, tokens that were drawn",
-    "declined": "decode steps that had something to draft and did not, since it does not pay",
-    "model_seconds": "a draft model took",
+    "proposed": "drafted tokens computed",
+    "accepted": "drafted tokens accepted",
+    "declined": "decode steps that did not draft because it would be slower",
+    "model_seconds": "seconds spent in the draft model",
 }
 CHUNK_COUNTERS = {
-    "written": "chunks of documents that were written to the disk",
-    "refused": "chunks that were not: no room, or the disk refused, or no numbers; see the log",
-    "evicted": "files of chunks that made room for others",
-    "set_aside": "files that were not what they were stored as, and are not read again",
-    "lost": "of these, those of which a layer was found out while a prompt read it, and computed it anew",
+    "written": "document chunks written to disk",
+    "refused": "document chunks not written (disk full, I/O error, non-finite values); see the log",
+    "evicted": "files of document chunks evicted for others",
+    "set_aside": "corrupt files of document chunks, which are not read again",
+    "lost": "corrupt files of document chunks found while a prompt read them, which computed the layer again",
 }
 DISK_COUNTERS = {
-    "bytes_written": "bytes of contexts that were written to the disk",
-    "bytes_read": "bytes of contexts that were read from the disk",
-    "written": "blocks of contexts that were written to the disk",
-    "refused": "blocks that were not: no room, or the disk refused; see the log",
-    "capped": "blocks that were not, since the day's limit was reached",
-    "declined": "blocks that were not, since to compute them again is faster than to read them",
-    "evicted": "blocks on disk that made room for others",
-    "damaged": "blocks on disk that were not what they were stored as, and are computed anew",
-    "failed": "reads that failed for want of open files or memory; the blocks stay, others are computed meanwhile",
+    "bytes_written": "bytes of contexts written to disk",
+    "bytes_read": "bytes of contexts read from disk",
+    "written": "context blocks written to disk",
+    "refused": "context blocks not written because the disk was full or failed; see the log",
+    "capped": "context blocks not written because the daily limit was reached",
+    "declined": "context blocks not written because computing them again is faster than reading them",
+    "evicted": "context blocks on disk evicted for others",
+    "damaged": "corrupt context blocks on disk, which are computed again",
+    "failed": "disk reads that failed for lack of open files or memory; the blocks stay on disk",
 }
 EXPERT_COUNTERS = {
-    "fetched": "experts in host memory that came over the link one by one, for decode steps and short prompts",
-    "copied": "experts in host memory that came with all of their layer's, for prompts",
-    "computed": "experts in host memory that the CPU computed where they lie, each once a layer of a decode step",
+    "fetched": "experts copied from host memory one by one, for decode steps and short prompts",
+    "copied": "experts copied from host memory a whole layer at a time, for prompts",
+    "computed": "experts in host memory computed by the CPU, each counted once per layer of a decode step",
 }
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -74,27 +74,30 @@ class Metrics:
         self.prefix_queries = self._counter("tandem_prefix_cache_query_tokens", "prompt tokens looked up, once each")
         self.prefix_hits = self._counter("tandem_prefix_cache_hit_tokens", "prompt tokens found")
         self._turns = self._counter(
-            "tandem_turns", "prompts that go on from an answer, by where they part from what was computed", ["parted"]
+            "tandem_turns", "prompts that continue an answer, by where they differ from what was computed", ["parted"]
         )
         self._turn_tokens = self._counter(
-            "tandem_turn_tokens_parted", "tokens of the turn before behind that, which are computed anew", ["parted"]
+            "tandem_turn_tokens_parted",
+            "tokens of the previous turn after that difference, which are computed again",
+            ["parted"],
         )
         self._left_out = self._counter(
-            "tandem_prompt_texts_left_out", "texts of system messages that server.left_out left out", ["pattern"]
+            "tandem_prompt_texts_left_out", "texts removed from system messages by server.left_out", ["pattern"]
         )
         self.preemptions = self._counter(
-            "tandem_preemptions", "times a running or prefilling request gave up its pages; its tokens stay"
+            "tandem_preemptions",
+            "times a running or prefilling request was preempted: its pages are freed, its tokens stay",
         )
         self.recomputed = self._counter(
             "tandem_preempted_tokens_recomputed",
-            "tokens that preempted requests had computed, and computed again when they were resumed",
+            "tokens of preempted requests computed again when they resumed",
         )
         self.engine_steps = self._counter("tandem_engine_steps", "engine steps")
         self.engine_step_s = self._counter("tandem_engine_step_seconds", "time spent in engine steps")
         self.engine_restarts = self._counter("tandem_engine_restarts", "engine processes started after the first")
         self.host_bytes = self._gauge("tandem_host_bytes_used", "host memory of offloaded contexts")
         self.host_bytes_promised = self._gauge(
-            "tandem_host_bytes_promised", "of host memory: what contexts have and may still take, by admission's count"
+            "tandem_host_bytes_promised", "host memory that contexts have and may still take, as admission counts it"
         )
         self.host_bytes_capacity = self._gauge("tandem_host_bytes_capacity", "host memory that contexts may take")
         self.host_contexts = self._gauge("tandem_host_contexts", "contexts in host memory, idle ones among them")
@@ -104,11 +107,11 @@ class Metrics:
         )
         self.host_tokens_resident = self._gauge(
             "tandem_host_tokens_resident",
-            "tokens with KV pages on the device, of contexts that have a part in host memory, windows among them",
+            "resident tokens of contexts that are partly in host memory, windows included",
         )
         self.host_tokens_reloaded = self._counter(
             "tandem_host_tokens_reloaded",
-            "tokens that were reloaded to KV pages of the device, where these were free",
+            "tokens reloaded from host memory to free KV pages",
         )
         self.host_segments = self._gauge("tandem_host_segments", "segments of tokens with tables of their own")
         self.host_tables_built = self._counter("tandem_host_tables_built", "hash tables of a layer of a segment built")
@@ -118,35 +121,41 @@ class Metrics:
                 "sampled answers, of a head in a layer, whose standard error was estimated",
             ),
             "answers_heavy": self._counter(
-                "tandem_host_answers_heavy", "of these, answers in which a key has more than a tenth of the weight"
+                "tandem_host_answers_heavy", "sampled answers in which a key has more than a tenth of the weight"
             ),
             "answers_beyond": self._counter(
                 "tandem_host_answers_beyond_bound",
-                "answers with no such key whose error is beyond host.sampled.errors.bound",
+                "sampled answers without a heavy key whose error exceeds host.sampled.errors.bound",
             ),
             "answers_heavy_beyond": self._counter(
-                "tandem_host_answers_heavy_beyond_bound", "answers with such a key whose error is beyond it"
+                "tandem_host_answers_heavy_beyond_bound",
+                "sampled answers with a heavy key whose error exceeds host.sampled.errors.bound",
             ),
-            "steps_beyond": self._counter("tandem_host_steps_beyond_bound", "decode steps with an answer beyond it"),
+            "steps_beyond": self._counter(
+                "tandem_host_steps_beyond_bound", "decode steps with a sampled answer whose error exceeds the bound"
+            ),
             "answers_in_full": self._counter(
-                "tandem_host_answers_in_full", "answers read in full for host.sampled.errors.epsilon, audits among them"
+                "tandem_host_answers_in_full", "answers read in full for host.sampled.errors.epsilon, audits included"
             ),
         }
         self.host_tables_failed = self._counter(
-            "tandem_host_tables_failed", "hash tables that could not be built: the layer of the segment is read exactly"
+            "tandem_host_tables_failed",
+            "hash tables that could not be built; that layer of the segment is read exactly",
         )
         self.host_tokens_covered = self._counter(
             "tandem_host_tokens_covered", "offloaded tokens that decode attended to, in each layer and head"
         )
-        self.host_rows_read = self._counter("tandem_host_rows_read", "keys that the CPU read for them")
+        self.host_rows_read = self._counter("tandem_host_rows_read", "keys of offloaded tokens that the CPU read")
         self.host_rows_left_out = self._counter(
-            "tandem_host_rows_left_out", "rows that a decode step went without, since rows or tables were on their way"
+            "tandem_host_rows_left_out", "rows left out of a decode step because rows or tables had not arrived"
         )
         self.host_ready_s = self._counter(
-            "tandem_host_ready_seconds", "decode waited for offloads to land and tables to stand"
+            "tandem_host_ready_seconds", "seconds that decode waited for offloads and hash tables"
         )
-        self.host_wait_s = self._counter("tandem_host_wait_seconds", "the CPU waited for a layer's queries")
-        self.host_attend_s = self._counter("tandem_host_attend_seconds", "the CPU attended")
+        self.host_wait_s = self._counter(
+            "tandem_host_wait_seconds", "seconds that the CPU waited for a layer's queries"
+        )
+        self.host_attend_s = self._counter("tandem_host_attend_seconds", "seconds of attention on the CPU")
         self.rings_free = self._gauge("tandem_reuse_rings_free", "rings that no sequence holds")
         self._method_counters = list_counters()
         self.methods: dict[str, Gauge | Counter] = {}  # of those that the engine has
@@ -155,28 +164,33 @@ class Metrics:
         self.drafts = {name: self._counter(f"tandem_draft_{name}", what) for name, what in DRAFT_COUNTERS.items()}
         self.draft_saved_s = self._gauge(
             "tandem_draft_saved_seconds",
-            "what steps without drafts would have taken more, as expected",
+            "expected seconds saved by drafts",
         )
-        self.documents = self._gauge("tandem_documents", "documents that are stored, of all keys")
+        self.documents = self._gauge("tandem_documents", "documents stored, of all API keys")
         self.document_chats = self._counter("tandem_document_chats", "chats that came with documents")
-        self.document_tokens = self._counter("tandem_document_tokens", "tokens of documents in their prompts")
+        self.document_tokens = self._counter("tandem_document_tokens", "tokens of documents in prompts of chats")
         self.figures = {
             name: self._counter(f"tandem_{figure.metric}", figure.description)
             for name, figure in find_figures().items()
             if figure.metric
         }
-        self.chunks_stored = self._counter("tandem_document_chunks_stored", "chunks that clients had stored ahead")
-        self.chunks_memory = self._gauge("tandem_chunks_memory_bytes", "host memory of the chunks that were used last")
+        self.chunks_stored = self._counter("tandem_document_chunks_stored", "document chunks stored ahead by clients")
+        self.chunks_memory = self._gauge("tandem_chunks_memory_bytes", "host memory of recently used document chunks")
         self.chunks = {name: self._counter(f"tandem_chunks_{name}", what) for name, what in CHUNK_COUNTERS.items()}
         self.disk_held = self._gauge("tandem_disk_bytes_held", "bytes of contexts on disk, of all models in the folder")
         self.disk_records = self._gauge("tandem_disk_records", "files of contexts on disk")
-        self.disk_rate = self._gauge("tandem_disk_read_rate", "bytes a second, by which reading is weighed")
+        self.disk_rate = self._gauge(
+            "tandem_disk_read_rate",
+            "disk read rate in bytes per second, as used to choose between reading and computing",
+        )
         self.disk = {name: self._counter(f"tandem_disk_{name}", what) for name, what in DISK_COUNTERS.items()}
         self.disk_today = self._gauge("tandem_disk_bytes_written_today", "bytes of contexts that were written today")
         self.disk_a_day = self._gauge("tandem_disk_bytes_a_day_limit", "bytes that may be written on a day; 0: any")
         self.disk_turns = TurnHistogram("tandem_disk_turn_written_bytes", "bytes that a turn wrote to the disk")
         self._registry.register(self.disk_turns)
-        self.chunks_known = self._counter("tandem_document_chunks_known", "of chunks to be stored, those that were")
+        self.chunks_known = self._counter(
+            "tandem_document_chunks_known", "document chunks already stored when a client asked"
+        )
         self.finished = Counter(
             "tandem_requests_finished", "sequences ended", ["reason"], registry=self._registry
         )  # stop, length, error, cancelled, lost (with the engine, or to a drain), refused

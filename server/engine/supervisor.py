@@ -78,7 +78,7 @@ class Supervisor:
         on_start: OnStart | None,
         ahead: HeadStart | None = None,
     ) -> None:
-        """`ahead`: the first life's process, if it was started before its plan was made."""
+        """Build a supervisor; `ahead`: the first engine process, if it was started before its plan was made."""
         self._command = command
         self._ahead = ahead
         start = EngineStart(config=deployment, memory=memory, log_level=deployment.server.log_level)
@@ -185,7 +185,8 @@ class Supervisor:
                 backoff_s = _FIRST_BACKOFF_S
                 num_failed = 0
             if num_failed >= self._settings.max_engine_failures:
-                self._fail(f"engine: {num_failed} failed in a row (server.max_engine_failures), the last one: {reason}")
+                what = f"engine: {num_failed} engine processes failed in a row (server.max_engine_failures)"
+                self._fail(f"{what}; last error: {reason}")
                 return
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)

@@ -155,7 +155,7 @@ async def chat_prompt(service: Service, conversation: Conversation, context: int
     except TooManyTokens as error:
         raise PromptTooLong("messages", f"at least {error.num_tokens}", context) from None
     if not token_ids:
-        raise invalid("messages", "the chat template made an empty prompt of them")
+        raise invalid("messages", "the chat template rendered an empty prompt")
     num_front = 0 if mark is not None else await service.fronts.count(template, conversation, text)
     return Prompt(token_ids, "", 0, end=text[-END_CHARS:], num_front=num_front)
 

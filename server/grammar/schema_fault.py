@@ -40,7 +40,7 @@ def describe_schema_fault(schema: Any, why: str) -> str:
     unimplemented = _UNIMPLEMENTED.search(why)
     if unimplemented is not None:
         places = ", ".join(name_place(schema, keyword) for keyword in json.loads(unimplemented[1]))
-        return f"{places}: it cannot be kept token by token; {LEAVE_OUT}"
+        return f"{places}: it cannot be enforced while tokens are generated; {LEAVE_OUT}"
     misshapen = next(_find_misshapen(schema), None)
     if misshapen is not None:
         return misshapen
@@ -53,11 +53,10 @@ def describe_schema_fault(schema: Any, why: str) -> str:
     if any(sign in why for sign in _OF_REFERENCES):
         return _describe_reference(schema, why)
     if "oneOf" in why and not why.startswith(_UNSATISFIABLE):
-        return (
-            f"{name_place(schema, 'oneOf')}: its alternatives may hold together; write anyOf, or a const that differs"
-        )
+        place = name_place(schema, "oneOf")
+        return f"{place}: several alternatives may match; use anyOf, or give each a different const"
     if why.startswith(_UNSATISFIABLE):
-        return f"nothing is valid by it: {why.removeprefix(_UNSATISFIABLE)}"
+        return f"no value satisfies this schema: {why.removeprefix(_UNSATISFIABLE)}"
     keyword = next((keyword for sign, keyword in _OF_OTHERS if sign in why), None)
     return why if keyword is None else f"{name_place(schema, keyword)}: {why}; {LEAVE_OUT}"
 

@@ -37,7 +37,7 @@ _WRITTEN_AS = {
 _OWN_OPTIONS = "x-guidance"  # where llguidance reads options in a schema
 # Keywords of some draft that llguidance passes over, and which say what is valid.
 _PASSED_OVER = (_OWN_OPTIONS, "divisibleBy", "disallow", "extends")
-_WHY = {"minProperties": "masks do not tell names that repeat, so at most one that is not required can be counted on"}
+_WHY = {"minProperties": "repeated names cannot be detected, so at most one optional property can be counted"}
 _BOUNDS = ("exclusiveMinimum", "exclusiveMaximum")  # of draft 4, where they are true or false
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 _OF_VALUES = ("const", "enum", "default", "examples")
@@ -185,9 +185,9 @@ def _rewrite(param: str, schema: object) -> Any:
         rewritten = rewrite_schema(schema)
         if rewritten is False:
             keyword = "not" if "not" in schema else "$ref"
-            raise invalid(param, f"#/{keyword}: nothing is valid by it", UNSUPPORTED_GRAMMAR)
+            raise invalid(param, f"#/{keyword}: no value satisfies this schema", UNSUPPORTED_GRAMMAR)
     if rewritten is False or not isinstance(rewritten, dict | bool):
-        wanted = "a JSON schema that something is valid by"
+        wanted = "a JSON schema that some value satisfies"
         raise invalid(param, f"got {show(schema)}, wanted {wanted}", UNSUPPORTED_GRAMMAR)
     return rewritten
 

@@ -30,20 +30,20 @@ class ForeignRequests:
         self._origins = {origin.lower().rstrip("/") for origin in settings.cors_origins}
 
     def check(self, headers: Headers) -> None:
-        """Raises ApiError 403 for another site's name or page."""
+        """Raise ApiError 403 for another site's name or page."""
         if self._has_keys:
             return
         for host in headers.getlist("host"):
             if not self._is_own(host):
                 raise forbidden(
-                    f"host: got {host[:_SHOWN]!r}, which this server is not known by; if it is, add it to "
+                    f"host: got {host[:_SHOWN]!r}, an unknown host name; if it is this server's, add it to "
                     "server.allowed_hosts, or set server.api_keys_file",
                     "unknown_host",
                 )
         for origin in headers.getlist("origin"):
             if not self._may_ask(origin.lower().rstrip("/"), headers.get("host", "")):
                 raise forbidden(
-                    f"origin: got {origin[:_SHOWN]!r}, whose pages may not ask this server; if they may, add it to "
+                    f"origin: got {origin[:_SHOWN]!r}, which may not call this server; if it may, add it to "
                     "server.cors_origins",
                     "unknown_origin",
                 )

@@ -133,7 +133,7 @@ def _telling(name: HubName, is_offline: bool) -> Iterator[None]:
     except (OfflineModeIsEnabled, *_ABSENT):
         why = "--offline or HF_HUB_OFFLINE keeps it from the network" if is_offline else f"{hub} cannot be reached"
         raise HubError(
-            f"{name}: not in {cache_folder()}, or not whole, and {why}; fetch it once with a network"
+            f"{name}: not in {cache_folder()}, or incomplete, and {why}; fetch it once with a network"
         ) from None
     except TransportError as error:
         raise HubError(

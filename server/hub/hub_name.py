@@ -87,5 +87,5 @@ def _choose_gguf(name: HubName, files: list[str]) -> str:
     if len(set(shown)) < len(shown):
         shown = found or files
     more = f" and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
-    what = "which file is meant is open" if name.choice is None else f"{len(found) or 'none'} of its files are that"
+    what = "several files match" if name.choice is None else f"{len(found) or 'none'} of its files are that"
     raise HubError(f"{name}: {what}; wanted one of {', '.join(shown[:_MOST_NAMED])}{more} behind a colon")

@@ -93,12 +93,12 @@ def _compare(mine: Placement, whole: list[Placement], context: int) -> tuple[str
     assert mine.first is not None
     own = f"{mine.first.ms:,.1f} ms a token at {context:,} tokens"
     if not whole:
-        return None, f"{own}, where nothing that reads all has room"
+        return None, f"{own}; no profile that reads every token fits"
     best = min(whole, key=_ms)
-    beside = f"{own} for {_ms(best):,.1f} of {best.words}, which reads all there is"
+    beside = f"{own}; {best.words}, which reads every token, takes {_ms(best):,.1f}"
     if _ms(best) < PAYS * mine.first.ms:
-        return f"{beside}; it would not pay", ""
-    return None, f"{beside}; {FULL_ATTENTION} or offloaded there, or in a request, takes its place"
+        return f"{beside}; it would not be faster", ""
+    return None, f"{beside}. Set scheduler.default_profile to {FULL_ATTENTION} or offloaded to use it"
 
 
 def _ms(placement: Placement) -> float:

@@ -50,7 +50,7 @@ def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]
 
 def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
     if model.random_weights is not None:
-        return shape_with_rope(model.random_weights, model.rope), ("random weights: the text means nothing",)
+        return shape_with_rope(model.random_weights, model.rope), ("random weights: the generated text has no meaning",)
     assert model.path is not None, "ModelConfig gives a path or random weights"
     if model.shape is not None and model.shape not in NAMED_SHAPES:
         raise ModelError(f"model.shape: unknown shape {model.shape!r}; known: {', '.join(NAMED_SHAPES)}")
@@ -144,9 +144,9 @@ def _tell_what_gains_nothing(device: str, profiles: Mapping[str, Profile]) -> tu
     if device != "cpu" or not slower:
         return ()
     return (
-        f"profiles {', '.join(slower)}: on the CPU device a demonstration, not a gain: with 135M weights and 5,900 "
-        "tokens on two cores a token took 60 ms exact, 290 sampled, 570 predicted+sampled and 730 predicted, and a "
-        "prompt of 3,072 tokens 29 s dense and 53 s by MOMO",
+        f"profiles {', '.join(slower)}: slower than exact on a CPU, for demonstration only: with 135M weights and "
+        "5,900 tokens on two cores a token took 60 ms exact, 290 sampled, 570 predicted+sampled and 730 predicted, and "
+        "a prompt of 3,072 tokens 29 s dense and 53 s by MOMO",
     )
 
 

@@ -1,9 +1,9 @@
-"""Where a deployment could have its contexts, and what a token would take there: one placement held against another.
+"""Compare the placements that a deployment's contexts could have, by the time of a token in each.
 
-Those of the built-in profiles are planned, those that the deployment's profiles name, and on a GPU those in which the
-device alone reads host memory; each has a memory plan of its own. What a step reads is each method's own statement
-(`Method.read_cost`). A step takes bytes over rates, one after the other, as the
-floors of `tandem bench long` are: hops, launches and what overlaps are not in it. Nothing is allocated or measured.
+Placements are those of the built-in profiles, those of the deployment's profiles, and on a GPU those in which only the
+device reads host memory. Each has a memory plan of its own. Each method states what a step reads (`Method.read_cost`).
+A step's time is bytes over rates, one after the other, as in the floors of `tandem bench long`; hops, launches and
+overlap are left out. Nothing is allocated or measured.
 """
 
 from collections.abc import Sequence
@@ -392,7 +392,7 @@ def _judge_sampling(placements: Sequence[Placement]) -> str:
     exact = [placement for placement in placements if placement.reads_all]
     sampled = next(one for one in placements if one.method.reading is Reading.SAMPLE)
     if sampled.first is None:
-        return "sampling: cannot be had here"
+        return "sampling: does not fit this machine"
     pays: list[str] = []
     does_not: list[str] = []
     for index, step in enumerate(sampled.steps):

@@ -1,4 +1,4 @@
-"""What becomes of a deployment on a machine."""
+"""A deployment resolved for a machine."""
 
 from dataclasses import dataclass
 

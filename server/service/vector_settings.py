@@ -1,6 +1,6 @@
-"""How the served model's embeddings are made, and how it ranks: what the deployment says, else the model's folder.
+"""Settings of the served model's embeddings and ranking: the deployment's, else those of the model's folder.
 
-Knows no request. What a model does not suit is refused where it is asked for, with what to set.
+A request that the model does not suit gets an error that names the setting.
 """
 
 from dataclasses import dataclass

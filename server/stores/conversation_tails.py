@@ -1,9 +1,9 @@
-"""What a conversation's last answer was in tokens, and where the next turn's prompt parts from it, and why.
+"""Keep the tokens of conversations' last answers, and find where and why the next turn's prompt differs from them.
 
-A template writes an answer anew in the next turn: it may leave the reasoning out, write calls in its own way, or space
-texts otherwise. What is behind the first token that differs is computed again. Where the text is the same and only its
-tokens are others, since a model need not write a text in the tokens that a tokenizer makes of it, the prompt gets the
-tokens that were written: then nothing is computed again.
+A template renders an answer again in the next turn: it may leave out the reasoning, or change calls and whitespace.
+Everything after the first token that differs is computed again. A model need not write a text in the tokens that its
+tokenizer would choose. Where only the tokens differ, the prompt reuses the generated ones, and nothing is computed
+again.
 """
 
 from collections import OrderedDict
@@ -17,14 +17,14 @@ from server.text.model_tokenizer import Tokenizer
 TOKEN_BYTES = 4
 WHOLE, TOKENS = "nowhere", "tokens"
 REASONS = {
-    WHOLE: "all of the prompt and answer before",
-    TOKENS: "the same text in other tokens; the prompt got those that were written",
-    "reasoning": "the answer's reasoning was left out, or written otherwise",
-    "call": "a call of a tool was written otherwise",
-    "whitespace": "the answer has other blanks",
-    "text": "the answer has another text",
-    "history": "what was said before is not what it was",
-    "instructions": "the system's words or the tools are not what they were",
+    WHOLE: "the whole previous turn matches",
+    TOKENS: "same text in other tokens; the prompt reuses the generated ones",
+    "reasoning": "the answer's reasoning was left out or changed",
+    "call": "a tool call was rendered differently",
+    "whitespace": "whitespace differs",
+    "text": "the answer's text changed",
+    "history": "an earlier message changed",
+    "instructions": "system prompt or tools changed",
 }
 """Where the next turn's prompt parts from the prompt and answer before it."""
 _COMPARED_BYTES = 4096

@@ -1,6 +1,6 @@
-"""What a server with a `documents` section has, and the texts of the documents that a chat names.
+"""Keep the documents of a server with a `documents` section, and find the texts of those that a chat names.
 
-What cannot be stored is logged, and the chat that it came with is served.
+A document that cannot be stored is logged, and its chat is served.
 """
 
 import os

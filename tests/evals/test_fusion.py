@@ -98,10 +98,10 @@ def test_policies_come_once_where_they_have_no_ratio_or_one_of_their_own_behind_
         ("a3:keep_tokens=-1", "keep_tokens is '-1'; wanted a whole number"),
         ("a3:ratio=1.5", "ratio is '1.5'; wanted a number from 0 to 1"),
         ("vanilla:speed=1", "unknown setting 'speed'"),
-        ("vanilla:keep_tokens=64", "'vanilla:keep_tokens=64': vanilla has no use for keep_tokens; leave it out"),
-        ("pie:ratio=0.3", "pie has no use for ratio"),
-        ("legolink:select_layer=5", "legolink has no use for select_layer"),
-        ("full_reuse:seam_tokens=4", "full_reuse has no use for seam_tokens"),
+        ("vanilla:keep_tokens=64", "'vanilla:keep_tokens=64': vanilla does not use keep_tokens; leave it out"),
+        ("pie:ratio=0.3", "pie does not use ratio"),
+        ("legolink:select_layer=5", "legolink does not use select_layer"),
+        ("full_reuse:seam_tokens=4", "full_reuse does not use seam_tokens"),
     ],
 )
 def test_a_label_that_says_nothing_that_there_is_is_told_by_name(label: str, wanted: str) -> None:

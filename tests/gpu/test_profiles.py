@@ -99,7 +99,7 @@ def test_a_profile_may_draft_for_another_that_reads_the_same_context() -> None:
         ),
         (
             {"host": "offloaded", "draft": {"profile": "index"}},
-            "'index' is no profile that drafts for others; want inde",
+            "'index' is no profile that drafts for others; wanted inde",
         ),
         (
             {"host": "offloaded", "draft": {"profile": "predicted+sampled"}},

@@ -112,7 +112,7 @@ def test_an_answer_is_printed_as_it_comes_and_remembered(scripted: ScriptedServe
     console, page = make_console()
     ask(conversation, "hi", console)
     assert "Hello [bold]" in page.getvalue()
-    where = r"1,500 of them kept from before, 400 on the card, 1,100 on disk"
+    where = r"1,500 of them cached, 400 on the card, 1,100 on disk"
     took = rf"4,000 tokens read \({where}\), 2 written, \d\.\d s to the first, \d\.\d s in all\n"
     assert re.search(took, page.getvalue())
     assert conversation.messages == [

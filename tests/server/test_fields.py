@@ -86,7 +86,7 @@ def test_a_neutral_field_passes_at_its_neutral_values_and_is_refused_by_name_at_
          'guided_json: got {"type": "object"}, wanted none: send it as structured_outputs.json'),
         (b'"guided_regex": "a+"', 'guided_regex: got "a+", wanted none: send it as structured_outputs.regex'),
         (b'"use_beam_search": "%s"' % (b"x" * 100),
-         f'use_beam_search: got "{"x" * 63}..., wanted none or false: this way of decoding is not offered'),
+         f'use_beam_search: got "{"x" * 63}..., wanted none or false: this decoding method is not supported'),
         (b'"response_format": {"type": "json_object", "schema": {}}', "response_format.schema: got {}, wanted none: "
          "a schema is sent as json_schema.schema, with type 'json_schema'"),
     ],

@@ -87,7 +87,7 @@ def test_the_files_that_a_name_means_are_chosen_or_the_choice_is_told() -> None:
         assert choose_files(HubName("a/b", None, choice), GGUF)[1] == "model-Q8_0.gguf"
     with pytest.raises(HubError, match=r"hf:a/b:Q5_K: none of its files .* F16, Q4_K_M, Q8_0 behind a colon"):
         choose_files(HubName("a/b", None, "Q5_K"), GGUF)
-    with pytest.raises(HubError, match="which file is meant is open; wanted one of F16, Q8_0 behind"):
+    with pytest.raises(HubError, match="several files match; wanted one of F16, Q8_0 behind"):
         choose_files(name, ["m-F16.gguf", "m-Q8_0.gguf"])
     with pytest.raises(HubError, match=r"neither config\.json"):
         choose_files(name, ["README.md", "pytorch_model.bin", "config.json"])

@@ -445,7 +445,10 @@ def test_engines_that_fail_one_after_the_other_end_the_program(tmp_path):
     code, errors = program.end()
     assert code == 1
     last = errors.strip().splitlines()[-1]
-    assert last == ("engine: 2 failed in a row (server.max_engine_failures), the last one: engine: exited with code 3")
+    assert last == (
+        "engine: 2 engine processes failed in a row (server.max_engine_failures); last error: "
+        "engine: exited with code 3"
+    )
 
 
 async def test_a_keeper_that_fails_itself_ends_the_program(live, monkeypatch):

@@ -198,7 +198,7 @@ def test_heads_that_the_host_does_not_read_leave_one_placement() -> None:
     for name in names:
         assert "24 to a KV head" in (found.get(name).why_not or "")
         assert f"{found.get(name).words} does not fit" in found.verdict
-    assert found.sampling == "sampling: cannot be had here"
+    assert found.sampling == "sampling: does not fit this machine"
 
 
 def test_layers_with_a_window_read_no_more_than_it() -> None:

@@ -9,7 +9,7 @@ from server.grammar.structured import schema_grammar
 
 ONE = "a schema: an object, true or false"
 KINDS = f"one of {', '.join(TYPES)}, or a list of them"
-NOT_KEPT = "it cannot be kept token by token; leave it out of the schema, or check it yourself"
+NOT_KEPT = "it cannot be enforced while tokens are generated; leave it out of the schema, or check it yourself"
 PATTERN = "wanted a regular expression that can be kept token by token"
 
 
@@ -44,11 +44,11 @@ FAULTS = [
     (of("a", {"uniqueItems": True}), f"#/properties/a/uniqueItems: {NOT_KEPT}"),
     (of("a\n", {"not": {"minLength": 2}}), f"#/properties/a\\n/not: {NOT_KEPT}"),
     ({"anyOf": [{"not": {"type": "null"}}, {"not": {"const": 3}}]}, f"not: {NOT_KEPT}"),
-    ({"not": {}}, "#/not: nothing is valid by it"),
-    ({"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}, "#/$ref: nothing is valid by it"),
+    ({"not": {}}, "#/not: no value satisfies this schema"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}, "#/$ref: no value satisfies this schema"),
     (
         {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]},
-        "nothing is valid by it: required property 'a' is unsatisfiable",
+        "no value satisfies this schema: required property 'a' is unsatisfiable",
     ),
     (
         of("a", {"pattern": r"\d(?=\d)"}),

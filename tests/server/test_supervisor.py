@@ -201,7 +201,7 @@ async def test_engines_that_give_no_service_end_the_program_however_long_they_li
     assert lived.waits == [0.25, 0.5, 1.0, 2.0]
     assert supervisor.failure is not None
     told = await supervisor.failure
-    assert told == f"engine: 5 failed in a row (server.max_engine_failures), the last one: {life[2]}"
+    assert told == f"engine: 5 engine processes failed in a row (server.max_engine_failures); last error: {life[2]}"
 
 
 async def test_a_life_that_served_begins_a_new_row_of_failures(

@@ -38,7 +38,7 @@ def test_a_folder_that_cannot_be_written_is_told_of_once(tmp_path: Path, caplog:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
         keep_measured(tmp_path / "file" / "measured.json", "speed", {}, {})
-    assert "measured is not kept" in caplog.text
+    assert "measurements event=not_saved" in caplog.text
 
 
 def test_it_lies_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

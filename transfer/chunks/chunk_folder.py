@@ -227,8 +227,8 @@ class ChunkFolder:
         self._count("refused")
         if not self._is_refusing:
             log.warning(
-                "chunks_not_stored folder=%s error=%s wanted=room that can be written: see documents.folder and "
-                "documents.disk_limit_gib; documents are computed anew meanwhile", self._folder, error,
+                "chunks_not_stored folder=%s error=%s remedy='check documents.folder and "
+                "documents.disk_limit_gib' documents are computed again until then", self._folder, error,
             )  # fmt: skip
         self._is_refusing = True
 

@@ -303,7 +303,7 @@ class RecordFolder:
             is_first = self.is_readable
             self._unread_until = time.monotonic() + READ_RETRY_SECONDS
         if is_first:
-            log.warning("disk_reads_pause folder=%s error=%s wanted=open files: see ulimit -n", self.root, error)
+            log.warning("disk_reads_pause folder=%s error=%s remedy='raise ulimit -n'", self.root, error)
 
     def _is_kept(self, file_name: str, entry: _Entry) -> bool:
         return entry.num_leases > 0 or entry.is_pinned or file_name in self._saving
@@ -325,8 +325,8 @@ class RecordFolder:
             is_first, self._is_refusing = not self._is_refusing, True
         if is_first:
             log.warning(
-                "disk_writes_stop folder=%s error=%s wanted=room that can be written: see disk.folder and "
-                "disk.limit_gib; contexts are kept in memory alone meanwhile", self.root, error,
+                "disk_writes_stop folder=%s error=%s remedy='check disk.folder and "
+                "disk.limit_gib' contexts are kept in memory only until then", self.root, error,
             )  # fmt: skip
 
     def _add(self, file_name: str, entry: _Entry) -> None:

@@ -31,7 +31,7 @@ class IndexErrors(Settings):
     @model_validator(mode="after")
     def check_epsilon(self) -> "IndexErrors":
         if self.on_exceed == "reread" and self.epsilon is None:
-            raise ValueError("errors.on_exceed: `reread` without `epsilon`, want the error above which to read again")
+            raise ValueError("errors.on_exceed: `reread` without `epsilon`; wanted the error above which to read again")
         return self
 
 
@@ -79,7 +79,7 @@ class IndexedSettings(Settings):
         if self.resident != "full" and self.errors.on_exceed == "reread":
             raise ValueError(
                 f"errors.on_exceed: `reread` reads rows in host memory, and `resident: {self.resident}` has some in "
-                "pages; want `report`"
+                "pages; wanted `report`"
             )
         return self
 

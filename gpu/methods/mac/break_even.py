@@ -1,7 +1,7 @@
-"""Whether a layer's matching pays: what it read to look for matches against what hits did not read, by counts.
+"""Decide whether a layer's matching saves reads: the reads of its searches against those that hits avoided.
 
-MAC-Attention, eq. (9), with the lengths of the contexts that were there. A layer that reads more than it saves over a
-window of steps stops, and tries again some windows later. Invariant: which layers match follows from the counts at the
+MAC-Attention, eq. (9), with the measured lengths of contexts. A layer that reads more than it saves over a window of
+steps stops, and tries again some windows later. Invariant: which layers match follows from the counts at the
 ends of windows alone, never from time; nothing waits for the device.
 """
 

@@ -1,4 +1,4 @@
-"""What the sequences of one part of a profile hold: histories, the blocks that are on the device, where others lie.
+"""Hold the histories and fetched blocks of one part of a profile, and where its other blocks lie.
 
 A **place** is a KV head of a ring: ring * kv_heads + kv_head. Blocks are of BLOCK_TOKENS tokens, counted through the
 run that is offloaded, from its first token. Invariants: a slot of a place holds the keys and values of the block that

@@ -1,4 +1,4 @@
-"""Which blocks on the device each row's KV heads read in this step, as a page table of them.
+"""List the blocks on the device that each row's KV heads read in this step, as a page table.
 
 Invariant: a block is listed exactly if it stands in a slot and lies in the row's skipped range of this step, so nothing
 is read twice: what has come back to the pages since it was fetched is theirs.

@@ -1,4 +1,4 @@
-"""What a step attended to, put into histories: exp(max - lse) by block, the most of a KV head's query heads.
+"""Note what a step attended to in histories: exp(max - lse) by block, the most of a KV head's query heads.
 
 A block that was not read keeps what it had in the row before: one that was low stays so until it is looked at, and one
 that was high is chosen, read and put right. Invariant: lse is of what was read exactly, near and fetched; what a sample

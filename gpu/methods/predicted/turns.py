@@ -1,4 +1,4 @@
-"""Whose next blocks are chosen behind a step, and from what: the turns that layers take, by ring and cell.
+"""Choose which rings and layers predict their next blocks after a step: layers take turns, by ring and cell.
 
 Invariants: in which steps a layer's blocks are chosen follows from its turn and the cell alone; a score is said to hold
 only if it was made `predict_every` steps before, with no step left out since, and of as many blocks, as far as it sees

@@ -29,7 +29,7 @@ class PredictedSampled(Predicted):
     def find_conflict(self, settings: Any, host: HostConfig) -> str | None:
         if settings.leaves_late and host.residency == "fixed":
             return (
-                "late: got 'sample' beside host.residency 'fixed', which promises the same text whatever the load; "
+                "late: got 'sample' beside host.residency 'fixed', which guarantees the same text at any load; "
                 "wanted 'wait', or host.residency 'adaptive'"
             )
         return super().find_conflict(settings, host)

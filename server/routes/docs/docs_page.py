@@ -1,6 +1,6 @@
 """`/docs`: Swagger UI over `/openapi.json`, from files of the installed package `fastapi-swagger`.
 
-Knows no route and no field. The page names its files relative to itself, so that it works below a proxy's prefix, and
+The page names its files relative to itself, so that it works below a proxy's prefix, and
 its content security policy lets it load from this server and ask this server only.
 """
 

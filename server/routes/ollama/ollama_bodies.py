@@ -16,7 +16,7 @@ from server.bodies.ranges import RANGES
 from server.bodies.schema_limits import NULL, SCHEMA, BodyLimits, SchemaLimits, Tree, between, prompts
 from server.routes.vectors.vector_bodies import MAX_INPUTS
 
-_OF_ENGINE = "how a model is loaded, the deployment says"
+_OF_ENGINE = "model loading is configured in the deployment"
 _OTHER_DRAWS = "this way of drawing is not offered"
 _STAYS = "the model is loaded while the server runs"
 _CUT = "a history is read whole, or is too long for the context"
@@ -216,7 +216,7 @@ OLLAMA_SHOW = Fields(
     {
         **served("model"),
         **no_effect("the former name of `model`", "name"),
-        **no_effect("all that there is to tell is told", "verbose", "system", "template", "options"),
+        **no_effect("the full description is always returned", "verbose", "system", "template", "options"),
     },
     replace_unknown=_take_unknown,
 )

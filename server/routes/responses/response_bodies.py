@@ -116,7 +116,7 @@ RESPONSES = Fields(
         **SESSION,
         **no_effect(OWN_CACHE, "prompt_cache_options", "prompt_cache_retention"),
         **no_effect(LABEL, "safety_identifier", "client_metadata"),
-        **no_effect("items hold all that there is of them", "include"),
+        **no_effect("items are always returned complete", "include"),
         **no_effect("events are not padded", "stream_options"),
         **no_effect("programs are not run by this server", "access_programs"),
         **no_effect(WHOLE_HISTORY, "context_management"),

@@ -127,9 +127,8 @@ def _find_response(service: Service, owner: str, param: str, response_id: str) -
 
 def _unknown(service: Service, param: str, response_id: str) -> ApiError:
     seconds = service.settings.responses_seconds
-    what = (
-        f"{response_id[:80]!r} is not kept; a response and its items are for {seconds:g} s (server.responses_seconds)"
-    )
+    why = f"does not exist or has expired (responses are kept for {seconds:g} s, server.responses_seconds)"
+    what = f"{response_id[:80]!r} {why}"
     return ApiError(404, f"{param}: {what}", param=param, code="response_not_found")
 
 

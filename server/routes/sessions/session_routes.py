@@ -37,7 +37,7 @@ async def delete_session(call: Call[Any]) -> Tree:
     supervisor, session_id = call.service.supervisor, call.path_value("session_id")
     kept = await supervisor.ask_sessions(call.owner)
     if session_id not in {one.session for one in kept.conversations} | kept.disk_bytes.keys():
-        what = f"session_id: nothing is kept of {session_id[:80]!r}; GET /v1/sessions lists what is"
+        what = f"session_id: no stored session {session_id[:80]!r}; GET /v1/sessions lists them"
         raise ApiError(404, what, param="session_id", code="session_not_found")
     gone = await supervisor.ask_sessions(call.owner, session_id)
     told = {"id": session_id, "object": "session", "deleted": True}

@@ -35,7 +35,8 @@ def _count_dense(keys: ConfigKeys, num_layers: int) -> int:
         raise ModelError(f"model: {keys.source}: mlp_layer_types is {shown(types)}; wanted {wanted}")
     num_dense = types.count("dense")
     if "dense" in types[num_dense:] or num_dense == num_layers:
-        raise ModelError(f"model: {keys.source}: mlp_layer_types is {shown(types)}; served: dense ones first, not all")
+        wanted = "wanted dense layers first and at least one sparse layer"
+        raise ModelError(f"model: {keys.source}: mlp_layer_types is {shown(types)}; {wanted}")
     return num_dense
 
 
