@@ -43,7 +43,7 @@ async def delete_saved(call: Call[Any]) -> Tree:
 
 def unknown_name(name: str) -> ApiError:
     """Return the error for a name that nothing is saved by."""
-    what = f"filename: no context is saved as {name[:80]!r}; GET /v1/sessions lists what is"
+    what = f"filename: no context is saved as {name[:80]!r}; GET /v1/sessions lists them"
     return ApiError(404, what, param="filename", code="context_not_found")
 
 
