@@ -129,6 +129,7 @@ def main(environments: Path, names: list[str], record: Path | None) -> int:
                 failed.append(name)
             elif record is not None:
                 requests = [request for recorder in recorders for request in recorder.take()]
+                requests = [one for one in requests if one["path"] != "/tokenize"]  # of `script.say`
                 write_bodies(record / f"{name}.json", version_of(name), requests)
     finally:
         for server in (scripted, real):
