@@ -193,17 +193,6 @@ class Client:
         finally:
             self.engine.most_in_flight = before
 
-    @contextmanager
-    def all_cores(self) -> Iterator[None]:
-        """Use all cores for the host's attention inside the context, the core that launches kernels included."""
-        tier = self.engine._tier
-        assert tier is not None, "cores: of an engine with a host tier"
-        had, tier._cores = tier._cores, replace(tier._cores, launching=0)
-        try:
-            yield
-        finally:
-            tier._cores = had
-
     def step(self, batch: int) -> None:
         """Step until as many tokens are drawn as a step of `batch` requests draws. Raises GateError where one request
         is gone, and with it its tokens.

@@ -184,7 +184,7 @@ def _print_batch(console: Console, batch: int, measured: Batch, floor: Floor, at
     timing = summarise(measured.step_ms)
     console.print(
         f"  batch {batch}: {timing.ms:.2f} ms a step ({timing.p10:.2f}-{timing.p90:.2f} in {len(measured.step_ms)}, "
-        f"mean {measured.mean_ms:.2f}), {measured.fraction_read:.2%} of what heads have down read, "
+        f"mean {measured.mean_ms:.2f}), {measured.fraction_read:.2%} of offloaded keys read by each head, "
         f"{measured.kept_tokens:,} tokens kept on the device, host waits {measured.wait_ms:.2f} ms and attends "
         f"{measured.attend_ms:.2f}, tables stood {measured.ready_ms:.0f} ms behind the last prompt; floor "
         f"{floor.ms:.2f} ({floor.text}), at the attend kernel's own rate {attended.ms:.2f}"

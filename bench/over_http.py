@@ -141,9 +141,7 @@ async def _stream_all(url: str, benchmark: HttpBenchmark, number: int) -> Took:
     client = Client(url, None, timeout_s=benchmark.load_timeout_s, retries=0)
     try:
         model = await client.find_model()
-        records = [
-            RequestRecord(0, 0, 0.0, benchmark.prompt_tokens, benchmark.tokens) for _ in range(benchmark.streams)
-        ]
+        records = [RequestRecord(0, 0, 0.0, benchmark.prompt_tokens) for _ in range(benchmark.streams)]
         bodies = [_body(model, prompt, benchmark.tokens) for prompt in draw_round(benchmark, number)]
         began = client.now()
         await asyncio.gather(

@@ -20,11 +20,6 @@ def sample_probability(cosine: np.ndarray, bits: int, tables: int) -> np.ndarray
     return _two_or_more(p**bits, tables)
 
 
-def fraction_read(bits: int, tables: int) -> float:
-    """Return the share of keys that is sampled where keys fall into all buckets alike, eq. (21)."""
-    return float(_two_or_more(np.float64(0.5**bits), tables))
-
-
 def log_weights(bits: int, tables: int) -> np.ndarray:
     """Return `-log u` at the borders of INTERVALS even intervals over the cosine, float32 `[INTERVALS + 2]`.
 

@@ -141,14 +141,6 @@ def measure_read_rate(threads: int, num_bytes: int) -> float:
         numba.set_num_threads(with_threads)
 
 
-def read_stream(values: np.ndarray, threads: int) -> None:
-    """Read int64 `[n]` once, as the rates do."""
-    with_threads = numba.get_num_threads()
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-    _sum_stream(values)
-    numba.set_num_threads(with_threads)
-
-
 def _touched_buffer(num_bytes: int) -> np.ndarray:
     """Return int64 rounded up to whole blocks, every page written: unwritten pages are all one page of zeros."""
     block_bytes = _BLOCK * _INT64_BYTES

@@ -154,9 +154,9 @@ class GpuConfig(Settings):
     )
     host_experts: Literal["auto", "fetch", "compute"] | int = Field(
         "auto",
-        description="what decode steps do with experts in host memory: fetch those that they take, or have the CPU "
-        "compute them where they lie (in steps of up to 32 rows, or of up to so many as a number says; prompts and "
-        "other steps fetch). auto: in steps of as many rows as the machine's rates say the CPU is faster for",
+        description="what decode steps do with experts in host memory. fetch: copy those that they take. compute: the "
+        "CPU computes them where they lie, in steps of up to 32 rows. A number: the same, up to so many rows. auto: up "
+        "to as many rows as the CPU is faster for, by the machine's rates. Prompts and other steps fetch",
     )
     page_tokens: Literal[16, 32, 64] = 16
     graph_batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 24, 32, 48, 64), description="CUDA graphs of decode")
@@ -282,11 +282,11 @@ class DraftConfig(Settings):
 
 
 class Composition(Settings):
-    """Attention profiles beside the built-in ones, which are the methods of the slot `host` by their names, without
-    those that plan device memory for each sequence (`rings`): under a name of your own, a method for each slot, or a
-    mapping with `method` and its settings. A request may name one in `attention_profile`, and so may
-    `scheduler.default_profile`. The methods are listed at the end of this page. A slot that is left out does what its
-    default says; a key with nothing behind it is an error.
+    """Attention profiles beside the built-in ones. The built-in ones are the methods of the slot `host` by their names,
+    without those that plan device memory for each sequence (`rings`). A profile has a name of your own and, for each
+    slot, a method's name or a mapping with `method` and its settings. A request may name one in `attention_profile`,
+    and so may `scheduler.default_profile`. The methods are listed at the end of this page. A slot that is left out
+    has its default. A key without a value is an error.
     """
 
     prefill: MethodChoice | None = Field(None, description="how prompts are attended to; default: all of them, exactly")

@@ -341,7 +341,7 @@ class Runner:
             self._prefill.add(job)
         draws = not plan.masked_slots
         assert draws or len(plan.decode) <= 1, "runner: masked slots, and a second group whose logits take the place"
-        self.dense.gives_way = plan.gives_way
+        self.dense.limits_prefill_blocks = plan.limits_prefill_blocks
         finished, units = self._launch_units(plan.units, draws)
         failures |= self._prefill.take_failures()
         self._failures |= failures
@@ -389,15 +389,15 @@ class Runner:
                 failures[offload.slot] = str(error)
         return failures
 
-    def _finish_reloads(self, restores: Sequence[FinishedReload]) -> dict[int, str]:
+    def _finish_reloads(self, reloads: Sequence[FinishedReload]) -> dict[int, str]:
         """Launch the ends of reloads; return the slots whose rows could not come back, and why."""
         failures: dict[int, str] = {}
-        for restore in restores:
+        for reload in reloads:
             assert self._offloader is not None
             try:
-                self._offloader.restore(restore)
+                self._offloader.finish_reload(reload)
             except HostMemoryError as error:
-                failures |= {place.slot: str(error) for place in restore.places}
+                failures |= {place.slot: str(error) for place in reload.places}
         return failures
 
     def _launch_units(self, units: Sequence[Unit], draws: bool) -> tuple[list[FinishedJob], Timer | None]:

@@ -92,7 +92,7 @@ class HostPrompt:
     """The part of a prompt that goes to host memory: a context there holds tokens `[sink, end)` once prefill ends.
 
     sink: tokens that stay on the device in front, whole pages; end: the offloaded run's end, on a page border; between
-    `end` and the prompt's end lies the window. Of the run, tokens `[released, end)` stay in pages of the device as
+    `end` and the prompt's end lies the window. Of the run, tokens `[evicted, end)` stay in pages of the device as
     well. Tokens `[sink, prompt.begin)` are offloaded already (`prompt.begin` is 0 or a page border above the sink),
     shared with `source_id` if that is not None.
     """
@@ -100,7 +100,7 @@ class HostPrompt:
     context_id: int
     source_id: int | None
     sink: int
-    released: int
+    evicted: int
     end: int
     reading: Reading
 
@@ -405,7 +405,7 @@ class PageEviction(Frozen):
     """Pages of tokens that the host has are evicted: the dense layers' rows are copied to `dense_page_ids`, which take
     the place of `page_ids` in the page tables of all that read them, at `places`.
 
-    Dense pages may lie in pages that this release, or one before it, gives up.
+    Dense pages may lie in pages that this eviction, or one before it, frees.
     """
 
     page_ids: tuple[int, ...]
@@ -415,7 +415,7 @@ class PageEviction(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Reload(Frozen):
-    """Rows of released tokens are brought up beside the step: tokens `[begin, end)` of the run of `context_id`, whole
+    """Rows of evicted tokens are reloaded beside the step: tokens `[begin, end)` of the run of `context_id`, whole
     pages, in the offloaded layers, to the resident pages `page_ids`, which nobody reads before a `FinishedReload`.
     """
 
@@ -427,7 +427,7 @@ class Reload(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class FinishedReload(Frozen):
-    """The inverse of a release, behind the fetch to `page_ids`, which it awaits on the device: the dense layers' rows
+    """The inverse of an eviction, after the reload to `page_ids`, which it awaits on the device. The dense layers' rows
     are copied there from `dense_page_ids`, whose place they take in the page tables of all that read them, at `places`.
     """
 
@@ -493,8 +493,8 @@ class StepPlan(Frozen):
     released_slots: their sequences have left; a prompt of one that is in a job under way is cut out of it, and the
     others go on: units to come count without its tokens. A job with no prompt left is dropped.
     masked_slots: those that draw in it from some tokens alone, which may not be known before the draws in flight are;
-    with any, all of the step is drawn once masks are given for them (`gpu.runner.Runner.draw`). gives_way: rows that
-    wait for the host step beside its units, whose blocks of attention are to be short.
+    with any, all of the step is drawn once masks are given for them (`gpu.runner.Runner.draw`).
+    limits_prefill_blocks: rows that wait for the host step beside its units, whose attention blocks are to be short.
     """
 
     lane: Lane = Lane.DEVICE
@@ -514,7 +514,7 @@ class StepPlan(Frozen):
     units: tuple[Unit, ...] = ()
     decode: tuple[DecodeGroup, ...] = ()
     masked_slots: tuple[int, ...] = ()
-    gives_way: bool = False
+    limits_prefill_blocks: bool = False
 
     @property
     def is_empty(self) -> bool:

@@ -104,10 +104,10 @@ class DocumentsConfig(Settings):
     )
     policy: PolicyName = Field(
         "a3",
-        description="which tokens of a prompt are computed again where it reuses documents (requests may say another): "
-        "those that the question attends to (`a3`), whose values change most (`cacheblend`), the most of both, one "
-        "times the other (`a3_change`), the ends of chunks "
-        "(`legolink`), drawn ones (`random`), none (`pie`; `full_reuse`: positions neither), all (`vanilla`)",
+        description="which tokens of a prompt are computed again where it reuses documents; requests may say another. "
+        "`a3`: those that the question attends to. `cacheblend`: those whose values change most. `a3_change`: the most "
+        "of the product of both. `legolink`: both ends of chunks. `random`: drawn ones. `pie`: none. `full_reuse`: "
+        "none, and no positions. `vanilla`: all",
     )
     ratio: float = Field(0.15, ge=0, le=1, description="of a prompt's tokens, computed again; requests may say another")
     select_layer: int = Field(

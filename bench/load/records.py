@@ -24,7 +24,6 @@ class RequestRecord:
     turn: int
     due_s: float
     asked_tokens: int | None
-    asked_output_tokens: int
     sent_s: float = 0.0
     end_s: float = 0.0
     outcome: Outcome = "unfinished"

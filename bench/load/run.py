@@ -31,7 +31,6 @@ class LoadRun:
     make_job: Callable[[int], Job]
     records: list[RequestRecord] = field(default_factory=list)
     num_open: int = 0
-    num_due: int = 0
     num_expected: int | None = None
     interrupted: bool = False
     wall_s: float = 0.0
@@ -67,7 +66,7 @@ class LoadRun:
 
     async def send_alone(self, job: Job) -> RequestRecord:
         """Send one job outside the measurement, to warm a cache or the server. Its first turn only."""
-        record = RequestRecord(job.index, 0, self.client.now(), job.asked_tokens, job.output_tokens)
+        record = RequestRecord(job.index, 0, self.client.now(), job.asked_tokens)
         await self.client.send(self._path, self._build_body(list(job.turns[0]), job), record)
         return record
 
@@ -129,7 +128,7 @@ class LoadRun:
             await room.acquire()
         except asyncio.CancelledError:
             now_s = self.client.now()
-            waiting = RequestRecord(job.index, 0, due_s, job.asked_tokens, job.output_tokens, sent_s=now_s, end_s=now_s)
+            waiting = RequestRecord(job.index, 0, due_s, job.asked_tokens, sent_s=now_s, end_s=now_s)
             waiting.reason = "interrupted before it was sent"
             self.records.append(waiting)
             raise
@@ -143,9 +142,8 @@ class LoadRun:
         messages: list[dict[str, Any]] = []
         for turn, new_messages in enumerate(job.turns):
             messages.extend(new_messages)
-            record = RequestRecord(job.index, turn, due_s, job.asked_tokens, job.output_tokens)
+            record = RequestRecord(job.index, turn, due_s, job.asked_tokens)
             self.records.append(record)
-            self.num_due += 1
             self.num_open += 1
             try:
                 await self.client.send(self._path, self._build_body(messages, job), record)
@@ -160,9 +158,7 @@ class LoadRun:
 
     def _skip_turns(self, job: Job, begin: int, now_s: float) -> None:
         for turn in range(begin, len(job.turns)):
-            record = RequestRecord(
-                job.index, turn, now_s, job.asked_tokens, job.output_tokens, sent_s=now_s, end_s=now_s
-            )
+            record = RequestRecord(job.index, turn, now_s, job.asked_tokens, sent_s=now_s, end_s=now_s)
             record.outcome, record.reason = "skipped", "an earlier turn of its conversation failed"
             self.records.append(record)
 

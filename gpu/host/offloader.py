@@ -86,12 +86,12 @@ class Offloader:
                 self._pool.scatter_rows(layer, page_ids, keys[:, own], values[:, own])
                 self._fetched = staging.loaded[place % len(staging.loaded)] = streams.record()
 
-    def restore(self, restore: FinishedReload) -> None:
-        """Put what was fetched in its place, behind the rows; asynchronous. Raises HostMemoryError where they could not
-        come: what stands at `restore.places` means nothing then.
+    def finish_reload(self, reload: FinishedReload) -> None:
+        """Put reloaded rows into page tables once they have come; asynchronous. Raises HostMemoryError where they could
+        not come: then the pages at `reload.places` hold nothing.
         """
         self._row_transfer.streams.wait_for(self._fetched)
-        self._pool.reload(restore)
+        self._pool.reload(reload)
         if self._lost is not None:
             raise self._lost
 

@@ -92,7 +92,7 @@ class StagedPrompt:
         """
         if self.begin == 0:
             self._give_to_pages(place, 0, self.host.sink)
-        self._give_to_pages(place, max(self.host.released, self.begin), self.end)
+        self._give_to_pages(place, max(self.host.evicted, self.begin), self.end)
         staging, sink = self.staging, self.host.sink
         staging.read[place % STAGED_LAYERS] = staging.row_transfer.streams.record()
         keys, values = staging.buffer(place)

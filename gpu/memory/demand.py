@@ -158,11 +158,6 @@ class Demand:
         return 2 * own.count * row
 
     @property
-    def layer_token_bytes(self) -> int:
-        """Return the bytes of keys and values of one token in one layer, as they are computed with."""
-        return self.shape.rows_of_head * self.shape.num_kv_heads * self.shape.dim * self.dtype_bytes
-
-    @property
     def kv_token_bytes(self) -> int:
         """Return the bytes of one token in pages."""
         return self.stored_layer_bytes * (self.shape.num_layers - len(self.window_layers))

@@ -63,8 +63,8 @@ class HostDemand:
 
     @property
     def resident_tokens(self) -> int:
-        """Return the tokens up to which a context stays on the device, whole; a longer one has at least an offload
-        block to send down.
+        """Return the tokens up to which a context stays on the device, whole; a longer one has at least one offload
+        block to offload.
         """
         return self._resident_beside(self.window_tokens)
 
@@ -78,17 +78,12 @@ class HostDemand:
         return max(self._whole_pages(self.config.resident_tokens), smallest)
 
     @property
-    def layer_token_bytes(self) -> int:
-        """Return the bytes of keys and values of one token in one layer, as the device computes with them."""
-        return 2 * self.shape.num_kv_heads * self.shape.dim * self.dtype_bytes
-
-    @property
     def dense_per_block(self) -> int:
         """Return the pages of the dense layers that take as much memory as a page of all layers; 0: they take none."""
         return self._layout.dense_per_block
 
     def dense_blocks(self, num_tokens: int) -> int:
-        """Return the pages' worth of memory that so many released tokens of a context keep on the device, in dense
+        """Return the pages' worth of memory that so many evicted tokens of a context keep on the device, in dense
         layers.
         """
         return self._layout.blocks_for(-(-num_tokens // self.page_tokens))
@@ -101,10 +96,10 @@ class HostDemand:
             return context
         if self.config.residency == "fixed":
             return context - down
-        released = bisect_left(
+        evicted = bisect_left(
             range(down // page), True, key=lambda pages: whole - pages + self.dense_blocks(pages * page) <= num_pages
         )
-        return context - released * page
+        return context - evicted * page
 
     @property
     def staging_token_bytes(self) -> int:

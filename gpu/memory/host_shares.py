@@ -114,16 +114,16 @@ def _divide(
     """Return the shares for one context, or what is short. dense_share: of KV pages, for its dense layers."""
     host, page = demand.host, demand.page_tokens
     assert host is not None, "host plan: no host tier to plan for"
-    down_tokens = host.offloaded_tokens(context)
+    offloaded_tokens = host.offloaded_tokens(context)
     floor_bytes = -(-host.floor_tokens(context, num_sequences) // page) * demand.page_bytes
-    down_bytes = host.dense_blocks(down_tokens) * demand.page_bytes
+    dense_bytes = host.dense_blocks(offloaded_tokens) * demand.page_bytes
 
     shared_host = budget.host_bytes or 0 if demand.device == "cpu" else 0
     left = budget.left_bytes - shared_host
     hidden_tokens = budget.hidden_tokens or context
     spare = left - _sum(demand, context, hidden_tokens)
     if budget.hidden_tokens is None:
-        rest = max(0, spare - floor_bytes - down_bytes)
+        rest = max(0, spare - floor_bytes - dense_bytes)
         hidden_tokens += min(4 * demand.chunk_tokens, rest // 8 // demand.hidden_token_bytes)
         spare = left - _sum(demand, context, hidden_tokens)
 
@@ -143,12 +143,12 @@ def _divide(
             f"host.memory_limit_gib: a context of {context:,} tokens takes {_gib(wanted_bytes)} of host memory, there "
             f"are {_gib(host_limit)}; raise it or lower scheduler.max_context_tokens"
         )
-    if kv_bytes - floor_bytes < down_bytes or down_bytes > dense_share * kv_bytes:
+    if kv_bytes - floor_bytes < dense_bytes or dense_bytes > dense_share * kv_bytes:
         is_asked = budget.kv_bytes is not None and budget.kv_bytes <= spare
         key = "gpu.kv_cache_gib" if is_asked else "gpu.memory_limit_gib"
         return PlanError(
             f"{key}: {_gib(max(kv_bytes, 0))} of KV pages, resident ones need {_gib(floor_bytes)} and the dense layers "
-            f"of {context:,} tokens {_gib(down_bytes)}; raise it, or lower "
+            f"of {context:,} tokens {_gib(dense_bytes)}; raise it, or lower "
             "host.resident_tokens or scheduler.max_context_tokens"
         )
     num_pages = kv_bytes // demand.page_bytes

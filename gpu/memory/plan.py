@@ -55,7 +55,6 @@ from gpu.model.architecture import Architecture
 from gpu.model.humming_formats import why_not_here
 from gpu.model.matrix_formats import why_unpacked
 from gpu.page_layout import KvFormat, page_table
-from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.step import PartId
 from gpu.weights.expert_shares import PINNED_SHARE
 from transfer.disk.disk_config import DiskConfig
@@ -96,7 +95,6 @@ class MemoryPlan:
     max_context_tokens: int
     max_hidden_tokens: int
     chunk_tokens: int
-    max_logits_rows: int
     page_tokens: int
     kv_bytes: int
     num_pages: int
@@ -301,7 +299,6 @@ def plan_memory(
         max_hidden_tokens=shares.hidden_tokens,
         chunk_tokens=sizes.chunk_tokens,
         prefill_graph_sizes=sizes.prefill_graph_sizes,
-        max_logits_rows=max(LOGITS_BLOCK_ROWS, max_running),
         page_tokens=gpu.page_tokens,
         kv_bytes=shares.kv_bytes + demand.num_windows * demand.window_bytes,
         num_pages=shares.num_pages,
@@ -444,7 +441,7 @@ def _kv_items(demand: Demand, shares: HostShares) -> tuple[MemoryItem, ...]:
     note = f"{shares.num_pages:,} pages of {page_tokens} tokens, {shares.num_pages * page_tokens:,} tokens in all"
     if host is not None and host.dense_per_block:
         layers = ", ".join(str(layer) for layer in host.dense_layers if layer not in host.window_layers)
-        note += f", or of released tokens' layers {layers} {host.dense_per_block} times as many"
+        note += f", or {host.dense_per_block} times as many of evicted tokens' dense layers {layers}"
     pages = MemoryItem("KV pages", demand.place, shares.num_pages * demand.page_bytes, note)
     if host is None:
         return (pages,)

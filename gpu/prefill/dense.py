@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 class Dense(PrefillSide):
     """Dense attention. It keeps no state and any unit may end anywhere. choice: the fastest kernel here; None: not
-    measured. gives_way: rows of the other lane wait for the host now, so a block of attention keeps to the limit of
-    `bound_blocks`.
+    measured. limits_prefill_blocks: rows of the other lane wait for the host now, so a block of attention keeps to the
+    limit of `bound_blocks`.
     """
 
     def __init__(self) -> None:
         self.choice: KernelChoice | None = None
-        self.gives_way = False
+        self.limits_prefill_blocks = False
         self.longest_piece: int | None = None
         self._key_seconds: float | None = None
 
@@ -58,7 +58,7 @@ class Dense(PrefillSide):
         keep_measured(measured_path(), "prefill_attention", of, choice.as_row())
 
     def bound_blocks(self, seconds: float) -> None:
-        """Bound the keys of a block, while it gives way, to those that it attends to in so many seconds, by what was
+        """Bound the keys of a block, while rows wait, to those that it attends to in so many seconds, by what was
         measured, though a few thousand at the least; 0: as many as there are.
         """
         if seconds and self._key_seconds is not None:
@@ -77,7 +77,7 @@ class Dense(PrefillSide):
         if self.choice is None:
             return prefill_attention(query.query, keys, values, query.scale, default_kernel(query.query))
         kernel, whole = self.choice.kernel(tokens, query.begin), self.choice.whole
-        most = self.longest_piece if self.gives_way else None
+        most = self.longest_piece if self.limits_prefill_blocks else None
         if self.choice.is_square(tokens, query.begin) and (most is None or end <= most):
             return attend_in_square(query.query, keys, values, query.scale)
         if kernel == "cudnn" or (most is not None and query.begin > most):

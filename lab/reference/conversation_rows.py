@@ -21,7 +21,6 @@ NOTHING, PLAIN_TEXT, ANSWER, LISTED, FILLER = range(5)
 """What a predicted token counts as: not learnt, text alone, an answer, a word of a list, text between sentences."""
 
 CONTINUE = "continue"
-TEXT_ROW = "text"
 ROW_KINDS = (*KINDS, CONTINUE)
 OPENING_WORDS, PASSAGE_WORDS, PASSAGE_TOKENS = 10, 60, 150
 MERGE_FROM_TOKENS = 2048

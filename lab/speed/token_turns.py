@@ -29,10 +29,6 @@ class TokenLoad:
     turns: int = 1
     seed: int = 0
 
-    @property
-    def num_tokens_out(self) -> int:
-        return self.requests * self.turns * self.tokens_out
-
     def arrivals(self) -> list[float] | None:
         """Return when requests come, in seconds; None: as soon as there is room."""
         if self.rate is None:

@@ -1,7 +1,7 @@
 """Snapshots of recurrent layers' states in host memory, found by the hash of the last block in front of them.
 
-A snapshot goes down when it is kept on the card, beside all else, so the card may give it up at any time. It stays here
-when a prompt begins with a copy. What costs least tokens to compute again goes first.
+A snapshot is copied to host memory when it is kept on the card, beside all else, so the card may evict it at any time.
+It stays here when a prompt begins with a copy. The one that is cheapest to compute again is evicted first.
 """
 
 from dataclasses import dataclass

@@ -55,9 +55,6 @@ class IdlePages:
     def __contains__(self, page: int) -> bool:
         return page in self._owner_of
 
-    def num_of(self, owner: int) -> int:
-        return len(self._pages_of.get(owner, ()))
-
     def left_by(self, owner: int) -> list[int]:
         """Return an owner's pages, the first to go first."""
         return list(self._pages_of.get(owner, ()))

@@ -2,7 +2,7 @@
 
 Where a method begins with tokens in host memory, a sequence takes its ring then, if its prompt has none there.
 
-A ring that is for drafts alone is taken where there is one, at any time; nobody waits for it, or gives way.
+A ring that is for drafts alone is taken where there is one, at any time; nobody waits for it, or is preempted.
 
 Rings of a method that shares pages among them take these as their sequences grow. Whoever begins with the tokens of a
 running sequence holds that one's pages as well, as far as their tokens are all common and the device has their rows in

@@ -332,7 +332,7 @@ class Windows:
         self._free.append(window)
 
     def _keep(self, window: int, kept: _Kept, sequence: Sequence) -> None:
-        """Keep a window of a sequence, and drop another one of the same ends. A state goes down as well."""
+        """Keep a window of a sequence, and drop another one of the same ends. A state is also copied to host memory."""
         for other in [other for other, had in self._kept.items() if had == kept]:
             self._forget(other)
         end, in_front = (kept.begin + len(kept.hashes) - 1) * self._page_tokens, kept.begin - 1

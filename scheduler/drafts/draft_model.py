@@ -140,7 +140,7 @@ class DraftModel:
         return _Row(sequence, held, sequence.tokens_from(0).tolist(), held.num_cached, number)
 
     def _hold(self, sequence: Sequence, num_pages: int) -> _Held | None:
-        """Return what a sequence holds, with so many pages; those that do not run give way."""
+        """Return what a sequence holds, with so many pages; those that do not run are evicted for it."""
         held = self._held.get(sequence)
         more = num_pages - (0 if held is None else len(held.pages))
         self._pages.reach(more)

@@ -55,12 +55,12 @@ class StepBytes:
         shape = self.architecture
         return shape.rows_of_head * shape.num_kv_heads * row_bytes(self.plan.kv, shape.dim, shape.latent is not None)
 
-    def device_kv(self, context: int, down_tokens: int) -> int:
+    def device_kv(self, context: int, offloaded_tokens: int) -> int:
         """Return the bytes of keys and values that a step reads on the device for one context.
 
-        down_tokens: of the context, read on the host by the offloaded layers.
+        offloaded_tokens: of the context, read on the host by the offloaded layers.
         """
-        shape, down = self.architecture, 0 if self.tier is None else down_tokens * len(self.tier.layers)
+        shape, down = self.architecture, 0 if self.tier is None else offloaded_tokens * len(self.tier.layers)
         seen = 0
         for spec in shape.layers:
             own, window = shape.heads_of(spec), spec.seen_tokens

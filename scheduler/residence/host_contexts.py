@@ -188,7 +188,7 @@ class HostContexts:
         return {page for page, count in num_idle_holders.items() if self._pages.num_holders(page) == count}
 
     def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Tell whether so many pages of the device are free; idle contexts give way to that if it is enough, but never
+        """Tell whether so many pages of the device are free; idle contexts are evicted if that is enough, but never
         `kept`, nor one that would free none.
         """
         if num_pages <= self._pages.num_available:

@@ -20,7 +20,7 @@ from scheduler.sequences.capacity import HostCapacity
 from scheduler.sequences.offloaded_context import HostContext, RunSize
 from scheduler.sequences.sequence import Sequence
 
-_AHEAD_TOKENS = 2048  # of a long context's output, paid for when it is admitted: it runs a while before it gives way
+_AHEAD_TOKENS = 2048  # of a long context's output, paid for when it is admitted: it runs a while before it is preempted
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class OffloadedPrompts:
             context_id=context.context_id,
             source_id=None if start.source is None else start.source.context_id,
             sink=self._host.sink_tokens,
-            released=self._host.end_of_blocks(context.num_evicted),
+            evicted=self._host.end_of_blocks(context.num_evicted),
             end=start.end,
             reading=sequence.profile.reading,
         )

@@ -294,7 +294,7 @@ class Residence:
         del self.evictor.holders[context]
         self.contexts.release(context, is_kept)
 
-    # --- growing back -------------------------------------------------------------------------------------------------
+    # --- reloads ------------------------------------------------------------------------------------------------------
 
     def next_reload(
         self, running: Iterable[Sequence], is_quiet: bool, is_ready: Callable[[HostRead], bool]

@@ -71,7 +71,7 @@ class HostCapacity:
 
     def run_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
         """Return where the run ends of a sequence of so many tokens, prompt and output, or 0: by these counts alone,
-        whether it has given way meanwhile or not.
+        whether it has been preempted meanwhile or not.
         """
         end = self.prompt_end(num_prompt_tokens) or self.offload_end(min(num_tokens, self.most_resident_tokens), None)
         return (

@@ -219,7 +219,7 @@ class Scheduler:
             units=tuple(outline.units),
             decode=_group(outline.taken, outline.known, outline.drafts),
             masked_slots=outline.masked_slots,
-            gives_way=bool(outline.units) and len(self.lanes) > 1 and bool(self._stepping_in(Lane.HOST)),
+            limits_prefill_blocks=bool(outline.units) and len(self.lanes) > 1 and bool(self._stepping_in(Lane.HOST)),
         )
         if plan.is_empty:
             return plan

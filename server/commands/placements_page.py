@@ -79,8 +79,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 def _parts(step: StepEstimate) -> str:
     experts = f"experts in host memory {step.experts_ms:.1f}, " if step.experts_ms else ""
     parts = f"weights {step.weights_ms:.1f}, {experts}KV on the device {step.device_kv_ms:.1f}"
-    if not step.down_tokens:
+    if not step.offloaded_tokens:
         return parts
     if step.fetch_ms:
         parts += f", rows fetched {step.fetch_ms:.1f} at most"
-    return f"{parts}, link {step.link_ms:.2f}, host {step.host_ms:.1f} of {step.down_tokens:,} tokens"
+    return f"{parts}, link {step.link_ms:.2f}, host {step.host_ms:.1f} of {step.offloaded_tokens:,} tokens"

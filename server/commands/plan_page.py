@@ -87,16 +87,16 @@ def describe_host(plan: ResolvedPlan) -> dict[str, Any] | None:
     if host is None:
         return None
     demand = _demand(plan)
-    longest_down_tokens = demand.offloaded_tokens(memory.max_context_tokens)
+    longest_offloaded_tokens = demand.offloaded_tokens(memory.max_context_tokens)
     return {
         "resident_tokens": memory.resident_tokens,
         "sink_tokens": memory.sink_tokens,
         "window_tokens": memory.window_tokens,
-        "lump_tokens": memory.offload_block_tokens,
+        "offload_block_tokens": memory.offload_block_tokens,
         "sampled_token_bytes": bytes_per_token(demand.tier_shape),
         "offloaded_token_bytes": bytes_per_token(without_tables(demand.tier_shape)),
-        "longest_bytes": bytes_of_context(demand.tier_shape, longest_down_tokens),
-        "longest_table_bytes": table_bytes_of_context(demand.tier_shape, longest_down_tokens),
+        "longest_bytes": bytes_of_context(demand.tier_shape, longest_offloaded_tokens),
+        "longest_table_bytes": table_bytes_of_context(demand.tier_shape, longest_offloaded_tokens),
         "tokens": memory.host_tokens,
         "residency": host.residency,
         "on_card": {
@@ -166,11 +166,11 @@ def print_plan(plan: ResolvedPlan, console: Console) -> None:
     if host is not None:
         console.print(
             "a context beyond {resident_tokens:,} tokens keeps {sink_tokens} in front and a window of {window_tokens} "
-            "to {longest} on the device; the rest goes down, {sampled_token_bytes:,} bytes a token if it is sampled, "
-            "{offloaded_token_bytes:,} if not; {tokens:,} sampled tokens fit; of the longest context {sampled_gib:.2f} "
-            "GiB go down if it is sampled, {table_gib:.2f} of them hash tables".format(
+            "to {longest} on the device; the rest is offloaded, {sampled_token_bytes:,} bytes a token with hash "
+            "tables, {offloaded_token_bytes:,} without; {tokens:,} tokens with hash tables fit; of the longest context "
+            "{sampled_gib:.2f} GiB are offloaded, {table_gib:.2f} of them hash tables".format(
                 **host,
-                longest=host["window_tokens"] + host["lump_tokens"],
+                longest=host["window_tokens"] + host["offload_block_tokens"],
                 sampled_gib=host["longest_bytes"] / GIB,
                 table_gib=host["longest_table_bytes"] / GIB,
             ),
@@ -179,7 +179,7 @@ def print_plan(plan: ResolvedPlan, console: Console) -> None:
         kept = ", ".join(
             f"{length:,}: {'all' if tokens == length else f'{tokens:,}'}" for length, tokens in host["on_card"].items()
         )
-        console.print(f"tokens of one context that stay on the device, by its length: {kept}", highlight=False)
+        console.print(f"resident tokens of one context, by its length: {kept}", highlight=False)
     print_disk(plan, console)
     console.print(_tabulate_profiles(plan))
     for note in plan.notes:
@@ -207,7 +207,10 @@ def print_token(plan: ResolvedPlan, console: Console) -> None:
         said += f"; {token['windows']:,} in windows, while their layers see it"
     if plan.deployment.host is not None:
         dense = f"{token['device_dense']:,} there, of the dense layers, and " if token["device_dense"] else ""
-        said += f"; one that is released {dense}{token['host']:,} in host memory, {token['host_unsampled']:,} unsampled"
+        said += (
+            f"; an evicted token takes {dense}{token['host']:,} in host memory, {token['host_unsampled']:,} without "
+        )
+        said += "hash tables"
         said += f", rows in {plan.deployment.host.rows}"
     console.print(said, highlight=False)
 

@@ -41,13 +41,13 @@ BIT_AGREEMENT = 0.5257
 class StepEstimate:
     """Estimate a step of `batch` rows, each with a whole context, in milliseconds by purpose.
 
-    `down_tokens`: offloaded tokens of each, read on the host. `experts_ms`: host experts that the rows take, over the
+    `offloaded_tokens`: of each context, read on the host. `experts_ms`: host experts that the rows take, over the
     link or on the CPU. `link_ms`: queries and partials. `fetch_ms`: rows that the device reads over the link, if each
     step chooses other ones.
     """
 
     batch: int
-    down_tokens: int
+    offloaded_tokens: int
     weights_ms: float
     experts_ms: float
     device_kv_ms: float

@@ -16,7 +16,7 @@ TRACE_WALL_S = 10.0
 def write_record(
     due: float, sent: float, chunks: list[float], end: float, tokens: int | None = None, outcome: str = "completed"
 ) -> RequestRecord:
-    record = RequestRecord(0, 0, due, 100, 8, sent_s=sent, end_s=end, outcome=outcome)
+    record = RequestRecord(0, 0, due, 100, sent_s=sent, end_s=end, outcome=outcome)
     record.chunk_times_s = array("d", chunks)
     record.output_tokens = len(chunks) if tokens is None else tokens
     record.prompt_tokens, record.cached_tokens, record.output_source = 100, 25, "usage"

@@ -110,7 +110,7 @@ def test_a_batch_that_has_no_time_is_stepped_the_fewest_times(run):
 def test_floors_are_printed_before_the_first_profile_and_the_fraction_read_beside_each_time(run):
     before, after = run[0].split("profile sampled\n")
     assert before.count("at best") == 7
-    assert after.count("ms a step (") == after.count("of what heads have down read") == 4
+    assert after.count("ms a step (") == after.count("of offloaded keys read by each head") == 4
 
 
 def test_tokens_a_second_are_of_all_steps():

@@ -100,8 +100,8 @@ class Stand:
 
     def give_pages(self, slot: int, num_tokens: int, host: HostPrompt | None) -> list[int]:
         """Page ids of a new prompt, by position."""
-        released = range(host.sink // PAGE, host.released // PAGE) if host else range(0)
-        ids = [(self.dense_pages if place in released else self.pages).pop() for place in range(-(-num_tokens // PAGE))]
+        evicted = range(host.sink // PAGE, host.evicted // PAGE) if host else range(0)
+        ids = [(self.dense_pages if place in evicted else self.pages).pop() for place in range(-(-num_tokens // PAGE))]
         self.pool.write_pages([PageWrite(slot, 0, ids)])
         return ids
 

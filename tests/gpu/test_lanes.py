@@ -193,15 +193,17 @@ def test_units_attend_as_their_plan_says_that_they_give_way(monkeypatch: pytest.
     twins, seen, attend = Twins(), [], Dense.attend
 
     def watched(dense: Dense, query: PrefillQuery) -> Attended:
-        seen.append(dense.gives_way)
+        seen.append(dense.limits_prefill_blocks)
         return attend(dense, query)
 
     monkeypatch.setattr(Dense, "attend", watched)
-    for slot, gives_way in enumerate((True, False)):
+    for slot, limits_prefill_blocks in enumerate((True, False)):
         job = PrefillJob(slot, [replace(*prefill_prompts([SHORT]), slot=slot)])
         pages = [PageWrite(slot, 0, [twins._free.pop() for _ in range(2)])]
         units = layer_units(job, 512, NUM_LAYERS)
-        twins.offloading.launch(StepPlan(page_writes=pages, new_jobs=[job], units=units, gives_way=gives_way)).collect()
+        twins.offloading.launch(
+            StepPlan(page_writes=pages, new_jobs=[job], units=units, limits_prefill_blocks=limits_prefill_blocks)
+        ).collect()
     assert seen == [True] * NUM_LAYERS + [False] * NUM_LAYERS
 
 

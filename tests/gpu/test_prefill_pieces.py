@@ -349,10 +349,10 @@ def test_a_past_is_cut_further_while_dense_gives_way_and_never_before(
     wanted = [4096] if least_past else []
     whole = dense.attend(asked)
     assert lengths == wanted
-    for seconds, gives_way, cut in ((0.0, True, False), (2100e-8, False, False), (2100e-8, True, True)):
+    for seconds, limits_prefill_blocks, cut in ((0.0, True, False), (2100e-8, False, False), (2100e-8, True, True)):
         lengths.clear()
         dense.bound_blocks(seconds)
-        dense.gives_way = gives_way
+        dense.limits_prefill_blocks = limits_prefill_blocks
         got = dense.attend(asked)
         assert lengths == ([2048, 2048] if cut else wanted)
         np.testing.assert_allclose(got.out, whole.out, atol=ATTENTION_F32_ATOL, rtol=0)

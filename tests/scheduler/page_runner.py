@@ -308,8 +308,8 @@ class PageRunner:
         assert len(others) == 1, "one prompt goes down at a time"
         assert host.sink < host.end < len(prompt.token_ids)
         assert prompt.begin == 0 or host.sink < prompt.begin <= host.end
-        assert host.sink <= host.released <= host.end
-        self.dense[prompt.slot] = range(host.sink // self.page_tokens, host.released // self.page_tokens)
+        assert host.sink <= host.evicted <= host.end
+        self.dense[prompt.slot] = range(host.sink // self.page_tokens, host.evicted // self.page_tokens)
         self.context_of[prompt.slot] = host.context_id
         assert host.context_id not in self.contexts
         shared = [] if host.source_id is None else self.contexts[host.source_id][: max(0, prompt.begin - host.sink)]

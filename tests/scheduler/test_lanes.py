@@ -57,17 +57,22 @@ def test_units_give_way_while_rows_wait_for_the_host_beside_them_alone() -> None
     drain(engine)
     engine.submit([ask("alone", prompt_of(900, salt=2), 2, "exact")])
     drain(engine)
-    gives_way = [plan.gives_way for plan in runner.plans if plan.units]
-    first, last = gives_way.index(True), len(gives_way) - gives_way[::-1].index(True)
-    assert all(gives_way[first:last])
-    assert 0 < first < last < len(gives_way), "before anybody waits, and once nobody does, blocks are as they come"
-    assert not any(plan.gives_way for plan in runner.plans if not plan.units)
+    limits_prefill_blocks = [plan.limits_prefill_blocks for plan in runner.plans if plan.units]
+    first, last = (
+        limits_prefill_blocks.index(True),
+        len(limits_prefill_blocks) - limits_prefill_blocks[::-1].index(True),
+    )
+    assert all(limits_prefill_blocks[first:last])
+    assert 0 < first < last < len(limits_prefill_blocks), (
+        "before anybody waits, and once nobody does, blocks are as they come"
+    )
+    assert not any(plan.limits_prefill_blocks for plan in runner.plans if not plan.units)
 
 
 def test_one_lane_is_never_fenced() -> None:
     engine, runner = make_engine()
     run(engine, [ask("long", prompt_of(600), 60), ask("short", prompt_of(30), 60, "exact")])
-    assert not any(plan.is_fenced or plan.gives_way for plan in runner.plans)
+    assert not any(plan.is_fenced or plan.limits_prefill_blocks for plan in runner.plans)
     assert {plan.lane for plan in runner.plans} == {Lane.DEVICE}
 
 

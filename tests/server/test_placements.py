@@ -69,7 +69,7 @@ def test_an_8b_shape_over_round_rates_is_what_a_pencil_says(rows: str, row_bytes
     kept_ms = (CONTEXT * 32 - DOWN * 30) * layer_token / 1e9
     link_ms = 30 * (32 * (128 * (2 + 4) + 4 + 150 * 2 + 1) + 4) / 10 / 1e6
     read_ms = DOWN * 30 * 8 * row_bytes / 50 / 1e6
-    assert exact.down_tokens == sampled.down_tokens == DOWN
+    assert exact.offloaded_tokens == sampled.offloaded_tokens == DOWN
     assert exact.ms == pytest.approx(weights_ms + kept_ms + link_ms + read_ms, rel=PLACEMENT_MS)
     drawn_ms = found.share_read * DOWN * 30 * 32 * row_bytes / 25 / 1e6
     assert sampled.ms == pytest.approx(weights_ms + kept_ms + link_ms + drawn_ms, rel=PLACEMENT_MS)
@@ -151,11 +151,11 @@ def test_the_device_alone_is_planned_without_the_tier() -> None:
 def test_what_stays_on_the_device_while_there_is_room_is_not_read_on_the_host() -> None:
     found = compare(eight_b(residency="adaptive"))
     alone, sampled = found.get("device").first, found.get("sampled").first
-    assert (sampled.down_tokens, sampled.host_ms, sampled.link_ms) == (0, 0, 0)
+    assert (sampled.offloaded_tokens, sampled.host_ms, sampled.link_ms) == (0, 0, 0)
     assert sampled.ms == alone.ms
     assert "does not pay at batch 1" in found.sampling
     assert f"{found.get('device').words} would take {alone.ms:,.1f} and read all there is" in found.verdict
-    crowded = [step.down_tokens for step in found.get("sampled").steps if step is not None]
+    crowded = [step.offloaded_tokens for step in found.get("sampled").steps if step is not None]
     assert crowded == sorted(crowded)
     assert crowded[-1] > 0
 
@@ -392,7 +392,7 @@ def test_a_default_profile_is_priced_as_what_it_reads(name: str) -> None:
     read = 2048 if kind.startswith("predicted") else 0
     layer_token, row = 2 * 8 * 128 * 2, 512
     layers = 29 if read else 30  # offloaded: two are dense in the reference deployment, of predictions one more
-    down = step.down_tokens
+    down = step.offloaded_tokens
     whole_ms = (CONTEXT * 32 - (down - read) * layers) * layer_token / 1e9
     assert step.device_kv_ms == pytest.approx(whole_ms, rel=PLACEMENT_MS)
     fetched = read / 4 + down / 256 / 2 if read else 0
@@ -431,7 +431,7 @@ def test_steps_that_attend_to_everything_are_priced_by_their_share() -> None:
     """Keys of all blocks over the link, and all rows but the fetched ones on the host, in one step of four."""
     plain = compare_default("blocks", look_stride_blocks=0).get("predicted").first
     full = compare_default("blocks", look_stride_blocks=0, calibrate_every=4).get("predicted").first
-    down, row, heads = full.down_tokens, 512, 29 * 8
+    down, row, heads = full.offloaded_tokens, 512, 29 * 8
     assert full.fetch_ms - plain.fetch_ms == pytest.approx(down / 4 / 2 * heads * row / 10 / 1e6, rel=PLACEMENT_MS)
     assert (full.host_ms, plain.host_ms) == (pytest.approx((down - 2048) / 4 * heads * row / 50 / 1e6), 0)
 

@@ -122,8 +122,8 @@ def test_a_host_tier_is_described_with_the_bytes_of_a_token() -> None:
     page = io.StringIO()
     print_plan(plan, Console(width=500, file=page))
     assert f"{host['longest_table_bytes'] / 2**30:.2f} of them hash tables" in page.getvalue()
-    assert f"{host['sampled_token_bytes']:,} bytes a token if it is sampled" in page.getvalue()
-    assert f"{host['tokens']:,} sampled tokens fit" in page.getvalue()
+    assert f"{host['sampled_token_bytes']:,} bytes a token with hash tables" in page.getvalue()
+    assert f"{host['tokens']:,} tokens with hash tables fit" in page.getvalue()
 
 
 def test_each_profile_is_shown_with_what_it_is_made_of_and_its_longest_context() -> None:

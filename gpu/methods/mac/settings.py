@@ -23,8 +23,8 @@ class MacSettings(Settings):
                                     "paper")  # fmt: skip
     capacity: int = Field(1024, ge=16, le=8192, description="earlier queries that are looked at")
     band: int = Field(256, ge=1, le=4096, description="tokens in front of a match that are read again")
-    sink_tokens: int = Field(4, ge=0, le=1024, description="in front, always read; where contexts go down, it is "
-                             "whole pages, as the host section has it")  # fmt: skip
+    sink_tokens: int = Field(4, ge=0, le=1024, description="in front, always read; with a `host` section, "
+                             "rounded up to whole pages")  # fmt: skip
     max_gap: int | None = Field(None, ge=1, description="positions back to a match, at most; default: capacity")
     max_age: int = Field(4096, ge=1, description="positions back to where the oldest part of a summary was read")
     seed_tokens: int | None = Field(None, ge=0, description="of a prompt's end that can be matched; default: capacity")
