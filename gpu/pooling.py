@@ -1,4 +1,4 @@
-"""What a request takes of a prompt's last hidden states in place of an answer. Plain data, without torch."""
+"""Pooling requests: what is taken of a prompt's last hidden states in place of an answer. Plain data, no torch."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""What a runner is made of beside its model: as the loader resolves it, and as its caller states it."""
+"""Settings of a runner beside its model: as the loader resolves them, and as its caller states them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

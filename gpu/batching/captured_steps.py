@@ -1,4 +1,4 @@
-"""Which decode steps are captured as CUDA graphs. No torch: the memory plan counts them, too."""
+"""List the decode steps that are captured as CUDA graphs. No torch: the memory plan counts them, too."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

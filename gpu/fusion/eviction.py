@@ -1,4 +1,4 @@
-"""What a fused prompt keeps of a layer that is done: the text around its chunks, and what the question looks at.
+"""Choose what a fused prompt keeps of a finished layer: the text around its chunks, and what the question attends to.
 
 A3's extension, section 2.2: SnapKV's choice, a KV head at a time. Invariants: the first cells hold the text in front of
 the chunks, untouched, for others share its pages; behind it, in order, what is chosen and all that stands behind the

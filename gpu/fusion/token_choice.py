@@ -1,4 +1,4 @@
-"""Which tokens of chunks are computed again: each policy gives every token a number, and the highest are taken.
+"""Choose which tokens of chunks are computed again: each policy scores every token, and the highest are taken.
 
 A3, eq. 3; CacheBlend (arXiv 2405.16444), section 4.3; EPIC's LegoLink (arXiv 2410.15332). All that a policy looks at is
 handed in. Invariant: nothing here waits for the device, and how many are taken is known before

@@ -1,4 +1,4 @@
-"""Which products of a model the library humming-kernels computes, and the memory that needs beside the matrices.
+"""List the products that the library humming-kernels computes, and the memory it needs beside the matrices.
 
 A request that the library cannot fulfil is refused by name, or computed by our own kernels and reported.
 """

@@ -1,4 +1,4 @@
-"""What a job returns once its tokens are through all layers: logits to draw from, logprobs of prompts, and vectors.
+"""Outputs of a finished prefill job: logits to draw from, logprobs of prompts, and pooled vectors.
 
 A prompt's results depend on its own hidden states alone, and no bit of them on where units of logits are cut.
 """

@@ -1,4 +1,4 @@
-"""Which rows of hidden states go through one product for prompt logprobs: all at once would be gigabytes of logits.
+"""Cut rows of hidden states into products for prompt logprobs: all at once would be gigabytes of logits.
 
 A row's logits do not depend on where units begin and end. Products are cut out of blocks that begin at multiples of
 `LOGITS_BLOCK_ROWS` of the prompt. A product of few rows may add in another order than one of many, so a unit's product

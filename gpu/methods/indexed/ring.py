@@ -1,4 +1,4 @@
-"""What a sequence with an index holds on the device, and what a step passes through.
+"""The tensors that a sequence with an index holds on the device, and a step's work buffers.
 
 A **place** is a KV head of a ring: ring * kv_heads + kv_head. Tokens are counted through the offloaded run, from its
 first one, or through the resident one from its first one behind the sink.

@@ -1,4 +1,4 @@
-"""Which key blocks a query block reads: the union of what its sparse queries chose, trimmed to the heaviest.
+"""Choose the key blocks a query block reads: the union of its sparse queries' choices, trimmed to the heaviest.
 
 MOMO, section 3 (Block Mask Union and Top-k Trimming) and Algorithm 1, step 2. A block's weight is its mean mass over
 the query block's sparse rows, exp(score - row lse), a row that did not choose it adding nothing (the paper ranks by the

@@ -1,4 +1,4 @@
-"""How many rows and columns a program of `expert_tiles` has, with how many warps and stages."""
+"""The rows, columns, warps and stages of a program of `expert_tiles`."""
 
 import torch
 from torch import Tensor

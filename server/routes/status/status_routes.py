@@ -1,4 +1,4 @@
-"""What a server says about itself: its model, its health, its version, its metrics."""
+"""Routes about the server itself: its model, health, version and metrics."""
 
 import time
 from typing import Any
