@@ -29,7 +29,8 @@ class ModelConfig(Settings):
 
     path: Path | None = Field(
         None,
-        description="folder with config.json, *.safetensors and the tokenizer, or a GGUF file (of several, the first)",
+        description="folder with config.json, *.safetensors and the tokenizer, or a GGUF file (of several, the first), "
+        "or hf:OWNER/NAME, which `serve` and `plan` fetch",
     )
     random_weights: str | None = Field(None, description="a named shape, for instance llama-3.1-8b")
     tokenizer: Path | None = Field(None, description="folder or GGUF file of the tokenizer; defaults to `path`")

@@ -16,6 +16,8 @@ from scheduler.engine_config import EngineConfig
 from transfer.nearest_name import nearest_hint
 from transfer.settings_model import Settings
 
+HUB_PREFIX = "hf:"  # of a model's name on the hub, where a path may stand
+SEVERAL = "models"  # the key of a file with several of them
 MOST_TOLD = 8  # problems of a configuration, in one line
 _NULL_TAG = "tag:yaml.org,2002:null"
 _A_METHOD = (
@@ -104,6 +106,17 @@ class ServerConfig(Settings):
     progress_seconds: float = Field(0.5, gt=0, description="`return_progress` reports at most this often")
     retry_after_seconds: int = Field(2, ge=1, description="Retry-After of a 429")
     drain_seconds: float = Field(60.0, ge=0, description="on SIGTERM, wait this long for open requests")
+    models_at_once: Literal["one", "fitting"] = Field(
+        "one",
+        description="of several `models`, how many have an engine: one, or as many as their plans leave room for "
+        "beside each other; another's request then has one drained and unloaded",
+    )
+    load_wait_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="a request for a model that is not loaded waits for it this long, or as long as it allows itself; "
+        "then it is a 503",
+    )
     restart_engine: bool = Field(True, description="start a new engine process when one dies")
     max_engine_failures: int = Field(
         5, ge=1, description="exit after this many engines in a row hang or die within a minute of service"
@@ -143,6 +156,18 @@ class Deployment(EngineConfig):
     """Hold everything about one server. `tandem plan` prints it resolved against a machine."""
 
     server: ServerConfig = ServerConfig()
+    idle_seconds: float | None = Field(
+        None,
+        ge=0,
+        description="after its last request the model stays loaded for so long, unless that says another `keep_alive`; "
+        "the next one loads it again; default: until its room is wanted",
+    )
+
+
+def model_name(deployment: Deployment) -> str:
+    """Return the id in /v1/models."""
+    model = deployment.model
+    return model.name or model.random_weights or (model.path.resolve().name if model.path else "")
 
 
 def load_deployment(path: Path) -> Deployment:
@@ -159,6 +184,15 @@ def load_deployment(path: Path) -> Deployment:
         return Deployment(model=ModelConfig(path=path.resolve()))
     if path.suffix == ".gguf":
         return Deployment(model=ModelConfig(path=path.absolute()))  # a link's own name says how many parts there are
+    tree, text = read_tree(path)
+    if SEVERAL in tree:
+        raise ConfigError(f"config: {path} has several `{SEVERAL}`; wanted a file with one `model`")
+    check_filled(path, yaml.compose(text, Loader=yaml.SafeLoader))
+    return build_deployment(path, tree, text)
+
+
+def read_tree(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the mapping in a YAML file, and its text. Raises ConfigError."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -173,12 +207,21 @@ def load_deployment(path: Path) -> Deployment:
         raise ConfigError(f"config: {path} is not YAML: a value is not what its tag (!!) says") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config: {path} holds {type(tree).__name__}; wanted a mapping with the key `model`")
-    for key, wanted in _empty_keys(yaml.compose(text, Loader=yaml.SafeLoader), Deployment):
-        raise ConfigError(f"config: {path}: {key} has no value; {wanted}")
+    return tree, text
+
+
+def check_filled(path: Path, node: yaml.Node | None, inside: str = "") -> None:
+    """Raise ConfigError for a section of a deployment's mapping that has nothing behind it."""
+    for key, wanted in _empty_keys(node, Deployment):
+        raise ConfigError(f"config: {path}: {inside}{key} has no value; {wanted}")
+
+
+def build_deployment(path: Path, tree: dict[str, Any], text: str, inside: str = "") -> Deployment:
+    """Return the deployment of a mapping in the file `path`, below `inside`. Raises ConfigError."""
     try:
         deployment = Deployment.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"config: {path}: {describe(error, text)}") from None
+        raise ConfigError(f"config: {path}: {inside}{describe(error, text)}") from None
     return _anchor(deployment, path.resolve().parent)
 
 
@@ -295,10 +338,15 @@ def _where(error: yaml.YAMLError) -> str:
     return f"{what} at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else what
 
 
+def is_on_hub(path: Path) -> bool:
+    """Return whether `model.path` names a model on the hub."""
+    return str(path).startswith(HUB_PREFIX)
+
+
 def _anchor(deployment: Deployment, folder: Path) -> Deployment:
     model = deployment.model
     paths = {key: getattr(model, key) for key in ("path", "tokenizer", "chat_template")}
-    anchored = {key: folder / path for key, path in paths.items() if path is not None}
+    anchored = {key: folder / path for key, path in paths.items() if path is not None and not is_on_hub(path)}
     anchored |= {key: model_path(anchored[key]) for key in ("path", "tokenizer") if key in anchored}
     server, documents = deployment.server, deployment.documents
     files = {

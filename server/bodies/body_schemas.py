@@ -15,6 +15,7 @@ from server.bodies.generation_bodies import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from server.bodies.keep_alive import PATTERN
 from server.bodies.ranges import INT64, RANGES
 from server.bodies.schema_limits import NULL, BodyLimits, Tree, between, token_id
 
@@ -57,6 +58,7 @@ def _common_bounds(limits: BodyLimits) -> dict[str, Tree]:
         for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
             bounds[name]["maximum"] = limits.max_context_tokens - 1  # beside a prompt of one token
     bounds["truncate_prompt_tokens"] = {"minimum": -1, "maximum": 2**31 - 1, "not": {"const": 0}}
+    bounds["keep_alive"] = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": PATTERN}, NULL]}
     bounds["model"] = {"enum": [None, *limits.model_ids]}
     if limits.profiles:
         bounds["attention_profile"] = {"enum": [None, *limits.profiles]}

@@ -248,6 +248,8 @@ ATTENTION: dict[str, Rule] = {
     **does("a request of a lower number goes first", "priority"),
     **does("the longest that the request may take; the answer is what there is by then. Also the header "
            "`x-request-timeout`", "max_seconds"),
+    **does("of several models, how long this one stays loaded after the request: seconds, or a text like `5m`; 0: not "
+           "at all, below 0: until its room is wanted. Default: the deployment's `idle_seconds`", "keep_alive"),
 }  # fmt: skip
 
 SESSION: dict[str, Rule] = does(

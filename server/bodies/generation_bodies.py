@@ -11,6 +11,7 @@ from server.api_error import invalid
 from server.bodies.answer_form import ResponseFormat, StructuredOutputs, check_form
 from server.bodies.chat_message import Message, Prediction, check_messages, check_parts
 from server.bodies.chat_tools import ChosenTool, Tool, check_tools
+from server.bodies.keep_alive import KeepAlive
 from server.bodies.ranges import MAX_TOP_LOGPROBS, RANGES, check_range, spell
 from transfer.host_config import PolicyName
 
@@ -77,6 +78,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     max_seconds: float | None = None
     attention_profile: str | None = None
     cache_salt: CacheSalt | None = None
+    keep_alive: KeepAlive | None = None
     return_progress: bool | None = None
     return_token_ids: bool | None = None
     prompt_cache_key: str | None = None

@@ -8,13 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gpu.config import ModelConfig
 from gpu.memory.plan import PlanError
 from gpu.model.spec import ModelError
 from gpu.profiles import ProfileError
-from server.deployment import ConfigError, Deployment, load_deployment
+from server.deployment import HUB_PREFIX, ConfigError, Deployment, is_on_hub, load_deployment, model_name
 from server.hub.hub_models import CachedModel, fetch_model
-from server.hub.hub_name import PREFIX, read_name
+from server.hub.hub_name import read_name
 from server.planning.deployment_plan import resolve_plan
+from server.several_models import check_together, load_deployments
 from transfer.machine import GIB, MachineProfile
 
 
@@ -27,16 +29,28 @@ class FittingModel:
     why_not: str
 
 
-def open_deployment(config: Path, is_offline: bool) -> Deployment:
-    """Return the deployment of a file or folder, or of a model's name on the hub, which is fetched first.
+def open_deployments(config: Path, is_offline: bool) -> tuple[Deployment, ...]:
+    """Return the deployment of a file or folder, those of a file with several models, or that of a model's name on the
+    hub. What `model.path` names there is fetched first.
 
     Raises ConfigError and HubError.
     """
-    if not str(config).startswith(PREFIX):
-        return load_deployment(config)
-    name = read_name(str(config))
-    deployment = load_deployment(fetch_model(name, is_offline))
-    return deployment.model_copy(update={"model": deployment.model.model_copy(update={"name": name.repository})})
+    if is_on_hub(config):
+        return (_fetched(Deployment(model=ModelConfig(path=config)), is_offline),)
+    deployments = tuple(_fetched(one, is_offline) for one in load_deployments(config))
+    check_together([(one, model_name(one)) for one in deployments])
+    return deployments
+
+
+def _fetched(deployment: Deployment, is_offline: bool) -> Deployment:
+    """Return the deployment with its model's path where the model is, which the hub's name may stand for."""
+    path = deployment.model.path
+    if path is None or not is_on_hub(path):
+        return deployment
+    name = read_name(str(path))
+    found = load_deployment(fetch_model(name, is_offline)).model
+    update = {"path": found.path, "name": deployment.model.name or name.repository}
+    return deployment.model_copy(update={"model": deployment.model.model_copy(update=update)})
 
 
 def plan_models(models: Sequence[CachedModel], machine: MachineProfile) -> list[FittingModel]:
@@ -68,7 +82,7 @@ def describe_models(found: Sequence[FittingModel], machine: MachineProfile) -> d
 
 def print_models(found: Sequence[FittingModel], machine: MachineProfile, folder: Path, console: Console) -> None:
     if not found:
-        console.print(f"no models in {folder}; fetch one: tandem serve {PREFIX}OWNER/NAME", soft_wrap=True)
+        console.print(f"no models in {folder}; fetch one: tandem serve {HUB_PREFIX}OWNER/NAME", soft_wrap=True)
         return
     table = Table(box=None, pad_edge=False)
     for heading, side in (("model", "left"), ("size", "right"), (f"on {machine.name}", "left")):

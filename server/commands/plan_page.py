@@ -1,5 +1,6 @@
 """Show a resolved plan for `tandem plan`: as tables, or as plain data."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -11,7 +12,7 @@ from gpu.memory.host_demand import HostDemand
 from gpu.page_layout import row_bytes
 from scheduler.planning.engine_memory import find_host_demand
 from scheduler.sequences.capacity import plan_capacity
-from server.deployment import Deployment
+from server.deployment import SEVERAL, Deployment
 from server.planning.resolved_plan import ResolvedPlan
 from transfer.host_memory import bytes_of_context, bytes_per_token, table_bytes_of_context, without_tables
 from transfer.machine import GIB
@@ -146,6 +147,15 @@ def dump_deployment(deployment: Deployment) -> dict[str, Any]:
     tree: dict[str, Any] = deployment.model_dump(mode="json")
     tree["server"]["api_keys"] = f"{len(deployment.server.api_keys)} keys" if deployment.server.api_keys else []
     return tree
+
+
+def dump_deployments(deployments: Sequence[Deployment]) -> dict[str, Any]:
+    """Return the tree of one deployment, or a file's with all of several."""
+    trees = [dump_deployment(one) for one in deployments]
+    if len(trees) == 1:
+        return trees[0]
+    servers = [tree.pop("server") for tree in trees]
+    return {SEVERAL: trees, "server": servers[0]}
 
 
 def print_plan(plan: ResolvedPlan, console: Console) -> None:

@@ -134,25 +134,31 @@ def _serve(
     """Serve with an engine process that reads its libraries meanwhile. Returns why it could not, or not go on."""
     from rich.console import Console
 
-    from server.commands.named_models import open_deployment
+    from server.commands.named_models import open_deployments
     from server.commands.start_page import StartPage
 
-    given = open_deployment(config, offline)  # with a progress bar of its own, where it fetches
+    given = open_deployments(config, offline)  # with a progress bar of its own, where it fetches
     with StartPage(Console(highlight=False), began_s) as page:
         with page.stage("reading the program and its configuration"):
             from server.commands.address import override_address, require_free_port
             from server.commands.servable import require_servable
+            from server.http.app import OtherModels
             from server.http.app import serve as serve_deployment
             from server.planning.deployment_plan import resolve_plan
+            from server.planning.side_by_side import find_room
             from transfer.machine import probe_machine
 
-            deployment = override_address(given, host, port)
-            require_free_port(deployment.server.host, deployment.server.port)
+            deployments = [override_address(one, host, port) for one in given]
+            server = deployments[0].server
+            require_free_port(server.host, server.port)
         with page.stage("planning the memory"):
-            resolved = resolve_plan(deployment, probe_machine())
+            first, *others = [resolve_plan(one, probe_machine()) for one in deployments]
         with page.stage("checking the model's files"):
-            require_servable(resolved.deployment)
-        return serve_deployment(resolved.deployment, resolved.memory, page.show, ahead=ahead)
+            for one in (first, *others):
+                require_servable(one.deployment)
+        room = find_room(probe_machine(), server.models_at_once == "fitting")
+        beside = OtherModels(tuple((one.deployment, one.memory) for one in others), room)
+        return serve_deployment(first.deployment, first.memory, page.show, ahead=ahead, others=beside)
 
 
 def print_configuration(config: Path, host: str | None, port: int | None, offline: bool) -> None:
@@ -160,16 +166,15 @@ def print_configuration(config: Path, host: str | None, port: int | None, offlin
     import yaml
 
     from server.commands.address import override_address
-    from server.commands.named_models import open_deployment
-    from server.commands.plan_page import dump_deployment
+    from server.commands.named_models import open_deployments
+    from server.commands.plan_page import dump_deployments
     from server.planning.deployment_plan import resolve_plan
     from transfer.machine import probe_machine
 
-    deployment = resolve_plan(
-        override_address(open_deployment(config, offline), host, port), probe_machine()
-    ).deployment
+    given = [override_address(one, host, port) for one in open_deployments(config, offline)]
+    resolved = [resolve_plan(one, probe_machine()).deployment for one in given]
     print(f"# {config}, with what is derived from this machine")
-    print(yaml.safe_dump(dump_deployment(deployment), sort_keys=False), end="")
+    print(yaml.safe_dump(dump_deployments(resolved), sort_keys=False), end="")
 
 
 @app.command()
@@ -186,7 +191,8 @@ def plan(
     """
     from rich.console import Console
 
-    from server.commands.named_models import open_deployment
+    from server.commands.models_page import describe_models, print_together
+    from server.commands.named_models import open_deployments
     from server.commands.placements_page import describe_comparison, print_comparison
     from server.commands.plan_page import describe_plan, print_plan
     from server.commands.servable import require_servable, require_settings, require_tensors
@@ -196,21 +202,25 @@ def plan(
     from transfer.machine_rates import find_rates
     from transfer.measured import measured_path
 
-    deployment = open_deployment(config, offline)
-    resolved = resolve_plan(deployment, probe_machine() if machine is None else load_machine(machine))
-    planned_ahead = deployment.model.path is not None and not deployment.model.path.exists()
-    if machine is not None or planned_ahead:
-        require_settings(resolved.deployment)
-    else:
-        require_servable(resolved.deployment)
-        require_tensors(deployment.model, deployment.drafts_by_head)
-    comparison = compare_placements(deployment, resolved, find_rates(resolved.machine, measured_path()))
+    console, plans, trees = Console(), [], []
+    for deployment in open_deployments(config, offline):
+        resolved = resolve_plan(deployment, probe_machine() if machine is None else load_machine(machine))
+        planned_ahead = deployment.model.path is not None and not deployment.model.path.exists()
+        if machine is not None or planned_ahead:
+            require_settings(resolved.deployment)
+        else:
+            require_servable(resolved.deployment)
+            require_tensors(deployment.model, deployment.drafts_by_head)
+        comparison = compare_placements(deployment, resolved, find_rates(resolved.machine, measured_path()))
+        plans.append(resolved)
+        trees.append(describe_plan(resolved) | {"placements": describe_comparison(comparison)})
+        if not as_json:
+            print_plan(resolved, console)
+            print_comparison(comparison, console)
     if as_json:
-        print(json.dumps(describe_plan(resolved) | {"placements": describe_comparison(comparison)}, indent=2))
-    else:
-        console = Console()
-        print_plan(resolved, console)
-        print_comparison(comparison, console)
+        print(json.dumps(trees[0] if len(plans) == 1 else describe_models(plans, trees), indent=2))
+    elif len(plans) > 1:
+        print_together(plans, console)
 
 
 @app.command()

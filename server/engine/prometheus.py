@@ -3,9 +3,10 @@
 Counters in the engine's `Stats` start at zero with each engine process; here they only ever grow.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import Metric
 
 from gpu.methods.registry import list_counters
 from scheduler.messages import DiskStats, HostStats, Stats
@@ -326,6 +327,10 @@ class Metrics:
             self.draft_saved_s,
         ):  # fmt: skip
             gauge.set(0)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all families of samples."""
+        return self._registry.collect()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -1,9 +1,9 @@
 """Keep an engine process alive, and carry requests to it and their output back.
 
-States: loading -> ready -> dead -> loading -> ...; `failed` (the first start did not succeed, several in a row failed,
-or this supervisor itself did) ends the program. An engine speaks twice a second, also while it loads. One that falls
-silent hangs: that is told at once, and the engine is killed if it lasts, or if a step never ends. Every open mailbox
-gets its requests' last deltas or one EngineLost.
+States: unloaded -> loading -> ready -> dead -> loading -> ...; `stop` leads back to unloaded. `failed` (the first start
+did not succeed, several in a row failed, or this supervisor itself did) ends its work until the next `start`. An engine
+speaks twice a second, also while it loads. One that falls silent hangs: that is told at once, and the engine is killed
+if it lasts, or if a step never ends. Every open mailbox gets its requests' last deltas or one EngineLost.
 """
 
 import asyncio
@@ -60,12 +60,19 @@ _HEALTHY_AFTER_S = 60.0  # of service; a life that gave so much of it begins a n
 # may be slow, and compiles, which may keep the interpreter from the thread that speaks.
 _LOADING_PATIENCE = 5
 _SHUTDOWN_WAIT_S = 5.0
+_KILLED_WAIT_S = 10.0  # for the system to take back what a killed engine had
 _TELL_LOADING_S = 5.0
 _SILENCE_CHECKS = 4  # in a row; one alone would also fail when it was this process that stood still
 _DIED = EngineLost("the engine process died while it worked on this request; try again", "engine_dead")
 
+_WHY_NOT = {"loading": "the model is loading", "unloaded": "the model is not loaded"}
+
 Question = AskSessions | SaveContext | ReadSaved
 Answer = TypeVar("Answer", Sessions, ContextSaved, SavedTokens)
+
+
+def _tell_nobody() -> None:
+    """Stand for who is told of changes, where nobody asks."""
 
 
 class Supervisor:
@@ -101,7 +108,8 @@ class Supervisor:
         self._turn_seconds = 0.0
         self._lost = _DIED  # what those are told whose engine is lost
         self.quiet_seconds = 0.0
-        self.state = "loading"
+        self.on_change: Callable[[], None] = _tell_nobody  # of the state, and of work that has ended
+        self.state = "unloaded"
         self.loading = Loading(stage="starting", fraction=0.0)
         self.limits: Ready | None = None
         self.failure: asyncio.Future[str] | None = None
@@ -109,13 +117,17 @@ class Supervisor:
     # --- life of the engine -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        """Keep an engine alive from now on, until `stop`; then it may be started again."""
+        self._stopping = False
+        self.state = "loading"
+        self.limits = None
         self._context = zmq.Context()
         self.failure = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep_alive())
         self._task.add_done_callback(self._end_with_supervisor)
 
     async def stop(self) -> None:
-        """Ask the engine to exit, wait a little, and make sure."""
+        """Ask the engine to exit, wait a little, and make sure that it is gone, with its memory."""
         self._stopping = True
         engine = self._engine
         if engine is not None:
@@ -124,12 +136,17 @@ class Supervisor:
             with suppress(TimeoutError):
                 await asyncio.wait_for(engine.wait(), _SHUTDOWN_WAIT_S if self.state == "ready" else 0.2)
             engine.kill()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(engine.wait(), _KILLED_WAIT_S)
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
         if self._context is not None:
             self._context.destroy(linger=0)
+        self._task = self._context = None
+        if self.state != "failed":
+            self._change("unloaded")
 
     def kill_engine(self) -> None:
         """Kill the engine for a program that must exit this instant."""
@@ -140,6 +157,11 @@ class Supervisor:
     @property
     def engine_pid(self) -> int | None:
         return self._engine.pid if self._engine is not None else None
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether anybody waits for something from the engine."""
+        return bool(self._mailboxes or self._answers or self._storing or self._asked)
 
     @property
     def is_hung(self) -> bool:
@@ -162,11 +184,16 @@ class Supervisor:
             logs.failure("keeper_failed", error)
             self._fail(f"supervisor: {type(error).__name__}: {' '.join(str(error).split())}")
 
+    def _change(self, state: str) -> None:
+        self.state = state
+        self.on_change()
+
     def _fail(self, reason: str) -> None:
         self.state = "failed"
         assert self.failure is not None
         if not self.failure.done():
             self.failure.set_result(reason)
+        self.on_change()
 
     async def _keep_alive(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -308,7 +335,6 @@ class Supervisor:
 
     def _become_ready(self, ready: Ready) -> None:
         self.limits = ready
-        self.state = "ready"
         self._ready_since_s = time.monotonic()
         self.quiet_seconds = 0.0
         self._metrics.engine_up.set(1)
@@ -324,9 +350,10 @@ class Supervisor:
             max_context_tokens=ready.max_context_tokens,
             profiles=",".join(ready.profiles),
         )
+        self._change("ready")
 
     def _lose_everything(self) -> None:
-        self.state = "dead"
+        self._change("dead")
         self._metrics.engine_gone()
         for answer in self._answers.values():
             if not answer.done():
@@ -338,7 +365,7 @@ class Supervisor:
     def ready(self) -> Ready:
         """Return the engine's limits. Raises ApiError 503 unless it serves."""
         if self.state != "ready" or self.limits is None:
-            what = "the model is loading" if self.state == "loading" else "the engine process is dead"
+            what = _WHY_NOT.get(self.state, "the engine process is dead")
             raise unavailable(f"engine: {what}; try again later", f"engine_{self.state}", self._retry_after())
         if self.is_hung:
             what = f"it hangs (no sign of life for {self.quiet_seconds:.3g} s) and will be replaced if that lasts"

@@ -20,7 +20,8 @@ from server.deployment import ServerConfig
 from server.engine.mailbox import ClientGone, Tick
 from server.generation.generation import Disconnected, Generation, Update
 
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+CLIENT_GONE = 499  # a status for the log alone: nobody reads it
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 _KEEPALIVE = b": keepalive\n\n"
 
@@ -57,7 +58,7 @@ class EventStream(Response):
         with_progress: bool,
         idle_line: bytes | None = None,
     ) -> None:
-        super().__init__(None, headers=_HEADERS, media_type=EVENTS if idle_line is None else LINES)
+        super().__init__(None, headers=STREAM_HEADERS, media_type=EVENTS if idle_line is None else LINES)
         del self.headers["content-length"]
         self._keepalive = _KEEPALIVE if idle_line is None else idle_line
         self._generation = generation

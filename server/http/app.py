@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
@@ -28,6 +29,8 @@ from server.engine.start_events import Listening, OnStart
 from server.grammar.grammar_checks import end_checks
 from server.http.client_connection import Connection, Limits, connection_type
 from server.http.request_scope import RequestScope, error_response
+from server.loading.model_registry import ModelRegistry
+from server.planning.side_by_side import ONE_AT_A_TIME, Room
 from server.routes.catalogue import add_routes, find_routes
 from server.routes.documents.document_routes import count_documents
 from server.service.service import Service, build_service, require_tls
@@ -43,34 +46,52 @@ _LAST_SENDS_S = 3  # uvicorn's own limit, behind ours
 _SHUT_DOWN = "the server shut down before this request was done"
 
 
+@dataclass(frozen=True, slots=True)
+class OtherModels:
+    """Hold models that are served beside the first one, as deployments with their plans, and the room for engines."""
+
+    planned: tuple[tuple[Deployment, MemoryPlan], ...] = ()
+    room: Room = ONE_AT_A_TIME
+
+
+NO_OTHERS = OtherModels()
+
+
 def create_app(
     deployment: Deployment,
     memory: MemoryPlan,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     on_start: OnStart | None = None,
     ahead: HeadStart | None = None,
+    others: OtherModels = NO_OTHERS,
 ) -> FastAPI:
     """Return the API of a deployment; its lifespan starts and ends the engine process, which allocates what `memory`
     says.
 
     `engine_command` is called with two socket addresses and this process's id. `on_start` is told of the engine's first
-    start, in place of the log. `ahead`: the engine's process, if it was started before. `app.state.service` holds what
-    the routes share. Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read.
+    start, in place of the log. `ahead`: the engine's process, if it was started before. `others`: models that are
+    served beside this one, which is loaded first. `app.state.models` has all of them, `app.state.service` what routes
+    share of the first. Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be
+    read.
     """
     service = build_service(deployment, memory, engine_command, on_start, ahead)
+    beside = [build_service(*planned, engine_command, None, beside=service) for planned in others.planned]
+    models = ModelRegistry([service, *beside], others.room)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.supervisor.start()
-        await count_documents(service)
+        models.start()
+        for model in models.models:
+            await count_documents(model.service)
         try:
             yield
         finally:
             service.texts.shutdown()
             end_checks()
-            await service.supervisor.stop()
-            if service.documents is not None:
-                service.documents.registry.close()
+            await models.stop()
+            for model in models.models:
+                if model.service.documents is not None:
+                    model.service.documents.registry.close()
 
     app = FastAPI(
         title="Tandem",
@@ -81,7 +102,7 @@ def create_app(
         redirect_slashes=False,
         telemetry=_NO_TELEMETRY,
     )
-    app.state.service = service
+    app.state.service, app.state.models = service, models
     add_routes(app, find_routes())
     app.add_middleware(RequestScope, service=service)
     if deployment.server.cors_origins:
@@ -105,12 +126,13 @@ def serve(
     on_start: OnStart | None = None,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     ahead: HeadStart | None = None,
+    others: OtherModels = NO_OTHERS,
 ) -> str | None:
     """Serve until a signal. Returns None after a drain, or why it could not start or go on, in one line.
 
     The first SIGTERM or SIGINT drains: new requests get a 503, open ones have `drain_seconds` to finish. The second
     one ends the program at once. Port 0 takes a free port. `on_start` is told of the address and of the stages of the
-    first start; without it the log is. `engine_command`, `ahead`: as of `create_app`.
+    first start; without it the log is. `engine_command`, `ahead`, `others`: as of `create_app`.
     """
     settings = deployment.server
     logs.configure(settings.log_level)
@@ -120,12 +142,12 @@ def serve(
     )
     logs.debug("memory", **describe_memory(memory))
     try:
-        app = create_app(deployment, memory, engine_command, on_start, ahead)
+        app = create_app(deployment, memory, engine_command, on_start, ahead, others)
         http = http_config(app)
         listener = _bind(settings.host, settings.port)
     except ConfigError as error:
         return str(error)
-    program = _Program(http, app.state.service, on_start)
+    program = _Program(http, app.state.models, on_start)
     gc.collect()
     gc.freeze()  # of what stands now nothing is ever garbage, and streams stand still while all of it is looked at
     program.run(sockets=[listener])
@@ -201,11 +223,12 @@ def _finite(limit: int) -> int:
 class _Program(uvicorn.Server):
     """Run uvicorn, with a drain on a signal, and an end when the engine's first start fails."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, on_start: OnStart | None) -> None:
+    def __init__(self, config: uvicorn.Config, models: ModelRegistry, on_start: OnStart | None) -> None:
         super().__init__(config)
         self._on_start = on_start
         self.failure: str | None = None
-        self._service = service
+        self._models = models
+        self._service = models.first.service
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -236,7 +259,7 @@ class _Program(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.draining or self._loop is None:
-            self._service.supervisor.kill_engine()
+            self._models.kill_engines()
             os._exit(128 + sig)
         self._service.draining = True
         self._loop.call_soon_threadsafe(self._begin_drain)
@@ -252,7 +275,7 @@ class _Program(uvicorn.Server):
             await asyncio.wait_for(self._all_closed(), service.settings.drain_seconds)
         if service.num_open:
             logs.warning("drain_expired", open_requests=service.num_open)
-            service.supervisor.abandon(_SHUT_DOWN, "draining")
+            self._models.abandon(_SHUT_DOWN, "draining")
             self._end_connections()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._all_closed(), _LAST_WORDS_S)
@@ -269,7 +292,7 @@ class _Program(uvicorn.Server):
             await asyncio.sleep(_POLL_S)
 
     async def _watch_engine(self) -> None:
-        failure = self._service.supervisor.failure
+        failure = self._models.failure
         assert failure is not None
         self.failure = await asyncio.shield(failure)
         self.should_exit = True

@@ -82,6 +82,8 @@ class RequestScope:
                 unknown = internal("internal error; the server's log has the details under this x-request-id")
                 await error_response(unknown, scope["path"])(scope, receive, send_with_id)
         finally:
+            if (lease := inner.get("state", {}).get("lease")) is not None:
+                lease.release()
             self._service.num_open -= counted
             milliseconds = 1e3 * (time.monotonic() - began_s)
             level = logs.info if counted else logs.debug

@@ -25,7 +25,8 @@ from huggingface_hub.errors import (
 )
 
 from server import logs
-from server.hub.hub_name import PREFIX, HubError, HubName, choose_files, find_gguf, quant_of
+from server.deployment import HUB_PREFIX
+from server.hub.hub_name import HubError, HubName, choose_files, find_gguf, quant_of
 
 _ANSWER_SECONDS = 15.0  # of the hub, before what was fetched is served
 _ABSENT = (CachedRepoTreeNotFoundError, IncompleteSnapshotError, LocalEntryNotFoundError)
@@ -83,7 +84,7 @@ def _models_in(repository: str, folder: Path) -> Iterator[CachedModel]:
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     weights = [size for file, size in sizes.items() if file.endswith(".safetensors") and "/" not in file]
     if "config.json" in sizes and weights:
-        yield CachedModel(f"{PREFIX}{repository}", folder, sum(weights))
+        yield CachedModel(f"{HUB_PREFIX}{repository}", folder, sum(weights))
     for file in find_gguf(sizes):
         quant = quant_of(file)
         is_alone = [quant_of(other) for other in find_gguf(sizes)].count(quant) == 1

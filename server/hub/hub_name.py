@@ -4,7 +4,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-PREFIX = "hf:"
+from server.deployment import HUB_PREFIX
+
 WANTED = "wanted hf:OWNER/NAME, hf:OWNER/NAME:FILE.gguf or hf:OWNER/NAME:QUANT, with @REVISION behind NAME"
 _NAME = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w./-]+))?")
 _QUANT = re.compile(r"[-._]((?:I?Q|TQ)\d\w*|BF16|F16|F32|MXFP4\w*)(?:-\d{5}-of-\d{5})?\.gguf", re.IGNORECASE)
@@ -33,7 +34,7 @@ class HubName:
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
-        return f"{PREFIX}{self.repository}{revision}{f':{self.choice}' if self.choice else ''}"
+        return f"{HUB_PREFIX}{self.repository}{revision}{f':{self.choice}' if self.choice else ''}"
 
 
 def read_name(text: str) -> HubName:

@@ -8,7 +8,7 @@ from scheduler.messages import Ready
 from server import logs
 from server.api_error import invalid
 from server.bodies.generation_bodies import DOCUMENTS_OFF, ChatBody, CompletionBody, GenerationBody
-from server.generation.event_stream import EventStream, Shape, watched
+from server.generation.event_stream import CLIENT_GONE, EventStream, Shape, watched
 from server.generation.generation import Disconnected, Generation, Job, collect
 from server.generation.prompt_tokens import (
     chat_max_tokens,
@@ -29,7 +29,6 @@ from server.service.service import Service
 from server.stores.document_texts import choose_fusion, find_texts
 
 _MOST_CHAR_BYTES = 4  # of a character in UTF-8
-CLIENT_GONE = 499  # for the log alone: nobody reads it
 
 
 async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) -> Job:
@@ -66,12 +65,13 @@ async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) 
 def start_generation(
     call: Call[Any], kind: str, body: GenerationBody, jobs: list[Job], limits: Ready, elapsed_seconds: float = 0.0
 ) -> Generation:
-    """Return the generation of a call, `elapsed_seconds` of whose time are gone. Raises ApiError 400 for a header that
-    cannot be read.
+    """Return the generation of a call, of whose time `elapsed_seconds` are gone, beside its wait for the model.
+
+    Raises ApiError 400 for a header that cannot be read.
     """
     limit_seconds = choose_limit(call.request.headers, body.max_seconds, call.service.settings.max_request_seconds)
     if limit_seconds is not None:
-        limit_seconds = max(0.0, limit_seconds - elapsed_seconds)
+        limit_seconds = max(0.0, limit_seconds - elapsed_seconds - call.waited_seconds)
     session = find_session(call.request.headers, body)
     return Generation(call.service, kind, body, jobs, limits, call.cache_salt, limit_seconds, call.owner, session)
 

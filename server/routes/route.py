@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Literal
 
 import msgspec
@@ -14,9 +15,13 @@ from server.bodies.fields import Body, Fields
 from server.bodies.ranges import MOST_SECONDS
 from server.bodies.schema_limits import BodyLimits, Tree
 from server.generation.time_limit import TIME_HEADER
+from server.loading.model_registry import ModelRegistry
+from server.loading.served_model import ServedModel
 from server.routes.answer import Error
-from server.service.service import Service, service_of
+from server.routes.load_wait import IdleLine, answer_loaded
+from server.service.service import Service
 
+MODEL_QUERY = "model"  # of routes without a body
 READ_ERRORS = (401, 403, 404, 408, 431, 503)
 BODY_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 431, 503)
 ENGINE_ERRORS = (*BODY_ERRORS, 500)
@@ -30,11 +35,18 @@ TIME_PARAMETER: Tree = {
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Body]):
-    """Hold one request to a route. `body` is decoded; a route without a body must not read it."""
+    """Hold one request to a route. `body` is decoded; a route without a body must not read it. `model`: the one that
+    the body, or the query's `model`, names.
+    """
 
     request: Request
-    service: Service
+    models: ModelRegistry
+    model: ServedModel
     body: Body
+
+    @property
+    def service(self) -> Service:
+        return self.model.service
 
     @property
     def owner(self) -> str:
@@ -53,6 +65,12 @@ class Call(Generic[Body]):
         salt: str = self.request.state.cache_salt
         return salt
 
+    @property
+    def waited_seconds(self) -> float:
+        """Return how long the request has waited for its model."""
+        seconds: float = getattr(self.request.state, "waited_seconds", 0.0)
+        return seconds
+
     def path_value(self, name: str) -> str:
         value: str = self.request.path_params[name]
         return value
@@ -70,15 +88,20 @@ class Call(Generic[Body]):
 Handler = Callable[[Call[Any]], Awaitable[Response | Tree]]
 
 
+def _always(_: object) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """Declare one method of a path. The router, `/openapi.json` and the tables of `docs/API.md` follow from it.
 
     `handler` returns a response, or a tree that becomes JSON. `answer` is the type of that JSON, and None for text.
-    `event` is the type of a stream's events, `line` that of its lines. `error` is the type of an error, `unavailable`
-    that of a 503 if it differs. `parameters` are OpenAI's for the path and the query. `check` refuses a call before its
-    body is read. `is_body_optional`: without one, every field is left out. `is_open`: needs no key and answers during a
-    drain. Without a `summary` a route is not described.
+    `event` is the type of a stream's events, `line` that of its lines, of which `idle_line` writes one that says
+    nothing. `error` is the type of an error, `unavailable` that of a 503 if it differs. `parameters` are OpenAI's for
+    the path and the query. `check` refuses a call before its body is read. `is_body_optional`: without one, every field
+    is left out. `needs_engine`: says of a body whether its model has to be loaded for it. `is_open`: needs no key and
+    answers during a drain. Without a `summary` a route is not described.
     """
 
     method: Literal["get", "post", "delete"]
@@ -99,20 +122,36 @@ class Route:
     is_body_optional: bool = False
     is_open: bool = False
     line: type | None = None
+    needs_engine: Callable[[Any], bool] = _always
+    idle_line: IdleLine | None = None
 
     async def answer_request(self, request: Request) -> Response:
-        """Read the body, check its model, and answer. Raises ApiError."""
-        service = service_of(request)
+        """Read the body, find its model, have that loaded if the route needs it, and answer. Raises ApiError."""
+        models = models_of(request)
+        first = models.first.service
         if self.check is not None:
-            self.check(service)
-        body = None
+            self.check(first)
+        body: Any = None
+        asked = request.query_params.get(MODEL_QUERY)
         if self.body is not None and self.is_body_optional and not _has_body(request):
             body = self.body.struct()
         elif self.body is not None:
-            body = await read_body(request, self.body, service.body_memory, service.texts, service.settings)
-            service.check_model(body.model)
-        answer = await self.handler(Call(request, service, body))
+            body = await read_body(request, self.body, first.body_memory, first.texts, first.settings)
+        model = models.find(asked if body is None or body.model is None else body.model)
+        call = Call(request, models, model, body)
+        if body is None or not self.needs_engine(body):
+            return await self._answer(call)
+        return await answer_loaded(call, partial(self._answer, call), self.idle_line)
+
+    async def _answer(self, call: Call[Any]) -> Response:
+        answer = await self.handler(call)
         return answer if isinstance(answer, Response) else json_response(answer)
+
+
+def models_of(request: Request) -> ModelRegistry:
+    models = request.app.state.models
+    assert isinstance(models, ModelRegistry)
+    return models
 
 
 def _has_body(request: Request) -> bool:
@@ -125,6 +164,9 @@ def path_parameter(name: str, schema: Tree) -> Tree:
 
 def query_parameter(name: str, schema: Tree) -> Tree:
     return {"name": name, "in": "query", "schema": schema}
+
+
+OF_MODEL = (query_parameter(MODEL_QUERY, {"type": "string"}),)
 
 
 def page_parameter(most: int, default: int) -> Tree:

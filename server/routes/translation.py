@@ -15,6 +15,7 @@ from server.bodies.chat_tools import ChosenTool, NamedFunction
 from server.bodies.field_table import ATTENTION
 from server.bodies.fields import Rule, served
 from server.bodies.generation_bodies import CacheSalt, ChatBody, check_chat
+from server.bodies.keep_alive import KeepAlive
 from server.generation.generation import Generation
 from server.generation.history_truncation import kept_messages
 from server.generation.prompt_tokens import context_of
@@ -34,6 +35,7 @@ class TranslatedBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     attention_profile: str | None = None
     cache_salt: CacheSalt | None = None
+    keep_alive: KeepAlive | None = None
     priority: int | None = None
     max_seconds: float | None = None
 

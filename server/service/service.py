@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from starlette.requests import Request
-
 from gpu.memory.plan import MemoryPlan
-from server.api_error import unknown_model
 from server.bodies.body_memory import BodyMemory
-from server.deployment import ConfigError, Deployment, ServerConfig
+from server.deployment import ConfigError, Deployment, ServerConfig, model_name
 from server.engine.head_start import HeadStart
 from server.engine.prometheus import Metrics
 from server.engine.start_events import OnStart
@@ -123,10 +120,9 @@ class Service:
         names = [self.model_name, *self.deployment.model.aliases]
         return [*names, *self.adapters.join(names)]
 
-    def check_model(self, name: str | None) -> None:
-        """Check a body's model; none means the served one. Ollama's clients may name a tag. Raises ApiError 404."""
-        if name is not None and name not in self.model_ids and name.removesuffix(LATEST) not in self.model_ids:
-            raise unknown_model(name[:200], self.model_ids)
+    def knows_model(self, name: str) -> bool:
+        """Return whether a body's model is this one. Ollama's clients may name a tag."""
+        return name in self.model_ids or name.removesuffix(LATEST) in self.model_ids
 
     def cache_salt(self, key: str) -> str:
         return _digest(f"prefixes of {key}").hex() if self.settings.cache_isolation == "key" else ""
@@ -138,22 +134,26 @@ def build_service(
     engine_command: Sequence[str],
     on_start: OnStart | None,
     ahead: HeadStart | None = None,
+    beside: "Service | None" = None,
 ) -> Service:
-    """Build the service. `ahead`: its engine's process, if that runs already.
+    """Build the service. `ahead`: its engine's process, if that runs already. `beside`: the service of another model of
+    this server, with which it shares what belongs to no model.
 
     Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read.
     """
     server = deployment.server
     parts = load_parts(deployment)
     metrics = Metrics()
-    texts = TextPool(server.retry_after_seconds)
+    texts = TextPool(server.retry_after_seconds) if beside is None else beside.texts
+    bodies = BodyMemory(server.max_body_mib, server.max_bodies_mib, server.retry_after_seconds)
+    responses = ResponseStore(server.responses_seconds, int(server.responses_limit_mib * 2**20))
     return Service(
         deployment=deployment,
         memory=memory,
         tokenizer=parts.tokenizer,
         control_tokens=ControlTokens(parts.tokenizer),
         texts=texts,
-        body_memory=BodyMemory(server.max_body_mib, server.max_bodies_mib, server.retry_after_seconds),
+        body_memory=bodies if beside is None else beside.body_memory,
         template=parts.template,
         answer_format=parts.answer_format,
         sampling_defaults=parts.sampling_defaults,
@@ -163,7 +163,7 @@ def build_service(
         keys=parts.keys,
         vectors=parts.vectors,
         adapters=parts.adapters,
-        responses=ResponseStore(server.responses_seconds, int(server.responses_limit_mib * 2**20)),
+        responses=responses if beside is None else beside.responses,
         documents=open_documents(deployment, parts.tokenizer),
         left_out=LeftOut(server.left_out, metrics.count_left_out),
         fronts=PromptFronts(parts.tokenizer, texts),
@@ -191,18 +191,6 @@ def load_parts(deployment: Deployment) -> Parts:
         vectors=load_vectors(deployment.model, tokenizer),
         adapters=load_adapter_names(deployment),
     )
-
-
-def model_name(deployment: Deployment) -> str:
-    """Return the id in /v1/models."""
-    model = deployment.model
-    return model.name or model.random_weights or (model.path.resolve().name if model.path else "")
-
-
-def service_of(request: Request) -> Service:
-    service = request.app.state.service
-    assert isinstance(service, Service)
-    return service
 
 
 def read_keys(settings: ServerConfig) -> list[str]:

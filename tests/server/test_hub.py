@@ -12,10 +12,10 @@ import pytest
 from huggingface_hub import constants
 from safetensors.numpy import save
 
-from server.commands.named_models import describe_models, open_deployment, plan_models
+from server.commands.named_models import describe_models, open_deployments, plan_models
+from server.deployment import model_name
 from server.hub.hub_models import fetch_model, list_cached
 from server.hub.hub_name import HubError, HubName, choose_files, find_gguf, quant_of, read_name
-from server.service.service import model_name
 from tests.server.hub_server import SHA, TOKEN, HubServer
 from tests.server.live_server import LAPTOP, REFERENCE, ROOT
 from transfer.machine import load_machine
@@ -101,13 +101,13 @@ def test_the_files_that_a_name_means_are_chosen_or_the_choice_is_told() -> None:
 
 
 def test_a_folder_is_fetched_once_and_served_from_the_cache_without_a_network(hub: HubServer, cache: Path) -> None:
-    deployment = open_deployment(Path("hf:someone/tiny"), is_offline=False)
+    [deployment] = open_deployments(Path("hf:someone/tiny"), is_offline=False)
     assert deployment.model.path == cache / "models--someone--tiny" / "snapshots" / SHA
     assert model_name(deployment) == "someone/tiny"
     fetched = {path.name for path in deployment.model.path.iterdir()}
     assert fetched == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     before = hub.num_requests
-    assert open_deployment(Path("hf:someone/tiny"), is_offline=True) == deployment
+    assert open_deployments(Path("hf:someone/tiny"), is_offline=True) == (deployment,)
     assert hub.num_requests == before
     [listed] = list_cached(cache)
     assert (listed.name, listed.path) == ("hf:someone/tiny", deployment.model.path)

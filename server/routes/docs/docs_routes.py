@@ -1,5 +1,6 @@
 """`/openapi.json`, written when it changes, and `/docs`, the page over it."""
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from server.service.service import Service
 
 
 async def show_document(call: Call[Any]) -> Response:
-    document = _write(_limits_of(call.service), bool(call.service.keys.digests))
+    document = _write(_limits_of(call.service, call.models.ids), bool(call.service.keys.digests))
     return Response(document, media_type="application/json")
 
 
@@ -31,11 +32,11 @@ async def _send_file(name: str, _: Call[Any]) -> Response:
 _read_once = cache(read_file)
 
 
-def _limits_of(service: Service) -> BodyLimits:
+def _limits_of(service: Service, model_ids: Sequence[str]) -> BodyLimits:
     settings, ready = service.settings, service.supervisor.limits
     tables = nested_tables(find_routes())
     return BodyLimits(
-        model_ids=tuple(service.model_ids),
+        model_ids=tuple(model_ids),
         refusing=frozenset(table.struct for table in tables if refuses_unknown(settings, table)),
         min_prompt_chars=0 if service.tokenizer.encode("", add_special_tokens=True) else 1,
         max_tokenize_items=service.max_tokenize_items,

@@ -12,13 +12,13 @@ from server.bodies.chat_tools import Tool
 from server.bodies.field_table import ATTENTION, OWN_TEMPLATE, STOP, TEXT_ONLY, TOOL, WHOLE_HISTORY
 from server.bodies.fields import Each, Fields, Rule, does, no_effect, refused, served
 from server.bodies.generation_bodies import MAX_STOP_STRINGS, CacheSalt
+from server.bodies.keep_alive import KeepAlive
 from server.bodies.ranges import RANGES
 from server.bodies.schema_limits import NULL, SCHEMA, BodyLimits, SchemaLimits, Tree, between, prompts
 from server.routes.vectors.vector_bodies import MAX_INPUTS
 
 _OF_ENGINE = "model loading is configured in the deployment"
 _OTHER_DRAWS = "this way of drawing is not offered"
-_STAYS = "the model is loaded while the server runs"
 _CUT = "a history is read whole, or is too long for the context"
 _LOGPROBS = "logprobs are served by /v1/chat/completions"
 
@@ -70,6 +70,7 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     attention_profile: str | None = None
     cache_salt: CacheSalt | None = None
+    keep_alive: KeepAlive | None = None
     priority: int | None = None
     max_seconds: float | None = None
 
@@ -89,6 +90,7 @@ class OllamaEmbedBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     input: str | list[str]
     truncate: bool | None = None
+    keep_alive: KeepAlive | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**20)] | None = None
 
 
@@ -97,6 +99,7 @@ class OllamaEmbeddingsBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str
+    keep_alive: KeepAlive | None = None
 
 
 class OllamaShowBody(msgspec.Struct, kw_only=True):
@@ -156,7 +159,6 @@ _OLLAMA: dict[str, Rule] = {
     **does("its name, with or without `:latest`; none: the one that is served", "model"),
     "options": OPTIONS,
     **ATTENTION,
-    **no_effect(_STAYS, "keep_alive"),
     **no_effect(_CUT, "truncate", "shift"),
     **refused(_LOGPROBS, "logprobs", at=(False,)),
     **refused(_LOGPROBS, "top_logprobs", at=(0,)),
@@ -194,7 +196,7 @@ OLLAMA_EMBED = Fields(
         **served("model", "input", "dimensions"),
         **does("false: a text that is too long is refused, not cut", "truncate"),
         **no_effect("a vector is not drawn", "options"),
-        **no_effect(_STAYS, "keep_alive"),
+        "keep_alive": ATTENTION["keep_alive"],
     },
     SchemaLimits(
         lambda limits: (
@@ -207,7 +209,11 @@ OLLAMA_EMBED = Fields(
 )
 OLLAMA_EMBEDDINGS = Fields(
     OllamaEmbeddingsBody,
-    {**served("model", "prompt"), **no_effect("a vector is not drawn", "options"), **no_effect(_STAYS, "keep_alive")},
+    {
+        **served("model", "prompt"),
+        **no_effect("a vector is not drawn", "options"),
+        "keep_alive": ATTENTION["keep_alive"],
+    },
     SchemaLimits(lambda limits: {"prompt": {"minLength": limits.min_prompt_chars}}),
     _take_unknown,
 )

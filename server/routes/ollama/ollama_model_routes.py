@@ -1,6 +1,8 @@
 """What Ollama's clients ask of models: which there are and how they are; and the work on models that is refused."""
 
 import hashlib
+import math
+import time
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.model.safetensors_index import find_files
 from server.api_error import ApiError
 from server.bodies.schema_limits import Tree
+from server.loading.served_model import ServedModel
 from server.planning.deployment_plan import find_architecture
 from server.release import release
 from server.routes.ollama.ollama_answers import (
@@ -27,7 +30,7 @@ from server.routes.route import BODY_ERRORS, Call, Route
 from server.service.service import LATEST, Service
 
 OLLAMA_VERSION = "0.13.0"  # whose routes these are: clients refuse servers that are older than what they need
-FOREVER = "9999-12-31T23:59:59Z"
+FOREVER_TIME = "9999-12-31T23:59:59Z"
 _FETCH = "start the server with the model's name: `tandem serve hf:OWNER/NAME`"
 _FILES = "models are folders and files of the machine, which the deployment names"
 REFUSED: dict[tuple[Literal["post", "delete"], str], str] = {
@@ -94,25 +97,31 @@ async def facts_of(service: Service) -> ModelFacts:
 
 
 async def list_tags(call: Call[Any]) -> Tree:
-    facts = await facts_of(call.service)
-    modified = {"modified_at": spell_time(facts.modified_s)}
-    return {"models": [_named(name, facts) | modified for name in call.service.model_ids]}
+    found: list[Tree] = []
+    for model in call.models.models:
+        facts = await facts_of(model.service)
+        modified = {"modified_at": spell_time(facts.modified_s)}
+        found += [_named(name, facts) | modified for name in model.service.model_ids]
+    return {"models": found}
 
 
 async def list_loaded(call: Call[Any]) -> Tree:
-    """Return the model if the engine has it."""
-    service = call.service
-    limits, facts = service.supervisor.limits, await facts_of(service)
-    if service.supervisor.state != "ready" or limits is None:
-        return {"models": []}
+    """Return the models that engines have."""
+    return {"models": [await _describe_loaded(model) for model in call.models.models if model.is_ready]}
+
+
+async def _describe_loaded(model: ServedModel) -> Tree:
+    service, facts = model.service, await facts_of(model.service)
+    limits = service.supervisor.limits
     on_card = service.memory.used_bytes("gpu") if service.memory.device == "cuda" else 0
+    expires_s = model.expires_s if not model.num_open else model.idle_until(None)
     loaded = {
         "size": on_card or service.memory.used_bytes("host"),
-        "expires_at": FOREVER,
+        "expires_at": FOREVER_TIME if math.isinf(expires_s) else spell_time(time.time() + expires_s - time.monotonic()),
         "size_vram": on_card,
-        "context_length": limits.max_context_tokens,
+        "context_length": service.memory.max_context_tokens if limits is None else limits.max_context_tokens,
     }
-    return {"models": [_named(service.model_name, facts) | loaded]}
+    return _named(service.model_name, facts) | loaded
 
 
 async def show(call: Call[OllamaShowBody]) -> Tree:
@@ -198,6 +207,7 @@ ROUTES = (
         {},
         errors=BODY_ERRORS,
         error=OllamaError,
+        needs_engine=lambda _: False,
     ),
     *(Route(method, path, partial(_refuse, what)) for (method, path), what in REFUSED.items()),
 )

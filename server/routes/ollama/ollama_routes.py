@@ -7,7 +7,9 @@ from typing import Any
 from starlette.responses import Response
 
 from server.bodies.generation_bodies import check_completion
+from server.bodies.keep_alive import read_keep_alive
 from server.bodies.schema_limits import Tree
+from server.generation.event_stream import CLIENT_GONE
 from server.generation.generation import Disconnected, Job
 from server.generation.prompt_tokens import (
     completion_max_tokens,
@@ -16,7 +18,7 @@ from server.generation.prompt_tokens import (
     form_grammar_of,
 )
 from server.generation.time_limit import choose_limit
-from server.routes.generate import CLIENT_GONE, respond, start_generation
+from server.routes.generate import respond, start_generation
 from server.routes.ollama.ollama_answers import (
     OllamaChat,
     OllamaEmbedding,
@@ -35,7 +37,7 @@ from server.routes.ollama.ollama_bodies import (
     OllamaEmbeddingsBody,
     OllamaGenerateBody,
 )
-from server.routes.ollama.ollama_shape import OllamaShape, now
+from server.routes.ollama.ollama_shape import OllamaShape, now, write_idle_line
 from server.routes.ollama.ollama_translation import (
     NAMES,
     asked_tokens,
@@ -64,12 +66,30 @@ async def generate(call: Call[OllamaGenerateBody]) -> Response | Tree:
 
 
 def _tell_loaded(call: Call[Any], said: Tree) -> Tree:
-    """Answer a request for nothing, by which clients load a model. Raises ApiError 503 unless it is loaded, and 400
-    for a time limit that is none.
+    """Answer a request for nothing, by which clients load a model, or unload it with a `keep_alive` of 0.
+
+    Raises ApiError 503 unless it is loaded, and 400 for a time limit that is none.
     """
     choose_limit(call.request.headers, None, None)
+    told = {"model": _name(call), "created_at": now(), **said, "done": True}
+    if call.models.is_managed and _asks_to_unload(call.body):
+        call.models.unload_when_idle(call.model)
+        return told | {"done_reason": "unload"}
     call.service.supervisor.ready()
-    return {"model": _name(call), "created_at": now(), **said, "done": True, "done_reason": "load"}
+    return told | {"done_reason": "load"}
+
+
+def _asks_to_unload(body: OllamaChatBody | OllamaGenerateBody) -> bool:
+    asked = body.messages if isinstance(body, OllamaChatBody) else body.prompt
+    return not asked and read_keep_alive(body.keep_alive) == 0
+
+
+def _needs_engine(body: OllamaChatBody | OllamaGenerateBody) -> bool:
+    return not _asks_to_unload(body)
+
+
+def _idle_line(call: Call[Any]) -> bytes:
+    return write_idle_line(_name(call), is_chat=isinstance(call.body, OllamaChatBody))
 
 
 async def _answer(call: Call[Any], translated: Translation, param: str, is_chat: bool) -> Response:
@@ -151,6 +171,8 @@ ROUTES = (
         errors=ENGINE_ERRORS,
         error=OllamaError,
         line=OllamaChat,
+        needs_engine=_needs_engine,
+        idle_line=_idle_line,
     ),
     Route(
         "post",
@@ -163,6 +185,8 @@ ROUTES = (
         errors=ENGINE_ERRORS,
         error=OllamaError,
         line=OllamaText,
+        needs_engine=_needs_engine,
+        idle_line=_idle_line,
     ),
     Route(
         "post",

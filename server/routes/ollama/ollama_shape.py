@@ -25,6 +25,12 @@ def now() -> str:
     return spell_time(datetime.now(UTC).timestamp())
 
 
+def write_idle_line(model: str, is_chat: bool) -> bytes:
+    """Return a line of a stream that says nothing."""
+    said: Tree = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    return _encode({"model": model, "created_at": now()} | said | {"done": False}) + b"\n"
+
+
 class OllamaShape:
     """Write one answer. A call is told once its arguments are whole."""
 
@@ -38,8 +44,7 @@ class OllamaShape:
 
     @property
     def keepalive(self) -> bytes:
-        """Return a line that says nothing."""
-        return self._line("", "", [])
+        return write_idle_line(self._model, self._is_chat)
 
     def begin(self) -> bytes:
         return b""

@@ -7,7 +7,7 @@ import msgspec
 from scheduler.messages import SavedContext
 from server.api_error import ApiError
 from server.bodies.schema_limits import Tree
-from server.routes.route import Call, Route, path_parameter
+from server.routes.route import OF_MODEL, Call, Route, path_parameter
 from server.routes.sessions.session_answers import DeletedSession, SessionList
 
 
@@ -45,7 +45,14 @@ async def delete_session(call: Call[Any]) -> Tree:
 
 
 ROUTES = (
-    Route("get", "/v1/sessions", list_sessions, "What is kept of conversations, and where", SessionList),
+    Route(
+        "get",
+        "/v1/sessions",
+        list_sessions,
+        "What is kept of conversations, and where",
+        SessionList,
+        parameters=OF_MODEL,
+    ),
     Route(
         "delete",
         "/v1/sessions/{session_id:path}",

@@ -12,12 +12,12 @@ from scheduler.messages import ContextSaved, ReadSaved, SaveContext, SavedTokens
 from server.api_error import ApiError, invalid
 from server.bodies.generation_bodies import CompletionBody
 from server.bodies.schema_limits import Tree
-from server.generation.event_stream import watched
+from server.generation.event_stream import CLIENT_GONE, watched
 from server.generation.generation import Disconnected, Job, collect
 from server.generation.prompt_tokens import Prompt, check_room, context_of
 from server.generation.session_name import MOST_CHARS
-from server.routes.generate import CLIENT_GONE, start_generation
-from server.routes.route import ENGINE_ERRORS, Call, Route, path_parameter
+from server.routes.generate import start_generation
+from server.routes.route import ENGINE_ERRORS, OF_MODEL, Call, Route, path_parameter
 from server.routes.sessions.saved_routes import unknown_name
 from server.routes.sessions.session_answers import Slot, SlotDone
 from server.routes.sessions.slot_bodies import SLOT, SlotBody, check_name
@@ -147,7 +147,14 @@ def _unknown_slot(call: Call[Any]) -> ApiError:
 
 _ACTION = {"name": "action", "in": "query", "required": True, "schema": {"enum": ["save", "restore", "erase"]}}
 ROUTES = (
-    Route("get", "/slots", list_slots, "Conversations by number, as llama.cpp's server has them", list[Slot]),
+    Route(
+        "get",
+        "/slots",
+        list_slots,
+        "Conversations by number, as llama.cpp's server has them",
+        list[Slot],
+        parameters=OF_MODEL,
+    ),
     Route(
         "post",
         "/slots/{id_slot}",

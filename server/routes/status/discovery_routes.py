@@ -9,7 +9,7 @@ import msgspec
 
 from server.bodies.schema_limits import Tree
 from server.release import release
-from server.routes.route import Call, Route
+from server.routes.route import OF_MODEL, Call, Route
 from server.routes.status.status_answers import Loads, ServerInfo, TokenizerInfo
 
 
@@ -66,7 +66,21 @@ async def tokenizer_info(call: Call[Any]) -> Tree:
 
 
 ROUTES = (
-    Route("get", "/tokenizer_info", tokenizer_info, "The tokenizer's settings", TokenizerInfo),
-    Route("get", "/server_info", server_info, "The model and the engine's limits, for routers", ServerInfo),
-    Route("get", "/v1/loads", loads, "How busy the engine is, for routers", Loads),
+    Route(
+        "get",
+        "/tokenizer_info",
+        tokenizer_info,
+        "The tokenizer's settings",
+        TokenizerInfo,
+        parameters=OF_MODEL,
+    ),
+    Route(
+        "get",
+        "/server_info",
+        server_info,
+        "The model and the engine's limits, for routers",
+        ServerInfo,
+        parameters=OF_MODEL,
+    ),
+    Route("get", "/v1/loads", loads, "How busy the engine is, for routers", Loads, parameters=OF_MODEL),
 )

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from server.loading.served_model import ModelState
 from server.routes.answer import Answer, Count
 
 
@@ -15,6 +16,8 @@ class Model(Answer):
     root: str
     max_model_len: int | None
     attention_profiles: list[str]
+    state: ModelState
+    load_error: str | None
 
 
 class Models(Answer):
@@ -67,7 +70,7 @@ class Loads(Answer):
 class Health(Answer):
     """Hold the status, with `stage` and `fraction` while the model loads."""
 
-    status: Literal["ready", "loading", "draining", "hung", "dead", "failed"]
+    status: Literal["ready", "loading", "draining", "hung", "dead", "failed", "unloaded"]
     stage: str | None = None
     fraction: float | None = None
 

@@ -7,6 +7,7 @@ import msgspec
 from server.bodies.field_table import ATTENTION, TEXT_ONLY
 from server.bodies.fields import Each, Fields, Rule, does, refused, served
 from server.bodies.generation_bodies import CacheSalt, TruncationSide
+from server.bodies.keep_alive import KeepAlive
 from server.bodies.schema_limits import NULL, BodyLimits, SchemaLimits, Tree, prompts
 
 MAX_INPUTS = 2048  # OpenAI's
@@ -20,6 +21,7 @@ class VectorBody(msgspec.Struct, kw_only=True):
     user: str | None = None
     attention_profile: str | None = None
     cache_salt: CacheSalt | None = None
+    keep_alive: KeepAlive | None = None
     priority: int | None = None
     max_seconds: float | None = None
 

@@ -19,11 +19,11 @@ from server.api_error import invalid
 from server.bodies.chat_message import Message
 from server.bodies.generation_bodies import CompletionBody, check_completion
 from server.bodies.schema_limits import Tree
-from server.generation.event_stream import watched
+from server.generation.event_stream import CLIENT_GONE, watched
 from server.generation.generation import Disconnected, Generation, Job, collect
 from server.generation.prompt_tokens import Prompt, chat_prompt, check_room, completion_prompts, context_of
 from server.prompting.conversation import Conversation
-from server.routes.generate import CLIENT_GONE, start_generation
+from server.routes.generate import start_generation
 from server.routes.route import ENGINE_ERRORS, Call, Route, json_response
 from server.routes.vectors.vector_answers import Embeddings, Ranking
 from server.routes.vectors.vector_bodies import (

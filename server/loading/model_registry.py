@@ -1,0 +1,255 @@
+"""All models of a deployment, and the policy of which of them are loaded.
+
+One model is loaded at the start and stays: requests meet its engine as it is. Of several, or of one with
+`idle_seconds`, an engine is started when a request wants it. Where there is no room, others are drained first: they let
+nobody in, answer what they have begun, and end. A model that was just loaded is not drained before it has served for as
+long as its load took, so that loads take half of the time at most; an idle one is at once.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from server import logs
+from server.api_error import unavailable, unknown_model
+from server.bodies.keep_alive import FOREVER
+from server.loading.model_metrics import ModelMetrics
+from server.loading.served_model import Lease, ServedModel, Waiter
+from server.planning.side_by_side import ONE_AT_A_TIME, Room
+from server.service.service import Service
+
+_LONGEST_LEAST_S = 60.0  # that a model serves before it makes room for another that waits
+_LOOK_AGAIN_S = 0.1  # at an engine that still works on something that no request waits for
+_MOST_NAME = 200  # characters that a message repeats
+
+
+class ModelRegistry:
+    def __init__(self, services: Sequence[Service], room: Room = ONE_AT_A_TIME) -> None:
+        self.models = tuple(ServedModel(service) for service in services)
+        self.first = self.models[0]
+        self.is_managed = len(self.models) > 1 or self.first.service.deployment.idle_seconds is not None
+        self.metrics = ModelMetrics(self.models, self.is_managed)
+        self.has_served = False  # since its start, a model
+        self.failure: asyncio.Future[str] | None = None
+        self._room = room
+        self._changed = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+
+    # --- for requests -------------------------------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> list[str]:
+        return [one for model in self.models for one in model.service.model_ids]
+
+    def find(self, name: str | None) -> ServedModel:
+        """Return the model of a name, an alias, or one of these with an adapter or `:latest`; of none, the first.
+
+        Raises ApiError 404.
+        """
+        if name is None:
+            return self.first
+        for model in self.models:
+            if model.service.knows_model(name):
+                return model
+        raise unknown_model(name[:_MOST_NAME], self.ids)
+
+    def try_admit(self, model: ServedModel) -> Lease | None:
+        """Return a lease if there is nothing to wait for: the model is loaded, or whether it is loaded is nobody's
+        choice. Raises ApiError 503 where its load has failed lately, and 429 where too many wait.
+        """
+        now = time.monotonic()
+        if not self.is_managed or (model.is_ready and not model.is_closing):
+            return model.admit()
+        if not model.is_started and model.failure is not None and now < model.retry_s:
+            raise model.failed(now)
+        if len(model.waiters) >= model.service.max_sequences:
+            raise model.queue_full()
+        return None
+
+    async def admit(self, model: ServedModel, most_s: float) -> Lease:
+        """Wait until the model is loaded, for at most so many seconds. Raises ApiError 503 if it is not by then, or if
+        its load fails.
+        """
+        waiter = Waiter(time.monotonic(), asyncio.get_running_loop().create_future())
+        model.waiters.append(waiter)
+        model.used_s = waiter.since_s
+        self._changed.set()
+        try:
+            await asyncio.wait([waiter.admitted], timeout=most_s)
+        except BaseException:
+            self._leave(model, waiter)
+            raise
+        if not waiter.admitted.done():
+            self._leave(model, waiter)
+            raise model.too_late(time.monotonic() - waiter.since_s)
+        return waiter.admitted.result()
+
+    def _leave(self, model: ServedModel, waiter: Waiter) -> None:
+        """Take back a request that waits no more, whatever it was told meanwhile."""
+        if waiter in model.waiters:
+            model.waiters.remove(waiter)
+        if waiter.admitted.done() and waiter.admitted.exception() is None:
+            waiter.admitted.result().release()
+        self._changed.set()
+
+    def unload_when_idle(self, model: ServedModel) -> None:
+        model.expires_s = 0.0
+        self._changed.set()
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin with the first model's engine."""
+        self.failure = asyncio.get_running_loop().create_future()
+        if self.is_managed:
+            for model in self.models:
+                model.supervisor.on_change = self._changed.set
+            self._load(self.first)
+            self._keeper = asyncio.create_task(self._keep())
+            self._keeper.add_done_callback(self._end_with_keeper)
+            return
+        self.first.is_started = True
+        self.first.supervisor.start()
+        assert self.first.supervisor.failure is not None
+        self.first.supervisor.failure.add_done_callback(lambda told: self._fail(told.result()))
+
+    async def stop(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._keeper
+        await asyncio.gather(*(model.supervisor.stop() for model in self.models if model.is_started))
+
+    def kill_engines(self) -> None:
+        """Kill every engine for a program that must exit this instant."""
+        for model in self.models:
+            model.supervisor.kill_engine()
+
+    def abandon(self, message: str, code: str) -> None:
+        """Tell every request that nothing will come."""
+        for model in self.models:
+            model.turn_away(unavailable(message, code, model.service.settings.retry_after_seconds))
+            model.supervisor.abandon(message, code)
+
+    @property
+    def can_recover(self) -> bool:
+        """Return whether some model serves, or may be loaded."""
+        return self.is_managed or self.first.supervisor.can_recover
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is not None and not self.failure.done():
+            self.failure.set_result(reason)
+
+    def _end_with_keeper(self, keeper: asyncio.Task[None]) -> None:
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            logs.failure("keeper_failed", error)
+            self._fail(f"models: {type(error).__name__}: {' '.join(str(error).split())}")
+
+    # --- policy -------------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Do what is to be done, whenever something has changed or is due."""
+        while True:
+            self._changed.clear()
+            due_s = await self._act(time.monotonic())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), None if math.isinf(due_s) else max(0.0, due_s))
+
+    async def _act(self, now: float) -> float:
+        """Load, admit and unload. Returns in how many seconds it must look again if nothing changes."""
+        for model in self._started():
+            await self._take_news(model, now)
+        wanted = self._most_wanted()
+        in_the_way = [] if wanted is None else self._in_the_way(wanted)
+        for model in self._started():
+            model.is_closing = model.is_closing and model in in_the_way
+        due_s = math.inf if wanted is None else await self._make_room(wanted, in_the_way, now)
+        for model in self._started():
+            if model.is_ready and not model.is_closing:
+                model.let_in()
+                due_s = min(due_s, await self._unload_expired(model, now))
+        return due_s
+
+    async def _take_news(self, model: ServedModel, now: float) -> None:
+        """Take what has become of an engine."""
+        if model.is_ready and model.ready_since_s is None:
+            model.note_ready(now)
+            self.has_served = True
+            self.metrics.count_load(model)
+            logs.info("model_loaded", model=model.name, seconds=model.load_seconds)
+        elif not model.supervisor.can_recover:
+            failure = model.supervisor.failure
+            told = failure.result() if failure is not None and failure.done() else "its engine ended"
+            model.note_failure(told, now)
+            self.metrics.count_failure(model)
+            logs.warning("model_failed", model=model.name, reason=told)
+            await self._unload(model)
+            model.turn_away(model.failed(now))
+
+    def _started(self) -> list[ServedModel]:
+        return [model for model in self.models if model.is_started]
+
+    def _most_wanted(self) -> ServedModel | None:
+        """Return the model without an engine whose request has waited the longest."""
+        wanted = [model for model in self.models if model.waiters and not model.is_started]
+        return min(wanted, key=lambda model: model.waiters[0].since_s, default=None)
+
+    async def _make_room(self, wanted: ServedModel, in_the_way: list[ServedModel], now: float) -> float:
+        """Load the model if there is room, and else have others make some. Returns in how many seconds it must look
+        again.
+        """
+        due_s = math.inf
+        for model in in_the_way:
+            least_s = min(model.load_seconds, _LONGEST_LEAST_S)
+            young_s = 0.0 if model.ready_since_s is None else model.ready_since_s + least_s - now
+            if model.supervisor.state == "loading" or (model.is_ready and not model.is_idle and young_s > 0):
+                if young_s > 0:
+                    due_s = min(due_s, young_s)
+                continue
+            model.is_closing = True
+            if model.is_idle:
+                await self._unload(model)
+            elif not model.num_open:
+                due_s = min(due_s, _LOOK_AGAIN_S)
+        if not any(model.is_started for model in in_the_way):
+            self._load(wanted)
+        return due_s
+
+    def _in_the_way(self, wanted: ServedModel) -> list[ServedModel]:
+        """Return the models that must go before this one has room: those that would go first anyway."""
+        by_expiry = sorted(self._started(), key=lambda one: (one.expires_s, one.used_s))
+        for num_gone in range(len(by_expiry)):
+            if self._room.holds([one.service.memory for one in (*by_expiry[num_gone:], wanted)]):
+                return by_expiry[:num_gone]
+        return by_expiry
+
+    async def _unload_expired(self, model: ServedModel, now: float) -> float:
+        """Unload a model that has been idle for long enough. Returns in how many seconds to look again."""
+        if model.num_open or model.expires_s == FOREVER:
+            return math.inf
+        if now < model.expires_s:
+            return model.expires_s - now
+        if not model.is_idle:
+            return _LOOK_AGAIN_S
+        await self._unload(model)
+        return math.inf
+
+    def _load(self, model: ServedModel) -> None:
+        logs.info("model_loading", model=model.name)
+        model.is_started, model.is_closing = True, False
+        model.began_s, model.ready_since_s = time.monotonic(), None
+        model.supervisor.start()
+
+    async def _unload(self, model: ServedModel) -> None:
+        """End the engine, with contexts going to disk where the deployment keeps some there."""
+        model.is_stopping = True
+        try:
+            await model.supervisor.stop()
+        finally:
+            model.is_started = model.is_closing = model.is_stopping = False
+        if model.ready_since_s is not None:
+            self.metrics.count_unload(model)
+            logs.info("model_unloaded", model=model.name)
+        model.ready_since_s = None
