@@ -216,27 +216,28 @@ def check_filled(path: Path, node: yaml.Node | None, inside: str = "") -> None:
         raise ConfigError(f"config: {path}: {inside}{key} has no value; {wanted}")
 
 
-def build_deployment(path: Path, tree: dict[str, Any], text: str, inside: str = "") -> Deployment:
-    """Return the deployment of a mapping in the file `path`, below `inside`. Raises ConfigError."""
+def build_deployment(path: Path, tree: dict[str, Any], text: str, entry: int | None = None) -> Deployment:
+    """Return the deployment of a mapping in the file `path`, or of that entry of its models. Raises ConfigError."""
     try:
         deployment = Deployment.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"config: {path}: {inside}{describe(error, text)}") from None
+        inside = "" if entry is None else f"{SEVERAL}[{entry}]."
+        raise ConfigError(f"config: {path}: {inside}{describe(error, text, entry)}") from None
     return _anchor(deployment, path.resolve().parent)
 
 
-def describe(error: ValidationError, text: str | None) -> str:
+def describe(error: ValidationError, text: str | None, entry: int | None = None) -> str:
     """Return the problems of a ValidationError as `key: got, wanted`, at most MOST_TOLD of them. It repeats no API key.
 
-    `text`: the YAML of the deployment; None if something without API keys was validated.
+    `text`: the YAML of the deployment; None if something without API keys was validated. `entry`: of several models.
     """
     problems: list[Any] = list(error.errors())
-    told = [_problem(problem, text) for problem in problems[:MOST_TOLD]]
+    told = [_problem(problem, text, entry) for problem in problems[:MOST_TOLD]]
     more = len(problems) - len(told)
     return "; ".join([*told, f"and {more} more"] if more else told)
 
 
-def _problem(problem: dict[str, Any], text: str | None) -> str:
+def _problem(problem: dict[str, Any], text: str | None, entry: int | None) -> str:
     loc = problem["loc"]
     key = ".".join(str(part) for part in loc) or "(top)"
     if problem["type"] != "extra_forbidden":
@@ -244,7 +245,7 @@ def _problem(problem: dict[str, Any], text: str | None) -> str:
     if text is None or (len(loc) > 1 and loc[0] != "server"):
         known = () if text is None else _known_keys(loc[:-1])
         return f"{key}: unknown key{nearest_hint(str(loc[-1]), known)}"
-    return _unknown(loc, text)
+    return _unknown(loc, text, entry)
 
 
 def _known_keys(section: tuple[Any, ...]) -> tuple[str, ...]:
@@ -301,15 +302,20 @@ def _what_to_write(key: str, what: str) -> str:
     return f"write `{key}: {{}}` for {what} with its defaults, or leave it out"
 
 
-def _unknown(loc: tuple[str, ...], text: str) -> str:
+def _unknown(loc: tuple[str, ...], text: str, entry: int | None) -> str:
     """Return an unknown key's line and the nearest known key, in case an API key slipped into its place."""
     section, known = ("server", ServerConfig) if len(loc) > 1 else ("(top)", Deployment)
-    return f"{section}: unknown key at line {_line_of(loc, text)}{nearest_hint(str(loc[-1]), known.model_fields)}"
+    return (
+        f"{section}: unknown key at line {_line_of(loc, text, entry)}{nearest_hint(str(loc[-1]), known.model_fields)}"
+    )
 
 
-def _line_of(loc: tuple[str, ...], text: str) -> int:
+def _line_of(loc: tuple[str, ...], text: str, entry: int | None) -> int:
     node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     line = 1
+    if entry is not None:
+        its_own = next(value for key, value in node.value if key.value == SEVERAL).value[entry]
+        node = its_own if any(key == loc[0] for key, _ in _pairs(its_own)) else node
     for part in loc:
         found = [pair for pair in node.value if pair[0].value == str(part)]
         if not found:  # it came with a merge of mappings

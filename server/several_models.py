@@ -48,7 +48,7 @@ def load_deployments(path: Path) -> tuple[Deployment, ...]:
             raise ConfigError(f"config: {path}: {inside}{SHARED}: one is shared by all; move it to the top")
         check_filled(path, its_node, inside)
         merged = _merge(defaults, entry) | ({SHARED: tree[SHARED]} if SHARED in tree else {})
-        deployments.append(build_deployment(path, merged, text, inside))
+        deployments.append(build_deployment(path, merged, text, i))
     return tuple(deployments)
 
 

@@ -13,23 +13,25 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.deployment import Deployment, load_deployment
 from server.engine.prometheus import Metrics
+from server.several_models import load_deployments
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 METRIC = re.compile(r"tandem_[a-z_]+")
 CONFIGS = ("laptop", "reference", "rtx4090", "rtx4090-32b", "rtx4090-30b-a3b", "a100", "gpt-oss-20b-16g",
            "gpt-oss-20b-24g", "gpt-oss-120b", "gemma-4-26b-a4b-24g", "glm-4.7-flash-24g", "qwen3.5-27b-24g",
-           "qwen3.5-35b-a3b-24g")  # fmt: skip
+           "qwen3.5-35b-a3b-24g", "three-models-24g")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_shipped_configuration_is_valid(name: str) -> None:
-    deployment = load_deployment(DEPLOY / f"{name}.yaml")
-    assert deployment.server.host == "127.0.0.1", "a shipped configuration is open to its own machine alone"
+    for deployment in load_deployments(DEPLOY / f"{name}.yaml"):
+        assert deployment.server.host == "127.0.0.1", "a shipped configuration is open to its own machine alone"
 
 
 def test_every_shipped_configuration_is_looked_at() -> None:
-    found = {path.stem for path in DEPLOY.glob("*.yaml") if "model" in yaml.safe_load_all(path.read_text()).__next__()}
+    trees = {path.stem: next(yaml.safe_load_all(path.read_text())) for path in DEPLOY.glob("*.yaml")}
+    found = {name for name, tree in trees.items() if {"model", "models"} & tree.keys()}
     assert found == set(CONFIGS)
 
 

@@ -165,10 +165,11 @@ class ModelRegistry:
         in_the_way = [] if wanted is None else self._in_the_way(wanted)
         for model in self._started():
             model.is_closing = model.is_closing and model in in_the_way
+            if model.is_ready and not model.is_closing:
+                model.let_in()
         due_s = math.inf if wanted is None else await self._make_room(wanted, in_the_way, now)
         for model in self._started():
             if model.is_ready and not model.is_closing:
-                model.let_in()
                 due_s = min(due_s, await self._unload_expired(model, now))
         return due_s
 

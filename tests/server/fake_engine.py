@@ -3,8 +3,9 @@
 `fake_engine.py SETTINGS REQUESTS REPLIES PARENT_ID`.
 It repeats the prompt: output token i is prompt token i (shifted by the seed if the temperature is not 0), then the end
 token if that is asked for. The attention profile of a request chooses what goes wrong with it. With a `script`, a file
-of lists of token ids, one a line, a request says the first of them instead, and takes it out. With `prefixes` it
-knows the blocks of every prompt and answer so far, as a prefix cache without limits does.
+of lists of token ids, one a line, a request says the first of them instead, and takes it out. `models` has settings of
+those that have a name; `shift` turns the prompt by so many tokens. With `prefixes` it knows the blocks of every prompt
+and answer so far, as a prefix cache without limits does.
 """
 
 import json
@@ -123,6 +124,8 @@ class FakeEngine:
         self.pull, self.push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self.pull.connect(requests)
         self.push.connect(replies)
+        start = json.load(sys.stdin) if "planned" in settings or "models" in settings else {}
+        settings = settings | settings.get("models", {}).get(start and start["config"]["model"]["name"], {})
         self.settings = settings
         self.decode = msgspec.msgpack.Decoder(ToEngine).decode
         self.running: dict[str, Running] = {}
@@ -132,7 +135,7 @@ class FakeEngine:
         self.saved: dict[tuple[str, str], EngineRequest] = {}
         self.stored: set[tuple[str, bytes]] = set()
         self.pulse = Heartbeat(replies)
-        self.num_pages = json.load(sys.stdin)["memory"]["num_pages"] if "planned" in settings else 1024
+        self.num_pages = start["memory"]["num_pages"] if "planned" in settings else 1024
         self.steps = 0
         self.stats_due_s = 0.0
         self.progress_due_s = 0.0
@@ -143,7 +146,7 @@ class FakeEngine:
     def load(self) -> None:
         self.say(Loading(stage="weights", fraction=0.5))
         time.sleep(self.settings.get("load_s", 0.0))
-        if "fails" in self.settings:
+        if "fails" in self.settings or os.path.exists(str(self.settings.get("fails_if", ""))):
             self.say(Failed(message="checkpoint: model.safetensors is cut short"))
             self.push.close()
             sys.exit(1)
@@ -374,6 +377,7 @@ class FakeEngine:
             os._exit(9)
         said = prompt if running.says is None else running.says
         shift = 0 if sampling.temperature == 0 or running.says is not None else sampling.seed % 1000
+        shift += int(self.settings.get("shift", 0))
         ends = EOS in request.stop_token_ids and running.num_tokens >= max(len(said), request.min_tokens)
         token = EOS if ends else said[(running.num_tokens + shift) % len(said)]
         running.num_tokens += 1

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from openai import AsyncOpenAI
 from gpu.memory.plan import MemoryPlan
 from server.deployment import Deployment
 from server.engine.start_events import OnStart
-from server.http.app import _bind, create_app, http_config
+from server.http.app import OtherModels, _bind, create_app, http_config
 from server.planning.deployment_plan import resolve_plan
+from server.planning.side_by_side import ONE_AT_A_TIME, Room
 from server.service.service import Service
 from transfer.host_config import DocumentsConfig
 from transfer.machine import load_machine
@@ -64,8 +65,15 @@ def plan_of(deployment: Deployment) -> MemoryPlan:
     return resolve_plan(deployment, load_machine(LAPTOP)).memory
 
 
-def make_app(deployment: Deployment, command: list[str], on_start: OnStart | None = None) -> FastAPI:
-    return create_app(deployment, plan_of(deployment), command, on_start)
+def make_app(
+    deployment: Deployment,
+    command: list[str],
+    on_start: OnStart | None = None,
+    others: Sequence[Deployment] = (),
+    room: Room = ONE_AT_A_TIME,
+) -> FastAPI:
+    beside = OtherModels(tuple((one, plan_of(one)) for one in others), room)
+    return create_app(deployment, plan_of(deployment), command, on_start, others=beside)
 
 
 def make_deployment(**server: object) -> Deployment:
@@ -80,9 +88,14 @@ def with_documents(deployment: Deployment, folder: Path, **settings: object) -> 
 
 @asynccontextmanager
 async def running_server(
-    deployment: Deployment, command: list[str], wait: bool = True, on_start: OnStart | None = None
+    deployment: Deployment,
+    command: list[str],
+    wait: bool = True,
+    on_start: OnStart | None = None,
+    others: Sequence[Deployment] = (),
+    room: Room = ONE_AT_A_TIME,
 ) -> AsyncIterator[Running]:
-    app = make_app(deployment, command, on_start)
+    app = make_app(deployment, command, on_start, others, room)
     listener = _bind("127.0.0.1", 0)
     server = uvicorn.Server(http_config(app))
     server.capture_signals = nullcontext
