@@ -125,7 +125,8 @@ class FakeEngine:
         self.pull.connect(requests)
         self.push.connect(replies)
         start = json.load(sys.stdin) if "planned" in settings or "models" in settings else {}
-        settings = settings | settings.get("models", {}).get(start and start["config"]["model"]["name"], {})
+        if "models" in settings:
+            settings = settings | settings["models"].get(start["config"]["model"]["name"], {})
         self.settings = settings
         self.decode = msgspec.msgpack.Decoder(ToEngine).decode
         self.running: dict[str, Running] = {}

@@ -43,11 +43,12 @@ export class ActivityView {
   }
 
   async look() {
-    const [activity, text, sessions] = await Promise.all([ask("v1/activity"), ask("metrics", { asText: true }), this.askSessions()]);
+    const [activity, text, sessions] = await Promise.all([ask(server.pathOf("v1/activity")), ask("metrics", { asText: true }), this.askSessions()]);
     const titles = new Map((await store.all()).map((one) => [one.id, one.title]));
     const metrics = new MetricsText(text);
     byId("activity-fault").textContent = "";
     this.show([
+      ...(server.hasSeveral ? [section("Models", showModels(server.models, activity.model))] : []),
       section("Now", showNow(activity, metrics)),
       section("Tokens a second, the last ten minutes", showRates(activity.generated)),
       section("Where contexts are", showContexts(sessions, titles)),
@@ -69,7 +70,7 @@ export class ActivityView {
   // Sessions are the engine's to tell: without one there are none.
   async askSessions() {
     try {
-      return (await ask("v1/sessions")).data;
+      return (await ask(server.pathOf("v1/sessions"))).data;
     } catch (error) {
       if (error instanceof AskError && error.status === 503) return [];
       throw error;
@@ -119,6 +120,15 @@ function showNow(activity, metrics) {
       tile(lately.toFixed(lately >= 100 ? 0 : 1), `tokens/s, the last ${2 * step} s`),
     ),
   ];
+}
+
+// Which models are loaded; what is below is of the one that the chat asks.
+function showModels(models, shown) {
+  const rows = [...new Map(models.map((model) => [model.root, model])).values()].map((model) => [
+    model.root,
+    model.load_error ? `${model.state}: ${model.load_error}` : model.state,
+  ]);
+  return [facts(rows), el("p", { class: "none" }, `What follows is of ${shown}.`)];
 }
 
 function showRates({ tokens, step_seconds: step }) {

@@ -198,13 +198,15 @@ export class Chat {
   showServer() {
     const { conversation } = this;
     const ids = server.models.map((model) => model.id);
-    showOptions(byId("model"), ids.map((id) => [id, id]), conversation.model || ids[0]);
+    const labels = server.models.map(({ id, state }) => [id, server.hasSeveral ? `${id} (${state})` : id]);
+    showOptions(byId("model"), labels, conversation.model || ids[0]);
     const model = server.models.find((one) => one.id === conversation.model) ?? server.models[0];
     const usual = server.activity?.default_profile;
     const profiles = (model?.attention_profiles ?? []).map((name) => [name, name]);
     showOptions(byId("profile"), [["", usual ? `default (${usual})` : "default"], ...profiles], conversation.profile);
     this.composer.update(Boolean(this.answer));
     this.showContext();
+    if (model) server.follow(model.id);
     const title = document.querySelector(".welcome h1");
     if (title && model && !conversation.model) title.textContent = `Ask ${model.id}`;
   }

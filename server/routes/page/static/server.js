@@ -4,6 +4,7 @@ import { ask, askHealth, AskError } from "./api.js";
 
 const POLL_READY_MS = 15_000;
 const POLL_WAITING_MS = 1_500;
+const MOVING = ["loading", "unloading"]; // states that soon are others
 
 class Server extends EventTarget {
   constructor() {
@@ -12,7 +13,25 @@ class Server extends EventTarget {
     this.models = [];
     this.activity = null;
     this.needsKey = false;
+    this.followed = null; // of several models, the one whose limits and work are shown
     this.timer = null;
+  }
+
+  // Whether models come and go: then what is known of them grows old.
+  get hasSeveral() {
+    return new Set(this.models.map((model) => model.root)).size > 1 || this.models.some((model) => model.state === "unloaded");
+  }
+
+  // The path of a route, asked of the followed model where there are several.
+  pathOf(route) {
+    return this.hasSeveral && this.followed ? `${route}?model=${encodeURIComponent(this.followed)}` : route;
+  }
+
+  // Show this model's limits from now on.
+  async follow(modelId) {
+    if (this.followed === modelId) return;
+    this.followed = modelId;
+    if (this.hasSeveral && this.isReady) await this.learn();
   }
 
   get isReady() {
@@ -24,15 +43,16 @@ class Server extends EventTarget {
     clearTimeout(this.timer);
     const wasReady = this.isReady;
     this.health = await askHealth();
-    if (this.isReady && (!wasReady || this.activity === null) && !this.needsKey) await this.learn();
+    if (this.isReady && (!wasReady || this.activity === null || this.hasSeveral) && !this.needsKey) await this.learn();
     this.tell();
-    this.timer = setTimeout(() => this.watch(), this.isReady ? POLL_READY_MS : POLL_WAITING_MS);
+    const isCalm = this.isReady && !this.models.some((model) => MOVING.includes(model.state));
+    this.timer = setTimeout(() => this.watch(), isCalm ? POLL_READY_MS : POLL_WAITING_MS);
   }
 
   // Ask for models and limits. What needs a key says so.
   async learn() {
     try {
-      const [models, activity] = await Promise.all([ask("v1/models"), ask("v1/activity")]);
+      const [models, activity] = await Promise.all([ask("v1/models"), ask(this.pathOf("v1/activity"))]);
       this.models = models.data;
       this.activity = activity;
       this.needsKey = false;
@@ -46,7 +66,7 @@ class Server extends EventTarget {
   // Return the most tokens of a context in a profile; null where that is not known.
   contextOf(modelId, profile) {
     const model = this.models.find((one) => one.id === modelId) ?? this.models[0];
-    const limits = this.activity?.profiles ?? {};
+    const limits = this.activity?.model === model?.root ? this.activity.profiles : {};
     return limits[profile || this.activity?.default_profile] ?? model?.max_model_len ?? null;
   }
 
