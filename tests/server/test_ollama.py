@@ -134,6 +134,9 @@ async def test_nothing_asked_is_a_model_that_is_loaded(shared_live, asking):
     for path in ("/api/chat", "/api/generate"):
         answer = await shared_live.http.post(path, json={}, headers={"x-request-timeout": "soon"})
         assert answer.status_code == 400
+        for body in ({"attention_profile": "none"}, {"options": {"temperature": -1}}, {"format": "xml"}):
+            answer = await shared_live.http.post(path, json=body)
+            assert (answer.status_code, next(iter(body)) in answer.json()["param"]) == (400, True)
     assert (await asking.generate("reference")).done_reason == "load"
     assert (await asking.chat("reference", [])).done_reason == "load"
 

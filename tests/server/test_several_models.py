@@ -160,7 +160,7 @@ async def test_a_swap_waits_for_what_was_begun_and_lets_nobody_else_in() -> None
 async def test_a_model_that_nobody_wants_any_more_takes_no_place() -> None:
     first, second = make_models("a", "b")
     async with running_server(first, command_of(token_s=0.01), others=[second]) as live:
-        long = asyncio.create_task(complete(live, "a", 60))
+        long = asyncio.create_task(complete(live, "a", 150))
         await live.until(lambda: _holds(models_of(live)["a"].num_open == 1))
         gone = await complete(live, "b", max_seconds=0.1)
         assert (gone.status_code, gone.json()["error"]["code"]) == (503, "model_loading")
@@ -179,17 +179,16 @@ async def _holds(what: bool) -> bool:
 
 async def test_one_that_was_just_loaded_serves_for_as_long_as_its_load_took() -> None:
     first, second = make_models("a", "b")
-    async with running_server(first, command_of({"a": {"load_s": 0.4}}, token_s=0.005), others=[second]) as live:
+    async with running_server(first, command_of(token_s=0.005), others=[second]) as live:
         began = time.monotonic()
-        long = asyncio.create_task(complete(live, "a", 200))
+        models_of(live)["a"].load_seconds, models_of(live)["a"].ready_since_s = 0.5, began
+        long = asyncio.create_task(complete(live, "a", 400))
         await live.until(lambda: _holds(models_of(live)["a"].num_open == 1))
         other = asyncio.create_task(complete(live, "b"))
-        await asyncio.sleep(0.1)
-        meanwhile = await complete(live, "a", 3)
-        assert meanwhile.status_code == 200
-        assert not models_of(live)["a"].is_closing
+        await live.until(lambda: _holds(bool(models_of(live)["b"].waiters)))
+        assert (await complete(live, "a", 3)).status_code == 200
         await live.until(lambda: _holds(models_of(live)["a"].is_closing))
-        assert time.monotonic() - began > 0.2
+        assert time.monotonic() - began >= 0.5
         assert not long.done()
         await asyncio.gather(long, other)
 

@@ -16,6 +16,7 @@ from server.generation.prompt_tokens import (
     completion_prompts,
     context_of,
     form_grammar_of,
+    profile_of,
 )
 from server.generation.time_limit import choose_limit
 from server.routes.generate import respond, start_generation
@@ -43,6 +44,7 @@ from server.routes.ollama.ollama_translation import (
     asked_tokens,
     translate_chat,
     translate_prompt,
+    translate_settings,
     translate_text,
 )
 from server.routes.route import ENGINE_ERRORS, Call, Route
@@ -68,14 +70,17 @@ async def generate(call: Call[OllamaGenerateBody]) -> Response | Tree:
 def _tell_loaded(call: Call[Any], said: Tree) -> Tree:
     """Answer a request for nothing, by which clients load a model, or unload it with a `keep_alive` of 0.
 
-    Raises ApiError 503 unless it is loaded, and 400 for a time limit that is none.
+    Raises ApiError 503 unless it is loaded, and 400 for what no request may say.
     """
     choose_limit(call.request.headers, None, None)
     told = {"model": _name(call), "created_at": now(), **said, "done": True}
     if call.models.is_managed and _asks_to_unload(call.body):
         call.models.unload_when_idle(call.model)
         return told | {"done_reason": "unload"}
-    call.service.supervisor.ready()
+    with rename_errors([], NAMES):
+        settings = translate_settings(call.body)
+        check_completion(settings)
+        profile_of(settings, call.service.supervisor.ready())
     return told | {"done_reason": "load"}
 
 

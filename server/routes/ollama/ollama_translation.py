@@ -46,7 +46,12 @@ def translate_text(body: OllamaGenerateBody) -> CompletionBody:
     """Return a prompt that is continued as it is. Raises ApiError 400."""
     if body.system:
         raise invalid("system", "a raw prompt has none; write it in the prompt, or leave `raw` out")
-    completion = CompletionBody(prompt=body.prompt or "")
+    return translate_settings(body, body.prompt or "")
+
+
+def translate_settings(body: OllamaBody, prompt: str = "") -> CompletionBody:
+    """Return what a body says beside its prompt, or its messages. Raises ApiError 400."""
+    completion = CompletionBody(prompt=prompt)
     _take_shared(body, completion)
     return completion
 
