@@ -140,7 +140,7 @@ def test_an_unknown_field_is_named_with_the_nearest_known_one(body: Fields, give
     assert error.message == f"{given}: unknown field; the nearest known one is {nearest!r}"
 
 
-@pytest.mark.parametrize("given", ["num_ctx", "keep_alive", "mirostat"])
+@pytest.mark.parametrize("given", ["num_ctx", "low_vram", "mirostat"])
 def test_an_unknown_field_that_is_near_no_known_one_is_named_alone(given: str) -> None:
     assert refusal(CHAT, {given: 1}).message == f"{given}: unknown field"
 

@@ -143,7 +143,8 @@ async def test_a_swap_waits_for_what_was_begun_and_lets_nobody_else_in() -> None
     first, second = make_models("a", "b")
     async with running_server(first, command_of(token_s=0.01), others=[second]) as live:
         a = models_of(live)["a"]
-        long = asyncio.create_task(complete(live, "a", 60))
+        a.load_seconds = 0.0
+        long = asyncio.create_task(complete(live, "a", 100))
         await live.until(lambda: _holds(a.num_open == 1))
         other = asyncio.create_task(complete(live, "b"))
         await live.until(lambda: _holds(a.is_closing))
@@ -154,7 +155,7 @@ async def test_a_swap_waits_for_what_was_begun_and_lets_nobody_else_in() -> None
         assert not other.done()
         answers = await asyncio.gather(long, other, late)
         texts = [answer.json()["choices"][0]["text"] for answer in answers]
-        assert texts == [text_of(live.service, "a", 60), text_of(live.service, "b", 8), text_of(live.service, "a", 8)]
+        assert texts == [text_of(live.service, *asked) for asked in (("a", 100), ("b", 8), ("a", 8))]
 
 
 async def test_a_model_that_nobody_wants_any_more_takes_no_place() -> None:
