@@ -14,10 +14,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 async def test_a_model_is_chosen_waited_for_and_its_state_is_shown(open_page: OpenPage) -> None:
     first, *others = make_models("a", "b", "c", keepalive_seconds=0.1)
-    slow = {"b": {"load_s": 1.0}, "c": {"fails": 1}}
+    slow = {"b": {"load_s": 3.0}, "c": {"fails": 1}}
     async with running_server(first, command_of(slow), others=others) as live:
         page = await open_page(live.url)
-        model = page.get_by_label("Model")
+        model = page.locator("#model")
         await page.get_by_role("option", name="b (unloaded)").wait_for(state="attached")
         words = await model.locator("option").all_inner_texts()
         assert words[:3] == ["a (loaded)", "a-too (loaded)", "b (unloaded)"]
@@ -43,7 +43,7 @@ async def test_pictures_of_several_models(open_page: OpenPage, size: str, scheme
     first, *others = make_models("a", "b", "c")
     async with running_server(first, command_of(), others=others) as live:
         page = await open_page(live.url, DESKTOP if size == "desktop" else PHONE, scheme)
-        await page.get_by_label("Model").select_option("a")
+        await page.locator("#model").select_option("a")
         await say(page, json.dumps({"question": "Which models are loaded?"}))
         await until_done(page)
         assert (await take_picture(page, f"models-chat-{size}-{scheme}")).stat().st_size > 10_000

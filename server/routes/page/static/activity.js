@@ -45,7 +45,7 @@ export class ActivityView {
   async look() {
     const [activity, text, sessions] = await Promise.all([ask(server.pathOf("v1/activity")), ask("metrics", { asText: true }), this.askSessions()]);
     const titles = new Map((await store.all()).map((one) => [one.id, one.title]));
-    const metrics = new MetricsText(text);
+    const metrics = new MetricsText(text, activity.model);
     byId("activity-fault").textContent = "";
     this.show([
       ...(server.hasSeveral ? [section("Models", showModels(server.models, activity.model))] : []),

@@ -3,7 +3,8 @@
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{([^}]*)\})? (\S+)/;
 
 export class MetricsText {
-  constructor(text) {
+  // `model`: of several, the one whose samples count.
+  constructor(text, model) {
     this.sums = new Map();
     this.described = new Map();
     for (const line of text.split("\n")) {
@@ -12,7 +13,8 @@ export class MetricsText {
         this.described.set(name, words.join(" "));
       } else if (!line.startsWith("#")) {
         const found = LINE.exec(line);
-        if (found) this.sums.set(found[1], (this.sums.get(found[1]) ?? 0) + Number(found[3]));
+        const of = found?.[2]?.match(/(?:^|,)model="([^"]*)"/)?.[1];
+        if (found && (of === undefined || of === model)) this.sums.set(found[1], (this.sums.get(found[1]) ?? 0) + Number(found[3]));
       }
     }
   }

@@ -4,7 +4,6 @@ import { ask, askHealth, AskError } from "./api.js";
 
 const POLL_READY_MS = 15_000;
 const POLL_WAITING_MS = 1_500;
-const MOVING = ["loading", "unloading"]; // states that soon are others
 
 class Server extends EventTarget {
   constructor() {
@@ -45,8 +44,7 @@ class Server extends EventTarget {
     this.health = await askHealth();
     if (this.isReady && (!wasReady || this.activity === null || this.hasSeveral) && !this.needsKey) await this.learn();
     this.tell();
-    const isCalm = this.isReady && !this.models.some((model) => MOVING.includes(model.state));
-    this.timer = setTimeout(() => this.watch(), isCalm ? POLL_READY_MS : POLL_WAITING_MS);
+    this.timer = setTimeout(() => this.watch(), this.isReady && !this.hasSeveral ? POLL_READY_MS : POLL_WAITING_MS);
   }
 
   // Ask for models and limits. What needs a key says so.
@@ -66,7 +64,7 @@ class Server extends EventTarget {
   // Return the most tokens of a context in a profile; null where that is not known.
   contextOf(modelId, profile) {
     const model = this.models.find((one) => one.id === modelId) ?? this.models[0];
-    const limits = this.activity?.model === model?.root ? this.activity.profiles : {};
+    const limits = this.activity !== null && this.activity.model === model?.root ? this.activity.profiles : {};
     return limits[profile || this.activity?.default_profile] ?? model?.max_model_len ?? null;
   }
 
