@@ -66,9 +66,10 @@ class Head:
             joined = torch.cat([self.norm(table[behind], "embedding"), self.norm(before, "hidden")], -1)
             rows = (joined @ self.own["mix"].T)[None]
             positions = torch.arange(rows.shape[1])[None]
+            rotated = positions.expand(3, 1, -1) if hasattr(base.rotary_emb, "mrope_section") else positions
             mask = torch.full((rows.shape[1],) * 2, -torch.inf, dtype=torch.float64).triu(1)[None, None]
             made: Any = self.layer(
-                rows, position_embeddings=base.rotary_emb(rows, positions), attention_mask=mask, position_ids=positions
+                rows, position_embeddings=base.rotary_emb(rows, rotated), attention_mask=mask, position_ids=positions
             )
             normed = self.norm((made[0] if isinstance(made, tuple) else made)[0], "norm")
             said.append(normed[-1] @ output.T)

@@ -81,6 +81,10 @@ def test_weights_are_the_same_in_pieces_of_a_row_as_whole(
     told: list[float] = []
     monkeypatch.setattr(placing, "RANGE_BYTES", 1000)
     in_pieces = flat(load_weights(folder, shape, dtype, device, told.append))
+    if shape.has_normed_embedding:  # normed where it lies, in another order of sums on a card
+        torch.testing.assert_close(
+            in_pieces.pop(0).cpu(), whole.pop(0), rtol=1e-6 if dtype == torch.float32 else 0, atol=0
+        )
     for ours, wanted in zip(in_pieces, whole, strict=True):
         assert ours.dtype == wanted.dtype
         assert torch.equal(ours.cpu(), wanted)
