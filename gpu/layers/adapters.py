@@ -1,12 +1,12 @@
 """LoRA adapters beside the matrices of a model: small products, of rows with different adapters at once.
 
 All adapters of a matrix stand below each other, so a batch takes two products more, whatever its rows ask for: with
-all of them, `x @ down.T`, in which each row keeps the columns of its own adapter, and back, `@ up.T`. Rows without one
-keep none. Captured steps read which adapter a slot has on the device.
+all of them, `x @ down.T`, in which each row keeps the columns of its own adapter, and back, `@ up.T`; steps of few rows
+have kernels for them. Rows without one keep none. Captured steps read which adapter a slot has on the device.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from safetensors import safe_open
@@ -15,24 +15,15 @@ from torch import Tensor
 from gpu.model.adapter_file import TENSORS, AdapterFile, AdapterPart
 from gpu.model.matrix_formats import matrix_shapes
 from gpu.model.spec import Architecture
+from gpu.operations.linear.adapter_product import add_adapters
 from gpu.weights.tensor_places import row_order
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Which adapter each token has: ids int64 `[tokens, 1]`, 0: none. Valid for what is computed with one call."""
+    """Which adapter each token has: ids int64 `[tokens, 1]`, 0: none."""
 
     ids: Tensor
-    _others: dict[int, Tensor] = field(default_factory=dict)
-
-    def others(self, owners: Tensor) -> Tensor:
-        """Return the columns that are not the token's adapter's, bool `[tokens, columns]`. owners: int64 `[columns]`;
-        those of equal matrices are one tensor, and compared once.
-        """
-        found = self._others.get(id(owners))
-        if found is None:
-            found = self._others[id(owners)] = owners != self.ids
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +36,7 @@ class AdapterProduct:
 
     def add(self, made: Tensor, x: Tensor, rows: AdapterRows) -> Tensor:
         """Add to `made`, `[tokens, rows]`, in place, what each token's adapter makes of `x`, `[tokens, inner]`."""
-        middle = (x.to(self.down.dtype) @ self.down.T).masked_fill_(rows.others(self.owners), 0)
-        return made.addmm_(middle, self.up.T)
+        return add_adapters(made, x, self.down, self.up, self.owners, rows.ids)
 
 
 class Adapters:

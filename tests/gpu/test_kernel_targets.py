@@ -78,6 +78,7 @@ from gpu.operations.kv.kv_rows import read_rows, width_of, write_rows
 from gpu.operations.kv.latent_rows import gather_latents
 from gpu.operations.kv.latent_write import latent_write
 from gpu.operations.kv.rope_kv_write import rope_kv_write
+from gpu.operations.linear.adapter_product import add_adapters
 from gpu.operations.linear.packed_linear import (
     packed_linear,
     packed_logits,
@@ -148,6 +149,16 @@ def _norms(shape: Architecture, dtype: torch.dtype) -> None:
 def _swiglu(shape: Architecture, dtype: torch.dtype) -> None:
     for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
         swiglu(empty(2, 2 * shape.intermediate, dtype=dtype), activation)
+
+
+def _adapters(shape: Architecture, dtype: torch.dtype) -> None:
+    """Of two and of eight adapters of rank 16."""
+    for num_adapters in (2, 8):
+        columns, ids = 16 * num_adapters, torch.empty(8, 1, dtype=torch.int64, device="cuda")
+        for inner, rows in ((shape.hidden, shape.intermediate), (shape.intermediate, shape.hidden)):
+            down, up = empty(columns, inner, dtype=dtype), empty(rows, columns, dtype=dtype)
+            owners = torch.empty(columns, dtype=torch.int64, device="cuda")
+            add_adapters(empty(8, rows, dtype=dtype), empty(8, inner, dtype=dtype), down, up, owners, ids)
 
 
 def _stored(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -633,6 +644,8 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_add_answer_kernel": _request_for_experts,
     "_rms_norm_kernel": _norms,
     "_swiglu_kernel": _swiglu,
+    "_down_kernel": _adapters,
+    "_up_kernel": _adapters,
     "_rope_kv_write_kernel": _rope,
     "_split_kernel": _attention,
     "_reduce_kernel": _attention,
