@@ -24,7 +24,7 @@ def add_adapters_reference(made: Tensor, x: Tensor, down: Tensor, up: Tensor, ow
 
 
 @triton.jit
-def _down_kernel(
+def _adapter_down_kernel(
     x, down, middle, x_stride, num_tokens, num_columns, SPLIT: tl.constexpr, INNER: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _down_kernel(
 
 
 @triton.jit
-def _up_kernel(
+def _adapter_up_kernel(
     made, middle, up, owners, ids, made_stride, num_tokens, num_rows, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -100,11 +100,11 @@ def add_adapters(made: Tensor, x: Tensor, down: Tensor, up: Tensor, owners: Tens
     split = triton.cdiv(triton.cdiv(inner, splits), INNER_BLOCK) * INNER_BLOCK
     splits = triton.cdiv(inner, split)
     middle = torch.empty(splits, tokens, columns, dtype=torch.float32, device=made.device)
-    _down_kernel[(blocks, splits)](
+    _adapter_down_kernel[(blocks, splits)](
         x, down, middle, x.stride(0), tokens, columns, SPLIT=split, INNER=inner,
         TOKENS=MOST_TOKENS, COLUMNS=COLUMN_BLOCK, BLOCK=INNER_BLOCK, num_warps=4, num_stages=3,
     )  # fmt: skip
-    _up_kernel[(triton.cdiv(rows, ROW_BLOCK),)](
+    _adapter_up_kernel[(triton.cdiv(rows, ROW_BLOCK),)](
         made, middle, up, owners, ids, made.stride(0), tokens, rows, SPLITS=splits, COLUMNS=columns,
         TOKENS=MOST_TOKENS, ROWS=ROW_BLOCK, BLOCK=64, num_warps=4, num_stages=3,
     )  # fmt: skip
