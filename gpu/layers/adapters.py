@@ -7,6 +7,7 @@ have kernels for them. Rows without one keep none. Captured steps read which ada
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from safetensors import safe_open
@@ -15,7 +16,7 @@ from torch import Tensor
 from gpu.model.adapter_file import TENSORS, AdapterFile, AdapterPart
 from gpu.model.matrix_formats import matrix_shapes
 from gpu.model.spec import Architecture
-from gpu.operations.linear.adapter_product import add_adapters
+from gpu.operations.linear.adapter_product import StackedAdapters
 from gpu.weights.tensor_places import row_order
 
 
@@ -24,19 +25,6 @@ class AdapterRows:
     """Which adapter each token has: ids int64 `[tokens, 1]`, 0: none."""
 
     ids: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterProduct:
-    """All adapters of one matrix: down `[columns, inner]`, up `[rows, columns]`, and whose each column is."""
-
-    down: Tensor
-    up: Tensor
-    owners: Tensor
-
-    def add(self, made: Tensor, x: Tensor, rows: AdapterRows) -> Tensor:
-        """Add to `made`, `[tokens, rows]`, in place, what each token's adapter makes of `x`, `[tokens, inner]`."""
-        return add_adapters(made, x, self.down, self.up, self.owners, rows.ids)
 
 
 class Adapters:
@@ -69,33 +57,42 @@ class Adapters:
 
 def _load(
     files: Sequence[AdapterFile], architecture: Architecture, dtype: torch.dtype, device: torch.device
-) -> dict[tuple[int, str], AdapterProduct]:
+) -> dict[tuple[int, str], StackedAdapters]:
     """Return the products of every matrix that some adapter changes, by layer and name."""
     parts: dict[tuple[int, str], list[tuple[int, AdapterPart]]] = {}
     for number, file in enumerate(files, 1):
         for part in file.parts:
             parts.setdefault((part.layer, part.matrix), []).append((number, part))
     opened = [safe_open(file.folder / TENSORS, framework="pt") for file in files]
-    shared: dict[tuple[int, ...], Tensor] = {}
+    shared: dict[tuple[int, ...], tuple[Tensor, Tensor, int]] = {}
     products = {}
     for (layer, matrix), listed in parts.items():
         num_rows, inner = matrix_shapes(architecture, architecture.layers[layer])[matrix]
         num_columns = sum(part.rank for _, part in listed)
         down = torch.empty(num_columns, inner, dtype=dtype, device=device)
-        up = torch.zeros(num_rows, num_columns, dtype=dtype, device=device)
-        begin, owners = 0, list[int]()
+        up = torch.zeros(num_columns, num_rows, dtype=dtype, device=device)
+        begin, counts = 0, [0] * (1 + len(files))
         for number, part in listed:
             columns = slice(begin, begin + part.rank)
             down[columns].copy_(opened[number - 1].get_tensor(part.down))
             rows = opened[number - 1].get_tensor(part.up).float() * part.gain
             order = _order_of(architecture, layer, part)
-            up[part.begin : part.begin + part.rows, columns].copy_(rows if order is None else rows[order])
-            begin, owners = begin + part.rank, owners + [number] * part.rank
-        key = tuple(owners)
+            up[columns, part.begin : part.begin + part.rows].copy_((rows if order is None else rows[order]).T)
+            begin += part.rank
+            counts[number] += part.rank
+        key = tuple(counts)
         if key not in shared:
-            shared[key] = torch.tensor(owners, dtype=torch.int64, device=device)
-        products[layer, matrix] = AdapterProduct(down, up, shared[key])
+            shared[key] = _whose(counts, device)
+        products[layer, matrix] = StackedAdapters(down, up, *shared[key])
     return products
+
+
+def _whose(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Return `StackedAdapters`' owners, begins and most, of how many columns each adapter has; the first is none."""
+    numbers = torch.arange(len(counts), dtype=torch.int64)
+    owners = numbers.repeat_interleave(torch.tensor(counts))
+    begins = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    return owners.to(device), begins.to(device), max(counts)
 
 
 def _order_of(architecture: Architecture, layer: int, part: AdapterPart) -> Tensor | None:

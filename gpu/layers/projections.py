@@ -19,6 +19,7 @@ from gpu.model.matrix_formats import OF_EXPERTS, widened_bytes
 from gpu.model.spec import Architecture
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.kv.latent_write import LATENT_EPS
+from gpu.operations.linear.adapter_product import add_adapters
 from gpu.operations.linear.packed_matrix import Stored
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.swiglu import swiglu
@@ -184,7 +185,8 @@ class Projections:
         added = self._added.get((layer, name))
         if added is None or adapters is None:
             return made
-        return added.add(made, hidden if norm is None else rms_norm(hidden, norm, self.eps), adapters)
+        x = hidden if norm is None else rms_norm(hidden, norm, self.eps)
+        return add_adapters(made, x, added, adapters.ids)
 
     def _norm_widely(self, layer: int, qkv: Tensor) -> None:
         """Normalise all query heads of a token together, and all key heads, in place."""
@@ -243,7 +245,7 @@ class Projections:
             product.add_(bias)
         added = self._added.get((layer, name))
         if added is not None and adapters is not None:
-            added.add(product, x, adapters)
+            add_adapters(product, x, added, adapters.ids)
         return product if post_norm is None else rms_norm_add(product, post_norm, self._post_eps, hidden)
 
 

@@ -152,7 +152,7 @@ def test_products_of_every_format_are_those_of_its_numbers_and_the_adapters(weig
         product = adapters.products[1, name]
         own = product.owners == 2
         whole = as_matrix(layer.matrices[name]).unpack().double()
-        added = product.up[:, own].double() @ product.down[own].double()
+        added = product.up[own].double().T @ product.down[own].double()
         return x @ whole.T + has * (x @ added.T)
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ from gpu.operations.kv.kv_rows import read_rows, width_of, write_rows
 from gpu.operations.kv.latent_rows import gather_latents
 from gpu.operations.kv.latent_write import latent_write
 from gpu.operations.kv.rope_kv_write import rope_kv_write
-from gpu.operations.linear.adapter_product import add_adapters
+from gpu.operations.linear.adapter_product import StackedAdapters, add_adapters
 from gpu.operations.linear.packed_linear import (
     packed_linear,
     packed_logits,
@@ -152,13 +152,13 @@ def _swiglu(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _adapters(shape: Architecture, dtype: torch.dtype) -> None:
-    """Of two and of eight adapters of rank 16."""
-    for num_adapters in (2, 8):
-        columns, ids = 16 * num_adapters, torch.empty(8, 1, dtype=torch.int64, device="cuda")
-        for inner, rows in ((shape.hidden, shape.intermediate), (shape.intermediate, shape.hidden)):
-            down, up = empty(columns, inner, dtype=dtype), empty(rows, columns, dtype=dtype)
-            owners = torch.empty(columns, dtype=torch.int64, device="cuda")
-            add_adapters(empty(8, rows, dtype=dtype), empty(8, inner, dtype=dtype), down, up, owners, ids)
+    """Of rank 16, of one matrix and of three in one."""
+    ids, begins = torch.empty(8, 1, dtype=torch.int64, device="cuda"), torch.empty(4, dtype=torch.int32, device="cuda")
+    for inner, rows, most in ((shape.hidden, shape.intermediate, 48), (shape.intermediate, shape.hidden, 16)):
+        down, up = empty(2 * most, inner, dtype=dtype), empty(2 * most, rows, dtype=dtype)
+        owners = torch.empty(2 * most, dtype=torch.int64, device="cuda")
+        stacked = StackedAdapters(down, up, owners, begins, most)
+        add_adapters(empty(8, rows, dtype=dtype), empty(8, inner, dtype=dtype), stacked, ids)
 
 
 def _stored(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
