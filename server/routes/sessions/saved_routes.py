@@ -1,4 +1,4 @@
-"""`/v1/saved_contexts`: list and delete contexts that were saved by name; an administrator's key those of all keys."""
+"""`/v1/saved_contexts`: list and delete contexts that were saved by name: a key's own, or all with an admin's key."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ async def delete_saved(call: Call[Any]) -> Tree:
 
 def unknown_name(name: str) -> ApiError:
     """Return the error for a name that nothing is saved by."""
-    what = f"filename: no context is saved as {name[:80]!r}; GET /v1/sessions lists them"
+    what = f"filename: no context is saved as {name[:80]!r}; GET /v1/saved_contexts lists them"
     return ApiError(404, what, param="filename", code="context_not_found")
 
 
