@@ -35,8 +35,8 @@ class Admission:
     then by arrival, where preempted ones came first; one that was overtaken by so many of less priority is overtaken by
     none. `free_slots`: the last one is taken first.
 
-    Counters since the engine started: `num_queried_tokens` of prompts that began, `num_cached_tokens` of these that the
-    prefix cache had, and `num_recomputed_tokens` that preempted sequences computed again.
+    Counters since the engine started: `num_queried_tokens` of prompts that were prefilled, `num_cached_tokens` of these
+    that the prefix cache had, and `num_recomputed_tokens` that preempted sequences computed again.
     """
 
     def __init__(
@@ -253,10 +253,7 @@ class Admission:
         self._residence.start_prefill(sequence, start)
         if sequence.started_s is None:
             sequence.started_s = time.monotonic()
-            if not sequence.is_counted:
-                self.num_queried_tokens += sequence.num_tokens
-            self.num_cached_tokens += max(0, start.first_computed - sequence.num_cached_tokens)
-            sequence.num_cached_tokens, sequence.is_counted = start.first_computed, True
+            sequence.num_cached_tokens = start.first_computed
             for place, number in self._residence.cached_from(start).items():
                 sequence.figures[cached_figure(place)] = number
             sequence.figures |= {passed_figure(why): number for why, number in sequence.passed_over.items()}
@@ -272,11 +269,16 @@ class Admission:
             self._documents.count_begun()
 
     def forget_start(self, sequence: Sequence) -> None:
-        """Begin a sequence anew whose prefill could not go on for want of what it was to begin with. What was counted
-        of it stays: counters only grow.
-        """
+        """Begin a sequence anew whose prefill could not go on for want of what it was to begin with."""
         if sequence.started_s is not None and not sequence.has_reported:
             sequence.started_s = None
+
+    def count_found(self, sequence: Sequence) -> None:
+        """Count a prompt whose prefill is planned to its end, once: what it began with was there, on disk as well."""
+        if not sequence.is_counted:
+            sequence.is_counted = True
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_cached_tokens += sequence.num_cached_tokens
 
     def _note_resumed(self, sequence: Sequence, num_found: int) -> None:
         """Count and log what the preemption of a sequence cost, which begins again behind `num_found` tokens."""

@@ -105,6 +105,7 @@ class Roster:
         for sequence in entry.sequences:
             self._residence.finish_prefill(sequence)
             sequence.state = State.RUNNING
+            self._admission.count_found(sequence)
             sequence.num_in_flight += 1
             self.running.append(sequence)
         return {sequence.slot: sequence for sequence in entry.sequences}

@@ -70,7 +70,7 @@ class Sequence:
     # Since it came:
     started_s: float | None = None  # when its first prefill began
     num_cached_tokens: int = 0  # that its first prefill found
-    is_counted: bool = False  # among the prompts that were looked up
+    is_counted: bool = False  # among the prompts that were prefilled
     preempted_s: float = 0.0  # when it was preempted last, if it was
     num_computed_tokens: int = 0  # of its context, when it was preempted last
     left_context: HostContext | None = None  # in host memory, that it gave back last and may begin with again

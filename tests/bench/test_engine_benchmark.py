@@ -20,6 +20,7 @@ from bench.plain_decode import PlainDecode
 from gpu.config import ModelConfig
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import step_weight_bytes
+from gpu.rehearsal import Rehearsal
 from gpu.runner import Runner
 from gpu.step import StepPlan
 from gpu.weights.drawing import random_weights
@@ -87,7 +88,7 @@ def test_prompts_are_timed_by_an_engine_that_is_loaded_as_a_server_loads_its_own
     """With its units, its warm-up and its own word of how long a prefill took."""
     asked = EngineBenchmark(None, "tiny", (1,), 12, 10, 1, torch.get_num_threads(), "cpu", "float32", None, (70,), 32)
     loaded, warmed, units = [], [], []
-    real_load, real_warm, real_plan = bench.engine.load_engine, Runner.warm_up, Runner._launch
+    real_load, real_warm, real_plan = bench.engine.load_engine, Rehearsal.warm_up, Runner._launch
 
     def load(config: EngineConfig, *rest: object) -> object:
         loaded.append(config)
@@ -99,7 +100,7 @@ def test_prompts_are_timed_by_an_engine_that_is_loaded_as_a_server_loads_its_own
 
     monkeypatch.setattr(bench.engine, "load_engine", load)
     monkeypatch.setattr(
-        Runner, "warm_up", lambda runner, tokens, *rest: (warmed.append(tokens), real_warm(runner, tokens, *rest))[1]
+        Rehearsal, "warm_up", lambda own, tokens, *rest: (warmed.append(tokens), real_warm(own, tokens, *rest))[1]
     )
     monkeypatch.setattr(Runner, "_launch", launch)
     told: list[float] = []

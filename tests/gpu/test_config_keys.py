@@ -46,7 +46,11 @@ OWN_CODE = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
 MEANING = [
     ("glm4_moe_lite", {"norm_topk_prob": False}, "norm_topk_prob is False; served: True"),
     ("glm4_moe_lite", {"attention_bias": True}, "attention_bias is True; served: False"),
-    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types is .*; served: dense ones "),
+    (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+        "mlp_layer_types is .*; wanted dense layers first ",
+    ),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types is .*; wanted 3 of 'dense', 'sparse'"),
     ("glm4_moe_lite", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3; wanted 0 to 2"),
     ("glm4_moe_lite", {"n_group": 3}, "n_group is 3 and topk_group 1, of 8 experts; wanted groups"),

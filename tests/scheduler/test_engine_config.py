@@ -34,7 +34,7 @@ def test_the_engine_is_told_all_of_a_deployment_but_its_server(monkeypatch: pyte
     assert logging.getLogger("a test").level == logging.ERROR
     assert (told.memory, told.log_level) == (memory, "error")
     assert {key: getattr(told.config, key) for key in EngineConfig.model_fields} == {
-        key: getattr(deployment, key) for key in Deployment.model_fields if key != "server"
+        key: getattr(deployment, key) for key in Deployment.model_fields if key not in ("server", "idle_seconds")
     }
 
 

@@ -435,7 +435,9 @@ def test_a_free_port_passes_and_an_impossible_host_does_not() -> None:
 
 
 def test_a_host_that_does_not_exist_is_named_and_not_the_port() -> None:
-    with pytest.raises(ConfigError, match=r"server\.host: 'nonsense\.invalid' is no address") as refused:
+    with pytest.raises(
+        ConfigError, match=r"server\.host: 'nonsense\.invalid' is not an address of this machine"
+    ) as refused:
         require_free_port("nonsense.invalid", 0)
     assert "Unknown error" not in str(refused.value)
     assert "--port" not in str(refused.value)

@@ -377,7 +377,7 @@ def test_chunks_that_no_unit_of_prefill_has_room_for_are_refused_before_they_are
                 require_settings(deployment)
                 continue
             with pytest.raises(
-                ConfigError, match=rf"documents\.chunk_tokens: asked {chunk_tokens}, but .* has {most} "
+                ConfigError, match=rf"documents\.chunk_tokens: got {chunk_tokens}; wanted at most {most}, "
             ):
                 require_settings(deployment)
 
