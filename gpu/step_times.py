@@ -68,7 +68,7 @@ def time_steps(runner: Runner, part: ProfilePart, side: RingSide, rows: int, tok
         writes.append(PageWrite(slot, 0, _pages_of(slot, -(-tokens // limits.page_tokens), limits.num_pages)))
         pages = tuple(_pages_of(slot, -(-tokens // page_tokens), side.num_pages)) if page_tokens else None
         rings.append(RingWrite(slot, part.id, slot, part.method.reading, None, pages))
-    units = [PrefillUnit(0, layer, 0, rows * _PROMPT_TOKENS, DENSE) for layer in range(runner.architecture.num_layers)]
+    units = [PrefillUnit(0, layer, 0, rows * _PROMPT_TOKENS, DENSE) for layer in range(runner.architecture.main_layers)]
     job = PrefillJob(0, prompts)
     runner.launch(StepPlan(page_writes=writes, ring_writes=rings, new_jobs=[job], units=units)).collect()
     group = DecodeGroup(slots, [tokens - 1] * rows, [1] * rows)

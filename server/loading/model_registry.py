@@ -95,7 +95,7 @@ class ModelRegistry:
         self._changed.set()
 
     def unload_when_idle(self, model: ServedModel) -> None:
-        model.expires_s = 0.0
+        model.goes_when_idle, model.expires_s = True, 0.0
         self._changed.set()
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -219,8 +219,10 @@ class ModelRegistry:
         return due_s
 
     def _in_the_way(self, wanted: ServedModel) -> list[ServedModel]:
-        """Return the models that must go before this one has room: those that would go first anyway."""
-        by_expiry = sorted(self._started(), key=lambda one: (one.expires_s, one.used_s))
+        """Return the models that must go before this one has room: those that would go first anyway, and before them
+        one that makes room already, or each request for that would have another begin to.
+        """
+        by_expiry = sorted(self._started(), key=lambda one: (not one.is_closing, one.expires_s, one.used_s))
         for num_gone in range(len(by_expiry)):
             if self._room.holds([one.service.memory for one in (*by_expiry[num_gone:], wanted)]):
                 return by_expiry[:num_gone]

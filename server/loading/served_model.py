@@ -29,7 +29,8 @@ class Waiter:
 class ServedModel:
     """`is_started`: its engine has memory, or is about to. `is_closing`: it makes room, so new requests wait.
 
-    `num_open`: requests that were admitted and have not ended. `expires_s`: when it may be unloaded for idleness.
+    `num_open`: requests that were admitted and have not ended. `expires_s`: when it may be unloaded for idleness;
+    `goes_when_idle`: as soon as what it has begun is answered, unless another request comes.
     """
 
     def __init__(self, service: Service) -> None:
@@ -40,6 +41,7 @@ class ServedModel:
         self.num_open = 0
         self.waiters: deque[Waiter] = deque()
         self.expires_s = FOREVER
+        self.goes_when_idle = False
         self.used_s = 0.0  # when it was asked for last
         self.began_s = 0.0
         self.ready_since_s: float | None = None
@@ -80,13 +82,13 @@ class ServedModel:
 
     def admit(self) -> "Lease":
         self.num_open += 1
-        self.used_s = time.monotonic()
+        self.used_s, self.goes_when_idle = time.monotonic(), False
         return Lease(self)
 
     def note_ready(self, now: float) -> None:
         """Take a load that has ended well."""
         self.ready_since_s, self.load_seconds = now, now - self.began_s
-        self.failure, self._num_failures = None, 0
+        self.failure, self._num_failures, self.goes_when_idle = None, 0, False
         self.expires_s = self.idle_until(None)
 
     def note_failure(self, reason: str, now: float) -> None:
@@ -147,5 +149,6 @@ class Lease:
             return
         self.is_over = True
         self.model.num_open -= 1
-        self.model.expires_s = self.model.idle_until(self.keep_alive_s)
+        if not self.model.goes_when_idle:
+            self.model.expires_s = self.model.idle_until(self.keep_alive_s)
         self.model.supervisor.on_change()

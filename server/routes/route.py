@@ -129,8 +129,8 @@ class Route:
         """Read the body, find its model, have that loaded if the route needs it, and answer. Raises ApiError."""
         models = models_of(request)
         first = models.first.service
-        if self.check is not None:
-            self.check(first)
+        if self.check is not None and len(models.models) == 1:
+            self.check(first)  # before a body is read
         body: Any = None
         asked = request.query_params.get(MODEL_QUERY)
         if self.body is not None and self.is_body_optional and not _has_body(request):
@@ -138,6 +138,8 @@ class Route:
         elif self.body is not None:
             body = await read_body(request, self.body, first.body_memory, first.texts, first.settings)
         model = models.find(asked if body is None or body.model is None else body.model)
+        if self.check is not None:
+            self.check(model.service)
         call = Call(request, models, model, body)
         if body is None or not self.needs_engine(body):
             return await self._answer(call)

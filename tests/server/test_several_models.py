@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import ollama
@@ -101,7 +103,7 @@ async def test_under_load_with_swaps_nothing_is_lost_and_memory_comes_back() -> 
         async def ask(number: int) -> None:
             name, length = NAMES[number * 7 % 3], 3 + number % 11
             if number % 10 == 9:  # one that leaves
-                with pytest.raises(httpx.ReadTimeout):
+                with pytest.raises(httpx.TimeoutException):
                     await live.http.post("/v1/completions", timeout=0.02, json={
                         "model": name, "prompt": PROMPT, "max_tokens": 500, "ignore_eos": True})  # fmt: skip
                 return
@@ -351,6 +353,35 @@ async def test_the_least_that_is_needed_goes_and_what_was_to_stay_goes_last() ->
         assert await states_of(live) == {"a": "unloaded", "b": "loaded", "c": "loaded"}
         await complete(live, "a")
         assert await states_of(live) == {"a": "loaded", "b": "unloaded", "c": "loaded"}, "b was asked for longer ago"
+
+
+def served() -> ServedModel:
+    """A model without a process, of a deployment that keeps models for ever."""
+    supervisor = SimpleNamespace(on_change=lambda: None)
+    service = SimpleNamespace(deployment=SimpleNamespace(idle_seconds=None), supervisor=supervisor, memory=None)
+    return ServedModel(cast(Any, service))
+
+
+def test_what_makes_room_goes_first_though_requests_for_it_come() -> None:
+    """Or each of them would have another begin to make room, and none would be done with it."""
+    closing, other, wanted = served(), served(), served()
+    room = SimpleNamespace(holds=lambda plans: len(plans) <= 2)
+    started = SimpleNamespace(_started=lambda: [closing, other], _room=room)
+    closing.used_s, other.used_s = 1.0, 2.0
+    assert ModelRegistry._in_the_way(cast(Any, started), wanted) == [closing]
+    closing.is_closing, closing.used_s = True, 3.0
+    assert ModelRegistry._in_the_way(cast(Any, started), wanted) == [closing]
+
+
+def test_a_model_that_is_told_to_go_goes_behind_what_it_has_begun_unless_it_is_asked_for_again() -> None:
+    model = served()
+    running = model.admit()
+    model.goes_when_idle, model.expires_s = True, 0.0
+    running.release()
+    assert model.expires_s == 0.0
+    again = model.admit()
+    again.release()
+    assert model.expires_s == math.inf
 
 
 async def test_a_drain_ends_what_waits_for_a_load() -> None:
