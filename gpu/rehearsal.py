@@ -1,4 +1,4 @@
-"""Plans that nobody asked for, run on pages that nobody owns yet: they compile kernels and time prompts."""
+"""Run steps that no request asked for, on free pages, to compile kernels and to time prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A file with several models: each becomes a deployment of its own, with the file's other sections as its defaults."""
+"""Read a file with several models: each becomes a deployment, with the file's other sections as its defaults."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows of a decode group: those that go on where others failed, and what they read in host memory."""
+"""Find the rows of a decode group that go on where others failed, and what rows read in host memory."""
 
 from collections.abc import Container, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Scratch memory of attention in decode steps: a set for each kind of step, since two kinds may run at once."""
+"""Allocate the scratch memory of attention in decode steps: a set for each kind, since two kinds may run at once."""
 
 from dataclasses import dataclass
 

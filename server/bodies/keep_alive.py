@@ -1,4 +1,4 @@
-"""How long a model stays loaded after a request, as the request's `keep_alive` says it."""
+"""Read `keep_alive`: how long a model stays loaded after a request."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What `tandem plan` shows of several models together: what each takes, and whether they fit side by side."""
+"""Show several models in `tandem plan`: the memory of each, and whether they fit side by side."""
 
 from collections.abc import Sequence
 from itertools import combinations

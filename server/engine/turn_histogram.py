@@ -1,4 +1,4 @@
-"""What turns wrote to the disk, as `/metrics` shows it: counted by the engine, added up over its processes."""
+"""Show the bytes that turns wrote to the disk in `/metrics`, added up over the engine's processes."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate

@@ -1,1 +1,1 @@
-"""Which of a deployment's models are loaded: requests wait for theirs, and engines come and go as they want."""
+"""Load and unload a deployment's models as requests want them; a request waits until its model is loaded."""

@@ -1,4 +1,4 @@
-"""What `/metrics` shows of models: of several, everything by model, and how they are loaded."""
+"""Show models in `/metrics`: with several, every metric has a model's label, and loads are counted."""
 
 from collections.abc import Iterable, Sequence
 

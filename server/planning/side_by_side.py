@@ -1,4 +1,4 @@
-"""Which engines may have memory at once: one, or those whose plans leave room for each other."""
+"""Decide which engines may have memory at once: one, or those whose plans leave room for each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""From which context on an index of resident pages is faster than reading them in full, by rows of a step. No torch.
+"""Find how long contexts must be for an index of resident pages to be faster than full attention. No torch.
 
 What a layer costs beside bytes is of a card, and no plan knows it. So an engine measures it when it starts
 (`gpu.step_times`), and keeps it, with what it depends on, for `tandem plan`.

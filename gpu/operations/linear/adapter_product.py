@@ -1,4 +1,4 @@
-"""What LoRA adapters add to a matrix's product, for rows with different adapters at once: two kernels for few rows.
+"""Add LoRA adapters to a matrix's product, for rows with different adapters at once, in two kernels for few rows.
 
 All adapters of the matrix stand below each other in `down` and in `up`; a row keeps the columns of its own adapter
 (LoRA, arXiv 2106.09685). The kernels read each row's own columns and nothing else, as Punica's do (arXiv 2310.18547).
