@@ -4,6 +4,7 @@
 - Loading a model sets torch's threads for a whole process, so each test begins with one. Threads that wait do not spin.
 - httpx reads all certificates for each client, 30 to 80 ms. No test uses them, so there are none to read.
 - Python's garbage collector does not look at the millions of objects that imports and the collection made.
+- What is drawn without a generator of the test's own is the same whichever tests ran before.
 - A failed test has no timeout any more (pytest-timeout lets a debugger in), so its teardown has one of its own.
 - hypothesis draws the same in every run where CI is set. Elsewhere it follows a seed that the run's end names.
 """
@@ -12,11 +13,14 @@ import atexit
 import faulthandler
 import gc
 import os
+import random
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +61,13 @@ def pytest_collection() -> Iterator[None]:
         atexit.register(gc.unfreeze)  # what the interpreter's end does not collect, Triton's extension lists as leaked
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures, whatever their scope
+def pytest_runtest_setup() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _heap_is_frozen() -> None:
     if gc.get_freeze_count() == 0:  # programs that end here thaw their own
@@ -65,8 +76,6 @@ def _heap_is_frozen() -> None:
 
 @pytest.fixture(autouse=True)
 def _torch_begins_with_one_thread() -> None:
-    import torch
-
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
 
@@ -93,8 +102,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch
-
     if os.environ.get("PYTEST_XDIST_WORKER"):
         from tests.file_order import sort_items
 

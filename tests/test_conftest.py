@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from tests.conftest import ROOT
 
 HANGS = """
@@ -32,3 +34,7 @@ def test_a_run_ends_where_the_teardown_of_a_test_that_failed_does_not(tmp_path: 
     assert "crashed while running 'test_hangs.py::test_fails'" in run.stdout
     assert "1 passed" in run.stdout
     assert 'test_hangs.py", line 7 in hangs' in run.stdout + run.stderr
+
+
+def test_what_a_test_draws_does_not_depend_on_those_that_ran_before() -> None:
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))

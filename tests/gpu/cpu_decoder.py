@@ -19,9 +19,10 @@ PAGE_TOKENS = 16
 def cpu_decoder(shape: Architecture, dtype: torch.dtype, num_pages: int, max_slots: int, max_pages: int) -> Decoder:
     """Slots share no page; all pages are NaN. `num_pages` is at least `max_slots * max_pages`, or tables stay zero."""
     weights = random_weights(shape, 3, dtype, CPU, lambda fraction: None)
+    generator = torch.Generator().manual_seed(7)
     for layer in weights.layers:
-        layer.attention_norm.uniform_(0.5, 1.5)
-        layer.mlp_norm.uniform_(0.5, 1.5)
+        layer.attention_norm.uniform_(0.5, 1.5, generator=generator)
+        layer.mlp_norm.uniform_(0.5, 1.5, generator=generator)
     pool = KvPool(shape, num_pages, (), PAGE_TOKENS, max_slots, max_pages * PAGE_TOKENS, dtype, CPU)
     pool.poison()
     if num_pages >= max_slots * max_pages:
