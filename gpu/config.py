@@ -17,12 +17,6 @@ from pydantic import (
 
 from transfer.settings_model import Settings
 
-ToolParser = Literal[
-    "auto", "none", "hermes", "llama3_json", "qwen3_xml", "mistral", "mistral_json", "glm", "glm4", "gemma",
-    "harmony",
-]  # fmt: skip
-ReasoningParser = Literal["auto", "none", "think", "mistral", "gemma", "harmony"]
-
 
 class ModelConfig(Settings):
     """A Hugging Face folder, a GGUF file, or random weights of a named shape (for benchmarks without a checkpoint)."""
@@ -59,12 +53,12 @@ class ModelConfig(Settings):
         "here knows what they mean",
     )
     chat_template: Path | None = Field(None, description="jinja file; defaults to the tokenizer's own")
-    tool_parser: ToolParser = Field(
+    tool_parser: str = Field(
         "auto",
         description="how the model writes calls of tools; auto: as `response_template` of the tokenizer's settings "
-        "says, else as the chat template looks; none: calls are text",
+        "says, else as the chat template looks; none: calls are text. The formats are listed at the end of this page",
     )
-    reasoning_parser: ReasoningParser = Field(
+    reasoning_parser: str = Field(
         "auto", description="how the model marks its reasoning; auto and none as for `tool_parser`"
     )
     pooling: Literal["last", "mean"] | None = Field(

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from gpu.config import Composition, MethodChoice, ModelConfig
 from gpu.methods.method import Slot
 from gpu.methods.registry import list_methods
+from gpu.model.answers.registry import AUTO, NONE, call_formats, reasoning_formats
 from gpu.model.gguf.folder import model_path, name_gguf_files
 from scheduler.engine_config import EngineConfig
 from transfer.nearest_name import nearest_hint
@@ -162,6 +163,15 @@ class Deployment(EngineConfig):
         description="after its last request the model stays loaded for so long, unless that says another `keep_alive`; "
         "the next one loads it again; default: until its room is wanted",
     )
+
+    @field_validator("model")
+    @classmethod
+    def _known_formats(cls, model: ModelConfig) -> ModelConfig:
+        for key, formats in (("tool_parser", call_formats()), ("reasoning_parser", reasoning_formats())):
+            names = (AUTO, NONE, *formats)
+            if getattr(model, key) not in names:
+                raise ValueError(f"{key}: got {getattr(model, key)!r}; wanted one of {', '.join(names)}")
+        return model
 
 
 def model_name(deployment: Deployment) -> str:

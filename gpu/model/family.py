@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import gpu.model.families
+from gpu.model.answers.formats import CallFormat, ReasoningFormat
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope, rotary_share, with_rope
 from gpu.model.gguf.header import shown
@@ -69,7 +70,7 @@ class Family:
     `experts_gate_up` and `experts_down`, all in one tensor, or of their biases. gguf: how GGUF files have it, None:
     none does. shapes: configurations by name, for random weights. has_further_layers: a checkpoint may have layers
     behind the last one, which draft tokens and are not read. texts: model types of `text_config` for which another
-    family reads the whole.
+    family reads the whole. calls, reasoning: formats in which its models write calls of tools and reasoning.
     """
 
     model_types: tuple[str, ...]
@@ -85,6 +86,8 @@ class Family:
     shapes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     has_further_layers: bool = False
     texts: frozenset[str] = frozenset()
+    calls: tuple[CallFormat, ...] = ()
+    reasoning: tuple[ReasoningFormat, ...] = ()
 
     @property
     def name(self) -> str:

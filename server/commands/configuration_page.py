@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 from gpu.config import MethodChoice
 from gpu.methods.method import Method
 from gpu.methods.registry import list_methods
+from gpu.model.answers.registry import call_formats, reasoning_formats
+from gpu.model.family import family_folders
 from server.deployment import Deployment
 from transfer.settings_model import Settings
 
@@ -28,6 +30,12 @@ METHODS = """
 
 What a profile may name, and the settings that it may give with it.
 """
+FORMATS = """
+## Formats of answers
+
+What `model.tool_parser` and `model.reasoning_parser` may name, beside auto and none, and the families whose models
+write them.
+"""
 TYPE_NAMES = {
     str: "text", int: "integer", float: "number", bool: "true or false", Path: "path", MethodChoice: "method",
 }  # fmt: skip
@@ -37,7 +45,20 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 def write_page() -> str:
     sections = "".join(write_section(model, name) for name, model in list_sections(Deployment, ""))
     own = "\n".join(["", *_tabulate(Deployment), ""])
-    return OPENING + own + sections + METHODS + "".join(write_method(method) for method in list_methods().values())
+    methods = "".join(write_method(method) for method in list_methods().values())
+    return OPENING + own + sections + METHODS + methods + write_formats()
+
+
+def write_formats() -> str:
+    lines = [FORMATS, "| key | format | families |", "|---|---|---|"]
+    families = family_folders().values()
+    for name in call_formats():
+        users = (family.name for family in families if name in (one.name for one in family.calls))
+        lines.append(f"| `tool_parser` | {name} | {', '.join(users)} |")
+    for name in reasoning_formats():
+        users = (family.name for family in families if name in (one.name for one in family.reasoning))
+        lines.append(f"| `reasoning_parser` | {name} | {', '.join(users)} |")
+    return "\n".join(lines) + "\n"
 
 
 def list_sections(model: type[BaseModel], prefix: str) -> list[tuple[str, type[BaseModel]]]:

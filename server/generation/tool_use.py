@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gpu.model.answers.formats import CallSyntax, Marked, Tags
 from server.api_error import UNSUPPORTED_GRAMMAR, invalid
 from server.bodies.chat_tools import ChosenTool
 from server.bodies.generation_bodies import ChatBody
@@ -16,7 +17,7 @@ from server.generation.prompt_tokens import Prompt, form_grammar_of
 from server.grammar.schema_fault import LEAVE_OUT
 from server.grammar.schema_rewrite import allows_nothing, rewrite_schema
 from server.grammar.structured import asks_form, grammar_with_form, own_grammar, schema_grammar, schema_in_lark
-from server.parsing.answer_formats import AnswerFormat, CallSyntax, Marked, Tags, constrainable_format
+from server.parsing.answer_formats import AnswerFormat, constrainable_format
 from server.parsing.call_grammar import (
     MARKED_TEXT,
     ConstrainedArguments,
@@ -27,7 +28,7 @@ from server.parsing.call_grammar import (
     write_channels,
     write_free_answer,
 )
-from server.parsing.gemma_grammar import GemmaWriter, UnwrittenSchema
+from server.parsing.marked_arguments import MarkedWriter, UnwrittenSchema
 from server.parsing.message_reader import MessageReader
 from server.parsing.offered_tools import Tools
 from server.prompting.conversation import Conversation
@@ -97,8 +98,8 @@ async def constrain_answer(service: Service, body: ChatBody, use: ToolUse, promp
     reader.feed("x", False)  # until something follows it, a mark at the prompt's end may be a longer one
     reasoning, is_reasoning = answer_format.reasoning, reader.is_reasoning
     syntax = answer_format.syntax
-    has_channels = bool(answer_format.content_begin)
-    is_held = syntax is not None and syntax.arguments != "text" and (bool(syntax.opens) or has_channels)
+    channels = answer_format.channels
+    is_held = syntax is not None and syntax.arguments != "text" and (bool(syntax.opens) or channels is not None)
     if is_free and (not is_held or (is_reasoning and reasoning is None)):
         return ""
     param = (
@@ -121,12 +122,13 @@ async def constrain_answer(service: Service, body: ChatBody, use: ToolUse, promp
         if use.tools is not None:
             assert syntax is not None
             calls = ConstrainedCalls(_constrain_tools(use, syntax, service.tokenizer), syntax, use.max_calls != 1)
-            if is_free and has_channels:
-                channels = write_channels(calls, is_reasoning, service.tokenizer)
-                return channels and own_grammar(param, channels)
+            if is_free and channels is not None:
+                written = write_channels(calls, channels, is_reasoning, service.tokenizer)
+                return written and own_grammar(param, written)
             if is_free:
                 return own_grammar(param, write_free_answer(calls, reasoning, is_reasoning, service.tokenizer))
-        text = write_answer(calls, bool(form), reasoning, is_reasoning, answer_format.content_begin, service.tokenizer)
+        begin = "" if channels is None else channels.content_begin
+        text = write_answer(calls, bool(form), reasoning, is_reasoning, begin, service.tokenizer)
         of_all = param if use.tools is None else "tools"  # the form has passed by itself
         return grammar_with_form(of_all, text, form) if form else own_grammar(of_all, text)
 
@@ -160,7 +162,7 @@ def _constrain_tools(use: ToolUse, syntax: CallSyntax, tokenizer: Tokenizer) -> 
             )
         elif isinstance(syntax.arguments, Marked) and is_kept:
             tools.append(
-                (name, _constrain_members(param, f"gemma_{place}", parameters, syntax.arguments.mark, tokenizer))
+                (name, _constrain_members(param, f"marked_{place}", parameters, syntax.arguments.mark, tokenizer))
             )
         else:
             tools.append((name, ConstrainedArguments("", (), ())))
@@ -170,9 +172,9 @@ def _constrain_tools(use: ToolUse, syntax: CallSyntax, tokenizer: Tokenizer) -> 
 def _constrain_members(
     param: str, prefix: str, parameters: dict[str, Any], mark: str, tokenizer: Tokenizer
 ) -> ConstrainedArguments:
-    """Return the grammar of arguments in Gemma's syntax. Raises ApiError 400 for a schema that cannot be enforced."""
+    """Return the grammar of arguments with texts between marks. Raises ApiError 400 for a schema it cannot enforce."""
     schema_grammar(param, parameters)
-    writer = GemmaWriter(rewrite_schema(parameters), prefix, speller(tokenizer), mark, MARKED_TEXT)
+    writer = MarkedWriter(rewrite_schema(parameters), prefix, speller(tokenizer), mark, MARKED_TEXT)
     try:
         term = writer.write_arguments()
     except UnwrittenSchema as error:

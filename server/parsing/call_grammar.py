@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 
 import regex
 
-from server.parsing.answer_formats import CallSyntax, Marked, Marks, Tags
+from gpu.model.answers.formats import CallSyntax, Channels, Marked, Marks, Tags
 from server.text.model_tokenizer import Tokenizer
 
 _SPACE = "WS: /[ \\n]{0,3}/"
 MARKED_TEXT = "marked"
-"""The rule of a text of Gemma's behind its first mark, and of the second."""
+"""The rule of a text between marks behind its first one, and of the second."""
 _ANY_KEY = "/[^<>\\n]+/"
-CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|end|>")
 _LEAVES = " message* last"
 
 
@@ -35,7 +34,7 @@ class ConstrainedValue:
 class ConstrainedArguments:
     """Constrain the arguments of a tool.
 
-    `term`: in Lark, for JSON or Gemma's syntax; "" for any text. `rules`: those that the term names. `keys`: of
+    `term`: in Lark, for JSON or marked texts; "" for any text. `rules`: those that the term names. `keys`: of
     arguments between tags, empty for any. `values`: all of them in this order, if they are constrained.
     """
 
@@ -106,20 +105,21 @@ def write_free_answer(
     return "\n".join(["start: thought words | OPEN" if is_reasoning else "start: words", *rules])
 
 
-def write_channels(calls: ConstrainedCalls, is_reasoning: bool, tokenizer: Tokenizer) -> str:
-    """Return the grammar of Harmony's messages, of which the last may be calls; "" where a mark is no special token.
+def write_channels(calls: ConstrainedCalls, channels: Channels, is_reasoning: bool, tokenizer: Tokenizer) -> str:
+    """Return the grammar of messages in channels, of which the last may be calls; "" where a mark is no special token.
 
     is_reasoning: the prompt has begun a message.
     """
     spell = speller(tokenizer)
-    channel, message, end = (spell(mark) for mark in CHANNEL_MARKS)
+    channel, message, end = (spell(mark) for mark in (channels.begin, channels.message, channels.end))
     if not all(mark.startswith("<[") for mark in (channel, message, end)):
         return ""
+    inner = " | ".join(map(json.dumps, channels.inner))
     rules = [
         f"start: WORDS | body{_LEAVES}" if is_reasoning else f"start:{_LEAVES}",
-        f'message: {channel} ("analysis" | "commentary") {message} body',
-        f'last: {channel} ("analysis" | "commentary" | "final") {message} WORDS | calls',
-        f'body: WORDS {end} {spell("<|start|>")} "assistant"',
+        f"message: {channel} ({inner}) {message} body",
+        f"last: {channel} ({inner} | {json.dumps(channels.final)}) {message} WORDS | calls",
+        f"body: WORDS {end} {spell(channels.turn)}",
         "WORDS: /(?s:.*)/",
     ]
     return "\n".join([*rules, *_write_calls(calls, spell)])

@@ -1,6 +1,6 @@
 """Tools for a chat template that writes none: they are told in a system message, calls and results in turns of text.
 
-The form is Hermes's, which `message/formats.py` reads as `hermes`:
+The form is Hermes's, which `gpu/model/answers/hermes.py` declares:
 
     # Tools
 

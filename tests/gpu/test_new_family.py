@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 import gpu.formats
 import gpu.model.families
+from gpu.config import ModelConfig
 from gpu.model import library_keys
+from gpu.model.answers.formats import Marks
+from gpu.model.answers.registry import call_formats, choose_by_sign
 from gpu.model.architecture import ModelError, read_architecture
 from gpu.model.family import family_folders
 from gpu.model.library_keys import read_library_keys
@@ -21,6 +25,11 @@ from gpu.model.matrix_formats import layer_tensors
 from gpu.model.weight_format import weight_formats
 from gpu.weights.checkpoint import load_weights
 from gpu.weights.matrix import as_matrix
+from server.deployment import Deployment
+from server.parsing.answer_formats import choose_format
+from server.parsing.answer_parts import join_parts
+from server.parsing.message_reader import MessageReader
+from server.parsing.offered_tools import Tools
 from tests.gpu import gguf_files
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load
 from tests.tolerances import FAMILY_LOGITS
@@ -28,6 +37,7 @@ from tests.tolerances import FAMILY_LOGITS
 FAMILY = '''"""A Llama whose norms are stored less one, and that calls its MLP by other names."""
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.families.lessened.answers import CALLS, REASONING
 from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
 from gpu.model.gguf.keys import GgufForm
 from gpu.model.spec import Architecture, LayerSpec
@@ -45,6 +55,23 @@ FAMILY = Family(
     defaults={"norm_weight_offset": 1.0},
     prefixes=(("decoder.", "model."),),
     gguf=GgufForm("lessened", tensor_names="llama"),
+    calls=(CALLS,),
+    reasoning=(REASONING,),
+)
+'''
+ANSWERS = '''"""Calls as lines that begin with an arrow, and reasoning between brackets."""
+
+from gpu.model.answers.formats import NAMED_CALL, CallFormat, CallSyntax, Marks, ReasoningFormat
+
+CALLS = CallFormat(
+    name="arrow",
+    region={"open_pattern": r"->(?P<name>[a-z]+)(?=\\{)", "content": "json", "transform": NAMED_CALL},
+    sign="->",
+    before=("hermes",),
+    syntax=CallSyntax(head=("->{name}",), arguments="json", tail="", between="\\n", opens="->", mark="->"),
+)
+REASONING = ReasoningFormat(
+    "bracket", {"open": "((", "close": "))"}, sign=r"\\(\\(", before=("think",), marks=Marks("((", "))")
 )
 '''
 FORMAT = '''"""Signed bytes with a step for each row."""
@@ -95,7 +122,9 @@ def _forget(name: str) -> None:
 
 @pytest.fixture
 def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    _add(monkeypatch, gpu.model.families, tmp_path / "added", "lessened", {"__init__.py": FAMILY})
+    _add(
+        monkeypatch, gpu.model.families, tmp_path / "added", "lessened", {"__init__.py": FAMILY, "answers.py": ANSWERS}
+    )
     _forget("gpu.model.families.lessened")
     yield
     monkeypatch.undo()
@@ -164,6 +193,32 @@ def test_keys_of_a_family_that_transformers_lacks_are_not_kept(monkeypatch: pyte
     library_keys.write_library_keys()
     assert "lessened" not in written
     assert {"model", "llama"} < {*written}
+
+
+@pytest.mark.usefixtures("family")
+def test_an_answer_in_a_format_of_a_new_family_is_read() -> None:
+    """Its chat templates have signs of other formats as well, which it goes before."""
+    model = Deployment(model=ModelConfig(random_weights="x", tool_parser="arrow", reasoning_parser="bracket")).model
+    text = '((hm)) Now:\n->look{"at": "it"}->go{}'
+    for chosen in (model, ModelConfig(random_weights="x")):
+        found = choose_format(chosen, "{{ '<tool_call>-><think>((' }}", True, {})
+        assert found is not None
+        assert found.syntax is not None
+        assert (found.syntax.head, found.reasoning) == (("->{name}",), Marks("((", "))"))
+        reader = MessageReader(found, "", Tools({"look": {}, "go": {}}), False)
+        answer = join_parts([*(part for one in text for part in reader.feed(one, False)), *reader.finish()])
+        assert (answer.reasoning, answer.content) == ("hm", "Now:")
+        assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [
+            ("look", {"at": "it"}),
+            ("go", {}),
+        ]
+
+
+def test_a_format_that_no_family_declares_is_refused_with_those_that_are() -> None:
+    model = ModelConfig(random_weights="x", tool_parser="arrow")
+    with pytest.raises(ValidationError, match=r"tool_parser: got 'arrow'; wanted one of auto, none, gemma, .*hermes"):
+        Deployment(model=model)
+    assert choose_by_sign(call_formats(), "->") is None
 
 
 @pytest.mark.usefixtures("steps_format")

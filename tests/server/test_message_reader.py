@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.config import ModelConfig, ReasoningParser, ToolParser
+from gpu.config import ModelConfig
+from gpu.model.answers.registry import call_formats, reasoning_formats
 from server.deployment import ConfigError
 from server.parsing.answer_formats import AnswerFormat, choose_format, make_format
 from server.parsing.answer_parts import CallArguments, CallBegun, Part, ReadAnswer, join_parts
@@ -382,9 +383,11 @@ def test_a_setting_goes_before_the_template() -> None:
 
 
 def test_every_parser_that_may_be_set_is_there() -> None:
-    for name in set(ToolParser.__args__) - {"auto", "none"}:
+    assert {"hermes", "llama3_json", "harmony", "gemma", "glm", "glm4", "mistral_json"} <= {*call_formats()}
+    assert {"think", "harmony", "gemma", "mistral"} <= {*reasoning_formats()}
+    for name in call_formats():
         assert make_format(name, "none") is not None
-    for name in set(ReasoningParser.__args__) - {"auto", "none"}:
+    for name in reasoning_formats():
         assert make_format("none", name) is not None
 
 

@@ -1,5 +1,6 @@
 """DeepSeek-V3 and R1, and smaller models of their kind: latent attention, experts in groups that sigmoids choose."""
 
+from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.families.deepseek_v3.gguf_form import GGUF
 from gpu.model.family import Family
@@ -49,4 +50,5 @@ FAMILY = Family(
     ),
     gguf=GGUF,
     has_further_layers=True,
+    reasoning=(THINK,),
 )  # fmt: skip

@@ -6,6 +6,7 @@ checkpoint that sees pictures, too, the decoder alone is read.
 
 from typing import Any
 
+from gpu.model.answers.gemma import GEMMA
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
 from gpu.model.families.gemma3.gguf_form import GGUF
@@ -107,4 +108,5 @@ FAMILY = Family(
     skipped=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(GEMMA,),
 )

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from gpu.model.answers.gemma import GEMMA, GEMMA_THOUGHT
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
 from gpu.model.families.gemma4.gguf_form import GGUF
@@ -243,4 +244,6 @@ FAMILY = Family(
     ),
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(GEMMA,),
+    reasoning=(GEMMA_THOUGHT,),
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """GLM-4 (0414): half of each head is rotated, in pairs of neighbours; biases; norms behind attention and MLP, too."""
 
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.families.glm4.answers import GLM4_CALLS
 from gpu.model.families.glm4.gguf_form import GGUF
 from gpu.model.families.glm4.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, QKV_BIASES, Family, parse_sizes
@@ -38,4 +39,5 @@ FAMILY = Family(
     },
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(GLM4_CALLS,),
 )

@@ -3,7 +3,9 @@
 Layers behind the last one, which draft tokens, are passed over.
 """
 
+from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
+from gpu.model.families.glm4_moe_lite.answers import GLM_CALLS
 from gpu.model.families.glm4_moe_lite.gguf_form import GGUF
 from gpu.model.families.glm4_moe_lite.shapes import SHAPES
 from gpu.model.family import Family
@@ -73,4 +75,6 @@ FAMILY = Family(
     gguf=GGUF,
     has_further_layers=True,
     shapes=SHAPES,
+    calls=(GLM_CALLS,),
+    reasoning=(THINK,),
 )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
+from gpu.model.families.gpt_oss.answers import HARMONY, HARMONY_ANALYSIS
 from gpu.model.families.gpt_oss.gguf_form import GGUF
 from gpu.model.families.gpt_oss.shapes import SHAPES, YARN
 from gpu.model.family import (
@@ -85,4 +86,6 @@ FAMILY = Family(
     stacks=StackLayout(is_transposed=True, is_interleaved=True),
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(HARMONY,),
+    reasoning=(HARMONY_ANALYSIS,),
 )

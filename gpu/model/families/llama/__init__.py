@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from gpu.model.answers.llama3_json import LLAMA3_JSON
+from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.families.llama.gguf_form import GGUF
 from gpu.model.families.llama.shapes import SHAPES
@@ -43,4 +45,6 @@ FAMILY = Family(
     harmless=frozenset({"pretraining_tp"}),  # how products are cut, not what they are
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(LLAMA3_JSON,),
+    reasoning=(THINK,),
 )

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from gpu.model.answers.mistral import MISTRAL, MISTRAL_THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
 from gpu.model.families.ministral3.gguf_form import GGUF
@@ -96,4 +97,6 @@ FAMILY = Family(
     texts=frozenset({"mistral4"}),
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(MISTRAL,),
+    reasoning=(MISTRAL_THINK,),
 )

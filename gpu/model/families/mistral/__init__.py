@@ -1,5 +1,6 @@
 """Mistral and MegaBeam, all of whose layers may have a window, and Ministral, some of whose may."""
 
+from gpu.model.answers.mistral import MISTRAL, MISTRAL_JSON, MISTRAL_THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.families.mistral.gguf_form import GGUF
@@ -30,4 +31,6 @@ FAMILY = Family(
     },
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(MISTRAL, MISTRAL_JSON),
+    reasoning=(MISTRAL_THINK,),
 )

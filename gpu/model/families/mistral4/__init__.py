@@ -6,6 +6,7 @@ by itself, as those of few bits have them.
 
 from typing import Any
 
+from gpu.model.answers.mistral import MISTRAL, MISTRAL_THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.families.ministral3 import PREFIXES, SKIPPED, parse_growing_rope, unwrap_text
 from gpu.model.families.mistral4.shapes import SHAPES, YARN
@@ -92,4 +93,6 @@ FAMILY = Family(
     prefixes=PREFIXES,
     skipped=SKIPPED,
     shapes=SHAPES,
+    calls=(MISTRAL,),
+    reasoning=(MISTRAL_THINK,),
 )

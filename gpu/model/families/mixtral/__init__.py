@@ -1,5 +1,6 @@
 """Mixtral: Mistral with a mixture of experts in each layer; the weights of those that are taken sum to 1."""
 
+from gpu.model.answers.mistral import MISTRAL_JSON
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
@@ -43,4 +44,5 @@ FAMILY = Family(
     harmless=frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}),  # of training
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(MISTRAL_JSON,),
 )

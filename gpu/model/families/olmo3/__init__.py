@@ -6,6 +6,7 @@ Three layers in four have a window, and rotate without the scaling of the others
 from collections.abc import Mapping
 from typing import Any
 
+from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
 from gpu.model.families.olmo3.shapes import SHAPES
@@ -81,4 +82,5 @@ FAMILY = Family(
         "vocab_size": 50_304,
     },
     shapes=SHAPES,
+    reasoning=(THINK,),
 )

@@ -1,5 +1,7 @@
 """Qwen2 and Qwen2.5: queries, keys and values have biases; the last layers may have a window."""
 
+from gpu.model.answers.hermes import HERMES
+from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.families.qwen2.shapes import SHAPES
@@ -40,4 +42,6 @@ FAMILY = Family(
     defaults=QWEN_DEFAULTS,
     gguf=GgufForm("qwen2"),
     shapes=SHAPES,
+    calls=(HERMES,),
+    reasoning=(THINK,),
 )

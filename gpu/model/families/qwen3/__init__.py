@@ -1,5 +1,7 @@
 """Qwen3, dense: each head of queries and keys has a norm, of one weight for all heads."""
 
+from gpu.model.answers.hermes import HERMES
+from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.families.qwen2 import QWEN_DEFAULTS, qwen_windows
 from gpu.model.families.qwen3.shapes import SHAPES
@@ -21,4 +23,6 @@ FAMILY = Family(
     defaults=QWEN_DEFAULTS | {"head_dim": 128},
     gguf=GgufForm("qwen3"),
     shapes=SHAPES,
+    calls=(HERMES,),
+    reasoning=(THINK,),
 )

@@ -7,6 +7,8 @@ the rotation (`mrope_section`) change nothing.
 import logging
 from typing import Any
 
+from gpu.model.answers.qwen3_xml import QWEN3_XML
+from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.draft_head import PREFIXES as MTP
 from gpu.model.families.qwen3_5.gguf_form import GGUF
@@ -63,4 +65,6 @@ FAMILY = Family(
     skipped=SKIPPED,
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(QWEN3_XML,),
+    reasoning=(THINK,),
 )  # fmt: skip

@@ -5,6 +5,8 @@ A checkpoint has all experts of a layer in one tensor, or each by itself, as tho
 
 from dataclasses import replace
 
+from gpu.model.answers.qwen3_xml import QWEN3_XML
+from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.qwen3_5 import HARMLESS, HEADS, PREFIXES, SKIPPED, unwrap_text
@@ -52,4 +54,6 @@ FAMILY = Family(
     skipped=SKIPPED,
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(QWEN3_XML,),
+    reasoning=(THINK,),
 )  # fmt: skip

@@ -1,5 +1,8 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in each layer, or in every n-th, but not in those that are named."""
 
+from gpu.model.answers.hermes import HERMES
+from gpu.model.answers.qwen3_xml import QWEN3_XML
+from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
@@ -57,4 +60,6 @@ FAMILY = Family(
     harmless=frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef"}),
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(HERMES, QWEN3_XML),
+    reasoning=(THINK,),
 )  # fmt: skip

@@ -7,6 +7,9 @@ more. A recurrent layer's projections are stored key head by key head.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gpu.model.answers.hermes import HERMES
+from gpu.model.answers.qwen3_xml import QWEN3_XML
+from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.draft_head import PREFIXES
 from gpu.model.experts_config import parse_experts
@@ -150,4 +153,6 @@ FAMILY = Family(
     skipped=PREFIXES,
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(HERMES, QWEN3_XML),
+    reasoning=(THINK,),
 )  # fmt: skip

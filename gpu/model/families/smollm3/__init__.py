@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from gpu.model.answers.hermes import HERMES
+from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.families.smollm3.gguf_form import GGUF
@@ -66,4 +68,6 @@ FAMILY = Family(
     harmless=frozenset({"max_window_layers"}),  # which files have, and no layer reads
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(HERMES,),
+    reasoning=(THINK,),
 )

@@ -1,4 +1,4 @@
-"""Write the arguments of a call in Gemma's form as rules of a grammar: `{key:value}`, texts between marks.
+"""Write the arguments of a call as rules of a grammar in which texts stand between marks: `{key:value}`, as Gemma.
 
 Otherwise it is JSON without white space. Properties come sorted by name, as the model's template shows them. What is
 held: types, `properties`, `required`, `items` and their number, `enum`, `const`, alternatives, references and the
@@ -36,7 +36,7 @@ class UnwrittenSchema(Exception):
         self.place = place
 
 
-class GemmaWriter:
+class MarkedWriter:
     """Write the rules of one tool's arguments; their names begin with `prefix`."""
 
     def __init__(self, root: Schema, prefix: str, spell: Callable[[str], str], mark: str, text: str) -> None:
