@@ -68,7 +68,7 @@ UNSAID = (
     r"^tools\[\d+\]\.function\.parameters: ",  # of a tool that must be called, as a grammar
     r"^tool_choice\.(allowed_tools\.tools\[\d+\]\.)?function\.name: .* none of `tools`",
     r"^truncate_prompt_tokens: a prompt with documents",
-    r"^filename: (missing|got .* wanted a name and no path|no context is saved as)|^id_slot: no conversation is",
+    r"^filename: (missing|got .* wanted a name of at most|no context is saved as)|^id_slot: no conversation is",
     r"^dimensions: got .* an embedding of this model has",
     r"the attention profile has room for|the context has",
 )
