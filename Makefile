@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-b
 PROCESSES := $(if $(filter cuda,$(EXTRA)),0,3)
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5
 
-.PHONY: run install model test test-long test-lab test-gpu test-clients test-page lint docs clean
+.PHONY: run install model test test-long test-lab test-gpu test-clients test-fleet test-page lint docs clean
 .DELETE_ON_ERROR:
 
 # What is served where a package index has it, as deploy/smollm2.txt pins it; else the reference model is.
@@ -43,6 +43,13 @@ test-lab: $(VENV)/installed-$(EXTRA)-test
 test-gpu:
 	@$(or $(PYTHON),python3) -m tests.gpu_suite $(PART)
 
+# An environment beside $(VENV), with what the first prerequisite lists.
+define make-environment
+$(BIN)/python -m venv $(@D)
+$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --requirement $<
+@touch $@
+endef
+
 # Other programs' clients, each in an environment of its own: what they pin differs from the server's, and among them.
 CLIENTS := .venv-clients
 CLIENT_NAMES := $(patsubst tests/clients/%.txt,%,$(wildcard tests/clients/*.txt))
@@ -52,6 +59,15 @@ AGENTS := $(if $(shell command -v npm),$(CLIENTS)/agents/installed)
 
 test-clients: $(VENV)/installed-$(EXTRA)-test $(CLIENT_NAMES:%=$(CLIENTS)/%/installed) $(AGENTS)
 	$(BIN)/python -m tests.clients $(CLIENTS)
+
+# What puts several servers behind one address: smg, each with an environment of its own (docs/DEPLOYMENT.md).
+FLEET := .venv-fleet
+
+test-fleet: $(VENV)/installed-$(EXTRA)-test $(FLEET)/smg/installed
+	$(BIN)/python -m pytest -m 'long or not long' --durations 10 tests/fleet
+
+$(FLEET)/smg/installed: deploy/smg.txt | $(VENV)/made
+	$(make-environment)
 
 # The page at / in a real browser, which `make test` leaves out where there is none. Pictures of it are in build/page.
 test-page: $(VENV)/installed-$(EXTRA)-page
@@ -65,9 +81,7 @@ $(CLIENTS)/agents/installed: tests/clients/agents.json
 	@touch $@
 
 $(CLIENTS)/%/installed: tests/clients/%.txt | $(VENV)/made
-	$(BIN)/python -m venv $(CLIENTS)/$*
-	$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --requirement $<
-	@touch $@
+	$(make-environment)
 
 lint: $(VENV)/installed-$(EXTRA)-test
 	$(BIN)/ruff check .
@@ -80,7 +94,7 @@ docs: install
 	$(BIN)/python -m server.commands.api_page docs/API.md
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build
+	rm -rf $(VENV) $(CLIENTS) $(FLEET) build
 
 # A virtual environment whose Python is gone, or of another version, is made anew.
 $(VENV)/made: deploy/find-python.sh
