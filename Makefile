@@ -60,13 +60,16 @@ AGENTS := $(if $(shell command -v npm),$(CLIENTS)/agents/installed)
 test-clients: $(VENV)/installed-$(EXTRA)-test $(CLIENT_NAMES:%=$(CLIENTS)/%/installed) $(AGENTS)
 	$(BIN)/python -m tests.clients $(CLIENTS)
 
-# What puts several servers behind one address: smg, each with an environment of its own (docs/DEPLOYMENT.md).
+# What puts several servers behind one address, each with an environment of its own (docs/DEPLOYMENT.md).
 FLEET := .venv-fleet
 
-test-fleet: $(VENV)/installed-$(EXTRA)-test $(FLEET)/smg/installed
+test-fleet: $(VENV)/installed-$(EXTRA)-test $(FLEET)/smg/installed $(FLEET)/helm/installed
 	$(BIN)/python -m pytest -m 'long or not long' --durations 10 tests/fleet
 
 $(FLEET)/smg/installed: deploy/smg.txt | $(VENV)/made
+	$(make-environment)
+
+$(FLEET)/%/installed: tests/fleet/%.txt | $(VENV)/made
 	$(make-environment)
 
 # The page at / in a real browser, which `make test` leaves out where there is none. Pictures of it are in build/page.

@@ -77,26 +77,12 @@ def test_prometheus_scrapes_the_service_of_compose() -> None:
     assert {target.split(":")[0] for target in targets} <= set(read_compose()["services"])
 
 
-def test_the_kubernetes_objects_refer_to_each_other_and_hold_a_valid_configuration() -> None:
-    objects = {item["kind"]: item for item in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
-    assert set(objects) == {"ConfigMap", "Deployment", "Service"}, "a secret that is shipped is none"
-    tree = yaml.safe_load(objects["ConfigMap"]["data"]["deployment.yaml"])
-    deployment = Deployment.model_validate(tree)
-    pod = objects["Deployment"]["spec"]["template"]
-    container = pod["spec"]["containers"][0]
-    assert container["ports"][0]["containerPort"] == deployment.server.port
-    assert objects["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    stop = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert stop[0] == "sleep"
-    grace = pod["spec"]["terminationGracePeriodSeconds"]
-    assert grace > int(stop[1]) + deployment.server.drain_seconds + 10, "the engine's end takes some seconds more"
-    paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
-    assert paths == {"startup": "/health", "readiness": "/health", "liveness": "/live"}
-    mounts = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounts == {volume["name"] for volume in pod["spec"]["volumes"]}
-    secrets = [volume["secret"]["secretName"] for volume in pod["spec"]["volumes"] if "secret" in volume]
-    assert secrets == ["tandem-keys"]
-    assert deployment.server.api_keys_file == Path("/keys/keys")
+def test_the_chart_holds_a_valid_configuration_and_scales_by_a_gauge_that_the_server_has() -> None:
+    chart = DEPLOY / "helm" / "tandem"
+    Deployment.model_validate(yaml.safe_load((chart / "values.yaml").read_text())["deployment"])
+    asked = set(METRIC.findall((chart / "templates" / "autoscaler.yaml").read_text()))
+    assert asked == {"tandem_requests_waiting"}
+    assert "# TYPE tandem_requests_waiting gauge" in Metrics().text().decode()
 
 
 def test_the_image_copies_every_package_and_nothing_that_is_missing() -> None:
