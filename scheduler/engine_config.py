@@ -167,8 +167,11 @@ def read_adapters(config: EngineConfig, architecture: Architecture) -> list[Adap
 
 
 class EngineStart(Settings):
-    """The first message to an engine process. `memory` was planned before: what is allocated is what it says."""
+    """The first message to an engine process. `memory` was planned before: what is allocated is what it says.
+    `tells_blocks`: whether `CacheChanges` are sent.
+    """
 
     config: EngineConfig
     memory: MemoryPlan
     log_level: str
+    tells_blocks: bool = False

@@ -13,6 +13,7 @@ import msgspec
 from gpu.methods.counters import RequestFigure
 from gpu.pooling import Pooling
 from gpu.sampling_params import SamplingParams
+from scheduler.block_changes import CacheChanges
 
 _TOKEN_BYTES = 4
 
@@ -545,4 +546,4 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 Told = Sessions | ContextSaved | SavedTokens
 """What answers a question of the API process, by its `request_id`."""
 
-FromEngine = Loading | Ready | Failed | Pulse | Accepted | Refused | ChunksStored | Told | Outputs
+FromEngine = Loading | Ready | Failed | Pulse | Accepted | Refused | ChunksStored | Told | Outputs | CacheChanges

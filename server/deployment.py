@@ -14,6 +14,7 @@ from gpu.methods.registry import list_methods
 from gpu.model.answers.registry import AUTO, NONE, call_formats, reasoning_formats
 from gpu.model.gguf.folder import model_path, name_gguf_files
 from scheduler.engine_config import EngineConfig
+from server.observing_config import EventsConfig
 from transfer.nearest_name import nearest_hint
 from transfer.settings_model import Settings
 
@@ -132,6 +133,7 @@ class ServerConfig(Settings):
         "and one whose step takes so long",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    events: EventsConfig | None = None
 
     @field_validator("left_out")
     @classmethod
@@ -172,6 +174,12 @@ class Deployment(EngineConfig):
             if getattr(model, key) not in names:
                 raise ValueError(f"{key}: got {getattr(model, key)!r}; wanted one of {', '.join(names)}")
         return model
+
+    @model_validator(mode="after")
+    def _have_prefixes_to_tell(self) -> "Deployment":
+        if self.server.events is not None and not self.scheduler.prefix_cache:
+            raise ValueError("server.events: there is nothing to tell without scheduler.prefix_cache; leave one out")
+        return self
 
 
 def model_name(deployment: Deployment) -> str:

@@ -14,6 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
+from scheduler.block_changes import GPU
+from scheduler.cache.block_events import BlockEvents
 from scheduler.cache.idle_pages import NOBODY, IdlePages
 
 _MOST_PREFIXES = 16  # remembered fronts
@@ -81,6 +83,7 @@ class PagePool:
                  memory: Memory | None = None) -> None:  # fmt: skip
         self.num_pages = num_pages
         self.is_refused = False
+        self.events: BlockEvents | None = None  # who is told what is published
         self._memory = memory
         self.num_committed = num_pages if memory is None else 0  # pages whose memory the host has given
         self.prefix_cache = prefix_cache
@@ -213,6 +216,8 @@ class PagePool:
         self._num_behind.update(dict.fromkeys(new[:-1], 1))
         if before is not None:
             self._num_behind[before] = self._num_behind.get(before, 0) + 1
+        if self.events is not None:
+            self.events.add(GPU, new)
 
     def retract(self, digest: bytes) -> None:
         """Take back what is published by this hash, if anything, and with it all that is behind it."""
@@ -246,6 +251,8 @@ class PagePool:
         self._before[digest] = before
         if before is not None:
             self._num_behind[before] = self._num_behind.get(before, 0) + 1
+        if self.events is not None:
+            self.events.add(GPU, (digest,))
 
     def _is_held(self, digest: bytes) -> bool:
         return bool(self._holders[self._page_of[digest] - self._first_page])
@@ -309,6 +316,8 @@ class PagePool:
         if digest in self._twins:
             self._drop_twin(self._twins[digest])
         self._prefixes.pop(digest, None)
+        if self.events is not None:
+            self.events.remove(GPU, (digest,))
         page = self._page_of.pop(digest)
         del self._hash_of[page]
         if page in self.idle:

@@ -163,8 +163,18 @@ class PrefixCache:
             return
         if sequence.open_context is not None:
             return
+        self.describe(sequence, sequence.num_published, end)
         self._pages.publish(self.known_hashes(sequence), sequence.pages, sequence.num_published, end)
         sequence.num_published = end
+
+    def describe(self, sequence: Sequence, begin: int, end: int) -> None:
+        """Tell whoever follows which blocks can be found, if anybody does, of what the blocks `[begin, end)` are."""
+        events = self._pages.events
+        if events is None or begin >= end:
+            return
+        tokens = sequence.tokens_from(begin * self._page_tokens)[: (end - begin) * self._page_tokens]
+        request = sequence.request
+        events.describe(self.known_hashes(sequence), begin, end, tokens, request.adapter, request.cache_salt)
 
     def leave_live(self, sequence: Sequence) -> None:
         """Publish the pages of a sequence that is preempted, for itself alone where they are not whole or end with

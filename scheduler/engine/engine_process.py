@@ -21,6 +21,8 @@ from pydantic import ValidationError
 from gpu.memory.plan import PlanError
 from gpu.model.architecture import ModelError
 from gpu.profiles import ProfileError
+from scheduler.block_changes import CacheChanges
+from scheduler.cache.block_events import BlockEvents
 from scheduler.engine.connection import Connection, Message, Prepared
 from scheduler.engine.engine import Engine
 from scheduler.engine.heartbeat import Heartbeat
@@ -63,7 +65,8 @@ HANDOVER_SECONDS = 0.0005
 class Loop:
     """Steps the engine, and paces what is reported besides tokens."""
 
-    def __init__(self, engine: Engine, connection: Connection, pulse: Heartbeat) -> None:
+    def __init__(self, engine: Engine, connection: Connection, pulse: Heartbeat, events: BlockEvents | None) -> None:
+        self._events = events
         self._engine = engine
         self._connection = connection
         self._pulse = pulse
@@ -85,6 +88,8 @@ class Loop:
                 self._connection.send(stored)
             for told in self._sessions.take_answers():
                 self._connection.send(told)
+            if self._events is not None and (changes := self._events.take()):
+                self._connection.send(CacheChanges(time.time(), changes))
 
     def _handle(self, message: Prepared | Refused | Message) -> None:
         match message:
@@ -151,7 +156,7 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     gc.freeze()  # of what stands now nothing is ever garbage, and to look at all of it takes longer than a token does
     connection.send(ready)
     log.info("started imports_s=%.2f %s", imports_seconds, stages.describe())
-    Loop(engine, connection, pulse).run()
+    Loop(engine, connection, pulse, engine.scheduler.residence.tell_blocks() if start.tells_blocks else None).run()
     pulse.stop()
     engine.shutdown()
     connection.close()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from gpu.step import FinishedReload, HostRead, PageEviction, Reload, TablePlace
+from scheduler.block_changes import GPU
 from scheduler.cache.page_pool import PagePool
 from scheduler.residence.host_contexts import HostContexts
 from scheduler.sequences.capacity import HostCapacity
@@ -123,6 +124,8 @@ class Evictor:
         num_freed = sum(self._pages.num_holders(page) == len(span.sharers) for page in page_ids)
         if num_new > num_freed + self._pages.num_available:
             return False
+        if self._contexts.events is not None:
+            self._contexts.events.remove(GPU, owner.hashes[first : span.last])
         for _ in span.sharers:
             self._pages.release(page_ids)
         owner.storage += self._pages.allocate(num_new)
@@ -186,6 +189,8 @@ class Evictor:
         kept = self._host.layout.blocks_for(span.own[0])
         self._pages.release(owner.storage[kept:])
         del owner.storage[kept:]
+        if self._contexts.events is not None:
+            self._contexts.events.add(GPU, owner.hashes[span.first : span.last])
         self._reloads.append(FinishedReload(tuple(page_ids), tuple(dense_page_ids), tuple(places)))
         self.num_reloaded += len(page_ids)
 

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from scheduler.block_changes import CPU, GPU
+from scheduler.cache.block_events import BlockEvents
 from scheduler.cache.idle_pages import Ranks
 from scheduler.cache.page_pool import PagePool
 from scheduler.sequences.capacity import HostCapacity
@@ -27,6 +29,7 @@ class HostContexts:
     def __init__(self, host: HostCapacity, pages: PagePool, keeps_idle: bool, ranks: Ranks) -> None:
         self.limit_bytes = host.limit_bytes
         self.used_bytes = 0
+        self.events: BlockEvents | None = None  # who is told what can be found
         self._host = host
         self._pages = pages
         self._layout = host.layout
@@ -141,6 +144,10 @@ class HostContexts:
         """Publish the run's first blocks, which are final, by these hashes."""
         if context.is_closed or not context.is_findable or not self._keeps_idle:
             return
+        if self.events is not None:
+            first = len(context.hashes)
+            self.events.add(CPU, hashes[first:])
+            self.events.add(GPU, hashes[max(first, context.num_evicted) :])
         for digest in hashes[len(context.hashes) :]:
             self._owners.setdefault(digest, []).append(context)
             context.hashes.append(digest)
@@ -289,6 +296,9 @@ class HostContexts:
             hidden += forks.get(one, ())
         for one in hidden:
             one.is_findable = False
+            if self.events is not None:
+                self.events.remove(CPU, one.hashes[one.size.num_shared :])
+                self.events.remove(GPU, one.hashes[max(one.size.num_shared, one.num_evicted) :])
             for digest in one.hashes[one.size.num_shared :]:
                 owners = self._owners[digest]
                 owners.remove(one)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.step import FinishedReload, HostRead, PageEviction, PageWrite, Reload
+from scheduler.cache.block_events import BlockEvents
 from scheduler.cache.conversations import Conversations
 from scheduler.cache.idle_pages import NOBODY
 from scheduler.cache.page_pool import Memory, PagePool
@@ -85,6 +86,17 @@ class Residence:
         without a host.
         """
         return self.evictor is not None and self.evictor.is_adaptive
+
+    def tell_blocks(self) -> BlockEvents:
+        """Return what follows which blocks can be found, from now on: nothing may be published yet but on disk."""
+        store = None if self.disk.side is None else self.disk.side.store
+        events = BlockEvents(self.page_tokens, 0 if store is None else store.block_tokens)
+        self.pages.events = events
+        if self.contexts is not None:
+            self.contexts.events = events
+        if store is not None:
+            store.watch_blocks(events.move_record)
+        return events
 
     def cached_from(self, start: Start) -> dict[str, int]:
         """Return where the tokens are that a prompt need not compute: how many by place."""
@@ -244,6 +256,7 @@ class Residence:
                 "what is offloaded is known: the window is longer than a flight"
             )
             end = min(num_sink + num_blocks, sequence.num_final_blocks)
+            self.prefixes.describe(sequence, num_sink + len(context.hashes) if context.hashes else 0, end)
             self.pages.publish(hashes, context.sink_pages, 0, min(num_sink, end))
             self.contexts.publish(context, hashes[num_sink:end])
 

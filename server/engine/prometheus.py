@@ -96,6 +96,10 @@ class Metrics:
         self.engine_steps = self._counter("tandem_engine_steps", "engine steps")
         self.engine_step_s = self._counter("tandem_engine_step_seconds", "time spent in engine steps")
         self.engine_restarts = self._counter("tandem_engine_restarts", "engine processes started after the first")
+        self.cache_events = self._counter("tandem_cache_events", "changes of the cache told to `server.events`")
+        self.cache_events_dropped = self._counter(
+            "tandem_cache_events_dropped", "messages of cache events that were kept for replay but not published"
+        )
         self.host_bytes = self._gauge("tandem_host_bytes_used", "host memory of offloaded contexts")
         self.host_bytes_promised = self._gauge(
             "tandem_host_bytes_promised", "host memory that contexts have and may still take, as admission counts it"

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from gpu.memory.plan import MemoryPlan
+from scheduler.block_changes import CacheChanges
 from scheduler.engine_config import EngineStart
 from scheduler.messages import (
     Accepted,
@@ -48,6 +49,7 @@ from server import logs
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid, queue_full, too_long, unavailable
 from server.deployment import Deployment
 from server.engine.engine_life import EngineGone, EngineProcess, EngineStartError
+from server.engine.event_wire import cleared
 from server.engine.head_start import HeadStart
 from server.engine.mailbox import EngineLost, Mailbox
 from server.engine.prometheus import Metrics
@@ -88,7 +90,8 @@ class Supervisor:
         """Build a supervisor; `ahead`: the first engine process, if it was started before its plan was made."""
         self._command = command
         self._ahead = ahead
-        start = EngineStart(config=deployment, memory=memory, log_level=deployment.server.log_level)
+        tells = deployment.server.events is not None
+        start = EngineStart(config=deployment, memory=memory, log_level=deployment.server.log_level, tells_blocks=tells)
         self._start_json = start.model_dump_json().encode()  # of the deployment, an EngineConfig's fields: no server's
         self._settings = deployment.server
         self._metrics = metrics
@@ -108,6 +111,7 @@ class Supervisor:
         self._turn_seconds = 0.0
         self._lost = _DIED  # what those are told whose engine is lost
         self.quiet_seconds = 0.0
+        self.on_blocks: Callable[[CacheChanges], None] | None = None  # who publishes them
         self.on_change: Callable[[], None] = _tell_nobody  # of the state, and of work that has ended
         self.state = "unloaded"
         self.loading = Loading(stage="starting", fraction=0.0)
@@ -252,6 +256,8 @@ class Supervisor:
                 match message:
                     case Outputs():
                         self._deliver(message)
+                    case CacheChanges():
+                        self._publish(message)
                     case Pulse():
                         self._turn_seconds = message.turn_seconds
                     case Accepted():
@@ -355,6 +361,7 @@ class Supervisor:
     def _lose_everything(self) -> None:
         self._change("dead")
         self._metrics.engine_gone()
+        self._publish(cleared(time.time()))
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(EngineGone(self._lost.message))
@@ -509,6 +516,11 @@ class Supervisor:
                 mailbox.put(progress)
         if outputs.stats is not None:
             self._metrics.take(outputs.stats)
+
+    def _publish(self, changes: CacheChanges) -> None:
+        if self.on_blocks is not None:
+            self.on_blocks(changes)
+            self._metrics.cache_events.inc(len(changes.changes))
 
     def _answer(self, submit_id: str, refused: Refused | None) -> None:
         answer = self._answers.get(submit_id)

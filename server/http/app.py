@@ -33,6 +33,7 @@ from server.loading.model_registry import ModelRegistry
 from server.planning.side_by_side import ONE_AT_A_TIME, Room
 from server.routes.catalogue import add_routes, find_routes
 from server.routes.documents.document_routes import count_documents
+from server.service.cache_events import publish_events
 from server.service.service import Service, build_service, require_tls
 from server.stores.document_registry import RegistryError, RegistryFull
 
@@ -72,11 +73,12 @@ def create_app(
     start, in place of the log. `ahead`: the engine's process, if it was started before. `others`: models that are
     served beside this one, which is loaded first. `app.state.models` has all of them, `app.state.service` what routes
     share of the first. Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be
-    read.
+    read, or the addresses of events not be used.
     """
     service = build_service(deployment, memory, engine_command, on_start, ahead)
     beside = [build_service(*planned, engine_command, None, beside=service) for planned in others.planned]
     models = ModelRegistry([service, *beside], others.room)
+    events = publish_events([service, *beside])
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -89,6 +91,8 @@ def create_app(
             service.texts.shutdown()
             end_checks()
             await models.stop()
+            if events is not None:
+                events.close()
             for model in models.models:
                 if model.service.documents is not None:
                     model.service.documents.registry.close()

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from server.deployment import load_deployment
 from server.planning.deployment_plan import resolve_plan
+from tests.server.event_subscriber import AllBlocksCleared, Subscriber
 from tests.server.live_server import REFERENCE, ROOT
 from tests.tolerances import CHUNKING_LOGPROB_ATOL
 from transfer.machine import probe_machine
@@ -71,6 +72,8 @@ def server(tmp_path_factory, documents) -> Iterator[tuple[subprocess.Popen, str]
     sections = {"documents": documents, "profiles": {"drafting": {"draft": {"source": "ngram", "most_tokens": 3}}}}
     folder = tmp_path_factory.mktemp("served")
     sections["adapters"] = {"drawn": str(draw_adapter(folder / "adapter"))}
+    events = {"endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replay", "pod": "here"}
+    sections["server"] = {"port": 0, "log_level": "debug", "events": events}
     process, url = serve(folder, sections)
     yield process, url
     process.send_signal(signal.SIGTERM)
@@ -80,6 +83,11 @@ def server(tmp_path_factory, documents) -> Iterator[tuple[subprocess.Popen, str]
 @pytest.fixture(scope="module")
 def client(server) -> OpenAI:
     return OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def metric(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
 def draw_adapter(folder: Path) -> Path:
@@ -103,6 +111,23 @@ def ask(
     roles = ("user", "assistant")
     turns = [{"role": roles[number % 2], "content": text} for number, text in enumerate((*before, question))]
     return client.chat.completions.create(model=model, messages=turns, temperature=0, max_tokens=24, extra_body=extra)
+
+
+def test_cache_events_tell_which_blocks_of_which_prompts_are_on_the_card(client, server, tmp_path_factory):
+    folder = next(tmp_path_factory.getbasetemp().glob("served*"))
+    router = Subscriber(f"ipc://{folder}/events", f"ipc://{folder}/replay", "kv@here@reference")
+    prompt = f"{FILLER * 12}Nobody asks for this but a router."
+    ids = httpx.post(f"{server[1]}/tokenize", json={"prompt": prompt}).json()["tokens"]
+    for model in ("reference", "reference:drawn"):
+        client.completions.create(model=model, prompt=ids, max_tokens=2)
+    signal.sigtimedwait([], 0.6)  # the engine reports its gauges four times a second
+    router.replay()
+    router.close()
+    assert isinstance(router.events[0], AllBlocksCleared)
+    assert len(router.index["GPU"]) == metric(server[1], "tandem_pages_cached")
+    assert router.index.keys() == {"GPU"}
+    ends = [block for block in router.index["GPU"] if router.prompt_of(block) == ids[: len(ids) // 16 * 16]]
+    assert sorted(map(str, map(router.adapters.get, ends))) == ["None", "drawn"]
 
 
 def test_an_adapter_is_asked_for_by_name_and_shares_no_prefix(client):

@@ -67,6 +67,18 @@ class ContextStore:
     def shapes(self) -> list[RecordShape]:
         return [self.kv] if self.end is None else [self.kv, self.end]
 
+    def watch_blocks(self, move: Callable[[bytes, bool], None]) -> None:
+        """Call `move(digest, is_there)` of each block of keys and values that is there, comes or goes, from any thread;
+        digest: that names it.
+        """
+
+        def see(file_name: str, is_there: bool) -> None:
+            name, _, kind = file_name.partition(".")
+            if kind == KV and "/" not in name:  # else it is another model's
+                move(bytes.fromhex(name), is_there)
+
+        self.folder.watch(see)
+
     def count_front(self, names: Sequence[str], first: int) -> int:
         """Return how many of these blocks are there without a gap, those before `first` taken for granted."""
         end = first

@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,7 @@ class RecordFolder:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by the file's name, the last used last
         self._saving: dict[str, int] = {}
         self.version = 0  # changes with what is there
+        self._watcher: Callable[[str, bool], None] | None = None
         self._stopped_until = self._unread_until = 0.0
         self._is_refusing = self._is_capped = False
         try:
@@ -87,6 +88,13 @@ class RecordFolder:
         self.day = DayCount(root / "written.json", day_limit_bytes)
 
     # --- what is there ------------------------------------------------------------------------------------------------
+
+    def watch(self, watcher: Callable[[str, bool], None]) -> None:
+        """Call `watcher(file_name, is_there)` of each record that is there, and of each that comes or goes later."""
+        with self._lock:
+            self._watcher = watcher
+            for file_name in self._entries:
+                watcher(file_name, True)
 
     def has(self, kind: str, name: str) -> bool:
         return f"{name}.{kind}" in self._entries
@@ -334,12 +342,16 @@ class RecordFolder:
             self._entries[file_name] = entry
             self.bytes_held += entry.num_bytes
             self.version += 1
+            if self._watcher is not None:
+                self._watcher(file_name, True)
 
     def _forget(self, file_name: str) -> _Entry | None:
         entry = self._entries.pop(file_name, None)
         if entry is not None:
             self.bytes_held -= entry.num_bytes
             self.version += 1
+            if self._watcher is not None:
+                self._watcher(file_name, False)
         return entry
 
     def _scan(self) -> None:

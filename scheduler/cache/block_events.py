@@ -1,0 +1,189 @@
+"""Tell, change by change, which blocks can be found on the card, in host memory and on disk.
+
+Pools say when they publish a block by its digest and when they take it back; several may hold one in the same medium.
+The prefix cache describes blocks before they are published, since pools know no tokens. What nobody has described is
+not told: pages that a preempted sequence keeps for itself. A record on disk covers several blocks. They are told of one
+by one; of a record from before this engine began, only the last block is, until a prompt comes that names its tokens.
+Invariant: whoever applies the changes in order has, for each medium, exactly the blocks that `blocks_in` returns.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count, repeat
+
+import numpy as np
+
+from scheduler.block_changes import CPU, DISK, GPU, BlockChange, BlocksCleared, BlocksRemoved, BlocksStored, Medium
+
+_MOST_UNHELD = 65_536  # described blocks that are nowhere now: a record may be written after its pages are gone
+_TOKEN_BYTES = 4
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """Blocks of one prompt in a row, with their tokens, packed; `making`: their adapter and salt."""
+
+    digests: list[bytes]
+    parent: bytes | None
+    tokens: bytes
+    making: tuple[int, str]
+
+
+class BlockEvents:
+    """The blocks of one engine. page_tokens: of a block. record_tokens: of a record on disk; 0: there are none."""
+
+    def __init__(self, page_tokens: int, record_tokens: int = 0) -> None:
+        self._page_tokens = page_tokens
+        self._record_tokens = record_tokens
+        self._changes: list[BlockChange] = [BlocksCleared()]
+        self._blocks: dict[bytes, tuple[_Run, int]] = {}  # each is described by a run, at this place
+        self._unheld: dict[bytes, None] = {}  # of these, those that are nowhere, the longest so first
+        self._held: dict[Medium, dict[bytes, int]] = {GPU: {}, CPU: {}, DISK: {}}  # and by how many
+        self._records: dict[bytes, list[bytes]] = {}  # the blocks of each record, by its last
+        self._bare: set[bytes] = set()  # records of which only the last block is told
+        self._moved: deque[tuple[bytes, bool]] = deque()  # records that came or went, from any thread
+
+    def blocks_in(self, medium: Medium) -> set[bytes]:
+        """Return the blocks that can be found there, as of the last `take`."""
+        return set(self._held[medium])
+
+    def describe(self, hashes: list[bytes], begin: int, end: int, tokens: np.ndarray, adapter: int, salt: str) -> None:
+        """Describe the blocks `[begin, end)` of a prompt, which may be published behind this.
+
+        hashes: of all its blocks; tokens: int32, of these blocks.
+        """
+        digests = hashes[begin:end]
+        new = [digest for digest in digests if digest not in self._blocks]
+        if not new:
+            return
+        raw = tokens.astype(np.int32, copy=False).tobytes()[: len(digests) * self._page_tokens * _TOKEN_BYTES]
+        run = _Run(digests, hashes[begin - 1] if begin else None, raw, (adapter, salt))
+        placed = list(zip(digests, zip(repeat(run), count()), strict=False))
+        if len(new) < len(digests):
+            placed = [one for one in placed if one[0] not in self._blocks]
+        self._blocks.update(placed)
+        self._unheld.update(dict.fromkeys(new))
+        for digest in self._bare.intersection(digests):
+            self._fill_record(digest)
+        while len(self._unheld) > _MOST_UNHELD:
+            oldest = next(iter(self._unheld))
+            del self._unheld[oldest], self._blocks[oldest]
+
+    def add(self, medium: Medium, digests: Iterable[bytes]) -> None:
+        """Note that one more holds each of these blocks in a medium; a block is behind the one in front of it."""
+        held, blocks = self._held[medium], self._blocks
+        known = [digest for digest in digests if digest in blocks]
+        new = [digest for digest in known if digest not in held]
+        for digest in known if len(new) < len(known) else ():
+            if digest in held:
+                held[digest] += 1
+        held.update(dict.fromkeys(new, 1))
+        for digest in new:
+            self._unheld.pop(digest, None)
+        begin = 0
+        if self._is_of_one_run(new):
+            self._changes.append(self._chain(medium, new))
+            return
+        for place in range(1, len(new) + 1):
+            if place == len(new) or not self._follows(new[place - 1], new[place]):
+                self._changes.append(self._chain(medium, new[begin:place]))
+                begin = place
+
+    def remove(self, medium: Medium, digests: Iterable[bytes]) -> None:
+        """Note that one less holds each of these blocks in a medium."""
+        held, gone = self._held[medium], []
+        for digest in digests:
+            num_holders = held.get(digest, 0)
+            if num_holders > 1:
+                held[digest] = num_holders - 1
+            elif num_holders:
+                del held[digest]
+                gone.append(digest)
+                if digest in self._blocks and not any(digest in other for other in self._held.values()):
+                    self._unheld[digest] = None
+        last = self._changes[-1] if self._changes else None
+        if gone and isinstance(last, BlocksRemoved) and last.medium == medium:
+            last.digests.extend(gone)
+        elif gone:
+            self._changes.append(BlocksRemoved(medium, gone))
+
+    def move_record(self, digest: bytes, is_there: bool) -> None:
+        """Note that a record came to the disk, or is gone; digest: of its last block. Any thread may call."""
+        self._moved.append((digest, is_there))
+
+    def take(self) -> list[BlockChange]:
+        """Return what has changed since the last call, in order."""
+        while self._moved:
+            digest, is_there = self._moved.popleft()
+            if is_there:
+                self._add_record(digest)
+            else:
+                self.remove(DISK, self._records.pop(digest))
+                self._bare.discard(digest)
+        changes, self._changes = self._changes, []
+        return changes
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _parent(self, digest: bytes) -> bytes | None:
+        run, place = self._blocks[digest]
+        return run.digests[place - 1] if place else run.parent
+
+    def _follows(self, before: bytes, digest: bytes) -> bool:
+        """Tell whether a block stands right behind another, with tokens that are known."""
+        return self._parent(digest) == before
+
+    def _is_of_one_run(self, digests: list[bytes]) -> bool:
+        """Tell whether these are blocks of one run in a row, as most are."""
+        if not digests:
+            return False
+        run, place = self._blocks[digests[0]]
+        return run.digests[place : place + len(digests)] == digests
+
+    def _chain(self, medium: Medium, digests: list[bytes]) -> BlocksStored:
+        """Return the change by which these blocks, each behind the one before it, can be found."""
+        (run, place), size = self._blocks[digests[0]], self._page_tokens * _TOKEN_BYTES
+        adapter, salt = run.making
+        if self._is_of_one_run(digests):
+            tokens = run.tokens[place * size : (place + len(digests)) * size]
+        else:
+            tokens = b"".join(map(self._tokens_of, digests))
+        parent = self._parent(digests[0])
+        return BlocksStored(medium, digests, parent, tokens, self._page_tokens, adapter, salt)
+
+    def _tokens_of(self, digest: bytes) -> bytes:
+        (run, place), size = self._blocks[digest], self._page_tokens * _TOKEN_BYTES
+        return run.tokens[place * size : (place + 1) * size]
+
+    def _add_record(self, digest: bytes) -> None:
+        digests = self._blocks_of_record(digest)
+        if digests:
+            self._records[digest] = digests
+            self.add(DISK, digests)
+            return
+        self._records[digest] = [digest]
+        self._bare.add(digest)
+        self._held[DISK][digest] = 1
+        self._unheld.pop(digest, None)
+        self._changes.append(BlocksStored(DISK, [digest], None, b"", self._record_tokens))
+
+    def _fill_record(self, digest: bytes) -> None:
+        """Tell all blocks of a record, now that they are described, in place of its last one."""
+        digests = self._blocks_of_record(digest)
+        if digests:
+            self._bare.discard(digest)
+            self.remove(DISK, [digest])
+            self._records[digest] = digests
+            self.add(DISK, digests)
+
+    def _blocks_of_record(self, digest: bytes) -> list[bytes]:
+        """Return the blocks that a record covers; none: not all of them are described."""
+        digests: list[bytes] = []
+        one: bytes | None = digest
+        while len(digests) * self._page_tokens < self._record_tokens:
+            if one is None or one not in self._blocks:
+                return []
+            digests.append(one)
+            one = self._parent(one)
+        return digests[::-1]

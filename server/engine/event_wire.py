@@ -1,0 +1,79 @@
+"""Write cache events as vLLM does: MessagePack arrays, each event with its name in front.
+
+Fields as in `vllm/distributed/kv_events.py` of vLLM 0.11 to 0.14, in their order: routers read them by position.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from scheduler.block_changes import BlockChange, BlocksCleared, BlocksRemoved, BlocksStored, CacheChanges
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Blocks in a row, from `parent_block_hash` on, that a medium has now. token_ids: of all; none: not known."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: (
+        list[list[str] | None] | None
+    )  # of each block; a salt stands at a prompt's first; an adapter has its name
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    block_hashes: list[int]
+    medium: str
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int = 0
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode_batch(message: CacheChanges, adapters: Sequence[str]) -> bytes:
+    """Return a batch as it is published; adapters: names by their numbers, from 1 on."""
+    events = [_event(change, adapters) for change in message.changes]
+    return _ENCODER.encode(KVEventBatch(message.time_s, events))
+
+
+def cleared(time_s: float) -> CacheChanges:
+    """Return what is told when an engine is gone, with all that it had."""
+    return CacheChanges(time_s, [BlocksCleared()])
+
+
+def block_hash(digest: bytes) -> int:
+    """Return a block's hash of 64 bits, which is how vLLM publishes them unless told otherwise."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def _event(change: BlockChange, adapters: Sequence[str]) -> BlockStored | BlockRemoved | AllBlocksCleared:
+    if isinstance(change, BlocksStored):
+        is_first = change.salt and not change.adapter and change.parent is None
+        salts = [[change.salt], *[None] * (len(change.digests) - 1)] if is_first else None
+        return BlockStored(
+            block_hashes=[block_hash(one) for one in change.digests],
+            parent_block_hash=None if change.parent is None else block_hash(change.parent),
+            token_ids=array("i", change.tokens).tolist(),
+            block_size=change.block_tokens,
+            lora_id=change.adapter or None,
+            medium=change.medium,
+            lora_name=adapters[change.adapter - 1] if change.adapter else None,
+            extra_keys=salts,
+        )
+    if isinstance(change, BlocksRemoved):
+        return BlockRemoved([block_hash(one) for one in change.digests], change.medium)
+    return AllBlocksCleared()

@@ -1,0 +1,55 @@
+"""Settings of what a server tells other programs of itself beside its routes: cache events, and traces."""
+
+import os
+import re
+import socket
+
+from pydantic import Field, field_validator
+
+from transfer.settings_model import Settings
+
+POD, MODEL = "{pod}", "{model}"
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+class EventsConfig(Settings):
+    """Which KV blocks the cache has, for routers, as vLLM's cache events over ZeroMQ. They have the tokens of prompts:
+    only routers should reach these addresses.
+    """
+
+    endpoint: str = Field(
+        description="where events are published; `tcp://*:5557` and ipc:// are bound, another address is connected to",
+    )
+    replay_endpoint: str | None = Field(
+        None, description="bound: whoever has missed events asks for them here; default: nobody can"
+    )
+    topic: str = Field("kv@{pod}@{model}", description="of a model's events")
+    pod: str | None = Field(
+        None, description="the name that routers have for this server, in which ${NAME} is an environment variable; "
+        "default: the host's name",
+    )  # fmt: skip
+    replay_mib: float = Field(64.0, gt=0, description="events that are kept for whoever missed them, of all models")
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _know_transport(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not re.fullmatch(r"tcp://.+:\d+|ipc://.+", endpoint):
+            raise ValueError("wanted tcp://HOST:PORT or ipc://PATH")
+        return endpoint
+
+    @field_validator("pod")
+    @classmethod
+    def _fill_in(cls, pod: str | None) -> str | None:
+        """Put environment variables in. Raises ValueError for one that is not set."""
+        missing = [] if pod is None else [name for name in _VARIABLE.findall(pod) if name not in os.environ]
+        if missing:
+            raise ValueError(f"the environment has no variable {missing[0]}")
+        return None if pod is None else _VARIABLE.sub(lambda found: os.environ[found[1]], pod)
+
+    @property
+    def is_bound(self) -> bool:
+        """Return whether subscribers connect to `endpoint`, or it connects to one of theirs."""
+        return self.endpoint.startswith("ipc://") or any(part in self.endpoint for part in ("*", "::", "//0.0.0.0:"))
+
+    def topic_of(self, model: str) -> str:
+        return self.topic.replace(POD, self.pod or socket.gethostname()).replace(MODEL, model)

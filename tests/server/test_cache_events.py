@@ -1,0 +1,213 @@
+"""Cache events on the wire: vLLM's format, an index that a subscriber makes of them, and what it missed."""
+
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from scheduler.block_changes import CPU, GPU, BlocksCleared, BlocksRemoved, BlocksStored, CacheChanges
+from scheduler.engine.engine import Engine
+from server.deployment import ConfigError, load_deployment
+from server.engine import event_publisher
+from server.engine.event_publisher import EventPublisher
+from server.engine.event_wire import block_hash, encode_batch
+from server.observing_config import EventsConfig
+from tests.scheduler.engines import prompt_of
+from tests.scheduler.host_engines import ask, make_engine
+from tests.server.event_subscriber import AllBlocksCleared, Subscriber
+from tests.server.live_server import REFERENCE, fake_command, make_app, make_deployment, running_server
+
+DIGESTS = [bytes([n]) * 8 + bytes(7) + bytes([n + 1]) for n in range(3)]
+
+
+def settings(folder: Path, **more: object) -> EventsConfig:
+    tree = {"endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replay", "pod": "here"} | more
+    return EventsConfig.model_validate(tree)
+
+
+@contextmanager
+def following(
+    folder: Path, model: str = "model", loses: float = 0.0, count: Callable[[], None] = lambda: None, **more: object
+) -> Iterator[tuple[Callable[[CacheChanges], None], Subscriber]]:
+    """Return what publishes a model's changes, and who follows it."""
+    config = settings(folder, **more)
+    publisher = EventPublisher(config)
+    publish = publisher.add_model(model, ("first", "second"), count)
+    subscriber = Subscriber(config.endpoint, config.replay_endpoint, f"kv@here@{model}", loses)
+    try:
+        while not subscriber.next:  # until it is known to the publisher
+            publish(CacheChanges(time.time(), []))
+            subscriber.read(0.05)
+        subscriber.num_gaps = 0
+        yield publish, subscriber
+    finally:
+        subscriber.close()
+        publisher.close()
+
+
+def stored(*digests: bytes) -> CacheChanges:
+    tokens = array("i", range(len(digests))).tobytes()
+    return CacheChanges(time.time(), [BlocksStored(GPU, list(digests), None, tokens, 1)])
+
+
+def test_a_batch_is_the_arrays_that_vllm_publishes() -> None:
+    tokens = array("i", range(4)).tobytes()
+    changes = [
+        BlocksCleared(),
+        BlocksStored(GPU, DIGESTS[:2], None, tokens, 2, 0, "salt"),
+        BlocksStored(CPU, DIGESTS[2:], DIGESTS[1], tokens[:8], 2, 2, "of the adapter"),
+        BlocksRemoved(GPU, DIGESTS[:2]),
+    ]
+    assert msgspec.msgpack.decode(encode_batch(CacheChanges(1.5, changes), ("first", "second"))) == [
+        1.5,
+        [
+            ["AllBlocksCleared"],
+            ["BlockStored", [1, 2], None, [0, 1, 2, 3], 2, None, "GPU", None, [["salt"], None]],
+            ["BlockStored", [3], 2, [0, 1], 2, 2, "CPU", "second", None],
+            ["BlockRemoved", [1, 2], "GPU"],
+        ],
+        0,
+    ]
+
+
+@pytest.mark.parametrize("loses", [0.0, 0.3])
+def test_an_index_made_from_the_wire_is_the_engines_also_where_messages_are_lost(loses: float, tmp_path: Path) -> None:
+    engine, _ = make_engine(num_pages=60, limit_blocks=60, is_adaptive=True, max_running=3)
+    events, random = engine.scheduler.residence.tell_blocks(), Random(3)
+    with following(tmp_path, loses=loses) as (publish, subscriber):
+
+        def check(seconds: float) -> None:
+            """Read until the index is what the engine has."""
+            wanted = {medium: {block_hash(one) for one in events.blocks_in(medium)} for medium in (GPU, CPU)}
+            ends = time.monotonic() + seconds
+            while any(subscriber.index[one] != wanted[one] for one in wanted) and time.monotonic() < ends:
+                subscriber.read(0.02)
+                if loses:
+                    subscriber.replay()  # the last message may be the one that was lost
+            assert {medium: subscriber.index[medium] for medium in wanted} == wanted
+
+        history = prompt_of(300)
+        for number in range(8):
+            profile = random.choice(["exact", "whole", "offloaded"])
+            prompt = history[: random.randint(50, 300)] + prompt_of(40, number)
+            engine.submit([ask(f"r{number}", prompt, random.randint(10, 90), profile=profile)])
+            for _ in range(random.randint(40, 300)):
+                engine.step()
+                if changes := events.take():
+                    publish(CacheChanges(time.time(), changes))
+            check(20)
+        finish(engine)
+        publish(CacheChanges(time.time(), events.take()))
+        check(20)
+        assert (subscriber.num_gaps > 3) == (loses > 0)
+        names = {type(event).__name__ for event in subscriber.events}
+        assert names == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_message_that_finds_no_room_is_counted_seen_as_a_gap_and_had_by_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_publisher, "MOST_QUEUED", 4)
+    dropped: list[int] = []
+    with following(tmp_path, count=lambda: dropped.append(1)) as (publish, subscriber):
+        publish(stored(DIGESTS[0]))
+        subscriber.await_index("GPU", 1)
+        encode, begun = event_publisher.encode_batch, []
+
+        def encode_slowly(*message: object) -> bytes:
+            if not begun:
+                begun.append(1)
+                time.sleep(1.0)
+            return encode(*message)
+
+        monkeypatch.setattr(event_publisher, "encode_batch", encode_slowly)
+        for number in range(200):
+            publish(stored((1000 + number).to_bytes(8, "big")))
+        assert 150 < len(dropped) < 200
+        subscriber.read(3.0)
+        publish(stored(DIGESTS[1]))
+        subscriber.await_index("GPU", 202)
+        assert subscriber.num_gaps >= 1
+
+
+def test_models_have_topics_and_numbers_of_their_own_and_what_is_too_old_is_let_go(tmp_path: Path) -> None:
+    config = settings(tmp_path, replay_mib=0.001)
+    publisher = EventPublisher(config)
+    publishes = [publisher.add_model(name, (), lambda: None) for name in ("one", "two")]
+    one, two = (Subscriber(config.endpoint, config.replay_endpoint, f"kv@here@{name}") for name in ("one", "two"))
+    try:
+        for number in range(6):
+            publishes[0](stored(bytes([number]) * 8))
+        publishes[1](stored(DIGESTS[0]))
+        two.replay()
+        assert (two.next, len(two.index["GPU"])) == (1, 1)
+        one.replay()
+        assert (one.next, len(one.index["GPU"])) == (6, 6)
+        for number in range(6, 40):
+            publishes[0](stored(bytes([number]) * 8))
+        one.next = 0
+        one.replay()
+        assert one.next == 0, "the first ones are not kept any more"
+    finally:
+        one.close()
+        two.close()
+        publisher.close()
+
+
+def test_a_replay_that_cannot_be_read_is_answered_with_its_end(tmp_path: Path) -> None:
+    with following(tmp_path) as (publish, subscriber):
+        publish(stored(DIGESTS[0]))
+        for asked in ([b"short"], [bytes(8), b"kv@here@other"], [bytes(8), b"kv@here@model", b"more"]):
+            assert list(subscriber.ask(*asked)) == []
+        numbers = [number[-1] for number, _ in subscriber.ask(bytes(8))]  # as vLLM's subscribers ask
+        assert numbers == list(range(subscriber.next + 1))
+        subscriber.replay()
+        assert len(subscriber.index["GPU"]) == 1
+
+
+async def test_a_model_that_is_unloaded_has_its_blocks_cleared_under_its_own_topic(tmp_path: Path) -> None:
+    events = settings(tmp_path).model_dump()
+    first, other = (make_deployment(events=events) for _ in range(2))
+    other = other.model_copy(update={"model": other.model.model_copy(update={"name": "other"})})
+    async with running_server(first, fake_command(), others=[other]) as live:
+        follower = Subscriber(events["endpoint"], events["replay_endpoint"], "kv@here@reference")
+        try:
+            body = {"model": "other", "prompt": "hello", "max_tokens": 2}
+            assert (await live.http.post("/v1/completions", json=body)).status_code == 200
+            follower.replay()
+            assert [type(event) for event in follower.events] == [AllBlocksCleared]
+            assert await live.metric("tandem_cache_events_total") == 1
+            assert await live.metric("tandem_cache_events_dropped_total") == 0
+        finally:
+            follower.close()
+
+
+def test_settings_that_cannot_be_used_are_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(text: str) -> str:
+        file = tmp_path / "deployment.yaml"
+        file.write_text(f"model: {{path: {REFERENCE}}}\n{text}")
+        with pytest.raises(ConfigError) as raised:
+            load_deployment(file)
+        return str(raised.value)
+
+    wanted = "server.events.endpoint: Value error, wanted tcp://HOST:PORT or ipc://PATH"
+    assert wanted in load("server: {events: {endpoint: 'localhost:5557'}}")
+    wanted = "server.events.pod: Value error, the environment has no variable NO_SUCH"
+    assert wanted in load("server: {events: {endpoint: 'tcp://*:5557', pod: '${NO_SUCH}:8000'}}")
+    wanted = "server.events: there is nothing to tell without scheduler.prefix_cache"
+    assert wanted in load("server: {events: {endpoint: 'tcp://*:5557'}}\nscheduler: {prefix_cache: false}")
+    wanted = r"server.events.endpoint: ipc:///no/such/folder cannot be used: No such file"
+    with pytest.raises(ConfigError, match=wanted):
+        make_app(make_deployment(events={"endpoint": "ipc:///no/such/folder"}), fake_command())
+    monkeypatch.setenv("POD_IP", "10.0.0.7")
+    assert settings(tmp_path, pod="${POD_IP}:8000").topic_of("org/model") == "kv@10.0.0.7:8000@org/model"
