@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from gpu.fusion.fusion_plan import get_policy, plan_fused
+from gpu.fusion.fusion_plan import FusionSettings, get_policy, plan_fused
 from gpu.model.architecture import Architecture
 from gpu.step import FusionPlan, PlacedChunk
 from scheduler.messages import Fusion
@@ -22,8 +22,8 @@ def plan_bench_prompt(
     begins = range(front_tokens, front_tokens + num_chunks * chunk_tokens, chunk_tokens)
     chunks = [PlacedChunk(begin, begin + chunk_tokens, key) for begin in begins]
     windows = [spec.window_tokens for spec in model.layers]
-    return plan_fused(fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, 0, chunks, 0, num_tokens,
-                      num_tokens, windows)  # fmt: skip
+    settings = FusionSettings(fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, 0)
+    return plan_fused(settings, chunks, 0, num_tokens, num_tokens, windows)
 
 
 def fused_cost(

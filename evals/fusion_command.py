@@ -4,8 +4,10 @@ Invariant: a run that is stopped or killed leaves the JSON of the batches that i
 """
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +30,8 @@ from transfer.host_config import DocumentsConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from evals.fusion_prompts import PromptPlan
 
 _DEFAULTS = {name: field.default for name, field in DocumentsConfig.model_fields.items()}
 SERVED_POLICY = "{policy}:select_layer={select_layer},seam_tokens={seam_tokens}".format(**_DEFAULTS)
@@ -70,59 +74,139 @@ def fusion(
     vanilla's norm, mean of layers behind the first. Lengths take turns, and all policies answer the same prompts.
     """
     with one_line_errors():
-        from evals.cells import PromptSettings
-        from evals.datasets import DATASETS
-        from evals.fusion import TOGETHER, fusion_engine, fusion_rows, judge, parse_policies
-        from evals.fusion_prompts import DEFAULT_TASKS, PromptPlan, prompts_ahead
-        from evals.report.document import describe_run, finite, machine_name, write_document, write_text
-        from evals.report.fusion_figure import draw_fusion
-        from evals.report.table import open_console
-        from evals.session import count_workers, exit_status, progress_bar, resolve_device
-        from evals.stopping import stopping
-        from evals.tasks import FORMS, RULER_TASKS
-
-        if form not in FORMS:
-            raise ValueError(f"--form: unknown {form!r}; known: {', '.join(FORMS)}")
-        on, sizes, begin = resolve_device(device), parse_lengths(lengths), time.monotonic()
-        files = parse_files("--dataset", dataset, list(DATASETS))
-        asked_of = parse_files("--questions", questions, list(RULER_TASKS[-2:]))
-        tasks = (*parse_tasks(names), *files) or DEFAULT_TASKS[form]
-        labels = policies.split()
-        runs = parse_policies(labels, parse_shares("--ratios", ratios))
-        together = TOGETHER["cuda" if on.startswith("cuda") else "cpu"]
-        asked = f"--lengths {lengths} --samples {samples} --ratios {ratios} --policies '{' '.join(labels)}'"
-        if form != "reference" or names:
-            asked = f"--form {form} --tasks {','.join(tasks)} --chunk {chunk} {asked}"
-        told = {"model": str(model), "tasks": tasks, "chunk": chunk, "kept_as": rows, "form": form, "answer": answer,
-                "text": [path.name for path in text]}  # fmt: skip
-
-        def leave(found: list, reason: str | None) -> None:
-            if json_path is not None:
-                command = f"tandem eval fusion --model {model} {asked}"
-                document = describe_run("fusion", command, seed, time.monotonic() - begin, machine_name(on), found)
-                write_document(json_path, document | finite(told | {"cut": reason}))
-
-        settings = PromptSettings(
-            model, form, seed, tuple(text), tuple(asked_of.items()), tuple(files.items()), sent_as
+        _run(
+            FusionOptions(
+                model=model,
+                labels=tuple(policies.split()),
+                ratios=ratios,
+                lengths=lengths,
+                names=names,
+                form=form,
+                sent_as=sent_as,
+                datasets=tuple(dataset),
+                questions=tuple(questions),
+                texts=tuple(text),
+                answer=answer,
+                num_samples=samples,
+                num_maps=maps,
+                chunk_tokens=chunk,
+                rows=rows,
+                seconds=seconds,
+                seed=seed,
+                device=device,
+                json_path=json_path,
+                svg=svg,
+            )
         )
-        plan, found = PromptPlan(settings, tasks, samples, chunk, answer), []
-        num_batches = len(sizes) * len(runs) * -(-samples // together)
-        with (
-            stopping(seconds) as stop,
-            prompts_ahead(plan, sizes, count_workers(len(sizes) * len(tasks), on)) as prompts_of,
-            progress_bar(num_batches, "batches") as advance,
-            fusion_engine(model, on, max(sizes), rows, chunk) as engine,
-        ):
-            prompts = {length: prompts_of(length) for length in sizes}
-            for judged in judge(engine, model, prompts, runs, maps, advance, stop, together):
-                found = [row for length in sizes for row in fusion_rows(judged[length], length)]
-                leave(found, "under way")  # so that a run that is killed leaves its batches
-        print_fusion(found, open_console())
-        leave(found, stop.reason)
-        if svg is not None:
-            write_text(svg, draw_fusion(found))
-        if status := exit_status(found, stop.reason):
-            raise typer.Exit(status)
+
+
+@dataclass(frozen=True, slots=True)
+class FusionOptions:
+    """What `tandem eval fusion` was asked for, as it was written. labels: of policies; names: of tasks."""
+
+    model: Path
+    labels: tuple[str, ...]
+    ratios: str
+    lengths: str
+    names: str
+    form: str
+    sent_as: str
+    datasets: tuple[str, ...]
+    questions: tuple[str, ...]
+    texts: tuple[Path, ...]
+    answer: int | None
+    num_samples: int
+    num_maps: int
+    chunk_tokens: int
+    rows: str
+    seconds: float | None
+    seed: int
+    device: str
+    json_path: Path | None
+    svg: Path | None
+
+    def command(self, tasks: Sequence[str]) -> str:
+        """Return the command line that runs the same again."""
+        asked = f"--lengths {self.lengths} --samples {self.num_samples} --ratios {self.ratios}"
+        asked += f" --policies '{' '.join(self.labels)}'"
+        if self.form != "reference" or self.names:
+            asked = f"--form {self.form} --tasks {','.join(tasks)} --chunk {self.chunk_tokens} {asked}"
+        return f"tandem eval fusion --model {self.model} {asked}"
+
+    def described(self, tasks: Sequence[str]) -> dict[str, Any]:
+        """Return what a document of the run says of it."""
+        return {
+            "model": str(self.model), "tasks": tasks, "chunk": self.chunk_tokens, "kept_as": self.rows,
+            "form": self.form, "answer": self.answer, "text": [path.name for path in self.texts],
+        }  # fmt: skip
+
+
+def _run(asked: FusionOptions) -> None:
+    """Judge the policies, print them and write the files. Raises typer.Exit with the status, and ValueError."""
+    from evals.report.document import write_text
+    from evals.report.fusion_figure import draw_fusion
+    from evals.report.table import open_console
+    from evals.session import exit_status
+
+    found, reason = _judge_policies(asked)
+    print_fusion(found, open_console())
+    if asked.svg is not None:
+        write_text(asked.svg, draw_fusion(found))
+    if status := exit_status(found, reason):
+        raise typer.Exit(status)
+
+
+def _judge_policies(asked: FusionOptions) -> tuple[list, str | None]:
+    """Return the rows of all batches that were judged, and why the run was cut."""
+    from evals.fusion import TOGETHER, fusion_engine, fusion_rows, judge, parse_policies
+    from evals.fusion_prompts import prompts_ahead
+    from evals.report.document import describe_run, finite, machine_name, write_document
+    from evals.session import count_workers, progress_bar, resolve_device
+    from evals.stopping import stopping
+
+    began, device, sizes = time.monotonic(), resolve_device(asked.device), parse_lengths(asked.lengths)
+    plan = _plan_prompts(asked)
+    runs = parse_policies(asked.labels, parse_shares("--ratios", asked.ratios))
+    together = TOGETHER["cuda" if device.startswith("cuda") else "cpu"]
+    found: list = []
+
+    def leave(reason: str | None) -> None:
+        if asked.json_path is not None:
+            seconds, command = time.monotonic() - began, asked.command(plan.tasks)
+            document = describe_run("fusion", command, asked.seed, seconds, machine_name(device), found)
+            write_document(asked.json_path, document | finite(asked.described(plan.tasks) | {"cut": reason}))
+
+    num_batches = len(sizes) * len(runs) * -(-asked.num_samples // together)
+    with (
+        stopping(asked.seconds) as stop,
+        prompts_ahead(plan, sizes, count_workers(len(sizes) * len(plan.tasks), device)) as prompts_of,
+        progress_bar(num_batches, "batches") as advance,
+        fusion_engine(asked.model, device, max(sizes), asked.rows, asked.chunk_tokens) as engine,
+    ):
+        prompts = {length: prompts_of(length) for length in sizes}
+        for judged in judge(engine, asked.model, prompts, runs, asked.num_maps, advance, stop, together):
+            found[:] = [row for length in sizes for row in fusion_rows(judged[length], length)]
+            leave("under way")  # so that a run that is killed leaves its batches
+    leave(stop.reason)
+    return found, stop.reason
+
+
+def _plan_prompts(asked: FusionOptions) -> "PromptPlan":
+    """Return the prompts to write. Raises ValueError for a form, a task or a file that is none."""
+    from evals.cells import PromptSettings
+    from evals.datasets import DATASETS
+    from evals.fusion_prompts import DEFAULT_TASKS, PromptPlan
+    from evals.tasks import FORMS, RULER_TASKS
+
+    if asked.form not in FORMS:
+        raise ValueError(f"--form: unknown {asked.form!r}; known: {', '.join(FORMS)}")
+    files = parse_files("--dataset", asked.datasets, list(DATASETS))
+    questions = parse_files("--questions", asked.questions, list(RULER_TASKS[-2:]))
+    tasks = (*parse_tasks(asked.names), *files) or DEFAULT_TASKS[asked.form]
+    settings = PromptSettings(
+        asked.model, asked.form, asked.seed, asked.texts, tuple(questions.items()), tuple(files.items()), asked.sent_as
+    )
+    return PromptPlan(settings, tasks, asked.num_samples, asked.chunk_tokens, asked.answer)
 
 
 def print_fusion(rows: list, console: "Console") -> None:

@@ -1,7 +1,7 @@
 """Hold the options that the `tandem eval` commands share. No torch."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -100,7 +100,7 @@ def parse_shares(option: str, text: str) -> list[float]:
     return shares
 
 
-def parse_files(option: str, texts: list[str], known: list[str]) -> dict[str, Path]:
+def parse_files(option: str, texts: Sequence[str], known: Sequence[str]) -> dict[str, Path]:
     """Return `NAME=FILE` texts by name. Raises ValueError for another form, KeyError for an unknown name, OSError."""
     files: dict[str, Path] = {}
     for text in texts:

@@ -31,7 +31,7 @@ from gpu.host.offloader import Offloader
 from gpu.host.row_transfer import RowTransfer
 from gpu.in_flight import Awaited, InFlight, Timer, is_decoded
 from gpu.kv.commitment import Commitment
-from gpu.kv.pool import KvPool
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.lanes import LaneStreams, StepBuffers
 from gpu.layers.adapters import Adapters
 from gpu.layers.computed_experts import open_exchanges
@@ -43,7 +43,7 @@ from gpu.methods.prefill_side import make_prefill_sides
 from gpu.model.architecture import Architecture
 from gpu.operations.kv.kv_rows import stored_dtype
 from gpu.prefill.dense import Dense
-from gpu.prefill.jobs import Prefill
+from gpu.prefill.jobs import Prefill, PromptStores
 from gpu.prefill.outputs import FinishedJob
 from gpu.rehearsal import Limits, Rehearsal
 from gpu.runner_settings import RunnerSettings
@@ -95,11 +95,20 @@ class Runner:
         self.limits = Limits(settings.num_pages, settings.page_tokens, context, max_running, architecture.vocab_size)
         offloaded = tier.shape.layers if tier is not None else range(architecture.num_layers)
         dense_layers = [layer for layer in range(architecture.num_layers) if layer not in offloaded]
-        self.pool = KvPool(
-            architecture, settings.num_pages, dense_layers, settings.page_tokens, max_running, context, dtype, device,
-            settings.windows, settings.kv, settings.num_states, settings.state_dtype,
+        pool_shape = PoolShape(
+            settings.num_pages,
+            dense_layers,
+            settings.page_tokens,
+            max_running,
+            context,
+            dtype,
+            settings.windows,
+            settings.kv,
+            settings.num_states,
+            settings.state_dtype,
             settings.num_host_states,
-        )  # fmt: skip
+        )
+        self.pool = KvPool(architecture, pool_shape, device)
         adapters = None
         if settings.adapters:
             adapters = Adapters(settings.adapters, architecture, max_running, dtype, device)
@@ -129,10 +138,11 @@ class Runner:
         self._documents = None if settings.library is None else Documents(settings.library, device)
         copies = None if settings.disk is None else DiskCopies(self.pool, settings.disk, Streams(device))
         self._block_writer = None if copies is None else BlockWriter(copies, tier)
+        stores = PromptStores(tier, row_transfer, self._documents, copies)
+        reusing = tuple(self._reusing.values())
         self._prefill = Prefill(
-            decoder, self._sampler, settings.max_hidden_tokens, prefill_sides, tuple(self._reusing.values()), tier,
-            row_transfer, self._documents, copies, head,
-        )  # fmt: skip
+            decoder, self._sampler, settings.max_hidden_tokens, prefill_sides, reusing, stores, head
+        )
         self._last_tokens = torch.zeros(3 * max_running + 1, dtype=torch.int64, device=device)
         workspaces = open_workspaces(
             architecture, max_running, context, device, has_rings=bool(self._reusing), has_tier=tier is not None

@@ -67,12 +67,23 @@ def get_policy(name: str) -> Policy:
     raise UnknownPolicyError(f"fusion: unknown policy {name!r}; known: {', '.join(POLICIES)}")
 
 
+@dataclass(frozen=True, slots=True)
+class FusionSettings:
+    """How a prompt's chunks are reused. ratio: of all prompt tokens (the paper's r), so many of chunks are computed
+    again. select_layer: where a policy looks. seam_tokens: at the front of each chunk, computed again whatever the
+    ratio is, and counted to it. keep_tokens: that are left once the prompt is done (A3's extension; its C), text in
+    front of the first chunk and behind the last one always among them; 0: all.
+    """
+
+    policy: str
+    ratio: float
+    select_layer: int
+    seam_tokens: int
+    keep_tokens: int
+
+
 def plan_fused(
-    name: str,
-    ratio: float,
-    select_layer: int,
-    seam_tokens: int,
-    keep_tokens: int,
+    settings: FusionSettings,
     chunks: Sequence[PlacedChunk],
     begin: int,
     num_tokens: int,
@@ -81,13 +92,12 @@ def plan_fused(
 ) -> FusionPlan | None:
     """Return the plan of a prompt's tokens `[begin, num_tokens)`, or None where all of them are computed as ever.
 
-    ratio: of all prompt tokens (the paper's r), so many of chunks are computed again. seam_tokens: at the front of each
-    chunk, computed again whatever the ratio is, and counted to it. keep_tokens: that are left once the prompt is done
-    (A3's extension; its C), text in front of the first chunk and behind the last one always among them; 0: all. chunks:
-    ascending, disjoint, behind `begin`. `[num_prompt_tokens, num_tokens)` was drawn before the sequence gave way: it is
-    text, and asks nothing. windows: of the model's layers; the layer that looks attends to everything. Raises
-    UnknownPolicyError.
+    chunks: ascending, disjoint, behind `begin`. `[num_prompt_tokens, num_tokens)` was drawn before the sequence gave
+    way: it is text, and asks nothing. windows: of the model's layers; the layer that looks attends to everything.
+    Raises UnknownPolicyError.
     """
+    name, ratio, keep_tokens = settings.policy, settings.ratio, settings.keep_tokens
+    select_layer, seam_tokens = settings.select_layer, settings.seam_tokens
     policy = get_policy(name)
     if name == VANILLA or not chunks:
         return None

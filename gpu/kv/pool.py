@@ -7,6 +7,7 @@ other layers alone. A table row is read only up to its slot's context, so rows o
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,12 +25,30 @@ from gpu.upload import upload
 from transfer.allocation import allocate, dtype_name, dtype_of
 
 
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Sizes of a pool. dtype: that computes; kv: how pages hold rows; windows: that are kept by themselves. num_states:
+    of recurrent layers, in state_dtype (0: one a slot); num_host_states: copies of them in host memory.
+    """
+
+    num_pages: int
+    dense_layers: Sequence[int]
+    page_tokens: int
+    max_slots: int
+    max_context_tokens: int
+    dtype: torch.dtype
+    windows: WindowShape = NO_WINDOWS
+    kv: KvFormat = "bfloat16"
+    num_states: int = 0
+    state_dtype: torch.dtype = torch.float32
+    num_host_states: int = 0
+
+
 class KvPool:
     """The KV pages of one model and the page tables of its slots. arenas: of keys, of values. key_pages, value_pages: a
     `[pages, kv_heads, page_tokens, dim]` for each layer, in `dtype` or, as `kv` says, of codes (`kv_rows`), views of
     the arena by page id: `num_pages` resident ones and, in a dense layer, all ids behind them; of a layer whose window
-    is kept by itself, its rows in `windows`; of a recurrent one nothing: `states` has what it keeps, `num_states` of
-    `state_dtype` (0: one a slot), `num_host_states` copies of them in host memory.
+    is kept by itself, its rows in `windows`; of a recurrent one nothing: `states` has what it keeps.
 
     latent_rank: of latent attention, whose rows are keys and values at once: there is one arena then, and both lists
     are of it; None: there are two.
@@ -37,10 +56,9 @@ class KvPool:
     page_table: int32 `[max_slots, max_pages]`, by cell, of all layers but those. dense_layers: may name them, too.
     """
 
-    def __init__(self, architecture: Architecture, num_pages: int, dense_layers: Sequence[int], page_tokens: int,
-                 max_slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device,
-                 windows: WindowShape = NO_WINDOWS, kv: KvFormat = "bfloat16", num_states: int = 0,
-                 state_dtype: torch.dtype = torch.float32, num_host_states: int = 0) -> None:  # fmt: skip
+    def __init__(self, architecture: Architecture, shape: PoolShape, device: torch.device) -> None:
+        kv, dtype, num_pages, page_tokens = shape.kv, shape.dtype, shape.num_pages, shape.page_tokens
+        windows, max_slots = shape.windows, shape.max_slots
         row = row_array(
             kv if kv in CODE_FORMATS else dtype_name(dtype), architecture.dim, architecture.latent is not None
         )
@@ -60,12 +78,12 @@ class KvPool:
         recurrent = architecture.recurrent_layers
         layers = [layer for layer in range(architecture.num_layers) if layer not in {*windows.layers, *recurrent}]
         self.num_pages = num_pages
-        self.dense_layers = tuple(layer for layer in dense_layers if layer in layers)
+        self.dense_layers = tuple(layer for layer in shape.dense_layers if layer in layers)
         self.offloaded_layers = tuple(layer for layer in layers if layer not in self.dense_layers)
         self.layout = PageLayout(len(layers), len(self.dense_layers), num_pages)
         self.page_tokens = page_tokens
         self.max_slots = max_slots
-        self.max_pages = -(-max_context_tokens // page_tokens)
+        self.max_pages = -(-shape.max_context_tokens // page_tokens)
         self.device = device
         size = len(layers) * num_pages, *page_shape
         self.arenas = [allocate_arena(size, stored, device) for _ in range(architecture.rows_of_head)]
@@ -75,7 +93,7 @@ class KvPool:
         )
         own_states = architecture.recurrent
         self.states = None if own_states is None else States(
-            own_states, recurrent, num_states, max_slots, dtype, state_dtype, device, num_host_states
+            own_states, recurrent, shape.num_states, max_slots, dtype, shape.state_dtype, device, shape.num_host_states
         )  # fmt: skip
         views = [self._views(arena, own) for arena, own in zip(self.arenas, self.windows.views(), strict=False)]
         self.key_pages, self.value_pages = views[0], views[-1]

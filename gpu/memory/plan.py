@@ -5,7 +5,6 @@ each part needs. Invariant: the items of a place add up to no more than its limi
 longest context. With a host tier, `gpu.memory.host_shares` says what that takes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -23,11 +22,8 @@ from gpu.memory.counting import (
 from gpu.memory.demand import Demand, MemoryItem, Place, PlanError
 from gpu.memory.draft_model import DraftModelPlan
 from gpu.memory.host_demand import HostDemand
-from gpu.memory.host_shares import Budget, HostShares, resolve_host, share_memory
+from gpu.memory.host_shares import HostShares, resolve_host
 from gpu.memory.machine_limits import (
-    HOST_SHARE,
-    SMALLEST_CONTEXT_TOKENS,
-    in_gib,
     require_gpu,
     require_memory,
     resolve_device,
@@ -35,6 +31,7 @@ from gpu.memory.machine_limits import (
     resolve_kv,
     resolve_limits,
 )
+from gpu.memory.page_shares import count_wanted, kv_items, say_wanted, share_out, takes_as_used
 from gpu.memory.refusals import (
     check_configured,
     check_disk,
@@ -43,29 +40,22 @@ from gpu.memory.refusals import (
     check_documents,
     check_fixed,
     check_latents,
-    check_pages,
     check_pinned,
     check_snapshots,
     check_states,
 )
-from gpu.methods.kept import Kept
-from gpu.methods.method import MethodState
-from gpu.model.adapter_file import AdapterFile, adapter_bytes
-from gpu.model.architecture import Architecture
+from gpu.memory.request import MemoryRequest, PlannedSizes
+from gpu.model.adapter_file import adapter_bytes
 from gpu.model.humming_formats import why_not_here
 from gpu.model.matrix_formats import why_unpacked
-from gpu.page_layout import KvFormat, page_table
+from gpu.page_layout import KvFormat
 from gpu.step import PartId
-from gpu.weights.expert_shares import PINNED_SHARE
 from transfer.disk.disk_config import DiskConfig
-from transfer.host_config import DocumentsConfig, HostConfig
-from transfer.machine import GIB, GpuProfile, MachineProfile
+from transfer.machine import GpuProfile
 
-__all__ = ["MemoryPlan", "PlanError", "PlannedSizes", "plan_memory", "require_device"]
+__all__ = ["MemoryPlan", "MemoryRequest", "PlanError", "PlannedSizes", "plan_memory", "require_device"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-WHOLE_CONTEXTS = 4  # of those that run, that have room for the longest context where the CPU is the device
-MOST_EMPTY_PAGES = 2**18  # where no layer has pages, there are numbers alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,45 +146,40 @@ class MemoryPlan:
         return self.used_bytes(place) - later
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedSizes:
-    """What steps and contexts are asked for: sequences that run, tokens of a prefill chunk, of the longest context, and
-    of all prompts under way together; None: as many as fit. prefill_graph_sizes: of units whose layers are captured.
-    """
-
-    max_running: int
-    chunk_tokens: int
-    max_context_tokens: int | None
-    max_hidden_tokens: int | None
-    prefill_graph_sizes: tuple[int, ...] = ()
-
-
-def plan_memory(
-    architecture: Architecture,
-    gpu: GpuConfig,
-    *,
-    host: HostConfig | None,
-    kept: Kept | None,
-    states: Sequence[MethodState],
-    sizes: PlannedSizes,
-    machine: MachineProfile,
-    documents: DocumentsConfig | None = None,
-    disk: DiskConfig | None = None,
-    computed_rows: int = 0,
-    draft: DraftModelPlan | None = None,
-    adapters: Sequence[AdapterFile] = (),
-) -> MemoryPlan:
+def plan_memory(asked: MemoryRequest) -> MemoryPlan:
     """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
 
-    kept: what of contexts that are offloaded stays on the device (`gpu.profiles.find_kept`), None without `host`;
-    states: what attention methods keep for sequences that run (`gpu.profiles.list_states`); rings that nobody counted
-    take an eighth of what weights and workspaces leave, and there is one at least; documents: how their chunks are
-    kept; disk: how contexts are kept there; computed_rows, draft: see `MemoryPlan`; adapters: beside the weights. A
-    context that nobody asked for shrinks to what fits; one that the configuration names must fit. Raises PlanError.
+    Rings that nobody counted take an eighth of what weights and workspaces leave, and there is one at least. A context
+    that nobody asked for shrinks to what fits; one that the configuration names must fit. Raises PlanError.
     """
-    max_running, max_context_tokens, max_hidden_tokens = (
-        sizes.max_running, sizes.max_context_tokens, sizes.max_hidden_tokens,
-    )  # fmt: skip
+    demand, dtype = _find_demand(asked)
+    gpu, sizes, place = asked.gpu, asked.sizes, demand.place
+    limits = resolve_limits(gpu, demand.device, asked.machine)
+    demand = count_experts(demand, limits[place], gpu, sizes.max_context_tokens, sizes.max_hidden_tokens)
+    demand = count_rings(demand, limits[place])
+    demand = count_windows(count_host_states(demand, gpu), limits[place], gpu)
+    fixed = demand.fixed_items()
+    left = limits[place] - sum(item.bytes for item in fixed if item.place == place)
+    check_fixed(fixed, place, limits, left, demand)
+    check_pinned(fixed, demand, asked.machine)
+    check_snapshots(fixed, demand, asked.machine)
+    check_configured(demand, gpu, left, limits[place], sizes.max_context_tokens, sizes.max_hidden_tokens)
+    shares, notes = share_out(asked, demand, fixed, left)
+    items = (*fixed, *demand.context_items(shares.context, shares.hidden_tokens), *kv_items(demand, shares))
+    if takes_as_used(asked, demand) and (wanted := count_wanted(demand, shares)) < shares.num_pages:
+        shares = replace(shares, num_pages=wanted, kv_bytes=wanted * demand.page_bytes)
+        items = (*fixed, *demand.context_items(shares.context, shares.hidden_tokens), *kv_items(demand, shares))
+        limits = {place: sum(item.bytes for item in items)}
+        notes = (*notes, say_wanted(demand, shares))
+    notes = (*notes, *_say_slow(demand, gpu))
+    return _make_plan(asked, demand, dtype, shares, items, limits, notes)
+
+
+def _find_demand(asked: MemoryRequest) -> tuple[Demand, Literal["bfloat16", "float32"]]:
+    """Return what the parts of a deployment need, before anything is counted, and the dtype that computes. Raises
+    PlanError for settings that do not go together.
+    """
+    architecture, gpu, sizes, machine = asked.architecture, asked.gpu, asked.sizes, asked.machine
     device = resolve_device(gpu, machine)
     dtype = resolve_dtype(gpu, device)
     if architecture.quantisation is not None and architecture.quantisation.humming:
@@ -202,104 +187,123 @@ def plan_memory(
         if reason is not None:
             raise PlanError(reason)
     kv = resolve_kv(gpu, dtype, architecture)
-    check_latents(architecture, host, states)
+    check_latents(architecture, asked.host, asked.states)
     check_states(architecture, gpu)
-    tier = None
-    if host is not None and kept is not None:
-        excludes = any(state.part.method.excludes_blocks for state in states)
-        tier = resolve_host(host, kept, architecture, gpu.page_tokens, DTYPE_BYTES[dtype], max_running, kv, excludes)
-    spare_tokens = spare_window_tokens(gpu.page_tokens, tier)
-    window_pages = 0
-    if documents is not None:
-        check_documents(architecture)
-    else:  # a prompt that takes chunks has queries anywhere in it, and what they see must be there
-        window_pages = count_window_pages(architecture, gpu, spare_tokens, max_context_tokens)
-    if gpu.kv_windows is not None and not window_pages:
-        why = "documents need all of a context" if architecture.window_layers else "no layer of the model has a window"
-        raise PlanError(f"gpu.kv_windows: asked {gpu.kv_windows}, but {why}; leave it out")
+    tier = _find_tier(asked, kv, dtype)
+    window_pages = _find_window_pages(asked, spare_window_tokens(gpu.page_tokens, tier))
     if tier is not None and window_pages:
         tier = replace(tier, window_layers=architecture.window_layers)
     if tier is not None and architecture.recurrent is not None:
         tier = replace(tier, window_layers=architecture.recurrent_layers)
-    added = adapter_bytes(adapters, architecture, DTYPE_BYTES[dtype], sizes.chunk_tokens)
-    place: Place = "gpu" if device == "cuda" else "host"
-    beside = (MemoryItem("adapters", place, added, "of rank by rank, beside the weights"),) if added else ()
+    documents = asked.documents
     demand = Demand(
         architecture,
         device,
         DTYPE_BYTES[dtype],
-        max_running,
+        sizes.max_running,
         sizes.chunk_tokens,
         gpu.page_tokens,
         gpu.graph_batch_sizes,
         tier,
-        tuple(states),
+        tuple(asked.states),
         documents,
         0 if documents is None else documents.memory_bytes(machine.memory_bytes),
-        disk,
+        asked.disk,
         window_pages,
         kv=kv,
-        computed_rows=computed_rows,
-        asked_context=max_context_tokens,
+        computed_rows=asked.computed_rows,
+        asked_context=sizes.max_context_tokens,
         state_bytes=4 if gpu.state_dtype == "float32" else 2,
         unpacked=why_unpacked(architecture, machine.has_vectors) if device == "cpu" else None,
         prefill_graph_sizes=sizes.prefill_graph_sizes,
-        beside=(*(() if draft is None else draft.items), *beside),
+        beside=_find_beside(asked, device, dtype),
     )
-    if disk is not None:
-        check_disk(architecture, demand.window_layers)
-        check_disk_rows(architecture, disk, kv)
-        stored = disk_format(disk.rows, kv)
-        check_disk_limit(disk, kv_record(architecture, demand.window_layers, stored, disk.block_tokens).file_bytes)
-    place = demand.place
-    limits = resolve_limits(gpu, device, machine)
-    demand = count_experts(demand, limits[place], gpu, max_context_tokens, max_hidden_tokens)
-    demand = count_rings(demand, limits[place])
-    demand = count_windows(count_host_states(demand, gpu), limits[place], gpu)
-    fixed = demand.fixed_items()
-    left = limits[place] - sum(item.bytes for item in fixed if item.place == place)
-    check_fixed(fixed, place, limits, left, demand)
-    check_pinned(fixed, demand, machine)
-    check_snapshots(fixed, demand, machine)
-    check_configured(demand, gpu, left, limits[place], max_context_tokens, max_hidden_tokens)
-    if host is None:
-        shares, notes = _share_pages(demand, gpu, left, max_context_tokens, max_hidden_tokens)
-        if device == "cpu" and gpu.kv_cache_gib is None and gpu.memory_limit_gib is None:
-            wanted = _count_wanted(demand, shares)
-            if wanted < shares.num_pages:
-                shares = replace(shares, num_pages=wanted, kv_bytes=wanted * demand.page_bytes)
-                held = *fixed, *demand.context_items(shares.context, shares.hidden_tokens), *_kv_items(demand, shares)
-                limits = {place: sum(item.bytes for item in held)}
-                notes = (*notes, _say_wanted(demand, shares))
-    else:
-        window_bytes = demand.num_windows * demand.window_bytes
-        budget = _host_budget(gpu, host, fixed, demand, left, max_hidden_tokens, machine, window_bytes)
-        shares, notes = _share_with_host(demand, budget, max_context_tokens)
+    if asked.disk is not None:
+        _check_disk(asked.disk, demand, kv)
+    return demand, dtype
+
+
+def _find_tier(asked: MemoryRequest, kv: KvFormat, dtype: Literal["bfloat16", "float32"]) -> HostDemand | None:
+    if asked.host is None or asked.kept is None:
+        return None
+    excludes = any(state.part.method.excludes_blocks for state in asked.states)
+    return resolve_host(
+        asked.host, asked.kept, asked.architecture, asked.gpu.page_tokens, DTYPE_BYTES[dtype], asked.sizes.max_running,
+        kv, excludes,
+    )  # fmt: skip
+
+
+def _find_window_pages(asked: MemoryRequest, spare_tokens: int) -> int:
+    """Return the pages of a window that is kept by itself, 0 for none. Raises PlanError for windows nothing has."""
+    architecture, gpu, window_pages = asked.architecture, asked.gpu, 0
+    if asked.documents is not None:
+        check_documents(architecture)
+    else:  # a prompt that takes chunks has queries anywhere in it, and what they see must be there
+        window_pages = count_window_pages(architecture, gpu, spare_tokens, asked.sizes.max_context_tokens)
+    if gpu.kv_windows is not None and not window_pages:
+        why = "documents need all of a context" if architecture.window_layers else "no layer of the model has a window"
+        raise PlanError(f"gpu.kv_windows: asked {gpu.kv_windows}, but {why}; leave it out")
+    return window_pages
+
+
+def _find_beside(
+    asked: MemoryRequest, device: Literal["cuda", "cpu"], dtype: Literal["bfloat16", "float32"]
+) -> tuple[MemoryItem, ...]:
+    """Return what stands beside the model: another one that drafts, and adapters."""
+    added = adapter_bytes(asked.adapters, asked.architecture, DTYPE_BYTES[dtype], asked.sizes.chunk_tokens)
+    place: Place = "gpu" if device == "cuda" else "host"
+    adapters = (MemoryItem("adapters", place, added, "of rank by rank, beside the weights"),) if added else ()
+    return (*(() if asked.draft is None else asked.draft.items), *adapters)
+
+
+def _check_disk(disk: DiskConfig, demand: Demand, kv: KvFormat) -> None:
+    """Raise PlanError for contexts that cannot be kept on disk, or not in its limit."""
+    check_disk(demand.shape, demand.window_layers)
+    check_disk_rows(demand.shape, disk, kv)
+    stored = disk_format(disk.rows, kv)
+    check_disk_limit(disk, kv_record(demand.shape, demand.window_layers, stored, disk.block_tokens).file_bytes)
+
+
+def _say_slow(demand: Demand, gpu: GpuConfig) -> tuple[str, ...]:
+    """Say what makes sequences wait, or steps slow, though it fits."""
+    notes, max_running = [], demand.max_running
     if demand.window_layers and demand.num_windows < max_running:
-        what, key = ("windows", "gpu.kv_windows says") if window_pages else ("states", "gpu.states_gib says")
-        notes = (
-            *notes,
+        what, key = ("windows", "gpu.kv_windows says") if demand.window_pages else ("states", "gpu.states_gib says")
+        notes.append(
             f"there are {what} for {demand.num_windows} sequences, scheduler.max_running is {max_running}: the others "
-            f"wait; {key} how many",
+            f"wait; {key} how many"
         )
-    if device == "cpu":
-        notes = (*notes, "the CPU is the device: every item is in host memory")
+    if demand.device == "cpu":
+        notes.append("the CPU is the device: every item is in host memory")
     elif max(gpu.graph_batch_sizes, default=0) < max_running:
-        notes = (
-            *notes,
+        notes.append(
             f"gpu.graph_batch_sizes: {list(gpu.graph_batch_sizes)}, scheduler.max_running: {max_running}: steps of "
-            "more sequences than the largest graph has are launched kernel by kernel, several times as slowly",
+            "more sequences than the largest graph has are launched kernel by kernel, several times as slowly"
         )
+    return tuple(notes)
+
+
+def _make_plan(
+    asked: MemoryRequest,
+    demand: Demand,
+    dtype: Literal["bfloat16", "float32"],
+    shares: HostShares,
+    items: tuple[MemoryItem, ...],
+    limits: dict[Place, int],
+    notes: tuple[str, ...],
+) -> MemoryPlan:
+    gpu, tier, recurrent = asked.gpu, demand.host, asked.architecture.recurrent
+    assert demand.kv is not None, "memory plan: how pages hold rows is resolved"
     return MemoryPlan(
-        device=device,
+        device=demand.device,
         dtype=dtype,
-        kv=kv,
-        threads=gpu.threads or machine.physical_cores,
+        kv=demand.kv,
+        threads=gpu.threads or asked.machine.physical_cores,
         max_context_tokens=shares.context,
         max_hidden_tokens=shares.hidden_tokens,
-        chunk_tokens=sizes.chunk_tokens,
-        prefill_graph_sizes=sizes.prefill_graph_sizes,
-        page_tokens=gpu.page_tokens,
+        chunk_tokens=demand.chunk_tokens,
+        prefill_graph_sizes=demand.prefill_graph_sizes,
+        page_tokens=demand.page_tokens,
         kv_bytes=shares.kv_bytes + demand.num_windows * demand.window_bytes,
         num_pages=shares.num_pages,
         dense_layers=tier.dense_layers if tier else (),
@@ -307,26 +311,26 @@ def plan_memory(
         window_tokens=tier.least_window_tokens if tier else 0,
         resident_tokens=tier.least_resident_tokens if tier else 0,
         offload_block_tokens=OFFLOAD_BLOCK_TOKENS if tier else 0,
-        residency=host.residency if host else "fixed",
+        residency=asked.host.residency if asked.host else "fixed",
         rings=tuple((state.part.id, state.count or 0) for state in demand.states if state.has_rings),
         ring_pages=tuple((state.part.id, state.pages) for state in demand.states if state.pages),
         host_limit_bytes=shares.host_limit_bytes,
         host_tokens=shares.host_tokens,
-        items=(*fixed, *demand.context_items(shares.context, shares.hidden_tokens), *_kv_items(demand, shares)),
+        items=items,
         limit_bytes=limits,
         notes=notes,
         window_layers=demand.window_layers,
         num_windows=demand.num_windows,
         window_bytes=demand.window_bytes,
-        window_pages=window_pages,
-        spare_window_tokens=spare_tokens if window_pages else 0,
-        snapshot_tokens=None if architecture.recurrent is None else gpu.snapshot_tokens,
+        window_pages=demand.window_pages,
+        spare_window_tokens=spare_window_tokens(demand.page_tokens, tier) if demand.window_pages else 0,
+        snapshot_tokens=None if recurrent is None else gpu.snapshot_tokens,
         num_host_states=demand.num_host_states,
         experts_on_card=demand.experts_on_card,
         computed_rows=demand.computed_rows,
         documents_bytes=demand.documents_bytes,
         is_packed=demand.unpacked is None,
-        draft=draft,
+        draft=asked.draft,
     )
 
 
@@ -335,139 +339,3 @@ def require_device(plan: MemoryPlan, gpu: GpuProfile | None, machine_name: str) 
     if plan.device == "cuda":
         card = require_gpu(gpu, machine_name)
         require_memory(plan.limit_bytes["gpu"], card.memory_bytes, card.name)
-
-
-def _share_pages(
-    demand: Demand, gpu: GpuConfig, left: int, max_context_tokens: int | None, max_hidden_tokens: int | None
-) -> tuple[HostShares, tuple[str, ...]]:
-    """Share memory out without a host tier: pages hold all of every context."""
-    budget = left
-    if gpu.kv_cache_gib is not None:
-        budget = int(gpu.kv_cache_gib * GIB) - demand.num_windows * demand.window_bytes
-    context, notes = _resolve_context(demand, left, budget, max_context_tokens, max_hidden_tokens)
-    hidden_tokens = max_hidden_tokens or demand.default_hidden_tokens(context, left)
-    spare = left - sum(item.bytes for item in demand.context_items(context, hidden_tokens))
-    if demand.page_bytes:
-        num_pages = min(spare, budget) // demand.page_bytes
-    else:
-        most = -(-context // demand.page_tokens)
-        num_pages = max(most, min(MOST_EMPTY_PAGES, demand.num_windows * most)) if spare >= 0 else 0
-    check_pages(demand, num_pages, context, max_context_tokens, hidden_tokens, spare, gpu)
-    return HostShares(context, hidden_tokens, num_pages * demand.page_bytes, num_pages, 0, 0), notes
-
-
-def _count_wanted(demand: Demand, shares: HostShares) -> int:
-    """Return the pages that running sequences may want where the CPU is the device: there they are taken as they are
-    used, and prefixes that nobody asks for again would take all that memory gives. A share for rings has no such end.
-    """
-    if not demand.page_bytes or demand.reuses:
-        return shares.num_pages
-    return min(demand.max_running, WHOLE_CONTEXTS) * -(-shares.context // demand.page_tokens)
-
-
-def _say_wanted(demand: Demand, shares: HostShares) -> str:
-    count = min(demand.max_running, WHOLE_CONTEXTS)
-    which = "one context" if count == 1 else f"{count} contexts"
-    return (
-        f"memory is limited to what {which} of {shares.context:,} tokens want; gpu.kv_cache_gib or "
-        "gpu.memory_limit_gib give more room, for sequences that run and for prefixes"
-    )
-
-
-def _share_with_host(
-    demand: Demand, budget: Budget, max_context_tokens: int | None
-) -> tuple[HostShares, tuple[str, ...]]:
-    model = demand.shape.max_context_tokens
-    longest = min(model, budget.hidden_tokens or model)
-    shares = share_memory(demand, budget, max_context_tokens, longest, min(SMALLEST_CONTEXT_TOKENS, longest))
-    notes = []
-    if max_context_tokens is None and shares.context < model:
-        notes.append(
-            f"contexts are limited to {shares.context:,} of the model's {model:,} tokens by what memory is left"
-        )
-    tier = _present(demand.host)
-    spare = shares.num_pages - tier.running_tokens(shares.context) // demand.page_tokens
-    in_pages = spare * tier.dense_per_block * demand.page_tokens
-    if tier.dense_per_block and in_pages < shares.host_tokens:
-        notes.append(
-            f"host memory has room for {shares.host_tokens:,} tokens, the dense layers' pages for {in_pages:,}: with "
-            "fewer of host.dense_layers, more of it is used"
-        )
-    beside = shares.num_pages - tier.dense_blocks(tier.offloaded_tokens(shares.context))
-    fit = beside * demand.page_tokens // tier.running_tokens(shares.context)
-    if fit < demand.max_running:
-        notes.append(
-            f"resident KV pages hold the windows of {fit} sequences, scheduler.max_running is {demand.max_running}: "
-            "the others wait"
-        )
-    return shares, tuple(notes)
-
-
-def _host_budget(
-    gpu: GpuConfig, host: HostConfig, fixed: tuple[MemoryItem, ...], demand: Demand, left: int, hidden: int | None,
-    machine: MachineProfile, window_bytes: int,
-) -> Budget:  # fmt: skip
-    """Return what host memory may be taken: of the machine's where a GPU is the device, else of what is left of its
-    limit.
-    """
-    planned = sum(item.bytes for item in fixed if item.place == "host")
-    have = left if demand.place == "host" else machine.memory_bytes - planned
-    asked = None if host.memory_limit_gib is None else int(host.memory_limit_gib * GIB)
-    others = [item for item in fixed if item.name == "documents"]
-    also = f", or documents.memory_limit_gib, which is {in_gib(others[0].bytes)}" if others else ""
-    if asked is not None and asked > have:
-        raise PlanError(
-            f"host.memory_limit_gib: asked {in_gib(asked)}, {in_gib(max(have, 0))} of host memory left; lower it{also}"
-        )
-    default = min(max(have, 0), int(machine.memory_bytes * HOST_SHARE))
-    if demand.expert_shares.host_bytes or demand.num_host_states:  # which nobody can page out
-        default = min(default, max(0, int(machine.memory_bytes * PINNED_SHARE) - planned))
-    kv = None if gpu.kv_cache_gib is None else int(gpu.kv_cache_gib * GIB) - window_bytes
-    if demand.place == "host" and asked is not None and kv is not None and kv + asked > left:
-        raise PlanError(
-            f"gpu.kv_cache_gib: asked {gpu.kv_cache_gib:g} GiB, {in_gib(left - asked)} left beside "
-            f"host.memory_limit_gib, which is {in_gib(asked)}; lower one of them{also}"
-        )
-    return Budget(left, kv, asked, default, hidden)
-
-
-def _present(host: HostDemand | None) -> HostDemand:
-    assert host is not None, "memory plan: a plan with a host tier has its demand"
-    return host
-
-
-def _kv_items(demand: Demand, shares: HostShares) -> tuple[MemoryItem, ...]:
-    page_tokens, host = demand.page_tokens, demand.host
-    note = f"{shares.num_pages:,} pages of {page_tokens} tokens, {shares.num_pages * page_tokens:,} tokens in all"
-    if host is not None and host.dense_per_block:
-        layers = ", ".join(str(layer) for layer in host.dense_layers if layer not in host.window_layers)
-        note += f", or {host.dense_per_block} times as many of evicted tokens' dense layers {layers}"
-    pages = MemoryItem("KV pages", demand.place, shares.num_pages * demand.page_bytes, note)
-    if host is None:
-        return (pages,)
-    rows = shares.host_limit_bytes * host.host_row_bytes // host.host_token_bytes
-    note_rows = f"{shares.host_tokens:,} tokens fit, in {host.config.rows}"
-    note_tables = f"of these tokens, {host.config.sampled.num_tables} a KV head"
-    return (
-        pages,
-        MemoryItem("deposited KV", "host", rows, note_rows),
-        MemoryItem("hash tables", "host", shares.host_limit_bytes - rows, note_tables),
-    )
-
-
-def _resolve_context(
-    demand: Demand, left: int, budget: int, asked: int | None, hidden_tokens: int | None
-) -> tuple[int, tuple[str, ...]]:
-    """Return the longest context to serve, and what to say of it where it is not the model's."""
-    if asked is not None:
-        return asked, ()
-    longest = demand.shape.max_context_tokens
-    fixed_hidden = (hidden_tokens or 0) * demand.hidden_token_bytes + page_table(demand.max_running, 1).num_bytes
-    per_token = demand.context_token_bytes(1 if hidden_tokens is None else 0)
-    fits = int((left - fixed_hidden) / per_token)
-    in_budget = budget // demand.kv_token_bytes if demand.kv_token_bytes else fits
-    in_pages = min(fits, in_budget) // demand.page_tokens * demand.page_tokens
-    context = min(longest, max(in_pages, 0), hidden_tokens or longest)
-    if context == longest:
-        return context, ()
-    return context, (f"contexts are limited to {context:,} of the model's {longest:,} tokens by what memory is left",)

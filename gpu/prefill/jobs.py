@@ -6,6 +6,7 @@ may be cut into units at different places. An offloaded prompt is alone in its j
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -41,30 +42,48 @@ LOOK_TOKENS = 2048  # of the layer in which a policy looks, projected at once
 LOST_CHUNK_TOKENS = 2048  # of a chunk that is computed while its prompt waits, at once
 
 
+@dataclass(frozen=True, slots=True)
+class PromptStores:
+    """What prompts come from and go to beside pages. tier, row_transfer: where prompts with a `host` go, and how; or
+    None and None. documents: where chunks come from, and go; or None. disk: where prompts' fronts come from; or None.
+    """
+
+    tier: HostTier | None = None
+    row_transfer: RowTransfer | None = None
+    documents: Documents | None = None
+    disk: DiskCopies | None = None
+
+
 class Prefill:
     """All prefill jobs under way; their prompts have no more than `max_hidden_tokens` tokens to compute together.
 
     sides: what attends to prompts, by what units name it, `DENSE` among them. reusing: what sees the prompts of slots
-    that hold its rings. tier, row_transfer: where prompts with a `host` go, and how; or None and None. documents: where
-    chunks come from, and go; or None. disk: where prompts' fronts come from; or None. head: that takes in what is
-    computed; or None.
+    that hold its rings. stores: what prompts come from and go to beside pages. head: that takes in what is computed; or
+    None.
     """
 
-    def __init__(self, decoder: Decoder, sampler: Sampler, max_hidden_tokens: int, sides: Mapping[str, PrefillSide],
-                 reusing: Sequence[RingSide], tier: HostTier | None,
-                 row_transfer: RowTransfer | None, documents: Documents | None,
-                 disk: DiskCopies | None = None, head: DraftHead | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        decoder: Decoder,
+        sampler: Sampler,
+        max_hidden_tokens: int,
+        sides: Mapping[str, PrefillSide],
+        reusing: Sequence[RingSide],
+        stores: PromptStores,
+        head: DraftHead | None = None,
+    ) -> None:
         self.max_hidden_tokens = max_hidden_tokens
         self.decoder = decoder
         self.sampler = sampler
         self.device = decoder.pool.device
         self.gathered = GatheredKv(decoder.pool, decoder.architecture.num_kv_heads, decoder.architecture.dim)
+        tier, row_transfer = stores.tier, stores.row_transfer
         self.staging = (
             Staging(decoder.pool, tier, row_transfer) if tier is not None and row_transfer is not None else None
         )
         pool = decoder.pool
-        self._documents = documents
-        self._disk = disk
+        self._documents = stores.documents
+        self._disk = stores.disk
         self._head = head
         self.windows = WindowPrefill(pool, decoder.scale) if pool.windows.shape.layers else None
         self.attention = UnitAttention(decoder, self.gathered, sides, reusing)

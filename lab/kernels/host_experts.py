@@ -34,7 +34,7 @@ from gpu.exchange.device_experts import ExpertExchange
 from gpu.layers.computed_experts import open_exchanges
 from gpu.layers.projections import Projections
 from gpu.load import DTYPES, RANDOM_SEED
-from gpu.memory.plan import MemoryPlan, PlannedSizes, plan_memory
+from gpu.memory.plan import MemoryPlan, MemoryRequest, PlannedSizes, plan_memory
 from gpu.model.architecture import Architecture, named_shape
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
@@ -150,13 +150,15 @@ def _plan(
         experts_gib="auto" if is_cuda else None, graph_batch_sizes=served_graph_sizes(benchmark.batches),
     )  # fmt: skip
     return plan_memory(
-        shape,
-        gpu,
-        host=None,
-        kept=None,
-        states=(),
-        sizes=PlannedSizes(_max_running(benchmark), benchmark.chunk_tokens, benchmark.context, None),
-        machine=machine,
+        MemoryRequest(
+            shape,
+            gpu,
+            host=None,
+            kept=None,
+            states=(),
+            sizes=PlannedSizes(_max_running(benchmark), benchmark.chunk_tokens, benchmark.context, None),
+            machine=machine,
+        )
     )
 
 

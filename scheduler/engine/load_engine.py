@@ -38,7 +38,7 @@ from scheduler.prefill.document_chunks import Documents
 from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS
 from scheduler.residence.disk_contexts import DiskSide
 from scheduler.sequences.capacity import plan_capacity
-from scheduler.steps.scheduler import Device, Scheduler
+from scheduler.steps.scheduler import Device, Scheduler, Sources
 from transfer.chunks.chunk_format import ChunkShape
 from transfer.chunks.chunk_library import ChunkLibrary
 from transfer.chunks.chunk_store import open_chunks
@@ -147,11 +147,13 @@ def load_engine(
         model_key(digest, config.model, gpu, rope_key(architecture, plan.max_context_tokens)),
         profiles,
         Device(lanes, runner.most_rows, runner.reads, runner.page_memory, runner.window_memory),
-        None if library is None else make_documents(library, config, architecture, plan, runner),
-        Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
-        None
-        if disk is None
-        else DiskSide(disk, runner.is_read, runner.lost_jobs, lambda: runner.num_savable, runner.is_ready),
+        Sources(
+            None if library is None else make_documents(library, config, architecture, plan, runner),
+            Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),
+            None
+            if disk is None
+            else DiskSide(disk, runner.is_read, runner.lost_jobs, lambda: runner.num_savable, runner.is_ready),
+        ),
     )
     if any(one.draft is not None and one.draft.uses_ngrams for one in profiles.values()):
         NGrams.compile_ahead()

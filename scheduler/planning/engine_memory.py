@@ -3,16 +3,15 @@
 The plan is made once and goes to the engine with the configuration, so what `tandem plan` prints is what is allocated.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from operator import itemgetter
 
 from gpu.config import GpuConfig, ModelConfig
 from gpu.memory.draft_model import DraftModelPlan, plan_draft_model
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
-from gpu.memory.plan import MemoryPlan, PlanError, PlannedSizes, plan_memory
+from gpu.memory.plan import MemoryPlan, MemoryRequest, PlanError, PlannedSizes, plan_memory
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture, ModelError, load_architecture
 from gpu.model.draft_head import with_draft_head
@@ -55,28 +54,29 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     if config.disk is not None and not config.scheduler.prefix_cache:
         raise PlanError("disk needs scheduler.prefix_cache: true, and it is false; change it, or leave out disk")
     draft = _plan_draft_model(config, profiles, architecture, machine)
-    share_out = partial(
-        plan_memory,
+    request = MemoryRequest(
         architecture,
         config.gpu,
         host=config.host,
         kept=None if config.host is None else find_kept(profiles, config.host, architecture),
         states=list_states(profiles, architecture),
+        sizes=_asked_sizes(config.scheduler),
         machine=machine,
         documents=config.documents,
         disk=config.disk,
         draft=draft,
         adapters=read_adapters(config, architecture),
     )
-    sizes = _choose_sizes(config.scheduler, share_out)
-    share_out = partial(share_out, sizes=_with_graphs(config.gpu, sizes, share_out))
+    request = replace(request, sizes=_choose_sizes(config.scheduler, request))
+    request = replace(request, sizes=_with_graphs(config.gpu, request))
     asked, rates = config.gpu.host_experts, find_rates(machine, measured_path())
     max_running = config.scheduler.max_running
-    plan = share_out(computed_rows=captured_rows(config.gpu, max_running, configured_rows(asked) or 0))
+    captured = captured_rows(config.gpu, max_running, configured_rows(asked) or 0)
+    plan = plan_memory(replace(request, computed_rows=captured))
     known = config.gpu, max_running, architecture
     computed_rows, said = choose(asked, *known, plan, find_expert_shares(architecture, plan), rates)
     if computed_rows != plan.computed_rows:
-        plan = share_out(computed_rows=computed_rows)
+        plan = plan_memory(replace(request, computed_rows=computed_rows))
         _, said = choose(computed_rows, *known, plan, find_expert_shares(architecture, plan), rates)
     notes: list[str] = []
     if config.host is not None:
@@ -110,21 +110,25 @@ def served_shape(config: EngineConfig, architecture: Architecture) -> Architectu
     return architecture
 
 
-def _choose_sizes(scheduler: SchedulerConfig, share_out: Callable[..., MemoryPlan]) -> PlannedSizes:
-    """Return what steps and contexts are asked for, with the largest units of prefill that cost next to nothing."""
-    sizes = PlannedSizes(
+def _asked_sizes(scheduler: SchedulerConfig) -> PlannedSizes:
+    return PlannedSizes(
         scheduler.max_running,
         scheduler.prefill.chunk_tokens,
         scheduler.max_context_tokens,
         scheduler.prefill.max_hidden_tokens,
     )
+
+
+def _choose_sizes(scheduler: SchedulerConfig, request: MemoryRequest) -> PlannedSizes:
+    """Return what steps and contexts are asked for, with the largest units of prefill that cost next to nothing."""
+    sizes = request.sizes
     if not scheduler.larger_chunks:
         return sizes
-    least = share_out(sizes=sizes)
+    least = plan_memory(request)
     for chunk_tokens in scheduler.larger_chunks if least.device == "cuda" else ():
         larger = replace(sizes, chunk_tokens=chunk_tokens)
         try:
-            plan = share_out(sizes=larger)
+            plan = plan_memory(replace(request, sizes=larger))
         except PlanError:
             continue
         if _has_room_of(plan, least):
@@ -132,19 +136,20 @@ def _choose_sizes(scheduler: SchedulerConfig, share_out: Callable[..., MemoryPla
     return sizes
 
 
-def _with_graphs(gpu: GpuConfig, sizes: PlannedSizes, share_out: Callable[..., MemoryPlan]) -> PlannedSizes:
+def _with_graphs(gpu: GpuConfig, request: MemoryRequest) -> PlannedSizes:
     """Return sizes with those of units whose layers are captured: as configured, or as many as cost next to nothing."""
+    sizes = request.sizes
     if gpu.prefill_graph_sizes != "auto":
         asked = tuple(size for size in gpu.prefill_graph_sizes if size <= sizes.chunk_tokens)
         return sizes if gpu.check_coverage else replace(sizes, prefill_graph_sizes=asked)
-    least = share_out(sizes=sizes)
+    least = plan_memory(request)
     if gpu.check_coverage or least.device != "cuda":
         return sizes
     own = [size for size in _GRAPH_SIZES if size <= sizes.chunk_tokens]
     for count in range(len(own), 0, -1):
         captured = replace(sizes, prefill_graph_sizes=tuple(own[:count]))
         try:
-            plan = share_out(sizes=captured)
+            plan = plan_memory(replace(request, sizes=captured))
         except PlanError:
             continue
         if _has_room_of(plan, least, _LEAST_PAGES):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpu.fusion.fusion_plan import VANILLA, UnknownPolicyError, get_policy, plan_fused
+from gpu.fusion.fusion_plan import VANILLA, FusionSettings, UnknownPolicyError, get_policy, plan_fused
 from gpu.profiles import Profile
 from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, FusionPlan, PlacedChunk, PrefillJob, PrefillPrompt
@@ -183,10 +183,12 @@ class Documents:
         sequence.num_dropped = 0
         if fusion is None or not sequence.chunks:
             return None
+        settings = FusionSettings(
+            fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, fusion.keep_tokens
+        )
         plan = plan_fused(
-            fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, fusion.keep_tokens, sequence.chunks,
-            begin, sequence.num_tokens, sequence.num_prompt_tokens, self._windows,
-        )  # fmt: skip
+            settings, sequence.chunks, begin, sequence.num_tokens, sequence.num_prompt_tokens, self._windows
+        )
         if plan is not None:
             sequence.num_dropped = plan.num_evicted
         if plan is not None and not sequence.output:  # one that gave way has been told of

@@ -74,6 +74,17 @@ class Device:
     window_memory: Memory | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What prompts and draws are made of beside requests. documents: chunks of prompts; None: prompts are computed
+    whole. constraints: of draws; None: without grammars. disk: where contexts are kept beside; None: nowhere.
+    """
+
+    documents: Documents | None = None
+    constraints: Constraints | None = None
+    disk: DiskSide | None = None
+
+
 @dataclass(slots=True)
 class _Outline:
     """A step that is being planned.
@@ -107,9 +118,7 @@ class _Outline:
 class Scheduler:
     """The state of all requests of an engine, and its next steps.
 
-    profiles: those that requests may name. model_key: names the model in prefix hashes. documents: chunks of prompts;
-    None: prompts are computed whole. constraints: of draws; None: without grammars. disk: where contexts are kept
-    beside; None: nowhere.
+    profiles: those that requests may name. model_key: names the model in prefix hashes.
     """
 
     def __init__(
@@ -120,10 +129,9 @@ class Scheduler:
         model_key: bytes,
         profiles: Mapping[str, Profile],
         device: Device = Device(),
-        documents: Documents | None = None,
-        constraints: Constraints | None = None,
-        disk: DiskSide | None = None,
+        sources: Sources = Sources(),
     ) -> None:
+        documents, disk = sources.documents, sources.disk
         self._profiles = profiles
         self._num_layers = architecture.num_layers
         self._costs = CostModel(architecture)
@@ -134,7 +142,7 @@ class Scheduler:
         self.prefixes = self.residence.prefixes
         sink_tokens = capacity.host.sink_tokens if capacity.host is not None else 0
         self.rings = Rings(capacity.num_rings, capacity.page_tokens, capacity.ring_pages, sink_tokens)
-        self.constraints = constraints or Constraints(architecture.vocab_size, refuse_grammars)
+        self.constraints = sources.constraints or Constraints(architecture.vocab_size, refuse_grammars)
         self.documents = documents
         if documents is not None:
             self._prefill.is_loaded = documents.is_loaded

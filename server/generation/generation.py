@@ -86,6 +86,18 @@ class Job:
     prediction: Sequence[int] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Say whose call it is: the owner and the session of what is kept of it, the salt of its prefixes, and the seconds
+    that it may take (None: any).
+    """
+
+    cache_salt: str
+    limit_seconds: float | None
+    owner: str = ""
+    session: str = ""
+
+
 class Generation:
     """Run the work of a call: `submit`, then `updates` until `done`, then always `close`."""
 
@@ -96,13 +108,10 @@ class Generation:
         body: GenerationBody,
         jobs: list[Job],
         limits: Ready,
-        cache_salt: str,
-        limit_seconds: float | None,
-        owner: str = "",
-        session: str = "",
+        caller: Caller,
     ) -> None:
         self.id = f"{kind}-{uuid.uuid4().hex}"
-        self.owner, self.session = owner, session
+        self.owner, self.session = caller.owner, caller.session
         self.slot = -1  # that its conversation takes; -1: any
         self.created = int(time.time())
         self.jobs = jobs
@@ -112,7 +121,7 @@ class Generation:
         self._body = body
         self._limits = limits
         self._adapter = service.adapters.number_of(body.model)
-        salt = join_salts(cache_salt, body.cache_salt)
+        salt = join_salts(caller.cache_salt, body.cache_salt)
         self.cache_salt = join_salts(salt, service.adapters.digest_of(self._adapter) or None)
         num_choices = len(jobs) * self.num_each
         stops = body.stop_strings()
@@ -127,7 +136,7 @@ class Generation:
         self._index = {f"{self.id}-{i}": i for i in range(num_choices)}
         self._open = set(self._index)
         self._arrival_s = time.monotonic()
-        self._limit_seconds = limit_seconds
+        self._limit_seconds = caller.limit_seconds
         self._timer: asyncio.TimerHandle | None = None
         self._last_token_s: list[float | None] = [None] * num_choices
         self._first_token_s: float | None = None

@@ -9,7 +9,7 @@ from server import logs
 from server.api_error import invalid
 from server.bodies.generation_bodies import DOCUMENTS_OFF, ChatBody, CompletionBody, GenerationBody
 from server.generation.event_stream import CLIENT_GONE, EventStream, Shape, watched
-from server.generation.generation import Disconnected, Generation, Job, collect
+from server.generation.generation import Caller, Disconnected, Generation, Job, collect
 from server.generation.prompt_tokens import (
     chat_max_tokens,
     check_variables,
@@ -72,8 +72,8 @@ def start_generation(
     limit_seconds = choose_limit(call.request.headers, body.max_seconds, call.service.settings.max_request_seconds)
     if limit_seconds is not None:
         limit_seconds = max(0.0, limit_seconds - elapsed_seconds - call.waited_seconds)
-    session = find_session(call.request.headers, body)
-    return Generation(call.service, kind, body, jobs, limits, call.cache_salt, limit_seconds, call.owner, session)
+    caller = Caller(call.cache_salt, limit_seconds, call.owner, find_session(call.request.headers, body))
+    return Generation(call.service, kind, body, jobs, limits, caller)
 
 
 async def respond(

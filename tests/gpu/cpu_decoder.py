@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from gpu.kv.pool import KvPool
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.layers.decoder import Decoder
 from gpu.model.architecture import Architecture
 from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention_reference
@@ -23,7 +23,7 @@ def cpu_decoder(shape: Architecture, dtype: torch.dtype, num_pages: int, max_slo
     for layer in weights.layers:
         layer.attention_norm.uniform_(0.5, 1.5, generator=generator)
         layer.mlp_norm.uniform_(0.5, 1.5, generator=generator)
-    pool = KvPool(shape, num_pages, (), PAGE_TOKENS, max_slots, max_pages * PAGE_TOKENS, dtype, CPU)
+    pool = KvPool(shape, PoolShape(num_pages, (), PAGE_TOKENS, max_slots, max_pages * PAGE_TOKENS, dtype), CPU)
     pool.poison()
     if num_pages >= max_slots * max_pages:
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5))

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from gpu.fusion.chunk_copies import Documents
-from gpu.fusion.fusion_plan import plan_fused
-from gpu.kv.pool import KvPool
+from gpu.fusion.fusion_plan import FusionSettings, plan_fused
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.layers.decoder import Decoder
 from gpu.layers.rope import rope_tables
 from gpu.prefill.dense import Dense
-from gpu.prefill.jobs import Prefill
+from gpu.prefill.jobs import Prefill, PromptStores
 from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, PageWrite, PlacedChunk, PrefillJob, PrefillPrompt, PrefillUnit, Unit
 from gpu.weights.weights import Weights
@@ -45,7 +45,7 @@ class FusionStand:
     has_sinks: bool = False
 
     def __post_init__(self) -> None:
-        self.pool = KvPool(SHAPE, PAGES, (), PAGE, 3, CONTEXT, torch.float32, torch.device("cpu"))
+        self.pool = KvPool(SHAPE, PoolShape(PAGES, (), PAGE, 3, CONTEXT, torch.float32), torch.device("cpu"))
         self.pool.poison()
         self.weights = sharp_weights(torch.float32, torch.device("cpu"))
         if self.has_sinks:
@@ -58,7 +58,9 @@ class FusionStand:
             open_chunks(config, int(self.memory_gib * 2**30), "0" * 32, self.chunk_shape, is_pinned=False)
         )
         self.documents = Documents(self.library, torch.device("cpu"))
-        self.prefill = Prefill(self.decoder, self.sampler, 4000, {DENSE: Dense()}, (), None, None, self.documents)
+        self.prefill = Prefill(
+            self.decoder, self.sampler, 4000, {DENSE: Dense()}, (), PromptStores(documents=self.documents)
+        )
         self.next_job, self.next_page = 0, 0
 
     def key(self, token_ids: np.ndarray) -> ChunkKey:
@@ -77,8 +79,8 @@ class FusionStand:
         chunks = [PlacedChunk(first, end, self.key(token_ids[first:end])) for first, end in spans]
         num_prompt = num_prompt_tokens or len(token_ids)
         fused = plan_fused(
-            policy, ratio, select_layer, seam_tokens, keep_tokens, chunks, begin, len(token_ids), num_prompt,
-            [spec.window_tokens for spec in self.decoder.specs],
+            FusionSettings(policy, ratio, select_layer, seam_tokens, keep_tokens), chunks, begin, len(token_ids),
+            num_prompt, [spec.window_tokens for spec in self.decoder.specs],
         )  # fmt: skip
         return PrefillPrompt(slot, token_ids, begin, num_prompt, GREEDY, "exact", fused=fused)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu.host.row_transfer import RowTransfer
-from gpu.kv.pool import KvPool
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.layers.decoder import Decoder
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange
@@ -18,7 +18,7 @@ from gpu.methods.sampled.hyperplanes import draw_projections
 from gpu.model.architecture import named_shape
 from gpu.page_layout import PageLayout
 from gpu.prefill.dense import Dense
-from gpu.prefill.jobs import Prefill
+from gpu.prefill.jobs import Prefill, PromptStores
 from gpu.prefill.outputs import FinishedJob
 from gpu.sampling.sampler import Sampled, Sampler
 from gpu.sampling_params import SamplingParams
@@ -81,14 +81,19 @@ class Stand:
     def __post_init__(self) -> None:
         layout = PageLayout(SHAPE.num_layers, len(DENSE_LAYERS), NUM_PAGES)
         num_blocks = layout.blocks_for(NUM_DENSE) if self.has_tier else 0
-        self.pool = KvPool(SHAPE, NUM_PAGES + num_blocks, DENSE_LAYERS if self.has_tier else (), PAGE, MAX_SLOTS,
-                           MAX_CONTEXT, self.dtype, self.device)  # fmt: skip
+        self.pool = KvPool(
+            SHAPE,
+            PoolShape(
+                NUM_PAGES + num_blocks, DENSE_LAYERS if self.has_tier else (), PAGE, MAX_SLOTS, MAX_CONTEXT, self.dtype
+            ),
+            self.device,
+        )
         self.pool.poison()
         self.decoder = Decoder(SHAPE, sharp_weights(self.dtype, self.device), self.pool, MAX_CONTEXT)
         self.sampler = KeepsLogits(MAX_SLOTS, SHAPE.vocab_size, self.device)
         self.tier = self._tier()
         self.prefill = Prefill(
-            self.decoder, self.sampler, 4000, {DENSE: Dense()}, (), self.tier, self._row_transfer(), None
+            self.decoder, self.sampler, 4000, {DENSE: Dense()}, (), PromptStores(self.tier, self._row_transfer())
         )
         if self.prefill.staging is not None:
             self.prefill.staging.poison()

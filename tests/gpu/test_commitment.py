@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpu.kv import commitment
 from gpu.kv.commitment import SPARE_BYTES, Commitment, allocate_arena
-from gpu.kv.pool import KvPool
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.kv.windows import WindowShape
 from gpu.model.architecture import named_shape
 from transfer.host_pages import populate, reserve_pages
@@ -30,7 +30,7 @@ def resident_bytes() -> int:
 
 def make_pool(num_pages: int, num_windows: int = 0) -> KvPool:
     windows = WindowShape((1, 3), num_windows, 4) if num_windows else WindowShape((), 0, 1)
-    return KvPool(TINY, num_pages, (), 16, 4, 100, torch.float32, CPU, windows)
+    return KvPool(TINY, PoolShape(num_pages, (), 16, 4, 100, torch.float32, windows), CPU)
 
 
 def test_a_pool_takes_memory_as_its_pages_are_committed_and_no_sooner() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gpu.config import GpuConfig
 from gpu.cpu_step.cpu_step import CpuStep
 from gpu.layers.decoder import Decoder
-from gpu.memory.plan import PlannedSizes, plan_memory
+from gpu.memory.plan import MemoryRequest, PlannedSizes, plan_memory
 from gpu.model.architecture import Architecture, named_shape
 from gpu.model.matrix_format import MOST_MULTIPLIED_TOKENS, MatrixFormat, Quantisation
 from gpu.model.matrix_formats import rounded
@@ -216,13 +216,15 @@ def plan_of(shape: Architecture, instruction_sets: tuple[str, ...]):
         memory_bytes=16 * 2**30,
     )  # fmt: skip
     return plan_memory(
-        shape,
-        GpuConfig(device="cpu", dtype="float32"),
-        host=None,
-        kept=None,
-        states=(),
-        sizes=PlannedSizes(4, 256, 512, None),
-        machine=machine,
+        MemoryRequest(
+            shape,
+            GpuConfig(device="cpu", dtype="float32"),
+            host=None,
+            kept=None,
+            states=(),
+            sizes=PlannedSizes(4, 256, 512, None),
+            machine=machine,
+        )
     )
 
 

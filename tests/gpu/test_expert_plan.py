@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from gpu.config import GpuConfig
-from gpu.memory.plan import MemoryPlan, PlanError, PlannedSizes, plan_memory
+from gpu.memory.plan import MemoryPlan, MemoryRequest, PlanError, PlannedSizes, plan_memory
 from gpu.methods.kept import keep_as_set
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import OF_EXPERTS, rounded, weight_bytes
@@ -33,13 +33,15 @@ def make_plan(
 ) -> MemoryPlan:  # fmt: skip
     config = GpuConfig(**{"memory_limit_gib": 23, "graph_batch_sizes": (1, 2, 4), **gpu})
     return plan_memory(
-        shape,
-        config,
-        host=host,
-        kept=None if host is None else keep_as_set(host, shape),
-        states=(),
-        sizes=PlannedSizes(max_running, 2048, context, None),
-        machine=machine,
+        MemoryRequest(
+            shape,
+            config,
+            host=host,
+            kept=None if host is None else keep_as_set(host, shape),
+            states=(),
+            sizes=PlannedSizes(max_running, 2048, context, None),
+            machine=machine,
+        )
     )
 
 

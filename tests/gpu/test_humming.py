@@ -16,7 +16,7 @@ from bench.decode_loop import decode
 from gpu.config import GpuConfig, ModelConfig
 from gpu.layers.projections import Projections
 from gpu.load import load_runner
-from gpu.memory.plan import PlanError, PlannedSizes, plan_memory
+from gpu.memory.plan import MemoryRequest, PlanError, PlannedSizes, plan_memory
 from gpu.model import humming_formats
 from gpu.model.architecture import load_architecture, named_shape
 from gpu.model.gguf.tensors import stored_as
@@ -362,13 +362,15 @@ def test_what_has_nothing_for_it_is_refused_by_name():
 
 def _plan(shape, **gpu):
     return plan_memory(
-        shape,
-        GpuConfig.model_validate(gpu),
-        host=None,
-        kept=None,
-        states=(),
-        sizes=PlannedSizes(8, 2048, 4096, None),
-        machine=CARD,
+        MemoryRequest(
+            shape,
+            GpuConfig.model_validate(gpu),
+            host=None,
+            kept=None,
+            states=(),
+            sizes=PlannedSizes(8, 2048, 4096, None),
+            machine=CARD,
+        )
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpu.host.gathered import GatheredKv
-from gpu.kv.pool import KvPool
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.model.architecture import named_shape
 from tests.gpu.method_counts import counts_of
 from tests.gpu.paged_rows import read_raw
@@ -108,7 +108,7 @@ def test_rows_go_down_without_being_rounded_to_bf16_on_the_way(kv: Kv) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2, 5])
 def test_a_layer_is_gathered_exactly_some_heads_after_others(kv_heads: int) -> None:
     shape = dataclasses.replace(named_shape("tiny"), num_kv_heads=kv_heads, num_heads=kv_heads)
-    pool = KvPool(shape, 12, (), 16, 2, 160, torch.bfloat16, torch.device("cpu"), kv="int8")
+    pool = KvPool(shape, PoolShape(12, (), 16, 2, 160, torch.bfloat16, kv="int8"), torch.device("cpu"))
     rows = [torch.randn(kv_heads, 160, shape.dim, generator=torch.manual_seed(seed)).bfloat16() for seed in range(2)]
     ids = torch.tensor(np.random.default_rng(0).permutation(12)[:10])
     pool.page_table[1] = ids.int()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu.kv.pool import KvPool
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.model.architecture import named_shape
 from gpu.page_layout import PageLayout
 from gpu.step import PageEviction, PageWrite, TablePlace
@@ -18,11 +18,11 @@ DENSE_LAYERS = (0, 2)
 
 
 def make_pool() -> KvPool:
-    return KvPool(TINY, NUM_PAGES, (), PAGE, 4, 100, torch.float32, CPU)
+    return KvPool(TINY, PoolShape(NUM_PAGES, (), PAGE, 4, 100, torch.float32), CPU)
 
 
 def make_tiered_pool(dtype: torch.dtype = torch.float32) -> KvPool:
-    pool = KvPool(TINY, NUM_PAGES, DENSE_LAYERS, PAGE, 4, 20 * PAGE, dtype, CPU)
+    pool = KvPool(TINY, PoolShape(NUM_PAGES, DENSE_LAYERS, PAGE, 4, 20 * PAGE, dtype), CPU)
     for pages in (*pool.key_pages, *pool.value_pages):
         pages.normal_()
     return pool

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from gpu.config import Composition, GpuConfig
 from gpu.memory.counting import RING_SHARE
 from gpu.memory.demand import PlanError
-from gpu.memory.plan import MemoryPlan, PlannedSizes, plan_memory
+from gpu.memory.plan import MemoryPlan, MemoryRequest, PlannedSizes, plan_memory
 from gpu.methods.kept import Kept
 from gpu.methods.mac.break_even import PAUSE_WINDOWS, WINDOW_STEPS, BreakEven
 from gpu.methods.mac.match import Count
@@ -33,13 +33,15 @@ def profiles_of(reuse: dict[str, Any], section: HostConfig | None = None, **slot
 def plan_of(reuse: dict[str, Any], machine: str = "a100-80g", max_running: int = 8, **gpu: Any) -> MemoryPlan:
     profiles = profiles_of(reuse).values()
     return plan_memory(
-        SHAPE,
-        GpuConfig(**gpu),
-        host=None,
-        kept=None,
-        states=list_states(profiles, SHAPE),
-        sizes=PlannedSizes(max_running, 2048, None, None),
-        machine=load_machine(MACHINES / f"{machine}.json"),
+        MemoryRequest(
+            SHAPE,
+            GpuConfig(**gpu),
+            host=None,
+            kept=None,
+            states=list_states(profiles, SHAPE),
+            sizes=PlannedSizes(max_running, 2048, None, None),
+            machine=load_machine(MACHINES / f"{machine}.json"),
+        )
     )
 
 

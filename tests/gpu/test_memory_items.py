@@ -9,11 +9,11 @@ import torch
 
 from gpu.config import Composition, GpuConfig
 from gpu.host.gathered import GatheredKv
-from gpu.kv.pool import KvPool
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.layers.layer_arrays import rope_bytes
 from gpu.layers.rope import rope_tables
 from gpu.memory.demand import Demand
-from gpu.memory.plan import MemoryPlan, PlannedSizes, plan_memory
+from gpu.memory.plan import MemoryPlan, MemoryRequest, PlannedSizes, plan_memory
 from gpu.methods.device_side import Site, make_device_sides
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
@@ -38,7 +38,7 @@ DEMAND = Demand(TINY, "cpu", 4, SLOTS, 256, PAGE, (1,), None, ())
 
 @pytest.fixture
 def pool() -> KvPool:
-    return KvPool(TINY, PAGES, (), PAGE, SLOTS, CONTEXT, torch.float32, CPU)
+    return KvPool(TINY, PoolShape(PAGES, (), PAGE, SLOTS, CONTEXT, torch.float32), CPU)
 
 
 def test_pages_take_what_is_planned(pool: KvPool) -> None:
@@ -49,11 +49,13 @@ def test_pages_take_what_is_planned(pool: KvPool) -> None:
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
 def test_pages_of_codes_take_what_is_planned_and_little_more_than_a_byte_an_element(kv: Literal["fp8", "int8"]) -> None:
     demand = replace(DEMAND, dtype_bytes=2, kv=kv)
-    pool = KvPool(TINY, PAGES, (), PAGE, SLOTS, CONTEXT, torch.bfloat16, CPU, kv=kv)
+    pool = KvPool(TINY, PoolShape(PAGES, (), PAGE, SLOTS, CONTEXT, torch.bfloat16, kv=kv), CPU)
     assert sum(arena.nbytes for arena in pool.arenas) == PAGES * demand.page_bytes
     assert demand.kv_token_bytes == 2 * TINY.num_layers * TINY.num_kv_heads * (TINY.dim + 4)
     one_head = replace(demand, shape=replace(TINY, num_kv_heads=1))
-    gathered = GatheredKv(KvPool(one_head.shape, PAGES, (), PAGE, 2, CONTEXT, torch.bfloat16, CPU, kv=kv), 1, TINY.dim)
+    gathered = GatheredKv(
+        KvPool(one_head.shape, PoolShape(PAGES, (), PAGE, 2, CONTEXT, torch.bfloat16, kv=kv), CPU), 1, TINY.dim
+    )
     assert 2 * gathered.keys.nbytes + gathered.values.nbytes == CONTEXT * one_head.gathered_token_bytes
 
 
@@ -152,13 +154,15 @@ def bytes_of(holder: object) -> int:
 
 def plan_8b(**gpu: float) -> MemoryPlan:
     return plan_memory(
-        named_shape("llama-3.1-8b"),
-        GpuConfig.model_validate(gpu),
-        host=None,
-        kept=None,
-        states=(),
-        sizes=PlannedSizes(8, 2048, 4096, None),
-        machine=CARD,
+        MemoryRequest(
+            named_shape("llama-3.1-8b"),
+            GpuConfig.model_validate(gpu),
+            host=None,
+            kept=None,
+            states=(),
+            sizes=PlannedSizes(8, 2048, 4096, None),
+            machine=CARD,
+        )
     )
 
 

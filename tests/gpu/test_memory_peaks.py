@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpu.attention.prefill_query import Attended
-from gpu.kv.pool import KvPool
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.kv.windows import WindowShape
 from gpu.layers.layer_arrays import activation_bytes
 from gpu.memory.demand import Demand
@@ -75,7 +75,7 @@ def test_a_layer_takes_no_more_than_its_activations(name: str, dtype: torch.dtyp
 def test_rows_beside_a_window_take_what_is_planned() -> None:
     shape, tokens, pages = named_shape("tiny-gemma3"), 300, 12
     windows = WindowShape(shape.window_layers, 1, pages)
-    pool = KvPool(shape, 40, (), PAGE_TOKENS, 1, 640, torch.float32, CPU, windows)
+    pool = KvPool(shape, PoolShape(40, (), PAGE_TOKENS, 1, 640, torch.float32, windows), CPU)
     demand = Demand(shape, "cpu", 4, 1, tokens, PAGE_TOKENS, (1,), None, (), window_pages=pages, num_windows=1)
     planned = next(item.bytes for item in demand.fixed_items() if item.name == "windows under prefill")
     with LiveBytes([*pool.arenas, *pool.windows.arenas, pool.windows.page_table]) as live:

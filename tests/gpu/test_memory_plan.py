@@ -17,13 +17,13 @@ from gpu.cpu_step.cpu_step import CpuStep
 from gpu.host.footprint import slot_shape
 from gpu.host.row_transfer import RowTransfer
 from gpu.host.staging import Staging
-from gpu.kv.pool import KvPool
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.kv.windows import WindowShape
 from gpu.memory.demand import CUDA_GRAPH_BYTES, Demand
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import DENSE_SHARE, resolve_host
 from gpu.memory.machine_limits import least_gib
-from gpu.memory.plan import MemoryPlan, PlanError, PlannedSizes, plan_memory
+from gpu.memory.plan import MemoryPlan, MemoryRequest, PlanError, PlannedSizes, plan_memory
 from gpu.methods.kept import keep_as_set
 from gpu.methods.method import MethodState, ProfilePart
 from gpu.methods.predicted import Predicted
@@ -62,14 +62,16 @@ def make_plan(
     documents: DocumentsConfig | None = None,
 ) -> MemoryPlan:
     return plan_memory(
-        shape,
-        gpu,
-        host=host,
-        kept=None if host is None else keep_as_set(host, shape),
-        states=(),
-        sizes=PlannedSizes(max_running, chunk_tokens, max_context_tokens, max_hidden_tokens),
-        machine=MACHINES[machine] if isinstance(machine, str) else machine,
-        documents=documents,
+        MemoryRequest(
+            shape,
+            gpu,
+            host=host,
+            kept=None if host is None else keep_as_set(host, shape),
+            states=(),
+            sizes=PlannedSizes(max_running, chunk_tokens, max_context_tokens, max_hidden_tokens),
+            machine=MACHINES[machine] if isinstance(machine, str) else machine,
+            documents=documents,
+        )
     )
 
 
@@ -147,7 +149,9 @@ def test_a_long_context_of_a_model_with_windows_takes_a_sixth_of_its_layers_and_
     assert (shape.kv_bytes_per_token(2), pages) == (384 * 1024, 64 * 1024)
     taken = 131_072 * pages + plan.window_bytes
     assert taken / (131_072 * shape.kv_bytes_per_token(2)) == pytest.approx(0.173, abs=0.001)
-    pool = KvPool(SHAPE_WINDOWS, 3, (), 16, 2, 160, torch.float32, torch.device("cpu"), WindowShape((0,), 5, 4))
+    pool = KvPool(
+        SHAPE_WINDOWS, PoolShape(3, (), 16, 2, 160, torch.float32, WindowShape((0,), 5, 4)), torch.device("cpu")
+    )
     taken = [sum(arena.nbytes for arena in arenas) for arenas in (pool.arenas, pool.windows.arenas)]
     layer = SHAPE_WINDOWS.kv_bytes_per_token(4) // SHAPE_WINDOWS.num_layers
     assert taken == [3 * 16 * layer * (SHAPE_WINDOWS.num_layers - 1), 5 * 4 * 16 * layer]
@@ -555,7 +559,7 @@ def host_demand(
 def test_staging_takes_what_is_planned() -> None:
     demand = host_demand(SHAPE_TINY, 16, 2, HostConfig())
     shape, cpu = demand.tier_shape, torch.device("cpu")
-    pool = KvPool(SHAPE_TINY, 4, demand.dense_layers, 16, 2, 160, torch.float32, cpu)
+    pool = KvPool(SHAPE_TINY, PoolShape(4, demand.dense_layers, 16, 2, 160, torch.float32), cpu)
     row_transfer = RowTransfer(replace(shape, num_tables=0), None, cpu, Streams(cpu))
     staging = Staging(pool, ReferenceTier(shape, 0, 1, 1), row_transfer)
     assert staging.keys.nbytes + staging.values.nbytes == 160 * demand.staging_token_bytes
@@ -590,13 +594,15 @@ def test_a_profile_that_takes_blocks_off_the_host_has_the_words_for_them_in_the_
         method = Predicted()
         method.excludes_blocks = excludes
         return plan_memory(
-            shape,
-            GpuConfig(),
-            host=host,
-            kept=find_kept(profiles.values(), host, shape),
-            states=(MethodState(ProfilePart(method, part.settings)),),
-            sizes=PlannedSizes(running, 2048, 131_072, None),
-            machine=MACHINES["a100-80g"],
+            MemoryRequest(
+                shape,
+                GpuConfig(),
+                host=host,
+                kept=find_kept(profiles.values(), host, shape),
+                states=(MethodState(ProfilePart(method, part.settings)),),
+                sizes=PlannedSizes(running, 2048, 131_072, None),
+                machine=MACHINES["a100-80g"],
+            )
         )
 
     with_words, without = planned(True), planned(False)

@@ -8,7 +8,7 @@ import gpu.prefill.unit_attention
 from gpu.attention.prefill_attention import Packing, packed_prefill_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended, joined
 from gpu.host.gathered import GatheredKv
-from gpu.kv.pool import KvPool
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.model.architecture import named_shape
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ def test_each_of_many_prompts_is_attended_to_by_the_definition(heads: int, kv_he
 def test_keys_and_values_of_several_prompts_lie_one_after_another(device: str) -> None:
     """Pages in any order, some shared, of prompts that end within one; NaN in what nobody wrote."""
     shape, page = named_shape("tiny"), 16
-    pool = KvPool(shape, 40, (), page, 4, 100, torch.float32, torch.device(device))
+    pool = KvPool(shape, PoolShape(40, (), page, 4, 100, torch.float32), torch.device(device))
     pool.poison()
     rows = {2: [7, 0, 31], 0: [12], 3: [7, 0, 5, 6]}
     pool.write_pages([PageWrite(slot, 0, pages) for slot, pages in rows.items()])

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 import gpu.methods
 from gpu.config import Composition, DraftConfig, GpuConfig
-from gpu.memory.plan import MemoryPlan, PlannedSizes, plan_memory
+from gpu.memory.plan import MemoryPlan, MemoryRequest, PlannedSizes, plan_memory
 from gpu.methods.kept import Kept
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import named_shape
@@ -356,13 +356,15 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def plan_with(profiles: dict[str, Profile]) -> MemoryPlan:
     shape = named_shape("tiny")
     return plan_memory(
-        shape,
-        GpuConfig(device="cpu", memory_limit_gib=4),
-        host=None,
-        kept=None,
-        states=list_states(profiles.values(), shape),
-        sizes=PlannedSizes(5, 256, None, None),
-        machine=load_machine(LAPTOP),
+        MemoryRequest(
+            shape,
+            GpuConfig(device="cpu", memory_limit_gib=4),
+            host=None,
+            kept=None,
+            states=list_states(profiles.values(), shape),
+            sizes=PlannedSizes(5, 256, None, None),
+            machine=load_machine(LAPTOP),
+        )
     )
 
 
@@ -436,13 +438,15 @@ def test_what_stays_on_the_device_is_what_all_methods_need_together() -> None:
     both = resolve({"x": {"prefill": "toy", "host": "sampled"}}).values()
     assert find_kept(both, HostConfig(dense_layers=(2,)), shape) == Kept(4, 93, (1, 2))
     plan = plan_memory(
-        shape,
-        GpuConfig(device="cpu", memory_limit_gib=4),
-        host=HostConfig(),
-        kept=find_kept(both, HostConfig(dense_layers=(2,)), shape),
-        states=(),
-        sizes=PlannedSizes(5, 256, None, None),
-        machine=load_machine(LAPTOP),
+        MemoryRequest(
+            shape,
+            GpuConfig(device="cpu", memory_limit_gib=4),
+            host=HostConfig(),
+            kept=find_kept(both, HostConfig(dense_layers=(2,)), shape),
+            states=(),
+            sizes=PlannedSizes(5, 256, None, None),
+            machine=load_machine(LAPTOP),
+        )
     )
     kept = plan.sink_tokens, plan.window_tokens, plan.dense_layers
     assert kept == (16, 64, (1, 2)), "a longer window is its profile's own"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.kv.pool import KvPool
+from gpu.kv.pool import KvPool, PoolShape
 from gpu.kv.windows import WindowShape
 from gpu.model.architecture import read_architecture
 from gpu.prefill.window_attention import UnitPart
@@ -150,8 +150,8 @@ def test_a_branch_has_its_last_cells_of_each_unit_once() -> None:
 def test_a_window_is_copied_whole_and_given_to_its_slot_alone() -> None:
     shape = read_architecture(checkpoint(NAME).folder)
     pool = KvPool(
-        shape, 8, (), PAGE_TOKENS, 2, 160, torch.float32, torch.device("cpu"), WindowShape((0, 1, 3), 3, 2)
-    )  # fmt: skip
+        shape, PoolShape(8, (), PAGE_TOKENS, 2, 160, torch.float32, WindowShape((0, 1, 3), 3, 2)), torch.device("cpu")
+    )
     pool.poison()
     for layer in (0, 1, 3):
         pool.key_pages[layer][2:4] = layer + 1.0

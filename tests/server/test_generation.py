@@ -16,7 +16,7 @@ from server.engine import request_figures
 from server.engine.mailbox import Mailbox
 from server.engine.prometheus import Metrics
 from server.generation import generation as generation_module
-from server.generation.generation import Generation, Job, Update
+from server.generation.generation import Caller, Generation, Job, Update
 from server.generation.prompt_tokens import Prompt, completion_max_tokens
 from server.routes.responses.response_bodies import ResponsesBody
 from server.routes.responses.response_shape import ResponseShape
@@ -59,7 +59,9 @@ class Call:
             settings=deployment.server, sampling_defaults=SamplingDefaults(), adapters=AdapterNames((), ()),
         )  # fmt: skip
         jobs = [Job(Prompt(prompt, "", 0), max_tokens) for prompt in prompts]
-        self.generation = Generation(service, "cmpl", CompletionBody(prompt="", **body), jobs, LIMITS, "salt", None)
+        self.generation = Generation(
+            service, "cmpl", CompletionBody(prompt="", **body), jobs, LIMITS, Caller("salt", None)
+        )
 
     async def submit(self) -> list[EngineRequest]:
         await self.generation.submit(None, None, "prompt")
