@@ -57,6 +57,7 @@ class TierStats:
     contexts: int
     tokens: int
     segments: int
+    leases: int
     bytes_in_use: int
     bytes_held: int
     bytes_pinned: int
@@ -108,7 +109,7 @@ class CpuTier:
         self._store = SegmentStore(self._pool, self._builder)
         self._growth = Growth(shape, self._store, is_adaptive)
         self._attend = Attend(kernel, num_threads, self._builder, AttentionCounts(), audits)
-        self._tables = PieceTables(len(shape.layers), kernel.most_sharing, self._store.changed)
+        self._tables = PieceTables(len(shape.layers), kernel.most_sharing, self._store)
         self._contexts: dict[int, Context] = {}
 
     def open(self, context_id: int, reading: Reading) -> None:
@@ -174,7 +175,7 @@ class CpuTier:
         for piece in pieces:
             if piece.segment.error is not None or not self._store.is_ready(piece.segment, piece.tokens, False):
                 return None
-        lease = Lease([piece.segment for piece in pieces], self._store.changed)
+        lease = Lease([piece.segment for piece in pieces], self._store)
         lease.begin()
         layers = range(len(self.shape.layers))
         rows = [[piece.segment.rows(layer, 0, piece.tokens, with_codes=False) for piece in pieces] for layer in layers]
@@ -235,6 +236,7 @@ class CpuTier:
             contexts=len(self._contexts),
             tokens=sum(context.tokens for context in self._contexts.values()),
             segments=counts.segments,
+            leases=counts.leases,
             bytes_in_use=self._pool.bytes_in_use,
             bytes_held=self._pool.bytes_held,
             bytes_pinned=self._pool.bytes_pinned,

@@ -6,7 +6,6 @@ a dictionary's look-up.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Condition
 
 import numpy as np
 import torch
@@ -38,6 +37,7 @@ from cpu.pieces import (
     VALUES,
 )
 from cpu.segment import TableState
+from cpu.segment_store import SegmentStore
 from transfer.exchange import ExchangeSlot, late
 from transfer.host_tier import Answered
 
@@ -74,11 +74,11 @@ class PieceTables:
     """A cache of tables of pieces, for contexts' first tokens and for batches of them. They are int64 inside, since
     numpy copies structures field by field. A batch is a sequence of (context, tokens); the context is None for rows
     without host reads. Rows one behind another that read the same of a context, all of it, share its pieces: at most
-    `most_sharing` of them. changed: the store's condition, for leases.
+    `most_sharing` of them. store: of the segments, for leases.
     """
 
-    def __init__(self, num_layers: int, most_sharing: int, changed: Condition) -> None:
-        self._num_layers, self._most_sharing, self._changed = num_layers, most_sharing, changed
+    def __init__(self, num_layers: int, most_sharing: int, store: SegmentStore) -> None:
+        self._num_layers, self._most_sharing, self._store = num_layers, most_sharing, store
         self._contexts: dict[int, tuple[_Cut, np.ndarray]] = {}  # by context id
         self._batches: dict[tuple[_Cut, ...], _Table] = {}
 
@@ -101,7 +101,7 @@ class PieceTables:
         columns[:, :, REQUEST] = np.repeat([first for first, _ in shares], sizes)
         columns[:, :, FOLLOWERS] = np.repeat([count - 1 for _, count in shares], sizes)
         read = {piece.segment for context, tokens in batch if context for piece in context.first_pieces(tokens)}
-        table = columns.view(PIECE)[:, :, 0], Lease([*read], self._changed)
+        table = columns.view(PIECE)[:, :, 0], Lease([*read], self._store)
         if len(self._batches) >= MOST_TABLES:
             self._batches.clear()
         self._batches[tuple(_cut(context, tokens) for context, tokens in batch)] = table

@@ -7,33 +7,34 @@ Whoever ends the last lease releases it.
 
 from collections.abc import Sequence
 from queue import SimpleQueue
-from threading import Condition, Thread
+from threading import Thread
 
 from cpu.segment import Segment
+from cpu.segment_store import SegmentStore
 from transfer.host_tier import Passed
 
 
 class Lease:
-    """A lease on segments, for any number of steps at once. changed: the store's condition. Any thread may begin or end
-    one.
-    """
+    """A lease on segments of a store, for any number of steps at once. Any thread may begin or end one."""
 
-    def __init__(self, segments: Sequence[Segment], changed: Condition) -> None:
-        self._segments, self._changed = segments, changed
+    def __init__(self, segments: Sequence[Segment], store: SegmentStore) -> None:
+        self._segments, self._store = segments, store
         self._count = 0
 
     def begin(self) -> None:
         """Begin the lease for one more step. All segments are alive at the first."""
-        with self._changed:
+        with self._store.changed:
             if self._count == 0:
                 for segment in self._segments:
                     segment.hold()
             self._count += 1
+            self._store.num_leases += 1
 
     def end(self) -> None:
         """End it for one step."""
-        with self._changed:
+        with self._store.changed:
             self._count -= 1
+            self._store.num_leases -= 1
             if self._count == 0:
                 for segment in self._segments:
                     segment.let_go()

@@ -28,11 +28,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
-    """segments: alive; tables_built, tables_failed: layers of segments."""
+    """segments: alive; tables_built, tables_failed: layers of segments; leases: of steps, see `cpu.lease`."""
 
     segments: int
     tables_built: int
     tables_failed: int
+    leases: int
 
 
 class SegmentStore:
@@ -43,6 +44,7 @@ class SegmentStore:
         self._pool, self._builder = pool, builder
         self._segments: list[Segment] = []
         self._tables_built = self._tables_failed = 0
+        self.num_leases = 0
         self._announced: SimpleQueue[tuple[Fill, Filled] | None] = SimpleQueue()
         self._lander = Thread(target=self._land, name="lander", daemon=True)
         self._lander.start()
@@ -50,7 +52,7 @@ class SegmentStore:
     @property
     def counts(self) -> StoreCounts:
         with self.changed:
-            return StoreCounts(len(self._alive()), self._tables_built, self._tables_failed)
+            return StoreCounts(len(self._alive()), self._tables_built, self._tables_failed, self.num_leases)
 
     def new_segments(self, shape: TierShape, rooms: Sequence[tuple[int, Centre | None]]) -> list[Segment]:
         """Return segments of these capacities, each with a given or a new centre, held once by the caller.

@@ -427,6 +427,7 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens_resident: int  # with pages of all layers, of contexts that have a part here: not only what is offloaded
     tokens_reloaded: int  # to such pages, since the engine started
     segments: int
+    leases: int  # on segments, of steps without an answer and of rows being written to disk
     tables_built: int  # layers of segments
     tables_failed: int  # read exactly
     tokens_covered: int  # in decode, counted for each layer and head

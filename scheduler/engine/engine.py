@@ -189,6 +189,7 @@ class Engine:
             tokens_resident=counts.num_resident_tokens,
             tokens_reloaded=counts.num_reloaded_tokens,
             segments=tier.segments,
+            leases=tier.leases,
             tables_built=tier.tables_built,
             tables_failed=tier.tables_failed,
             tokens_covered=tier.attention.tokens_covered,

@@ -119,6 +119,7 @@ class Metrics:
             "tokens reloaded from host memory to free KV pages",
         )
         self.host_segments = self._gauge("tandem_host_segments", "segments of tokens with tables of their own")
+        self.host_leases = self._gauge("tandem_host_leases", "reads of segments under way; 0 at rest")
         self.host_tables_built = self._counter("tandem_host_tables_built", "hash tables of a layer of a segment built")
         self.host_errors = {
             "answers_estimated": self._counter(
@@ -271,6 +272,7 @@ class Metrics:
         self.host_tokens_resident.set(host.tokens_resident)
         self.host_tokens_reloaded.inc(host.tokens_reloaded - (last.tokens_reloaded if last else 0))
         self.host_segments.set(host.segments)
+        self.host_leases.set(host.leases)
         self.host_tables_built.inc(host.tables_built - (last.tables_built if last else 0))
         self.host_tables_failed.inc(host.tables_failed - (last.tables_failed if last else 0))
         self.host_tokens_covered.inc(host.tokens_covered - (last.tokens_covered if last else 0))
@@ -323,7 +325,7 @@ class Metrics:
         """Clear the engine's gauges; the next engine counts from zero."""
         self.latest = None
         of_device = (self.running, self.prefilling, self.waiting, self.pages_used, self.pages_cached, self.engine_up)
-        of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments)
+        of_host = (self.host_bytes, self.host_bytes_promised, self.host_contexts, self.host_segments, self.host_leases)
         of_tokens = (self.host_tokens, self.host_tokens_evicted, self.host_tokens_resident)
         for gauge in (
             *of_device, *of_host, *of_tokens, self.pages_committed, self.rings_free, self.chunks_memory, self.disk_held,

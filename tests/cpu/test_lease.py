@@ -41,6 +41,7 @@ def test_closed_contexts_are_read_until_the_last_answer_and_count_as_used_until_
             tier.attention([ContextRead(1, 3100)]),
         ]
         used = tier.stats().bytes_in_use
+        assert tier.stats().leases == len(attentions)
         device.close(1)
         assert tier.stats().contexts == 0
         for attention in attentions[:2]:
@@ -50,7 +51,7 @@ def test_closed_contexts_are_read_until_the_last_answer_and_count_as_used_until_
         attentions[2].give_up()
         attentions[2].give_up()
         tier._store.wait_for_doomed()
-        assert tier.stats().bytes_in_use == 0
+        assert (tier.stats().bytes_in_use, tier.stats().leases) == (0, 0)
     tier.shutdown()
     assert tier.stats().bytes_held == 0
 

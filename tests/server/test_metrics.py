@@ -7,7 +7,7 @@ from server.engine.prometheus import Metrics
 
 HOST = HostStats(
     bytes_used=21, bytes_promised=22, bytes_limit=23, contexts=24, tokens=25, tokens_evicted=20, tokens_resident=19,
-    tokens_reloaded=35, segments=26, tables_built=27,
+    tokens_reloaded=35, segments=26, leases=37, tables_built=27,
     tables_failed=28, tokens_covered=29, rows_read=30, rows_left_out=34,
     ready_seconds=31.5, wait_seconds=32.5, attend_seconds=33.5,
     answers_estimated=60, answers_heavy=61, answers_beyond=62, answers_heavy_beyond=63, steps_beyond=64,
@@ -35,7 +35,7 @@ STATS = Stats(
 GAUGES = {
     "requests_running": 1, "requests_prefilling": 2, "requests_waiting": 3, "pages_used": 4, "pages_cached": 5,
     "pages_committed": 16, "host_bytes_used": 21, "host_bytes_promised": 22, "host_contexts": 24, "host_tokens": 25,
-    "host_segments": 26,
+    "host_segments": 26, "host_leases": 37,
     "host_tokens_evicted": 20, "host_tokens_resident": 19,
     "reuse_rings_free": 36, "chunks_memory_bytes": 80, "draft_saved_seconds": 93.5,
     "disk_bytes_held": 100, "disk_records": 101, "disk_read_rate": 102, "disk_bytes_written_today": 112,
