@@ -18,9 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
-
-class GateError(Exception):
-    """A benchmark whose result is wrong, and which therefore reports no number."""
+from bench.gate_error import GateError
 
 
 class Row(BaseModel):

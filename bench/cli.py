@@ -8,6 +8,7 @@ from bench.context_commands import agents, disk, documents, long, prefill
 from bench.load.command import serve
 from bench.machine_commands import drafts, engine, rates
 from bench.op.command import op
+from bench.soak.command import soak
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every number next to its floor.")
 
@@ -21,3 +22,4 @@ app.command("disk")(disk)
 app.command("agents")(agents)
 app.command("rates")(rates)
 app.command("op")(op)
+app.command("soak")(soak)

@@ -5,35 +5,27 @@ this process: the two never share the machine. Every round has prompts of its ow
 """
 
 import asyncio
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import httpx
 import numpy as np
 import torch
 from rich.console import Console
 
-from bench.benchmark_rows import GateError, Row, announce, require, summarise
+from bench.benchmark_rows import Row, announce, require, summarise
 from bench.load.client import Client
 from bench.load.records import RequestRecord
 from bench.rates import device_name
+from bench.serving import serving
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.messages import EngineRequest, Ready, pack_tokens
 from server.planning.resolved_plan import ResolvedPlan
-
-_POLL_S = 0.25
-_STOP_S = 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,40 +158,3 @@ def _body(model: str, prompt: list[int], tokens: int) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-
-
-@contextmanager
-def serving(command: Callable[[int], Sequence[str]], load_timeout_s: float) -> Iterator[str]:
-    """Start a server and give its address once it is healthy; end it with SIGTERM on leaving. command: by its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command(port), stdout=subprocess.DEVNULL, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(url, process, log, load_timeout_s)
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", log: IO[bytes], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            log.seek(0)
-            said = log.read().decode(errors="replace").strip().splitlines() or ["nothing"]
-            raise GateError(f"the server exited with status {process.returncode} while loading: {said[-1]}")
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(_POLL_S)
-    require(False, f"the server was not healthy after {timeout_s:.0f} s")

@@ -135,20 +135,11 @@ GAP_SHARE = 1 / 3
 # Share of a 12K-token prefill that may pass while a prompt of 500 tokens gets its first token: two units are 1/36 (of
 # 6 chunks in 12 layers), and progress is told twice a second. Served in order of arrival, all of it would pass.
 PASSED_SHARE = 0.1
-# Allocators settle and histograms fill; a leak of one request's tokens and text (some 20 KiB) in a soak's thousands
-# would be more.
-SOAK_GROWTH_BYTES = 24 * 2**20
 # Memory of the API process under hostile clients: bodies of 2 to 16 MB, their strings and lists, and texts that are
 # being counted. Without limits, six of the texts alone took it beyond 3 GiB.
 HOSTILE_PEAK_BYTES = 768 * 2**20
 # The highest of a soak's last third over the highest of the third before: one more body or two at the same time.
 HOSTILE_GROWTH_BYTES = 96 * 2**20
-# Between the two best log probabilities: batches and cached prefixes sum in another order, which moves a logit of a
-# 0.1 B model in float32 by 1e-5 or so; a token of another request moves the best by whole units.
-LEVEL_LOGPROBS = 1e-3
-# Resident memory at the end of a mixed load, over what it was after its first minute: a leak of one request's rows
-# (2 MB and more) would pass it within fifty requests.
-MIXED_GROWTH_BYTES = 50 * 2**20
 # Seconds of the 99th percentile of gaps at 20 ms a token where client, server and attackers share two busy cores;
 # with a text tokenised on the event loop, or headers kept, streams stand still for longer.
 HOSTILE_SAMPLE_GAP_S = 1.0

@@ -1,0 +1,237 @@
+"""Run a soak: clients that ask and compare, clients that leave, kills of the engine, and samples of memory."""
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import httpx
+import psutil
+
+from bench.soak import gauges
+from bench.soak.answers import Answer, RefusedError, compare, read_answer
+from bench.soak.gauges import read_gauges, read_served, wait_for_rest
+from bench.soak.processes import ServerProcesses, find_server
+from bench.soak.requests import Ask, Mix, Served, make_requests, make_short_lived
+
+_RETRY_S = 0.5
+_SAMPLE_S = 1.0
+_KILLED_CODES = ("engine_dead", "engine_hung", "engine_loading")
+
+
+@dataclass(frozen=True, slots=True)
+class SoakPlan:
+    """What to run. kill_every_s: between two kills of the engine, 0: none; the last third of the run has none, so that
+    an engine's memory is seen for long. level_gap: see `compare`. patience_s: in which a request must be answered,
+    whatever was killed meanwhile.
+    """
+
+    url: str
+    api_key: str | None
+    seconds: float
+    kill_every_s: float
+    clients: int
+    mix: Mix
+    level_gap: float
+    seed: int
+    patience_s: float = 300.0
+
+
+@dataclass(slots=True)
+class Kill:
+    """A kill of the engine: when, and when the next one served."""
+
+    at: float
+    healthy_at: float = float("inf")
+
+
+@dataclass(slots=True)
+class SoakResult:
+    """What a soak saw. counts: by kind of request; memory: (seconds, bytes) by role and number of the engine, without
+    what gauges account for; at_rest: gauges after the end that should be 0; faults: promises that were broken, and how
+    often.
+    """
+
+    seconds: float = 0.0
+    counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    kills: list[Kill] = field(default_factory=list)
+    memory: dict[tuple[str, int], list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    at_rest: dict[str, float] = field(default_factory=dict)
+    faults: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    def blame(self, what: str) -> None:
+        self.faults[what] += 1
+
+
+async def run_soak(plan: SoakPlan, transport: httpx.AsyncBaseTransport | None = None) -> SoakResult:
+    """Ask each prompt once alone, then all at once until time is up, then wait for rest. transport: in place of a
+    connection. Raises httpx's errors and ValueError where the server cannot be asked at all.
+    """
+    headers = {"authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
+    every = httpx.AsyncClient(
+        base_url=plan.url, timeout=plan.patience_s, limits=httpx.Limits(), headers=headers, transport=transport
+    )
+    async with every as client:
+        served = await read_served(client)
+        asks = make_requests(served, plan.mix)
+        first = [await _ask_first(client, ask) for ask in asks]
+        soak = _Soak(plan, client, served, asks, first)
+        await soak.run()
+        result = soak.result
+        result.at_rest = await wait_for_rest(client, [str(ask.body["session_id"]) for ask in asks])
+        for name, value in result.at_rest.items():
+            if value:
+                result.blame(f"{name} is {value:,.0f} after {gauges.REST_S:.0f} s of rest, wanted 0")
+    return result
+
+
+async def _ask_first(client: httpx.AsyncClient, ask: Ask) -> Answer:
+    try:
+        return await read_answer(client, ask)
+    except RefusedError as error:
+        raise ValueError(f"{ask.kind}: the server refuses the first request of this kind: {error}") from None
+
+
+class _Soak:
+    def __init__(
+        self, plan: SoakPlan, client: httpx.AsyncClient, served: Served, asks: list[Ask], first: list[Answer]
+    ) -> None:
+        self._plan, self._client, self._served, self._asks, self._first = plan, client, served, asks, first
+        self._random = Random(plan.seed)
+        self._processes = find_server(plan.url)
+        self.result = SoakResult()
+
+    async def run(self) -> None:
+        plan, began = self._plan, time.monotonic()
+        self._began, self._ends = began, began + plan.seconds
+        tasks = [self._ask_again_and_again() for _ in range(plan.clients)]
+        tasks += [self._leave_again_and_again() for _ in range(max(1, plan.clients // 4))]
+        if self._processes is None:
+            self.result.notes.append("the server's processes are not this user's on this machine: no kills, no memory")
+        else:
+            tasks.append(self._watch(self._processes))
+            if plan.kill_every_s:
+                tasks.append(self._kill_engines(self._processes))
+        await asyncio.gather(*tasks)
+        self.result.seconds = time.monotonic() - began
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    async def _ask_again_and_again(self) -> None:
+        while time.monotonic() < self._ends:
+            index = self._random.randrange(len(self._asks))
+            ask, counts = self._asks[index], self.result.counts[self._asks[index].kind]
+            counts["asked"] += 1
+            answer = await self._ask_until_answered(ask, counts)
+            if answer is None:
+                self.result.blame(f"{ask.kind}: not answered within {self._plan.patience_s:.0f} s")
+                continue
+            counts["answered"] += 1
+            verdict = compare(answer, self._first[index], self._plan.level_gap)
+            counts[verdict if ask.is_compared or verdict == "same" else "parted"] += 1
+            if verdict == "other" and ask.is_compared:
+                wanted = self._first[index].text
+                self.result.blame(f"{ask.kind}: said {answer.text[:120]!r}, at first {wanted[:120]!r}")
+
+    async def _ask_until_answered(self, ask: Ask, counts: Counter[str]) -> Answer | None:
+        began = time.monotonic()
+        while (sent := time.monotonic()) - began < self._plan.patience_s:
+            try:
+                return await read_answer(self._client, ask)
+            except RefusedError as error:
+                self._judge(ask, sent, error, counts, time.monotonic())
+            except httpx.HTTPError as error:
+                self.result.blame(f"{ask.kind}: the connection broke: {type(error).__name__} {error}")
+            await asyncio.sleep(_RETRY_S)
+        return None
+
+    def _judge(self, ask: Ask, sent: float, error: RefusedError, counts: Counter[str], now: float) -> None:
+        """Count an error: of a request that was in flight at a kill, of one that came before the next engine served, or
+        of a full queue. Any other breaks a promise.
+        """
+        is_clear = error.code in _KILLED_CODES
+        if is_clear and any(sent <= kill.at <= now for kill in self.result.kills):
+            counts["lost at a kill"] += 1
+        elif is_clear and any(kill.at <= now and sent <= kill.healthy_at for kill in self.result.kills):
+            counts["refused meanwhile"] += 1
+        elif error.code == "queue_full":
+            counts["queue full"] += 1
+        else:
+            self.result.blame(f"{ask.kind}: {error}")
+
+    async def _leave_again_and_again(self) -> None:
+        """Leave at once, after some tokens, or without reading any."""
+        ways = (("leaves at once", 0.2, 0), ("leaves a stream", 30.0, 20), ("never reads", 5.0, None))
+        while time.monotonic() < self._ends:
+            kind, most_s, num_lines = self._random.choice(ways)
+            self.result.counts[kind]["asked"] += 1
+            body = make_short_lived(self._served, self._random)
+            seconds = most_s if num_lines else self._random.uniform(0, most_s)
+            try:
+                async with (
+                    asyncio.timeout(seconds),
+                    self._client.stream("POST", "/v1/completions", json=body) as answer,
+                ):
+                    if num_lines is None:
+                        await asyncio.sleep(most_s)
+                    lines = answer.aiter_lines()
+                    for _ in range(num_lines or 10**6):
+                        await anext(lines, None)
+            except (TimeoutError, httpx.HTTPError):
+                pass  # it leaves, or its engine was killed
+            self.result.counts[kind]["cancelled"] += 1
+            await asyncio.sleep(self._random.uniform(0.1, 0.5))
+
+    async def _read_some(self, body: dict[str, Any], num_lines: int | None) -> None:
+        """Read so many lines of a stream, or none for as long as the caller waits."""
+        async with self._client.stream("POST", "/v1/completions", json=body) as answer:
+            if num_lines is None:
+                await asyncio.Event().wait()
+            lines = answer.aiter_lines()
+            for _ in range(num_lines or 10**6):
+                await anext(lines, None)
+
+    # --- the server ---------------------------------------------------------------------------------------------------
+
+    async def _kill_engines(self, processes: ServerProcesses) -> None:
+        every_s = min(self._plan.kill_every_s, self._plan.seconds / 3)
+        for number in range(1, int(2 * self._plan.seconds / 3 / every_s) + 1):
+            await asyncio.sleep(self._began + number * every_s - time.monotonic())
+            engine = processes.find_engine()
+            if engine is None:
+                self.result.blame(f"no engine runs at the time of kill {number}")
+                continue
+            kill = Kill(time.monotonic())
+            self.result.kills.append(kill)
+            engine.kill()
+            await asyncio.to_thread(engine.wait)
+            while not (processes.find_engine() and await self._is_healthy()):  # it is noticed a moment later
+                if time.monotonic() - kill.at > self._plan.patience_s:
+                    self.result.blame(f"no engine serves {self._plan.patience_s:.0f} s after a kill")
+                    return
+                await asyncio.sleep(0.05)
+            kill.healthy_at = time.monotonic()
+
+    async def _is_healthy(self) -> bool:
+        return (await self._client.get("/health")).status_code == httpx.codes.OK
+
+    async def _watch(self, processes: ServerProcesses) -> None:
+        """Sample memory, but not while an engine loads."""
+        while time.monotonic() < self._ends:
+            number = len(self.result.kills)
+            try:
+                if await self._is_healthy():
+                    counted = await read_gauges(self._client)
+                    sizes = await asyncio.to_thread(processes.resident_bytes)
+                    if number == len(self.result.kills) and "engine" in sizes:
+                        sizes["engine"] -= counted.engine_bytes
+                        for role, size in sizes.items():
+                            key = role, number if role == "engine" else 0
+                            self.result.memory[key].append((time.monotonic() - self._began, size))
+            except psutil.NoSuchProcess:
+                self.result.blame("the server's process has ended")
+                return
+            await asyncio.sleep(_SAMPLE_S)
