@@ -1,0 +1,21 @@
+"""Write the packages of the image as two lists: torch and its kernels, and all others."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+TORCH = ("torch", "triton", "fbgemm-gpu")
+
+
+def main() -> None:
+    """Arguments: pyproject.toml, the extra for the device (cuda or cpu), and the folder that gets the lists."""
+    project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
+    packages = [*project["dependencies"], *project["optional-dependencies"][sys.argv[2]]]
+    folder = Path(sys.argv[3])
+    folder.mkdir()
+    (folder / "torch.txt").write_text("".join(f"{one}\n" for one in packages if one.startswith(TORCH)))
+    (folder / "others.txt").write_text("".join(f"{one}\n" for one in packages if not one.startswith(TORCH)))
+
+
+if __name__ == "__main__":
+    main()
