@@ -527,7 +527,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     step_seconds: float
     rings_free: int
-    host: HostStats | None  # None: no host tier
+    waiting_tokens: int = 0  # of sequences that wait
+    waiting_uncached_tokens: int = 0  # of these, and of prompts under way: those that are still to be computed
+    running_adapters: list[int] = []  # their numbers, also of prompts under way
+    waiting_adapters: list[int] = []
+    host: HostStats | None = None  # None: no host tier
     methods: dict[str, list[int]] = {}  # by the counters of `gpu.methods`, all profiles together: one, or one a layer
     masks: MaskStats = MaskStats(held_requests=0, masks=0, mask_seconds=0.0)
     drafts: DraftStats = DraftStats()

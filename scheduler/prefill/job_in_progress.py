@@ -67,6 +67,11 @@ class JobInProgress:
         """Return the share of the job's work that is still to do, in [0, 1]."""
         return self.remaining() / (self._token_layers(0) + self.job.num_scored_tokens)
 
+    @property
+    def num_left_tokens(self) -> int:
+        """Count the tokens that are still to be computed; all layers of one token are one."""
+        return round(self.share_left() * sum(prompt.num_computed_tokens for prompt in self.job.prompts))
+
     def num_done_tokens(self, sequence: Sequence) -> int:
         """Count the tokens of a sequence that were found or are computed; all layers of one token are one."""
         prompt = self.job.prompts[self.sequences.index(sequence)]

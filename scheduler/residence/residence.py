@@ -112,6 +112,18 @@ class Residence:
         sequence.run_end = 0 if self.prompts is None else self.prompts.run_end(sequence)
         self.prefixes.await_blocks(sequence)
 
+    def num_uncached_tokens(self, sequence: Sequence) -> int:
+        """Count the tokens of a waiting sequence that are neither in pages nor in host memory now."""
+        end = max(sequence.num_known_blocks, sequence.num_usable_blocks)
+        known = self.pages.count_known(sequence.hashes, sequence.num_known_blocks, end)
+        if sequence.run_end and self.contexts is not None:
+            last = min(sequence.run_end // self.page_tokens, end)
+            source, shared = self.contexts.find(sequence.hashes, self.num_sink_blocks, max(self.num_sink_blocks, last))
+            known = 0 if source is None else self.num_sink_blocks + shared
+        return sequence.num_tokens - self.page_tokens * self.windows.last_end(
+            sequence.hashes, known, sequence.border_blocks
+        )
+
     def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
         """Give the sequence what its prompt needs, if that leaves `num_spare` pages; else nothing.
 

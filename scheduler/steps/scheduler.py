@@ -6,7 +6,7 @@ since the device works in plan order. Invariant: a row that draws has a page for
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
@@ -432,10 +432,16 @@ class Scheduler:
         experts: ExpertStats | None,
     ) -> Stats:  # fmt: skip
         num_idle_pages = self.residence.room.num_idle_pages([])
+        waiting, running = self._admission.waiting, list(self.roster.holding())
         return Stats(
             num_running=len(self.roster.running),
             num_prefilling=sum(len(entry.sequences) for entry in self._prefill.jobs),
-            num_waiting=len(self._admission.waiting),
+            num_waiting=len(waiting),
+            waiting_tokens=sum(one.num_tokens for one in waiting),
+            waiting_uncached_tokens=sum(map(self.residence.num_uncached_tokens, waiting))
+            + sum(entry.num_left_tokens for entry in self._prefill.jobs),
+            running_adapters=_adapters_of(running),
+            waiting_adapters=_adapters_of(waiting),
             pages_used=self.pages.num_held - num_idle_pages,
             pages_cached=self.pages.num_idle + num_idle_pages,
             pages_total=self.pages.num_pages,
@@ -453,6 +459,11 @@ class Scheduler:
             methods=methods,
             experts=experts,
         )
+
+
+def _adapters_of(sequences: Iterable[Sequence]) -> list[int]:
+    """Return the numbers of the adapters that these ask for."""
+    return sorted({one.request.adapter for one in sequences} - {0})
 
 
 def _group(

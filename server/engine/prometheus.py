@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from gpu.methods.registry import list_counters
 from scheduler.messages import DiskStats, HostStats, Stats
@@ -333,6 +334,10 @@ class Metrics:
             self.draft_saved_s,
         ):  # fmt: skip
             gauge.set(0)
+
+    def show_more(self, collector: Collector) -> None:
+        """Show what another collector has, too."""
+        self._registry.register(collector)
 
     def collect(self) -> Iterable[Metric]:
         """Return all families of samples."""

@@ -25,6 +25,11 @@ class TokenRates:
         self._move_on()
         return list(self._counts)
 
+    def per_second(self) -> float:
+        """Return the rate of the last ten to twenty seconds: of the last step that is over, and the one that is not."""
+        self._move_on()
+        return sum(list(self._counts)[-2:]) / (STEP_SECONDS + self._clock() % STEP_SECONDS)
+
     def _move_on(self) -> None:
         now = self._now()
         self._counts.extend([0] * min(now - self._step, NUM_STEPS))

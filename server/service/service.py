@@ -13,6 +13,7 @@ from server.bodies.body_memory import BodyMemory
 from server.deployment import ConfigError, Deployment, ServerConfig, model_name
 from server.engine.head_start import HeadStart
 from server.engine.prometheus import Metrics
+from server.engine.router_metrics import RouterMetrics
 from server.engine.start_events import OnStart
 from server.engine.supervisor import Supervisor
 from server.parsing.answer_formats import AnswerFormat, choose_format
@@ -143,7 +144,9 @@ def build_service(
     """
     server = deployment.server
     parts = load_parts(deployment)
-    metrics = Metrics()
+    metrics, name = Metrics(), model_name(deployment)
+    has_prefixes = deployment.scheduler.prefix_cache
+    metrics.show_more(RouterMetrics(name, memory, parts.adapters.names, has_prefixes, lambda: metrics.latest))
     texts = TextPool(server.retry_after_seconds) if beside is None else beside.texts
     bodies = BodyMemory(server.max_body_mib, server.max_bodies_mib, server.retry_after_seconds)
     responses = ResponseStore(server.responses_seconds, int(server.responses_limit_mib * 2**20))
@@ -159,7 +162,7 @@ def build_service(
         sampling_defaults=parts.sampling_defaults,
         metrics=metrics,
         supervisor=Supervisor(deployment, memory, engine_command, metrics, on_start, ahead),
-        model_name=model_name(deployment),
+        model_name=name,
         keys=parts.keys,
         vectors=parts.vectors,
         adapters=parts.adapters,

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import re
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,8 @@ async def test_a_router_learns_the_model_its_limits_and_its_load(live: Running) 
     assert (info["served_model_name"], info["tp_size"], info["dp_size"]) == ("reference", 1, 1)
     assert (info["max_total_tokens"], info["max_running_requests"]) == (16384, 64)
     assert info["model_path"] == str(REFERENCE)
+    assert (info["page_size"], info["context_length"]) == (16, 16384)
+    assert (await live.http.get("/get_server_info")).json() == info
 
     async def told() -> bool:
         return "num_running_reqs" in (await live.http.get("/v1/loads")).json()["loads"][0]
@@ -171,13 +175,17 @@ async def test_a_router_learns_the_model_its_limits_and_its_load(live: Running) 
     await live.until(told)
     answer = (await live.http.get("/v1/loads?include=core,disagg,queues,memory")).json()
     assert answer["dp_rank_count"] == 1
+    assert abs(datetime.fromisoformat(answer["timestamp"]).timestamp() - time.time()) < 600
     (idle,) = answer["loads"]
+    assert (idle["num_waiting_uncached_tokens"], idle["num_total_tokens"], idle["gen_throughput"]) == (0, 0, 0)
     assert (idle["num_running_reqs"], idle["num_used_tokens"], idle["token_usage"]) == (0, 0, 0)
     body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "attention_profile": "slow"}
     asking = asyncio.create_task(live.http.post(COMPLETION, json=body))
 
     async def busy() -> bool:
         load = (await live.http.get("/v1/loads")).json()["loads"][0]
+        if not 0 < load["gen_throughput"] < 2000 / 10:
+            return False
         return (load["num_running_reqs"], load["num_used_tokens"], load["token_usage"]) == (1, 16, 1 / 1024)
 
     await live.until(busy)

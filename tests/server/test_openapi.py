@@ -101,7 +101,7 @@ INPUT_ITEMS = f"{RESPONSE}/input_items"
 SESSION, SAVED, SLOT = "/v1/sessions/{session_id}", "/v1/saved_contexts/{filename}", "/slots/{id_slot}"
 GETS = (
     "/api/tags", "/api/ps", "/api/version",
-    "/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/server_info", "/v1/loads",
+    "/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/server_info", "/get_server_info", "/v1/loads",
     "/health", "/live", "/version", "/metrics", "/v1/documents", DOCUMENT, RESPONSE, INPUT_ITEMS, "/v1/sessions",
     "/slots", "/v1/activity", "/v1/saved_contexts",
 )  # fmt: skip

@@ -23,7 +23,8 @@ PAGE = {"/", *(f"/page/{name}" for name in list_files())}
 OPEN = {"/health", "/live", "/version", "/metrics", "/openapi.json", "/docs"} | FILES | PAGE
 GUARDED = {"/v1/documents", "/v1/documents/{document_id}", 
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model_id:path}", "/tokenize", "/detokenize",
-    "/tokenizer_info", "/server_info", "/v1/loads", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/tokenizer_info", "/server_info", "/get_server_info", "/v1/loads", "/v1/responses", "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items", "/v1/embeddings", "/rerank", "/v1/rerank",
     "/v2/rerank", "/v1/sessions", "/v1/sessions/{session_id:path}", "/slots", "/slots/{id_slot}",
     "/v1/saved_contexts", "/v1/saved_contexts/{filename}", "/v1/activity",

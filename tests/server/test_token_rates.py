@@ -22,6 +22,8 @@ def test_tokens_are_counted_in_their_step_and_forgotten_after_ten_minutes() -> N
     clock.seconds = 1010.0
     rates.count(5)
     assert rates.last()[-3:] == [0, 7, 5]
+    clock.seconds = 1015.0
+    assert rates.per_second() == (7 + 5) / 15
     clock.seconds = 1035.0
     assert rates.last()[-5:] == [0, 7, 5, 0, 0]
     clock.seconds = 1000.0 + 600

@@ -3,6 +3,7 @@
 The router `smg` asks as it asks SGLang's servers, and lm_eval's remote tokenizer as it asks vLLM's.
 """
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -28,6 +29,8 @@ async def server_info(call: Call[Any]) -> Tree:
         "max_total_tokens": limits.num_pages * limits.page_tokens,
         "max_running_requests": deployment.scheduler.max_running,
         "max_prefill_tokens": deployment.scheduler.prefill.chunk_tokens,
+        "page_size": limits.page_tokens,
+        "context_length": limits.max_context_tokens,
     }
 
 
@@ -41,16 +44,21 @@ async def loads(call: Call[Any]) -> Tree:
         "max_running_requests": service.deployment.scheduler.max_running,
     }
     if stats is not None:
+        num_running, num_used_tokens = stats.num_running + stats.num_prefilling, stats.pages_used * limits.page_tokens
         load |= {
-            "num_running_reqs": stats.num_running,
+            "num_running_reqs": num_running,
             "num_waiting_reqs": stats.num_waiting,
-            "num_total_reqs": stats.num_running + stats.num_waiting,
-            "num_used_tokens": stats.pages_used * limits.page_tokens,
+            "num_total_reqs": num_running + stats.num_waiting,
+            "num_waiting_uncached_tokens": stats.waiting_uncached_tokens,
+            "num_used_tokens": num_used_tokens,
+            "num_total_tokens": num_used_tokens + stats.waiting_tokens,
             "token_usage": stats.pages_used / max(stats.pages_total, 1),
+            "gen_throughput": round(service.metrics.rates.per_second(), 2),
             "cache_hit_rate": stats.prefix_hits_tokens / max(stats.prefix_queries_tokens, 1),
-            "utilization": stats.num_running / service.deployment.scheduler.max_running,
+            "utilization": num_running / service.deployment.scheduler.max_running,
         }
-    return {"dp_rank_count": 1, "loads": [load]}
+    now = datetime.now(UTC).isoformat()
+    return {"timestamp": now, "version": release(), "dp_rank_count": 1, "loads": [load]}
 
 
 async def tokenizer_info(call: Call[Any]) -> Tree:
@@ -79,6 +87,14 @@ ROUTES = (
         "/server_info",
         server_info,
         "The model and the engine's limits, for routers",
+        ServerInfo,
+        parameters=OF_MODEL,
+    ),
+    Route(
+        "get",
+        "/get_server_info",
+        server_info,
+        "Likewise, for older routers",
         ServerInfo,
         parameters=OF_MODEL,
     ),

@@ -45,10 +45,16 @@ class ServerInfo(Answer):
     max_total_tokens: Count
     max_running_requests: Count
     max_prefill_tokens: Count
+    page_size: Count
+    context_length: Count
 
 
 class Load(Answer):
-    """Hold the load of one rank. The counts come once the engine has told them; the shares are from 0 to 1."""
+    """Hold the load of one rank. The counts come once the engine has told them; the shares are from 0 to 1.
+
+    num_waiting_uncached_tokens: of prompts, that are still to be computed. num_total_tokens: in pages, and of prompts
+    that wait. gen_throughput: tokens a second, generated in the last ten to twenty.
+    """
 
     dp_rank: Count
     max_total_num_tokens: Count
@@ -56,13 +62,18 @@ class Load(Answer):
     num_running_reqs: Count | None = None
     num_waiting_reqs: Count | None = None
     num_total_reqs: Count | None = None
+    num_waiting_uncached_tokens: Count | None = None
     num_used_tokens: Count | None = None
+    num_total_tokens: Count | None = None
     token_usage: float | None = None
+    gen_throughput: float | None = None
     cache_hit_rate: float | None = None
     utilization: float | None = None
 
 
 class Loads(Answer):
+    timestamp: str
+    version: str
     dp_rank_count: Count
     loads: list[Load]
 
