@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-b
 PROCESSES := $(if $(filter cuda,$(EXTRA)),0,3)
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5
 
-.PHONY: run install model test test-long test-lab test-gpu test-clients test-fleet test-page lint docs clean
+.PHONY: run install model test test-long test-lab test-gpu test-clients test-fleet test-page test-image test-prometheus lint docs clean
 .DELETE_ON_ERROR:
 
 # What is served where a package index has it, as deploy/smollm2.txt pins it; else the reference model is.
@@ -76,6 +76,20 @@ $(FLEET)/%/installed: tests/fleet/%.txt | $(VENV)/made
 test-page: $(VENV)/installed-$(EXTRA)-page
 	$(BIN)/python -m tests.page.browser
 	$(BIN)/python -m pytest tests/page
+
+# The image for a CPU, built and run with a read-only root by docker or podman. OPTIONS of `build`, as --secret.
+ENGINE := $(firstword $(foreach name,docker podman,$(if $(shell command -v $(name)),$(name))))
+
+test-image: $(VENV)/installed-$(EXTRA)-test
+	@test -n "$(ENGINE)" || { echo "no container engine: apt-get install podman, or docker" >&2; exit 2; }
+	$(ENGINE) build $(if $(filter podman,$(ENGINE)),--format docker) --build-arg EXTRA=cpu $(OPTIONS) \
+	    --file deploy/Dockerfile --tag tandem:cpu .
+	$(BIN)/python -m tests.image tandem:cpu --engine $(ENGINE)
+
+# A real Prometheus scrapes a server under load: its rules, and each query of the dashboard.
+test-prometheus: $(VENV)/installed-$(EXTRA)-test
+	@command -v prometheus >/dev/null || { echo "no Prometheus: apt-get install prometheus" >&2; exit 2; }
+	$(BIN)/python -m pytest -m long tests/test_prometheus.py
 
 $(CLIENTS)/agents/installed: tests/clients/agents.json
 	mkdir -p $(@D)

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -40,16 +42,48 @@ def test_the_reference_configuration_carries_its_model() -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {item.name for item in path.iterdir()}
 
 
-def test_the_dashboard_asks_for_metrics_that_the_server_has() -> None:
-    served = set()
+@pytest.fixture(scope="module")
+def served_names() -> set[str]:
+    """Return the names of all samples that a server has before its engine has told of methods."""
+    names = set()
     for family in text_string_to_metric_families(Metrics().text().decode()):
-        served.add(family.name)
-        served |= {f"{family.name}_{suffix}" for suffix in ("total", "bucket", "sum", "count")}
+        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+        names |= {family.name + suffix for suffix in suffixes}
+    return names
+
+
+def test_the_dashboard_asks_for_metrics_that_the_server_has(served_names: set[str]) -> None:
     dashboard = json.loads((DEPLOY / "grafana" / "tandem.json").read_text())
     targets = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked = {name for expression in targets for name in METRIC.findall(expression)}
-    assert asked <= served
+    assert asked <= served_names
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_alerts_watch_metrics_that_the_server_has_and_each_has_a_test(served_names: set[str]) -> None:
+    groups = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    asked = {name for rule in rules for name in METRIC.findall(rule["expr"])}
+    assert asked <= served_names
+    used = {name for rule in rules for name in re.findall(r"tandem:[a-z0-9_:]+", rule["expr"])}
+    assert used <= recorded
+    tests = yaml.safe_load((ROOT / "tests" / "alerts.yaml").read_text())["tests"][0]["promql_expr_test"]
+    fired = {one["labels"] for one in tests[0]["exp_samples"]}
+    assert fired == {f'{{alertname="{rule["alert"]}"}}' for rule in rules if "alert" in rule}
+    assert yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["rule_files"] == ["alerts.yaml"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
+@pytest.mark.parametrize(
+    "words",
+    [("check", "config", "deploy/prometheus.yaml"), ("check", "rules", "deploy/alerts.yaml"),
+     ("test", "rules", "tests/alerts.yaml")],
+    ids=" ".join,
+)  # fmt: skip
+def test_promtool_passes_the_configuration_and_each_alert_fires_where_it_should(words: tuple[str, ...]) -> None:
+    checked = subprocess.run(["promtool", *words], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def read_compose() -> dict[str, Any]:
@@ -93,6 +127,28 @@ def test_the_image_copies_every_package_and_nothing_that_is_missing() -> None:
     assert not {"lab", "tests"} & copied
     assert all((ROOT / name).exists() for name in copied)
     assert "ARG EXTRA=cuda" in text
+
+
+def test_a_change_of_code_installs_torch_as_little_as_a_change_of_the_project_file_does(tmp_path: Path) -> None:
+    """Its layers lie in front of the code's, and depend on two lists of packages alone."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    torch, others, code = (text.index(part) for part in ("-r /pins/torch.txt", "-r /pins/others.txt", "COPY server"))
+    assert torch < others < code
+    installing = text[text.rindex("FROM") : others]
+    assert re.findall(r"^COPY (.*)$", installing, re.MULTILINE) == [
+        "--from=pins /pins/torch.txt /pins/", "--from=pins /pins/others.txt /pins/",
+    ]  # fmt: skip
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra in ("cpu", "cuda"):
+        command = [sys.executable, DEPLOY / "pins.py", ROOT / "pyproject.toml", extra, tmp_path / extra]
+        subprocess.run(command, check=True)
+        lists = [(tmp_path / extra / name).read_text().splitlines() for name in ("torch.txt", "others.txt")]
+        assert sorted(lists[0] + lists[1]) == sorted(project["dependencies"] + project["optional-dependencies"][extra])
+        assert f"torch=={project_pin(project, 'torch')}" in lists[0]
+
+
+def project_pin(project: dict[str, Any], name: str) -> str:
+    return next(one.split("==")[1] for one in project["dependencies"] if one.startswith(f"{name}=="))
 
 
 def test_the_image_takes_the_packages_that_have_no_wheel_as_the_makefile_does() -> None:
