@@ -262,6 +262,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine serves. Limits that the API process checks requests against.
 
     `profiles`: the longest prompt and output of each, when nothing else runs; `max_context_tokens`: of any of them.
+    `contexts_folder`: of this model's records on disk; "": it keeps none.
     """
 
     vocab_size: int
@@ -273,6 +274,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     page_tokens: int
     device: str
     load_seconds: float
+    contexts_folder: str = ""
+
+
+class Writing(msgspec.Struct, frozen=True, tag=True):
+    """The engine ends, and writes contexts: bytes that it has written since its start, and those that wait to be."""
+
+    num_written_bytes: int
+    num_left_bytes: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -551,4 +560,6 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 Told = Sessions | ContextSaved | SavedTokens
 """What answers a question of the API process, by its `request_id`."""
 
-FromEngine = Loading | Ready | Failed | Pulse | Accepted | Refused | ChunksStored | Told | Outputs | CacheChanges
+FromEngine = (
+    Loading | Ready | Writing | Failed | Pulse | Accepted | Refused | ChunksStored | Told | Outputs | CacheChanges
+)

@@ -47,6 +47,7 @@ LONG = (
     "tests/server/test_lifecycle.py",
     "tests/test_house.py",
     "tests/server/test_end_to_end.py",
+    "tests/server/test_swaps_end_to_end.py",
     "tests/end_to_end/test_lm_eval.py",
     "tests/gpu/test_predicted_serving.py",
     "tests/gpu/test_mac_serving.py",

@@ -20,6 +20,7 @@ from gpu.methods.counters import add_counts
 from gpu.runner import Runner
 from gpu.step import Lane, PartId, StepPlan
 from scheduler.engine.decode_reads import DecodeReads
+from scheduler.engine.last_writes import Report, report_nothing, write_contexts
 from scheduler.messages import (
     ChunksStored,
     Delta,
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 
 MOST_IN_FLIGHT = 2  # steps of a lane
 _LOOK_SECONDS = 1e-4  # between two looks at what may be over, where there are two lanes ...
-_WRITE_SECONDS = 3.0  # at the end, for contexts that are not on disk yet: who ends it waits five
 _PATIENCE_SECONDS = 30.0  # longer than the host's answers are waited for
 _NO_STORE = "this engine stores no keys and values of documents; it computes them with each prompt"
 _LOOKING_SECONDS = 5e-3  # ... and after so long, requests that have come meanwhile are looked at
@@ -156,18 +156,17 @@ class Engine:
         """Return the layers whose KV is offloaded; none without a tier."""
         return () if self._tier is None else tuple(self._tier.shape.layers)
 
-    def shutdown(self) -> None:
-        """End the host's threads, once they have given what is in flight its answers, and give the tier's memory back.
-        The engine steps no more.
+    def shutdown(self, report: Report = report_nothing) -> None:
+        """Write contexts, which `report` is told of, and end the host's threads, once they have given what is in flight
+        its answers; give the tier's memory back. The engine steps no more.
         """
         self.scheduler.constraints.shutdown()
         disk = self.scheduler.residence.disk
         is_plain = self._tier is None and self.scheduler.documents is None and disk.side is None
         if is_plain and self._runner.expert_counts() is None:
             return
-        ends = time.monotonic() + _WRITE_SECONDS
-        while disk.has_work and not self.scheduler.roster.num_unfinished and time.monotonic() < ends:
-            self.step()
+        if not self.scheduler.roster.num_unfinished:
+            write_contexts(disk, self.step, report)
         self._draw_all()
         for _, step, _ in self._in_flight:
             step.collect()

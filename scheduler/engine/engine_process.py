@@ -158,7 +158,7 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     log.info("started imports_s=%.2f %s", imports_seconds, stages.describe())
     Loop(engine, connection, pulse, engine.scheduler.residence.tell_blocks() if start.tells_blocks else None).run()
     pulse.stop()
-    engine.shutdown()
+    engine.shutdown(connection.send)
     connection.close()
     gc.unfreeze()  # what the interpreter's end does not collect, Triton's extension lists as leaked
     return 0

@@ -176,6 +176,7 @@ def load_engine(
         page_tokens=plan.page_tokens,
         device=plan.device,
         load_seconds=time.monotonic() - began,
+        contexts_folder="" if disk is None else str(disk.folder.path),
     )
     return Engine(scheduler, runner, tier, is_pipelined=plan.device == "cuda"), ready
 

@@ -377,6 +377,15 @@ class DiskContexts:
         """Tell whether something is to be written."""
         return bool(self._unsaved)
 
+    @property
+    def num_unsaved_bytes(self) -> int:
+        """Return the bytes of records that wait to be written."""
+        if self.side is None:
+            return 0
+        store = self.side.store
+        end_bytes = 0 if store.end is None else store.end.file_bytes
+        return len(self._waiting) * store.kv.file_bytes + len(self._waiting_ends) * end_bytes
+
     def take_saves(self) -> list[SavedBlock]:
         """Return what the next plan copies out, of what is still in pages."""
         saves: list[SavedBlock] = []

@@ -15,9 +15,9 @@ from scheduler.messages import (
     Told,
 )
 from scheduler.residence.residence import Residence
+from scheduler.residence.resting_sessions import describe_saved
 from scheduler.sequences.conversation import Conversation
-from transfer.disk.context_store import KV
-from transfer.disk.holders import SAVED, SESSION, Holder
+from transfer.disk.holders import SAVED, SESSION
 
 Question = AskSessions | SaveContext | ReadSaved
 
@@ -127,23 +127,11 @@ def _on_disk(residence: Residence, owner: str, of_all: bool) -> tuple[dict[str, 
     for one in _of(residence, owner):
         if one.records:
             sessions[_name(one)] = sessions.get(_name(one), 0) + folder.num_bytes(one.records)
-    saved = [_describe_saved(residence, holder) for holder in folder.holders.of(SAVED, None if of_all else owner)]
+    saved = [
+        describe_saved(holder, lambda record: folder.num_bytes([record]), side.store.block_tokens)
+        for holder in folder.holders.of(SAVED, None if of_all else owner)
+    ]
     return {name: num_bytes for name, num_bytes in sessions.items() if num_bytes}, saved
-
-
-def _describe_saved(residence: Residence, holder: Holder) -> SavedContext:
-    assert residence.disk.side is not None
-    store = residence.disk.side.store
-    there = [one for one in holder.records if store.folder.num_bytes([one])]
-    return SavedContext(
-        name=holder.name,
-        session=holder.session,
-        tokens=len(holder.token_ids()) // 4,
-        disk_tokens=store.block_tokens * sum(one.endswith(f".{KV}") for one in there),
-        disk_bytes=store.folder.num_bytes(there),
-        created_s=holder.created_s,
-        owner=holder.owner,
-    )
 
 
 def _describe(residence: Residence, one: Conversation) -> KeptConversation:

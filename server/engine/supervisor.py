@@ -9,13 +9,16 @@ if it lasts, or if a step never ends. Every open mailbox gets its requests' last
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from gpu.memory.plan import MemoryPlan
 from scheduler.block_changes import CacheChanges
@@ -44,10 +47,13 @@ from scheduler.messages import (
     StoreChunks,
     Submit,
     Told,
+    Writing,
 )
+from scheduler.residence.resting_sessions import read_sessions
 from server import logs
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid, queue_full, too_long, unavailable
 from server.deployment import Deployment
+from server.engine.engine_end import EXIT_SECONDS, EngineEnd, describe_writing
 from server.engine.engine_life import EngineGone, EngineProcess, EngineStartError
 from server.engine.event_wire import cleared
 from server.engine.head_start import HeadStart
@@ -61,13 +67,18 @@ _HEALTHY_AFTER_S = 60.0  # of service; a life that gave so much of it begins a n
 # Times the silence of an engine that serves. One that loads reads its libraries before its first word, from a disk that
 # may be slow, and compiles, which may keep the interpreter from the thread that speaks.
 _LOADING_PATIENCE = 5
-_SHUTDOWN_WAIT_S = 5.0
 _KILLED_WAIT_S = 10.0  # for the system to take back what a killed engine had
+_UNREADY_WAIT_S = 0.2  # for an engine that has served nothing yet
 _TELL_LOADING_S = 5.0
+_MOST_UNDROPPED = 65_536  # chunks whose names are kept for an engine that is not there
 _SILENCE_CHECKS = 4  # in a row; one alone would also fail when it was this process that stood still
 _DIED = EngineLost("the engine process died while it worked on this request; try again", "engine_dead")
 
-_WHY_NOT = {"loading": "the model is loading", "unloaded": "the model is not loaded"}
+_WHY_NOT = {
+    "loading": "the model is loading",
+    "unloading": "the model is being unloaded",
+    "unloaded": "the model is not loaded, and has not been since the server's start",
+}
 
 Question = AskSessions | SaveContext | ReadSaved
 Answer = TypeVar("Answer", Sessions, ContextSaved, SavedTokens)
@@ -104,7 +115,11 @@ class Supervisor:
         self._submit_ids = itertools.count()
         self._storing: dict[str, asyncio.Future[ChunksStored | ApiError]] = {}
         self._asked: dict[str, asyncio.Future[Told | ApiError]] = {}
+        self._undropped: dict[NamedChunk, None] = {}  # oldest first
+        self._disk = deployment.disk
         self._stopping = False
+        self._ends_by_s = math.inf
+        self._end: EngineEnd | None = None
         self._lives = 0
         self._ready_since_s: float | None = None  # in this life
         self._has_spoken = False
@@ -116,6 +131,7 @@ class Supervisor:
         self.state = "unloaded"
         self.loading = Loading(stage="starting", fraction=0.0)
         self.limits: Ready | None = None
+        self.contexts_folder: Path | None = None  # of the model, known from its first load on
         self.failure: asyncio.Future[str] | None = None
 
     # --- life of the engine -------------------------------------------------------------------------------------------
@@ -123,6 +139,7 @@ class Supervisor:
     def start(self) -> None:
         """Keep an engine alive from now on, until `stop`; then it may be started again."""
         self._stopping = False
+        self._ends_by_s = math.inf
         self.state = "loading"
         self.limits = None
         self._context = zmq.Context()
@@ -131,26 +148,43 @@ class Supervisor:
         self._task.add_done_callback(self._end_with_supervisor)
 
     async def stop(self) -> None:
-        """Ask the engine to exit, wait a little, and make sure that it is gone, with its memory."""
+        """Ask the engine to exit, wait while it writes contexts, and make sure that it is gone, with its memory.
+
+        A fault of this supervisor's own work was logged when it came, and hinders nothing here.
+        """
         self._stopping = True
-        engine = self._engine
-        if engine is not None:
-            with suppress(EngineGone):
-                engine.send(Shutdown())
-            with suppress(TimeoutError):
-                await asyncio.wait_for(engine.wait(), _SHUTDOWN_WAIT_S if self.state == "ready" else 0.2)
-            engine.kill()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(engine.wait(), _KILLED_WAIT_S)
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-        if self._context is not None:
-            self._context.destroy(linger=0)
-        self._task = self._context = None
+        try:
+            if self._engine is not None:
+                await self._end_engine(self._engine)
+        finally:
+            task, context = self._task, self._context
+            self._task = self._context = self._end = None
+            try:
+                if task is not None:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+            finally:
+                if context is not None:
+                    context.destroy(linger=0)
         if self.state != "failed":
             self._change("unloaded")
+
+    def end_by(self, by_s: float) -> None:
+        """Have the engine gone by this time, whatever it is writing then; it has a few seconds in any case."""
+        self._ends_by_s = max(by_s, time.monotonic() + EXIT_SECONDS)
+        if self._end is not None:
+            self._end.end_by(self._ends_by_s)
+
+    async def _end_engine(self, engine: EngineProcess) -> None:
+        with suppress(EngineGone):
+            engine.send(Shutdown())
+        most_write_s = 0.0 if self._disk is None else self._disk.end_seconds
+        self._end = EngineEnd(EXIT_SECONDS if self.state == "ready" else _UNREADY_WAIT_S, most_write_s)
+        self._end.end_by(self._ends_by_s)
+        await self._end.wait(engine)
+        engine.kill()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(engine.wait(), _KILLED_WAIT_S)
 
     def kill_engine(self) -> None:
         """Kill the engine for a program that must exit this instant."""
@@ -166,6 +200,21 @@ class Supervisor:
     def has_work(self) -> bool:
         """Return whether anybody waits for something from the engine."""
         return bool(self._mailboxes or self._answers or self._storing or self._asked)
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state == "ready" and not self._stopping
+
+    @property
+    def knows_disk(self) -> bool:
+        """Return whether no engine is there, or one that ends, and it is known what it keeps on disk, and where."""
+        is_at_rest = self.state == "unloaded" or (self.state == "ready" and self._stopping)
+        return is_at_rest and (self._disk is None or self.contexts_folder is not None)
+
+    @property
+    def ending(self) -> str:
+        """Return what takes an engine so long that was told to exit, in a few words; "": nothing does."""
+        return describe_writing(self._end)
 
     @property
     def is_hung(self) -> bool:
@@ -274,6 +323,9 @@ class Supervisor:
                         self._tell_loading(began_s, is_new)
                     case Ready():
                         self._become_ready(message)
+                    case Writing():
+                        if self._end is not None:
+                            self._end.note(message)
                     case Failed():
                         failed = message.message
             ended = await engine.wait()
@@ -341,6 +393,7 @@ class Supervisor:
 
     def _become_ready(self, ready: Ready) -> None:
         self.limits = ready
+        self.contexts_folder = Path(ready.contexts_folder) if ready.contexts_folder else None
         self._ready_since_s = time.monotonic()
         self.quiet_seconds = 0.0
         self._metrics.engine_up.set(1)
@@ -357,6 +410,7 @@ class Supervisor:
             profiles=",".join(ready.profiles),
         )
         self._change("ready")
+        self._drop_undropped()
 
     def _lose_everything(self) -> None:
         self._change("dead")
@@ -371,9 +425,10 @@ class Supervisor:
 
     def ready(self) -> Ready:
         """Return the engine's limits. Raises ApiError 503 unless it serves."""
-        if self.state != "ready" or self.limits is None:
-            what = _WHY_NOT.get(self.state, "the engine process is dead")
-            raise unavailable(f"engine: {what}; try again later", f"engine_{self.state}", self._retry_after())
+        if not self.is_serving or self.limits is None:
+            state = "unloading" if self.state == "ready" else self.state
+            what = _WHY_NOT.get(state, "the engine process is dead")
+            raise unavailable(f"engine: {what}; try again later", f"engine_{state}", self._retry_after())
         if self.is_hung:
             what = f"it hangs (no sign of life for {self.quiet_seconds:.3g} s) and will be replaced if that lasts"
             raise unavailable(f"engine: {what}; try again later", "engine_hung", self._retry_after())
@@ -436,10 +491,14 @@ class Supervisor:
     async def ask_sessions(
         self, owner: str, forget: str = "", forget_slot: int = -1, forget_saved: str = "", of_all: bool = False
     ) -> Sessions:
-        """Return what is kept of an owner's conversations, once what is named is forgotten. Raises as `ask` does."""
-        return await self.ask(
-            lambda request_id: AskSessions(request_id, owner, forget, forget_slot, forget_saved, of_all), Sessions
-        )
+        """Return what is kept of an owner's conversations, once what is named is forgotten; where there is no engine,
+        what is on disk. Raises as `ask` does.
+        """
+        asked = AskSessions("", owner, forget, forget_slot, forget_saved, of_all)
+        if self.knows_disk:
+            block_tokens = 0 if self._disk is None else self._disk.block_tokens
+            return await asyncio.to_thread(read_sessions, self.contexts_folder, block_tokens, asked)
+        return await self.ask(lambda request_id: replace(asked, request_id=request_id), Sessions)
 
     async def ask(self, make: Callable[[str], Question], answer: type[Answer]) -> Answer:
         """Return the engine's answer to a question, which `make` makes of an id. Raises ApiError 503 (no engine)."""
@@ -461,13 +520,20 @@ class Supervisor:
         return found
 
     def drop_chunks(self, chunks: list[NamedChunk]) -> None:
-        """Drop chunks that no document has any more. Without an engine they stay until the store needs their room."""
-        if self._engine is None or not chunks:
-            return
-        try:
-            self._engine.send(DropChunks(chunks))
-        except EngineGone:
-            logs.warning("chunks_not_dropped", chunks=len(chunks), reason="there is no engine")
+        """Drop chunks that no document has any more; without an engine, as soon as there is one, and of many those that
+        were named last. A document that came back meanwhile is computed again.
+        """
+        self._undropped |= dict.fromkeys(chunks)
+        while len(self._undropped) > _MOST_UNDROPPED:
+            del self._undropped[next(iter(self._undropped))]
+        if self.state == "ready" and not self._stopping:
+            self._drop_undropped()
+
+    def _drop_undropped(self) -> None:
+        if self._undropped and self._engine is not None:
+            with suppress(EngineGone):
+                self._engine.send(DropChunks(list(self._undropped)))
+                self._undropped.clear()
 
     def _end_storing(self, stored: ChunksStored) -> None:
         self._metrics.chunks_stored.inc(stored.num_stored)

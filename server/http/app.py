@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -275,6 +276,7 @@ class _Program(uvicorn.Server):
     async def _drain(self) -> None:
         service = self._service
         logs.info("draining", open_requests=service.num_open, seconds=service.settings.drain_seconds)
+        self._models.end_by(time.monotonic() + service.settings.drain_seconds)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._all_closed(), service.settings.drain_seconds)
         if service.num_open:

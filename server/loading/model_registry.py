@@ -36,6 +36,8 @@ class ModelRegistry:
         self._room = room
         self._changed = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
+        self._ends_by_s = math.inf
+        self._unloading: dict[ServedModel, asyncio.Task[None]] = {}
 
     # --- for requests -------------------------------------------------------------------------------------------------
 
@@ -54,6 +56,10 @@ class ModelRegistry:
             if model.service.knows_model(name):
                 return model
         raise unknown_model(name[:_MOST_NAME], self.ids)
+
+    def sharing_chunks(self, service: Service) -> list[ServedModel]:
+        """Return the models that keep chunks of this one's documents, itself among them."""
+        return [model for model in self.models if model.service.chunk_folder == service.chunk_folder]
 
     def try_admit(self, model: ServedModel) -> Lease | None:
         """Return a lease if there is nothing to wait for: the model is loaded, or whether it is loaded is nobody's
@@ -83,8 +89,12 @@ class ModelRegistry:
             raise
         if not waiter.admitted.done():
             self._leave(model, waiter)
-            raise model.too_late(time.monotonic() - waiter.since_s)
+            raise model.too_late(time.monotonic() - waiter.since_s, self.describe_wait(model))
         return waiter.admitted.result()
+
+    def describe_wait(self, model: ServedModel) -> str:
+        """Return what a request that waits for this model is waiting for, in a few words."""
+        return model.describe_wait(next(filter(None, (other.supervisor.ending for other in self.models)), ""))
 
     def _leave(self, model: ServedModel, waiter: Waiter) -> None:
         """Take back a request that waits no more, whatever it was told meanwhile."""
@@ -116,11 +126,19 @@ class ModelRegistry:
         self.first.supervisor.failure.add_done_callback(lambda told: self._fail(told.result()))
 
     async def stop(self) -> None:
+        """End all engines, those that are being unloaded too, once they have written their contexts."""
         if self._keeper is not None:
             self._keeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._keeper
-        await asyncio.gather(*(model.supervisor.stop() for model in self.models if model.is_started))
+            await asyncio.gather(self._keeper, return_exceptions=True)  # a fault of it was logged when it came
+        for model in self._started():
+            self._unload(model)
+        await asyncio.gather(*self._unloading.values())
+
+    def end_by(self, by_s: float) -> None:
+        """Have all engines gone by this time, also those whose end has begun, and those that begin yet."""
+        self._ends_by_s = by_s
+        for model in self.models:
+            model.supervisor.end_by(by_s)
 
     def kill_engines(self) -> None:
         """Kill every engine for a program that must exit this instant."""
@@ -153,27 +171,28 @@ class ModelRegistry:
         """Do what is to be done, whenever something has changed or is due."""
         while True:
             self._changed.clear()
-            due_s = await self._act(time.monotonic())
+            due_s = self._act(time.monotonic())
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), None if math.isinf(due_s) else max(0.0, due_s))
 
-    async def _act(self, now: float) -> float:
+    def _act(self, now: float) -> float:
         """Load, admit and unload. Returns in how many seconds it must look again if nothing changes."""
         for model in self._started():
-            await self._take_news(model, now)
+            if not model.is_stopping:
+                self._take_news(model, now)
         wanted = self._most_wanted()
         in_the_way = [] if wanted is None else self._in_the_way(wanted)
         for model in self._started():
             model.is_closing = model.is_closing and model in in_the_way
             if model.is_ready and not model.is_closing:
                 model.let_in()
-        due_s = math.inf if wanted is None else await self._make_room(wanted, in_the_way, now)
+        due_s = math.inf if wanted is None else self._make_room(wanted, in_the_way, now)
         for model in self._started():
             if model.is_ready and not model.is_closing:
-                due_s = min(due_s, await self._unload_expired(model, now))
+                due_s = min(due_s, self._unload_expired(model, now))
         return due_s
 
-    async def _take_news(self, model: ServedModel, now: float) -> None:
+    def _take_news(self, model: ServedModel, now: float) -> None:
         """Take what has become of an engine."""
         if model.is_ready and model.ready_since_s is None:
             model.note_ready(now)
@@ -186,8 +205,7 @@ class ModelRegistry:
             model.note_failure(told, now)
             self.metrics.count_failure(model)
             logs.warning("model_failed", model=model.name, reason=told)
-            await self._unload(model)
-            model.turn_away(model.failed(now))
+            self._unload(model)
 
     def _started(self) -> list[ServedModel]:
         return [model for model in self.models if model.is_started]
@@ -197,12 +215,14 @@ class ModelRegistry:
         wanted = [model for model in self.models if model.waiters and not model.is_started]
         return min(wanted, key=lambda model: model.waiters[0].since_s, default=None)
 
-    async def _make_room(self, wanted: ServedModel, in_the_way: list[ServedModel], now: float) -> float:
+    def _make_room(self, wanted: ServedModel, in_the_way: list[ServedModel], now: float) -> float:
         """Load the model if there is room, and else have others make some. Returns in how many seconds it must look
         again.
         """
         due_s = math.inf
         for model in in_the_way:
+            if model.is_stopping:
+                continue
             least_s = min(model.load_seconds, _LONGEST_LEAST_S)
             young_s = 0.0 if model.ready_since_s is None else model.ready_since_s + least_s - now
             if model.supervisor.state == "loading" or (model.is_ready and not model.is_idle and young_s > 0):
@@ -211,7 +231,7 @@ class ModelRegistry:
                 continue
             model.is_closing = True
             if model.is_idle:
-                await self._unload(model)
+                self._unload(model)
             elif not model.num_open:
                 due_s = min(due_s, _LOOK_AGAIN_S)
         if not any(model.is_started for model in in_the_way):
@@ -222,13 +242,16 @@ class ModelRegistry:
         """Return the models that must go before this one has room: those that would go first anyway, and before them
         one that makes room already, or each request for that would have another begin to.
         """
-        by_expiry = sorted(self._started(), key=lambda one: (not one.is_closing, one.expires_s, one.used_s))
+        by_expiry = sorted(
+            self._started(),
+            key=lambda one: (not one.is_stopping, not one.is_closing, one.expires_s, one.used_s),
+        )
         for num_gone in range(len(by_expiry)):
             if self._room.holds([one.service.memory for one in (*by_expiry[num_gone:], wanted)]):
                 return by_expiry[:num_gone]
         return by_expiry
 
-    async def _unload_expired(self, model: ServedModel, now: float) -> float:
+    def _unload_expired(self, model: ServedModel, now: float) -> float:
         """Unload a model that has been idle for long enough. Returns in how many seconds to look again."""
         if model.num_open or model.expires_s == FOREVER:
             return math.inf
@@ -236,7 +259,7 @@ class ModelRegistry:
             return model.expires_s - now
         if not model.is_idle:
             return _LOOK_AGAIN_S
-        await self._unload(model)
+        self._unload(model)
         return math.inf
 
     def _load(self, model: ServedModel) -> None:
@@ -244,15 +267,29 @@ class ModelRegistry:
         model.is_started, model.is_closing = True, False
         model.began_s, model.ready_since_s = time.monotonic(), None
         model.supervisor.start()
+        model.supervisor.end_by(self._ends_by_s)
 
-    async def _unload(self, model: ServedModel) -> None:
-        """End the engine, with contexts going to disk where the deployment keeps some there."""
-        model.is_stopping = True
-        try:
-            await model.supervisor.stop()
-        finally:
-            model.is_started = model.is_closing = model.is_stopping = False
+    def _unload(self, model: ServedModel) -> None:
+        """Begin to end the engine, unless that has begun; its contexts go to disk where the deployment keeps some
+        there.
+        """
+        if not model.is_stopping:
+            model.is_stopping = True
+            self._unloading[model] = asyncio.create_task(self._end_engine(model))
+
+    async def _end_engine(self, model: ServedModel) -> None:
+        """Await the engine's end. A fault on the way is logged; this model may be loaded again all the same."""
+        began_s = time.monotonic()
+        [fault] = await asyncio.gather(model.supervisor.stop(), return_exceptions=True)
+        if isinstance(fault, Exception):
+            logs.failure("unload_failed", fault)
+        model.is_started = model.is_closing = model.is_stopping = False
         if model.ready_since_s is not None:
             self.metrics.count_unload(model)
-            logs.info("model_unloaded", model=model.name)
+            logs.info("model_unloaded", model=model.name, seconds=time.monotonic() - began_s)
         model.ready_since_s = None
+        now = time.monotonic()
+        if model.failure is not None and now < model.retry_s:
+            model.turn_away(model.failed(now))
+        del self._unloading[model]
+        self._changed.set()

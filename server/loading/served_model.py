@@ -102,10 +102,10 @@ class ServedModel:
         what = f"model: {self.name!r} could not be loaded: {self.failure}"
         return unavailable(what, "model_failed", max(1, math.ceil(self.retry_s - now)))
 
-    def too_late(self, waited_s: float) -> ApiError:
-        """Return the 503 of a request that has waited for as long as it may."""
+    def too_late(self, waited_s: float, for_what: str) -> ApiError:
+        """Return the 503 of a request that has waited for as long as it may, and for what."""
         retry_s = max(self.service.settings.retry_after_seconds, math.ceil(self.load_seconds))
-        what = f"model: {self.name!r} is not loaded after {waited_s:.3g} s: {self.describe_wait()}; try again later"
+        what = f"model: {self.name!r} is not loaded after {waited_s:.3g} s: {for_what}; try again later"
         return unavailable(what, "model_loading", retry_s)
 
     def queue_full(self) -> ApiError:
@@ -113,10 +113,12 @@ class ServedModel:
         what = f"model: {len(self.waiters)} requests wait until {self.name!r} is loaded ({limits})"
         return queue_full(what, self.service.settings.retry_after_seconds)
 
-    def describe_wait(self) -> str:
-        """Return what a request that waits is waiting for, in a few words."""
-        if not self.is_started or self.is_closing or self.is_stopping:
-            return "another model has its place, and answers what it has begun"
+    def describe_wait(self, ending: str) -> str:
+        """Return what a request that waits is waiting for, in a few words. `ending`: what an engine does that ends."""
+        if self.is_stopping:
+            return f"it is unloaded, and loaded again then{ending and f'; it {ending}'}"
+        if not self.is_started or self.is_closing:
+            return f"another model has its place, and {ending or 'answers what it has begun'}"
         loading = self.supervisor.loading
         return f"loading, {loading.stage} {round(100 * loading.fraction)} %"
 

@@ -151,7 +151,7 @@ class _WaitingStream(Response):
         call = self._wait.call
         if self._idle_line is not None:
             return self._idle_line(call)
-        return f": {call.model.name}: {call.model.describe_wait()}\n\n".encode()
+        return f": {call.model.name}: {call.models.describe_wait(call.model)}\n\n".encode()
 
 
 def stream_error(error: ApiError, path: str) -> bytes:

@@ -116,6 +116,11 @@ class Service:
         return self.settings.max_tokenize_kib * 1024
 
     @property
+    def chunk_folder(self) -> Path | None:
+        """Return where chunks of documents are; None: the deployment takes none."""
+        return None if self.documents is None else self.documents.config.resolved_folder
+
+    @property
     def model_ids(self) -> list[str]:
         """Return the model's name, then its aliases, and each of them with each adapter."""
         names = [self.model_name, *self.deployment.model.aliases]

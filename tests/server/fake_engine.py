@@ -52,6 +52,7 @@ from scheduler.messages import (
     Stats,
     StoreChunks,
     ToEngine,
+    Writing,
     pack_tokens,
 )
 
@@ -158,6 +159,7 @@ class FakeEngine:
         self.say(Ready(
             vocab_size=VOCAB, num_layers=12, max_context_tokens=context, profiles=profiles, default_profile="exact",
             num_pages=self.num_pages, page_tokens=PAGE, device="fake", load_seconds=0.1,
+            contexts_folder=str(self.settings.get("contexts", "")),
         ))  # fmt: skip
 
     def run(self) -> None:
@@ -169,6 +171,7 @@ class FakeEngine:
                 while self.pull.poll(0):
                     message = self.decode(self.pull.recv())
                     if isinstance(message, Shutdown):
+                        self.write_contexts()
                         return
                     self.handle(message)
             self.step()
@@ -210,6 +213,16 @@ class FakeEngine:
             self.running[request.request_id] = running
             self.begun.append(request)
         self.say(Accepted(message.submit_id))
+
+    def write_contexts(self) -> None:
+        """Write for as long as settings say, and touch the file `written` at the end; `stuck`: write nothing on."""
+        begin_s, last = time.monotonic(), self.settings.get("write_s", 0.0)
+        while (left := begin_s + last - time.monotonic()) > 0:
+            moving = Writing(int(1e6 * (last - left)), int(2**20 * left))
+            self.say(Writing(7, 7) if "stuck" in self.settings else moving)
+            time.sleep(0.02)
+        if "written" in self.settings:
+            Path(str(self.settings["written"])).touch()
 
     def tell_sessions(self, asked: AskSessions) -> Sessions:
         """Tell of each request as a conversation of its own."""

@@ -49,12 +49,17 @@ def serve(folder: Path, sections: dict[str, object] | None = None) -> tuple[subp
     command = [sys.executable, "-m", "server.commands", "serve", str(config)]
     with log.open("w") as sink:
         process = subprocess.Popen(command, cwd=ROOT, stderr=sink, stdout=sink)
+    return process, await_address(process, log)
+
+
+def await_address(process: subprocess.Popen, log: Path) -> str:
+    """Return the address of a server that writes this log, once it is healthy."""
     ends = time.monotonic() + START_SECONDS
     while time.monotonic() < ends:
         assert process.poll() is None, log.read_text()[-3000:]
         found = re.findall(r"listens at (\S+)", log.read_text())
         if found and httpx.get(f"{found[0]}/health").status_code == 200:
-            return process, found[0]
+            return found[0]
         time.sleep(0.1)
     process.kill()
     raise AssertionError(log.read_text()[-3000:])

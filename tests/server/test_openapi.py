@@ -202,6 +202,7 @@ def name_what_is_there(url: str, document: dict[str, Any]) -> None:
     for path in (RESPONSE, INPUT_ITEMS):
         for operation in document["paths"][path].values():
             operation["parameters"][0]["schema"] = {"enum": [answer["id"]]}
+    document["paths"][SLOT]["post"]["parameters"][-1]["schema"] = {"enum": ["reference"]}
     item = f"msg_{answer['id'].removeprefix('resp-')}_in_0"
     document["paths"][INPUT_ITEMS]["get"]["parameters"][-1]["schema"] = {"enum": [item]}
     schemas = document["components"]["schemas"]  # no drawn name would be another's, and no id a call's

@@ -62,6 +62,7 @@ class ContextStore:
         self._num_touches = 0  # that the writer has not made
         self._readers = ThreadPoolExecutor(config.threads, "context-reads")
         self._writer = ThreadPoolExecutor(1, "context-writes")
+        self._last_write: Future[None] | None = None
 
     @property
     def shapes(self) -> list[RecordShape]:
@@ -105,7 +106,13 @@ class ContextStore:
         return self._readers.submit(read)
 
     def run_write(self, write: Callable[[], None]) -> "Future[None]":
-        return self._writer.submit(write)
+        self._last_write = self._writer.submit(write)
+        return self._last_write
+
+    @property
+    def is_writing(self) -> bool:
+        """Tell whether something is being written, or waits for the thread that writes."""
+        return self._last_write is not None and not self._last_write.done()
 
     def run_touch(self, kind: str, names: Sequence[str]) -> None:
         """Mark the records of a prefix as used, behind what is being written; not so where a slow disk has many such

@@ -47,6 +47,13 @@ class DiskConfig(Settings):
         256.0, gt=0, description="of pinned host memory for blocks on their way to the disk; two blocks at the least"
     )
 
+    end_seconds: float = Field(
+        120.0,
+        ge=0,
+        description="an engine that ends or is unloaded writes contexts for so long at most, as long as that makes "
+        "progress; within what is left of server.drain_seconds where the server ends",
+    )
+
     @field_validator("block_tokens")
     @classmethod
     def _whole_pages(cls, given: int) -> int:

@@ -15,6 +15,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from threading import RLock
 
@@ -65,14 +66,11 @@ class Holders:
         self._folder = model_folder / FOLDER
         self._lock = RLock()
         self._holders: dict[str, Holder] = {}  # noted last, last
-        with suppress(FileNotFoundError):
-            files = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-            for path in files:
-                holder = _read(path)
-                if holder is None or path.name != f"{holder.key}.json":  # also what a write that was killed has left
-                    path.unlink(missing_ok=True)
-                else:
-                    self._holders[holder.key] = holder
+        for path, holder in _read_all(self._folder):
+            if holder is None:  # also what a write that was killed has left
+                path.unlink(missing_ok=True)
+            else:
+                self._holders[holder.key] = holder
 
     def note(self, owner: str, session: str, records: Iterable[str]) -> Holder | None:
         """Note that a session holds these; return it if it did not hold all of them, to be written."""
@@ -159,8 +157,38 @@ class Holders:
                     self.remove(holder)
 
 
+def read_holders(model_folder: Path) -> list[Holder]:
+    """Return the holders in a model's folder, the one noted last first, and leave all files as they are: an engine may
+    begin to use them meanwhile.
+    """
+    return [holder for _, holder in reversed(_read_all(model_folder / FOLDER)) if holder is not None]
+
+
+def forget_holder(model_folder: Path, kind: str, owner: str, name: str) -> bool:
+    """Remove a holder, and records that nobody else holds, while no engine has the folder. False: there is none."""
+    holders = read_holders(model_folder)
+    gone = next((one for one in holders if (one.kind, one.owner, one.name) == (kind, owner, name)), None)
+    if gone is None:
+        return False
+    others: set[str] = set().union(*(one.records for one in holders if one is not gone))
+    (model_folder / FOLDER / f"{gone.key}.json").unlink(missing_ok=True)
+    for record in gone.records - others:
+        (model_folder / record).unlink(missing_ok=True)
+    return True
+
+
 def _check(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _read_all(folder: Path) -> list[tuple[Path, Holder | None]]:
+    """Return what each file holds, the one noted last last; None: it is to go. What goes meanwhile is left out."""
+    found: list[tuple[int, Path, Holder | None]] = []
+    if folder.is_dir():
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):
+                found.append((path.stat().st_mtime_ns, path, _read(path)))
+    return [(path, holder) for _, path, holder in sorted(found, key=itemgetter(0))]
 
 
 def _read(path: Path) -> Holder | None:
@@ -173,6 +201,6 @@ def _read(path: Path) -> Holder | None:
         fields = json.loads(text)
         holder = Holder(**fields | {"records": set(fields["records"])})
         array("i").frombytes(holder.token_ids())
-        return holder
+        return holder if path.name == f"{holder.key}.json" else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -87,6 +87,11 @@ class RecordFolder:
             raise FolderError(f"disk.folder: {root} cannot be used ({error}); wanted one that can be written") from None
         self.day = DayCount(root / "written.json", day_limit_bytes)
 
+    @property
+    def path(self) -> Path:
+        """Return the folder of this model's records."""
+        return self._folder
+
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def watch(self, watcher: Callable[[str, bool], None]) -> None:
@@ -363,7 +368,10 @@ class RecordFolder:
             pinned = (self.holders if folder == self._folder else Holders(folder)).held(SAVED)
             with os.scandir(folder) as files:
                 for file in [file for file in files if _OURS.fullmatch(file.name) and not _is_folder(file)]:
-                    state, path = file.stat(follow_symlinks=False), Path(file.path)
+                    try:
+                        state, path = file.stat(follow_symlinks=False), Path(file.path)
+                    except FileNotFoundError:  # of another model, forgotten meanwhile
+                        continue
                     checksums = self._examine(path, state.st_size)
                     if checksums is None:
                         path.unlink(missing_ok=True)

@@ -80,7 +80,8 @@ async def delete_document(call: Call[Any]) -> Tree:
     unnamed = await _documents_of(service).registry.delete(call.owner, document_id)
     if unnamed is None:
         raise unknown_document("document_id", document_id)
-    service.supervisor.drop_chunks(unnamed)  # before anything is awaited: who leaves the text again comes after
+    for other in call.models.sharing_chunks(service):
+        other.supervisor.drop_chunks(unnamed)  # before anything is awaited: who leaves the text again comes after
     await count_documents(service)
     return {"id": document_id, "object": "document.deleted", "deleted": True}
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from server.api_error import ApiError, forbidden
 from server.bodies.schema_limits import Tree
-from server.routes.route import Call, Route, path_parameter, query_parameter
+from server.routes.route import OF_MODEL, Call, Route, path_parameter, query_parameter
 from server.routes.sessions.session_answers import DeletedContext, SavedContextList
 from server.routes.sessions.slot_bodies import NAME
 
@@ -48,13 +48,20 @@ def unknown_name(name: str) -> ApiError:
 
 
 ROUTES = (
-    Route("get", "/v1/saved_contexts", list_saved, "Contexts that were saved by name", SavedContextList),
+    Route(
+        "get",
+        "/v1/saved_contexts",
+        list_saved,
+        "Contexts that were saved by name",
+        SavedContextList,
+        parameters=OF_MODEL,
+    ),
     Route(
         "delete",
         "/v1/saved_contexts/{filename}",
         delete_saved,
         "Delete a saved context",
         DeletedContext,
-        parameters=(path_parameter("filename", NAME), _OWNER),
+        parameters=(path_parameter("filename", NAME), _OWNER, *OF_MODEL),
     ),
 )

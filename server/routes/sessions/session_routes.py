@@ -12,7 +12,9 @@ from server.routes.sessions.session_answers import DeletedSession, SessionList
 
 
 async def list_sessions(call: Call[Any]) -> Tree:
-    """Return the sessions, those used last first. Raises ApiError 503 unless the engine serves."""
+    """Return the sessions, those used last first; of a model that is unloaded, what is on disk. Raises ApiError 503
+    while it loads, or if it was not loaded since the server's start.
+    """
     kept = await call.service.supervisor.ask_sessions(call.owner)
     sessions: dict[str, list[Tree]] = {}
     for one in kept.conversations:
@@ -59,6 +61,6 @@ ROUTES = (
         delete_session,
         "Forget a session",
         DeletedSession,
-        parameters=(path_parameter("session_id", {"type": "string", "minLength": 1}),),
+        parameters=(path_parameter("session_id", {"type": "string", "minLength": 1}), *OF_MODEL),
     ),
 )

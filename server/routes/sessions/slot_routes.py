@@ -27,9 +27,9 @@ _NO_DISK = "slots: this deployment keeps no contexts on disk; add a section `dis
 
 
 async def list_slots(call: Call[Any]) -> Response | Tree:
-    """Return the conversations of the key that asks, by number. Raises ApiError 503 unless the engine serves."""
-    context = call.service.supervisor.ready().max_context_tokens
+    """Return the conversations of the key that asks, by number; of a model that is unloaded there are none."""
     kept = await call.service.supervisor.ask_sessions(call.owner)
+    context = 0 if call.service.supervisor.limits is None else call.service.supervisor.limits.max_context_tokens
     slots = [
         {
             "id": one.slot,
@@ -164,7 +164,7 @@ ROUTES = (
         SLOT,
         {"filename": "notes.bin"},
         errors=(*ENGINE_ERRORS, 409, 501, 507),
-        parameters=(path_parameter("id_slot", {"type": "string", "minLength": 1}), _ACTION),
+        parameters=(path_parameter("id_slot", {"type": "string", "minLength": 1}), _ACTION, *OF_MODEL),
         is_body_optional=True,
     ),
 )
