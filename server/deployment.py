@@ -14,7 +14,7 @@ from gpu.methods.registry import list_methods
 from gpu.model.answers.registry import AUTO, NONE, call_formats, reasoning_formats
 from gpu.model.gguf.folder import model_path, name_gguf_files
 from scheduler.engine_config import EngineConfig
-from server.observing_config import EventsConfig
+from server.observing_config import EventsConfig, TracingConfig
 from transfer.nearest_name import nearest_hint
 from transfer.settings_model import Settings
 
@@ -134,6 +134,7 @@ class ServerConfig(Settings):
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
     events: EventsConfig | None = None
+    tracing: TracingConfig | None = None
 
     @field_validator("left_out")
     @classmethod

@@ -53,3 +53,22 @@ class EventsConfig(Settings):
 
     def topic_of(self, model: str) -> str:
         return self.topic.replace(POD, self.pod or socket.gethostname()).replace(MODEL, model)
+
+
+class TracingConfig(Settings):
+    """Traces of calls by OpenTelemetry, with the extra `otel`. The variables OTEL_* of its library hold as well, and
+    OTEL_EXPORTER_OTLP_ENDPOINT alone asks for traces.
+    """
+
+    endpoint: str | None = Field(
+        None,
+        description="where spans are sent, OTLP over HTTP; without a path, /v1/traces; default: as variables say, or "
+        "http://localhost:4318",
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_address(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not re.match(r"https?://.", endpoint):
+            raise ValueError("wanted http://HOST:PORT or https://HOST:PORT")
+        return endpoint

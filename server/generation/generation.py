@@ -33,6 +33,7 @@ from server.bodies.generation_bodies import ANY_SEED, GenerationBody
 from server.engine.mailbox import ClientGone, EngineLost, Mailbox, Tick, TimeUp
 from server.engine.request_figures import figure_names
 from server.generation.answer_choice import TIME_LIMIT, AnswerPiece, Choice
+from server.generation.call_trace import CallFacts, CallTrace
 from server.generation.prompt_tokens import Prompt, check_token_ids, profile_of, spell_words
 from server.parsing.message_reader import MessageReader
 from server.service.service import Service, join_salts
@@ -141,6 +142,11 @@ class Generation:
         self._last_token_s: list[float | None] = [None] * num_choices
         self._first_token_s: float | None = None
         self._prefill_s = 0.0  # of the first choice that drew a token, as the engine measured it
+        self._error = ""  # what it failed with
+        self._trace: CallTrace | None = None
+        if service.traces is not None:
+            facts = CallFacts(kind, body, service.model_name, profile_of(body, limits))
+            self._trace = CallTrace(service.traces, facts, self._arrival_s, num_choices)
 
     @property
     def done(self) -> bool:
@@ -155,10 +161,12 @@ class Generation:
         try:
             grammar_param = form_param(self._body.response_format, self._body.structured_outputs) or "tools"
             await self._service.supervisor.submit(requests, self.mailbox, param, grammar_param)
-        except BaseException:
+        except BaseException as error:
             self._service.supervisor.forget(list(self._open), cancel=True)
             self._open.clear()
             self._stop_timer()
+            self._error = (isinstance(error, ApiError) and error.code) or type(error).__name__
+            self._end_trace()
             raise
         self._service.metrics.prompt_tokens.inc(self.num_prompt_tokens)
 
@@ -177,6 +185,7 @@ class Generation:
                     found.append(self._advance(index, item, now))
             elif isinstance(item, EngineLost):
                 self._drop("lost")
+                self._error = item.code
                 raise unavailable(item.message, item.code, self._service.settings.retry_after_seconds)
             elif isinstance(item, ClientGone):
                 raise Disconnected
@@ -190,6 +199,7 @@ class Generation:
         """Cancel what the engine still works on. May be called more than once."""
         self._stop_timer()
         self._drop("cancelled")
+        self._end_trace()
 
     # --- usage --------------------------------------------------------------------------------------------------------
 
@@ -326,12 +336,14 @@ class Generation:
             self._service.metrics.finished.labels(reason).inc(len(self._open))
             self._service.supervisor.forget(list(self._open), cancel=True)
             self._open.clear()
+            self._error = self._error or reason
             logs.info(reason, id=self.id, generated_tokens=self.num_generated_tokens)
 
     def _advance(self, index: int, delta: Delta, now: float) -> Update:
         choice = self.choices[index]
         if delta.finish_reason == "error":
             self._end(delta.request_id, "error", forget=True)
+            self._error = "engine_error"
             if delta.may_retry:
                 retry_s = self._service.settings.retry_after_seconds
                 raise unavailable(delta.error or "engine: out of memory", "out_of_memory", retry_s)
@@ -355,6 +367,12 @@ class Generation:
                 self._log(now)
         return Update(index, delta, piece)
 
+    def _end_trace(self) -> None:
+        """Record the call's spans, once."""
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.record(self, time.monotonic(), self._error)
+
     def _end(self, request_id: str, reason: str, forget: bool) -> None:
         self._open.discard(request_id)
         self._service.supervisor.forget([request_id], cancel=forget)
@@ -364,6 +382,8 @@ class Generation:
 
     def _observe(self, index: int, num_tokens: int, delta: Delta, now: float) -> None:
         metrics = self._service.metrics
+        if self._trace is not None:
+            self._trace.observe(index, delta, now)
         if delta.queue_seconds is not None:
             metrics.queue_s.observe(delta.queue_seconds)
         if delta.prefill_seconds is not None:

@@ -27,6 +27,7 @@ from server.api_error import ApiError, invalid, unavailable
 from server.deployment import ConfigError, Deployment
 from server.engine.head_start import ENGINE_COMMAND, HeadStart
 from server.engine.start_events import Listening, OnStart
+from server.engine.traces import Traces, TracesError, open_traces
 from server.grammar.grammar_checks import end_checks
 from server.http.client_connection import Connection, Limits, connection_type
 from server.http.request_scope import RequestScope, error_response
@@ -74,11 +75,12 @@ def create_app(
     start, in place of the log. `ahead`: the engine's process, if it was started before. `others`: models that are
     served beside this one, which is loaded first. `app.state.models` has all of them, `app.state.service` what routes
     share of the first. Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be
-    read, or the addresses of events not be used.
+    read, the addresses of events not be used, or traces not be exported.
     """
     service = build_service(deployment, memory, engine_command, on_start, ahead)
     beside = [build_service(*planned, engine_command, None, beside=service) for planned in others.planned]
     models = ModelRegistry([service, *beside], others.room)
+    traces = _open_traces([service, *beside])
     events = publish_events([service, *beside])
 
     @asynccontextmanager
@@ -94,6 +96,8 @@ def create_app(
             await models.stop()
             if events is not None:
                 events.close()
+            if traces is not None:
+                traces.shutdown()
             for model in models.models:
                 if model.service.documents is not None:
                     model.service.documents.registry.close()
@@ -123,6 +127,17 @@ def create_app(
     app.add_exception_handler(RegistryFull, _on_registry_full)
     app.add_exception_handler(RegistryError, _on_registry_error)
     return app
+
+
+def _open_traces(services: Sequence[Service]) -> Traces | None:
+    """Return what exports traces of all models' calls, if that is asked for. Raises ConfigError."""
+    try:
+        traces = open_traces(services[0].settings.tracing)
+    except TracesError as error:
+        raise ConfigError(str(error)) from None
+    for service in services:
+        service.traces = traces
+    return traces
 
 
 def serve(

@@ -16,6 +16,7 @@ from server.engine.prometheus import Metrics
 from server.engine.router_metrics import RouterMetrics
 from server.engine.start_events import OnStart
 from server.engine.supervisor import Supervisor
+from server.engine.traces import Traces
 from server.parsing.answer_formats import AnswerFormat, choose_format
 from server.prompting.chat_template import ChatTemplate, load_template
 from server.prompting.left_out import LeftOut
@@ -75,7 +76,7 @@ class Parts:
 
 @dataclass
 class Service:
-    """Hold what every route shares. Only `draining` and `num_open` change."""
+    """Hold what every route shares. Only `draining` and `num_open` change once it serves."""
 
     deployment: Deployment
     memory: MemoryPlan
@@ -100,6 +101,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_open: int = 0  # HTTP requests that a drain waits for
+    traces: Traces | None = None  # None: nobody asks for them
 
     @property
     def settings(self) -> ServerConfig:

@@ -56,7 +56,7 @@ class Call:
         deployment = make_deployment()
         service: Any = SimpleNamespace(
             supervisor=self.engine, metrics=self.metrics, tokenizer=tokenizer, deployment=deployment,
-            settings=deployment.server, sampling_defaults=SamplingDefaults(), adapters=AdapterNames((), ()),
+            settings=deployment.server, sampling_defaults=SamplingDefaults(), adapters=AdapterNames((), ()), traces=None,
         )  # fmt: skip
         jobs = [Job(Prompt(prompt, "", 0), max_tokens) for prompt in prompts]
         self.generation = Generation(

@@ -1,0 +1,139 @@
+"""Export traces of calls with OpenTelemetry, whose library comes with the extra `otel`.
+
+Names are those of the semantic conventions for generative AI (`gen_ai.*`), which are not stable yet; our own begin with
+`tandem.`. A call is one span, behind the caller's where a `traceparent` came with it. Inside are the stages of each of
+its sequences: `queue`, `prefill`, `decode`. Spans are made once the call has ended, and a thread of the library exports
+them; where it is behind, it drops some.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from server.observing_config import TracingConfig
+from server.release import release
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
+_TRACES_PATH = "/v1/traces"  # of OTLP over HTTP
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_SHUTDOWN_SECONDS = 5.0  # for the last spans to be exported
+
+carrier: ContextVar[Mapping[str, str]] = ContextVar("carrier", default=MappingProxyType({}))
+"""The headers of the request under way that say whose span is in front of its own."""
+
+AttributeValue = str | int | float | bool | Sequence[str]
+Attributes = Mapping[str, AttributeValue]
+
+
+class TracesError(Exception):
+    """Report in one line why traces that are asked for cannot be exported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a call: from one time to another, `time.monotonic()` seconds."""
+
+    name: str
+    begin_s: float
+    end_s: float
+    attributes: Attributes = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpan:
+    """A call that has ended. error: what it failed with; "": nothing."""
+
+    whole: Stage
+    stages: Sequence[Stage]
+    error: str
+    carrier: Mapping[str, str]
+
+
+class Traces:
+    """The spans of calls, which a provider exports."""
+
+    def __init__(self, provider: "TracerProvider") -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("tandem", release())
+
+    def record(self, call: CallSpan) -> None:
+        """Make the spans of a call that has ended."""
+        from opentelemetry.propagate import extract
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        now_ns = time.time_ns() - time.monotonic_ns()
+
+        def ns(seconds: float) -> int:
+            return now_ns + int(1e9 * seconds)
+
+        whole = call.whole
+        span = self._tracer.start_span(
+            whole.name, extract(call.carrier), SpanKind.SERVER, whole.attributes, start_time=ns(whole.begin_s)
+        )
+        inside = set_span_in_context(span)
+        for stage in call.stages if span.is_recording() else ():
+            part = self._tracer.start_span(
+                stage.name, inside, attributes=stage.attributes, start_time=ns(stage.begin_s)
+            )
+            part.end(ns(stage.end_s))
+        if call.error:
+            span.set_attribute("error.type", call.error)
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(ns(whole.end_s))
+
+    def shutdown(self) -> None:
+        """Export what is left, for a few seconds at most."""
+        last = threading.Thread(target=self._provider.shutdown, daemon=True)
+        last.start()
+        last.join(_SHUTDOWN_SECONDS)
+
+
+def open_traces(config: TracingConfig | None, environment: Mapping[str, str] = os.environ) -> Traces | None:
+    """Return what exports traces where the section or a variable OTEL_EXPORTER_OTLP_ENDPOINT asks for it. Raises
+    TracesError.
+    """
+    asked = "server.tracing" if config is not None else _asking_variable(environment)
+    if asked is None:
+        return None
+    protocol = next((environment[name] for name in _PROTOCOLS if name in environment), "http/protobuf")
+    if protocol != "http/protobuf":
+        raise TracesError(f"{asked}: OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; wanted http/protobuf")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        off = "" if config is not None else ", or set OTEL_TRACES_EXPORTER=none"
+        raise TracesError(f"{asked}: traces need the extra otel ({error}); pip install '.[otel]'{off}") from None
+    known: dict[str, Any] = {} if "OTEL_SERVICE_NAME" in environment else {"service.name": "tandem"}
+    resource = Resource.create(known | {"service.version": release()})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(_address(config))))
+    return Traces(provider)
+
+
+def _asking_variable(environment: Mapping[str, str]) -> str | None:
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return None
+    return next((name for name in _ENDPOINTS if environment.get(name)), None)
+
+
+def _address(config: TracingConfig | None) -> str | None:
+    """Return where spans are sent; None: where the library's own variables say, or its default."""
+    if config is None or config.endpoint is None:
+        return None
+    has_path = urlsplit(config.endpoint).path not in ("", "/")
+    return config.endpoint if has_path else config.endpoint.rstrip("/") + _TRACES_PATH
