@@ -55,8 +55,8 @@ class Call:
         self.engine, self.metrics = Engine(), Metrics()
         deployment = make_deployment()
         service: Any = SimpleNamespace(
-            supervisor=self.engine, metrics=self.metrics, tokenizer=tokenizer, deployment=deployment,
-            settings=deployment.server, sampling_defaults=SamplingDefaults(), adapters=AdapterNames((), ()), traces=None,
+            supervisor=self.engine, metrics=self.metrics, tokenizer=tokenizer, deployment=deployment, traces=None,
+            settings=deployment.server, sampling_defaults=SamplingDefaults(), adapters=AdapterNames((), ()),
         )  # fmt: skip
         jobs = [Job(Prompt(prompt, "", 0), max_tokens) for prompt in prompts]
         self.generation = Generation(
