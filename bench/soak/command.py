@@ -42,7 +42,6 @@ def soak(
     """
     import asyncio
 
-    import httpx
     from rich.console import Console
 
     from bench.gate_error import GateError
@@ -66,8 +65,8 @@ def soak(
             result = asyncio.run(run_soak(plan_for(find_root(url))))
         else:
             result = _soak_own_server(config or _DEFAULT_CONFIG, plan_for)
-    except (ConfigError, GateError, ValueError, httpx.HTTPError) as error:
-        typer.echo(f"error: {error or type(error).__name__}", err=True)
+    except (ConfigError, GateError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     trends = judge_memory(result)
     print_result(result, trends, console)

@@ -37,7 +37,10 @@ class Gauges:
 
 async def read_served(client: httpx.AsyncClient) -> Served:
     """Return what the server serves. Raises ValueError if it does not serve, or is another program."""
-    answer = await client.get("/v1/activity")
+    try:
+        answer = await client.get("/v1/activity")
+    except httpx.TransportError as error:
+        raise ValueError(f"{client.base_url}: {error or type(error).__name__}; is the server up?") from None
     if answer.status_code != httpx.codes.OK:
         raise ValueError(f"{client.base_url}: /v1/activity has status {answer.status_code}; is Tandem up there?")
     tree = answer.json()

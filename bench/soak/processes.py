@@ -18,8 +18,11 @@ class ServerProcesses:
         self._server = psutil.Process(pid)
 
     def find_engine(self) -> psutil.Process | None:
-        """Return the engine that runs now; None between two engines."""
-        return next((one for one, role in self._roles() if role == "engine"), None)
+        """Return the engine that runs now; None between two engines, and once the server has ended."""
+        try:
+            return next((one for one, role in self._roles() if role == "engine"), None)
+        except psutil.NoSuchProcess:
+            return None
 
     def resident_bytes(self) -> dict[str, int]:
         """Return resident memory by role: server, engine, children (what renders templates and compiles grammars)."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -68,7 +69,7 @@ class SoakResult:
 
 async def run_soak(plan: SoakPlan, transport: httpx.AsyncBaseTransport | None = None) -> SoakResult:
     """Ask each prompt once alone, then all at once until time is up, then wait for rest. transport: in place of a
-    connection. Raises httpx's errors and ValueError where the server cannot be asked at all.
+    connection. Raises ValueError where the server is not there or refuses a first request.
     """
     headers = {"authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
     every = httpx.AsyncClient(
@@ -81,7 +82,10 @@ async def run_soak(plan: SoakPlan, transport: httpx.AsyncBaseTransport | None = 
         soak = _Soak(plan, client, served, asks, first)
         await soak.run()
         result = soak.result
-        result.at_rest = await wait_for_rest(client, [str(ask.body["session_id"]) for ask in asks])
+        try:
+            result.at_rest = await wait_for_rest(client, [str(ask.body["session_id"]) for ask in asks])
+        except httpx.TransportError as error:
+            result.blame(f"the server does not answer at the end: {error or type(error).__name__}")
         for name, value in result.at_rest.items():
             if value:
                 result.blame(f"{name} is {value:,.0f} after {gauges.REST_S:.0f} s of rest, wanted 0")
@@ -93,6 +97,8 @@ async def _ask_first(client: httpx.AsyncClient, ask: Ask) -> Answer:
         return await read_answer(client, ask)
     except RefusedError as error:
         raise ValueError(f"{ask.kind}: the server refuses the first request of this kind: {error}") from None
+    except httpx.HTTPError as error:
+        raise ValueError(f"{ask.kind}: the first request: {error or type(error).__name__}") from None
 
 
 class _Soak:
@@ -170,29 +176,22 @@ class _Soak:
             self.result.counts[kind]["asked"] += 1
             body = make_short_lived(self._served, self._random)
             seconds = most_s if num_lines else self._random.uniform(0, most_s)
-            try:
-                async with (
-                    asyncio.timeout(seconds),
-                    self._client.stream("POST", "/v1/completions", json=body) as answer,
-                ):
-                    if num_lines is None:
-                        await asyncio.sleep(most_s)
-                    lines = answer.aiter_lines()
-                    for _ in range(num_lines or 10**6):
-                        await anext(lines, None)
-            except (TimeoutError, httpx.HTTPError):
-                pass  # it leaves, or its engine was killed
+            with suppress(TimeoutError, httpx.HTTPError):  # it leaves, or its engine was killed
+                async with asyncio.timeout(seconds):
+                    await self._read_some(body, num_lines)
             self.result.counts[kind]["cancelled"] += 1
             await asyncio.sleep(self._random.uniform(0.1, 0.5))
 
     async def _read_some(self, body: dict[str, Any], num_lines: int | None) -> None:
-        """Read so many lines of a stream, or none for as long as the caller waits."""
+        """Read so many lines of a stream; 0: all that come; None: none, for as long as the caller waits."""
         async with self._client.stream("POST", "/v1/completions", json=body) as answer:
             if num_lines is None:
                 await asyncio.Event().wait()
-            lines = answer.aiter_lines()
-            for _ in range(num_lines or 10**6):
-                await anext(lines, None)
+            num_read = 0
+            async for _ in answer.aiter_lines():
+                num_read += 1
+                if num_read == num_lines:
+                    return
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
@@ -206,8 +205,9 @@ class _Soak:
                 continue
             kill = Kill(time.monotonic())
             self.result.kills.append(kill)
-            engine.kill()
-            await asyncio.to_thread(engine.wait)
+            with suppress(psutil.NoSuchProcess):
+                engine.kill()
+                await asyncio.to_thread(engine.wait)
             while not (processes.find_engine() and await self._is_healthy()):  # it is noticed a moment later
                 if time.monotonic() - kill.at > self._plan.patience_s:
                     self.result.blame(f"no engine serves {self._plan.patience_s:.0f} s after a kill")
@@ -216,7 +216,10 @@ class _Soak:
             kill.healthy_at = time.monotonic()
 
     async def _is_healthy(self) -> bool:
-        return (await self._client.get("/health")).status_code == httpx.codes.OK
+        try:
+            return (await self._client.get("/health")).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
 
     async def _watch(self, processes: ServerProcesses) -> None:
         """Sample memory, but not while an engine loads."""
@@ -231,6 +234,8 @@ class _Soak:
                         for role, size in sizes.items():
                             key = role, number if role == "engine" else 0
                             self.result.memory[key].append((time.monotonic() - self._began, size))
+            except httpx.TransportError:
+                continue  # whoever asks is told
             except psutil.NoSuchProcess:
                 self.result.blame("the server's process has ended")
                 return

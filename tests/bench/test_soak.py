@@ -94,6 +94,22 @@ async def test_what_is_not_given_back_is_seen(name: str, monkeypatch):
     assert list(result.faults) == [f"{name} is 3 after 0 s of rest, wanted 0"]
 
 
+async def test_a_server_that_goes_away_is_seen_and_the_rest_is_reported(monkeypatch):
+    def go_away(number: int, body: dict[str, Any]) -> httpx.Response:
+        if number > 3:
+            raise httpx.ConnectError("gone")
+        return say(body)
+
+    result = await soak(go_away, monkeypatch)
+    assert any(fault.endswith("the connection broke: ConnectError gone") for fault in result.faults)
+    assert result.at_rest, "it still tells what it holds"
+
+
+async def test_a_server_that_is_not_there_is_an_error_in_one_line():
+    with pytest.raises(ValueError, match=r"^http://127\.0\.0\.1:9: .+; is the server up\?$"):
+        await run_soak(replace(PLAN, url="http://127.0.0.1:9"))
+
+
 async def test_a_full_queue_is_asked_again_and_no_fault(monkeypatch):
     result = await soak(lambda number, body: refuse(429, "queue_full") if number == 4 else say(body), monkeypatch)
     assert result.faults == {}
