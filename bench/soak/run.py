@@ -198,7 +198,10 @@ class _Soak:
     async def _kill_engines(self, processes: ServerProcesses) -> None:
         every_s = min(self._plan.kill_every_s, self._plan.seconds / 3)
         for number in range(1, int(2 * self._plan.seconds / 3 / every_s) + 1):
-            await asyncio.sleep(self._began + number * every_s - time.monotonic())
+            wait_s = self._began + number * every_s - time.monotonic()
+            if wait_s < 0:
+                continue  # the engine took longer than that to load
+            await asyncio.sleep(wait_s)
             engine = processes.find_engine()
             if engine is None:
                 self.result.blame(f"no engine runs at the time of kill {number}")

@@ -34,7 +34,6 @@ def soak(server: ServerProcess, mix: Mix, flip_logit_gap: float, clients: int = 
     print({kind: dict(counts) for kind, counts in result.counts.items()}, result.at_rest)
     assert result.faults == {}
     assert result.kills
-    assert result.memory
     assert "Traceback" not in server.log.read_text()
     return result
 
