@@ -111,6 +111,60 @@ async def test_to_edit_and_to_ask_again_make_branches_that_one_can_go_back_to(
     await page.get_by_text("1 / 2").first.wait_for()
 
 
+async def test_enter_sends_an_edited_question_and_what_is_typed_anywhere_is_written_below(
+    served: Served, open_page: OpenPage
+) -> None:
+    live, script = served
+    page = await open_page(live.url)
+    await page.get_by_text("Ask scripted").wait_for()
+    script.add("The first.")
+    await page.keyboard.type("A question")
+    await page.keyboard.press("Enter")
+    await page.get_by_text("The first.").wait_for()
+    await until_done(page)
+    await page.get_by_role("button", name="Edit").click()
+    script.add("The second.")
+    await page.keyboard.type(", and more")
+    await page.keyboard.press("Enter")
+    await page.get_by_text("The second.").wait_for()
+    await until_done(page)
+    assert await page.get_by_role("article", name="You").inner_text() != ""
+    await page.get_by_text("A question, and more").first.wait_for()
+
+
+async def test_a_menu_closes_behind_a_click_elsewhere_and_with_escape(served: Served, open_page: OpenPage) -> None:
+    live, _ = served
+    page = await open_page(live.url)
+    item = page.get_by_role("button", name="As Markdown")
+    for close in (lambda: page.keyboard.press("Escape"), lambda: page.locator("#messages").click()):
+        await page.get_by_text("Export", exact=True).click()
+        await item.wait_for()
+        await close()
+        await item.wait_for(state="hidden")
+
+
+async def test_two_tabs_show_the_same_conversation_and_neither_overwrites_the_other(
+    served: Served, open_page: OpenPage
+) -> None:
+    live, script = served
+    one = await open_page(live.url)
+    script.add("The first answer.")
+    await say(one, "A first question")
+    await until_done(one)
+    other = await one.context.new_page()
+    await other.goto(live.url)
+    await other.get_by_text("The first answer.").wait_for()
+    script.add("The second answer.")
+    await say(other, "A second question")
+    await until_done(other)
+    await one.get_by_text("The second answer.").wait_for()
+    script.add("The third answer.")
+    await say(one, "A third question")
+    await until_done(one)
+    await other.get_by_text("The third answer.").wait_for()
+    assert await other.get_by_role("article", name="You").count() == 3
+
+
 async def test_a_file_comes_as_text_in_a_fence_or_as_a_document_and_what_is_no_text_is_refused(
     served: Served, open_page: OpenPage, tmp_path: Path
 ) -> None:

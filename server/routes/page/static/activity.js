@@ -150,7 +150,9 @@ function showRates({ tokens, step_seconds: step }) {
 
 function showContexts(sessions, titles) {
   const all = sessions.flatMap((session) => session.conversations.map((one) => ({ id: session.id, ...one })));
-  if (all.length === 0) return el("p", { class: "none" }, "No conversation is kept.");
+  const resting = sessions.filter((session) => session.conversations.length === 0 && session.disk_bytes > 0);
+  const onDisk = resting.length > 0 && el("p", { class: "none" }, `On disk alone: ${plural(resting.length, "conversation")}, ${bytes(resting.reduce((sum, session) => sum + session.disk_bytes, 0))}.`);
+  if (all.length === 0) return onDisk || el("p", { class: "none" }, "No conversation is kept.");
   const longest = Math.max(...all.map((one) => one.tokens));
   const rows = all.slice(0, MOST_CONVERSATIONS).map((one) => {
     const places = [["card", one.device_tokens, "a"], ["host", one.host_tokens, "b"], ["disk", one.disk_tokens, "c"]];
@@ -168,6 +170,7 @@ function showContexts(sessions, titles) {
   return [
     el("div", { class: "table" }, el("table", { class: "contexts" }, el("thead", {}, head), el("tbody", {}, rows))),
     more > 0 && el("p", { class: "none" }, `and ${count(more)} more`),
+    onDisk,
     el("p", { class: "none" }, "A token may be in several places at once."),
   ];
 }

@@ -5,7 +5,7 @@ import { Composer } from "./composer.js";
 import { addNode, asMarkdown, newConversation, pathTo, showBranch, writeExport } from "./conversation.js";
 import { announce, byId, el, replace, saveFile } from "./dom.js";
 import { count, percent, plural } from "./format.js";
-import { MessageView } from "./messages.js";
+import { describeFailure, MessageView } from "./messages.js";
 import { server } from "./server.js";
 import { store } from "./store.js";
 
@@ -26,6 +26,7 @@ export class Chat {
       show: (node) => this.showNode(node),
       answerCalls: (node, results) => this.answerCalls(node, results),
       contextOf: ({ model, profile }) => server.contextOf(model, profile),
+      waitOf: ({ model }) => server.describeWait(model),
     };
     this.composer = new Composer((message) => this.send(message), () => this.stop());
     byId("title").addEventListener("change", () => {
@@ -36,11 +37,28 @@ export class Chat {
     byId("export-markdown").addEventListener("click", () => this.export("md", asMarkdown(this.conversation), "text/markdown"));
     byId("export-json").addEventListener("click", () => this.export("json", writeExport([this.conversation]), "application/json"));
     document.addEventListener("keydown", (event) => event.key === "Escape" && [byId("question"), document.body].includes(event.target) && this.stop());
+    document.addEventListener("keydown", (event) => event.key === "Escape" && this.closeMenu());
+    document.addEventListener("click", (event) => byId("export-menu").contains(event.target) || (byId("export-menu").open = false));
     server.addEventListener("change", () => this.showServer());
+    store.onOther = (id) => this.showOther(id);
   }
 
   get answer() {
     return this.answers.get(this.conversation.id);
+  }
+
+  closeMenu() {
+    const menu = byId("export-menu");
+    if (menu.contains(document.activeElement)) menu.querySelector("summary").focus();
+    menu.open = false;
+  }
+
+  // Show what another tab has made of a conversation, unless it is being worked on here.
+  async showOther(id) {
+    this.onListChanged();
+    if (id !== this.conversation.id || this.answer || document.querySelector(".edit")) return;
+    const found = (await store.all()).find((one) => one.id === id);
+    if (found && id === this.conversation.id && !this.answer) this.open(found, true);
   }
 
   // Show the conversation that was shown last, if it is still there.
@@ -55,11 +73,12 @@ export class Chat {
     byId("question").focus();
   }
 
-  open(conversation) {
+  // isElsewhere: another tab may have an answer under way in it.
+  open(conversation, isElsewhere = false) {
     // An answer under way writes into its own object, not into one that was read meanwhile.
     this.conversation = this.answers.get(conversation.id)?.conversation ?? conversation;
     localStorage.setItem(LAST_KEY, conversation.id);
-    for (const node of Object.values(this.conversation.nodes)) if (node.state === "running" && this.answer?.node !== node) node.state = "stopped";
+    if (!isElsewhere) for (const node of Object.values(this.conversation.nodes)) if (node.state === "running" && this.answer?.node !== node) node.state = "stopped";
     this.show();
     this.scrollToEnd();
   }
@@ -136,7 +155,7 @@ export class Chat {
 
   tellEnd(node) {
     const tokens = node.figures?.answer_tokens;
-    if (node.state === "failed") announce(`The answer broke off: ${node.error}`);
+    if (node.state === "failed") announce(`${describeFailure(node)}: ${node.error}`);
     else announce(`${node.state === "stopped" ? "Stopped" : "The answer is complete"}${tokens ? `, ${plural(tokens, "token")}` : ""}.`);
   }
 
@@ -205,6 +224,7 @@ export class Chat {
     const profiles = (model?.attention_profiles ?? []).map((name) => [name, name]);
     showOptions(byId("profile"), [["", usual ? `default (${usual})` : "default"], ...profiles], conversation.profile);
     this.composer.update(Boolean(this.answer));
+    if (this.answer) this.showAnswer(this.answer);
     this.showContext();
     if (model) server.follow(model.id);
     const title = document.querySelector(".welcome h1");
@@ -217,7 +237,8 @@ export class Chat {
     const last = pathTo(this.conversation).findLast((node) => node.figures?.prompt_tokens !== undefined)?.figures;
     const used = last ? last.prompt_tokens + last.answer_tokens : 0;
     byId("context").hidden = all === null;
-    byId("context-words").textContent = all === null ? "" : `${count(used)} of ${count(all)} tokens of context`;
+    const isKnown = last !== undefined || this.conversation.leaf === null; // of an answer that was stopped no count came
+    byId("context-words").textContent = all === null ? "" : `${isKnown ? `${count(used)} of ` : ""}${count(all)} tokens of context`;
     byId("context-bar").firstElementChild.style.width = all === null ? "0" : `${Math.min(100, (100 * used) / all)}%`;
     byId("context-bar").classList.toggle("full", all !== null && used > 0.9 * all);
     byId("context").title = all === null ? "" : percent(used, all);

@@ -1,7 +1,7 @@
 // Where a message is written: its words, and files that are dropped, pasted or chosen.
 
 import { ask } from "./api.js";
-import { announce, byId, el, replace } from "./dom.js";
+import { announce, byId, el, hasKeyboard, isSendKey, replace } from "./dom.js";
 import { bytes, plural } from "./format.js";
 import { server } from "./server.js";
 
@@ -30,6 +30,13 @@ export class Composer {
     byId("as").value = localStorage.getItem(AS_KEY) ?? "document";
     byId("as").addEventListener("change", () => localStorage.setItem(AS_KEY, byId("as").value));
     this.listenToDrops(byId("chat-view"));
+    document.addEventListener("keydown", (event) => this.catchTyping(event));
+  }
+
+  // What is typed while nothing has the focus is meant for the message.
+  catchTyping(event) {
+    const isTyped = event.key.length === 1 && event.key !== " " && !event.ctrlKey && !event.metaKey && !event.altKey;
+    if (isTyped && event.target === document.body && !byId("chat-view").hidden) this.area.focus();
   }
 
   listenToDrops(view) {
@@ -50,8 +57,7 @@ export class Composer {
   }
 
   onKey(event) {
-    const isSend = event.key === "Enter" && !event.shiftKey && !event.isComposing && hasKeyboard();
-    if (!isSend) return;
+    if (!isSendKey(event)) return;
     event.preventDefault();
     this.send();
   }
@@ -99,7 +105,7 @@ export class Composer {
       file.text = text;
       return;
     }
-    const stored = await ask("v1/documents", { method: "POST", body: { title: given.name, text } });
+    const stored = await ask("v1/documents", { method: "POST", body: { title: given.name, text, ...(server.followed ? { model: server.followed } : {}) } });
     file.document = stored.id;
     file.tokens = stored.num_tokens;
   }
@@ -133,9 +139,6 @@ export class Composer {
     this.area.style.height = `${Math.min(this.area.scrollHeight + 2, 0.4 * innerHeight)}px`;
   }
 }
-
-// On a phone Enter is a new line, and a field with the focus covers half of the page.
-const hasKeyboard = () => matchMedia("(pointer: fine)").matches;
 
 function describe(file) {
   if (file.error) return file.error;

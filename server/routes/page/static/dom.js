@@ -31,6 +31,11 @@ export function replace(parent, ...children) {
   return parent;
 }
 
+// Whether Enter sends: on a phone it is a new line, and a field with the focus covers half of the page.
+export const hasKeyboard = () => matchMedia("(pointer: fine)").matches;
+
+export const isSendKey = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && hasKeyboard();
+
 // Say something to those who listen to the page: once, when it matters, not for each token.
 export function announce(text) {
   byId("announcements").textContent = text;

@@ -1,7 +1,7 @@
 // Show the messages of a conversation's branch, and what one can do with each.
 
 import { siblingsOf } from "./conversation.js";
-import { copyText, el, replace } from "./dom.js";
+import { copyText, el, isSendKey, replace } from "./dom.js";
 import { bytes, count, percent, plural, rate, seconds } from "./format.js";
 import { MarkdownView } from "./markdown.js";
 
@@ -61,9 +61,9 @@ export class MessageView {
     const { node } = this;
     if (node.state === "running") {
       if (answer?.progress) return showProgress(answer.progress);
-      return node.text || node.reasoning || node.calls?.length ? null : el("p", { class: "note waiting" }, "Waiting for the first token");
+      return node.text || node.reasoning || node.calls?.length ? null : el("p", { class: "note waiting" }, this.actions.waitOf(this.conversation) ?? "Waiting for the first token");
     }
-    if (node.state === "failed") return el("p", { class: "note error", role: "alert" }, el("strong", {}, "The answer broke off: "), node.error);
+    if (node.state === "failed") return el("p", { class: "note error", role: "alert" }, el("strong", {}, `${describeFailure(node)}: `), node.error);
     if (node.state === "stopped") return el("p", { class: "note" }, "Stopped.");
     return ENDS[node.finish] ? el("p", { class: "note" }, ENDS[node.finish]) : null;
   }
@@ -108,13 +108,18 @@ export class MessageView {
     };
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") cancel();
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
+      if (!isSendKey(event) && !(event.key === "Enter" && (event.ctrlKey || event.metaKey))) return;
+      event.preventDefault();
+      send();
     });
     replace(this.body, showFiles(this.node.files), area);
     replace(this.foot, el("div", { class: "actions" }, el("button", { type: "button", class: "main small", onclick: send }, "Send"), el("button", { type: "button", class: "quiet small", onclick: cancel }, "Cancel")));
     area.focus();
   }
 }
+
+// Say of an answer that failed whether there is some of it.
+export const describeFailure = (node) => (node.text || node.reasoning || node.calls?.length ? "The answer broke off" : "No answer");
 
 function showFiles(files) {
   if (!files?.length) return null;

@@ -18,7 +18,12 @@ class Server extends EventTarget {
 
   // Whether models come and go: then what is known of them grows old.
   get hasSeveral() {
-    return new Set(this.models.map((model) => model.root)).size > 1 || this.models.some((model) => model.state === "unloaded");
+    return this.names.length > 1 || this.models.some((model) => model.state === "unloaded");
+  }
+
+  // The models' names, each once, whatever its aliases and adapters.
+  get names() {
+    return [...new Set(this.models.map((model) => model.root))];
   }
 
   // The path of a route, asked of the followed model where there are several.
@@ -66,6 +71,14 @@ class Server extends EventTarget {
     const model = this.models.find((one) => one.id === modelId) ?? this.models[0];
     const limits = this.activity !== null && this.activity.model === model?.root ? this.activity.profiles : {};
     return limits[profile || this.activity?.default_profile] ?? model?.max_model_len ?? null;
+  }
+
+  // Say what a request for a model waits for; null: the model is there, or nothing is known of it.
+  describeWait(modelId) {
+    const model = this.models.find((one) => one.id === modelId) ?? this.models[0];
+    if (!this.hasSeveral || !model || this.activity?.model !== model.root || this.activity.status === "ready") return null;
+    if (this.activity.status !== "loading") return `Waiting until ${model.id} has room to be loaded`;
+    return `${model.id} is ${describeHealth({ health: this.activity })}`;
   }
 
   tell() {

@@ -4,6 +4,7 @@ import { ask, AskError } from "./api.js";
 import { readExport, writeExport } from "./conversation.js";
 import { announce, byId, el, replace, saveFile } from "./dom.js";
 import { when } from "./format.js";
+import { server } from "./server.js";
 import { store } from "./store.js";
 
 export class Sidebar {
@@ -50,13 +51,17 @@ export class Sidebar {
     if (!confirm(`Delete “${conversation.title || "Untitled"}”? It cannot be brought back.`)) return;
     await this.chat.forget(conversation);
     await store.remove(conversation.id);
+    await Promise.all(server.names.map((name) => this.forgetSession(conversation.id, name)));
+    announce("Deleted.");
+    await this.show();
+  }
+
+  async forgetSession(id, model) {
     try {
-      await ask(`v1/sessions/${encodeURIComponent(conversation.id)}`, { method: "DELETE" });
+      await ask(`v1/sessions/${encodeURIComponent(id)}?model=${encodeURIComponent(model)}`, { method: "DELETE" });
     } catch (error) {
       if (!(error instanceof AskError)) throw error; // the server may keep nothing of it, or not answer
     }
-    announce("Deleted.");
-    await this.show();
   }
 
   async exportAll() {

@@ -7,6 +7,9 @@ class Store {
   constructor() {
     this.opened = null;
     this.fallback = null; // a Map, where the browser has no database for us
+    this.onOther = () => {}; // is told of conversations that other tabs have changed
+    this.channel = new BroadcastChannel(NAME);
+    this.channel.onmessage = ({ data }) => this.onOther(data);
   }
 
   get isLasting() {
@@ -40,6 +43,7 @@ class Store {
     }
     try {
       await this.run("readwrite", (store) => store.put(conversation));
+      this.channel.postMessage(conversation.id);
       return true;
     } catch {
       return false;
@@ -49,6 +53,7 @@ class Store {
   async remove(id) {
     if (this.fallback) this.fallback.delete(id);
     else await this.run("readwrite", (store) => store.delete(id));
+    this.channel.postMessage(id);
   }
 
   run(mode, use) {
