@@ -88,6 +88,7 @@ def _soak_own_server(config: Path, plan_for: "Callable[[str], SoakPlan]") -> "So
 
     deployment = load_deployment(config)
     tree = deployment.model_dump(mode="json", exclude_unset=True)
+    tree.setdefault("server", {})["max_engine_failures"] = 10**6  # those that are killed within a minute count
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as name:
         folder = Path(name)
         for section in ("documents", "disk"):
