@@ -34,6 +34,7 @@ def engine(
     rounds: Annotated[int, typer.Option(min=1, help="times that we and the peer take turns")] = 3,
     threads: Threads = None,
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option()] = "auto",
+    devices: Annotated[int, typer.Option(min=1, help="over which the model is split; more than one: no peer")] = 1,
     dtype: Annotated[str, typer.Option(help="auto: bfloat16 on cuda, float32 and bfloat16 on the CPU")] = "auto",
     weights: Annotated[
         Literal["fp8", "int8", "int4", "Q8_0", "Q4_0", "Q4_K", "Q6_K"] | None,
@@ -51,7 +52,9 @@ def engine(
 
     from bench.benchmark_rows import GateError, report
     from bench.engine import EngineBenchmark, run_engine_benchmark
+    from bench.split_engine import run_split_benchmark
     from gpu.load import DTYPES
+    from gpu.memory.demand import PlanError
     from gpu.model.spec import ModelError
     from transfer.machine import count_physical_cores
 
@@ -61,6 +64,10 @@ def engine(
     dtypes = [dtype] if dtype != "auto" else ["bfloat16"] if resolved == "cuda" else ["float32", "bfloat16"]
     if not set(dtypes) <= set(DTYPES):
         raise typer.BadParameter(f"got {dtype}; wanted auto or one of {', '.join(DTYPES)}", param_hint="--dtype")
+    if devices > 1 and (http is not None or (weights is not None and weights.startswith("Q"))):
+        raise typer.BadParameter(
+            "stands beside neither --http nor a GGUF file's kind of weights", param_hint="--devices"
+        )
     try:
         if http is not None:
             rows = run_http(http, streams, prompt_tokens, steps, rounds, threads, console)
@@ -89,9 +96,12 @@ def engine(
                 chunk_tokens=chunk_tokens,
                 products=products,
             )
-            rows += run_engine_benchmark(benchmark, console)
+            if devices == 1:
+                rows += run_engine_benchmark(benchmark, console)
+            else:
+                rows += run_split_benchmark(benchmark, devices, console)
         report(rows, json_file, console)
-    except (GateError, ModelError) as error:
+    except (GateError, ModelError, PlanError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
 

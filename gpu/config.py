@@ -95,6 +95,13 @@ class GpuConfig(Settings):
     """One device. What is None is derived from the machine."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    devices: int = Field(
+        1,
+        ge=1,
+        le=16,
+        description="of this host over which the model is split (tensor parallel): each has a part of every layer, and "
+        "keys and values of some heads. What else is asked for here is of each (docs/TENSOR_PARALLEL.md)",
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     memory_limit_gib: float | None = Field(
         None,

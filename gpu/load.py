@@ -15,6 +15,7 @@ from gpu.cpu_step.step_kernel import COMPILED
 from gpu.kv.states import STATE_DTYPES
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.model.architecture import Architecture, ModelError, load_architecture
+from gpu.model.split import split_over
 from gpu.operations.decode_attention.paged_decode_attention import DECODED_DIMS
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings, RunnerSettings
@@ -56,6 +57,8 @@ def load_runner(
     device = torch.device(_resolve_device(gpu))
     dtype = DTYPES[_resolve_dtype(gpu, device)]
     architecture = load_architecture(model, asked.drafts) if loaded is None else loaded.architecture
+    if asked.ranks is not None:
+        architecture = split_over(architecture, asked.ranks.count, asked.ranks.rank)
     odd = {architecture.heads_of(spec).dim for spec in architecture.layer_pattern} - {*DECODED_DIMS}
     latent = architecture.latent
     if latent is not None:
@@ -105,6 +108,7 @@ def load_runner(
             compile_settings=gpu.model_dump_json(exclude={"kv"}) if asked.compiles_ahead else None,
             link_share=asked.link_share,
             adapters=asked.adapters,
+            ranks=asked.ranks,
         )  # fmt: skip
         runner = Runner(architecture, weights, settings)
         runner.rehearsal.warm_up(asked.chunk_tokens, lambda fraction: on_progress("kernels", fraction))

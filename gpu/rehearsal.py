@@ -13,6 +13,7 @@ from gpu.methods.prefill_side import PrefillSide, warm_up_sides
 from gpu.model.architecture import Architecture
 from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import Prefill
+from gpu.ranks import Ranks
 from gpu.sampling_params import SamplingParams
 from gpu.step import (
     DENSE,
@@ -53,7 +54,8 @@ class Rehearsal:
     """Rehearses on a runner's own parts, before it serves and while it is idle.
 
     launch: carries out a plan; sides: how prefill methods attend, by part; rings: the parts whose methods keep rings;
-    tier: host memory, or None without; is_on_gpu: whether kernels are chosen and graphs captured.
+    tier: host memory, or None without; is_on_gpu: whether kernels are chosen and graphs captured; ranks: which capture
+    the same graphs, or None.
     """
 
     launch: Callable[[StepPlan], InFlight]
@@ -66,6 +68,7 @@ class Rehearsal:
     rings: Sequence[PartId]
     tier: HostTier | None
     is_on_gpu: bool
+    ranks: Ranks | None = None
 
     @torch.inference_mode()
     def capture_prefill(self, sizes: Sequence[int]) -> None:
@@ -76,7 +79,8 @@ class Rehearsal:
         most = min(limits.max_context_tokens, limits.num_pages * limits.page_tokens) - 1
 
         def seconds(num_tokens: int) -> float:
-            return min(self.time_prefill([min(num_tokens, most)], DENSE)[1] for _ in range(TIMED_PROMPTS))
+            took = min(self.time_prefill([min(num_tokens, most)], DENSE)[1] for _ in range(TIMED_PROMPTS))
+            return took if self.ranks is None else self.ranks.most(took)
 
         if self.is_on_gpu:
             self.prefill.capture([size for size in sizes if size <= most], seconds)

@@ -82,13 +82,16 @@ class ExpertMoves:
 class Runner:
     """One model on one device. Not thread-safe: one thread launches, and it may collect later.
 
-    host_read_times: of all steps with host reads.
+    host_read_times: of all steps with host reads. tell: is told of each plan that is launched, and of the masks of the
+    newest one's draws: other ranks carry out the same.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, settings: RunnerSettings) -> None:
         device, dtype, tier, parts = settings.device, settings.dtype, settings.tier, settings.parts
         max_running, context = settings.max_running, settings.max_context_tokens
         self.architecture = architecture
+        self._ranks = settings.ranks
+        self.tell: Callable[[StepPlan | dict[int, np.ndarray]], None] = lambda message: None
         served = replace(architecture, max_context_tokens=context)  # of which methods keep something
         self.weights = weights
         self.device = device
@@ -112,7 +115,7 @@ class Runner:
         adapters = None
         if settings.adapters:
             adapters = Adapters(settings.adapters, architecture, max_running, dtype, device)
-        decoder = Decoder(architecture, weights, self.pool, context, adapters)
+        decoder = Decoder(architecture, weights, self.pool, context, adapters, settings.ranks)
         self._delta = decoder.delta
         head = None if weights.draft is None else DraftHead(decoder, weights.draft)
         self._lanes = LaneStreams(device)
@@ -162,7 +165,8 @@ class Runner:
             excludes = any(part.method.excludes_blocks for part in parts)
             slot = slot_shape(served, tier.shape.num_tables, dtype_name(dtype), excludes, settings.checks_coverage)
             exchanges = [SlotExchange(rows, slot, device) for rows in most_rows_of_parts(max_running)]
-            always = 1 if device.type == "cpu" else None  # the CPU computes both sides
+            is_whole = device.type == "cpu" or settings.ranks is not None
+            always = 1 if is_whole else None  # the CPU computes both sides; or all ranks must cut steps alike
             halving = Halving(self.reads, always)
             host_reader = HostReader(tier, exchanges, halving, self.host_read_times)
         loop = LayerLoop(
@@ -195,7 +199,7 @@ class Runner:
         tier = None if self._offloader is None else self._offloader.tier
         return Rehearsal(
             self.launch, self.limits, self.architecture, self.pool, self._prefill, self.dense, self._sides,
-            [*self._reusing], tier, self.device.type == "cuda",
+            [*self._reusing], tier, self.device.type == "cuda", self._ranks,
         )  # fmt: skip
 
     @property
@@ -302,6 +306,7 @@ class Runner:
         behind its answers. One with masked slots has everything but its draws, which `draw` adds before anything else
         is launched in its lane, and before any plan that is fenced or releases slots.
         """
+        self.tell(plan)
         if plan.lane is Lane.HOST and self._offloader is not None:
             self._offloader.tier.leave_core(self._lanes.is_busy(Lane.DEVICE))
         with self._lanes.enter(plan.lane, plan.is_fenced):
@@ -312,12 +317,20 @@ class Runner:
         """Draw for a step that was launched without draws; on CUDA it may still run. Slots without a mask draw from all
         tokens. Masks are read before it returns.
         """
+        self.tell(dict(masks))
         with self._lanes.enter(step.lane, is_fenced=False):
             for drawing in step.drawings:
                 self._draw(drawing, masks)
             step.end()
 
+    def _check_ranks(self) -> None:
+        """Raise HostMemoryError where this rank's host refused something: the others would wait for its sums."""
+        if self._ranks is not None and self._failures:
+            where = f"rank {self._ranks.rank} of {self._ranks.count}"
+            raise HostMemoryError(f"gpu.devices: {where}: {next(iter(self._failures.values()))}")
+
     def _launch(self, plan: StepPlan) -> InFlight:
+        self._check_ranks()
         self._buffers.check(plan)
         whole = Timer(self.device)
         whole.mark(0)
@@ -355,6 +368,7 @@ class Runner:
         finished, units = self._launch_units(plan.units, draws)
         failures |= self._prefill.take_failures()
         self._failures |= failures
+        self._check_ranks()
         decoded, awaited, decode = self._launch_decode(plan.decode, plan.lane, draws)
         stepped = [slot for group in plan.decode for slot in group.slots]
         failures |= {slot: self._failures[slot] for slot in stepped if slot in self._failures}

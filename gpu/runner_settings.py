@@ -9,6 +9,7 @@ from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.methods.method import ProfilePart
 from gpu.model.adapter_file import AdapterFile
 from gpu.page_layout import KvFormat
+from gpu.ranks import Ranks
 from gpu.step import PartId
 from transfer.chunks.chunk_library import ChunkLibrary
 from transfer.disk.context_store import ContextStore
@@ -31,7 +32,8 @@ class RunnerSettings:
     (`gpu.kv.states`), 0: one a slot; state_dtype: of these; num_host_states: copies of them in host memory. disk: where
     contexts are kept beside, or None. compile_settings: of a child that compiles the CPU's decode step, None: the first
     step does (`gpu.decode.step_code`). link_share: of what attention reads in full in host memory, read by the device;
-    None: by measured rates. adapters: that prompts may have, numbered from 1 on.
+    None: by measured rates. adapters: that prompts may have, numbered from 1 on. ranks: of a model that is split over
+    devices, or None.
     """
 
     num_pages: int
@@ -60,6 +62,7 @@ class RunnerSettings:
     num_host_states: int = 0
     compile_settings: str | None = None
     link_share: float | None = 0.0
+    ranks: Ranks | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,3 +100,4 @@ class LoadSettings:
     drafts: bool = False
     link_share: float | None = 0.0
     adapters: Sequence[AdapterFile] = ()
+    ranks: Ranks | None = None

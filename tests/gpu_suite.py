@@ -60,6 +60,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/scheduler/test_disk_of_a_model.py",
         "tests/gpu/test_row_transfer.py",
         "tests/gpu/test_split_experts.py",
+        "tests/gpu/test_split_on_gpu.py",
         "tests/bench/test_engine_benchmark.py",
         "tests/bench/test_rates.py",
         "lab/tests/test_step_trace.py",

@@ -417,3 +417,7 @@ INDEXED_ERROR = 0.1
 # Codes at the border of two, as a share for each step of the codes: keys and rotation are rounded to float16 on the
 # way; 1.7e-4 was seen on a card.
 INDEXED_FLIPS = 3e-4
+
+# --- a model that is split over devices ---
+# Logits in float32, of the largest: sums over columns in two parts, layer after layer. 2.2e-6 was seen.
+SPLIT_LOGITS = 2e-5

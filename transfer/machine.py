@@ -1,4 +1,4 @@
-"""Describe the machine of a deployment: at most one GPU, and the cores and the memory that this process may use.
+"""Describe the machine of a deployment: its GPUs, and the cores and the memory that this process may use.
 
 The figures are what the process may use and not what the host owns: cgroup limits, the CPU affinity mask and
 CUDA_VISIBLE_DEVICES are respected. No rates are measured here, though a profile may carry some, and torch is not
@@ -9,6 +9,7 @@ import math
 import os
 import platform
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -51,8 +52,9 @@ class GpuProfile(_Record):
 
 
 class MachineProfile(_Record):
-    """What a process may use of its machine. `physical_cores` and `memory_bytes`: what it may use; `gpu`: the one that
-    it would use. `rates`: by the names of `transfer.machine_rates`, None if not recorded; `rates_from`: their source.
+    """What a process may use of its machine. `physical_cores` and `memory_bytes`: what it may use; `gpu`: the first one
+    that it would use, of `num_gpus` that are alike (None: not recorded; one, or none). `rates`: by the names of
+    `transfer.machine_rates`, None if not recorded; `rates_from`: their source.
     """
 
     name: str
@@ -64,6 +66,7 @@ class MachineProfile(_Record):
     memory_bytes: int = Field(gt=0)
     rates: dict[RateName, PositiveRate] | None = None
     rates_from: str | None = None
+    num_gpus: int | None = Field(None, ge=1)
 
     @property
     def has_vectors(self) -> bool:
@@ -78,6 +81,7 @@ def probe_machine() -> MachineProfile:
     return MachineProfile(
         name=platform.node() or "unnamed",
         gpu=probe_gpu(),
+        num_gpus=count_gpus(),
         cpu=processor.get("model name", platform.machine()),
         physical_cores=count_physical_cores(),
         instruction_sets=select_instruction_sets(processor.get("flags", processor.get("Features", "")).split()),
@@ -131,6 +135,22 @@ def probe_gpu() -> GpuProfile | None:
             pcie_width=_query_driver(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
             driver=str(pynvml.nvmlSystemGetDriverVersion()),
         )
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def count_gpus() -> int | None:
+    """Return how many GPUs CUDA would show this process, or None without one."""
+    if probe_gpu() is None:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:  # CUDA shows those in front of the first that is none
+        return len(list(takewhile(lambda one: one.strip() not in ("", "-1"), visible.split(","))))
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
     except pynvml.NVMLError:
         return None
     finally:

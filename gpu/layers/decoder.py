@@ -25,6 +25,7 @@ from gpu.operations.kv.numba_rope_kv_write import rope_kv_write_cpu
 from gpu.operations.kv.rope_kv_write import rope_kv_write
 from gpu.operations.linear.packed_matrix import Packed, unpack_rows
 from gpu.operations.sinks import add_sinks
+from gpu.ranks import Ranks
 from gpu.weights.weights import Weights
 
 # (query, pre_rope_query), both [tokens, heads, dim], to attention's output, of that shape and any floating dtype.
@@ -74,12 +75,12 @@ class Decoder:
     """Weights, RoPE tables and the KV pool that the layers write to."""
 
     def __init__(self, architecture: Architecture, weights: Weights, pool: KvPool, max_context_tokens: int,
-                 adapters: Adapters | None = None) -> None:  # fmt: skip
+                 adapters: Adapters | None = None, ranks: Ranks | None = None) -> None:  # fmt: skip
         self.architecture = architecture
         self.weights = weights
         self.pool = pool
         self.adapters = adapters
-        self.projections = Projections(weights, architecture, adapters)
+        self.projections = Projections(weights, architecture, adapters, ranks)
         latent = architecture.latent
         self.scale = architecture.dim**-0.5 if latent is None else latent.scale  # norms of queries have what differs
         self._kept_layers = frozenset(architecture.kept_layers)

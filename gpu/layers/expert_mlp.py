@@ -38,16 +38,17 @@ MOST_ALONE = 4
 
 class ExpertMlp:
     """The MLP of one layer with experts. staged: brings those in host memory to the card, by the layer's number; None:
-    none lie there.
+    none lie there. adds: what it makes is added to hidden states, or else to zeros: another device adds these.
     """
 
     def __init__(self, weights: ExpertWeights, experts: Experts, activation: Activation, layer: int = 0,
-                 staged: StagedExperts | None = None) -> None:  # fmt: skip
+                 staged: StagedExperts | None = None, adds: bool = True) -> None:  # fmt: skip
         self.weights = weights
         self.experts = experts
         self.activation = activation
         self._layer = layer
         self._staged = staged
+        self._adds = adds and weights.beside is None
         gain, num_experts = experts.gain, experts.num_experts
         self._gains = None if gain == 1 else torch.full((num_experts,), gain, device=weights.router.device)
 
@@ -68,7 +69,8 @@ class ExpertMlp:
         """Return what the card computes, added to `hidden`: all experts, or those that the CPU does not compute."""
         weights, experts = self.weights, self.experts
         gate_up, down, beside = weights.gate_up, weights.down, weights.beside
-        gains, base = (self._gains, hidden) if beside is None else (beside.gains, torch.zeros_like(hidden))
+        gains = self._gains if beside is None else beside.gains
+        base = hidden if self._adds else torch.zeros_like(hidden)
         if not runs_on_triton(hidden) or len(hidden) == 0:
             normed = rms_norm(hidden, norm, eps)
             to_route = normed if beside is None else rms_norm(hidden, beside.router_norm, eps)

@@ -23,6 +23,7 @@ from gpu.operations.linear.adapter_product import add_adapters
 from gpu.operations.linear.packed_matrix import Stored
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.swiglu import swiglu
+from gpu.ranks import Ranks
 from gpu.weights.host_experts import tensors_of
 from gpu.weights.matrix import as_matrix
 from gpu.weights.weights import Weights
@@ -32,11 +33,16 @@ class Projections:
     """Hidden states `[tokens, hidden]` in and out; results are new tensors.
 
     One kernel launch for each method but `mlp` (two; of experts see `expert_mlp`) and `logits` (two), and one
-    more for each norm behind a product and each bias but that of `qkv`.
+    more for each norm behind a product and each bias but that of `qkv`. ranks: of a model that is split over devices,
+    which add up what `output` and `mlp` make, and gather logits; None: it is not split.
     """
 
-    def __init__(self, weights: Weights, architecture: Architecture, adapters: Adapters | None = None) -> None:
+    def __init__(self, weights: Weights, architecture: Architecture, adapters: Adapters | None = None,
+                 ranks: Ranks | None = None) -> None:  # fmt: skip
         self.weights = weights
+        self._ranks = ranks
+        self._is_first = architecture.is_first
+        self._has_all_logits = architecture.logit_rows == architecture.vocab_size
         self._added = {} if adapters is None else adapters.products
         self.eps = architecture.rms_norm_eps
         post = architecture.post_norm_eps
@@ -55,7 +61,7 @@ class Projections:
         self.staged = _stage(weights, architecture)
         self._experts = [
             None if layer.experts is None or spec.experts is None
-            else ExpertMlp(layer.experts, spec.experts, spec.activation, index, self.staged)
+            else ExpertMlp(layer.experts, spec.experts, spec.activation, index, self.staged, self._is_first)
             for index, (layer, spec) in enumerate(zip(weights.layers, architecture.layers, strict=True))
         ]  # fmt: skip
         self._logits = as_matrix(weights.logits)
@@ -142,13 +148,13 @@ class Projections:
             assert weights.mlp_norm is not None, "a layer with experts norms what they get"
             mixed = experts(hidden, weights.mlp_norm, self.eps, slots, exchange)
             if not experts.experts.is_shared:
-                return mixed
+                return self._add_up(mixed)
             share = experts.weights.shared_share
             if share is not None:
-                return mixed.add_(self._shared(layer, hidden, share))
+                return self._add_up(mixed.add_(self._shared(layer, hidden, share)))
             gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
             product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, self._specs[layer].activation)
-            return down.linear(product, mixed)
+            return self._add_up(down.linear(product, mixed))
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         activation, bias = self._specs[layer].activation, weights.gate_up_bias
         is_apart = adapters is not None and (layer, "gate_up") in self._added
@@ -231,6 +237,8 @@ class Projections:
     def logits_of(self, normed: Tensor) -> Tensor:
         """Return logits as `logits`, of hidden states that are normed."""
         logits = self._logits.logits(normed)
+        if self._ranks is not None and not self._has_all_logits:
+            logits = self._ranks.join(logits)
         if self._gain != 1:
             logits.mul_(self._gain)
         return logits if self._cap is None else logits.div_(self._cap).tanh_().mul_(self._cap)
@@ -240,13 +248,19 @@ class Projections:
 
     def _add(self, x: Tensor, layer: int, name: str, bias: Tensor | None, post_norm: Tensor | None, hidden: Tensor,
              adapters: AdapterRows | None) -> Tensor:  # fmt: skip
-        product = self._matrices[layer][name].linear(x, hidden if post_norm is None else None)
-        if bias is not None:
+        residual = hidden if post_norm is None and self._is_first else None
+        product = self._matrices[layer][name].linear(x, residual)
+        if bias is not None and self._is_first:
             product.add_(bias)
+        product = self._add_up(product)
         added = self._added.get((layer, name))
         if added is not None and adapters is not None:
             add_adapters(product, x, added, adapters.ids)
         return product if post_norm is None else rms_norm_add(product, post_norm, self._post_eps, hidden)
+
+    def _add_up(self, partial: Tensor) -> Tensor:
+        """Return the sum over devices of what each has made of its own columns."""
+        return partial if self._ranks is None else self._ranks.add_up(partial)
 
 
 def _format_of(stored: Stored) -> tuple[object, ...]:

@@ -45,6 +45,7 @@ MIB = 2**20
 
 CUDA_RUNTIME_BYTES = 768 * MIB  # context, library workspaces, loaded kernels, and what the allocator cannot reuse
 CUDA_GRAPH_BYTES = 40 * MIB  # one batch size of one kind of step; measured at 8B: 37 MiB on average of 27
+NCCL_BYTES = 512 * MIB  # of one communicator; not measured
 HEAD_GRAPH_BYTES = 16 * MIB  # of a head that drafts, which has one layer; not measured
 SNAPSHOTS = "snapshots"  # of states, in host memory
 HOST_RUNTIME_BYTES = 1536 * MIB  # two processes with their libraries
@@ -211,7 +212,21 @@ class Demand:
     def fixed_items(self) -> tuple[MemoryItem, ...]:
         """Return what does not depend on the context; weights first."""
         items = (*self._weights(), *self._workspaces(), *self._method_states(), *self._reserves(), *self._exchange())
-        return (*items, *self._documents(), *self._disk(), *self._windows(), *self.fetching_items(), *self.beside)
+        items = (*items, *self._documents(), *self._disk(), *self._windows(), *self.fetching_items())
+        return (*items, *self._between_devices(), *self.beside)
+
+    def _between_devices(self) -> tuple[MemoryItem, ...]:
+        """Return what a device of a split model has to add up and gather with the others."""
+        shape = self.shape
+        if shape.devices == 1:
+            return ()
+        rows = max(LOGITS_BLOCK_ROWS, self.max_running)
+        gathered = (
+            self.item("gathered logits", 2 * 4 * rows * shape.vocab_size, f"{rows} rows of all devices, and in order"),
+        )
+        if self.device == "cpu":
+            return gathered
+        return (*gathered, self.item("NCCL", NCCL_BYTES, f"buffers between {shape.devices} devices (reserve)"))
 
     def fetching_items(self) -> tuple[MemoryItem, ...]:
         """Return the items of experts in host memory: they themselves, and what they are fetched to. A captured step

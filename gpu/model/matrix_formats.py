@@ -303,7 +303,7 @@ def _saved(architecture: Architecture, dtype_bytes: int, share: Callable[[Expert
                 continue
             counted = share(spec.experts) if name in OF_EXPERTS and spec.experts is not None else 1.0
             yield counted * (rows * inner * dtype_bytes - stored.num_bytes(rows, inner))
-    output, vocab = output_format(architecture), architecture.vocab_size
+    output, vocab = output_format(architecture), architecture.logit_rows
     if output is not None:
         yield vocab * architecture.hidden * dtype_bytes - output.num_bytes(vocab, architecture.hidden)
 

@@ -243,6 +243,20 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Whose share of a model an architecture is: of the `rank`-th of so many `devices` (`gpu.model.split`)."""
+
+    whole: "Architecture"
+    rank: int
+    devices: int
+
+    def rows(self, num_rows: int) -> slice:
+        """Return which of so many rows, or columns, this device has."""
+        own = num_rows // self.devices
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """A decoder's shape. num_kv_heads, dim: of layers that see everything, and of those with a window that do not say
     otherwise. family: names the adapter. layer_pattern: of the first layers, repeated over all. rotary_dim: of a head's
@@ -258,6 +272,7 @@ class Architecture:
     quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats` says what that weighs).
     draft_heads: that the checkpoint has, each a layer that guesses a further token. draft_layers: how many of the last
     of `num_layers` are such heads, which take part in drafting alone (`gpu.model.draft_head`).
+    share: the sizes of heads and MLPs are one device's share of a model's; None: they are the model's.
     """
 
     name: str
@@ -293,6 +308,22 @@ class Architecture:
     quantisation: Quantisation | None = None
     draft_heads: int = 0
     draft_layers: int = 0
+    share: Share | None = None
+
+    @property
+    def devices(self) -> int:
+        """Return over how many devices the model is split."""
+        return 1 if self.share is None else self.share.devices
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this device adds what is added once to a sum over devices: residuals and biases."""
+        return self.share is None or self.share.rank == 0
+
+    @property
+    def logit_rows(self) -> int:
+        """Return the rows of the output matrix that this device has: its share, if all devices can have as many."""
+        return self.vocab_size if self.vocab_size % self.devices else self.vocab_size // self.devices
 
     @property
     def main_layers(self) -> int:
@@ -402,7 +433,7 @@ class Architecture:
     @property
     def num_weights(self) -> int:
         """Return all weights, whether a token takes them or not."""
-        embeddings = self.num_embedding_weights * (1 if self.tied_embeddings else 2)
+        embeddings = self.num_embedding_weights + (0 if self.tied_embeddings else self.logit_rows * self.hidden)
         inputs = self.layer_inputs
         table = 0 if inputs is None else inputs.vocab_size * self.num_layers * inputs.width
         return round(self._sum_layers(lambda experts: experts.num_experts)) + embeddings + table + self._num_shared
@@ -412,7 +443,7 @@ class Architecture:
         expectation, the final norm and the output projection; of the input embedding it reads one row a token.
         """
         layers = self._sum_layers(lambda experts: experts.taken(num_tokens))
-        return round(layers) + self.num_embedding_weights + self._num_shared
+        return round(layers) + self.logit_rows * self.hidden + self._num_shared
 
     @property
     def _num_shared(self) -> int:

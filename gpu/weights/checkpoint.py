@@ -25,6 +25,7 @@ from gpu.weights.file_tensor import FileTensor
 from gpu.weights.gguf_source import GgufSource
 from gpu.weights.placing import placings
 from gpu.weights.safetensors_folder import SafetensorsFolder
+from gpu.weights.shares import own_part
 from gpu.weights.stored import StoredTensor
 from gpu.weights.tensor_places import canonical, family_of, places, wanted_tensors
 from gpu.weights.weights import Progress, Weights, allocate_weights, served
@@ -63,7 +64,8 @@ def open_source(path: Path, architecture: Architecture) -> Source:
 
 def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
                  on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
-    """Read `folder`'s safetensors, or a GGUF file, in one part or several, into new device tensors of `dtype`.
+    """Read `folder`'s safetensors, or a GGUF file, in one part or several, into new device tensors of `dtype`. Of an
+    architecture that is one device's share, no more is read than that.
 
     experts_on_card: as in `allocate_weights`; experts that lie in host memory are read to there.
 
@@ -90,14 +92,17 @@ def check_checkpoint(folder: Path, architecture: Architecture) -> Source:
 def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
                 on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
     """Load weights as `load_weights`, and packed on every CPU."""
-    source = check_checkpoint(folder, architecture)
+    share = architecture.share
+    source = check_checkpoint(folder, architecture if share is None else share.whole)
     weights = allocate_weights(architecture, dtype, device, _find_scales(source, architecture), experts_on_card)
     found = places(weights, architecture)
     tensors = [
-        (path, tensor, place)
+        (path, own, own_place)
         for path in source.files
         for tensor in source.tensors(path)
-        if (place := found.get(canonical(tensor.name, architecture) or "")) is not None and place.fill is not None
+        if (place := found.get(name := canonical(tensor.name, architecture) or "")) is not None
+        and place.fill is not None
+        for own, own_place in own_part(tensor, place, name, architecture)
     ]
 
     total_bytes = sum(tensor.num_bytes for _, tensor, _ in tensors)

@@ -41,9 +41,13 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
     """
     weights = allocate_weights(architecture, dtype, device, torch.bfloat16, experts_on_card)
     generator = torch.Generator(device=device).manual_seed(seed)
+    share, split = architecture.share, generator
+    if share is not None:  # what a device has alone is drawn apart, so that all draw the same of what each has
+        split = torch.Generator(device=device).manual_seed(seed + 1 + share.rank)
     residual_scale = (2 * architecture.main_layers) ** -0.5
+    sum_scale = residual_scale * architecture.devices**-0.5  # of matrices whose products are added up
 
-    def draw(matrix: Stored, scale: float) -> None:
+    def draw(matrix: Stored, scale: float, generator: torch.Generator = generator) -> None:
         if isinstance(matrix, Packed):
             return draw_packed(matrix, scale * matrix.inner**-0.5, generator)
         for rows in matrix.split(len(matrix) if matrix.device == device else DRAWN_ROWS) if len(matrix) else ():
@@ -91,12 +95,12 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
                     draw(layer.matrices[name], 1.0)
         if layer.experts is not None and layer.experts.correction is not None:
             layer.experts.correction.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
-        draw(layer.qkv, 1.0)
-        draw(layer.output, residual_scale)
+        draw(layer.qkv, 1.0, split)
+        draw(layer.output, sum_scale, split)
         for gate_up, down in (("gate_up", "down"), OF_EXPERTS):
-            for name, gain in ((gate_up, 1.0), (down, residual_scale)):
+            for name, gain in ((gate_up, 1.0), (down, sum_scale)):
                 for stack in layer.stacks(name) if name in layer.matrices else ():
-                    draw(stack, gain)
+                    draw(stack, gain, split)
         if layer.experts is not None:
             draw(layer.experts.router, RANDOM_ROUTER_SPREAD)
             if layer.experts.shared_share is not None:
@@ -109,7 +113,9 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
     scale = architecture.embedding_scale
     gain = 1.0 if scale == 1 else RANDOM_LOGIT_SPREAD * scale  # or a token's own embedding would be what comes next
     weights.final_norm.fill_(gain)
-    draw(weights.logits, RANDOM_LOGIT_SPREAD / gain)
+    is_split = not architecture.tied_embeddings and architecture.logit_rows < architecture.vocab_size
+    output = weights.embedding if architecture.tied_embeddings else weights.logits
+    draw(output, RANDOM_LOGIT_SPREAD / gain, split if is_split else generator)
     if weights.inputs is not None:
         assert architecture.layer_inputs is not None, "weights are of the architecture"
         weights.inputs.table.normal_(0.0, architecture.layer_inputs.width**-0.5, generator=generator)

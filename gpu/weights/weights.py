@@ -197,6 +197,7 @@ class DraftWeights:
 class Weights:
     """The weights of a model. embedding, logits `[vocab, hidden]`, one if tied; final_norm `[hidden]`; inputs: what
     layers' inputs are made of, if they have some; draft: of a head that drafts, whose layer is the last one, or None.
+    Of a device's share, logits are its rows of them.
     """
 
     embedding: Stored
@@ -382,7 +383,9 @@ def allocate_weights(
             made.query_norm.fill_(a.query_gain)
             made.key_norm.fill_(1.0)
         layers.append(made)
-    logits = embedding if a.tied_embeddings else matrix(a.vocab_size, a.hidden, output_format(a))
+    logits = embedding if a.tied_embeddings else matrix(a.logit_rows, a.hidden, output_format(a))
+    if a.share is not None and isinstance(logits, Tensor) and len(logits) > a.logit_rows:
+        logits = logits[a.share.rows(a.vocab_size)]
     inputs, own = None, a.layer_inputs
     if own is not None:
         width = a.num_layers * own.width

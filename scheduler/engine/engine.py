@@ -21,6 +21,7 @@ from gpu.runner import Runner
 from gpu.step import Lane, PartId, StepPlan
 from scheduler.engine.decode_reads import DecodeReads
 from scheduler.engine.last_writes import Report, report_nothing, write_contexts
+from scheduler.engine.rank_processes import RankProcesses
 from scheduler.messages import (
     ChunksStored,
     Delta,
@@ -46,13 +47,18 @@ _LOOKING_SECONDS = 5e-3  # ... and after so long, requests that have come meanwh
 
 class Engine:
     """Drives one runner. Not thread-safe: one thread submits, cancels and steps. `most_in_flight`: steps of a lane; a
-    benchmark changes it, with nothing under way: by 1 the device waits for Python between two steps.
+    benchmark changes it, with nothing under way: by 1 the device waits for Python between two steps. ranks: processes
+    of the other devices, or None.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tier: CpuTier | None, is_pipelined: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, tier: CpuTier | None, is_pipelined: bool,
+        ranks: RankProcesses | None = None,
+    ) -> None:  # fmt: skip
         self.scheduler = scheduler
         self._runner = runner
         self._tier = tier
+        self._ranks = ranks
         self.most_in_flight = MOST_IN_FLIGHT
         self._is_pipelined = is_pipelined
         self._in_flight: list[
@@ -158,8 +164,15 @@ class Engine:
 
     def shutdown(self, report: Report = report_nothing) -> None:
         """Write contexts, which `report` is told of, and end the host's threads, once they have given what is in flight
-        its answers; give the tier's memory back. The engine steps no more.
+        its answers; give the tier's memory back. The engine steps no more, and other ranks' processes end.
         """
+        try:
+            self._end_host(report)
+        finally:
+            if self._ranks is not None:
+                self._ranks.close()
+
+    def _end_host(self, report: Report) -> None:
         self.scheduler.constraints.shutdown()
         disk = self.scheduler.residence.disk
         is_plain = self._tier is None and self.scheduler.documents is None and disk.side is None

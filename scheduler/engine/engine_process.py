@@ -9,24 +9,28 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import psutil
+import zmq
 from pydantic import ValidationError
 
 from gpu.memory.plan import PlanError
 from gpu.model.architecture import ModelError
 from gpu.profiles import ProfileError
+from gpu.ranks import RankError
 from scheduler.block_changes import CacheChanges
 from scheduler.cache.block_events import BlockEvents
 from scheduler.engine.connection import Connection, Message, Prepared
 from scheduler.engine.engine import Engine
 from scheduler.engine.heartbeat import Heartbeat
 from scheduler.engine.load_engine import load_engine
+from scheduler.engine.parent_watch import end_with_parent
 from scheduler.engine_config import EngineStart
 from scheduler.messages import (
     Accepted,
@@ -56,10 +60,11 @@ _OUR_LOGGERS = ("engine", "scheduler", "gpu", "cpu", "transfer")
 _STATS_SECONDS = 0.25
 _PROGRESS_SECONDS = 0.1
 _LOADING_STEP = 0.1
-_PARENT_SECONDS = 1.0
 # After so long a thread gives the interpreter to another that waits for it: the one that answers decode steps needs it
 # between two of them, and the device leaves it about a millisecond.
 HANDOVER_SECONDS = 0.0005
+_ROOT_CAUSE_S = 5.0  # for the thread that watches ranks, which knows the one that ended, and ends this process
+_LAST_WORDS_MS = 1000
 
 
 class Loop:
@@ -131,7 +136,7 @@ class Loop:
 
 
 def main(requests: str, replies: str, parent_id: str) -> int:
-    threading.Thread(target=_end_with_parent, args=(int(parent_id), [requests, replies]), daemon=True).start()
+    end_with_parent(int(parent_id), lambda: _remove_sockets([requests, replies]))
     sys.setswitchinterval(HANDOVER_SECONDS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to end, also on Ctrl-C
     imports_seconds = time.time() - psutil.Process().create_time()
@@ -145,7 +150,13 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     stages = Stages(connection.send)
     try:
         start = _read_start(text)
-        engine, ready = load_engine(start.config, start.memory, stages.report, compiles_ahead=True)
+        on_rank_end = partial(_end_without_rank, replies)
+        engine, ready = load_engine(
+            start.config, start.memory, stages.report, compiles_ahead=True, on_rank_end=on_rank_end
+        )
+    except RankError:
+        time.sleep(_ROOT_CAUSE_S)
+        raise
     except (HostMemoryError, ModelError, PlanError, ProfileError, ValidationError) as error:
         log.error("failed reason=%s", error)
         connection.send(Failed(" ".join(str(error).split())))
@@ -156,7 +167,14 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     gc.freeze()  # of what stands now nothing is ever garbage, and to look at all of it takes longer than a token does
     connection.send(ready)
     log.info("started imports_s=%.2f %s", imports_seconds, stages.describe())
-    Loop(engine, connection, pulse, engine.scheduler.residence.tell_blocks() if start.tells_blocks else None).run()
+    events = engine.scheduler.residence.tell_blocks() if start.tells_blocks else None
+    try:
+        Loop(engine, connection, pulse, events).run()
+    except RankError:
+        time.sleep(_ROOT_CAUSE_S)
+        raise
+    except HostMemoryError as error:  # of one device among several: the others would wait for it
+        _end_without_rank(replies, str(error))
     pulse.stop()
     engine.shutdown(connection.send)
     connection.close()
@@ -164,19 +182,19 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     return 0
 
 
-def _end_with_parent(parent_id: int, addresses: list[str]) -> None:
-    """End this process, whatever its other threads do, once `parent_id` is not its parent any more.
-
-    Takes the sockets with it, and their folder if that is empty then: who made them cannot.
-    """
-    while os.getppid() == parent_id:
-        time.sleep(_PARENT_SECONDS)
-    _remove_sockets(addresses)
+def _end_without_rank(replies: str, reason: str) -> None:
+    """Report why no step can be computed any more, and end this process, whatever its device waits for."""
+    log.error("failed reason=%s", reason)
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(replies)
+    socket.send(msgspec.msgpack.encode(Failed(reason)))
+    context.destroy(linger=_LAST_WORDS_MS)
     os._exit(1)
 
 
 def _remove_sockets(addresses: list[str]) -> None:
-    """Remove sockets, and their folder if it is empty then."""
+    """Remove sockets, and their folder if it is empty then: who made them cannot."""
     with suppress(OSError):
         for address in addresses:
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)

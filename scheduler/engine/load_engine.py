@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 
@@ -21,6 +22,7 @@ from gpu.memory.plan import MemoryPlan, require_device
 from gpu.model.architecture import Architecture, ModelError, load_architecture
 from gpu.model.draft_head import without_draft_head
 from gpu.profiles import Profile, get_profile, resolve_profiles, served_parts
+from gpu.ranks import Ranks
 from gpu.rehearsal import Rehearsal
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
@@ -31,7 +33,8 @@ from scheduler.constraints.constraints import Constraints, read_tokens
 from scheduler.drafts.draft_model import DraftModel, DraftModelSizes
 from scheduler.drafts.ngrams import NGrams
 from scheduler.engine.engine import Engine
-from scheduler.engine_config import EngineConfig, SchedulerConfig, read_adapters
+from scheduler.engine.rank_processes import OnEnd, RankProcesses, end_engine
+from scheduler.engine_config import EngineConfig, EngineStart, SchedulerConfig, read_adapters
 from scheduler.messages import Ready
 from scheduler.planning.engine_memory import find_tier_shape, served_shape
 from scheduler.prefill.document_chunks import Documents
@@ -60,34 +63,37 @@ _LAUNCHES_A_LAYER = 12  # of a decode step with a host read, each of which may c
 _WAITING_SHARE = 0.5  # of the token gap target: for all of them, if each waits for a whole block
 
 
-def load_engine(
+@dataclass(frozen=True, slots=True)
+class LoadedDevice:
+    """One device's runner, and what it was made of. digest: of the weights, where contexts are kept on disk."""
+
+    runner: Runner
+    architecture: Architecture
+    profiles: dict[str, Profile]
+    gpu: GpuConfig
+    shape: TierShape | None
+    tier: CpuTier | None
+    library: ChunkLibrary | None
+    disk: ContextStore | None
+    digest: str | None
+
+
+def load_device(
     config: EngineConfig,
     plan: MemoryPlan,
     on_progress: Callable[[str, float], None],
+    ranks: Ranks | None = None,
     loaded: LoadedModel | None = None,
     compiles_ahead: bool = False,
-) -> tuple[Engine, Ready]:
-    """Load the model into the memory that is planned, and build an engine that is ready to step. `loaded`: the model,
-    where the caller (a benchmark, whose peer needs the weights as well) has loaded it. `compiles_ahead`: at a machine's
-    first start a child process compiles the CPU's decode step, and the engine is ready before.
-
-    `on_progress(stage, fraction)` is told of "host_attention" (memory for contexts, and what attends to them: compiled
-    once a machine, function by function), "documents" (weights are read, to name them), what `load_runner` does,
-    "draft_model" and "rehearsal". Raises ModelError, HostMemoryError, PlanError where the plan's device is not there,
-    or ProfileError for a profile that there cannot be, and for a default one that does not exist.
-    """
-    began = time.monotonic()
+) -> LoadedDevice:
+    """Load the model, or a rank's part of it, into the memory that is planned. See `load_engine`."""
     profiles = resolve_profiles(config.all_profiles, config.host)
-    get_profile(config.default_profile, profiles, "scheduler.default_profile")
-    require_device(plan, probe_gpu() if plan.device == "cuda" else None, platform.node())
     plain = load_architecture(config.model) if loaded is None else loaded.architecture
     architecture = served_shape(config, plain)
     if loaded is not None and architecture is not plain:
         raise ModelError(f"draft: mtp: {plain.name} was loaded without its head; leave out profiles that draft by it")
     resolved = {"device": plan.device, "dtype": plan.dtype, "kv": plan.kv, "threads": plan.threads}
     gpu = config.gpu.model_copy(update=resolved)
-    prefill = config.scheduler.prefill.model_copy(update={"chunk_tokens": plan.chunk_tokens})
-    scheduler_config = config.scheduler.model_copy(update={"prefill": prefill})
     shape = None if config.host is None else find_tier_shape(config, architecture, plan)
     tier = library = disk = None
     digest: str | None = None
@@ -132,13 +138,65 @@ def load_engine(
             disk=disk,
             compiles_ahead=compiles_ahead,
             adapters=read_adapters(config, architecture),
+            ranks=ranks,
         ),
         on_progress=on_progress,
         loaded=loaded,
     )
+    return LoadedDevice(runner, architecture, profiles, gpu, shape, tier, library, disk, digest)
+
+
+def load_engine(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    on_progress: Callable[[str, float], None],
+    loaded: LoadedModel | None = None,
+    compiles_ahead: bool = False,
+    on_rank_end: OnEnd = end_engine,
+) -> tuple[Engine, Ready]:
+    """Load the model into the memory that is planned, and build an engine that is ready to step. `loaded`: the model,
+    where the caller (a benchmark, whose peer needs the weights as well) has loaded it. `compiles_ahead`: at a machine's
+    first start a child process compiles the CPU's decode step, and the engine is ready before. `on_rank_end`: is told
+    of another device's process that ended.
+
+    `on_progress(stage, fraction)` is told of "host_attention" (memory for contexts, and what attends to them: compiled
+    once a machine, function by function), "documents" (weights are read, to name them), what `load_runner` does,
+    "draft_model" and "rehearsal". Raises ModelError, HostMemoryError, PlanError where the plan's device is not there,
+    or ProfileError for a profile that there cannot be, and for a default one that does not exist.
+    """
+    get_profile(config.default_profile, resolve_profiles(config.all_profiles, config.host), "scheduler.default_profile")
+    require_device(plan, probe_gpu() if plan.device == "cuda" else None, platform.node())
+    if config.gpu.devices == 1:
+        return _make_engine(config, plan, on_progress, loaded, compiles_ahead, None)
+    level = logging.getLevelName(logging.getLogger("gpu").getEffectiveLevel()).lower()
+    processes = RankProcesses(EngineStart(config=config, memory=plan, log_level=level), on_rank_end)
+    try:
+        return _make_engine(config, plan, on_progress, loaded, False, processes)
+    except BaseException:
+        processes.close()
+        raise
+
+
+def _make_engine(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    on_progress: Callable[[str, float], None],
+    loaded: LoadedModel | None,
+    compiles_ahead: bool,
+    processes: RankProcesses | None,
+) -> tuple[Engine, Ready]:
+    began = time.monotonic()
+    ranks = None if processes is None else processes.join()
+    device = load_device(config, plan, on_progress, ranks, loaded, compiles_ahead)
+    runner, architecture, profiles, gpu = device.runner, device.architecture, device.profiles, device.gpu
+    shape, tier, library, disk, digest = device.shape, device.tier, device.library, device.disk, device.digest
+    if processes is not None:
+        runner.tell = processes.tell
+    prefill = config.scheduler.prefill.model_copy(update={"chunk_tokens": plan.chunk_tokens})
+    scheduler_config = config.scheduler.model_copy(update={"prefill": prefill})
     runner.dense.bound_blocks(block_seconds(config.scheduler, architecture.num_layers))
     capacity = plan_capacity(plan, shape)
-    has_lanes = tier is not None and plan.device == "cuda" and not LAUNCHES_BLOCK
+    has_lanes = tier is not None and plan.device == "cuda" and not LAUNCHES_BLOCK and processes is None
     lanes = (Lane.HOST, Lane.DEVICE) if has_lanes else (Lane.DEVICE,)
     scheduler = Scheduler(
         scheduler_config,
@@ -178,7 +236,7 @@ def load_engine(
         load_seconds=time.monotonic() - began,
         contexts_folder="" if disk is None else str(disk.folder.path),
     )
-    return Engine(scheduler, runner, tier, is_pipelined=plan.device == "cuda"), ready
+    return Engine(scheduler, runner, tier, plan.device == "cuda", processes), ready
 
 
 def load_draft_model(

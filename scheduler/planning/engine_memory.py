@@ -15,10 +15,12 @@ from gpu.memory.plan import MemoryPlan, MemoryRequest, PlanError, PlannedSizes, 
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture, ModelError, load_architecture
 from gpu.model.draft_head import with_draft_head
+from gpu.model.split import split_over
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles
 from gpu.weights.expert_shares import ExpertShares, most_experts
 from scheduler.engine_config import EngineConfig, SchedulerConfig, read_adapters
+from scheduler.planning.devices import check_split, device_share
 from scheduler.planning.draft_vocabulary import find_other_vocabulary
 from scheduler.planning.expert_choice import captured_rows, choose, configured_rows
 from transfer.host_config import DocumentsConfig, HostConfig
@@ -43,6 +45,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     """
     profiles = list(resolve_profiles(config.all_profiles, config.host).values())
     architecture = served_shape(config, architecture)
+    machine = device_share(config.gpu, machine)
     _check_units(profiles, config.scheduler.prefill.chunk_tokens)
     _check_select_layer(config.documents, architecture.num_layers)
     _check_drafts(profiles, architecture)
@@ -83,6 +86,11 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         plan = replace(plan, own_windows=_own_windows(profiles, config.host, architecture, plan))
         notes = _say_kept(profiles, config.host, architecture, plan)
     notes += [] if said is None else [said]
+    if config.gpu.devices > 1:
+        notes.append(
+            f"gpu.devices: {config.gpu.devices}: bytes, tokens and threads are of each device; each has its part of "
+            "the host's cores and memory"
+        )
     most_drafted = max((one.draft.most_tokens for one in profiles if one.draft is not None), default=0)
     if architecture.recurrent is not None and most_drafted >= MOST_STEP_ROWS:
         notes.append(
@@ -98,9 +106,15 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
 
 
 def served_shape(config: EngineConfig, architecture: Architecture) -> Architecture:
-    """Return the model's shape with what its profiles want of it: the head that drafts. Raises PlanError, with the
-    profile, for a model that has none.
+    """Return the model's shape with what its profiles want of it, the head that drafts, or one device's share of it.
+    Raises PlanError, with the profile or the key, for a model that has no such head, or cannot be split.
     """
+    if config.gpu.devices > 1:
+        check_split(config)
+        try:
+            return split_over(architecture, config.gpu.devices)
+        except ModelError as error:
+            raise PlanError(str(error)) from None
     for name, profile in config.all_profiles.items():
         if profile.draft is not None and profile.draft.uses_head:
             try:

@@ -236,7 +236,8 @@ def _tabulate_profiles(plan: ResolvedPlan) -> Table:
 
 
 def _tabulate(plan: ResolvedPlan, place: str, limit: int) -> Table:
-    kind = "GPU memory" if place == "gpu" else "host memory"
+    kind, devices = "GPU memory" if place == "gpu" else "host memory", plan.deployment.gpu.devices
+    kind += f" of each of {devices} devices" if devices > 1 else ""
     table = Table(title=f"{kind}, limit {limit / GIB:.2f} GiB", title_justify="left", show_footer=True)
     items = [item for item in plan.memory.items if item.place == place]
     used = sum(item.bytes for item in items)

@@ -23,7 +23,8 @@ from gpu.model.humming_formats import describe_own, multiplied
 from gpu.model.matrix_formats import rounded
 from gpu.profiles import Profile, resolve_profiles
 from gpu.weights.expert_shares import MOST_COMPUTED_ROWS
-from scheduler.planning.engine_memory import find_expert_shares, find_tier_shape, plan_engine
+from scheduler.planning.devices import device_share
+from scheduler.planning.engine_memory import find_expert_shares, find_tier_shape, plan_engine, served_shape
 from scheduler.planning.expert_choice import Way, captured_rows
 from server.deployment import Deployment
 from server.planning.default_profile import choose_default
@@ -76,6 +77,8 @@ def _states_gib(memory: MemoryPlan, count: int) -> float | None:
 def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPlan:
     """Fill in what the deployment leaves to the machine. Raises ModelError, ProfileError or PlanError with one line."""
     architecture, notes = find_architecture(deployment.model)
+    if deployment.gpu.devices > 1:
+        architecture = served_shape(deployment, architecture)
     deployment, said = choose_default(deployment, architecture, machine)
     profiles = resolve_profiles(deployment.all_profiles, deployment.host)
     memory = plan_engine(deployment, architecture, machine)
@@ -106,7 +109,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
             "resident_tokens": memory.resident_tokens,
             "sink_tokens": memory.sink_tokens,
             "window_tokens": memory.window_tokens,
-            "threads": deployment.host.threads or machine.physical_cores,
+            "threads": deployment.host.threads or device_share(deployment.gpu, machine).physical_cores,
         }
     )
     documents = deployment.documents and deployment.documents.model_copy(

@@ -8,18 +8,22 @@ import torch
 import typer
 import yaml
 from rich.console import Console
+from typer.testing import CliRunner
 
 import bench.engine
 from bench.benchmark_rows import GateError, Row
+from bench.cli import app
 from bench.decode_loop import build_runner, decode, served_graph_sizes
 from bench.engine import EngineBenchmark, draw_prompts, run_engine_benchmark
 from bench.hugging_face import load_hugging_face
 from bench.machine_commands import parse_batches
 from bench.over_http import Floor, HttpBenchmark, draw_round, run_http_benchmark
 from bench.plain_decode import PlainDecode
+from bench.split_engine import run_split_benchmark
 from gpu.config import ModelConfig
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import step_weight_bytes
+from gpu.model.split import split_over
 from gpu.rehearsal import Rehearsal
 from gpu.runner import Runner
 from gpu.step import StepPlan
@@ -209,3 +213,21 @@ def test_batches_that_are_no_positive_numbers_are_refused(text: str) -> None:
 
 def test_batches_are_a_list() -> None:
     assert parse_batches("1,8, 16") == (1, 8, 16)
+
+
+@pytest.mark.long
+def test_a_split_model_is_timed_beside_the_floor_of_a_device_s_own_weights() -> None:
+    asked = EngineBenchmark(None, "tiny", (1, 3), 12, 10, 2, 1, "cpu", "float32", None, (40,), 32)
+    one, three, prompt = run_split_benchmark(asked, 2, Console(quiet=True))
+    assert one.shape == "tiny float32 over 2 devices, batch 1, context 23"
+    share = split_over(TINY, 2)
+    assert one.floor_ms == pytest.approx(step_weight_bytes(share, 4, False, 1) / row_rate(one))
+    assert (three.peer, three.extras["tokens_per_s"]) == (None, pytest.approx(3e3 / three.ms))
+    assert (prompt.name, prompt.config["devices"]) == ("prefill", 2)
+
+
+@pytest.mark.parametrize("beside", [["--http", "a.yaml"], ["--weights", "Q4_K"]])
+def test_what_stands_beside_several_devices_is_told(beside: list[str]) -> None:
+    told = CliRunner().invoke(app, ["engine", "--random-weights", "tiny", "--devices", "2", *beside])
+    assert told.exit_code == 2
+    assert "--devices" in told.output

@@ -28,6 +28,7 @@ from transformers import (
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.model.architecture import read_architecture
+from gpu.ranks import Ranks
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
@@ -285,11 +286,11 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
 def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", is_counted: bool = True,
          num_windows: int = 2, spare_pages: int = 0, experts_on_card: int | None = None,
          open_experts: OpenExperts | None = None, computed_rows: int = MOST_COMPUTED_ROWS,
-         num_states: int = 2) -> Runner:  # fmt: skip
+         num_states: int = 2, ranks: Ranks | None = None) -> Runner:  # fmt: skip
     """A runner whose pages are NaN until written. is_counted: coverage is checked, and nothing is compiled whole.
     num_windows: kept by themselves, if the model has any, and `spare_pages` longer than need be; 0: pages hold all.
     experts_on_card: of each layer, the others are fetched, or computed by `open_experts` in steps of up to
-    `computed_rows`; None: all. num_states: of recurrent layers.
+    `computed_rows`; None: all. num_states: of recurrent layers. ranks: of a model that is split, or None.
     """
     windows = [spec.window_tokens for spec in read_architecture(folder).layer_pattern if spec.window_tokens is not None]
     runner = load_runner(
@@ -308,6 +309,7 @@ def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", i
             experts_on_card=experts_on_card,
             open_experts=open_experts,
             computed_rows=computed_rows,
+            ranks=ranks,
         ),
         on_progress=lambda stage, fraction: None,
     )

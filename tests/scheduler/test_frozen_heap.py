@@ -13,16 +13,16 @@ def test_collections_do_not_look_at_what_stands_before_the_first_request(monkeyp
     frozen: list[int] = []
     connection = SimpleNamespace(listen=lambda prepare: None, send=lambda message: None, close=lambda: None)
     scheduler = SimpleNamespace(intake=SimpleNamespace(prepare=None))
-    engine = SimpleNamespace(scheduler=scheduler, shutdown=lambda: None)
-    start = SimpleNamespace(config=None, memory=None)
+    engine = SimpleNamespace(scheduler=scheduler, shutdown=lambda report: None)
+    start = SimpleNamespace(config=None, memory=None, tells_blocks=False)
     for name, instead in {
         "Connection": lambda requests, replies: connection,
         "Heartbeat": lambda replies: SimpleNamespace(start=lambda: None, stop=lambda: None),
         "_read_start": lambda text: start,
-        "load_engine": lambda config, memory, on_progress, compiles_ahead: (engine, "ready"),
+        "load_engine": lambda config, memory, on_progress, compiles_ahead, on_rank_end: (engine, "ready"),
         "Stages": lambda send: SimpleNamespace(report=None, describe=lambda: ""),
         "Loop": lambda *given: SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count())),
-        "_end_with_parent": lambda *given: None,
+        "end_with_parent": lambda *given: None,
     }.items():
         monkeypatch.setattr(engine_process, name, instead)
     monkeypatch.setattr(engine_process.signal, "signal", lambda *given: None)

@@ -133,3 +133,15 @@ def test_a_processor_is_the_first_that_linux_lists_and_an_unreadable_list_is_non
     found = read_processor(listed)
     assert (found["model name"], found["flags"]) == ("Fast: one", "fma avx2")
     assert read_processor(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize(("visible", "wanted"), [(None, 4), ("3,1", 2), ("0", 1), ("2,-1,1", 1), ("", None)])
+def test_visible_gpus_are_counted(monkeypatch: pytest.MonkeyPatch, visible: str | None, wanted: int | None) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(machine, "probe_gpu", lambda: None if visible == "" else "a card")
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 4)
+    assert machine.count_gpus() == wanted

@@ -1,0 +1,91 @@
+"""Add up and gather tensors over the processes of a model that is split over several devices.
+
+Each process, a **rank**, has one device, and carries out the same plans. NCCL's kernels stand in CUDA graphs as all
+others do; gloo is for devices that are CPUs.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PATIENCE_S = 600.0  # for a rank that compiles or reads its weights longer than the others
+
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # by torch 2.13's name, and by 2.11's
+
+
+class RankError(RuntimeError):
+    """Report that ranks cannot go on together."""
+
+
+class Ranks(Protocol):
+    """This rank among all. Every rank calls the same methods in the same order, with tensors of the same shapes."""
+
+    rank: int
+    count: int
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        """Return the sum over all ranks, in the place of `partial`, contiguous; of the same bits on each rank."""
+
+    def join(self, columns: Tensor) -> Tensor:
+        """Return `[rows, count * columns]`, new: the columns `[rows, columns]` of rank 0 first."""
+
+    def most(self, number: float) -> float:
+        """Return the largest of all ranks' numbers."""
+
+
+class ProcessRanks:
+    """Ranks that are processes of one host, which meet at a TCP store on it."""
+
+    def __init__(self, rank: int, count: int, device: torch.device, store: dist.Store) -> None:
+        self.rank, self.count = rank, count
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        is_cuda = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=count,
+            timeout=timedelta(seconds=PATIENCE_S), device_id=self._device if is_cuda else None,
+        )  # fmt: skip
+        self.most(0.0)  # so that connections stand before anything is captured
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        with self._together():
+            dist.all_reduce(partial)
+        return partial
+
+    def join(self, columns: Tensor) -> Tensor:
+        rows, width = columns.shape
+        parts = columns.new_empty(self.count * rows, width)
+        with self._together():
+            _gather(parts, columns.contiguous())
+        return parts.view(self.count, rows, width).transpose(0, 1).reshape(rows, self.count * width)
+
+    def most(self, number: float) -> float:
+        told = torch.tensor([number], dtype=torch.float64, device=self._device)
+        with self._together():
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+        return float(told)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Raise RankError where the library says that another rank is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RankError(f"gpu.devices: rank {self.rank} of {self.count} lost another one ({reason})") from None
+
+    def close(self) -> None:
+        """Leave the group. Other ranks may be gone already. Groups of NCCL end with the process: graphs hold them."""
+        if self._device.type == "cpu":
+            dist.destroy_process_group()
+
+
+def open_store(rank: int, count: int, port: int) -> dist.TCPStore:
+    """Return the store at which ranks meet, on this host; rank 0 opens it, on a free port if `port` is 0."""
+    return dist.TCPStore(
+        "127.0.0.1", port, count, is_master=rank == 0, timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False
+    )

@@ -1,0 +1,89 @@
+"""Run one rank of a model that is split over devices: `python -m scheduler.engine.rank_process DESCRIPTOR PARENT_ID`.
+
+`RankStart` comes over the connection of that descriptor, and then every plan that rank 0 launches. Invariant: it never
+outlives process PARENT_ID, which started it.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from gpu.in_flight import InFlight
+from gpu.model.spec import ModelError
+from gpu.ranks import ProcessRanks, RankError, open_store
+from gpu.runner import Runner
+from gpu.step import StepPlan
+from scheduler.engine.engine import MOST_IN_FLIGHT
+from scheduler.engine.load_engine import load_device
+from scheduler.engine.parent_watch import be_killed_with_parent, end_with_parent
+from scheduler.engine.rank_processes import RankStart
+from scheduler.engine_config import EngineStart
+from transfer.host_tier import HostMemoryError
+
+_ROOT_CAUSE_S = 2.0  # for rank 0 to hear of the rank that ended first, and to end the others
+
+
+def main(descriptor: str, parent_id: str) -> int:
+    be_killed_with_parent()
+    end_with_parent(int(parent_id))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
+    connection: Connection[Any, Any] = Connection(int(descriptor))
+    try:
+        told: RankStart = connection.recv()
+        start = EngineStart.model_validate_json(told.start_json)
+        _set_loggers(start)
+        _follow(connection, start, _load(told, start))
+    except EOFError:  # rank 0 has gone
+        return 1
+    except RankError:
+        time.sleep(_ROOT_CAUSE_S)
+        return 1
+    except (HostMemoryError, ModelError) as error:
+        connection.send(" ".join(str(error).split()))
+        return 1
+    return 0
+
+
+def _load(told: RankStart, start: EngineStart) -> Runner:
+    os.sched_setaffinity(0, told.cores)
+    memory = start.memory
+    ranks = ProcessRanks(
+        told.rank, told.count, torch.device(memory.device), open_store(told.rank, told.count, told.port)
+    )
+    return load_device(start.config, memory, lambda stage, fraction: None, ranks).runner
+
+
+def _follow(connection: "Connection[Any, Any]", start: EngineStart, runner: Runner) -> None:
+    """Carry out what rank 0 launches, until it says that this is all."""
+    most = MOST_IN_FLIGHT if start.memory.device == "cuda" else 1
+    steps: deque[InFlight] = deque()
+    while (message := connection.recv()) is not None:
+        if not isinstance(message, StepPlan):
+            runner.draw(steps[-1], message)
+            continue
+        while len(steps) >= most:
+            steps.popleft().collect()
+        steps.append(runner.launch(message))
+    for step in steps:
+        with suppress(AssertionError):  # a step that nobody drew
+            step.collect()
+    runner.shutdown()
+
+
+def _set_loggers(start: EngineStart) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("gpu").setLevel(max(logging.WARNING, logging.getLevelName(start.log_level.upper())))
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)  # graphs hold NCCL's kernels, and its group waits for them at an interpreter's end

@@ -1,0 +1,150 @@
+"""Run the other ranks of a model that is split over devices: a process for each device but the first.
+
+Rank 0 is the engine's own process. Each other rank has a runner of its own, and carries out the plans that rank 0
+launches. A rank that ends while it is needed ends the engine, since no step can be computed without it.
+"""
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from gpu.model.spec import ModelError
+from gpu.ranks import ProcessRanks, RankError, open_store
+from scheduler.engine_config import EngineStart
+
+log = logging.getLogger(__name__)
+
+_COMMAND = (sys.executable, "-m", "scheduler.engine.rank_process")
+_END_S = 4.0  # for ranks to end when they are told to, all together: who ends the engine waits five
+
+OnEnd = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """The first message to a rank. start_json: an EngineStart; port: of the store where ranks meet; cores: of the
+    host, that are its own.
+    """
+
+    start_json: str
+    rank: int
+    count: int
+    port: int
+    cores: tuple[int, ...]
+
+
+def end_engine(reason: str) -> None:
+    """Log why the engine cannot go on and end this process at once: its device may wait for a rank that is gone."""
+    log.error("failed reason=%s", reason)
+    os._exit(1)
+
+
+class RankProcesses:
+    """The other ranks' processes, and rank 0's place among all ranks. on_end: is told, in a thread, of one that ended
+    before `close`.
+    """
+
+    def __init__(self, start: EngineStart, on_end: OnEnd = end_engine) -> None:
+        """Start the processes, which load their parts while rank 0 loads its own (`join`). Raises ModelError where
+        there are too few devices.
+        """
+        self._count = start.config.gpu.devices
+        is_cuda = start.memory.device == "cuda"
+        visible = visible_devices(self._count) if is_cuda else [""] * self._count
+        self._device = torch.device(start.memory.device)
+        self._store = open_store(0, self._count, 0)
+        self._is_closing = False
+        self._on_end = on_end
+        self._ranks: ProcessRanks | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection[Any, Any]] = []
+        self._cores = sorted(os.sched_getaffinity(0))
+        shares = share_cores(self._cores, self._count)
+        for rank in range(1, self._count):
+            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": visible[rank]} if is_cuda else {})
+            told = RankStart(start.model_dump_json(), rank, self._count, self._store.port, shares[rank])
+            self._run(told, environment)
+        os.sched_setaffinity(0, shares[0])
+
+    def _run(self, told: RankStart, environment: dict[str, str]) -> None:
+        ours, theirs = Pipe()
+        with theirs:
+            descriptor = theirs.fileno()
+            process = subprocess.Popen(
+                [*_COMMAND, str(descriptor), str(os.getpid())], pass_fds=[descriptor], stdin=subprocess.DEVNULL,
+                env=environment,
+            )  # fmt: skip
+        self._processes.append(process)
+        self._connections.append(ours)
+        threading.Thread(target=self._watch, args=(told.rank, process, ours), name="rank-end", daemon=True).start()
+        with suppress(OSError):  # it has ended, and is watched
+            ours.send(told)
+
+    def join(self) -> ProcessRanks:
+        """Return rank 0 among all, once every rank has come."""
+        self._ranks = ProcessRanks(0, self._count, self._device, self._store)
+        return self._ranks
+
+    def tell(self, message: object) -> None:
+        """Send all other ranks a plan, or masks of draws. Raises RankError."""
+        packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for rank, connection in enumerate(self._connections, 1):
+            try:
+                connection.send_bytes(packed)
+            except OSError as error:
+                raise RankError(f"gpu.devices: rank {rank} of {self._count} cannot be reached ({error})") from None
+
+    def close(self) -> None:
+        """End the processes, and make sure that they are gone."""
+        self._is_closing = True
+        with suppress(RankError):
+            self.tell(None)
+        until = time.monotonic() + _END_S
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+            process.kill()
+            process.wait()
+        if self._ranks is not None:
+            self._ranks.close()
+        os.sched_setaffinity(0, self._cores)
+
+    def _watch(self, rank: int, process: "subprocess.Popen[bytes]", connection: "Connection[Any, Any]") -> None:
+        """Wait for a rank's last words and its end."""
+        said = None
+        with suppress(EOFError, OSError):
+            said = connection.recv()
+        code = process.wait()
+        if not self._is_closing:
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            self._on_end(f"gpu.devices: rank {rank} of {self._count}: {said or f'its process {how}'}")
+
+
+def share_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Return each rank's cores, neighbours; all of them where there are fewer than ranks."""
+    each = len(cores) // count
+    if not each:
+        return [tuple(cores)] * count
+    return [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(count)]
+
+
+def visible_devices(count: int) -> list[str]:
+    """Return the name of each rank's CUDA device, as CUDA_VISIBLE_DEVICES has them. Raises ModelError."""
+    there = torch.cuda.device_count()
+    if there < count:
+        raise ModelError(f"gpu.devices: asked {count}, torch finds {there} CUDA devices; lower it")
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(index) for index in range(there)] if listed is None else [one.strip() for one in listed.split(",")]
+    return names[:count]

@@ -1,0 +1,66 @@
+"""Say what a model that is split over several devices is served with, and what of the machine each of them has."""
+
+from collections.abc import Iterator
+
+from gpu.config import GpuConfig
+from gpu.memory.machine_limits import resolve_device
+from gpu.memory.plan import PlanError
+from gpu.model.gguf.file import is_gguf
+from gpu.model.split import KEY
+from gpu.profiles import resolve_profiles
+from scheduler.engine_config import EngineConfig
+from transfer.machine import MachineProfile
+
+METHODS = ("exact", "offloaded", "sampled")
+"""That choose nothing by times or over heads: each device does the same steps for its own heads."""
+
+
+def check_split(config: EngineConfig) -> None:
+    """Raise PlanError for what is not served on more than one device."""
+    for key, why, instead in _refused(config):
+        raise PlanError(f"{KEY}: asked {config.gpu.devices}, and {key} {why}; {instead}, or use 1")
+
+
+def _refused(config: EngineConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield what is asked for and not served on several devices, why, and what to do about it."""
+    if config.adapters:
+        yield "adapters", "have matrices that are not split", "leave them out"
+    if config.documents is not None:
+        yield "documents", "have keys and values of all heads in one file", "leave them out"
+    if config.disk is not None:
+        yield "disk", "has keys and values of all heads in one file", "leave it out"
+    if config.gpu.experts_gib is not None:
+        yield "gpu.experts_gib", "leaves experts in host memory, which is of one device", "leave it out"
+    if config.model.path is not None and is_gguf(config.model.path):
+        yield (
+            f"model.path {config.model.path.name}",
+            "is a GGUF file, of whose blocks no parts are read",
+            ("give a folder of safetensors"),
+        )
+    for name, profile in resolve_profiles(config.all_profiles, config.host).items():
+        if profile.draft is not None and not profile.draft.uses_ngrams:
+            yield f"profiles.{name}.draft", f"is by {profile.draft.name!r}, which is not split", "draft by `ngram`"
+        for part in profile.parts:
+            if part.method.name not in METHODS:
+                yield (
+                    f"profiles.{name}",
+                    f"has {part.method.name!r}, which chooses by times or by all heads",
+                    (f"take one of {', '.join(METHODS)}"),
+                )
+
+
+def device_share(gpu: GpuConfig, machine: MachineProfile) -> MachineProfile:
+    """Return what one of the devices has of the machine: a card, and its part of cores and memory of the host. Raises
+    PlanError where there are too few cards.
+    """
+    if gpu.devices == 1:
+        return machine
+    num_gpus = machine.num_gpus or 1
+    if resolve_device(gpu, machine) == "cuda" and num_gpus < gpu.devices:
+        raise PlanError(
+            f"{KEY}: asked {gpu.devices}, machine {machine.name!r} has {num_gpus} GPU{'s' * (num_gpus > 1)}; lower it, "
+            "or plan for another machine with --machine"
+        )
+    # Of the host, as of the cards, a plan has one device's part: processes of others have theirs.
+    cores, memory = max(1, machine.physical_cores // gpu.devices), machine.memory_bytes // gpu.devices
+    return machine.model_copy(update={"physical_cores": cores, "memory_bytes": memory})
