@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture
-from gpu.model.spec import Activation, Latent, LayerSpec
+from gpu.model.spec import Activation, Latent, LayerSpec, Recurrent
 from gpu.operations.kv.latent_write import LATENT_EPS
+from gpu.operations.recurrent.delta_net import RecurrentWeights
 from gpu.weights.weights import ExpertWeights, LayerWeights, Weights
 from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT
 
@@ -201,6 +202,8 @@ class PlainDecode:
         assert own is not None
         assert more is not None
         mixed, gates = F.linear(normed, layer.qkv), F.linear(normed, more.gates).float()
+        if own.is_mamba:
+            return self._recur_mamba(index, own, more, mixed)
         if own.is_short:
             front, gate, back = mixed.chunk(3, 1)
             inputs.copy_(torch.cat([inputs[:, 1:], (front * back)[:, None]], 1))
@@ -218,6 +221,26 @@ class PlainDecode:
         out = (query[:, :, None] * own.key_dim**-0.5 @ state)[:, :, 0]
         out = F.rms_norm(out, (own.value_dim,), more.norm.float(), self.architecture.rms_norm_eps).flatten(1)
         return (out * F.silu(mixed[:, own.conv_width :].float())).to(normed.dtype)
+
+    def _recur_mamba(self, index: int, own: Recurrent, more: RecurrentWeights, mixed: Tensor) -> Tensor:
+        """Take one token into a Mamba-2 layer's state, and return its output."""
+        assert more.conv_bias is not None
+        assert more.skip is not None
+        state, inputs = self._states[index]
+        inputs.copy_(torch.cat([inputs[:, 1:], mixed[:, None, : own.conv_width]], 1))
+        made = F.silu((inputs.float() * more.conv[:, 0].float().T).sum(1) + more.conv_bias.float())
+        query, key, value = made.split([own.key_width, own.key_width, own.value_width], 1)
+        shared = own.value_heads // own.key_heads
+        query, key = (one.view(len(one), own.key_heads, -1).repeat_interleave(shared, 1) for one in (query, key))
+        value = value.view(len(value), own.value_heads, -1)
+        time = F.softplus(mixed[:, own.projected_width :].float() + more.time_bias)
+        state *= torch.exp(-more.decay.exp() * time)[:, :, None, None]
+        state += key[..., None] * (time[..., None] * value)[:, :, None]
+        out = (query[:, :, None] @ state)[:, :, 0] + more.skip[:, None] * value
+        gated = out.flatten(1) * F.silu(mixed[:, own.conv_width : own.projected_width].float())
+        eps = own.norm_eps or self.architecture.rms_norm_eps
+        normed = F.rms_norm(gated.view(len(gated), own.key_heads, -1), (own.value_width // own.key_heads,), None, eps)
+        return (normed.flatten(1) * more.norm.float()).to(mixed.dtype)
 
     def _grown(self, query: Tensor) -> Tensor:
         """Return a rotated query as long as the model makes it at this position."""

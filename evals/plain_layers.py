@@ -112,7 +112,7 @@ def recur(
     hidden: torch.Tensor, weights: LayerWeights, own: Recurrent, eps: float,
     state: tuple[torch.Tensor, torch.Tensor] | None, lengths: torch.Tensor | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
-    """Return a gated delta net's output `[requests, tokens, value_width]`, token by token, and its state
+    """Return a recurrent layer's output `[requests, tokens, value_width]`, token by token, and its state
     `[requests, value_heads, key_dim, value_dim]` with the inputs of its convolution that come before the next
     token. own: its shape. lengths: of prompts, behind which nothing is written; None: all tokens are.
     """
@@ -122,33 +122,47 @@ def recur(
     mixed, gates = functional.linear(normed, weights.qkv), functional.linear(normed, more.gates).float()
     if own.is_short:
         return _recur_shortly(mixed, more.conv, state, lengths)
-    inputs, z = mixed.split([own.conv_width, own.value_width], -1)
+    if own.is_mamba:
+        gates = mixed[..., own.projected_width :].float()
+    inputs, z = mixed[..., : own.projected_width].split([own.conv_width, own.value_width], -1)
     if state is None:
         zeros = torch.zeros(len(hidden), own.value_heads, own.key_dim, own.value_dim, device=hidden.device)
         state = zeros, inputs.new_zeros(len(hidden), own.conv_tokens - 1, own.conv_width)
     held, before = state
     rows, outs, count = torch.cat([before, inputs], 1), [], own.conv_tokens
-    shares, times = gates[..., : own.value_heads], gates[..., own.value_heads :]
-    decays = torch.exp(-more.decay.float().exp() * functional.softplus(times + more.time_bias.float()))
+    shares, times = gates[..., : own.value_heads], gates[..., -own.value_heads :]
+    times = functional.softplus(times + more.time_bias.float())
+    decays = torch.exp(-more.decay.float().exp() * times)
     for token in range(hidden.shape[1]):
         taps = rows[:, token : token + count].float()
-        made = functional.silu((taps * more.conv[:, 0].float().T).sum(1))
+        convolved = (taps * more.conv[:, 0].float().T).sum(1)
+        made = functional.silu(convolved if more.conv_bias is None else convolved + more.conv_bias.float())
         query, key, value = made.split([own.key_width, own.key_width, own.value_width], -1)
-        query, key = (
-            part / torch.sqrt(part.square().sum(-1, keepdim=True) + 1e-6)
-            for part in (query.unflatten(-1, (own.key_heads, -1)), key.unflatten(-1, (own.key_heads, -1)))
-        )
+        query, key = (part.unflatten(-1, (own.key_heads, -1)) for part in (query, key))
+        value = value.unflatten(-1, (own.value_heads, -1))
+        if not own.is_mamba:
+            query, key = (part / torch.sqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key))
+            query = query * own.key_dim**-0.5
         shared = own.value_heads // own.key_heads
         query, key = (
             part.repeat(1, shared, 1) if own.is_tiled else part.repeat_interleave(shared, 1) for part in (query, key)
         )
         new = held * decays[:, token, :, None, None]
-        missing = value.unflatten(-1, (own.value_heads, -1)) - torch.einsum("rhk,rhkv->rhv", key, new)
-        new = new + torch.einsum("rhk,rhv->rhkv", key, missing * shares[:, token, :, None].sigmoid())
-        outs.append(torch.einsum("rhk,rhkv->rhv", query * own.key_dim**-0.5, new))
+        if own.is_mamba:
+            written = value * times[:, token, :, None]
+        else:
+            missing = value - torch.einsum("rhk,rhkv->rhv", key, new)
+            written = missing * shares[:, token, :, None].sigmoid()
+        new = new + torch.einsum("rhk,rhv->rhkv", key, written)
+        out = torch.einsum("rhk,rhkv->rhv", query, new)
+        outs.append(out if more.skip is None else out + more.skip.float()[:, None] * value)
         is_there = None if lengths is None else (token < lengths)[:, None, None, None]
         held = new if is_there is None else torch.where(is_there, new, held)
     out = torch.stack(outs, 1)
+    if own.is_mamba:
+        gated = (out.flatten(2) * functional.silu(z.float())).unflatten(2, (own.key_heads, -1))
+        gated = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + (own.norm_eps or eps))
+        return (gated.flatten(2) * more.norm.float()).to(hidden.dtype), (held, _last_inputs(rows, count, lengths))
     out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * more.norm.float()
     out = out.flatten(2) * functional.silu(z.float())
     return out.to(hidden.dtype), (held, _last_inputs(rows, count, lengths))

@@ -60,7 +60,7 @@ class DeltaLayers:
         assert architecture.recurrent is not None, "the model has recurrent layers"
         self.own = architecture.recurrent
         self.states = states
-        self._eps = architecture.rms_norm_eps
+        self._eps = self.own.norm_eps or architecture.rms_norm_eps
         self._projections = projections
         self._planned: tuple[tuple[Span, ...], PlannedSpans] | None = None  # of the last unit, for the next layer
         on_triton = runs_on_triton(states.of_slot)

@@ -103,11 +103,13 @@ class Projections:
         """Return what a recurrent layer makes of the norm: `[tokens, projected_width]`, and the gates of its state,
         `[tokens, gate_rows]`.
         """
-        weights = self.weights.layers[layer]
+        weights, own = self.weights.layers[layer], self._specs[layer].recurrent
         assert weights.recurrent is not None, "the layer is recurrent"
+        assert own is not None, "the layer is recurrent"
         made = self._matrices[layer]["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, None)
         if not len(weights.recurrent.gates):
-            return made, made[:, :0]
+            width = own.projected_width
+            return made[:, :width], made[:, width:]
         return made, as_matrix(weights.recurrent.gates).norm_linear(hidden, weights.attention_norm, self.eps, None)
 
     def latent_queries(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:

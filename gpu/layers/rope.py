@@ -68,8 +68,8 @@ def inverse_frequencies(architecture: Architecture, max_context_tokens: int,
     model_tokens = architecture.max_context_tokens
     if rope.kind == "default":
         return _plain(rope.theta, dim), 1.0
-    if rope == NO_ROTATION:
-        return torch.zeros(dim // 2), 1.0
+    if rope.kind == NO_ROTATION.kind:
+        return torch.zeros(dim // 2), _setting(rope, "attention_factor", 1.0)
     if rope.kind == "proportional":
         turning = int(_setting(rope, "partial_rotary_factor", 1.0) * dim // 2)
         plain = _plain(rope.theta, dim)

@@ -22,8 +22,8 @@ OF_EXPERTS = ("experts_gate_up", "experts_down")
 # What a family's table has that a layer of the other kind lacks.
 OF_ATTENTION = {"query", "key", "value", "output", "query_norm", "key_norm"}
 OF_RECURRENT = {"mixed", "mixed_gate", "mixed_all", "mixed_output", "state_shares", "state_decays", "state_gates",
-                "conv", "decay", "time_bias", "mixed_norm"}  # fmt: skip
-OF_SHARED = {"shared_gate", "shared_up", "shared_down", "shared_share"}
+                "conv", "conv_bias", "decay", "time_bias", "skip", "mixed_norm"}  # fmt: skip
+OF_SHARED = {"shared_gate", "shared_up", "shared_gate_up", "shared_down", "shared_share"}
 
 # Of latent attention: what makes a head's keys and values, in turns. It is plain whatever a file has, since queries and
 # outputs are multiplied by it head by head.
@@ -36,7 +36,7 @@ def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]
     query, key, own, latent = a.num_heads * heads.dim, heads.count * heads.dim, spec.recurrent, a.latent
     rows = (1 + spec.output_gate) * query + spec.num_kv_projections * key
     if own is not None:
-        query, rows = own.value_width, own.projected_width
+        query, rows = own.value_width, own.matrix_rows
     found = {"qkv": (rows, a.hidden), "output": (a.hidden, query)}
     if latent is not None:
         first = latent.first_columns(a.num_heads)
@@ -60,8 +60,8 @@ def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]
 def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
     """Return which tensors of `layer_tensors` a matrix is made of, and the rows of each, in their order."""
     if spec.recurrent is not None and matrix in ("qkv", "output"):
-        if spec.recurrent.is_short:
-            return [("mixed_all", spec.recurrent.projected_width) if matrix == "qkv" else ("mixed_output", a.hidden)]
+        if spec.recurrent.kind != "delta_net":
+            return [("mixed_all", spec.recurrent.matrix_rows) if matrix == "qkv" else ("mixed_output", a.hidden)]
         own_rows = [("mixed", spec.recurrent.conv_width), ("mixed_gate", spec.recurrent.value_width)]
         return own_rows if matrix == "qkv" else [("mixed_output", a.hidden)]
     if a.latent is not None and matrix == "qkv":
@@ -90,7 +90,9 @@ def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[st
 def joined_parts(spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
     """Return parts of which each is several of `matrix_parts`, as some files have them: each expert's gate and up."""
     if matrix == "qkv" and spec.recurrent is not None:
-        return [] if spec.recurrent.is_short else [("mixed_all", spec.recurrent.projected_width)]
+        return [("mixed_all", spec.recurrent.matrix_rows)] if spec.recurrent.kind == "delta_net" else []
+    if matrix == "gate_up" and spec.experts is not None and spec.experts.is_shared:
+        return [] if spec.intermediate is None else [("shared_gate_up", 2 * spec.intermediate)]
     if matrix != "experts_gate_up" or spec.experts is None:
         return []
     return [(of_expert("gate_up", n), 2 * spec.experts.intermediate) for n in range(spec.experts.num_experts)]
@@ -330,7 +332,7 @@ def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matri
     if stored.row_block > 1:
         is_moved = matrix == "qkv" and (
             a.has_neighbour_pairs or a.rotary_dim not in (None, a.dim) if spec.recurrent is None
-            else spec.recurrent.is_grouped
+            else spec.recurrent.is_grouped or spec.recurrent.is_mamba
         )  # fmt: skip
         parts = {rows for _, rows in matrix_parts(a, spec, matrix)}
         stored = replace(stored, row_block=1 if is_moved else math.gcd(stored.row_block, *parts))

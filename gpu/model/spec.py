@@ -9,6 +9,7 @@ from gpu.model.matrix_format import Quantisation
 
 ROPE_TYPES = ("default", "llama3", "linear", "dynamic", "yarn", "longrope", "proportional")
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+RecurrentKind = Literal["delta_net", "short_conv", "mamba2"]
 
 
 class ModelError(Exception):
@@ -87,12 +88,17 @@ class KvHeads:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A gated delta net in place of attention (`gpu.operations.recurrent`): of the past it has no keys and values but a
-    state, `[value_heads, key_dim, value_dim]`, and the last inputs of its convolution, `[conv_tokens - 1, conv_width]`.
-    Neighbouring value heads share a key head. is_grouped: the checkpoint has one matrix of queries, keys, values and
-    gates, has_grouped_gates: and one of both gates of the state, key head by key head. is_tiled: value heads that share
-    a key head are `key_heads` apart, and no neighbours. is_short: a short convolution with gates alone (`short_conv`),
-    whose state is empty: it has no key elements, and its one value head is as wide as hidden states.
+    """A layer with a state in place of attention (`gpu.operations.recurrent`).
+
+    Of the past it has no keys and values but a state, `[value_heads, key_dim, value_dim]`, and the last inputs of its
+    convolution, `[conv_tokens - 1, conv_width]`. Neighbouring value heads share a key head.
+
+    kind: `delta_net`, a gated delta net. `mamba2`, a state space model (`mamba2`): what its papers call C, B and x are
+    queries, keys and values here, key heads are its groups, and the checkpoint's one matrix has the steps of time too.
+    `short_conv`, a short convolution with gates alone, whose state is empty: it has no key elements, and its one value
+    head is as wide as hidden states. is_grouped: the checkpoint has one matrix of queries, keys, values and gates,
+    has_grouped_gates: and one of both gates of the state, key head by key head. is_tiled: value heads that share a key
+    head are `key_heads` apart, and no neighbours. norm_eps: of the norm of its output; None: the model's.
     """
 
     key_heads: int
@@ -103,7 +109,16 @@ class Recurrent:
     is_grouped: bool = False
     has_grouped_gates: bool = False
     is_tiled: bool = False
-    is_short: bool = False
+    kind: RecurrentKind = "delta_net"
+    norm_eps: float | None = None
+
+    @property
+    def is_short(self) -> bool:
+        return self.kind == "short_conv"
+
+    @property
+    def is_mamba(self) -> bool:
+        return self.kind == "mamba2"
 
     @property
     def projected_width(self) -> int:
@@ -111,9 +126,19 @@ class Recurrent:
         return 3 * self.value_width if self.is_short else self.conv_width + self.value_width
 
     @property
+    def matrix_rows(self) -> int:
+        """Return the rows of the matrix that makes a token's projection, where it has them with its gates."""
+        return self.projected_width + self.is_mamba * self.gate_rows
+
+    @property
     def gate_rows(self) -> int:
         """Return how many gates of the state a token has."""
-        return 0 if self.is_short else 2 * self.value_heads
+        return {"delta_net": 2, "mamba2": 1, "short_conv": 0}[self.kind] * self.value_heads
+
+    @property
+    def norm_width(self) -> int:
+        """Return how many weights the norm of its output has."""
+        return {"delta_net": self.value_dim, "mamba2": self.value_width, "short_conv": 0}[self.kind]
 
     @property
     def key_width(self) -> int:
@@ -468,9 +493,9 @@ class Architecture:
         mlp = 3.0 * self.hidden * own_mlp
         own = spec.recurrent
         if own is not None:
-            qkv, query = own.projected_width, own.value_width
-            beside = own.conv_width * own.conv_tokens
-            beside += 0 if own.is_short else own.gate_rows * (self.hidden + 1) + own.value_dim
+            qkv, query = own.matrix_rows, own.value_width
+            beside = own.conv_width * (own.conv_tokens + own.is_mamba) + own.norm_width
+            beside += 3 * own.gate_rows if own.is_mamba else own.gate_rows * (self.hidden + 1)
         attention: float = self.hidden * (qkv + query)
         norms = spec.qk_norm * (1 + (spec.kv_of is None)) * heads.dim
         norms += spec.wide_qk_norm * (query + heads.count * heads.dim)

@@ -86,6 +86,9 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
             own.decay.uniform_(0.01, 16.0, generator=generator).log_()
             own.time_bias.uniform_(*RANDOM_TIME_BIAS, generator=generator)
             own.norm.fill_(1.0)
+            if own.conv_bias is not None and own.skip is not None:
+                own.conv_bias.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
+                own.skip.fill_(1.0)
         if layer.latent is not None:
             for norm in (layer.latent.norm, layer.latent.query_norm):
                 if norm is not None:

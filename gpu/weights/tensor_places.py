@@ -79,9 +79,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ShapedPlace:
-    """Where a small tensor goes whose axes of one element some files leave out."""
+    """Where a small tensor goes whose axes of one element some files leave out. order: as in `Place`."""
 
     tensor: Tensor
+    order: Tensor | None = None
 
     @property
     def wanted(self) -> StoredTensor:
@@ -89,7 +90,8 @@ class ShapedPlace:
         return StoredTensor((whole, tuple(size for size in whole if size != 1)), PLAIN, self.fill)
 
     def fill(self, stored: Tensor) -> None:
-        self.tensor.copy_(stored.reshape(self.tensor.shape))
+        rows = stored.reshape(self.tensor.shape)
+        self.tensor.copy_(rows if self.order is None else rows[self.order.to(rows.device)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,8 @@ def wanted_tensors(architecture: Architecture) -> dict[str, StoredTensor]:
 def row_order(a: Architecture, spec: LayerSpec) -> Tensor | None:
     """Return the order of all rows of a layer's QKV; None if they keep theirs."""
     if spec.recurrent is not None:
+        if spec.recurrent.is_mamba:
+            return _mamba_order(spec.recurrent)
         return _grouped_order(spec.recurrent)[0] if spec.recurrent.is_grouped else None
     order = head_order(a)
     if order is None:
@@ -230,6 +234,13 @@ def _grouped_order(own: Recurrent) -> tuple[Tensor, Tensor]:
         rows = torch.arange(own.key_heads * sum(sizes)).view(own.key_heads, -1).split(sizes, 1)
         orders.append(torch.cat([part.flatten() for part in rows]))
     return orders[0], orders[1]
+
+
+def _mamba_order(own: Recurrent) -> Tensor:
+    """Return the order of rows of a Mamba-2 layer's matrix, which is stored as z, x, B, C and steps of time."""
+    sizes = (own.value_width, own.value_width, own.key_width, own.key_width, own.gate_rows)
+    z, x, b, c, time = torch.arange(own.matrix_rows).split(sizes)
+    return torch.cat([c, b, x, z, time])
 
 
 def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str, StoredTensor]:
@@ -378,6 +389,14 @@ def _recurrent_places(layer: LayerWeights, own: Recurrent, order: Tensor | None)
     if own.is_short:
         whole = {"mixed_all": Place(layer.qkv, order)} if isinstance(layer.qkv, Tensor) else {}
         return whole | {"conv": ShapedPlace(weights.conv)}
+    if weights.conv_bias is not None and weights.skip is not None and order is not None:
+        channels = order[: own.conv_width] - own.value_width
+        whole = {"mixed_all": Place(layer.qkv, order)} if isinstance(layer.qkv, Tensor) else {}
+        numbers = {"decay": weights.decay, "time_bias": weights.time_bias, "skip": weights.skip,
+                   "mixed_norm": weights.norm}  # fmt: skip
+        return whole | {name: Place(tensor) for name, tensor in numbers.items()} | {
+            "conv": ShapedPlace(weights.conv, channels), "conv_bias": Place(weights.conv_bias, channels)
+        }  # fmt: skip
     places: dict[str, AnyPlace] = {
         "state_shares": Place(weights.gates[: own.value_heads]),
         "state_decays": Place(weights.gates[own.value_heads :]),

@@ -312,10 +312,11 @@ def allocate_weights(
         return LayerInputWeights(empty(own.width, a.hidden), empty(a.hidden, own.width), norm(a.hidden))
 
     def recurrent(own: Recurrent) -> RecurrentWeights:
-        conv, heads = empty(own.conv_width, 1, own.conv_tokens), own.gate_rows // 2
-        numbers = [torch.empty(heads, dtype=torch.float32, device=device) for _ in range(2)]
-        norm_width = 0 if own.is_short else own.value_dim
-        return RecurrentWeights(empty(own.gate_rows, a.hidden), conv, *numbers, empty(norm_width))
+        conv, heads = empty(own.conv_width, 1, own.conv_tokens), own.value_heads if own.gate_rows else 0
+        decay, time_bias, skip = (torch.empty(heads, dtype=torch.float32, device=device) for _ in range(3))
+        gates = empty(0 if own.is_mamba else own.gate_rows, a.hidden)
+        found = RecurrentWeights(gates, conv, decay, time_bias, empty(own.norm_width))
+        return replace(found, conv_bias=torch.zeros_like(conv[:, 0, 0]), skip=skip) if own.is_mamba else found
 
     def layer(index: int, spec: LayerSpec) -> LayerWeights:
         heads = a.heads_of(spec)

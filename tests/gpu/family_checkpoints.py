@@ -100,6 +100,15 @@ HYBRID = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4, "attention_bias": False,
     "hidden_act": "silu", "pad_token_id": 0,
 }  # fmt: skip
+GRANITE_HYBRID = {
+    "model_type": "granitemoehybrid", "num_hidden_layers": 4, "layers_block_type": ["mamba", "attention"] * 2,
+    "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 24, "mamba_d_head": 16, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 96, "attention_bias": False,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 4.0,
+    "position_embedding_type": "nope", "hidden_act": "silu", "normalization_function": "rmsnorm",
+    "rope_theta": 10_000.0, "pad_token_id": 0,
+}  # fmt: skip
 SECTIONED = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.5,
              "mrope_section": [4, 2, 2], "mrope_interleaved": True}  # fmt: skip
 MLA = {
@@ -213,6 +222,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
              "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "block_auto_adjust_ff_dim": True,
              "block_ffn_dim_multiplier": 1.2, "block_multiple_of": 16, "tie_word_embeddings": True, "pad_token_id": 0,
              "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"]},
+    "granitemoehybrid": GRANITE_HYBRID,
+    "granitemoehybrid dense": GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_groups": 2, "mamba_d_conv": 3,
+                                                "position_embedding_type": "rope"},
     "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
                         "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma4 with inputs": GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3,

@@ -19,7 +19,8 @@ from tests.gpu.packed_oracle import draw_codes, e2m1, e4m3
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight neighbours, whose nibbles a word has from the lowest up
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
-               "w1", "w2", "w3", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj")  # fmt: skip
+               "w1", "w2", "w3", "in_proj", "input_linear", "output_linear", "in_proj_qkv", "in_proj_z",
+               "in_proj_qkvz", "out_proj")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,12 @@ MEANING = [
     ("lfm2", {"conv_L_cache": 5}, "conv_L_cache is 5; served: 2 to 4"),
     ("lfm2", {"layer_types": ["conv"] * 5}, "layer_types has .* alone; wanted both kinds"),
     ("lfm2", {"layer_types": None}, "full_attn_idxs is None; wanted numbers of layers from 0 to 4"),
+    ("granitemoehybrid", {"mamba_conv_bias": False}, "mamba_conv_bias is False; served: True"),
+    ("granitemoehybrid", {"mamba_n_heads": 7}, "mamba_n_heads is 7 of 16 in 1 groups; wanted 128 elements together"),
+    ("granitemoehybrid", {"mamba_d_conv": 5}, "mamba_d_conv is 5; served: 2 to 4"),
+    ("granitemoehybrid", {"time_step_limit": [0.0, 0.1]}, "time_step_limit is .*; served: .0.0, Infinity"),
+    ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'; served: None, 'no"),
+    ("granitemoehybrid", {"layers_block_type": ["mamba"] * 4}, "layer_types has .* alone; wanted both kinds"),
     ("mistral4", {"n_group": 8}, "n_group is 8 and topk_group 1, of 8 experts; wanted groups of 2 or more"),
     ("mistral4", {"rope_scaling": {"rope_type": "default"}}, "rope_parameters has llama_4_scaling_beta None"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True; served: False"),
@@ -210,7 +216,10 @@ def test_every_family_refuses_what_only_others_know_where_a_folder_has_code_of_i
         if key == "mlp_bias" and BASE[name]["model_type"] in ("llama", "smollm3", "granite"):
             continue
         served = ("num_kv_shared_layers", "final_logit_softcapping", "num_experts")  # the last one without a mixture
-        if key.endswith(("_multiplier", "_scaling")) and BASE[name]["model_type"] == "granite":
+        is_granite = BASE[name]["model_type"].startswith("granite")
+        if key.endswith(("_multiplier", "_scaling")) and is_granite:
+            continue
+        if key == "num_local_experts" and BASE[name]["model_type"] == "granitemoehybrid":
             continue
         if key in served and BASE[name]["model_type"] == "gemma4_text":
             continue

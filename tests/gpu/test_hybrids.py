@@ -35,13 +35,14 @@ from tests.gpu.test_kernels_recurrent import draw_weights, new_states
 from tests.scheduler.test_states_of_a_model import converse, make_engine
 from tests.tolerances import FAMILY_LOGITS
 
-HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2"]
+HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "granitemoehybrid"]
+LENGTHS = [1, 63, 64, 65, 200, 3000]
+PROMPTS = [(name, length) for name in HYBRIDS for length in LENGTHS] + [("granitemoehybrid dense", 65)]
 GREEDY = SamplingParams(temperature=0.0)
 PAGES = 40
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 200, 3000])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(("name", "length"), PROMPTS)
 def test_64_greedy_tokens_behind_any_prompt_are_those_of_transformers(name: str, length: int) -> None:
     known, prompt = checkpoint(name), draw_prompt(length)
     tokens, logits = generate(load(known.folder), prompt, 64)
@@ -138,7 +139,7 @@ def test_layers_that_are_not_computed_are_refused_by_name(change: dict, message:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "lfm2", "granitemoehybrid"])
 def test_an_engine_with_graphs_gives_the_text_of_the_cpu_with_snapshots_and_without(name: str) -> None:
     """In float32: turns, forks and a turn taken back, through captured steps and states that are copied. Histories are
     the CPU's, so that one near-tie changes one text.

@@ -360,12 +360,43 @@ def _recurrent(shape: Architecture, dtype: torch.dtype) -> None:
         layers = LayerStates(
             *(empty(1, *size, dtype=one) for size, one in zip(sizes, (state, dtype, dtype), strict=True))
         )
-        stacked = StackedWeights(empty(1, own.conv_width, 4, dtype=dtype), empty(1, 48), empty(1, 48))
+        stacked = StackedWeights(empty(1, own.conv_width, 4, dtype=dtype), None, empty(1, 48), empty(1, 48))
         delta_commit(stacked, own, layers, slots, cells, cells, cells)
 
 
+def _mamba(shape: Architecture, dtype: torch.dtype) -> None:
+    own, slots = Recurrent(8, 64, 128, 64, 4, kind="mamba2"), empty(2, dtype=torch.int32)
+    conv, conv_bias = empty(own.conv_width, 1, 4, dtype=dtype), empty(own.conv_width, dtype=dtype)
+    weights = RecurrentWeights(
+        empty(0, shape.hidden, dtype=dtype), conv, empty(64), empty(64), empty(4096, dtype=dtype), conv_bias, empty(64)
+    )
+    cells, planned = empty(2, dtype=torch.int64), _planned()
+    for state in (torch.float32, torch.bfloat16):
+        sizes = (3, 64, 128, 64), (3, 8, own.conv_width), (3, 4, 64)
+        held, layers = (
+            LayerStates(*(
+                empty(*front, *size, dtype=one) for size, one in zip(sizes, (state, dtype, dtype), strict=True)
+            ))
+            for front in ((), (1,))
+        )  # fmt: skip
+        rows = [empty(count, own.matrix_rows, dtype=dtype).split([own.projected_width, 64], 1) for count in (2, 100)]
+        delta_step(*rows[0], weights, own, 1e-6, held, slots, slots, cells, slots)
+        stacked = StackedWeights(
+            empty(1, own.conv_width, 4, dtype=dtype), empty(1, own.conv_width, dtype=dtype), empty(1, 64), empty(1, 64)
+        )
+        delta_commit(stacked, own, layers, slots, cells, cells, cells)
+        delta_prefill(*rows[1], weights, own, 1e-6, held, planned)
+
+
+def _planned() -> PlannedSpans:
+    return PlannedSpans(
+        100, empty(2, 6, dtype=torch.int32), ((0, 2, empty(1, 2, dtype=torch.int32)),),
+        empty(2, 8, dtype=torch.int64), (), (),
+    )  # fmt: skip
+
+
 def _short(shape: Architecture, dtype: torch.dtype) -> None:
-    own, ints = Recurrent(1, 1, 0, 2048, 3, is_short=True), empty(2, dtype=torch.int32)
+    own, ints = Recurrent(1, 1, 0, 2048, 3, kind="short_conv"), empty(2, dtype=torch.int32)
     conv, rings = empty(2048, 1, 3, dtype=dtype), empty(3, 8, 2048, dtype=dtype)
     short_step(empty(2, 6144, dtype=dtype), conv, own, rings, ints, ints, empty(2, dtype=torch.int64))
 
@@ -377,11 +408,7 @@ def _recurrent_prompts(shape: Architecture, dtype: torch.dtype) -> None:
     mixed = empty(100, own.conv_width + own.value_width, dtype=dtype)
     for state in (torch.float32, torch.bfloat16):
         held = LayerStates(empty(3, 48, 128, 128, dtype=state), empty(3, 8, own.conv_width, dtype=dtype), gates)
-        planned = PlannedSpans(
-            100, empty(2, 6, dtype=torch.int32), ((0, 2, empty(1, 2, dtype=torch.int32)),),
-            empty(2, 8, dtype=torch.int64), (), (),
-        )  # fmt: skip
-        delta_prefill(mixed, empty(100, 96, dtype=dtype), weights, own, 1e-6, held, planned)
+        delta_prefill(mixed, empty(100, 96, dtype=dtype), weights, own, 1e-6, held, _planned())
 
 
 def _rows(shape: Architecture, dtype: torch.dtype) -> None:
@@ -677,6 +704,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_delta_chunk_kernel": _recurrent_prompts,
     "_delta_scan_kernel": _recurrent_prompts,
     "_delta_out_kernel": _recurrent_prompts,
+    "_gated_norm_kernel": _mamba,
     "_offload_kernel": _rows,
     "_restore_kernel": _rows,
     "_store_int4_kernel": _rows,

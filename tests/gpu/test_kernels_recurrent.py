@@ -1,4 +1,4 @@
-"""Gated delta nets: chunks are steps, a prompt may be cut anywhere, and the kernel of a step is its reference."""
+"""Recurrent layers: chunks are steps, a prompt may be cut anywhere, and the kernel of a step is its reference."""
 
 from dataclasses import fields, replace
 
@@ -23,7 +23,11 @@ from tests.gpu.kernel_oracles import DEVICES
 EPS = 1e-6
 NAMES = ("states", "rings", "drafts")
 SMALL = Recurrent(2, 4, 16, 16, 4)
-SHAPES = [replace(SMALL, is_tiled=True), SMALL, Recurrent(1, 3, 24, 20, 4), Recurrent(2, 2, 128, 128, 3)]
+MAMBA = Recurrent(2, 4, 24, 16, 4, kind="mamba2")
+SHAPES = [
+    replace(SMALL, is_tiled=True), SMALL, Recurrent(1, 3, 24, 20, 4), Recurrent(2, 2, 128, 128, 3),
+    MAMBA, Recurrent(1, 3, 64, 20, 3, kind="mamba2"),
+]  # fmt: skip
 
 
 def draw_weights(own: Recurrent, dtype: torch.dtype, device: str = "cpu") -> RecurrentWeights:
@@ -35,7 +39,16 @@ def draw_weights(own: Recurrent, dtype: torch.dtype, device: str = "cpu") -> Rec
     wide = torch.promote_types(dtype, torch.float32)
     conv = draw(own.conv_width, 1, own.conv_tokens) * 0.5
     numbers = draw(own.value_heads, dtype=wide), draw(own.value_heads, dtype=wide) - 2.0
-    return RecurrentWeights(draw(2 * own.value_heads, 8), conv, *numbers, draw(own.value_dim) * 0.3 + 1.0)
+    found = RecurrentWeights(draw(own.gate_rows, 8), conv, *numbers, draw(own.norm_width) * 0.3 + 1.0)
+    if not own.is_mamba:
+        return found
+    return replace(found, conv_bias=draw(own.conv_width) * 0.3, skip=draw(own.value_heads, dtype=wide))
+
+
+def widened(weights: RecurrentWeights) -> RecurrentWeights:
+    """The same numbers in float64, on the CPU."""
+    held = {one.name: getattr(weights, one.name) for one in fields(weights)}
+    return RecurrentWeights(**{name: None if one is None else one.double().cpu() for name, one in held.items()})
 
 
 def draw_rows(
@@ -43,7 +56,7 @@ def draw_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     mixed = torch.randn(tokens, own.conv_width + own.value_width, generator=generator, dtype=torch.float64)
-    gates = torch.randn(tokens, 2 * own.value_heads, generator=generator, dtype=torch.float64)
+    gates = torch.randn(tokens, own.gate_rows, generator=generator, dtype=torch.float64)
     return mixed.to(device, dtype), gates.to(device, dtype)
 
 
@@ -70,7 +83,11 @@ def plain(mixed: torch.Tensor, gates: torch.Tensor, weights: RecurrentWeights, o
         for tap in range(taps):
             if token - taps + 1 + tap >= 0:
                 convolved[token] += weights.conv[:, 0, tap] * x[token - taps + 1 + tap]
+    if weights.conv_bias is not None:
+        convolved = convolved + weights.conv_bias
     convolved = convolved / (1 + torch.exp(-convolved))
+    if own.is_mamba:
+        return plain_mamba(convolved, z, gates, weights, own)
     out = torch.zeros(tokens, own.value_width, dtype=mixed.dtype)
     for head in range(own.value_heads):
         state = torch.zeros(own.key_dim, own.value_dim, dtype=mixed.dtype)
@@ -91,6 +108,28 @@ def plain(mixed: torch.Tensor, gates: torch.Tensor, weights: RecurrentWeights, o
     return out
 
 
+def plain_mamba(
+    convolved: torch.Tensor, z: torch.Tensor, gates: torch.Tensor, weights: RecurrentWeights, own: Recurrent
+) -> torch.Tensor:
+    """The same of Mamba-2, behind its convolution: each element of a state by itself, and groups normed at the end."""
+    out = torch.zeros(len(z), own.value_width, dtype=z.dtype)
+    for head in range(own.value_heads):
+        group = head // (own.value_heads // own.key_heads)
+        state = torch.zeros(own.value_dim, own.key_dim, dtype=z.dtype)
+        mine = slice(head * own.value_dim, (head + 1) * own.value_dim)
+        for token in range(len(z)):
+            c, b = (convolved[token, at : at + own.key_dim]
+                    for at in (group * own.key_dim, own.key_width + group * own.key_dim))  # fmt: skip
+            x = convolved[token, 2 * own.key_width :][mine]
+            time = torch.log(1 + torch.exp(gates[token, head] + weights.time_bias[head]))
+            state = torch.exp(-torch.exp(weights.decay[head]) * time) * state + time * torch.outer(x, b)
+            out[token, mine] = state @ c + weights.skip[head] * x
+    out = out * z / (1 + torch.exp(-z))
+    for part in out.chunk(own.key_heads, 1):
+        part /= torch.sqrt((part * part).mean(1, keepdim=True) + EPS)
+    return out * weights.norm
+
+
 @pytest.mark.parametrize("own", SHAPES)
 @pytest.mark.parametrize("tokens", [1, 3, 63, 64, 65, 200])
 def test_chunks_are_steps_and_both_are_the_paper_in_float64(own: Recurrent, tokens: int) -> None:
@@ -107,19 +146,20 @@ def test_chunks_are_steps_and_both_are_the_paper_in_float64(own: Recurrent, toke
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5, 64, 100, 199])
-def test_a_prompt_that_is_cut_anywhere_has_the_same_state(cut: int) -> None:
+@pytest.mark.parametrize("own", [SMALL, MAMBA])
+def test_a_prompt_that_is_cut_anywhere_has_the_same_state(own: Recurrent, cut: int) -> None:
     """In float64 to 1e-11; in float32 to 2e-6 of the largest element."""
     for dtype, bound in ((torch.float64, 1e-11), (torch.float32, 2e-6)):
-        weights, (mixed, gates) = draw_weights(SMALL, dtype), draw_rows(SMALL, 200, dtype)
-        whole, parts = new_states(SMALL, 1, dtype), new_states(SMALL, 1, dtype)
-        wanted = run_segment(mixed, gates, weights, SMALL, EPS, whole, 0, 0)
+        weights, (mixed, gates) = draw_weights(own, dtype), draw_rows(own, 200, dtype)
+        whole, parts = new_states(own, 1, dtype), new_states(own, 1, dtype)
+        wanted = run_segment(mixed, gates, weights, own, EPS, whole, 0, 0)
         got = [
-            run_segment(mixed[part], gates[part], weights, SMALL, EPS, parts, 0, part.start)
+            run_segment(mixed[part], gates[part], weights, own, EPS, parts, 0, part.start)
             for part in (slice(0, cut), slice(cut, 200))
         ]
         off = (parts.states - whole.states).abs().max() / whole.states.abs().max()
         assert off < bound
-        assert (torch.cat(got) - wanted).abs().max() < 10 * bound
+        assert ((torch.cat(got) - wanted).abs() / (1 + wanted.abs())).max() < 10 * bound
         assert torch.equal(parts.rings, whole.rings)
 
 
@@ -170,9 +210,10 @@ def test_a_step_is_a_prompt_of_one_token_in_place_of_each_slots_state(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_behind_one_another_are_a_prompt(device: str) -> None:
+@pytest.mark.parametrize("own", [SMALL, MAMBA])
+def test_steps_behind_one_another_are_a_prompt(own: Recurrent, device: str) -> None:
     """As many rows at once as a step may have, and one by one: a ring is never overtaken."""
-    own, dtype, tokens = SMALL, torch.float32, 40
+    dtype, tokens = torch.float32, 40
     weights, (mixed, gates) = draw_weights(own, dtype, device), draw_rows(own, tokens, dtype, device)
     held, whole = new_states(own, 1, dtype, device), new_states(own, 1, dtype, device)
     wanted = run_segment(mixed, gates, weights, own, EPS, whole, 0, 0)
@@ -211,7 +252,7 @@ LONG = [(0, 30, 64, {}), (1, 64 * CHUNKS_AT_ONCE, 3, {64 * 9: (5,)}), (2, 65, 0,
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("own", "parts"),
-    [(SHAPES[0], ONE), (SHAPES[1], MANY), (SHAPES[2], MANY), (SHAPES[3], ONE),
+    [(SHAPES[0], ONE), (SHAPES[1], MANY), (SHAPES[2], MANY), (SHAPES[3], ONE), (SHAPES[4], MANY), (SHAPES[5], ONE),
      pytest.param(SHAPES[3], MANY, marks=pytest.mark.long), pytest.param(SMALL, LONG, marks=pytest.mark.long)],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, id="narrow")])
@@ -225,7 +266,7 @@ def test_the_kernels_of_prompts_are_the_paper_for_sequences_of_any_length_side_b
     tokens = spans[-1].end
     weights, (mixed, gates) = draw_weights(own, dtype, device), draw_rows(own, tokens, dtype, device)
     held, exact = new_states(own, 10, dtype, device), new_states(own, 10, torch.float64)
-    wide = RecurrentWeights(*(getattr(weights, one.name).double().cpu() for one in fields(weights)))
+    wide = widened(weights)
     for number, _, first, _ in parts:
         if first:
             rows = draw_rows(own, first, dtype, device)
@@ -256,7 +297,7 @@ def test_a_chunk_of_one_token_again_and_again_is_solved_without_loss(device: str
     mixed, gates = (one[:1].expand(tokens, -1).contiguous() for one in draw_rows(own, 1, dtype, device))
     gates[:, : own.value_heads], gates[:, own.value_heads :] = 9.0, -40.0
     held, exact = new_states(own, 1, dtype, device), new_states(own, 1, torch.float64)
-    wide = RecurrentWeights(*(getattr(weights, one.name).double().cpu() for one in fields(weights)))
+    wide = widened(weights)
     spans = [Span(0, 0, tokens, 0, 0)]
     wanted = run_segment(mixed.double().cpu(), gates.double().cpu(), wide, own, EPS, exact, 0, 0, is_chunked=False)
     got = delta_prefill(mixed, gates, weights, own, EPS, held, plan_spans(spans, held.rings.shape[1], mixed.device))
@@ -325,9 +366,10 @@ def test_a_state_takes_in_what_is_drawn_of_a_draft_and_nothing_else(own: Recurre
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_with_drafts_of_which_any_part_is_drawn_are_a_prompt(device: str) -> None:
+@pytest.mark.parametrize("own", [SMALL, MAMBA])
+def test_steps_with_drafts_of_which_any_part_is_drawn_are_a_prompt(own: Recurrent, device: str) -> None:
     """Rejected tokens are in the ring and are never read: the next step's take their places."""
-    own, dtype, tokens = SMALL, torch.float32, 35 if INTERPRETED else 60
+    dtype, tokens = torch.float32, 35 if INTERPRETED else 60
     weights, (mixed, gates) = draw_weights(own, dtype, device), draw_rows(own, tokens, dtype, device)
     wrong = draw_rows(own, 7, dtype, device)
     held, whole = new_states(own, 1, dtype, device), new_states(own, 1, dtype, device)
@@ -360,7 +402,7 @@ def test_short_convolutions_of_steps_and_of_prompts_cut_anywhere_are_the_formula
     """c * conv(b * v): rows of several sequences side by side, one that is not in use, rows of a draft that are refused
     and come again as others, and rings of NaN. 300 channels are more than a program has.
     """
-    own, tokens = Recurrent(1, 1, 0, 300, taps, is_short=True), 40
+    own, tokens = Recurrent(1, 1, 0, 300, taps, kind="short_conv"), 40
     generator = torch.Generator().manual_seed(taps)
     mixed = torch.randn(tokens, 900, generator=generator, dtype=torch.float64)
     conv = torch.randn(300, 1, taps, generator=generator, dtype=torch.float64)

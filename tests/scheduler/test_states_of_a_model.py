@@ -232,7 +232,7 @@ def preempt_often(engine: Engine, requests: list[EngineRequest], num_steps: int)
     return [text(told[request.request_id]) for request in requests]
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-qwen3-next", "tiny-lfm2"])
+@pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-qwen3-next", "tiny-lfm2", "tiny-granite-hybrid"])
 def test_one_that_gives_way_goes_on_with_its_live_state_and_no_text_changes(name: str) -> None:
     """And choices of one prompt compute no more than its last block."""
     requests = [ask(f"r{number}", draw(21 + 50 * number, number), 50) for number in range(3)]

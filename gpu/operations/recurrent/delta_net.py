@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gpu.model.spec import Recurrent
 from gpu.operations.recurrent.delta_rule import chunked_delta_rule, delta_rule_reference
+from gpu.operations.recurrent.mamba2 import chunked_state_space, gated_norm_reference, state_space_reference
 from gpu.operations.recurrent.short_conv import convolve, run_short_segment
 from gpu.operations.recurrent.state_arrays import SEGMENT_TOKENS
 
@@ -29,7 +30,8 @@ HEAD_EPS = 1e-6  # of the norms of queries and keys
 class RecurrentWeights:
     """What a recurrent layer has beside its two matrices. gates `[2 * value_heads, hidden]`: what a token writes of its
     own, and how much of the state goes; conv `[conv_width, 1, conv_tokens]`, the last column for the token itself;
-    decay, time_bias float32 `[value_heads]`; norm `[value_dim]`.
+    decay, time_bias float32 `[value_heads]`; norm `[value_dim]`, of Mamba-2 `[value_heads * value_dim]`. Only of the
+    latter: conv_bias `[conv_width]`; skip float32 `[value_heads]`, shares of values in the output.
     """
 
     gates: Tensor
@@ -37,6 +39,8 @@ class RecurrentWeights:
     decay: Tensor
     time_bias: Tensor
     norm: Tensor
+    conv_bias: Tensor | None = None
+    skip: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ def run_segment(
     value_heads * value_dim]` of mixed's dtype.
 
     mixed `[tokens, projected_width]`: projected queries, keys, values and z; gates `[tokens, gate_rows]`: b and a;
-    begin: the position of the first one, where 0 begins a new state, whatever was there.
+    of Mamba-2 its steps of time; begin: the position of the first one, where 0 begins a new state, whatever was there.
     """
     outs = []
     for first in range(0, len(mixed), SEGMENT_TOKENS):
@@ -67,7 +71,8 @@ def run_segment(
         if own.is_short:
             outs.append(run_short_segment(mixed[part], weights.conv, held.rings, number, begin + first))
             continue
-        outs.append(_run(mixed[part], gates[part], weights, own, eps, held, number, begin + first, is_chunked))
+        run = _run_mamba if own.is_mamba else _run
+        outs.append(run(mixed[part], gates[part], weights, own, eps, held, number, begin + first, is_chunked))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -94,6 +99,29 @@ def _run(
     held.states[number] = state
     normed = out * (out.square().mean(2, keepdim=True) + eps).rsqrt() * weights.norm.to(wide)
     return normed.flatten(1).mul_(F.silu(z.to(wide))).to(mixed.dtype)
+
+
+def _run_mamba(
+    mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates, number: int,
+    begin: int, is_chunked: bool,
+) -> Tensor:  # fmt: skip
+    assert weights.conv_bias is not None, "weights are of such a layer"
+    assert weights.skip is not None, "weights are of such a layer"
+    wide = torch.promote_types(mixed.dtype, torch.float32)
+    inputs, z = mixed.split([own.conv_width, own.value_width], 1)
+    convolved = convolve(inputs, weights.conv[:, 0].to(wide), held.rings[number], begin)
+    convolved = F.silu(convolved + weights.conv_bias.to(wide))
+    query, key, value = convolved.split([own.key_width, own.key_width, own.value_width], 1)
+    shared = own.value_heads // own.key_heads
+    query, key = (rows.unflatten(1, (own.key_heads, -1)).repeat_interleave(shared, 1) for rows in (query, key))
+    value = value.unflatten(1, (own.value_heads, -1))
+    time = F.softplus(gates.to(wide) + weights.time_bias.to(wide))
+    state = held.states[number].to(wide) if begin else torch.zeros_like(held.states[number], dtype=wide)
+    rule = chunked_state_space if is_chunked else state_space_reference
+    out, state = rule(query, key, value * time[..., None], -weights.decay.to(wide).exp() * time, state)
+    held.states[number] = state
+    out = out + weights.skip.to(wide)[:, None] * value
+    return gated_norm_reference(out.flatten(1), z, weights.norm, own.key_heads, eps)
 
 
 def _normed(rows: Tensor) -> Tensor:

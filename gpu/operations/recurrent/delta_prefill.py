@@ -7,6 +7,9 @@ nilpotent: with T their inverse and N = T L, (I + A)^-1 = (I + N^2) (I - N) T. T
 sequence, value head and part of the values. It goes through the chunks with the state in registers, and leaves copies
 of it where a prompt is to leave some. The third norms outputs and multiplies them by their gates. What the first leaves
 for the others is of CHUNKS_AT_ONCE chunks, in float32, so that a prompt's memory does not grow with it.
+
+Mamba-2 (`mamba2`) goes the same way without a system to solve: what it writes is a token's step of time times its
+value. Its outputs, in float32, begin as the values' own shares, and are normed when all are there.
 """
 
 from collections.abc import Sequence
@@ -21,6 +24,7 @@ from torch import Tensor
 from gpu.model.spec import Recurrent
 from gpu.operations.arguments import check
 from gpu.operations.recurrent.delta_net import HEAD_EPS, LayerStates, RecurrentWeights, run_segment
+from gpu.operations.recurrent.mamba2 import gated_norm
 from gpu.operations.recurrent.state_arrays import CHUNK_TOKENS, CHUNKS_AT_ONCE, chunk_arrays, padded
 from gpu.upload import upload
 from transfer.allocation import allocate_empty
@@ -109,8 +113,8 @@ def plan_spans(spans: Sequence[Span], ring_length: int, device: torch.device) ->
 
 @triton.jit
 def _convolved_tile(
-    mixed, mixed_row, rows, first, ring, conv, cells, channels, inside,
-    TAPS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr,
+    mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
+    TAPS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Return the SiLU of some channels' convolution of a chunk's rows. first: of its sequence in the unit."""
     summed = tl.zeros(inside.shape, tl.float32)
@@ -123,16 +127,19 @@ def _convolved_tile(
         before = tl.load(ring + places[:, None] + channels[None, :], mask=kept, other=0.0)
         weight = tl.load(conv + channels * TAPS + tap, mask=channels < WIDTH, other=0.0).to(tl.float32)
         summed += (here.to(tl.float32) + before.to(tl.float32)) * weight[None, :]
+    if HAS_BIAS:
+        summed += tl.load(conv_bias + channels, mask=channels < WIDTH, other=0.0).to(tl.float32)[None, :]
     return tl.where(inside, summed * tl.sigmoid(summed), 0.0)
 
 
 @triton.jit
 def _delta_chunk_kernel(
-    mixed, gates, conv, decay, time_bias, rings, table, parts, fades, first_chunk, mixed_row, gates_row, ring_stride,
-    head_eps, scale,
+    mixed, gates, conv, conv_bias, decay, time_bias, skip, rings, table, parts, fades, out, first_chunk, mixed_row,
+    gates_row, ring_stride, head_eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr,
-    LENGTH: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, IS_TILED: tl.constexpr, PRECISION: tl.constexpr,
+    LENGTH: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, IS_TILED: tl.constexpr, IS_MAMBA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
     entry = table + (first_chunk + chunk) * 6
@@ -151,41 +158,50 @@ def _delta_chunk_kernel(
     for begin in range(0, BLOCK_KEY, COLUMNS):
         inside = is_row[:, None] & (begin + column < KEY_DIM)[None, :]
         channels = key_head * KEY_DIM + begin + column
-        q = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, cells, channels, inside, TAPS, LENGTH, width)
+        q = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
+                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
         channels += KEY_HEADS * KEY_DIM
-        k = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, cells, channels, inside, TAPS, LENGTH, width)
-        keys = tl.dot(k, tl.trans(k), keys, input_precision=PRECISION)
+        k = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
+                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
+        if not IS_MAMBA:
+            keys = tl.dot(k, tl.trans(k), keys, input_precision=PRECISION)
         attended = tl.dot(q, tl.trans(k), attended, input_precision=PRECISION)
         k_square += tl.sum(k * k, 1)
         q_square += tl.sum(q * q, 1)
-    k_norm = tl.rsqrt(k_square + head_eps)
-    q_norm = tl.rsqrt(q_square + head_eps) * scale
     share = tl.load(gates + rows * gates_row + head, mask=is_row, other=0.0).to(tl.float32)
-    share = tl.where(is_row, tl.sigmoid(share), 0.0)
-    time = tl.load(gates + rows * gates_row + VALUE_HEADS + head, mask=is_row, other=0.0).to(tl.float32)
+    time = share
+    if IS_MAMBA:
+        k_norm = tl.full([CHUNK], 1.0, tl.float32)
+        q_norm = k_norm
+    else:
+        k_norm = tl.rsqrt(k_square + head_eps)
+        q_norm = tl.rsqrt(q_square + head_eps) * scale
+        time = tl.load(gates + rows * gates_row + VALUE_HEADS + head, mask=is_row, other=0.0).to(tl.float32)
     time += tl.load(time_bias + head)
     soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
+    share = tl.where(is_row, soft if IS_MAMBA else tl.sigmoid(share), 0.0)
     steps = tl.where(is_row, -tl.exp(tl.load(decay + head)) * soft, 0.0)
     summed, last = tl.cumsum(steps, 0), tl.sum(steps, 0)
     is_behind = at[:, None] > at[None, :]
     is_own = at[:, None] == at[None, :]
     since = tl.where(is_behind, summed[:, None] - summed[None, :], 0.0)
     fading = tl.where(is_behind | is_own, tl.exp(since), 0.0)
-    system = tl.where(is_behind, keys * fading * (share * k_norm)[:, None] * k_norm[None, :], 0.0)
+    if not IS_MAMBA:
+        system = tl.where(is_behind, keys * fading * (share * k_norm)[:, None] * k_norm[None, :], 0.0)
 
-    is_near = (at // PART)[:, None] == (at // PART)[None, :]
-    near = tl.where(is_near, system, 0.0)
-    solved = tl.where(is_own, 1.0, 0.0)
-    for place in range(1, PART):
-        is_picked = at % PART == place
-        wanted = tl.sum(tl.where(is_picked[:, None], near, 0.0), 0)
-        made = tl.sum(wanted[:, None] * solved, 0)
-        is_made = is_picked[:, None] & is_near & is_behind
-        solved = tl.where(is_made, -made[None, :], solved)
-    step = tl.dot(solved, system - near, input_precision=PRECISION)
-    twice = tl.dot(step, step, input_precision=PRECISION)
-    solved = solved - tl.dot(step, solved, input_precision=PRECISION)
-    solved = solved + tl.dot(twice, solved, input_precision=PRECISION)
+        is_near = (at // PART)[:, None] == (at // PART)[None, :]
+        near = tl.where(is_near, system, 0.0)
+        solved = tl.where(is_own, 1.0, 0.0)
+        for place in range(1, PART):
+            is_picked = at % PART == place
+            wanted = tl.sum(tl.where(is_picked[:, None], near, 0.0), 0)
+            made = tl.sum(wanted[:, None] * solved, 0)
+            is_made = is_picked[:, None] & is_near & is_behind
+            solved = tl.where(is_made, -made[None, :], solved)
+        step = tl.dot(solved, system - near, input_precision=PRECISION)
+        twice = tl.dot(step, step, input_precision=PRECISION)
+        solved = solved - tl.dot(step, solved, input_precision=PRECISION)
+        solved = solved + tl.dot(twice, solved, input_precision=PRECISION)
 
     size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
     part = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size
@@ -195,19 +211,28 @@ def _delta_chunk_kernel(
         inside = is_row[:, None] & (begin + column < KEY_DIM)[None, :]
         channels = key_head * KEY_DIM + begin + column
         places = part + at[:, None] * BLOCK_KEY + (begin + column)[None, :]
-        q = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, cells, channels, inside, TAPS, LENGTH, width)
+        q = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
+                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
         tl.store(places + 2 * CHUNK * BLOCK_KEY, q * (q_norm * tl.exp(summed))[:, None])
         channels += KEY_HEADS * KEY_DIM
-        k = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, cells, channels, inside, TAPS, LENGTH, width)
+        k = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
+                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
         tl.store(places + CHUNK * BLOCK_KEY, k * (k_norm * tl.exp(last - summed))[:, None])
-        read = tl.dot(solved, k * (k_norm * share * tl.exp(summed))[:, None], input_precision=PRECISION)
-        tl.store(places, read)
+        if not IS_MAMBA:
+            read = tl.dot(solved, k * (k_norm * share * tl.exp(summed))[:, None], input_precision=PRECISION)
+            tl.store(places, read)
     for begin in range(0, BLOCK_VALUE, COLUMNS):
         inside = is_row[:, None] & (begin + column < VALUE_DIM)[None, :]
         channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + begin + column
-        v = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, cells, channels, inside, TAPS, LENGTH, width)
-        written = tl.dot(solved, v * share[:, None], input_precision=PRECISION)
+        v = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
+                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
         places = square + CHUNK * CHUNK + at[:, None] * BLOCK_VALUE + (begin + column)[None, :]
+        if IS_MAMBA:
+            written = v * share[:, None]
+            own_out = out + rows[:, None] * (VALUE_HEADS * VALUE_DIM) + (head * VALUE_DIM + begin + column)[None, :]
+            tl.store(own_out, v * tl.load(skip + head), mask=inside)
+        else:
+            written = tl.dot(solved, v * share[:, None], input_precision=PRECISION)
         tl.store(places, written)
     tl.store(fades + chunk * VALUE_HEADS + head, tl.exp(last))
 
@@ -216,7 +241,8 @@ def _delta_chunk_kernel(
 def _delta_scan_kernel(
     table, sequences, parts, fades, states, first_chunk, state_stride,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr, IS_MAMBA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     at, k_at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEY)
@@ -235,7 +261,9 @@ def _delta_scan_kernel(
         part = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size
         square = part + 3 * CHUNK * BLOCK_KEY
         made = square + CHUNK * CHUNK + v_cells
-        rows = tl.load(made) - tl.dot(tl.load(part + k_cells), state, input_precision=PRECISION)
+        rows = tl.load(made)
+        if not IS_MAMBA:
+            rows -= tl.dot(tl.load(part + k_cells), state, input_precision=PRECISION)
         attended = tl.load(square + at[:, None] * CHUNK + at[None, :])
         out = tl.dot(tl.load(part + 2 * CHUNK * BLOCK_KEY + k_cells), state, input_precision=PRECISION)
         out = tl.dot(attended, rows, out, input_precision=PRECISION)
@@ -253,7 +281,7 @@ def _delta_scan_kernel(
 def _delta_out_kernel(
     mixed, norm, table, parts, out, first_chunk, mixed_row, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, CHUNK: tl.constexpr, IS_MAMBA: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
     entry = table + (first_chunk + chunk) * 6
@@ -263,13 +291,17 @@ def _delta_out_kernel(
     size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
     made = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size + CHUNK * (3 * BLOCK_KEY + CHUNK)
     o = tl.load(made + at[:, None] * BLOCK_VALUE + v_at[None, :], mask=inside, other=0.0)
-    o = o * tl.rsqrt(tl.sum(o * o, 1) / VALUE_DIM + eps)[:, None]
-    o = o * tl.load(norm + v_at, mask=v_at < VALUE_DIM, other=0.0).to(tl.float32)[None, :]
     rows, columns = (row + at).to(tl.int64), head * VALUE_DIM + v_at
-    width: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    z = tl.load(mixed + rows[:, None] * mixed_row + width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     place = out + rows[:, None] * (VALUE_HEADS * VALUE_DIM) + columns[None, :]
-    tl.store(place, (o * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=inside)
+    if IS_MAMBA:
+        tl.store(place, o + tl.load(place, mask=inside, other=0.0), mask=inside)
+    else:
+        o = o * tl.rsqrt(tl.sum(o * o, 1) / VALUE_DIM + eps)[:, None]
+        o = o * tl.load(norm + v_at, mask=v_at < VALUE_DIM, other=0.0).to(tl.float32)[None, :]
+        width: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+        z = tl.load(mixed + rows[:, None] * mixed_row + width + columns[None, :], mask=inside, other=0.0)
+        z = z.to(tl.float32)
+        tl.store(place, (o * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=inside)
 
 
 def delta_prefill(
@@ -279,25 +311,27 @@ def delta_prefill(
     """Compute a unit's tokens, in place of their sequences' states, and leave copies of these; return `[tokens,
     value_heads * value_dim]` of mixed's dtype.
 
-    mixed `[tokens, conv_width + value_width]`, gates `[tokens, 2 * value_heads]`, bf16 or float32: see
-    `delta_net.run_segment`. In float32 products are of float32, in bf16 of TF32. Raises ValueError for another shape or
-    type.
+    mixed `[tokens, projected_width]`, gates `[tokens, gate_rows]`, bf16 or float32: see `delta_net.run_segment`. In
+    float32 products are of float32, in bf16 of TF32. Raises ValueError for another shape or type.
     """
     tokens, device, heads = planned.num_rows, mixed.device, own.value_heads
-    check("delta_prefill", "mixed", mixed, (tokens, own.conv_width + own.value_width), mixed.dtype, device)
-    check("delta_prefill", "gates", gates, (tokens, 2 * heads), mixed.dtype, device)
+    check("delta_prefill", "mixed", mixed, (tokens, own.projected_width), mixed.dtype, device)
+    check("delta_prefill", "gates", gates, (tokens, own.gate_rows), mixed.dtype, device)
     check("delta_prefill", "rings", held.rings, tuple(held.rings.shape), mixed.dtype, device)
-    is_wide = mixed.dtype == torch.float32
-    out = mixed.new_empty(tokens, own.value_width)
+    is_wide, is_mamba = mixed.dtype == torch.float32, own.is_mamba
+    out = torch.empty(tokens, own.value_width, dtype=torch.float32 if is_mamba else mixed.dtype, device=device)
     arrays = {name: allocate_empty(one, device) for name, one in chunk_arrays(own, len(planned.table)).items()}
     parts, fades = arrays["parts"], arrays["fades"]
     sizes = {"KEY_DIM": own.key_dim, "VALUE_DIM": own.value_dim, "VALUE_HEADS": heads, "CHUNK": CHUNK_TOKENS,
-             "BLOCK_KEY": padded(own.key_dim), "BLOCK_VALUE": padded(own.value_dim)}  # fmt: skip
+             "BLOCK_KEY": padded(own.key_dim), "BLOCK_VALUE": padded(own.value_dim),
+             "IS_MAMBA": is_mamba}  # fmt: skip
+    conv_bias, skip = (weights.conv_bias, weights.skip) if is_mamba else (weights.conv, weights.decay)
     values = min(_VALUES, sizes["BLOCK_VALUE"])
     for begin, end, sequences in planned.groups:
         _delta_chunk_kernel[(end - begin, heads)](
-            mixed, gates, weights.conv, weights.decay, weights.time_bias, held.rings, planned.table, parts, fades,
-            begin, mixed.stride(0), gates.stride(0), held.rings.stride(0), HEAD_EPS, own.key_dim**-0.5,
+            mixed, gates, weights.conv, conv_bias, weights.decay, weights.time_bias, skip, held.rings, planned.table,
+            parts, fades, out, begin, mixed.stride(0), gates.stride(0), held.rings.stride(0), HEAD_EPS,
+            own.key_dim**-0.5,
             KEY_HEADS=own.key_heads, TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], PART=16, IS_TILED=own.is_tiled,
             COLUMNS=min(_COLUMNS, sizes["BLOCK_KEY"], sizes["BLOCK_VALUE"]),
             PRECISION="ieee" if is_wide else "tf32x3", **sizes, num_warps=8, num_stages=1,
@@ -317,4 +351,6 @@ def delta_prefill(
     for source, target in planned.state_copies:
         held.states[target].copy_(held.states[source])
         held.rings[target].copy_(held.rings[source])
+    if is_mamba:
+        return gated_norm(out, mixed.narrow(1, own.conv_width, own.value_width), weights.norm, own.key_heads, eps)
     return out

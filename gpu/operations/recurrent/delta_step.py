@@ -1,5 +1,5 @@
-"""A decode step of a gated delta net between its projections: one token a row, in one kernel (`delta_net` has the
-formulas).
+"""A decode step of a gated delta net or of Mamba-2 between its projections: one token a row (`delta_net` and `mamba2`
+have the formulas).
 
 A program has one value head of one sequence, whose state stays in registers over the rows of that sequence, which
 follow one another. It reads the inputs of earlier tokens from the ring, or from the step's own rows, and writes its own
@@ -22,6 +22,7 @@ from torch import Tensor
 from gpu.model.spec import Recurrent
 from gpu.operations.arguments import check, runs_on_triton
 from gpu.operations.recurrent.delta_net import HEAD_EPS, LayerStates, RecurrentWeights, run_segment
+from gpu.operations.recurrent.mamba2 import gated_norm
 from gpu.operations.recurrent.short_conv import short_step
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 
@@ -66,11 +67,13 @@ def delta_commit_reference(
 
 @triton.jit
 def _convolved(
-    mixed, mixed_row, row, first, ring, conv, cell, channels, inside,
-    TAPS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr,
+    mixed, mixed_row, row, first, ring, conv, conv_bias, cell, channels, inside,
+    TAPS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Return the SiLU of some channels' convolution of a row. first: of its sequence in the step."""
     summed = tl.zeros(channels.shape, tl.float32)
+    if HAS_BIAS:
+        summed += tl.load(conv_bias + channels, mask=inside, other=0.0).to(tl.float32)
     none = channels * 0  # masks are of blocks
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
@@ -84,22 +87,26 @@ def _convolved(
 
 
 @triton.jit
-def _taken_in(state, k, v, share, time, rate, bias):
+def _taken_in(state, k, v, share, time, rate, bias, IS_MAMBA: tl.constexpr):
     """Return a head's state behind one more token."""
     time = time.to(tl.float32) + bias
     soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
     state = state * tl.exp(rate * soft)
-    seen = tl.sum(state * k[:, None], 0)
-    return state + k[:, None] * (tl.sigmoid(share.to(tl.float32)) * (v - seen))[None, :]
+    if IS_MAMBA:
+        written = soft * v
+    else:
+        seen = tl.sum(state * k[:, None], 0)
+        written = tl.sigmoid(share.to(tl.float32)) * (v - seen)
+    return state + k[:, None] * written[None, :]
 
 
 @triton.jit
 def _delta_step_kernel(
-    mixed, gates, conv, decay, time_bias, norm, states, rings, state_of_slot, slots, cells, drafted, drafts, out, rows,
-    mixed_row, gates_row, state_stride, ring_stride, eps, head_eps, scale,
+    mixed, gates, conv, conv_bias, decay, time_bias, gains, states, rings, state_of_slot, slots, cells, drafted, drafts,
+    out, rows, mixed_row, gates_row, state_stride, ring_stride, eps, head_eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr,
-    MOST_STEPS: tl.constexpr, MOST_ROWS: tl.constexpr, IS_TILED: tl.constexpr,
+    MOST_STEPS: tl.constexpr, MOST_ROWS: tl.constexpr, IS_TILED: tl.constexpr, IS_MAMBA: tl.constexpr,
 ):  # fmt: skip
     first, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
@@ -131,29 +138,42 @@ def _delta_step_kernel(
         state = tl.where(begins, 0.0, tl.load(address, mask=inside, other=0.0).to(tl.float32))
         rate = -tl.exp(tl.load(decay + head))
         bias = tl.load(time_bias + head)
-        gain = tl.load(norm + v_at, mask=v_in, other=0.0).to(tl.float32)
+        # Of Mamba-2 the share of a value that is added to the output, else the norm's weights.
+        gain = tl.load(gains + (v_at * 0 + head if IS_MAMBA else v_at), mask=v_in, other=0.0).to(tl.float32)
         for step in range(count):
             row = first.to(tl.int64) + step
             cell = tl.load(cells + row)
-            q = _convolved(mixed, mixed_row, row, first, ring, conv, cell, q_channels, k_in, TAPS, LENGTH, width)
-            k = _convolved(mixed, mixed_row, row, first, ring, conv, cell, k_channels, k_in, TAPS, LENGTH, width)
-            v = _convolved(mixed, mixed_row, row, first, ring, conv, cell, v_channels, v_in, TAPS, LENGTH, width)
-            q = q * (tl.rsqrt(tl.sum(q * q, 0) + head_eps) * scale)
-            k = k * tl.rsqrt(tl.sum(k * k, 0) + head_eps)
+            q = _convolved(mixed, mixed_row, row, first, ring, conv, conv_bias, cell, q_channels, k_in,
+                           TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
+            k = _convolved(mixed, mixed_row, row, first, ring, conv, conv_bias, cell, k_channels, k_in,
+                           TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
+            v = _convolved(mixed, mixed_row, row, first, ring, conv, conv_bias, cell, v_channels, v_in,
+                           TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
             own_share = tl.load(gates + row * gates_row + head)
-            own_time = tl.load(gates + row * gates_row + VALUE_HEADS + head)
-            state = _taken_in(state, k, v, own_share, own_time, rate, bias)
+            own_time = own_share
+            if not IS_MAMBA:
+                q = q * (tl.rsqrt(tl.sum(q * q, 0) + head_eps) * scale)
+                k = k * tl.rsqrt(tl.sum(k * k, 0) + head_eps)
+                own_time = tl.load(gates + row * gates_row + VALUE_HEADS + head)
+            state = _taken_in(state, k, v, own_share, own_time, rate, bias, IS_MAMBA)
             if step == sure - 1:
                 tl.store(address, state.to(states.dtype.element_ty), mask=inside)
             if step >= sure:
-                kept = drafts + ((slot * (MOST_STEPS - 1) + step - sure) * 2 * VALUE_HEADS + head).to(tl.int64)
+                gate_rows: tl.constexpr = VALUE_HEADS if IS_MAMBA else 2 * VALUE_HEADS
+                kept = drafts + ((slot * (MOST_STEPS - 1) + step - sure) * gate_rows + head).to(tl.int64)
                 tl.store(kept, own_share)
-                tl.store(kept + VALUE_HEADS, own_time)
+                if not IS_MAMBA:
+                    tl.store(kept + VALUE_HEADS, own_time)
             made = tl.sum(state * q[:, None], 0)
-            made = made * tl.rsqrt(tl.sum(made * made, 0) / VALUE_DIM + eps) * gain
-            z = tl.load(mixed + row * mixed_row + width + head * VALUE_DIM + v_at, mask=v_in, other=0.0).to(tl.float32)
-            made = (made * z * tl.sigmoid(z)).to(out.dtype.element_ty)
-            tl.store(out + (row * VALUE_HEADS + head) * VALUE_DIM + v_at, made, mask=v_in)
+            if IS_MAMBA:
+                made += gain * v
+            else:
+                made = made * tl.rsqrt(tl.sum(made * made, 0) / VALUE_DIM + eps) * gain
+                z_at = mixed + row * mixed_row + width + head * VALUE_DIM + v_at
+                z = tl.load(z_at, mask=v_in, other=0.0).to(tl.float32)
+                made = made * z * tl.sigmoid(z)
+            out_at = out + (row * VALUE_HEADS + head) * VALUE_DIM + v_at
+            tl.store(out_at, made.to(out.dtype.element_ty), mask=v_in)
             place = ring + (cell % LENGTH) * width
             own = mixed + row * mixed_row
             tl.store(place + q_channels, tl.load(own + q_channels, mask=k_in, other=0.0), mask=k_in)
@@ -185,26 +205,31 @@ def delta_step(
         return delta_step_reference(mixed, gates, weights, own, eps, held, state_of_slot, slots, cells, drafted)
     if own.is_short:
         return short_step(mixed, weights.conv, own, held.rings, state_of_slot, slots, cells)
-    out = mixed.new_empty(rows, own.value_width)
+    is_mamba, dtype = own.is_mamba, torch.float32 if own.is_mamba else mixed.dtype
+    out = torch.empty(rows, own.value_width, dtype=dtype, device=device)
     _delta_step_kernel[(rows, own.value_heads)](
-        mixed, gates, weights.conv, weights.decay, weights.time_bias, weights.norm, held.states, held.rings,
+        mixed, gates, weights.conv, weights.conv_bias if is_mamba else weights.conv, weights.decay, weights.time_bias,
+        weights.skip if is_mamba else weights.norm, held.states, held.rings,
         state_of_slot, slots, cells, drafted, held.drafts, out, rows, mixed.stride(0), gates.stride(0),
         held.states.stride(0), held.rings.stride(0), eps, HEAD_EPS, own.key_dim**-0.5,
         KEY_HEADS=own.key_heads, VALUE_HEADS=own.value_heads, KEY_DIM=own.key_dim, VALUE_DIM=own.value_dim,
         BLOCK_KEY=triton.next_power_of_2(own.key_dim), BLOCK_VALUE=triton.next_power_of_2(own.value_dim),
         TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], MOST_STEPS=MOST_STEP_ROWS,
-        MOST_ROWS=triton.next_power_of_2(MOST_STEP_ROWS), IS_TILED=own.is_tiled, num_warps=8,
+        MOST_ROWS=triton.next_power_of_2(MOST_STEP_ROWS), IS_TILED=own.is_tiled, IS_MAMBA=is_mamba, num_warps=8,
     )  # fmt: skip
+    if is_mamba:
+        z = mixed.narrow(1, own.conv_width, own.value_width)
+        return gated_norm(out, z, weights.norm, own.key_heads, eps, slots)
     return out
 
 
 @triton.jit
 def _delta_commit_kernel(
-    conv, decay, time_bias, drafts, states, rings, state_of_slot, slots, cells, accepted, drafts_layer, states_layer,
-    rings_layer, state_stride, ring_stride, head_eps,
+    conv, conv_bias, decay, time_bias, drafts, states, rings, state_of_slot, slots, cells, accepted, drafts_layer,
+    states_layer, rings_layer, state_stride, ring_stride, head_eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr,
-    MOST_STEPS: tl.constexpr, IS_TILED: tl.constexpr,
+    MOST_STEPS: tl.constexpr, IS_TILED: tl.constexpr, IS_MAMBA: tl.constexpr,
 ):  # fmt: skip
     place, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     count = tl.load(accepted + place).to(tl.int32)
@@ -220,40 +245,50 @@ def _delta_commit_kernel(
         v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_at
         ring = rings + layer * rings_layer + number * ring_stride
         taps = conv + layer * width * TAPS
+        offsets = conv_bias + layer * width
         inside = k_in[:, None] & v_in[None, :]
         address = states + layer * states_layer + number * state_stride + head * KEY_DIM * VALUE_DIM
         address += k_at[:, None] * VALUE_DIM + v_at[None, :]
         state = tl.load(address, mask=inside, other=0.0).to(tl.float32)
         rate = -tl.exp(tl.load(decay + layer * VALUE_HEADS + head))
         bias = tl.load(time_bias + layer * VALUE_HEADS + head)
-        kept = drafts + layer * drafts_layer + slot * (MOST_STEPS - 1) * 2 * VALUE_HEADS + head
+        gate_rows: tl.constexpr = VALUE_HEADS if IS_MAMBA else 2 * VALUE_HEADS
+        kept = drafts + layer * drafts_layer + slot * (MOST_STEPS - 1) * gate_rows + head
         for step in range(count):
             cell = first + step
             none = step * 0  # all inputs are in the ring, none in rows of a step
-            k = _convolved(ring, width, none, none + 1, ring, taps, cell, k_channels, k_in, TAPS, LENGTH, width)
-            v = _convolved(ring, width, none, none + 1, ring, taps, cell, v_channels, v_in, TAPS, LENGTH, width)
-            k = k * tl.rsqrt(tl.sum(k * k, 0) + head_eps)
-            gate = kept + step * 2 * VALUE_HEADS
-            state = _taken_in(state, k, v, tl.load(gate), tl.load(gate + VALUE_HEADS), rate, bias)
+            k = _convolved(ring, width, none, none + 1, ring, taps, offsets, cell, k_channels, k_in,
+                           TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
+            v = _convolved(ring, width, none, none + 1, ring, taps, offsets, cell, v_channels, v_in,
+                           TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
+            gate = kept + step * gate_rows
+            share = tl.load(gate)
+            time = share
+            if not IS_MAMBA:
+                k = k * tl.rsqrt(tl.sum(k * k, 0) + head_eps)
+                time = tl.load(gate + VALUE_HEADS)
+            state = _taken_in(state, k, v, share, time, rate, bias, IS_MAMBA)
         tl.store(address, state.to(states.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
 class StackedWeights:
-    """What changes states, of all layers: conv `[layers, conv_width, conv_tokens]`, decay, time_bias float32 `[layers,
-    value_heads]`.
+    """What changes states, of all layers: conv `[layers, conv_width, conv_tokens]`, conv_bias `[layers, conv_width]` or
+    None, decay, time_bias float32 `[layers, value_heads]`.
     """
 
     conv: Tensor
+    conv_bias: Tensor | None
     decay: Tensor
     time_bias: Tensor
 
 
 def stack(layers: Sequence[RecurrentWeights]) -> StackedWeights:
     """Return copies of layers' weights, one behind another."""
+    biases = [one.conv_bias for one in layers if one.conv_bias is not None]
     return StackedWeights(
-        torch.stack([one.conv[:, 0] for one in layers]), torch.stack([one.decay for one in layers]),
-        torch.stack([one.time_bias for one in layers]),
+        torch.stack([one.conv[:, 0] for one in layers]), torch.stack(biases) if biases else None,
+        torch.stack([one.decay for one in layers]), torch.stack([one.time_bias for one in layers]),
     )  # fmt: skip
 
 
@@ -270,11 +305,12 @@ def delta_commit(
     for name, given in (("slots", slots), ("cells", cells), ("accepted", accepted)):
         check("delta_commit", name, given, (len(slots),), torch.int64, held.states.device)
     _delta_commit_kernel[(len(slots), own.value_heads, len(held.states))](
-        stacked.conv, stacked.decay, stacked.time_bias, held.drafts, held.states, held.rings, state_of_slot, slots,
+        stacked.conv, stacked.conv if stacked.conv_bias is None else stacked.conv_bias, stacked.decay,
+        stacked.time_bias, held.drafts, held.states, held.rings, state_of_slot, slots,
         cells, accepted, held.drafts.stride(0), held.states.stride(0), held.rings.stride(0), held.states.stride(1),
         held.rings.stride(1), HEAD_EPS,
         KEY_HEADS=own.key_heads, VALUE_HEADS=own.value_heads, KEY_DIM=own.key_dim, VALUE_DIM=own.value_dim,
         BLOCK_KEY=triton.next_power_of_2(own.key_dim), BLOCK_VALUE=triton.next_power_of_2(own.value_dim),
         TAPS=own.conv_tokens, LENGTH=held.rings.shape[2], MOST_STEPS=MOST_STEP_ROWS, IS_TILED=own.is_tiled,
-        num_warps=8,
+        IS_MAMBA=own.is_mamba, num_warps=8,
     )  # fmt: skip

@@ -41,7 +41,8 @@ def draft_array(own: Recurrent, slots: int, dtype_bytes: int) -> ArraySpec:
 
 def stacked_arrays(own: Recurrent, layers: int, dtype_bytes: int) -> dict[str, ArraySpec]:
     """Return what all layers' states are changed by at once, as one kernel finds it."""
-    return {
+    biases = {"conv_bias": ArraySpec((layers, own.conv_width), FLOATS[dtype_bytes])} if own.is_mamba else {}
+    return biases | {
         "conv": ArraySpec((layers, own.conv_width, own.conv_tokens), FLOATS[dtype_bytes]),
         "decay": ArraySpec((layers, own.value_heads), "float32"),
         "time_bias": ArraySpec((layers, own.value_heads), "float32"),
@@ -70,7 +71,8 @@ def segment_bytes(own: Recurrent, num_tokens: int, has_kernels: bool) -> int:
     if own.is_short:
         return 4 * min(num_tokens, SEGMENT_TOKENS) * SHORT_COPIES * own.conv_width
     if has_kernels:
-        return sum_bytes(chunk_arrays(own, -(-num_tokens // CHUNK_TOKENS)).values())
+        made = 4 * num_tokens * own.value_width if own.is_mamba else 0  # outputs that are not normed yet
+        return sum_bytes(chunk_arrays(own, -(-num_tokens // CHUNK_TOKENS)).values()) + made
     tokens = min(num_tokens, SEGMENT_TOKENS)
     heads = own.value_heads * (2 * own.key_dim + own.value_dim)
     products = 3 * own.value_heads * CHUNK_TOKENS

@@ -27,7 +27,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     hidden, heads = keys.positive("hidden_size", int), keys.positive("num_attention_heads", int)
     dim = keys.optional("head_dim", int) or hidden // heads
     settings = {
-        "factor": 1.0, "attention_factor": (of_attention * dim**0.5) ** 0.5,
+        "factor": 1.0, "attention_factor": attention_factor(of_attention, dim),
         "original_max_position_embeddings": max_positions,
     }  # fmt: skip
     return parse_sizes(
@@ -35,6 +35,11 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
         rms_norm_eps=keys.positive("rms_norm_eps", float) / of_residuals**2,
         embedding_scale=of_embeddings / of_residuals, logit_gain=1 / of_logits,
     )  # fmt: skip
+
+
+def attention_factor(multiplier: float, dim: int) -> float:
+    """Return the factor of rotated queries, and of keys, that makes `multiplier` of logits times `dim ** -0.5`."""
+    return float((multiplier * dim**0.5) ** 0.5)
 
 
 def tensors(shape: Architecture) -> dict[str, str]:

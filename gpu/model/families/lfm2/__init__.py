@@ -31,7 +31,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     hidden, taps = keys.positive("hidden_size", int), keys.positive("conv_L_cache", int)
     if not 2 <= taps <= _MOST_TAPS:
         raise ModelError(f"model: {keys.source}: conv_L_cache is {taps}; served: 2 to {_MOST_TAPS}")
-    short = Recurrent(1, 1, 0, hidden, taps, is_short=True)
+    short = Recurrent(1, 1, 0, hidden, taps, kind="short_conv")
     specs = [LayerSpec(recurrent=short) if one else LayerSpec(qk_norm=True) for one in _find_convolutions(keys)]
     eps = float(keys.positive("norm_eps", float))
     return parse_sizes(

@@ -1,0 +1,160 @@
+"""Granite 4.0 hybrids: Mamba-2 in nine layers of ten, attention mostly without positions, and one MLP beside experts.
+
+Multipliers are Granite's: hidden states here are the checkpoint's over its multiplier of residuals, so that residuals
+stay (see `gpu.model.families.granite`). The norm of a Mamba-2 layer's output sees no hidden states, and keeps its
+epsilon.
+"""
+
+from dataclasses import replace
+
+from gpu.model.config_keys import ConfigKeys
+from gpu.model.config_rope import parse_rope
+from gpu.model.experts_config import parse_experts
+from gpu.model.families.granite import attention_factor
+from gpu.model.families.granitemoehybrid.shapes import SHAPES
+from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
+from gpu.model.gguf.header import shown
+from gpu.model.spec import NO_ROTATION, Architecture, Experts, LayerSpec, ModelError, Recurrent, RopeScaling
+
+_RECURRENT, _ATTENDS = ("mamba", "linear_attention"), ("attention", "full_attention")
+_MOST_TAPS = 4
+MAMBA_TENSORS = {
+    "mamba.in_proj.weight": "mixed_all",
+    "mamba.conv1d.weight": "conv",
+    "mamba.conv1d.bias": "conv_bias",
+    "mamba.A_log": "decay",
+    "mamba.dt_bias": "time_bias",
+    "mamba.D": "skip",
+    "mamba.norm.weight": "mixed_norm",
+    "mamba.out_proj.weight": "mixed_output",
+}
+_EXPERTS = {
+    "block_sparse_moe.router.layer.weight": "router",
+    "block_sparse_moe.input_linear.weight": "experts_gate_up",
+    "block_sparse_moe.output_linear.weight": "experts_down",
+    "shared_mlp.input_linear.weight": "shared_gate_up",
+    "shared_mlp.output_linear.weight": "shared_down",
+}
+_MLP = {"shared_mlp.input_linear.weight": "gate_up", "shared_mlp.output_linear.weight": "down"}
+
+
+def parse(keys: ConfigKeys, name: str) -> Architecture:
+    keys.only("hidden_act", "silu")
+    keys.only("attention_bias", False)
+    keys.only("normalization_function", "rmsnorm")
+    of_residuals, of_embeddings, of_attention, of_logits = (
+        keys.positive(key, float)
+        for key in ("residual_multiplier", "embedding_multiplier", "attention_multiplier", "logits_scaling")
+    )
+    rope, max_positions = parse_rope(keys)
+    if rope.kind != "default":
+        raise ModelError(f"model: {keys.source}: rope scaling {rope.kind!r}; served in a granite: default")
+    hidden, heads = keys.positive("hidden_size", int), keys.positive("num_attention_heads", int)
+    factor = attention_factor(of_attention, keys.optional("head_dim", int) or hidden // heads)
+    if _turns(keys):
+        settings = {"factor": 1.0, "attention_factor": factor, "original_max_position_embeddings": max_positions}
+        rope = RopeScaling("yarn", rope.theta, settings)
+    else:
+        rope = RopeScaling(NO_ROTATION.kind, NO_ROTATION.theta, {"attention_factor": factor})
+    shared, eps = keys.positive("shared_intermediate_size", int), keys.positive("rms_norm_eps", float)
+    experts = _parse_experts(keys)
+    recurrent = replace(_parse_mamba(keys, hidden), norm_eps=eps)
+    specs = [
+        LayerSpec(recurrent=recurrent if one else None, experts=experts, intermediate=shared)
+        for one in _find_recurrent(keys)
+    ]
+    return parse_sizes(
+        keys, name, specs, rope=rope, max_context_tokens=max_positions, rms_norm_eps=eps / of_residuals**2,
+        embedding_scale=of_embeddings / of_residuals, logit_gain=1 / of_logits,
+    )  # fmt: skip
+
+
+def _turns(keys: ConfigKeys) -> bool:
+    """Return whether queries and keys are rotated."""
+    kind = keys.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise ModelError(f"model: {keys.source}: position_embedding_type is {kind!r}; served: None, 'nope', 'rope'")
+    return bool(kind == "rope")
+
+
+def _parse_experts(keys: ConfigKeys) -> Experts | None:
+    if keys.get("num_local_experts") in (0, None):
+        keys.get("num_experts_per_tok")
+        return None
+    experts = parse_experts(keys, "num_local_experts", "intermediate_size", is_normalised=True)
+    return replace(experts, is_shared=True, is_whole=True)
+
+
+def _parse_mamba(keys: ConfigKeys, hidden: int) -> Recurrent:
+    keys.only("mamba_proj_bias", False)
+    keys.only("mamba_conv_bias", True)
+    limits = keys.get("time_step_limit")
+    if limits is not None and [float(one) for one in limits] != [0.0, float("inf")]:
+        raise ModelError(f"model: {keys.source}: time_step_limit is {shown(limits)}; served: [0.0, Infinity]")
+    heads, groups = keys.positive("mamba_n_heads", int), keys.positive("mamba_n_groups", int)
+    inner = keys.positive("mamba_expand", int) * hidden
+    dim = inner // heads if keys.get("mamba_d_head") == "auto" else keys.positive("mamba_d_head", int)
+    taps = keys.positive("mamba_d_conv", int)
+    if heads * dim != inner or heads % groups:
+        raise ModelError(
+            f"model: {keys.source}: mamba_n_heads is {heads} of {dim} in {groups} groups; wanted {inner} elements "
+            "together, mamba_expand times hidden_size, and as many heads in each group"
+        )
+    if not 2 <= taps <= _MOST_TAPS:
+        raise ModelError(f"model: {keys.source}: mamba_d_conv is {taps}; served: 2 to {_MOST_TAPS}")
+    return Recurrent(groups, heads, keys.positive("mamba_d_state", int), dim, taps, kind="mamba2")
+
+
+def _find_recurrent(keys: ConfigKeys) -> list[bool]:
+    """Return which layers are Mamba-2, as `layer_types` says, or `layers_block_type`."""
+    num_layers = keys.positive("num_hidden_layers", int)
+    older = keys.get("layers_block_type")
+    types = keys.get("layer_types") if older is None else older
+    known = (*_RECURRENT, *_ATTENDS)
+    if not isinstance(types, list) or len(types) != num_layers or any(one not in known for one in types):
+        wanted = f"{num_layers} of {', '.join(map(repr, known))}"
+        raise ModelError(f"model: {keys.source}: layer_types is {shown(types)}; wanted {wanted}")
+    found = [one in _RECURRENT for one in types]
+    if all(found) or not any(found):
+        raise ModelError(f"model: {keys.source}: layer_types has {shown(sorted({*types}))} alone; wanted both kinds")
+    return found
+
+
+def tensors(shape: Architecture) -> dict[str, str]:
+    mlp = _MLP if shape.layer_pattern[0].experts is None else _EXPERTS
+    attention = {name: what for name, what in LAYER_TENSORS.items() if not name.startswith("mlp.")}
+    return attention | MAMBA_TENSORS | mlp
+
+
+FAMILY = Family(
+    model_types=("granitemoehybrid",),
+    parse=parse,
+    tensors=tensors,
+    defaults={
+        "attention_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "logits_scaling": 1.0,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": "auto",
+        "mamba_d_state": 256,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 128,
+        "max_position_embeddings": 2048,
+        "normalization_function": "rmsnorm",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_local_experts": 8,
+        "residual_multiplier": 1.0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "shared_intermediate_size": 1024,
+        "vocab_size": 32_000,
+    },
+    harmless=frozenset({"init_method", "mamba_chunk_size", "output_router_logits", "router_aux_loss_coef"}),
+    shapes=SHAPES,
+)
