@@ -62,8 +62,9 @@ test-clients: $(VENV)/installed-$(EXTRA)-test $(CLIENT_NAMES:%=$(CLIENTS)/%/inst
 
 # What puts several servers behind one address, each with an environment of its own (docs/DEPLOYMENT.md).
 FLEET := .venv-fleet
+FLEET_NAMES := smg helm ray
 
-test-fleet: $(VENV)/installed-$(EXTRA)-test $(FLEET)/smg/installed $(FLEET)/helm/installed
+test-fleet: $(VENV)/installed-$(EXTRA)-test $(FLEET_NAMES:%=$(FLEET)/%/installed)
 	$(BIN)/python -m pytest -m 'long or not long' --durations 10 tests/fleet
 
 $(FLEET)/smg/installed: deploy/smg.txt | $(VENV)/made

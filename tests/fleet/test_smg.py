@@ -1,6 +1,7 @@
 """smg before two servers, by deploy/smg.sh: second turns, a replica that is killed, and one that drains."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -140,6 +141,13 @@ def test_a_replica_that_drains_ends_what_it_has_and_gets_nothing_new(router: Rou
     assert told[-1] == "data: [DONE]"
     assert sum('"finish_reason":"length"' in line for line in told) == 1
     assert server.process.wait(timeout=WAIT_SECONDS) == 0
+
+
+def test_a_server_has_the_metrics_that_the_page_names(router: Router) -> None:
+    named = re.findall(r"`((?:vllm:|tandem_)\w+)`", (ROOT / "docs" / "DEPLOYMENT.md").read_text())
+    served = httpx.get(f"{router.replicas.urls[0]}/metrics").text
+    assert "vllm:num_requests_waiting" in named
+    assert [name for name in named if f"# TYPE {name} gauge" not in served] == []
 
 
 def test_a_router_without_servers_says_what_it_wants() -> None:
