@@ -1,6 +1,6 @@
 """Write cache events as vLLM does: MessagePack arrays, each event with its name in front.
 
-Fields as in `vllm/distributed/kv_events.py` of vLLM 0.11 to 0.14, in their order: routers read them by position.
+Fields as in `vllm/distributed/kv_events.py` before it wrote maps, in their order: routers read them by position.
 """
 
 from array import array
