@@ -75,7 +75,8 @@ class MemoryPlan:
     model has none. computed_rows: those are computed by the CPU in decode steps of up to so many, and fetched in
     others. documents_bytes: of host memory, for their chunks used last. is_packed: whether matrices of few bits, if
     there are any, stay as they are stored. chunk_tokens: most tokens of a unit of prefill. prefill_graph_sizes: of
-    units whose layers are captured. draft: a model that drafts, or None.
+    units whose layers are captured. draft: a model that drafts, or None. devices: over which the model is split; the
+    plan is of one of them.
     """
 
     device: Literal["cuda", "cpu"]
@@ -115,6 +116,7 @@ class MemoryPlan:
     own_windows: dict[str, int] = field(default_factory=dict)
     prefill_graph_sizes: tuple[int, ...] = ()
     draft: DraftModelPlan | None = None
+    devices: int = 1
 
     @property
     def num_rings(self) -> dict[PartId, int]:
@@ -331,6 +333,7 @@ def _make_plan(
         documents_bytes=demand.documents_bytes,
         is_packed=demand.unpacked is None,
         draft=asked.draft,
+        devices=demand.shape.devices,
     )
 
 

@@ -22,7 +22,7 @@ from gpu.ranks import ProcessRanks, RankError, open_store
 from gpu.runner import Runner
 from gpu.step import StepPlan
 from scheduler.engine.engine import MOST_IN_FLIGHT
-from scheduler.engine.load_engine import load_device
+from scheduler.engine.load_device import load_device
 from scheduler.engine.parent_watch import be_killed_with_parent, end_with_parent
 from scheduler.engine.rank_processes import RankStart
 from scheduler.engine_config import EngineStart

@@ -11,6 +11,7 @@ import gpu.memory.plan
 from cpu.part_attention import attend_rows
 from gpu.memory.plan import MemoryPlan, PlanError
 from gpu.profiles import ProfileError
+from scheduler.engine import load_device
 from scheduler.engine import load_engine as loading
 from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
@@ -58,7 +59,7 @@ def test_a_start_tells_of_each_stage_before_it_begins_and_of_its_end(
 
         def make(
             *given: object,
-            make: Callable[..., object] = getattr(loading, name),
+            make: Callable[..., object] = getattr(load_device, name),
             stage: str = stage,
         ):
             assert told[-1] == (stage, 0.0)
@@ -67,7 +68,7 @@ def test_a_start_tells_of_each_stage_before_it_begins_and_of_its_end(
             assert (told[-1] == (stage, 0.0)) == (stage == "documents"), "what attends is told of as it is compiled"
             return make(*given)
 
-        monkeypatch.setattr(loading, name, make)
+        monkeypatch.setattr(load_device, name, make)
     engine, _ = load_engine(deployment, plan, lambda stage, fraction: told.append((stage, fraction)))
     engine.shutdown()
     assert list(dict(told).items()) == [(stage, 1.0) for stage in ("host_attention", "documents", "weights", "kernels")]
@@ -91,7 +92,7 @@ def test_a_gpu_that_is_not_the_one_planned_for_is_refused_before_anything_is_loa
     assert card is not None
     gpu_now: GpuProfile | None = None if found is None else card.model_copy(update=found)
     monkeypatch.setattr(loading, "probe_gpu", lambda: gpu_now)
-    monkeypatch.setattr(loading, "load_architecture", load)
+    monkeypatch.setattr(load_device, "load_architecture", load)
     with pytest.raises(PlanError, match=words):
         load_engine(DEPLOYMENT, plan_on("rtx4090"), lambda *_: None)
 

@@ -21,6 +21,7 @@ from scheduler.planning.engine_memory import plan_engine
 from server.deployment import Deployment
 from server.grammar.structured import schema_grammar
 from server.planning.deployment_plan import resolve_plan
+from server.planning.side_by_side import taken_bytes
 from tests.gpu.reference_model import FOLDER
 from tests.scheduler.drafting import take_all
 from tests.scheduler.engines import drain
@@ -123,6 +124,7 @@ def test_a_resolved_plan_of_several_devices_resolves_to_itself() -> None:
     weights = next(item for item in plan.memory.items if item.name == "weights")
     assert 0.25 < weights.bytes / (2 * named_shape("llama-3.3-70b").num_weights) < 0.27
     assert "NCCL" in [item.name for item in plan.memory.items]
+    assert taken_bytes(plan.memory, "host") == 4 * plan.memory.used_bytes("host")
     with pytest.raises(PlanError, match=r"^gpu.devices: asked 4, machine '.*' has 2 GPUs; lower it, or plan for anoth"):
         resolve_plan(Deployment.model_validate(asked), machine.model_copy(update={"num_gpus": 2}))
 
