@@ -70,6 +70,8 @@ async def test_text_comes_while_it_is_written_and_a_stop_ends_it_on_the_server_t
     text = await page.locator(".message.assistant .prose").last.inner_text()
     assert text.startswith("word0 word1")
     assert "word399" not in text
+    context = await page.locator("#context-words").inner_text()
+    assert context == "16,384 tokens of context", "no count came, and none is made up"
 
     async def is_idle() -> bool:
         return await live.metric("tandem_requests_running") == 0

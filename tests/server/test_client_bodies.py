@@ -19,8 +19,8 @@ HERE = Path(__file__).parent
 CAPTURED = sorted((HERE / "client_bodies").glob("*.json"))
 CLIENTS = {
     "aider_edits", "claude_code", "cline", "codex", "continue_cli", "guidellm", "instructor_answers",
-    "langchain_openai", "langchain_openai_agent", "litellm", "litellm_calls", "lm_eval", "ollama_js", "openai",
-    "opencode", "pydantic_ai", "pydantic_ai_agent", "smg",
+    "langchain_openai", "langchain_openai_agent", "litellm", "litellm_calls", "lm_eval", "ollama_js", "open_webui",
+    "openai", "opencode", "pydantic_ai", "pydantic_ai_agent", "smg",
 }  # fmt: skip
 CONTEXT = 48_000  # room for the 32,000 tokens that Claude Code asks for
 TOO_LONG, PROMPT_TOO_LONG = "an answer longer than the context has room for", "a prompt longer than the context"
