@@ -4,7 +4,7 @@
     python deploy/ray_serve.py deploy/rtx4090.yaml --max-replicas 4
 
 starts Ray on this machine, or joins the cluster that RAY_ADDRESS names. The file and the model have the same paths on
-each of its machines. `serve run` and KubeRay import `build`.
+each of its machines. `serve run deploy.ray_serve:build config=FILE` does the same.
 """
 
 import argparse
