@@ -32,7 +32,7 @@ from cpu.memory_rates import measure_host_rates
 from gpu.config import Composition, DraftConfig, GpuConfig, MethodChoice, ModelConfig
 from gpu.load import DTYPES
 from gpu.model.architecture import load_architecture
-from gpu.profiles import VERIFIED, VERIFIED_COMPOSITION
+from gpu.profiles import declared_profiles
 from gpu.step import StepResult
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
@@ -43,6 +43,7 @@ from transfer.tier_shape import TierShape
 
 WIDTHS = (1, 2, 4, 8, 16)
 DRAFTED = (2, 4, 8)  # rows of steps that the device drafts for, whether that pays or not
+VERIFIED = "verified"
 RIGHT = "right"  # the profile whose drafts are always right, and cost nothing
 _KERNEL_REPEATS = 5
 _WARM_UP = 3  # tokens of a stream
@@ -308,7 +309,7 @@ def _config_of(benchmark: HostDraftsBenchmark) -> EngineConfig:
         ),
         host=host,
         profiles={
-            VERIFIED: VERIFIED_COMPOSITION,
+            VERIFIED: declared_profiles()[VERIFIED],
             RIGHT: Composition(host=MethodChoice(method="offloaded"), draft=DraftConfig(most_tokens=WIDTHS[-1] - 1)),
         },
         scheduler=SchedulerConfig(

@@ -25,11 +25,6 @@ from transfer.reading import Reading, join_readings
 from transfer.settings_model import Settings
 
 FULL_ATTENTION = "exact"
-VERIFIED = "verified"
-"""A profile whose answers are those of `offloaded`, drafted by `indexed`. As all that plan memory for sequences, it is
-there where somebody names it.
-"""
-VERIFIED_COMPOSITION = Composition(host=MethodChoice(method="offloaded"), draft=DraftConfig(profile="indexed"))
 UNCHANGED = "exact"
 """The `kv_key` of KV that no method changes."""
 
@@ -114,15 +109,23 @@ def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) 
 
 
 def add_by_name(named: Mapping[str, Composition], default: str) -> dict[str, Composition]:
-    """Return the named profiles, and the one that `default` names if it is no profile otherwise: `verified`, or one of
-    the default settings of a method of the slot `host`.
+    """Return the named profiles, and the one that `default` names if it is no profile otherwise: one that a method
+    declares, or one of the default settings of a method of the slot `host`.
     """
-    if default == VERIFIED and default not in named:
-        return {**named, default: VERIFIED_COMPOSITION}
+    declared = declared_profiles()
+    if default in declared and default not in named:
+        return {**named, default: declared[default]}
     method = list_methods().get(default)
     if method is None or method.slot != "host" or is_built_in(method) or default in named:
         return dict(named)
     return {**named, default: Composition(host=MethodChoice(method=default))}
+
+
+def declared_profiles() -> dict[str, Composition]:
+    """Return the profiles that methods declare beside those of their own names. As all that plan memory for sequences,
+    they are there where somebody names them.
+    """
+    return {name: one for method in list_methods().values() for name, one in method.profiles.items()}
 
 
 def get_profile(name: str, profiles: Mapping[str, Profile], named_in: str) -> Profile:
@@ -135,10 +138,11 @@ def get_profile(name: str, profiles: Mapping[str, Profile], named_in: str) -> Pr
 def why_unknown(name: str, known: Iterable[str]) -> str:
     """Return why a deployment whose profiles are `known` has none of this name."""
     method = list_methods().get(name)
-    if name == VERIFIED:
+    declared = declared_profiles()
+    if name in declared:
         return (
             f"{name!r} plans memory for its sequences; name it as scheduler.default_profile, or in `profiles` as "
-            f"`{name}: {{host: offloaded, draft: {{profile: indexed}}}}`; known: {', '.join(known)}"
+            f"`{name}: {_written(declared[name].model_dump(exclude_none=True))}`; known: {', '.join(known)}"
         )
     if method is not None and method.slot == "host" and method.has_rings:
         return (
@@ -344,3 +348,12 @@ def _word(value: Any) -> str:
 
 def _listed(settings: Settings) -> str:
     return "{" + ", ".join(f"{key}: {value}" for key, value in settings.model_dump(exclude_none=True).items()) + "}"
+
+
+def _written(tree: Any) -> str:
+    """Return a composition, or what is in it, as a configuration has it."""
+    if not isinstance(tree, Mapping):
+        return str(tree)
+    if set(tree) == {"method"}:
+        return str(tree["method"])
+    return "{" + ", ".join(f"{key}: {_written(value)}" for key, value in tree.items()) + "}"

@@ -13,6 +13,7 @@ from gpu.methods.prefill_side import PrefillSide, warm_up_sides
 from gpu.model.architecture import Architecture
 from gpu.prefill.dense import Dense
 from gpu.prefill.jobs import Prefill
+from gpu.profiles import FULL_ATTENTION
 from gpu.ranks import Ranks
 from gpu.sampling_params import SamplingParams
 from gpu.step import (
@@ -145,7 +146,7 @@ class Rehearsal:
         greedy = SamplingParams(temperature=0.0)
         prompts, writes, num_pages = [], [], 0
         for slot, length in enumerate(lengths):
-            prompts.append(PrefillPrompt(slot, np.zeros(length, np.int32), 0, length, greedy, "exact"))
+            prompts.append(PrefillPrompt(slot, np.zeros(length, np.int32), 0, length, greedy, FULL_ATTENTION))
             pages = range(num_pages, num_pages + length // self.limits.page_tokens + 1)
             writes.append(PageWrite(slot, 0, list(pages)))
             num_pages = pages.stop

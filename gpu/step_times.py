@@ -11,6 +11,7 @@ import torch
 
 from gpu.methods.device_side import RingSide
 from gpu.methods.method import ProfilePart, Where
+from gpu.profiles import FULL_ATTENTION
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import (
@@ -64,7 +65,9 @@ def time_steps(runner: Runner, part: ProfilePart, side: RingSide, rows: int, tok
     writes, rings, prompts = [], [], []
     for slot in slots:
         greedy = SamplingParams(temperature=0.0)
-        prompts.append(PrefillPrompt(slot, np.zeros(_PROMPT_TOKENS, np.int32), 0, _PROMPT_TOKENS, greedy, "exact"))
+        prompts.append(
+            PrefillPrompt(slot, np.zeros(_PROMPT_TOKENS, np.int32), 0, _PROMPT_TOKENS, greedy, FULL_ATTENTION)
+        )
         writes.append(PageWrite(slot, 0, _pages_of(slot, -(-tokens // limits.page_tokens), limits.num_pages)))
         pages = tuple(_pages_of(slot, -(-tokens // page_tokens), side.num_pages)) if page_tokens else None
         rings.append(RingWrite(slot, part.id, slot, part.method.reading, None, pages))

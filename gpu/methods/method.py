@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from gpu.config import Composition
 from gpu.methods.counters import Counter, Counts, RequestFigure, SavedReads, Share
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
@@ -99,6 +100,15 @@ class Method:
     plan_words: ClassVar[str] = ""  # how contexts are read; empty: "device and host", and its name
     measured: ClassVar[str] = ""  # what it lost on a pretrained model; empty: it reads everything
     scored: ClassVar[tuple[Settings, ...]] = ()  # settings that the evaluations' set of served profiles runs
+    # Whether requests get it that name no profile, where a deployment leaves that open and it takes clearly less time
+    # than what reads everything: only of a method that held its promise on a pretrained model (`measured`).
+    is_default_if_faster: ClassVar[bool] = False
+    profiles: ClassVar[Mapping[str, Composition]] = {}  # with other methods, by names that `default_profile` may say
+
+    @property
+    def reads_all(self) -> bool:
+        """Return whether it says where contexts lie, and reads all of them without keeping anything of a sequence."""
+        return self.slot == "host" and not self.has_rings and self.reading in (Reading.NONE, Reading.WHOLE)
 
     def find_conflict(self, settings: Any, host: HostConfig) -> str | None:
         """Return why these settings cannot stand beside a `host` section, or None where they can."""

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from msgspec import structs
 
+from gpu.profiles import FULL_ATTENTION
 from gpu.sampling.sampler import count_equal
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, StepResult
@@ -164,7 +165,7 @@ class DraftModel:
         num_prompt = min(end, row.sequence.num_prompt_tokens)
         prompt = PrefillPrompt(
             row.held.slot, np.array(row.token_ids[:end], np.int32), begin, num_prompt,
-            _options(row.sequence.request.sampling), "exact",
+            _options(row.sequence.request.sampling), FULL_ATTENTION,
         )  # fmt: skip
         self._num_jobs += 1
         units = [PrefillUnit(self._num_jobs, layer, 0, end - begin) for layer in range(self._sizes.num_layers)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gpu.fusion.fusion_plan import VANILLA, FusionSettings, UnknownPolicyError, get_policy, plan_fused
-from gpu.profiles import Profile
+from gpu.profiles import FULL_ATTENTION, Profile
 from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, FusionPlan, PlacedChunk, PrefillJob, PrefillPrompt
 from scheduler.messages import ChunksStored, ChunkStats, DropChunks, EngineRequest, StoreChunks
@@ -355,4 +355,4 @@ class Documents:
 
 def _prompt_of(key: ChunkKey, token_ids: np.ndarray) -> PrefillPrompt:
     greedy = SamplingParams(temperature=0.0)
-    return PrefillPrompt(NO_SLOT, token_ids, 0, len(token_ids), greedy, "exact", capture=key)
+    return PrefillPrompt(NO_SLOT, token_ids, 0, len(token_ids), greedy, FULL_ATTENTION, capture=key)

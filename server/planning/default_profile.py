@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from gpu.memory.demand import PlanError
 from gpu.memory.plan import MemoryPlan
+from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
 from gpu.profiles import FULL_ATTENTION, resolve_profiles
 from scheduler.planning.engine_memory import plan_engine
@@ -18,9 +19,6 @@ from server.planning.placements import PAYS, Placement, Planned, place
 from transfer.machine import MachineProfile
 from transfer.machine_rates import find_rates
 from transfer.measured import measured_path
-
-CANDIDATE = "indexed"  # of methods that read less than everything, the one that holds (docs/results/real-model.md)
-READ_ALL = (FULL_ATTENTION, "offloaded")
 
 
 def choose_default(
@@ -38,15 +36,24 @@ def choose_default(
     memory = plan_engine(stays, architecture, machine)
     if memory.device != "cuda":
         return stays, ()
+    candidate = next((name for name, method in list_methods().items() if method.is_default_if_faster), None)
+    if candidate is None:
+        return stays, ()
     whole = _read_all(stays, memory, architecture, machine)
     base = FULL_ATTENTION if FULL_ATTENTION in whole else next(iter(whole), FULL_ATTENTION)
-    stays, takes = _with_default(deployment, base), _with_default(deployment, CANDIDATE)
+    stays, takes = _with_default(deployment, base), _with_default(deployment, candidate)
     why_not, said = _weigh(whole, memory, takes, architecture, machine)
     if why_not is None:
-        return takes, (f"scheduler.default_profile: {CANDIDATE}: {said}",)
+        return takes, (f"scheduler.default_profile: {candidate}: {said}",)
     if base != FULL_ATTENTION:
         why_not = f"{why_not}; {FULL_ATTENTION}: no context of {memory.max_context_tokens:,} tokens fits the card"
-    return stays, (f"scheduler.default_profile: {base}, not {CANDIDATE}: {why_not}",)
+    return stays, (f"scheduler.default_profile: {base}, not {candidate}: {why_not}",)
+
+
+def whole_readers() -> list[str]:
+    """Return the profiles that read every token, full attention on the device first."""
+    found = [name for name, method in list_methods().items() if method.reads_all]
+    return sorted(found, key=lambda name: name != FULL_ATTENTION)
 
 
 def _read_all(
@@ -57,7 +64,7 @@ def _read_all(
     context = memory.max_context_tokens
     placed = {
         name: place(Planned(profiles[name].host_part, stays, memory, architecture, context), (1,), 0.0, rates)
-        for name in READ_ALL
+        for name in whole_readers()
     }
     return {name: one for name, one in placed.items() if one.first is not None}
 
@@ -76,7 +83,7 @@ def _weigh(
 ) -> tuple[str | None, str]:
     """Return why the candidate is not taken, or None, and what it takes beside what reads all."""
     context = memory.max_context_tokens
-    part = resolve_profiles(takes.all_profiles, takes.host)[CANDIDATE].host_part
+    part = resolve_profiles(takes.all_profiles, takes.host)[takes.default_profile].host_part
     longest = takes.scheduler.model_copy(update={"max_context_tokens": context})
     takes = takes.model_copy(update={"scheduler": longest})
     try:
@@ -98,7 +105,7 @@ def _compare(mine: Placement, whole: list[Placement], context: int) -> tuple[str
     beside = f"{own}; {best.words}, which reads every token, takes {_ms(best):,.1f}"
     if _ms(best) < PAYS * mine.first.ms:
         return f"{beside}; it would not be faster", ""
-    return None, f"{beside}. Set scheduler.default_profile to {FULL_ATTENTION} or offloaded to use it"
+    return None, f"{beside}. Set scheduler.default_profile to {' or '.join(whole_readers())} to use it"
 
 
 def _ms(placement: Placement) -> float:

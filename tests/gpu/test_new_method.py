@@ -16,11 +16,13 @@ from rich.console import Console
 import gpu.methods
 from evals.serving import DecodeRequest, ServingEngine
 from gpu.methods.registry import list_methods
+from gpu.profiles import add_by_name, why_unknown
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig
 from server.commands.configuration_page import write_page
 from server.commands.placements_page import print_comparison
 from server.deployment import Deployment
+from server.planning.default_profile import whole_readers
 from server.planning.deployment_plan import resolve_plan
 from server.planning.placements import compare_placements
 from tests.server.live_server import LAPTOP, REFERENCE
@@ -81,6 +83,29 @@ def test_a_methods_folder_is_on_the_configuration_page_and_its_price_in_the_plan
     assert "every second block (taken)" in page.getvalue()
     whole, half = found.get("offloaded").first, found.get("alternate").first
     assert half.host_ms == pytest.approx(whole.host_ms / 2)
+
+
+@pytest.mark.usefixtures("added")
+def test_a_profile_that_a_method_declares_is_there_where_it_is_the_default() -> None:
+    composition = add_by_name({}, "sparse")["sparse"]
+    assert (composition.prefill.method, composition.host.method) == ("momo", "alternate")
+    assert add_by_name({}, "exact") == {}
+    assert "as `sparse: {prefill: momo, host: alternate}`; known: exact" in why_unknown("sparse", ["exact"])
+
+
+def test_the_candidate_for_the_default_profile_is_the_one_that_says_so(
+    added: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = list_methods()
+    for method in methods.values():
+        monkeypatch.setattr(type(method), "is_default_if_faster", method.name == "alternate")
+    tree = deployment().model_dump() | {"gpu": {"device": "cuda"}, "profiles": {}, "scheduler": {}}
+    plan = resolve_plan(Deployment.model_validate(tree), load_machine(LAPTOP.with_name("a100-80g.json")))
+    assert any(note.startswith("scheduler.default_profile: exact, not alternate: ") for note in plan.notes)
+    assert whole_readers() == ["exact", "offloaded"]
+    monkeypatch.setattr(type(methods["alternate"]), "is_default_if_faster", False)
+    plan = resolve_plan(Deployment.model_validate(tree), load_machine(LAPTOP.with_name("a100-80g.json")))
+    assert not any(note.startswith("scheduler.default_profile") for note in plan.notes)
 
 
 @pytest.mark.usefixtures("added")

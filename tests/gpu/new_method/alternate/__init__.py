@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from gpu.config import Composition, MethodChoice
 from gpu.methods.counters import Counter, RequestFigure, SavedReads, Share
 from gpu.methods.kept import OFFLOAD_KEYS, keep_as_set
 from gpu.methods.method import Method, ReadCost
@@ -32,6 +33,7 @@ class Alternate(Method):
     }
     shares = {"alternate_skipped": Share("alternate_skipped_blocks", "alternate_blocks", of_all_layers=True)}
     plan_words = "every second block"
+    profiles = {"sparse": Composition(prefill=MethodChoice(method="momo"), host=MethodChoice(method="alternate"))}
 
     def find_kept(self, settings, host, architecture):
         return keep_as_set(host, architecture)
