@@ -113,11 +113,11 @@ class InFlight:
         drawn = [token for drawing in self.decoded for token in drawing.to_host()]
         tokens += [token for token in drawn if token.slot not in self.failures]
         tokens += [SampledToken(slot, NOT_FINITE, None) for slot in self.failures]
-        prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         for job in self.finished_jobs:
             prompt_logprobs.update(job.prompt_logprobs_to_host())
         return StepResult(
-            tokens=tokens,
+            tokens=tuple(tokens),
             prompt_logprobs=prompt_logprobs,
             unit_seconds=self.units.seconds if self.units else 0.0,
             decode_seconds=self.decode.seconds if self.decode else 0.0,

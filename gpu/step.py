@@ -5,6 +5,7 @@ finished or preempted. Per-slot state (page table, last token, sampler) lives on
 changed. All ranges are half-open, all positions 0-based.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -23,16 +24,20 @@ TO_DRAFT = -4
 """In a draft, in place of a token that the device drafts itself, by the slot's ring (`RingWrite.is_for_drafts`)."""
 
 
+Setting = bool | int | float | str
+
+
 @dataclass(frozen=True, slots=True)
 class PartId:
     """Identity of a part of a profile: the slot, the method that fills it, and the method's settings by name.
 
-    Profiles with equal parts share what is kept by part: rings, prefill sides and learnt times.
+    Profiles with equal parts share what is kept by part: rings, prefill sides and learnt times. The values of settings
+    are those that were given; names of settings in settings have dots. It survives JSON.
     """
 
     slot: str
     method: str
-    settings: tuple[tuple[str, str], ...] = ()
+    settings: tuple[tuple[str, Setting | tuple[Setting, ...]], ...] = ()
 
     def __str__(self) -> str:
         given = ", ".join(f"{key} {value}" for key, value in self.settings)
@@ -527,7 +532,7 @@ class TokenLogprob:
     """Natural-log probability of one token, and the most likely alternatives `(token id, logprob)`, best first."""
 
     logprob: float
-    top: list[tuple[int, float]]
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,12 +560,12 @@ class StepResult:
     `figures[slot]`: what methods tell of its request so far.
     """
 
-    tokens: list[SampledToken]
-    prompt_logprobs: dict[int, list[TokenLogprob]]
+    tokens: tuple[SampledToken, ...]
+    prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]]
     unit_seconds: float
     decode_seconds: float
-    failures: dict[int, str] = field(default_factory=dict)
-    pooled: dict[int, np.ndarray] = field(default_factory=dict)
+    failures: Mapping[int, str] = field(default_factory=dict)
+    pooled: Mapping[int, np.ndarray] = field(default_factory=dict)
     host_seconds: float = 0.0
     num_parts: int = 0
-    figures: dict[int, dict[str, int]] = field(default_factory=dict)
+    figures: Mapping[int, Mapping[str, int]] = field(default_factory=dict)

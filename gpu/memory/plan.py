@@ -5,6 +5,7 @@ each part needs. Invariant: the items of a place add up to no more than its limi
 longest context. With a host tier, `gpu.memory.host_shares` says what that takes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -100,7 +101,7 @@ class MemoryPlan:
     host_limit_bytes: int
     host_tokens: int
     items: tuple[MemoryItem, ...]
-    limit_bytes: dict[Place, int]
+    limit_bytes: Mapping[Place, int]
     notes: tuple[str, ...]
     window_layers: tuple[int, ...] = ()
     num_windows: int = 0
@@ -113,7 +114,7 @@ class MemoryPlan:
     computed_rows: int = 0
     documents_bytes: int = 0
     is_packed: bool = True
-    own_windows: dict[str, int] = field(default_factory=dict)
+    own_windows: Mapping[str, int] = field(default_factory=dict)
     prefill_graph_sizes: tuple[int, ...] = ()
     draft: DraftModelPlan | None = None
     devices: int = 1

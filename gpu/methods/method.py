@@ -3,7 +3,7 @@
 Nobody outside of its folder asks for a method's name: what it states here is all that others know of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +11,7 @@ from gpu.config import Composition
 from gpu.methods.counters import Counter, Counts, RequestFigure, SavedReads, Share
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture
-from gpu.step import PartId
+from gpu.step import PartId, Setting
 from transfer.host_config import HostConfig
 from transfer.reading import Reading
 from transfer.settings_model import Settings
@@ -212,8 +212,7 @@ class ProfilePart:
 
     @property
     def id(self) -> PartId:
-        given = self.settings.model_dump(exclude_none=True)
-        return PartId(self.method.slot, self.method.name, tuple((key, str(value)) for key, value in given.items()))
+        return PartId(self.method.slot, self.method.name, tuple(_flatten(self.settings.model_dump(exclude_none=True))))
 
     def __str__(self) -> str:
         return str(self.id)
@@ -242,3 +241,18 @@ class MethodState:
         """
         own = self.footprint(architecture, max_running)
         return own.sequence_bytes + own.sequence_rows * row_bytes + own.sequence_numbers * dtype_bytes
+
+
+def _flatten(tree: Mapping[Any, Any], inside: str = "") -> Iterator[tuple[str, Setting | tuple[Setting, ...]]]:
+    """Yield the values in a mapping by their names; those in a mapping in it have dots."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{inside}{key}.")
+        elif isinstance(value, list | tuple):
+            yield f"{inside}{key}", tuple(_plain(one) for one in value)
+        else:
+            yield f"{inside}{key}", _plain(value)
+
+
+def _plain(value: Any) -> Setting:
+    return value if isinstance(value, Setting) else str(value)  # a path, as JSON has it

@@ -41,9 +41,9 @@ class FinishedJob:
         self.prompt_logprobs = {slot: logprobs.copy_to_host() for slot, logprobs in self.prompt_logprobs.items()}
         self.pooled = {slot: to_pinned(vector) for slot, vector in self.pooled.items()}
 
-    def prompt_logprobs_to_host(self) -> dict[int, list[TokenLogprob]]:
+    def prompt_logprobs_to_host(self) -> dict[int, tuple[TokenLogprob, ...]]:
         """Return prompt logprobs, after the copies have run: `[slot][i]` belongs to prompt token `i + 1`."""
-        return {slot: logprobs.to_list() for slot, logprobs in self.prompt_logprobs.items()}
+        return {slot: tuple(logprobs.to_list()) for slot, logprobs in self.prompt_logprobs.items()}
 
 
 def score_tokens(decoder: Decoder, state: JobState, unit: LogitsUnit) -> None:

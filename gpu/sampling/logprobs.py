@@ -30,7 +30,7 @@ class Logprobs:
     def to_list(self) -> list[TokenLogprob]:
         """Return one TokenLogprob a row. Waits for the device unless this is a copy on the host."""
         rows = zip(self.token.tolist(), self.top_ids.tolist(), self.top.tolist(), strict=True)
-        return [TokenLogprob(token, list(zip(ids, values, strict=True))) for token, ids, values in rows]
+        return [TokenLogprob(token, tuple(zip(ids, values, strict=True))) for token, ids, values in rows]
 
 
 def join_logprobs(pieces: Sequence[Logprobs]) -> Logprobs:

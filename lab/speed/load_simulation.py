@@ -113,7 +113,7 @@ class SimulatedRunner:
             self.decodes.append((decode_s, len(slots), has_prompts))
         self.clock_s += unit_s + decode_s
         tokens = [SampledToken(slot, 1, None) for slot in (*slots_begun, *slots)]
-        return _Launched(StepResult(tokens, {}, unit_s, decode_s), self.clock_s, self)
+        return _Launched(StepResult(tuple(tokens), {}, unit_s, decode_s), self.clock_s, self)
 
     def unit_seconds(self, num_tokens: int) -> float:
         return self.times.unit_s + num_tokens / (self.times.prompt_tokens_per_s * self.num_layers)

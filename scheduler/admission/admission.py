@@ -140,8 +140,9 @@ class Admission:
         for sequence, num_before in passed:
             sequence.num_bypassed += this.num_admitted - num_before
         batches = this.batches.jobs
-        writes = [PageWrite(sequence.slot, 0, tuple(sequence.pages)) for batch in batches for sequence, _ in batch]
-        return Admitted([self._start_job(batch) for batch in batches], writes, None if batches else this.refused)
+        writes = (PageWrite(sequence.slot, 0, tuple(sequence.pages)) for batch in batches for sequence, _ in batch)
+        jobs = tuple(self._start_job(batch) for batch in batches)
+        return Admitted(jobs, tuple(writes), None if batches else this.refused)
 
     def _refuse(self, sequence: Sequence, this: Round) -> None:
         """Note the first sequence that the host refuses memory while nobody else could give any back."""

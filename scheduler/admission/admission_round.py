@@ -61,6 +61,6 @@ class Admitted:
     any.
     """
 
-    jobs: list[PrefillJob] = field(default_factory=list)
-    page_writes: list[PageWrite] = field(default_factory=list)
+    jobs: tuple[PrefillJob, ...] = ()
+    page_writes: tuple[PageWrite, ...] = ()
     refused: Sequence | None = None

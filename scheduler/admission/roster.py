@@ -35,8 +35,8 @@ _REMEDIES: dict[Shortage, str] = {
 class Growth:
     """What sequences take for their next tokens: KV pages, and pages that rings share."""
 
-    pages: list[PageWrite]
-    rings: list[RingGrowth]
+    pages: tuple[PageWrite, ...] = ()
+    rings: tuple[RingGrowth, ...] = ()
 
 
 class Roster:
@@ -118,7 +118,7 @@ class Roster:
         """
         growing = [one for one in stepping if one.ring is not None or self._residence.may_grow(one)]
         if not growing:  # as in most steps
-            return Growth([], [])
+            return Growth()
         writes, rings = [], []
         spared = self._spared_contexts()
         for sequence in sorted(growing, key=_turn):
@@ -135,7 +135,8 @@ class Roster:
         for sequence in stepping if not self._released_slots else ():  # who held a ring is forgotten first
             if sequence in still:
                 self._rings.take_late(sequence, self.running)
-        return Growth([write for write in writes if write.slot in held], [one for who, one in rings if who in still])
+        pages = tuple(write for write in writes if write.slot in held)
+        return Growth(pages, tuple(one for who, one in rings if who in still))
 
     def _find_shortage(self, sequence: Sequence, spared: list[HostContext]) -> Shortage | None:
         """Return what is short of the next draw of a sequence, or None; see `Residence.find_shortage`."""

@@ -1,5 +1,6 @@
 """A launched plan, with what is needed to read its result."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -38,14 +39,14 @@ class LaunchedPlan:
     fetches: whether it reloads pages.
     """
 
-    slots: dict[int, Sequence]
-    drawing: dict[int, Sequence]
-    numbers: dict[int, int]
+    slots: Mapping[int, Sequence]
+    drawing: Mapping[int, Sequence]
+    numbers: Mapping[int, int]
     rows: Rows
     load: Load
     num_known: int
     num_rows: int
-    drafted: dict[int, int]
+    drafted: Mapping[int, int]
     units: tuple[Unit, ...]
     unit_contexts: tuple[int, ...]
     offloaded: tuple[OffloadedRun, ...]

@@ -137,7 +137,7 @@ def finish_reason(sequence: Sequence, token_id: int) -> str | None:
 def make_delta(
     sequence: Sequence,
     token: SampledToken,
-    prompt_logprobs: list[TokenLogprob] | None,
+    prompt_logprobs: tuple[TokenLogprob, ...] | None,
     pooled: np.ndarray | None,
     reason: str | None,
 ) -> Delta:
@@ -215,4 +215,4 @@ def make_progress(entry: JobInProgress) -> list[Progress]:
 
 
 def _message(entry: TokenLogprob) -> Logprob:
-    return Logprob(entry.logprob, entry.top)
+    return Logprob(entry.logprob, list(entry.top))

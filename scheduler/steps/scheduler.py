@@ -200,7 +200,8 @@ class Scheduler:
             return StepPlan(lane)
         saves = self._save(lane)
         grown = self.roster.grow(outline.stepping)
-        outline.page_writes, outline.ring_growth = grown.pages, grown.rings
+        outline.page_writes += grown.pages
+        outline.ring_growth += grown.rings
         self._offload(outline)
         if lane is Lane.DEVICE:
             self._admit(outline)
@@ -263,7 +264,7 @@ class Scheduler:
             log.warning("refused request=%s reason=%s", refused.request_id, NO_MEMORY)
             self._refused.append(make_failure(refused, NO_MEMORY, may_retry=True))
             self.roster.retire(refused)
-        outline.new_jobs += admitted.jobs + self._admission.compute_chunks()
+        outline.new_jobs += [*admitted.jobs, *self._admission.compute_chunks()]
         outline.page_writes += admitted.page_writes
 
     def _choose_work(self, outline: _Outline, is_ready: IsReady) -> None:

@@ -77,7 +77,7 @@ def test_logprobs_are_the_models_own_whatever_the_options_do_to_the_draw() -> No
     expected = log_softmax(logits)
     assert first.token_id == 1
     assert abs(first.logprob.logprob - expected[0, 1]) < LOGPROB_FLOAT32
-    assert first.logprob.top == []
+    assert first.logprob.top == ()
     assert abs(second.logprob.logprob - expected[1, second.token_id]) < LOGPROB_FLOAT32
     assert [token for token, _ in second.logprob.top] == np.argsort(-expected[1])[:5].tolist()
     assert third.logprob is None

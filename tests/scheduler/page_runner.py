@@ -228,7 +228,7 @@ class PageRunner:
         decode_seconds = self.decode_seconds if plan.decode else 0.0
         self.clock += decode_seconds
         asks = any(group.host_reads is not None for group in plan.decode)
-        told = StepResult(tokens, self.prompt_logprobs, unit_seconds, decode_seconds, self.failures)
+        told = StepResult(tuple(tokens), self.prompt_logprobs, unit_seconds, decode_seconds, self.failures)
         return replace(told, host_seconds=self.host_seconds, num_parts=self.num_parts) if asks else told
 
     def _assign(self, write: RingWrite, plan: StepPlan) -> None:
@@ -438,7 +438,7 @@ class PageRunner:
             if prompt.sampling.num_prompt_logprobs is not None and prompt.samples == 0:
                 assert prompt.begin == 0, "prompt logprobs need every prompt token computed"
                 scored = prompt.token_ids[1 : prompt.num_prompt_tokens].tolist()
-                self.prompt_logprobs[prompt.slot] = [TokenLogprob(-float(token), []) for token in scored]
+                self.prompt_logprobs[prompt.slot] = tuple(TokenLogprob(-float(token), ()) for token in scored)
         return tokens
 
     def _seconds(self, unit: Unit) -> float:

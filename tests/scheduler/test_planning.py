@@ -75,7 +75,9 @@ class Load:
         if not plan.is_empty:
             slots = self.scheduler._launched[plan.lane][-1].drawing
             tokens = [SampledToken(slot, int(self.random.integers(0, 1000)), None) for slot in slots]
-            self.scheduler.postprocess(StepResult(tokens, {}, 1e-3 * len(plan.units), 1e-3 if plan.decode else 0.0))
+            self.scheduler.postprocess(
+                StepResult(tuple(tokens), {}, 1e-3 * len(plan.units), 1e-3 if plan.decode else 0.0)
+            )
 
     def finish(self) -> None:
         while self.scheduler.roster.num_unfinished:

@@ -1,10 +1,14 @@
 """Rings of methods that reuse: who gets one, who waits for one, and when it comes back."""
 
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
+from gpu.methods.method import ProfilePart
+from gpu.methods.registry import list_methods
 from gpu.step import PartId, RingWrite, StepPlan
 from scheduler.cache.ring_pool import Rings
 from scheduler.engine.engine import Engine
@@ -162,9 +166,33 @@ def test_a_plan_that_copies_a_ring_is_fenced_while_the_other_lane_is_busy() -> N
 
 def test_parts_that_print_alike_are_told_apart_and_survive_the_way_to_the_engine() -> None:
     one = PartId("reuse", "mac", (("tau", "0.5, band 2"),))
-    other = PartId("reuse", "mac", (("tau", "0.5"), ("band", "2")))
+    other = PartId("reuse", "mac", (("tau", 0.5), ("band", 2)))
     assert str(one) == str(other)
+    assert other != PartId("reuse", "mac", (("tau", "0.5"), ("band", "2")))
     rings = Rings({one: 1, other: 2}, PAGE)
     assert rings.num_free == {one: 1, other: 2}
     counts = TypeAdapter(tuple[tuple[PartId, int], ...])
-    assert dict(counts.validate_json(counts.dump_json(((one, 1), (other, 2))))) == {one: 1, other: 2}
+    read = dict(counts.validate_json(counts.dump_json(((one, 1), (other, 2)))))
+    assert read == {one: 1, other: 2}
+    assert [type(value) for part in read for _, value in part.settings] == [str, float, int]
+
+
+def test_settings_of_all_kinds_are_in_a_parts_identity_and_survive_the_way_to_the_engine() -> None:
+    """Settings in settings, numbers by layer and paths among them."""
+    given: dict[str, dict[str, Any]] = {
+        "mac": {"layer_tau": {0: 0.4, 2: "off"}},
+        "indexed": {"errors": {"epsilon": 0.1}, "resident": "full"},
+        "momo": {},
+        "predicted": {"weights": Path("some/where.safetensors")},
+    }
+    parts = TypeAdapter(PartId)
+    found = {
+        name: ProfilePart(list_methods()[name], list_methods()[name].settings(**one)).id for name, one in given.items()
+    }
+    for part in found.values():
+        assert parts.validate_json(parts.dump_json(part)) == part
+    others = ({"tau": 0.46}, {"layer_tau": {0: 0.5, 2: "off"}}, {"layer_tau": {0: 0.4}})
+    mac = list_methods()["mac"]
+    assert len({found["mac"], *(ProfilePart(mac, mac.settings(**given["mac"] | one)).id for one in others)}) == 4
+    layers = dict(found["mac"].settings)
+    assert (layers["layer_tau.0"], layers["layer_tau.2"]) == (0.4, "off")
