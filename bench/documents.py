@@ -23,6 +23,7 @@ from rich.console import Console
 
 from bench.benchmark_rows import Row, Timing, announce, measure, require, summarise
 from bench.documents_floors import drop_from_page_cache, fused_cost, plan_bench_prompt
+from bench.engine_patches import forget_chunks
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
 from gpu.fusion.fusion_plan import VANILLA
 from gpu.fusion.token_choice import choose, question_scores
@@ -123,7 +124,7 @@ class _Bench:
         self._step, self._rates, self._device, self._console = step, rates, device, console
         self._draw = np.random.default_rng(1)
         assert engine.scheduler.documents is not None, "documents: a deployment with a section of that name"
-        self._store: ChunkStore = engine.scheduler.documents.store_of_chunks
+        self._store: ChunkStore = engine.scheduler.documents._library.store
         self._chunks = self._draw_chunks(self._num_chunks(max(benchmark.lengths)))
         self._first = next(iter(fusions.items()))
         self._whole: dict[int, Times] = {}  # by length
@@ -263,7 +264,7 @@ class _Bench:
         for number in range(num_warmups + self._benchmark.repeats):
             prompt, spans = self._prompt(length, number)
             if place != "memory":
-                self._store.forget()
+                forget_chunks(self._store)
             if place == "disk":
                 folder = self._store.folder
                 drop_from_page_cache((folder.root / folder.model).glob("*.kv"))

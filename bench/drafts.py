@@ -23,6 +23,7 @@ from rich.console import Console
 from bench.as_served import interpreter_as_served
 from bench.benchmark_rows import Row, announce, require, summarise
 from bench.engine import measure_floor_rates
+from bench.engine_patches import note_results, replace_guesses, switch_drafts
 from bench.long_client import GREEDY, Client
 from bench.rates import device_name
 from gpu.config import Composition, DraftConfig, GpuConfig, ModelConfig
@@ -173,7 +174,7 @@ class _Bench:
         self.benchmark = benchmark
         self.client = client
         self._device_ms: list[float] = []
-        client.engine.scheduler.watch_results(self._note)
+        note_results(client.engine.scheduler, self._note)
 
     def _note(self, result: StepResult) -> None:
         if result.decode_seconds and not result.unit_seconds:
@@ -187,10 +188,11 @@ class _Bench:
     def stream(self, batch: int, accepted: float | None, is_on: bool) -> _Streams:
         """Run `batch` streams. accepted: None: of free text, drafted by n-grams."""
         drafts, draw = self.client.engine.scheduler.drafts, Random(batch)
-        drafts.is_on = is_on
+        switch_drafts(drafts, is_on)
         drafts.make_source = make_source if accepted is None else lambda config, sequence: Constant(accepted, draw)
         if self.benchmark.mtp:
-            self.client.engine._runner.replace_guesses(None if accepted is None else partial(_spoil, accepted, draw))
+            change = None if accepted is None else partial(_spoil, accepted, draw)
+            replace_guesses(self.client.engine._runner, change)
         sampling = GREEDY if accepted is None else BIASED
         prompts = [np.random.default_rng(place).integers(0, self.client.vocab_size, self.benchmark.prompt_tokens)
                    for place in range(batch)]  # fmt: skip

@@ -26,6 +26,7 @@ from bench.as_served import interpreter_as_served
 from bench.attend_rate import attend_alike_rows
 from bench.benchmark_rows import Row, announce, require, summarise
 from bench.drafts import BIASED, TOKEN, Constant
+from bench.engine_patches import note_results, replace_guesses
 from bench.long_client import Client
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
 from cpu.memory_rates import measure_host_rates
@@ -182,7 +183,7 @@ class _Bench:
         self._attended_s = 0.0
         scheduler = client.engine.scheduler
         scheduler.drafts.make_source = lambda config, sequence: Constant(1.0, self._draw)
-        scheduler.watch_results(self._note)
+        note_results(scheduler, self._note)
 
     def _note(self, result: StepResult) -> None:
         if result.decode_seconds and not result.unit_seconds:
@@ -216,11 +217,11 @@ class _Bench:
             wrong = [int(self._draw.random() >= accepted) for _ in range(len(tokens))]
             return tokens.fill_(TOKEN).add_(torch.tensor(wrong, device=tokens.device))
 
-        runner.replace_guesses(replace)
+        replace_guesses(runner, replace)
         try:
             yield
         finally:
-            runner.replace_guesses(None)
+            replace_guesses(runner, None)
 
     def stream(self, profile: str) -> _Stream:
         """Run one stream of `tokens` tokens behind the prompt that all have."""

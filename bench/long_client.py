@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 
 from bench.benchmark_rows import require
+from bench.engine_patches import set_adaptive
 from bench.sample_gate import WatchedTier
 from cpu.cpu_tier import CpuTier
 from gpu.sampling_params import SamplingParams
@@ -178,20 +179,12 @@ class Client:
         """Evict offloaded tokens from the device at once meanwhile, so that the host is asked for all of them."""
         evictor = self.engine.scheduler.residence.evictor
         assert evictor is not None, "fixed residence: of an engine with a host tier"
-        was, evictor.is_adaptive = evictor.is_adaptive, False
+        was = evictor.is_adaptive
+        set_adaptive(evictor, False)
         try:
             yield
         finally:
-            evictor.is_adaptive = was
-
-    @contextmanager
-    def one_in_flight(self) -> Iterator[None]:
-        """Collect each step before the next is launched meanwhile."""
-        before, self.engine.most_in_flight = self.engine.most_in_flight, 1
-        try:
-            yield
-        finally:
-            self.engine.most_in_flight = before
+            set_adaptive(evictor, was)
 
     def step(self, batch: int) -> None:
         """Step until as many tokens are drawn as a step of `batch` requests draws. Raises GateError where one request

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from bench.as_served import interpreter_as_served
 from bench.benchmark_rows import Row, announce, summarise
+from bench.engine_patches import one_in_flight
 from bench.long_client import GREEDY, Batch, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import Agreement, check_host_path
@@ -163,7 +164,7 @@ def _time_one_in_flight(
     for Python between them; and of as many behind these, launched ahead again.
     """
     timed = benchmark.steps, benchmark.seconds
-    with client.one_in_flight():
+    with one_in_flight():
         one = summarise(client.steps(batch, *timed).step_ms).ms
     again = summarise(client.steps(batch, *timed).step_ms).ms
     console.print(f"  batch {batch}, one step in flight: {one:.2f} ms; two again: {again:.2f} ms", highlight=False)

@@ -248,15 +248,32 @@ def _question_maps(engine: Engine, prompt: FusionPrompt, run: PolicyRun) -> dict
     begin, num_tokens = prompt.spans[-1][1], len(prompt.token_ids)
     found: dict[int, list[Tensor]] = {}
 
-    def watch(query: PrefillQuery) -> None:
+    def note(query: PrefillQuery) -> None:
         own = query.positions >= begin
         if query.num_prompt_tokens == num_tokens and bool(own.any()):
             found.setdefault(query.layer, []).append(attention_map(query, own, num_tokens))
 
-    engine.watch_prefill(watch)
-    _answer_all(engine, [replace(prompt, max_new_tokens=1)], run, [])
-    engine.watch_prefill(None)
+    with _noted_queries(engine, note):
+        _answer_all(engine, [replace(prompt, max_new_tokens=1)], run, [])
     return {layer: torch.cat(parts, 1) for layer, parts in found.items()}
+
+
+@contextmanager
+def _noted_queries(engine: Engine, note: Callable[[PrefillQuery], None]) -> Iterator[None]:
+    """Have `note` see what prompts attend to meanwhile, in layers that see everything, of methods without rings."""
+    attention = engine._runner._prefill.attention
+    show, show_tail = attention._show, attention._show_tail
+
+    def show_and_note(query: PrefillQuery, slot: int) -> None:
+        note(query)
+        show(query, slot)
+
+    attention._show = show_and_note
+    attention._show_tail = lambda state, unit, query: note(query)
+    try:
+        yield
+    finally:
+        attention._show, attention._show_tail = show, show_tail
 
 
 def attention_map(query: PrefillQuery, own: Tensor, num_tokens: int) -> Tensor:

@@ -5,17 +5,16 @@ next token while an earlier step is still in flight. A sequence whose logits are
 memory, or whose decode step was left unanswered, gets token -1 and disturbs no other.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from gpu.attention.prefill_query import PrefillQuery
 from gpu.batching.halving import Halving, most_rows_of_parts
 from gpu.batching.step_reads import StepReads
-from gpu.decode.followers import Followers, ReplaceGuesses
+from gpu.decode.followers import Followers
 from gpu.decode.groups import host_reads_of, slots_over, without_slots
 from gpu.decode.link_reads import open_link
 from gpu.decode.loop import LayerLoop
@@ -248,14 +247,6 @@ class Runner:
     def num_savable(self) -> int:
         """Return how many blocks a plan may save now."""
         return 0 if self._block_writer is None else self._block_writer.num_free
-
-    def watch_prefill(self, watch: Callable[[PrefillQuery], None] | None) -> None:
-        """Show what prompts attend to, for who measures; None: no more."""
-        self._prefill.attention.watch = watch
-
-    def replace_guesses(self, replace: ReplaceGuesses | None) -> None:
-        """Have other tokens in place of those that a profile drafts, which cost what they cost; None: no more."""
-        self._followers.replace_guesses = replace
 
     @torch.inference_mode()
     def feed(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:

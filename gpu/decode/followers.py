@@ -19,14 +19,10 @@ from gpu.sampling.sampler import Sampler
 from gpu.step import TO_DRAFT, DecodeGroup
 from gpu.upload import upload
 
-ReplaceGuesses = Callable[[Tensor], Tensor]
-
 
 class Followers:
     """step: computes a batch. last_tokens: as `gpu.decode.loop.LayerLoop` has them. sides: of methods with rings.
     guess: returns logits of what the checkpoint's head guesses behind a batch, whose slots hold no ring that drafts.
-    replace_guesses: None, or makes other tokens of those that a step has drafted, int64 `[rows]`, for who measures how
-    a rate of acceptance tells.
     """
 
     def __init__(
@@ -38,7 +34,6 @@ class Followers:
         self._last_tokens = last_tokens
         self._sides = sides
         self._guess = guess
-        self.replace_guesses: ReplaceGuesses | None = None
 
     def add_rows(self, batch: Batch, group: DecodeGroup, first: int) -> Batch:
         """Return a batch of the slots' first rows with a row for each token of a run or a draft, whose ids it puts to
@@ -99,8 +94,6 @@ class Followers:
             logits = guess(_drafting_rows(batch, going_on, step, places))
             slots, numbers = [batch.slots[row] for row in going_on], [samples[row] + step for row in going_on]
             tokens = self._sampler.guess(logits, slots, numbers)
-            if self.replace_guesses is not None:
-                tokens = self.replace_guesses(tokens)
             self._last_tokens.index_copy_(0, self._upload([places[row][step] for row in going_on]), tokens)
 
     @property

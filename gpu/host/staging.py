@@ -44,11 +44,6 @@ class Staging:
         keys, values = self.buffer(place)
         return keys[None], values[None], self._one_page
 
-    def poison(self) -> None:
-        """Fill both buffers with NaN: a debug and test aid that shows any read of a token nobody wrote."""
-        self.keys.fill_(float("nan"))
-        self.values.fill_(float("nan"))
-
 
 class StagedPrompt:
     """A prompt that is offloaded. Making it opens its context, or forks it, and takes room for its rows.

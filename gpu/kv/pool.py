@@ -18,7 +18,7 @@ from gpu.kv.states import States
 from gpu.kv.windows import NO_WINDOWS, Windows, WindowShape
 from gpu.model.architecture import Architecture
 from gpu.operations.kv.gather_pages import gather_pages
-from gpu.operations.kv.kv_rows import poison, write_rows
+from gpu.operations.kv.kv_rows import write_rows
 from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout, page_table, row_array
 from gpu.step import FinishedReload, PageEviction, PageWrite, StateMove, TablePlace, WindowWrite
 from gpu.upload import upload
@@ -179,11 +179,6 @@ class KvPool:
         ids = upload(np.array(page_ids, dtype=np.int64), self.device)
         for place, layer in enumerate(self.offloaded_layers):
             self.read(layer, ids, keys[place], values[place])
-
-    def poison(self) -> None:
-        """Fill every page with NaN: a debug and test aid that shows any read of a token nobody wrote."""
-        for arena in (*self.arenas, *self.windows.arenas, *(() if self.states is None else self.states.arenas)):
-            poison(arena)
 
     def _views(self, arena: Tensor, of_windows: dict[int, Tensor]) -> list[Tensor]:
         """Return each layer's view of an arena, dense ones in front; those of windows are given."""

@@ -108,19 +108,6 @@ class LayerGraphs:
         graphs.behind.replay()
         return self._out[:num].clone()
 
-    def poison(self) -> None:
-        """Fill the buffers with NaN: a debug and test aid."""
-        for buffer in (
-            self._hidden,
-            self._out,
-            self._query,
-            self._pre_rope_query,
-            self._attended,
-            self._wide,
-            self._lse,
-        ):
-            buffer.fill_(float("nan"))
-
     @property
     def _device(self) -> torch.device:
         return self._decoder.pool.device

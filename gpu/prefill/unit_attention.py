@@ -4,7 +4,7 @@ A query is given what it would be given if its prompt were alone. Methods that r
 queries in order.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -40,7 +40,6 @@ class UnitAttention:
     ) -> None:
         self.sides = sides
         self.reusing = reusing
-        self.watch: Callable[[PrefillQuery], None] | None = None
         """Sees what a prompt that is alone in its unit attends to, in each layer that attends to everything."""
         self._decoder = decoder
         self._gathered = gathered
@@ -77,8 +76,6 @@ class UnitAttention:
         prefill_query = PrefillQuery(
             unit.layer, query, pre_rope_query, keys, values, positions, None, num_tokens, scale, None
         )  # fmt: skip
-        if self.watch is not None and window is None:
-            self.watch(prefill_query)
         if window is None:
             self._show_tail(state, unit, prefill_query)
         return scattered_attention(query, keys, values, positions, scale, window)
@@ -135,8 +132,6 @@ class UnitAttention:
         if keeps_state and begin == prompt.begin:
             state.method_states[prompt.slot] = side.make_state(unit.layer, begin, num_prompt_tokens)
         prefill_query = self._query_of(state, unit, part, query, pre_rope_query)
-        if self.watch is not None:
-            self.watch(prefill_query)
         attended = side.attend(replace(prefill_query, state=state.method_states[prompt.slot] if keeps_state else None))
         self._show(prefill_query, prompt.slot)
         if keeps_state and part.context == num_prompt_tokens:

@@ -119,11 +119,6 @@ class WindowPrefill:
         keys, values = (rows[0] if len(rows) == 1 else torch.cat(rows, 1) for rows in kept)
         self.pool.write(layer, unit.page_ids, unit.offsets, keys, values)
 
-    def poison(self) -> None:
-        """Fill the buffer with NaN: a debug and test aid."""
-        self._keys.fill_(float("nan"))
-        self._values.fill_(float("nan"))
-
     def _before(self, layer: int, part: UnitPart, window: int, own: list[Tensor]) -> list[Tensor]:
         """Return keys and values `[kv_heads, tokens, dim]` of a prompt's tokens and those in front that they see."""
         first = max(0, part.first - window + 1)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.engine_patches import switch_drafts
 from evals.tokenizer import load_tokenizer
 from gpu.config import Composition, DraftConfig, GpuConfig, MethodChoice, ModelConfig
 from gpu.methods.registry import list_methods
@@ -135,7 +136,7 @@ def measure_accepted(
         for number, task in enumerate(read_tasks(model, num_each)):
             outcome, texts = outcomes[task.kind], {}
             for is_on in (False, True):
-                engine.scheduler.drafts.is_on = is_on
+                switch_drafts(engine.scheduler.drafts, is_on)
                 before = engine.stats()
                 texts[is_on], seconds = _serve(engine, f"{number}-{is_on}", task, max_tokens, temperature)
                 outcome.seconds[is_on] += seconds

@@ -8,13 +8,11 @@ reported behind all that were launched before it.
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from msgspec import structs
 
 from cpu.cpu_tier import CpuTier
-from gpu.attention.prefill_query import PrefillQuery
 from gpu.in_flight import InFlight
 from gpu.methods.counters import add_counts
 from gpu.runner import Runner
@@ -46,9 +44,8 @@ _LOOKING_SECONDS = 5e-3  # ... and after so long, requests that have come meanwh
 
 
 class Engine:
-    """Drives one runner. Not thread-safe: one thread submits, cancels and steps. `most_in_flight`: steps of a lane; a
-    benchmark changes it, with nothing under way: by 1 the device waits for Python between two steps. ranks: processes
-    of the other devices, or None.
+    """Drives one runner. Not thread-safe: one thread submits, cancels and steps. ranks: processes of the other devices,
+    or None.
     """
 
     def __init__(
@@ -59,7 +56,6 @@ class Engine:
         self._runner = runner
         self._tier = tier
         self._ranks = ranks
-        self.most_in_flight = MOST_IN_FLIGHT
         self._is_pipelined = is_pipelined
         self._in_flight: list[
             tuple[StepPlan, InFlight, float]
@@ -104,10 +100,6 @@ class Engine:
         refused, self._refused = self._refused, []
         return refused if documents is None else documents.take_stored()
 
-    def watch_prefill(self, watch: Callable[[PrefillQuery], None] | None) -> None:
-        """Watch prefill queries; see `Runner.watch_prefill`."""
-        self._runner.watch_prefill(watch)
-
     def first_own_token(self, prefill_method: PartId) -> int | None:
         """Return what `Runner.first_own_token` does."""
         return self._runner.first_own_token(prefill_method)
@@ -116,7 +108,7 @@ class Engine:
         """Launch each lane's next step if there is one, and report a finished one if there is one."""
         began = time.perf_counter()
         plans = [plan for lane in self.scheduler.lanes if (plan := self._launch(lane)) is not None]
-        most = self.most_in_flight - 1 if self._is_pipelined else 0
+        most = MOST_IN_FLIGHT - 1 if self._is_pipelined else 0
         if not plans or any(self._num_in_flight(plan.lane) > most for plan in plans):
             self._unreported += self._collect(self._next_finished())
             for lane in list(self._undrawn):
@@ -220,7 +212,7 @@ class Engine:
 
     def _launch(self, lane: Lane) -> StepPlan | None:
         """Launch a lane's next step, if it may have one and there is one."""
-        if self._num_in_flight(lane) >= self.most_in_flight or lane in self._undrawn:
+        if self._num_in_flight(lane) >= MOST_IN_FLIGHT or lane in self._undrawn:
             return None
         plan = self.scheduler.schedule(self._runner.is_ready, lane)
         self._unreported += self.scheduler.take_refused()

@@ -22,7 +22,6 @@ from scheduler.sequences.capacity import TooLargeError
 from scheduler.sequences.sequence import MOST_OVERTAKEN, Sequence
 from transfer.chunks.chunk_format import ChunkKey, name_chunk, name_digest
 from transfer.chunks.chunk_library import ChunkLibrary
-from transfer.chunks.chunk_store import ChunkStore
 
 _NOT_STORED = "the disk has no room or refused (documents.folder, documents.disk_limit_gib), see the server's log"
 _NOT_KEPT = "keys and values could not be kept (in 8 bits, those that are not finite cannot), see the server's log"
@@ -79,10 +78,6 @@ class Documents:
         self._writing: list[tuple[Future[bool], _Storing]] = []
         self._stored: list[ChunksStored] = []
         self._dropping: dict[str, Future[None]] = {}  # what is still found, and will not be
-
-    @property
-    def store_of_chunks(self) -> ChunkStore:
-        return self._library.store
 
     def stats(self) -> ChunkStats:
         store = self._library.store

@@ -35,13 +35,9 @@ class _Span:
 
 
 class Evictor:
-    """The choice of pages to evict, of contexts that the host has as well. `holders`: the sequences that hold contexts.
-    `is_adaptive`: offloaded blocks stay resident while nobody needs their pages; else they are evicted by token counts
-    alone. A benchmark changes it, with nothing under way.
-    """
+    """The choice of pages to evict, of contexts that the host has as well. holders: sequences that hold contexts."""
 
     def __init__(self, host: HostCapacity, contexts: HostContexts, pages: PagePool) -> None:
-        self.is_adaptive = host.is_adaptive
         self._host = host
         self._contexts = contexts
         self._pages = pages
@@ -52,6 +48,13 @@ class Evictor:
         self.num_evictions = 0
         self.num_reloaded = 0  # blocks, since the start
         self.holders: dict[HostContext, Sequence] = {}
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Tell whether offloaded blocks stay resident while nobody needs their pages; else they are evicted by token
+        counts alone.
+        """
+        return self._host.is_adaptive
 
     def hold(self, sequence: Sequence, context: HostContext) -> None:
         """Give the context to the sequence."""

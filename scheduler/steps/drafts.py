@@ -32,16 +32,15 @@ ChooseLengths = Callable[[list[tuple[list[int], list[float]]], int, StepTimes], 
 
 
 class Drafts:
-    """Keep the drafts of all sequences. is_on: whether there are any; it may change between two steps. most_rows: of
-    such a step. make_source: of a sequence whose profile drafts. choose_lengths: by what pays, unless somebody sets it.
-    model: that drafts for profiles which name one; None: none does.
+    """Keep the drafts of all sequences. most_rows: of a step with some. make_source: of a sequence that drafts.
+    choose_lengths: by what pays, unless somebody sets it. model: that drafts for profiles which name one; None: none
+    does.
     """
 
     def __init__(
         self, most_rows: int, residence: Residence, rings: Rings, lanes: Many[Lane],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        self.is_on = True
         self.most_rows = most_rows
         self.make_source: MakeSource = make_source
         self.choose_lengths: ChooseLengths = self.choose_by_gain
@@ -61,7 +60,7 @@ class Drafts:
     ) -> tuple[list[tuple[int, ...]] | None, list[PageWrite]]:
         """Return the draft of each row, and the page writes for them. None: no row has one."""
         self._draft_s = 0.0
-        if not self.is_on or all(sequence.profile.draft is None for sequence, _ in rows):
+        if all(sequence.profile.draft is None for sequence, _ in rows):
             return None, []
         num_fed = len(rows) + sum(map(len, runs or ()))
         if num_fed >= self.most_rows:

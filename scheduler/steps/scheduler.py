@@ -6,7 +6,7 @@ since the device works in plan order. Invariant: a row that draws has a page for
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
@@ -165,7 +165,6 @@ class Scheduler:
         most_rows = config.max_running if device.most_rows is None else device.most_rows
         self.jumps = KnownTokens(config, most_rows, self._costs, self.residence, self.constraints)
         self.drafts = Drafts(most_rows, self.residence, self.rings, device.lanes)
-        self._watch: Callable[[StepResult], None] | None = None
 
     @property
     def prefill_methods(self) -> list[PartId]:
@@ -349,8 +348,6 @@ class Scheduler:
 
     def postprocess(self, result: StepResult, lane: Lane = Lane.DEVICE) -> list[Delta]:
         """Return what the result of a lane's oldest launched plan means for its requests, in no particular order."""
-        if self._watch is not None:
-            self._watch(result)
         launched = self._launched[lane].popleft()
         self.drafts.end(lane)
         drafted = self._results.settle_drafts(result, launched)
@@ -360,10 +357,6 @@ class Scheduler:
         if result.decode_seconds and len(self.lanes) > 1:
             self._learn_grouping(launched, result, lane)
         return deltas
-
-    def watch_results(self, watch: Callable[[StepResult], None] | None) -> None:
-        """Show each step's result before anything is made of it, for who measures; None: no more."""
-        self._watch = watch
 
     def _learn_grouping(self, launched: LaunchedPlan, result: StepResult, lane: Lane) -> None:
         """Learn from a finished decode step which rows should step together."""

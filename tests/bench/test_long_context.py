@@ -17,6 +17,7 @@ import cpu.segment_jobs
 from bench import long_context
 from bench.benchmark_rows import GateError
 from bench.cli import app
+from bench.engine_patches import one_in_flight
 from bench.long_client import MIN_STEPS, Client
 from bench.long_context import LongContextBenchmark, Served, run_long_context_benchmark
 from bench.long_gate import ROUNDING, check_host_path, check_samples
@@ -27,6 +28,7 @@ from cpu.tables import build_tables
 from gpu.page_layout import PageLayout
 from gpu.profiles import resolve_profiles
 from gpu.step import HostRead
+from scheduler.engine import engine as stepping
 from scheduler.engine.load_engine import load_engine
 from scheduler.messages import Delta, HostStats
 from scheduler.sequences.capacity import HostCapacity
@@ -316,14 +318,13 @@ class LateRow:
         residence = SimpleNamespace(page_tokens=16, host_read=lambda sequence: HostRead(sequence.number, 16, 160))
         running = [SimpleNamespace(number=number, open_context=None) for number in range(2)]
         self.scheduler = SimpleNamespace(roster=SimpleNamespace(running=running), residence=residence)
-        self.most_in_flight = 2
         self.depths: list[int] = []
 
     def is_ready(self, ask: HostRead) -> bool:
         return ask.context_id == 0 or len(self.depths) >= 5
 
     def step(self) -> list[Delta]:
-        self.depths.append(self.most_in_flight)
+        self.depths.append(stepping.MOST_IN_FLIGHT)
         time.sleep(0.01)
         return [Delta(request_id="one", token_ids=[7])] * (1 + self.is_ready(HostRead(1, 16, 160)))
 
@@ -351,7 +352,7 @@ def test_tables_that_never_stand_give_no_number(monkeypatch):
 def test_with_one_step_in_flight_the_engine_is_left_as_it_was():
     engine = LateRow()
     client = Client(engine, 10, {})
-    with client.one_in_flight():
+    with one_in_flight():
         client.until_ready()
     client.advance()
     assert engine.depths == [1] * 5 + [2]

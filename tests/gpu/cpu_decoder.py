@@ -11,6 +11,7 @@ from gpu.operations.kv.rope_kv_write import rope_kv_write_reference
 from gpu.operations.rms_norm import rms_norm_reference
 from gpu.operations.swiglu import swiglu_reference
 from gpu.weights.drawing import random_weights
+from tests.gpu.poison import poison_pool
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16
@@ -24,7 +25,7 @@ def cpu_decoder(shape: Architecture, dtype: torch.dtype, num_pages: int, max_slo
         layer.attention_norm.uniform_(0.5, 1.5, generator=generator)
         layer.mlp_norm.uniform_(0.5, 1.5, generator=generator)
     pool = KvPool(shape, PoolShape(num_pages, (), PAGE_TOKENS, max_slots, max_pages * PAGE_TOKENS, dtype), CPU)
-    pool.poison()
+    poison_pool(pool)
     if num_pages >= max_slots * max_pages:
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5))
         pool.page_table.copy_(order[: max_slots * max_pages].view(max_slots, max_pages))

@@ -34,6 +34,7 @@ from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
 from gpu.weights.expert_shares import MOST_COMPUTED_ROWS
+from tests.gpu.poison import poison_buffers, poison_pool
 from transfer.expert_exchange import OpenExperts
 
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
@@ -325,9 +326,9 @@ def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", i
         ),
         on_progress=lambda stage, fraction: None,
     )
-    runner.pool.poison()
+    poison_pool(runner.pool)
     if runner._prefill.windows is not None:
-        runner._prefill.windows.poison()
+        poison_buffers(runner._prefill.windows)
     return runner
 
 

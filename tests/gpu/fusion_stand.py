@@ -21,6 +21,7 @@ from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, PageWrite, PlacedChunk, PrefillJob, PrefillPrompt, PrefillUnit, Unit
 from gpu.weights.weights import Weights
 from tests.gpu.host_prefill import SHAPE, KeepsLogits, sharp_weights
+from tests.gpu.poison import poison_pool
 from transfer.chunks.chunk_format import ChunkKey, ChunkShape, name_chunk
 from transfer.chunks.chunk_library import ChunkLibrary
 from transfer.chunks.chunk_store import open_chunks
@@ -46,7 +47,7 @@ class FusionStand:
 
     def __post_init__(self) -> None:
         self.pool = KvPool(SHAPE, PoolShape(PAGES, (), PAGE, 3, CONTEXT, torch.float32), torch.device("cpu"))
-        self.pool.poison()
+        poison_pool(self.pool)
         self.weights = sharp_weights(torch.float32, torch.device("cpu"))
         if self.has_sinks:
             add_sinks(self.weights)

@@ -25,6 +25,7 @@ from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, HostPrompt, PageWrite, PrefillJob, PrefillPrompt, Unit
 from gpu.weights.drawing import random_weights
 from gpu.weights.weights import Weights
+from tests.gpu.poison import poison_buffers, poison_pool
 from tests.gpu.reference_model import layer_units
 from tests.reference_tier import ReferenceTier
 from transfer.copies import Streams
@@ -88,7 +89,7 @@ class Stand:
             ),
             self.device,
         )
-        self.pool.poison()
+        poison_pool(self.pool)
         self.decoder = Decoder(SHAPE, sharp_weights(self.dtype, self.device), self.pool, MAX_CONTEXT)
         self.sampler = KeepsLogits(MAX_SLOTS, SHAPE.vocab_size, self.device)
         self.tier = self._tier()
@@ -96,7 +97,7 @@ class Stand:
             self.decoder, self.sampler, 4000, {DENSE: Dense()}, (), PromptStores(self.tier, self._row_transfer())
         )
         if self.prefill.staging is not None:
-            self.prefill.staging.poison()
+            poison_buffers(self.prefill.staging)
         order = np.random.default_rng(4).permutation(NUM_PAGES).tolist()
         self.pages = order
         blocks = range(NUM_PAGES, NUM_PAGES + num_blocks)

@@ -16,8 +16,9 @@ from gpu.methods.indexed.ring import BEHIND_ALL, Index, Layout, Work, new_index,
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
 from gpu.operations.arguments import INTERPRETED
-from gpu.operations.kv.kv_rows import poison, read_cells, width_of, write_rows
+from gpu.operations.kv.kv_rows import read_cells, width_of, write_rows
 from tests.gpu.kernel_oracles import wide
+from tests.gpu.poison import poison
 from tests.int4_rows import pack, unpack
 from transfer import places
 from transfer.partial import Partial

@@ -27,6 +27,7 @@ from gpu.step import (
     TokenLogprob,
     Unit,
 )
+from tests.gpu.poison import poison_pool
 from tests.gpu.small_runner import load_small
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "models" / "reference"
@@ -95,7 +96,7 @@ def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: i
         num_pages=num_pages,
     )
     runner.dense.choice = None
-    runner.pool.poison()
+    poison_pool(runner.pool)
     return runner
 
 

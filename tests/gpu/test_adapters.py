@@ -21,6 +21,7 @@ from gpu.step import DecodeGroup, PrefillJob, PrefillPrompt, StepPlan, WindowWri
 from gpu.weights.matrix import as_matrix
 from tests.gpu.adapter_files import merged, write_adapter
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt
+from tests.gpu.poison import poison_pool
 from tests.gpu.reference_model import Pages, layer_units
 from tests.gpu.small_runner import load_small
 from tests.tolerances import FAMILY_LOGITS, FAMILY_LOGITS_ON_CARDS
@@ -37,7 +38,7 @@ def load(
     has_states = read_architecture(folder).recurrent is not None
     runner = load_small(ModelConfig(path=folder, **model), gpu, adapters=adapters, num_windows=9 if has_states else 0,
                         prefill_graph_sizes=(16,) if device == "cuda" else ())  # fmt: skip
-    runner.pool.poison()
+    poison_pool(runner.pool)
     return runner
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.engine_patches import replace_guesses
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.model.architecture import ModelError, load_architecture, read_architecture
@@ -26,6 +27,7 @@ from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import TO_DRAFT, DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
 from tests.gpu.family_checkpoints import PAGE_TOKENS, Checkpoint, checkpoint, draw_prompt
+from tests.gpu.poison import poison_pool
 
 HEADS = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 GREEDY = SamplingParams(temperature=0.0)
@@ -109,7 +111,7 @@ def load(folder: Path, drafts: bool = True, device: str = "cpu") -> Runner:
                      num_windows=2, drafts=drafts),
         on_progress=lambda stage, fraction: None,
     )  # fmt: skip
-    runner.pool.poison()
+    poison_pool(runner.pool)
     return runner
 
 
@@ -144,8 +146,8 @@ class Decoding:
         """Tokens that a step draws: with so many drafted ones by the head, or with these in their place."""
         count = drafts if isinstance(drafts, int) else len(drafts)
         given = iter([] if isinstance(drafts, int) else drafts)
-        self.runner.replace_guesses(
-            None if isinstance(drafts, int) else lambda tokens: torch.full_like(tokens, next(given))
+        replace_guesses(
+            self.runner, None if isinstance(drafts, int) else lambda tokens: torch.full_like(tokens, next(given))
         )
         self.said.clear()
         position = self.num_prompt + len(self.text) - 1

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import (
     make_codes,
-    poison,
     read_cells,
     read_codes,
     read_rows,
@@ -24,6 +23,7 @@ from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, random, wide
 from tests.gpu.packed_oracle import e4m3
 from tests.gpu.paged_rows import RawPages, draw_rows, read_raw
+from tests.gpu.poison import poison
 from tests.gpu.test_kernels_elementwise import Rope
 from tests.tolerances import KV_FP8_STEP, KV_INT8_STEP, KV_ROW_FP8, KV_ROW_INT8, KV_SCALE_FLOAT32, ROUNDING_BFLOAT16
 

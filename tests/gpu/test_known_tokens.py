@@ -12,6 +12,7 @@ import torch
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, Lane, PageWrite, PrefillJob, SampledToken, StepPlan
+from tests.gpu.poison import poison_pool
 from tests.gpu.reference_model import Pages, document_prompt, layer_units, prefill_prompts, reference_runner
 from tests.gpu.twin_runners import Twins
 from tests.tolerances import CHUNKING_LOGPROB_ATOL, HOP_LOGITS_FLOAT32
@@ -162,7 +163,7 @@ def test_rows_of_a_slot_see_those_in_front_on_any_number_of_threads() -> None:
     try:
         for threads in [1] + [2] * 6:
             torch.set_num_threads(threads)
-            runner.pool.poison()
+            poison_pool(runner.pool)
             begin(runner, [PLAIN] * 3)
             group = DecodeGroup([1], [len(PROMPTS[1])], [15], runs=[run])
             told = runner.launch(StepPlan(decode=[group])).collect().tokens

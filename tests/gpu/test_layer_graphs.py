@@ -20,6 +20,7 @@ from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan, WindowWrite
 from gpu.weights.drawing import random_weights
+from tests.gpu.poison import poison_buffers, poison_pool
 from tests.gpu.reference_model import layer_units
 
 SIZES = (8, 32, 64)
@@ -104,7 +105,7 @@ def test_prompts_by_graphs_are_told_what_they_are_kernel_by_kernel(
     capture(runner)
     assert runner._prefill._graphs.most_tokens == max(SIZES)
     assert len(stand_ins) in (0, 2 * len(SIZES) * len(layers_in_graphs(runner.architecture)))
-    runner._prefill._graphs.poison()
+    poison_buffers(runner._prefill._graphs)
     for job, known in zip(JOBS, wanted, strict=True):
         for got, own in zip(logprobs(runner, *job), known, strict=True):
             assert np.isfinite(own).all()
@@ -142,7 +143,7 @@ def test_rows_behind_a_units_tokens_write_no_keys(stand_ins: list[Again]) -> Non
     runner = runner_of("tiny", "cpu")
     capture(runner)
     logprobs(runner, [64], 64)  # fills all rows of the largest size
-    runner.pool.poison()
+    poison_pool(runner.pool)
     logprobs(runner, [3], 64)
     written = torch.isfinite(runner.pool.key_pages[1]).flatten(2).all(2).any(1)
     assert written.nonzero().flatten().tolist() == []

@@ -13,6 +13,7 @@ from gpu.model.architecture import named_shape
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan, StepResult
+from tests.gpu.poison import poison_pool
 from tests.gpu.reference_model import NUM_LAYERS, Pages, document_prompt, layer_units, reference_runner
 from tests.tolerances import ATTENTION_BF16_ATOL, BF16_LOGPROB_ATOL, CHUNKING_LOGPROB_ATOL
 
@@ -48,7 +49,7 @@ def test_keys_and_values_of_several_prompts_lie_one_after_another(device: str) -
     """Pages in any order, some shared, of prompts that end within one; NaN in what nobody wrote."""
     shape, page = named_shape("tiny"), 16
     pool = KvPool(shape, PoolShape(40, (), page, 4, 100, torch.float32), torch.device(device))
-    pool.poison()
+    poison_pool(pool)
     rows = {2: [7, 0, 31], 0: [12], 3: [7, 0, 5, 6]}
     pool.write_pages([PageWrite(slot, 0, pages) for slot, pages in rows.items()])
     contexts = {2: 40, 0: 3, 3: 61}

@@ -14,6 +14,7 @@ from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, StepPlan, WindowBranch, WindowWrite
 from tests.gpu.family_checkpoints import PAGE_TOKENS, checkpoint, draw_prompt, load
+from tests.gpu.poison import poison_pool
 from tests.gpu.reference_model import layer_units, units_without
 from tests.gpu.test_families import off
 from tests.tolerances import FAMILY_LOGITS
@@ -152,7 +153,7 @@ def test_a_window_is_copied_whole_and_given_to_its_slot_alone() -> None:
     pool = KvPool(
         shape, PoolShape(8, (), PAGE_TOKENS, 2, 160, torch.float32, WindowShape((0, 1, 3), 3, 2)), torch.device("cpu")
     )
-    pool.poison()
+    poison_pool(pool)
     for layer in (0, 1, 3):
         pool.key_pages[layer][2:4] = layer + 1.0
         pool.value_pages[layer][2:4] = -layer - 1.0

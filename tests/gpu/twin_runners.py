@@ -37,6 +37,7 @@ from gpu.step import (
     TablePlace,
     WindowWrite,
 )
+from tests.gpu.poison import poison_pool
 from tests.gpu.reference_model import GREEDY, layer_units, prefill_prompts, shallow_model
 from tests.reference_tier import ReferenceTier, stored_rows
 from tests.tolerances import HOP_LOGITS_FLOAT32
@@ -114,7 +115,7 @@ def load(
     )
     runner.pool.windows.write([WindowWrite(slot, None, slot) for slot in range(runner.pool.windows.shape.count)])
     runner.dense.choice = None  # which kernel attends to prompts follows from times, and bits from the kernel
-    runner.pool.poison()
+    poison_pool(runner.pool)
     return runner
 
 

@@ -178,7 +178,7 @@ def test_after_a_restart_the_first_prompt_brings_chunks_into_memory(tmp_path: Pa
     engine.shutdown()
     again = make_engine(tmp_path)
     assert text(serve(again, ask("b", fusion))) == wanted
-    again.scheduler.documents.store_of_chunks.finish_reads()
+    again.scheduler.documents._library.store.finish_reads()
     for file in tmp_path.rglob("*.kv"):
         file.unlink()
     found = serve(again, ask("c", fusion))
@@ -189,7 +189,7 @@ def test_after_a_restart_the_first_prompt_brings_chunks_into_memory(tmp_path: Pa
 
 def test_documents_that_are_stored_already_give_up_no_memory(engine: Engine) -> None:
     serve(engine, ask("a", A3))
-    store = engine.scheduler.documents.store_of_chunks
+    store = engine.scheduler.documents._library.store
     before, kept = store.counts(), store.bytes_in_memory
     engine.store_chunks(StoreChunks("s", [pack_tokens(chunk) for chunk in CHUNKS], ""))
     run(engine)
@@ -202,7 +202,7 @@ def test_chunks_that_gave_no_finite_logits_are_computed_anew(engine: Engine) -> 
     wanted = text(serve(engine, ask("a", A3)))
     assert engine.scheduler.documents is not None
     documents = engine.scheduler.documents
-    store, key = documents.store_of_chunks, documents._name(np.array(CHUNKS[1]), "")
+    store, key = documents._library.store, documents._name(np.array(CHUNKS[1]), "")
     store.delete(key).result()
     broken = np.full(store.folder.shape.layer_bytes(SIZES[1]) // 4, np.nan, np.float32).view(np.uint8)
     assert store.put(key, [broken] * SHAPE.num_layers).result()
@@ -594,7 +594,7 @@ def test_whatever_happens_to_files_answers_are_those_of_whole_ones(
         files = sorted(root.glob("*.kv"))
         damage(files[number % len(files)], draw)
         assert text(serve(engine, ask(f"b{number}", fusion))) == wanted
-        engine.scheduler.documents.store_of_chunks.delete(
+        engine.scheduler.documents._library.store.delete(
             ChunkKey("none", 1, "0" * 32)
         ).result()  # behind what is written
         assert len(list(root.glob("*.kv"))) == len(CHUNKS), "what was lost is stored again"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.engine_patches import switch_drafts
 from gpu.config import DraftConfig
 from gpu.step import Lane
 from scheduler.drafts.acceptance import Acceptance, shared_chances
@@ -217,7 +218,7 @@ def test_drafts_are_off_by_themselves_where_they_do_not_pay(
         engine.scheduler.drafts = drafts = Drafts(
             16, engine.scheduler.residence, engine.scheduler.rings, [Lane.DEVICE], clock
         )
-        drafts.is_on = is_on
+        switch_drafts(drafts, is_on)
         request = make_request("1", prompt_of(20, 3), tokens, profile="drafting")
         output = expected_output(request.prompt_token_ids, tokens, [], "drafting", 0)
         drafts.make_source = lambda config, sequence, output=output: Foreseen(20, output, spoilt, Random(4))

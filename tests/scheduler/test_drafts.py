@@ -6,6 +6,7 @@ from random import Random
 import msgspec
 import pytest
 
+from bench.engine_patches import switch_drafts
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.step import StepPlan
 from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest
@@ -56,7 +57,7 @@ def test_the_text_is_the_same_and_takes_fewer_steps_where_drafts_are_right(is_pi
         engine, runner = make_engine(is_pipelined=is_pipelined, max_running=16)
         requests = [request_of("1"), request_of("2", 33, 45)]
         sources = foresee(engine, outputs_of(requests), spoilt)
-        engine.scheduler.drafts.is_on = is_on
+        switch_drafts(engine.scheduler.drafts, is_on)
         engine.submit(requests)
         deltas = drain(engine)
         check_all(requests, deltas)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from bench.engine_patches import replace_guesses
 from gpu.config import Composition, GpuConfig, ModelConfig
 from gpu.memory.demand import PlanError
 from gpu.model.architecture import load_architecture
@@ -68,7 +69,7 @@ def foresee(engine: Engine, text: list[int], name: str) -> None:
         return tokens if at % 3 == 2 or at >= len(text) else torch.full_like(tokens, text[at])
 
     engine.step = stepping  # type: ignore[method-assign]
-    engine._runner.replace_guesses(replace)
+    replace_guesses(engine._runner, replace)
 
 
 def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:
@@ -92,7 +93,7 @@ def test_drafts_that_are_right_take_no_step_and_are_told(engine: Engine) -> None
         engine.submit([ask(0)])
         deltas = drain(engine)[ask(0).request_id]
         engine.step = step  # type: ignore[method-assign]
-        engine._runner.replace_guesses(None)
+        replace_guesses(engine._runner, None)
         texts.append(text(deltas))
     after = engine.stats()
     assert texts[0] == texts[1]

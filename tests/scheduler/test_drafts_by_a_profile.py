@@ -9,6 +9,7 @@ from random import Random
 import pytest
 import torch
 
+from bench.engine_patches import replace_guesses
 from gpu.config import Composition, DraftConfig, GpuConfig
 from gpu.methods.device_side import RingSide
 from scheduler.engine.engine import Engine
@@ -67,7 +68,7 @@ def spoil(engine: Engine, rate: float) -> None:
         wrong = torch.tensor([draw.random() < rate for _ in tokens], dtype=torch.int64)
         return (tokens + wrong) % vocab_size
 
-    engine._runner.replace_guesses(spoilt)
+    replace_guesses(engine._runner, spoilt)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_what_is_drawn_and_told_is_what_full_attention_draws(
     before = engine.stats().drafts
     engine.submit([ask(number) for number in range(5)])
     told = drain(engine)
-    engine._runner.replace_guesses(None)
+    replace_guesses(engine._runner, None)
     after = engine.stats().drafts
     check_told(told, alone, ask)
     proposed, accepted = after.proposed - before.proposed, after.accepted - before.accepted
@@ -118,11 +119,11 @@ def test_every_number_of_drafted_tokens_is_accepted_and_refused(
         return (tokens + (right[0] < 0)) % engine._runner.limits.vocab_size
 
     monkeypatch.setattr(engine.scheduler.drafts, "tell", noted)
-    engine._runner.replace_guesses(spoilt)
+    replace_guesses(engine._runner, spoilt)
     switch(engine, True)
     engine.submit([ask(0)])
     told = drain(engine)
-    engine._runner.replace_guesses(None)
+    replace_guesses(engine._runner, None)
     check_told(told, {"0": alone["0"]}, ask)
     most = DraftConfig().most_tokens
     assert {accepted for length, accepted in seen if length == most} >= set(range(most + 1))

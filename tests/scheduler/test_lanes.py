@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from gpu.step import Lane, PageEviction, StepPlan, TablePlace
+from scheduler.engine import engine as in_flight
 from scheduler.engine.engine import _PATIENCE_SECONDS, Engine
 from scheduler.sequences.lane_fences import Lanes, Rows, rows_of
 from tests.scheduler.engines import answer, check_output, drain, prompt_of
@@ -279,14 +280,16 @@ def test_a_fenced_step_is_told_of_behind_those_launched_before_it() -> None:
 
 
 @pytest.mark.parametrize("order", [None, Random(1)])
-def test_with_one_step_in_flight_each_is_collected_before_the_next_is_launched(order: Random | None) -> None:
+def test_with_one_step_in_flight_each_is_collected_before_the_next_is_launched(
+    order: Random | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where Python lies between two steps; texts are the same. It may change while steps are under way."""
     engine, runner = make_engine(order=order)
     most: dict[int, int] = {1: 0, 2: 0}
     launch = runner.launch
 
     def count(plan: StepPlan) -> object:
-        most[engine.most_in_flight] = max(most[engine.most_in_flight], engine._num_in_flight(plan.lane) + 1)
+        most[in_flight.MOST_IN_FLIGHT] = max(most[in_flight.MOST_IN_FLIGHT], engine._num_in_flight(plan.lane) + 1)
         return launch(plan)
 
     runner.launch = count
@@ -296,7 +299,7 @@ def test_with_one_step_in_flight_each_is_collected_before_the_next_is_launched(o
     for number in range(100_000):
         if not engine.has_work:
             break
-        engine.most_in_flight = 1 + number // 20 % 2
+        monkeypatch.setattr(in_flight, "MOST_IN_FLIGHT", 1 + number // 20 % 2)
         for delta in engine.step():
             deltas[delta.request_id].append(delta)
     for request in requests:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.engine_patches import set_adaptive
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import SchedulerConfig
 from tests.gpu.method_counts import counts_of
@@ -120,7 +121,7 @@ def test_where_blocks_are_late_and_samples_find_every_key_texts_are_those_of_rea
     with every_key_engine(late) as engine:
         (side,) = engine._runner._reusing.values()
         side._score = lambda layer, choice: torch.rand(layer.scores.shape)
-        engine.scheduler.residence.evictor.is_adaptive = False  # what is offloaded leaves the device at once
+        set_adaptive(engine.scheduler.residence.evictor, False)  # what is offloaded leaves the device at once
         prompt = prompt_of(LONG_TOKENS, 7)
         texts = [text(run(engine, [ask(name, prompt, 20, name)])[name]) for name in ("both", "offloaded")]
         assert texts[0] == texts[1]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.engine_patches import set_adaptive
 from gpu.step import Offload, PageEviction
 from scheduler.engine.engine import Engine
 from scheduler.messages import EngineRequest
@@ -158,11 +159,11 @@ def test_fixed_residence_releases_what_it_writes_and_nothing_else() -> None:
 
 def test_residence_that_is_fixed_for_a_while_is_so_for_all_of_it() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=110)
-    engine.scheduler.residence.evictor.is_adaptive = False
+    set_adaptive(engine.scheduler.residence.evictor, False)
     request = ask("a", prompt_of(300), max_tokens=300)
     answer(engine, [request])
     assert len(releases_of(runner)) > 2
-    engine.scheduler.residence.evictor.is_adaptive = True
+    set_adaptive(engine.scheduler.residence.evictor, True)
     check_idle(engine, runner)
 
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.engine_patches import forget_chunks
 from gpu.operations.kv.fused_rows import fuse_rows, widen_rows
 from tests.gpu.kernel_oracles import wide
 from tests.tolerances import CHUNK_BFLOAT16, FUSED_HALF_STEP, FUSED_READ
@@ -144,7 +145,7 @@ def test_a_chunk_that_is_read_in_part_is_read_to_its_end_and_stays_in_memory(tmp
     path_of(tmp_path, 1).unlink()
     assert fetch(store, 1) == layers_of(1)
     assert store.counts()["found_in_memory"] == 1
-    store.forget()
+    forget_chunks(store)
     assert store.bytes_in_memory == 0
     store.shutdown()
 
@@ -226,7 +227,7 @@ def test_what_a_cancelled_prompt_wanted_is_not_read_unless_others_want_it(
     assert held.order[3:] == [(1, 0)], "the rest, since a prompt was done with what it wanted"
     assert len(os.listdir("/proc/self/fd")) == descriptors, "files are closed"
     assert [fetch(held.store, number) for number in (1, 2, 3)] == [layers_of(number) for number in (1, 2, 3)]
-    held.store.forget()
+    forget_chunks(held.store)
     assert held.store.bytes_in_memory == 0
     held.store.shutdown()
 
@@ -267,7 +268,7 @@ def test_a_chunk_whose_rest_is_lost_is_not_kept_and_not_found_again(tmp_path: Pa
         file.write(b"?")
     store = open_store(tmp_path, 1)
     assert read_last_layer(store, 1) == layers_of(1)[1]
-    store.forget()
+    forget_chunks(store)
     assert store.bytes_in_memory == 0
     assert store.find(key_of(1)) is None
     assert store.counts()["set_aside"] == 1

@@ -149,14 +149,6 @@ class ChunkStore:
         """Delete the chunk, after earlier writes. Leases go on."""
         return self._writer.submit(self._delete, key)
 
-    def forget(self) -> None:
-        """Evict all memory that nobody reads; files stay. Used to time the disk."""
-        self.finish_reads()
-        with self._lock:
-            for entry in [one for one in self._entries.values() if one.is_idle]:
-                self._forget(entry)
-                self._end(entry)
-
     def finish_reads(self) -> None:
         """Wait until nothing is read: chunks that were read in part are in memory whole. Used to time memory."""
         with self._lock:

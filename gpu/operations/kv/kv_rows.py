@@ -75,11 +75,6 @@ def width_of(stored: torch.dtype, dim: int) -> int:
     return dim + SCALE_BYTES * (stored in LARGEST_CODE)
 
 
-def poison(pages: Tensor) -> None:
-    """Fill every row with NaN: a debug and test aid."""
-    pages.view(torch.uint8).fill_(0xFF) if has_codes(pages) else pages.fill_(float("nan"))
-
-
 def has_codes(pages: Tensor) -> bool:
     """Return whether rows are codes of 8 bits."""
     return pages.dtype in LARGEST_CODE
