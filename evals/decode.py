@@ -13,7 +13,7 @@ import torch
 
 from evals.forward import KvCache, ReferenceDecoder
 from evals.meter import Fractions, ReadMeter
-from evals.methods.attention import attend_all
+from evals.methods.attending import attend_all
 from evals.methods.method import DecodeMethod, MethodError, PromptLayer, Step, StepResult
 
 Watch = Callable[[Step, StepResult, torch.Tensor], None]

@@ -16,7 +16,7 @@ from evals.decode import PrefilledBatch, decode_forced, prefill_batch
 from evals.distributions import TokenSums
 from evals.forward import ReferenceDecoder
 from evals.meter import Fractions
-from evals.methods.attention import attend_all
+from evals.methods.attending import attend_all
 from evals.methods.baselines import parse_method
 from evals.methods.full import Full
 from evals.methods.method import DecodeMethod, MethodError, Step, StepResult

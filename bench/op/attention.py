@@ -9,7 +9,7 @@ from torch import Tensor
 from bench.benchmark_rows import require
 from bench.op.frame import COLD_BYTES, SEED, Asked, Call, Case, Work, relative_error
 from gpu.attention.prefill_query import PrefillQuery
-from gpu.methods.momo.prefill import Momo
+from gpu.methods.momo.query_blocks import Momo
 from gpu.methods.momo.settings import MomoSettings
 from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.operations.kv.kv_rows import CODE_DTYPES, SCALE_BYTES, read_cells, write_rows

@@ -1,6 +1,6 @@
 """Hold one frame for all operations: a case is gated, timed beside its peer, and told as a row with its floor.
 
-A new operation is a function from `Asked` to cases, and a line in `bench.op.command.OPERATIONS`.
+A new operation is a function from `Asked` to cases, and a line in `bench.op.op_command.OPERATIONS`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

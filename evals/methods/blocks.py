@@ -2,7 +2,7 @@
 
 import torch
 
-from evals.methods.attention import attend_chosen, choose_best
+from evals.methods.attending import attend_chosen, choose_best
 from evals.methods.budget import Budget
 from evals.methods.method import Step, StepResult
 

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from evals.methods.attention import attend_all
+from evals.methods.attending import attend_all
 from evals.methods.method import DecodeMethod, Step, StepResult
 
 

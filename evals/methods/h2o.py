@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attention import (
+from evals.methods.attending import (
     Choice,
     add_group,
     attend_chosen,

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attention import attend_chosen, gather_rows, rows_apart, step_logits
+from evals.methods.attending import attend_chosen, gather_rows, rows_apart, step_logits
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from evals.methods.attention import Choice, add_group, score_keys
+from evals.methods.attending import Choice, add_group, score_keys
 from evals.methods.blocks import attend_blocks, num_blocks, split_blocks
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult

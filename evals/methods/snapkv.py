@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch.nn import functional
 
-from evals.methods.attention import (
+from evals.methods.attending import (
     Choice,
     add_group,
     attend_chosen,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attention import attend_chosen
+from evals.methods.attending import attend_chosen
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, Step, StepResult
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attention import (
+from evals.methods.attending import (
     Choice,
     add_group,
     attend_chosen,

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attention import Choice, add_group, attend_weighted, force_ends, read_together, step_logits
+from evals.methods.attending import Choice, add_group, attend_weighted, force_ends, read_together, step_logits
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
 

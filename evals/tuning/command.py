@@ -240,7 +240,7 @@ def prefill(
         from evals.report.document import finite, write_document
         from evals.report.table import open_console
         from evals.session import progress_bar, resolve_device
-        from evals.tuning.prefill import choose_dense_until, measure_depths
+        from evals.tuning.momo import choose_dense_until, measure_depths
         from gpu.methods.momo.settings import MomoSettings
         from gpu.model.architecture import NAMED_SHAPES, read_architecture
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evals.methods.attention import matmul_float32
+from evals.methods.attending import matmul_float32
 from evals.methods.method import PromptLayer
 from evals.tuning.collisions import (
     LOOKUP_STRIPE_TOKENS,

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from evals.methods.attention import step_logits, valid_positions, weigh_values
+from evals.methods.attending import step_logits, valid_positions, weigh_values
 from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.mac.complete import complete

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gpu.attention.step_rows import StepRows
-from gpu.decode.attention import attend
 from gpu.decode.link_reads import LinkReads
+from gpu.decode.resident_attention import attend
 from gpu.decode.workspaces import StepWorkspaces
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange

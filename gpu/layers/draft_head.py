@@ -1,4 +1,4 @@
-"""A head that comes with a checkpoint and drafts (`gpu.model.draft_head`), as the last layer of a decoder.
+"""A head that comes with a checkpoint and drafts (`gpu.model.draft_head_shape`), as the last layer of a decoder.
 
 Its row of a cell is of the token there and of the normed hidden state of the token in front, so all that it reads of a
 context is known as soon as the context is, and a page holds what depends on its own tokens and those in front alone.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpu.attention.step_rows import StepRows
 from gpu.layers.decoder import Carried, Decoder
-from gpu.model.draft_head import RECENT, head_arrays
+from gpu.model.draft_head_shape import RECENT, head_arrays
 from gpu.operations.rms_norm import rms_norm
 from gpu.weights.matrix import as_matrix
 from gpu.weights.weights import DraftWeights

@@ -15,7 +15,7 @@ from gpu.layers.layer_arrays import activation_bytes, rope_bytes
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
-from gpu.model.draft_head import head_arrays
+from gpu.model.draft_head_shape import head_arrays
 from gpu.model.humming_formats import laying_out_bytes
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes, widened_experts_bytes

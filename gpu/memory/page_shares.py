@@ -5,8 +5,8 @@ from gpu.memory.demand import Demand, MemoryItem, PlanError
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import Budget, HostShares, share_memory
 from gpu.memory.machine_limits import HOST_SHARE, SMALLEST_CONTEXT_TOKENS, in_gib
+from gpu.memory.memory_request import MemoryRequest, PlannedSizes
 from gpu.memory.refusals import check_pages
-from gpu.memory.request import MemoryRequest, PlannedSizes
 from gpu.page_layout import page_table
 from gpu.weights.expert_shares import PINNED_SHARE
 from transfer.host_config import HostConfig

@@ -21,7 +21,7 @@ from gpu.memory.counting import (
     spare_window_tokens,
 )
 from gpu.memory.demand import Demand, MemoryItem, Place, PlanError
-from gpu.memory.draft_model import DraftModelPlan
+from gpu.memory.draft_model_plan import DraftModelPlan
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import HostShares, resolve_host
 from gpu.memory.machine_limits import (
@@ -32,6 +32,7 @@ from gpu.memory.machine_limits import (
     resolve_kv,
     resolve_limits,
 )
+from gpu.memory.memory_request import MemoryRequest, PlannedSizes
 from gpu.memory.page_shares import count_wanted, kv_items, say_wanted, share_out, takes_as_used
 from gpu.memory.refusals import (
     check_configured,
@@ -45,7 +46,6 @@ from gpu.memory.refusals import (
     check_snapshots,
     check_states,
 )
-from gpu.memory.request import MemoryRequest, PlannedSizes
 from gpu.model.adapter_file import adapter_bytes
 from gpu.model.humming_formats import why_not_here
 from gpu.model.matrix_formats import why_unpacked

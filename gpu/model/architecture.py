@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.config import ModelConfig
-from gpu.model.draft_head import MARK, name_of_head, with_draft_head
+from gpu.model.draft_head_shape import MARK, name_of_head, with_draft_head
 from gpu.model.end_tokens import end_token_ids
 from gpu.model.family import families, parse_config
 from gpu.model.gguf.config_translation import as_config

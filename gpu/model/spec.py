@@ -296,7 +296,7 @@ class Architecture:
     row's numbers. experts_apart: the checkpoint has tensors of each expert, also in a family that may have one of all.
     quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats` says what that weighs).
     draft_heads: that the checkpoint has, each a layer that guesses a further token. draft_layers: how many of the last
-    of `num_layers` are such heads, which take part in drafting alone (`gpu.model.draft_head`).
+    of `num_layers` are such heads, which take part in drafting alone (`gpu.model.draft_head_shape`).
     share: the sizes of heads and MLPs are one device's share of a model's; None: they are the model's.
     """
 

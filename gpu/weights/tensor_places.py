@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gpu.model.draft_head import TENSORS as HEAD_TENSORS
-from gpu.model.draft_head import name_of_head
+from gpu.model.draft_head_shape import TENSORS as HEAD_TENSORS
+from gpu.model.draft_head_shape import name_of_head
 from gpu.model.family import Family, StackLayout, families
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.matrix_format import MatrixFormat

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from evals.methods.attention import (
+from evals.methods.attending import (
     attend_chosen,
     choose_best,
     last_positions,

@@ -13,7 +13,7 @@ from gpu.layers.rope import rope_key
 from gpu.load import LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
 from gpu.model.architecture import Architecture
-from gpu.model.draft_head import without_draft_head
+from gpu.model.draft_head_shape import without_draft_head
 from gpu.profiles import get_profile, resolve_profiles, served_parts
 from gpu.rehearsal import Rehearsal
 from gpu.runner import Runner

@@ -8,13 +8,13 @@ from dataclasses import replace
 from operator import itemgetter
 
 from gpu.config import GpuConfig, ModelConfig
-from gpu.memory.draft_model import DraftModelPlan, plan_draft_model
+from gpu.memory.draft_model_plan import DraftModelPlan, plan_draft_model
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
 from gpu.memory.plan import MemoryPlan, MemoryRequest, PlanError, PlannedSizes, plan_memory
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture, ModelError, load_architecture
-from gpu.model.draft_head import with_draft_head
+from gpu.model.draft_head_shape import with_draft_head
 from gpu.model.split import split_over
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 from gpu.profiles import Profile, ProfileError, find_kept, list_states, resolve_profiles

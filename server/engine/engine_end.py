@@ -5,7 +5,7 @@ import math
 import time
 
 from scheduler.messages import Writing
-from server.engine.engine_life import EngineProcess
+from server.engine.engine_run import EngineProcess
 
 EXIT_SECONDS = 5.0  # until it exits, or says that it writes
 WRITE_PATIENCE_S = 15.0  # longer than an engine's own with its disk

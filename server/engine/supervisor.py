@@ -54,7 +54,7 @@ from server import logs
 from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, invalid, queue_full, too_long, unavailable
 from server.deployment import Deployment
 from server.engine.engine_end import EXIT_SECONDS, EngineEnd, describe_writing
-from server.engine.engine_life import EngineGone, EngineProcess, EngineStartError
+from server.engine.engine_run import EngineGone, EngineProcess, EngineStartError
 from server.engine.event_wire import cleared
 from server.engine.head_start import HeadStart
 from server.engine.mailbox import EngineLost, Mailbox
@@ -63,7 +63,7 @@ from server.engine.start_events import OnStart, Stage
 
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 30.0
-_HEALTHY_AFTER_S = 60.0  # of service; a life that gave so much of it begins a new row of failures and of waits
+_HEALTHY_AFTER_S = 60.0  # of service; an engine run that gave so much of it begins a new row of failures and of waits
 # Times the silence of an engine that serves. One that loads reads its libraries before its first word, from a disk that
 # may be slow, and compiles, which may keep the interpreter from the thread that speaks.
 _LOADING_PATIENCE = 5
@@ -120,8 +120,8 @@ class Supervisor:
         self._stopping = False
         self._ends_by_s = math.inf
         self._end: EngineEnd | None = None
-        self._lives = 0
-        self._ready_since_s: float | None = None  # in this life
+        self._num_runs = 0
+        self._ready_since_s: float | None = None  # in this run
         self._has_spoken = False
         self._turn_seconds = 0.0
         self._lost = _DIED  # what those are told whose engine is lost
@@ -134,7 +134,7 @@ class Supervisor:
         self.contexts_folder: Path | None = None  # of the model, known from its first load on
         self.failure: asyncio.Future[str] | None = None
 
-    # --- life of the engine -------------------------------------------------------------------------------------------
+    # --- runs of the engine -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Keep an engine alive from now on, until `stop`; then it may be started again."""
@@ -252,7 +252,7 @@ class Supervisor:
         backoff_s = _FIRST_BACKOFF_S
         num_failed = 0
         while True:
-            reason = await self._one_life()
+            reason = await self._one_run()
             if self._stopping:
                 return
             if self.limits is None:
@@ -273,24 +273,24 @@ class Supervisor:
             self._metrics.engine_restarts.inc()
 
     def _was_healthy(self) -> bool:
-        """Return whether the life that has ended served for long, without the time in which it hung."""
+        """Return whether the engine run that has ended served for long, without the time in which it hung."""
         if self._ready_since_s is None or self._lost is not _DIED:
             return False
         return time.monotonic() - self._ready_since_s > _HEALTHY_AFTER_S
 
-    async def _one_life(self) -> str:
+    async def _one_run(self) -> str:
         """Start an engine and serve with it until it ends. Returns why it did, in one line."""
         assert self._context is not None
         self.state = "loading"
         self.loading = Loading(stage="starting", fraction=0.0)
         self._lost = _DIED
         self._ready_since_s = None
-        self._lives += 1
+        self._num_runs += 1
         try:
             engine = self._engine = EngineProcess(self._context, self._command, self._start_json, self._ahead)
         except EngineStartError as error:
             self._lose_everything()
-            logs.warning("engine_ended", reason=str(error), life=self._lives)
+            logs.warning("engine_ended", reason=str(error), run=self._num_runs)
             return str(error)
         failed: str | None = None
         watch = asyncio.create_task(self._end_silence(engine))
@@ -299,7 +299,7 @@ class Supervisor:
         try:
             await engine.start()
             self._tell_loading(began_s, is_new=False)
-            logs.debug("engine_started", pid=engine.pid, life=self._lives)
+            logs.debug("engine_started", pid=engine.pid, run=self._num_runs)
             async for message in engine.messages():
                 self._has_spoken = True
                 match message:
@@ -342,7 +342,7 @@ class Supervisor:
             ended = f"hung, and was {ended}"
         reason = failed or f"engine: {ended} {'before it was ready' if self.limits is None else ''}".strip()
         if not self._stopping:
-            logs.warning("engine_ended", reason=reason, life=self._lives)
+            logs.warning("engine_ended", reason=reason, run=self._num_runs)
         return reason
 
     async def _keep_telling(self, began_s: float) -> None:
@@ -354,7 +354,7 @@ class Supervisor:
 
     def _shown_by(self) -> OnStart | None:
         """Return who shows this start to a person; None: the log tells of it, as of every start but the first."""
-        return self._on_start if self._lives == 1 else None
+        return self._on_start if self._num_runs == 1 else None
 
     def _tell_loading(self, began_s: float, is_new: bool) -> None:
         """Report the stage to whoever shows the start. Else log it if `is_new`: begun, or not told lately."""

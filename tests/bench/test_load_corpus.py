@@ -169,7 +169,7 @@ def test_the_command_line_makes_such_a_plan(monkeypatch: pytest.MonkeyPatch, cap
         plans.append(plan)
         raise PlanError("noted")
 
-    monkeypatch.setattr("bench.load.command._measure", note)
+    monkeypatch.setattr("bench.load.serve_command._measure", note)
     rag = [
         "--kind",
         "rag",

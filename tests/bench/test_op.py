@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from bench.benchmark_rows import GateError
 from bench.cli import app
 from bench.op import attention, frame, hashing, host, linear
-from bench.op.command import OPERATIONS
 from bench.op.frame import Asked, Case, Work, time_cases
+from bench.op.op_command import OPERATIONS
 from gpu.layers.projections import Projections
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import layer_formats

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from evals.methods.attention import column_mass
+from evals.methods.attending import column_mass
 from evals.methods.baselines import parse_method
 from evals.methods.full import Full
 from evals.methods.method import DecodeMethod, MethodError, PromptLayer, Step, StepResult
@@ -357,7 +357,7 @@ def test_padding_and_neighbours_do_not_change_a_row(name):
 def test_column_masses_of_all_queries_do_not_depend_on_blocks(monkeypatch):
     case = Case(13)
     whole = column_mass(case.prompt(), 0)
-    monkeypatch.setattr("evals.methods.attention.MAX_BLOCK_LOGITS", 5 * len(LENGTHS) * HEADS * max(LENGTHS))
+    monkeypatch.setattr("evals.methods.attending.MAX_BLOCK_LOGITS", 5 * len(LENGTHS) * HEADS * max(LENGTHS))
     torch.testing.assert_close(column_mass(case.prompt(), 0), whole, atol=METHOD_FLOAT32, rtol=0)
     assert abs(whole[1].sum().item() - HEADS * LENGTHS[1]) < METHOD_FLOAT32 * LENGTHS[1] * HEADS
 

@@ -12,7 +12,7 @@ from evals.methods.method import PromptLayer
 from evals.tuning.command import app, deployment_of, warnings_of
 from evals.tuning.grid import LayerSamples, Resident, Setting, table_memory_bytes
 from evals.tuning.lsh import Budget, choose_setting, measure_grid, summarize_grid
-from evals.tuning.prefill import choose_dense_until
+from evals.tuning.momo import choose_dense_until
 from server.deployment import load_deployment
 
 MODEL = Path("deploy/models/reference")

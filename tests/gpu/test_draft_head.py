@@ -21,7 +21,7 @@ from bench.engine_patches import replace_guesses
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.model.architecture import ModelError, load_architecture, read_architecture
-from gpu.model.draft_head import with_draft_head, without_draft_head
+from gpu.model.draft_head_shape import with_draft_head, without_draft_head
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams

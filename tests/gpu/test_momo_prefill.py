@@ -12,7 +12,7 @@ from gpu.config import Composition, MethodChoice
 from gpu.methods.device_side import Site
 from gpu.methods.momo import METHOD
 from gpu.methods.momo.attend import sparse_attention
-from gpu.methods.momo.prefill import Momo, make_prefill_side
+from gpu.methods.momo.query_blocks import Momo, make_prefill_side
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.prefill_side import warm_up_sides
 from gpu.model.architecture import ModelError, named_shape
@@ -121,7 +121,7 @@ def test_warming_up_goes_through_sparse_query_blocks(monkeypatch: pytest.MonkeyP
         begins.append((begin, len(query), keys.shape[1]))
         return sparse_attention(query, keys, values, begin, *more)
 
-    monkeypatch.setattr("gpu.methods.momo.prefill.sparse_attention", record)
+    monkeypatch.setattr("gpu.methods.momo.query_blocks.sparse_attention", record)
     room = torch.full((2, 2, 200, 64), torch.nan)
     sides = [Momo(SETTINGS.model_copy(update={"dense_layers": 1}), Dense()), Momo(DENSE_SETTINGS, Dense())]
     warm_up_sides(sides, *room.unbind(), 4, 64, 1)

@@ -16,8 +16,8 @@ import gpu.formats
 import gpu.model.families
 from gpu.config import ModelConfig
 from gpu.model import library_keys
+from gpu.model.answers.declared_formats import call_formats, choose_by_sign
 from gpu.model.answers.formats import Marks
-from gpu.model.answers.registry import call_formats, choose_by_sign
 from gpu.model.architecture import ModelError, read_architecture
 from gpu.model.family import family_folders
 from gpu.model.library_keys import read_library_keys

@@ -15,7 +15,7 @@ from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.config import Composition, GpuConfig, ModelConfig
 from gpu.in_flight import InFlight
 from gpu.memory.demand import PlanError
-from gpu.methods.momo.prefill import Momo
+from gpu.methods.momo.query_blocks import Momo
 from gpu.model.architecture import NAMED_SHAPES, load_architecture, named_shape
 from gpu.model.spec import RopeScaling
 from gpu.profiles import resolve_profiles

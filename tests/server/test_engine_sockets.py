@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
-from server.engine.engine_life import EngineProcess, EngineStartError
+from server.engine.engine_run import EngineProcess, EngineStartError
 from server.engine.prometheus import Metrics
 from server.engine.supervisor import Supervisor
 from tests.server.live_server import make_deployment, plan_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import zmq
 
-from server.engine.engine_life import EngineProcess
+from server.engine.engine_run import EngineProcess
 from server.engine.head_start import HeadStart
 
 # Writes what it was given to the file that its first argument names, as soon as its standard input ends.
@@ -24,7 +24,7 @@ def test_a_life_takes_the_process_and_hands_over_what_it_is_to_serve(tmp_path):
         context: zmq.Context = zmq.Context()
         with HeadStart((*READER, str(said))) as ahead:
             engine = EngineProcess(context, ("not", "a", "command"), b"the plan ", ahead)
-            assert ahead.take() is None  # it is taken once: another life would start its own
+            assert ahead.take() is None  # it is taken once: another run of the engine would start its own
             await engine.start()
             folder = Path(engine.folder)
             assert [message async for message in engine.messages()] == []

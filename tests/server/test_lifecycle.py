@@ -63,7 +63,7 @@ async def test_without_a_disconnect_a_request_runs_on():
         answer.cancel()
 
 
-async def test_every_life_of_the_engine_is_told_the_plan_that_was_made(monkeypatch):
+async def test_every_run_of_the_engine_is_told_the_plan_that_was_made(monkeypatch):
     deployment = make_deployment()
     planned = plan_of(deployment).num_pages
     async with running_server(deployment, fake_command(planned=1)) as live:
@@ -71,13 +71,13 @@ async def test_every_life_of_the_engine_is_told_the_plan_that_was_made(monkeypat
         supervisor = live.service.supervisor
         told = [supervisor.ready().num_pages]
         os.kill(supervisor.engine_pid, signal.SIGKILL)
-        await live.until(lambda: has_lives(supervisor, 2))
+        await live.until(lambda: has_runs(supervisor, 2))
         told.append(supervisor.ready().num_pages)
     assert told == [planned, planned]
 
 
-async def has_lives(supervisor: Supervisor, number: int) -> bool:
-    return supervisor._lives == number and supervisor.state == "ready"
+async def has_runs(supervisor: Supervisor, number: int) -> bool:
+    return supervisor._num_runs == number and supervisor.state == "ready"
 
 
 async def test_a_full_queue_is_a_429_with_retry_after_before_any_stream_begins():

@@ -133,7 +133,7 @@ async def test_a_start_that_is_shown_is_not_logged_and_a_later_one_is_logged_and
         live.service.supervisor.kill_engine()
 
         async def is_second_life() -> bool:
-            return live.service.supervisor.state == "ready" and live.service.supervisor._lives == 2
+            return live.service.supervisor.state == "ready" and live.service.supervisor._num_runs == 2
 
         await live.until(is_second_life)
     assert len(shown) == 3

@@ -134,7 +134,7 @@ async def test_everyone_is_told_once_that_the_engine_is_lost(supervisor: Supervi
 
 
 class Lives:
-    """Replay the lives of engines for `_one_life`, on a clock of its own: seconds of loading and of service, and the
+    """Replay the lives of engines for `_one_run`, on a clock of its own: seconds of loading and of service, and the
     end.
     """
 
@@ -169,7 +169,7 @@ def keep_alive(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Calla
         lived = Lives(supervisor, list(lives))
         supervisor.failure = asyncio.get_running_loop().create_future()
         with monkeypatch.context() as patched:
-            patched.setattr(supervisor, "_one_life", lived.live)
+            patched.setattr(supervisor, "_one_run", lived.live)
             patched.setattr("server.engine.supervisor.asyncio.sleep", lived.wait)
             patched.setattr("server.engine.supervisor.time.monotonic", lambda: lived.now)
             await supervisor._keep_alive()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from evals.forward import ReferenceDecoder
-from evals.methods.attention import last_positions, prompt_weights
+from evals.methods.attending import last_positions, prompt_weights
 from evals.methods.method import PromptLayer
 from gpu.predictor.history import block_maxima
 

@@ -26,7 +26,7 @@ class Momo(Method):
         "dense": "dense_until_tokens",
         "layers": "dense_layers",
     }
-    prefill_side = "gpu.methods.momo.prefill"
+    prefill_side = "gpu.methods.momo.query_blocks"
     has_mass = False
     measured = (
         "not judged where it begins by default: no pretrained model at hand is so long. From 2,048 tokens on "

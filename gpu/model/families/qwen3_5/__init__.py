@@ -10,7 +10,7 @@ from typing import Any
 from gpu.model.answers.qwen3_xml import QWEN3_XML
 from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
-from gpu.model.draft_head import PREFIXES as MTP
+from gpu.model.draft_head_shape import PREFIXES as MTP
 from gpu.model.families.qwen3_5.gguf_form import GGUF
 from gpu.model.families.qwen3_5.shapes import SHAPES
 from gpu.model.families.qwen3_next import HYBRID_DEFAULTS, RECURRENT_TENSORS, parse_hybrid

@@ -11,7 +11,7 @@ from gpu.model.answers.hermes import HERMES
 from gpu.model.answers.qwen3_xml import QWEN3_XML
 from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
-from gpu.model.draft_head import PREFIXES
+from gpu.model.draft_head_shape import PREFIXES
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.qwen3_moe import find_mixtures
 from gpu.model.families.qwen3_next.gguf_form import GGUF

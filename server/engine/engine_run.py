@@ -1,6 +1,6 @@
-"""One life of the engine process: its sockets, its start and its end.
+"""Run one engine process: its sockets, its start and its end.
 
-Each life has sockets of its own in a private folder, so nothing of a dead engine reaches the next one.
+Each run has sockets of its own in a private folder, so nothing of a dead engine reaches the next one.
 """
 
 import asyncio

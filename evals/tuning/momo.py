@@ -10,7 +10,7 @@ import torch
 
 from evals.score_rows import Row
 from gpu.attention.prefill_query import PrefillQuery
-from gpu.methods.momo.prefill import Momo
+from gpu.methods.momo.query_blocks import Momo
 from gpu.methods.momo.settings import MomoSettings
 from gpu.model.architecture import Architecture
 from gpu.prefill.dense import Dense

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu.config import GpuConfig
-from gpu.memory.draft_model import DraftModelPlan
+from gpu.memory.draft_model_plan import DraftModelPlan
 from gpu.methods.kept import Kept
 from gpu.methods.method import MethodState
 from gpu.model.adapter_file import AdapterFile
