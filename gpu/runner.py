@@ -5,7 +5,7 @@ next token while an earlier step is still in flight. A sequence whose logits are
 memory, or whose decode step was left unanswered, gets token -1 and disturbs no other.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 

@@ -23,7 +23,7 @@ from tests.gpu.gguf_files import write
 from tests.tolerances import REAL_MODEL_LOGPROB_ATOL
 
 MODEL = os.environ.get("TANDEM_REAL_MODEL")
-TEXT = Path(__file__).parents[2] / "docs" / "ARCHITECTURE.md"
+TEXT = Path(__file__).parents[2] / "docs" / "HOST_MEMORY.md"
 NUM_TOKENS, ANSWER_TOKENS = 2_000, 24
 QUESTIONS = (
     "What is the capital of France?", "Name three colours.", "What is 7 times 8?", "Write a sentence about the sea.",
