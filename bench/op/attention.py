@@ -11,6 +11,7 @@ from bench.op.frame import COLD_BYTES, SEED, Asked, Call, Case, Work, relative_e
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.momo.query_blocks import Momo
 from gpu.methods.momo.settings import MomoSettings
+from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.operations.kv.kv_rows import CODE_DTYPES, SCALE_BYTES, read_cells, write_rows
 from gpu.prefill.dense import Dense
@@ -53,7 +54,7 @@ def _decode_case(asked: Asked, kind: str, batch: int) -> Case:
     workspace = workspace_for(batch, heads, kv_heads, dim, tokens, device)
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:
-        near = paged_decode_attention(query, keys, values, table, slots, lengths, dim**-0.5, workspace).near
+        near = paged_decode_attention(PagedReads(query, keys, values, table, slots, lengths, dim**-0.5), workspace).near
         return near.out
 
     def check() -> None:

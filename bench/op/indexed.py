@@ -23,6 +23,7 @@ from gpu.methods.indexed.page_rows import Pages
 from gpu.methods.indexed.ring import EMPTY, Index, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
+from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention, workspace_for
 from transfer.partial import Partial
 from transfer.places import COLUMNS
@@ -132,10 +133,10 @@ class Stand:
     def full(self) -> Partial:
         """Attend to all rows in pages."""
         pages = self.pages
-        return paged_decode_attention(
-            self.query, pages.keys, pages.values, pages.table, self.rings, self.step.num_tokens,
-            self.shape.dim**-0.5, self._workspace,
-        ).near  # fmt: skip
+        asked = PagedReads(
+            self.query, pages.keys, pages.values, pages.table, self.rings, self.step.num_tokens, self.shape.dim**-0.5
+        )
+        return paged_decode_attention(asked, self._workspace).near
 
     def layer_kept(self, layer: Index) -> Partial:
         """Attend in one layer, with most chosen rows in slots."""

@@ -3,6 +3,7 @@
 from gpu.kv.pool import KvPool
 from gpu.methods.device_side import LayerReads
 from gpu.operations.arguments import runs_on_numba
+from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.latent_decode_attention import latent_decode_attention
 from gpu.operations.decode_attention.numba_decode_attention import paged_decode_attention_cpu
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, Workspace, paged_decode_attention
@@ -14,8 +15,11 @@ def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, 
     if pool.latent_rank is not None:
         read = pool.key_pages[layer], pool.table_of(layer), rows.slots, rows.context_lens, scale, pool.latent_rank
         return DevicePartials(latent_decode_attention(reads.query, *read, workspace, is_counted), None)
-    cells = (pool.key_pages[layer], pool.value_pages[layer], pool.table_of(layer), rows.slots, rows.context_lens, scale)
+    table = pool.table_of(layer)
+    asked = PagedReads(
+        reads.query, pool.key_pages[layer], pool.value_pages[layer], table, rows.slots, rows.context_lens, scale
+    )
     parts = (reads.bounds, reads.has_far, reads.maxima)
     if runs_on_numba(pool.key_pages[layer]):
-        return paged_decode_attention_cpu(reads.query, *cells, *parts)
-    return paged_decode_attention(reads.query, *cells, workspace, *parts, is_counted)
+        return paged_decode_attention_cpu(asked, *parts)
+    return paged_decode_attention(asked, workspace, *parts, is_counted)

@@ -23,6 +23,7 @@ from gpu.operations.arguments import runs_on_numba
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.kv.numba_rope_kv_write import rope_kv_write_cpu
 from gpu.operations.kv.rope_kv_write import rope_kv_write
+from gpu.operations.kv.row_places import RowPlaces
 from gpu.operations.linear.packed_matrix import Packed, unpack_rows
 from gpu.operations.sinks import add_sinks
 from gpu.ranks import Ranks
@@ -195,10 +196,8 @@ class Decoder:
             self.pool.key_pages[index], self.pool.value_pages[index], self.pool.table_of(index),
         )  # fmt: skip
         write = rope_kv_write_cpu if runs_on_numba(key_pages) else rope_kv_write
-        return write(
-            qkv, *self._rope_tables[index], positions, cells, slots, page_table, key_pages, value_pages, num_heads,
-            norms,
-        )  # fmt: skip
+        places = RowPlaces(*self._rope_tables[index], positions, cells, slots)
+        return write(qkv, places, page_table, key_pages, value_pages, num_heads, norms)
 
     def leave(self, index: int, hidden: Tensor, attended: Tensor, lse: Tensor | None, slots: Tensor,
               exchange: ExpertExchange | None = None, carried: Carried | None = None) -> Tensor:  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 from gpu.layers.projections import Projections
 from gpu.model.spec import Architecture, Latent
 from gpu.operations.kv.latent_write import latent_write
+from gpu.operations.kv.row_places import RowPlaces
 
 
 class LatentLayers:
@@ -41,7 +42,13 @@ class LatentLayers:
         assert norm is not None, "all layers have latents"
         query = query.view(len(hidden), self._num_heads, self.shape.query_dim)
         latent_write(
-            query, made, norm.norm, *self._rope_tables[layer], positions, cells, slots, page_table, pages, self.shape
+            query,
+            made,
+            norm.norm,
+            RowPlaces(*self._rope_tables[layer], positions, cells, slots),
+            page_table,
+            pages,
+            self.shape,
         )
         return query
 

@@ -6,8 +6,10 @@ import torch
 from gpu.kv.pool import KvPool, PoolShape
 from gpu.layers.decoder import Decoder
 from gpu.model.architecture import Architecture
+from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention_reference
 from gpu.operations.kv.rope_kv_write import rope_kv_write_reference
+from gpu.operations.kv.row_places import RowPlaces
 from gpu.operations.rms_norm import rms_norm_reference
 from gpu.operations.swiglu import swiglu_reference
 from gpu.weights.drawing import random_weights
@@ -53,12 +55,13 @@ def reference_logits(decoder: Decoder, slots: np.ndarray, positions: np.ndarray,
         qkv = rms_norm_reference(hidden, layer.attention_norm.double(), shape.rms_norm_eps) @ layer.qkv.double().t()
         keys, values = pool.key_pages[index].double(), pool.value_pages[index].double()
         query = rope_kv_write_reference(
-            qkv, decoder.cos.double(), decoder.sin.double(), positions_there, positions_there, slots_there,
+            qkv,
+            RowPlaces(decoder.cos.double(), decoder.sin.double(), positions_there, positions_there, slots_there),
             pool.page_table, keys, values, shape.num_heads,
         )  # fmt: skip
         keys, values = (pages.to(weights.logits.dtype).double() for pages in (keys, values))
         attended = paged_decode_attention_reference(
-            query, keys, values, pool.page_table, slots_there, lens, decoder.scale
+            PagedReads(query, keys, values, pool.page_table, slots_there, lens, decoder.scale)
         ).near.out.view(len(slots), -1)
         hidden = hidden + attended @ layer.output.double().t()
         normed = rms_norm_reference(hidden, layer.mlp_norm.double(), shape.rms_norm_eps)

@@ -6,6 +6,7 @@ Rows in codes are drawn as codes and scales, and stand for what e4m3 and the lay
 import numpy as np
 import torch
 
+from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, paged_decode_attention, workspace_for
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import random, wide
@@ -118,7 +119,9 @@ class Paged:
 
     def read(self, bounds: torch.Tensor | None = None, **options: object) -> DevicePartials:
         return paged_decode_attention(
-            self.query, self.key_pages, self.value_pages, self.page_table, self.slots, self.context_lens, self.scale,
+            PagedReads(
+                self.query, self.key_pages, self.value_pages, self.page_table, self.slots, self.context_lens, self.scale
+            ),
             self.workspace, bounds, **options,
         )  # fmt: skip
 

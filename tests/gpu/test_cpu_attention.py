@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from gpu.operations.decode_attention import numba_decode_attention as attention
+from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.numba_decode_attention import paged_decode_attention_cpu
 from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention_reference
 from gpu.operations.kv.numba_rope_kv_write import rope_kv_write_cpu
 from gpu.operations.kv.rope_kv_write import rope_kv_write_reference
+from gpu.operations.kv.row_places import RowPlaces
 from tests.gpu.test_kernels_attention import cells_of, random_bounds
 from tests.tolerances import ATTENTION_F32_ATOL
 
@@ -48,9 +50,9 @@ def test_attention_equals_the_reference_in_float64(
     fill(values, page_table, torch.where(slots < 0, filled, slots), CONTEXTS, 2)
     query = torch.randn(len(CONTEXTS), heads, dim, generator=torch.Generator().manual_seed(4))
     lens = torch.tensor(CONTEXTS, dtype=torch.int32)
-    got = paged_decode_attention_cpu(query, keys, values, page_table, slots, lens, dim**-0.5).near
+    got = paged_decode_attention_cpu(PagedReads(query, keys, values, page_table, slots, lens, dim**-0.5)).near
     wanted = paged_decode_attention_reference(
-        query.double(), keys.double(), values.double(), page_table, slots, lens, dim**-0.5
+        PagedReads(query.double(), keys.double(), values.double(), page_table, slots, lens, dim**-0.5)
     ).near
     torch.testing.assert_close(got.out.double(), wanted.out, rtol=0, atol=ATTENTION_F32_ATOL)
     torch.testing.assert_close(got.lse.double(), wanted.lse, rtol=0, atol=ATTENTION_F32_ATOL)
@@ -76,9 +78,9 @@ def test_near_and_far_equal_the_reference_under_bounds_of_each_head(
     rest = (page_table, slots, lens, dim**-0.5)
     maxima, wide_maxima = torch.empty(len(contexts), heads, 25), torch.empty(len(contexts), heads, 25).double()
     limits = torch.from_numpy(bounds)
-    got = paged_decode_attention_cpu(query, keys, values, *rest, limits, True, maxima)
+    got = paged_decode_attention_cpu(PagedReads(query, keys, values, *rest), limits, True, maxima)
     wanted = paged_decode_attention_reference(
-        query.double(), keys.double(), values.double(), *rest, limits, True, wide_maxima
+        PagedReads(query.double(), keys.double(), values.double(), *rest), limits, True, wide_maxima
     )
     for one, other in ((got.near, wanted.near), (got.far, wanted.far)):
         torch.testing.assert_close(one.out.double(), other.out, rtol=0, atol=ATTENTION_F32_ATOL)
@@ -95,7 +97,7 @@ def test_the_comparison_sees_one_lost_token() -> None:
     query = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(4))
     whole, lost = (
         paged_decode_attention_cpu(
-            query, keys, values, page_table, slots, torch.tensor([n], dtype=torch.int32), 0.125
+            PagedReads(query, keys, values, page_table, slots, torch.tensor([n], dtype=torch.int32), 0.125)
         ).near
         for n in (400, 399)
     )
@@ -110,7 +112,9 @@ def test_a_nan_in_one_context_stays_in_its_row() -> None:
         fill(pages, page_table, slots, [20, 20], 1)
     keys[page_table[1, 0], 0, 3, 5] = torch.nan
     got = paged_decode_attention_cpu(
-        torch.ones(2, 8, 64), keys, values, page_table, slots, torch.tensor([20, 20], dtype=torch.int32), 0.125
+        PagedReads(
+            torch.ones(2, 8, 64), keys, values, page_table, slots, torch.tensor([20, 20], dtype=torch.int32), 0.125
+        )
     ).near
     assert got.out[0].isfinite().all()
     assert got.out[1, :4].isnan().all()
@@ -127,9 +131,10 @@ def test_rope_and_write_equal_the_reference(heads: int, kv_heads: int, dim: int,
     positions, slots = torch.tensor([0, 399, 17, 16, 5]), torch.tensor([0, 3, 3, 7, -1], dtype=torch.int32)
     keys, values, page_table = pool(kv_heads, dim, page_tokens)
     wanted_keys, wanted_values = keys.double(), values.double()
-    got = rope_kv_write_cpu(qkv, angles.cos(), angles.sin(), positions, cells, slots, page_table, keys, values, heads)
+    places = RowPlaces(angles.cos(), angles.sin(), positions, cells, slots)
+    got = rope_kv_write_cpu(qkv, places, page_table, keys, values, heads)
     wanted = rope_kv_write_reference(
-        qkv.double(), angles.cos().double(), angles.sin().double(), positions, cells, slots, page_table,
+        qkv.double(), places._replace(cos=places.cos.double(), sin=places.sin.double()), page_table,
         wanted_keys, wanted_values, heads,
     )  # fmt: skip
     torch.testing.assert_close(got[:4].double(), wanted[:4], rtol=0, atol=ATTENTION_F32_ATOL)

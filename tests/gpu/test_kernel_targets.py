@@ -55,6 +55,7 @@ from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
 from gpu.model.architecture import NAMED_SHAPES, Architecture
 from gpu.model.matrix_format import MOST_PACKED_TOKENS, MatrixFormat
 from gpu.model.spec import Latent, Recurrent
+from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.latent_decode_attention import latent_decode_attention
 from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.operations.exchange.await_answer import await_answer
@@ -78,6 +79,7 @@ from gpu.operations.kv.kv_rows import read_rows, width_of, write_rows
 from gpu.operations.kv.latent_rows import gather_latents
 from gpu.operations.kv.latent_write import latent_write
 from gpu.operations.kv.rope_kv_write import rope_kv_write
+from gpu.operations.kv.row_places import RowPlaces
 from gpu.operations.linear.adapter_product import StackedAdapters, add_adapters
 from gpu.operations.linear.packed_linear import (
     packed_linear,
@@ -181,7 +183,12 @@ def _rope(shape: Architecture, dtype: torch.dtype) -> None:
         for norm in (None, empty(shape.dim, dtype=dtype), empty(shape.dim)):
             norms = None if norm is None else HeadNorms(norm, norm, 1e-5, shape.layer_pattern[0].value_norm)
             rope_kv_write(
-                qkv, cos, torch.empty_like(cos), ids.long(), ids.long(), ids, table, *pages, shape.num_heads, norms
+                qkv,
+                RowPlaces(cos, torch.empty_like(cos), ids.long(), ids.long(), ids),
+                table,
+                *pages,
+                shape.num_heads,
+                norms,
             )
 
 
@@ -193,7 +200,7 @@ def _attention(shape: Architecture, dtype: torch.dtype) -> None:
     bounds = empty(3, 2, 1, dtype=torch.int32).expand(3, 2, shape.num_heads)
     maxima = empty(2, shape.num_heads, 16)
     for stored in _stored(dtype):
-        arguments = (query, *_pages(shape, stored), table, ids, ids, 1.0, workspace)
+        arguments = (PagedReads(query, *_pages(shape, stored), table, ids, ids, 1.0), workspace)
         paged_decode_attention(*arguments)
         paged_decode_attention(*arguments, bounds)
         paged_decode_attention(*arguments, bounds, has_far=True, maxima=maxima, is_counted=True)
@@ -214,7 +221,7 @@ def _latents(shape: Architecture, dtype: torch.dtype) -> None:
             pages = empty(40, 1, 16, latent.row + 8 * (stored != dtype), dtype=stored)
             for is_counted in (False, True):
                 latent_decode_attention(query, pages, table, ints, ints, 1.0, latent.rank, workspace, is_counted)
-            latent_write(asked, row, empty(512, dtype=dtype), *tables, *places, ints, table, pages, latent)
+            latent_write(asked, row, empty(512, dtype=dtype), RowPlaces(*tables, *places, ints), table, pages, latent)
             if stored != dtype:
                 gather_latents(pages, ints, empty(2, 16, latent.row, dtype=dtype), latent.rank)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.paged_decode_attention import (
     MAXIMA_CELLS,
     num_splits,
@@ -104,8 +105,17 @@ def test_a_nan_inside_the_context_is_not_hidden(stored, dtype, device):
 
 def test_float64_stays_float64_on_the_cpu():
     paged = Paged(torch.float64, "cpu", SHAPES[0], [300, 20])
-    partial = paged_decode_attention_reference(paged.query, paged.key_pages, paged.value_pages, paged.page_table,
-                                               paged.slots, paged.context_lens, paged.scale).near  # fmt: skip
+    partial = paged_decode_attention_reference(
+        PagedReads(
+            paged.query,
+            paged.key_pages,
+            paged.value_pages,
+            paged.page_table,
+            paged.slots,
+            paged.context_lens,
+            paged.scale,
+        )
+    ).near
     assert partial.out.dtype == torch.float64
     assert distance(partial.out, paged.wanted()[0]) < KERNEL_FLOAT64
 

@@ -6,6 +6,7 @@ import torch
 
 from gpu.operations.head_norm import HeadNorms, head_norm
 from gpu.operations.kv.rope_kv_write import rope_kv_write
+from gpu.operations.kv.row_places import RowPlaces
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.swiglu import swiglu
 from tests.gpu import kernel_oracles as oracle
@@ -132,8 +133,10 @@ class Rope:
         self.value_pages = self.key_pages.clone()
 
     def run(self, norms: HeadNorms | None = None) -> torch.Tensor:
-        return rope_kv_write(self.qkv, self.cos, self.sin, self.positions, self.cells, self.slots,
-                             self.page_table, self.key_pages, self.value_pages, self.heads, norms)  # fmt: skip
+        return rope_kv_write(
+            self.qkv, RowPlaces(self.cos, self.sin, self.positions, self.cells, self.slots), self.page_table,
+            self.key_pages, self.value_pages, self.heads, norms,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_tokens"), [(4, 2, 64, 16), (6, 1, 128, 32), (3, 3, 64, 64)])

@@ -10,6 +10,7 @@ from gpu.operations.decode_attention.paged_decode_attention import workspace_for
 from gpu.operations.kv.kv_rows import CODE_DTYPES
 from gpu.operations.kv.latent_rows import gather_latents, put_latents, read_latents
 from gpu.operations.kv.latent_write import LATENT_EPS, latent_write
+from gpu.operations.kv.row_places import RowPlaces
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, attend, distance, random, rms_norm, wide
 from transfer.partial import Partial, merge
 
@@ -110,7 +111,7 @@ def test_rows_are_normed_rotated_and_written_and_queries_are_rotated(has_neighbo
         return np.concatenate([whole.real, whole.imag], -1)
 
     asked = wide(query)
-    latent_write(query, row, norm, cos, sin, positions, cells, slots, table, pages, latent)
+    latent_write(query, row, norm, RowPlaces(cos, sin, positions, cells, slots), table, pages, latent)
     tolerance = 2 * KERNEL_TOLERANCE[dtype]
     rounded = tolerance + {"plain": 0.0, "int8": 0.01, "fp8": 0.05}[kv]
     rows = read_latents(pages, torch.arange(4, device=device), latent.rank, torch.float64).view(4, PAGE, -1)
@@ -181,6 +182,6 @@ def test_another_shape_is_refused_by_name():
     latent, pages = Latent(32, 16, 8, 8), torch.zeros(2, 1, 16, 48)
     with pytest.raises(ValueError, match=r"latent_write: row is \(1, 40\)"):
         latent_write(
-            torch.zeros(1, 2, 24), torch.zeros(1, 40), torch.ones(32), torch.ones(4, 8), torch.ones(4, 8),
-            ints.long(), ints.long(), ints, ints[None], pages, latent,
+            torch.zeros(1, 2, 24), torch.zeros(1, 40), torch.ones(32),
+            RowPlaces(torch.ones(4, 8), torch.ones(4, 8), ints.long(), ints.long(), ints), ints[None], pages, latent,
         )  # fmt: skip

@@ -34,6 +34,7 @@ from gpu.methods.predicted.settings import PredictedSettings
 from gpu.methods.predicted.turns import NEVER, Choice, RingRows, Turns, find_rings
 from gpu.model.architecture import ModelError
 from gpu.operations.arguments import runs_on_numba, runs_on_triton
+from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.numba_decode_attention import paged_decode_attention_cpu
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, paged_decode_attention, workspace_for
 from gpu.predictor.network import PredictorError, load_network
@@ -193,11 +194,11 @@ class Predicted(RingSide):
         query = reads.query.reshape(items, self._group, dim)
         maxima = torch.empty(items, self._group, slots, device=query.device)
         layer = self._layers[place]
-        cells = (layer.keys, layer.values, listed.pages, listed.rows, listed.tokens, dim**-0.5)
+        asked = PagedReads(query, layer.keys, layer.values, listed.pages, listed.rows, listed.tokens, dim**-0.5)
         if runs_on_numba(layer.keys):
-            partial = paged_decode_attention_cpu(query, *cells, maxima=maxima).near
+            partial = paged_decode_attention_cpu(asked, maxima=maxima).near
         else:
-            partial = paged_decode_attention(query, *cells, self._workspace, maxima=maxima).near
+            partial = paged_decode_attention(asked, self._workspace, maxima=maxima).near
         partial = Partial(partial.out.view(rows, heads, dim), partial.lse.view(rows, heads))
         reads.fetched.append(partial)
         reads.kept[self] = Fetched(maxima, listed, partial.lse)

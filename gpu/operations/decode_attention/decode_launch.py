@@ -7,7 +7,12 @@ from torch import Tensor
 
 
 class PagedReads(NamedTuple):
-    """Queries and the pages that they read, as `paged_decode_attention` has them."""
+    """Queries and the pages that they read.
+
+    query: `[requests, heads, dim]`, after RoPE; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, the
+    query's dtype, or of codes (`kv_rows`); page_table: int32 `[max_slots, max_pages]`, by cell; slots, context_lens (in
+    cells): int32 `[requests]`; slot -1 or context 0 is padding and gives empty partials.
+    """
 
     query: Tensor
     key_pages: Tensor

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
 from gpu.operations.arguments import FINITE_OR_NOT
+from gpu.operations.decode_attention.decode_launch import PagedReads
 from gpu.operations.decode_attention.paged_decode_attention import MAXIMA_CELLS, DevicePartials
 from transfer.partial import Partial
 from transfer.simd.inner import inner
@@ -21,18 +22,13 @@ SPREAD_TOKENS = 8192  # context tokens of a batch from which more than one threa
 
 
 def paged_decode_attention_cpu(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    context_lens: Tensor,
-    scale: float,
+    reads: PagedReads,
     bounds: Tensor | None = None,
     has_far: bool = False,
     maxima: Tensor | None = None,
 ) -> DevicePartials:
     """Compute `paged_decode_attention` in float32 throughout, always counted."""
+    query, key_pages, value_pages, page_table, slots, context_lens, scale = reads
     requests, heads, dim = query.shape
     kv_heads = key_pages.shape[1]
     parts = 1 + has_far

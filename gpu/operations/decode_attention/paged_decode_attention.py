@@ -83,19 +83,14 @@ def workspace_for(
 
 
 def paged_decode_attention_reference(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    context_lens: Tensor,
-    scale: float,
+    reads: PagedReads,
     bounds: Tensor | None = None,
     has_far: bool = False,
     maxima: Tensor | None = None,
 ) -> DevicePartials:
     """Compute `paged_decode_attention` in plain torch, on CPU only. In float64 the partials are float64 too."""
-    pages = (key_pages, value_pages, page_table, slots)
+    query, *pages, context_lens, scale = reads
+    slots = reads.slots
     context = torch.where(slots >= 0, context_lens, 0)[:, None]
     if bounds is None and maxima is None:
         whole = attend_whole(query, *pages, context_lens, scale)
@@ -179,13 +174,7 @@ def _reduce_kernel(
 
 
 def paged_decode_attention(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    slots: Tensor,
-    context_lens: Tensor,
-    scale: float,
+    reads: PagedReads,
     workspace: Workspace,
     bounds: Tensor | None = None,
     has_far: bool = False,
@@ -194,15 +183,14 @@ def paged_decode_attention(
 ) -> DevicePartials:
     """Compute softmax attention of each request's query over the cells of slot `slots[i]` that its heads read.
 
-    query: `[requests, heads, dim]`, after RoPE; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, the
-    query's dtype, or of codes (`kv_rows`); page_table: int32 `[max_slots, max_pages]`, by cell; slots, context_lens (in
-    cells): int32 `[requests]`; slot -1 or context 0 is padding and gives empty partials. bounds: int32 `[3, requests,
+    bounds: int32 `[3, requests,
     heads]`, in which axes may be expanded: skip_begin <= skip_end <= cut, or None: all is near. has_far: False where
     all cuts are at the skipped range's end. maxima: float32 `[requests, heads, blocks]`, to take the largest natural
     logit of each 16 cells of which a head reads some, else -inf. Partials are out float32 `[requests, heads, dim]`, lse
     float32 `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. Raises ValueError for another
     shape, dtype or device, or more requests than the workspace holds; context lengths, bounds and page ids are trusted.
     """
+    query, key_pages, value_pages, page_table, slots, context_lens, _ = reads
     op, (requests, heads, dim), device = "paged_decode_attention", query.shape, query.device
     num_pages, kv_heads, page_tokens = key_pages.shape[:3]
     if heads % kv_heads:
@@ -218,9 +206,7 @@ def paged_decode_attention(
     if maxima is not None:
         check(op, "maxima", maxima, (requests, heads, maxima.shape[-1]), torch.float32, device)
     if not runs_on_triton(query) or requests == 0:
-        return paged_decode_attention_reference(
-            query, key_pages, value_pages, page_table, slots, context_lens, scale, bounds, has_far, maxima
-        )
+        return paged_decode_attention_reference(reads, bounds, has_far, maxima)
     check_dtype(op, query)
     for name, tensor in (("key_pages", key_pages), ("value_pages", value_pages), ("page_table", page_table)):
         check_contiguous(op, name, tensor)
@@ -239,7 +225,6 @@ def paged_decode_attention(
     covered = torch.empty(parts, requests, heads, dtype=torch.int32, device=device) if is_counted else None
     if maxima is not None:
         maxima.fill_(float("-inf"))
-    reads = PagedReads(query, key_pages, value_pages, page_table, slots, context_lens, scale)
     if bounds is None:
         _launch_splits(reads, maxima, workspace, Given(out, lse, covered))
     else:

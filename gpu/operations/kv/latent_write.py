@@ -14,6 +14,7 @@ from gpu.model.spec import Latent
 from gpu.operations.arguments import check, check_contiguous, check_dtype, runs_on_triton
 from gpu.operations.kv.kv_rows import PLAIN, encode_rows, floats_of, kind_of, scale_of
 from gpu.operations.kv.latent_rows import check_latent_pages, put_latents
+from gpu.operations.kv.row_places import RowPlaces
 from gpu.operations.rms_norm import rms_norm
 
 _PLAIN = tl.constexpr(PLAIN)
@@ -30,10 +31,10 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, has_neighbour_pairs: b
 
 
 def latent_write_reference(
-    query: Tensor, row: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cells: Tensor,
-    slots: Tensor, page_table: Tensor, pages: Tensor, latent: Latent,
-) -> None:  # fmt: skip
+    query: Tensor, row: Tensor, norm: Tensor, places: RowPlaces, page_table: Tensor, pages: Tensor, latent: Latent
+) -> None:
     """Compute `latent_write` in plain torch, on the CPU."""
+    cos, sin, positions, cells, slots = places
     valid = slots >= 0
     where = torch.where(valid, positions, 0)
     cosine, sine = cos[where], sin[where]
@@ -103,18 +104,17 @@ def _latent_write_kernel(
 
 
 def latent_write(
-    query: Tensor, row: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cells: Tensor,
-    slots: Tensor, page_table: Tensor, pages: Tensor, latent: Latent,
-) -> None:  # fmt: skip
+    query: Tensor, row: Tensor, norm: Tensor, places: RowPlaces, page_table: Tensor, pages: Tensor, latent: Latent
+) -> None:
     """Rotate queries in place, and write tokens' rows to their pages.
 
     query: `[tokens, heads, plain + rotated]`, contiguous; row: `[tokens, rank + rotated]`, rows strided, before norm
-    and rotation; norm: `[rank]`; cos, sin: float32 `[positions, rotated / 2]`; positions, cells: int64, slots: int32
-    `[tokens]`; page_table: int32 `[max_slots, max_pages]`; pages: `[num_pages, 1, page_tokens, rank + rotated]` of the
-    query's dtype, or of codes (`latent_rows`). On a GPU rank and rotated are powers of two. Raises ValueError for
-    another shape, dtype or device; positions, cells and page ids are trusted.
+    and rotation; norm: `[rank]`; page_table: int32 `[max_slots, max_pages]`; pages: `[num_pages, 1, page_tokens, rank +
+    rotated]` of the query's dtype, or of codes (`latent_rows`). On a GPU rank and rotated are powers of two. Raises
+    ValueError for another shape, dtype or device; positions, cells and page ids are trusted.
     """
     op, (tokens, heads, _), device = "latent_write", query.shape, query.device
+    cos, sin, positions, cells, slots = places
     check(op, "query", query, (tokens, heads, latent.query_dim), query.dtype, device)
     check(op, "row", row, (tokens, latent.row), query.dtype, device)
     check(op, "norm", norm, (latent.rank,), norm.dtype, device)
@@ -125,15 +125,14 @@ def latent_write(
         check(op, name, tensor, (tokens,), dtype, device)
     check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
     check_latent_pages(op, pages, latent.row, query.dtype, device)
-    arguments = query, row, norm, cos, sin, positions, cells, slots, page_table, pages
     if not runs_on_triton(query) or tokens == 0:
-        latent_write_reference(*arguments, latent)
+        latent_write_reference(query, row, norm, places, page_table, pages, latent)
         return
     check_dtype(op, query)
     for name, tensor in (("query", query), ("page_table", page_table), ("pages", pages), ("cos", cos), ("sin", sin)):
         check_contiguous(op, name, tensor)
     _latent_write_kernel[(tokens, heads + 1)](
-        *arguments, row.stride(0), page_table.stride(0), LATENT_EPS,
+        query, row, norm, *places, page_table, pages, row.stride(0), page_table.stride(0), LATENT_EPS,
         HEADS=heads, RANK=latent.rank, ROTATED=latent.rotated, PLAIN=latent.plain, PAGE_TOKENS=pages.shape[2],
         NEIGHBOURS=latent.has_neighbour_pairs, KIND=kind_of(pages), num_warps=1,
     )  # fmt: skip

@@ -7,15 +7,12 @@ from torch import Tensor
 import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
 from gpu.operations.arguments import FINITE_OR_NOT
 from gpu.operations.head_norm import HeadNorms, head_norm
+from gpu.operations.kv.row_places import RowPlaces
 
 
 def rope_kv_write_cpu(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    cells: Tensor,
-    slots: Tensor,
+    places: RowPlaces,
     page_table: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
@@ -29,8 +26,8 @@ def rope_kv_write_cpu(
     query = torch.zeros(len(qkv), num_heads, dim)
     tokens = qkv.view(-1, num_heads + 2 * kv_heads, dim)
     _rope_kv_write(
-        tokens.numpy(), cos.numpy(), sin.numpy(), positions.numpy(), cells.numpy(), slots.numpy(),
-        page_table.numpy(), key_pages.numpy(), value_pages.numpy(), query.numpy(),
+        tokens.numpy(), *(tensor.numpy() for tensor in places), page_table.numpy(), key_pages.numpy(),
+        value_pages.numpy(), query.numpy(),
     )  # fmt: skip
     return query
 

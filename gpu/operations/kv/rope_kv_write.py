@@ -27,17 +27,14 @@ from gpu.operations.kv.kv_rows import (
     scale_of,
     scales_of,
 )
+from gpu.operations.kv.row_places import RowPlaces
 
 _PLAIN = tl.constexpr(PLAIN)
 
 
 def rope_kv_write_reference(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    cells: Tensor,
-    slots: Tensor,
+    places: RowPlaces,
     page_table: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
@@ -45,6 +42,7 @@ def rope_kv_write_reference(
 ) -> Tensor:
     """Compute `rope_kv_write` in plain torch, behind the norms, in the wider of qkv's and cos' dtypes."""
     (kv_heads, page_tokens), dim = key_pages.shape[1:3], dim_of(key_pages)
+    cos, sin, positions, cells, slots = places
     valid = slots >= 0
     all_valid = bool(valid.all())
     if not all_valid:
@@ -152,11 +150,7 @@ def _rope_kv_write_kernel(
 
 def rope_kv_write(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    cells: Tensor,
-    slots: Tensor,
+    places: RowPlaces,
     page_table: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
@@ -165,14 +159,14 @@ def rope_kv_write(
 ) -> Tensor:
     """Rotate the query and the key of each token; write key and value to `page_table[slot, cell // page_tokens]`.
 
-    qkv: `[tokens, (heads + 2 * kv_heads) * dim]`; cos, sin: float32 `[max_context, dim // 2]`; positions: of the
-    rotation, and cells: of the context, int64 `[tokens]`; slots: int32 `[tokens]`, -1 for padding; page_table: int32
+    qkv: `[tokens, (heads + 2 * kv_heads) * dim]`; places: with rotations of all of a head's dim; page_table: int32
     `[max_slots, max_pages]`; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, qkv's dtype, or of
     codes (`kv_rows`); norms: of queries and keys, which stand in qkv afterwards, and of values, which need not. Returns
     the rotated query `[tokens, heads, dim]` (tokens may be strided). A padding token's query is rotated as at position
     0. Raises ValueError for another shape, dtype or device; positions, cells and page ids are trusted.
     """
     op, (tokens, width), device = "rope_kv_write", qkv.shape, qkv.device
+    cos, sin, positions, cells, slots = places
     (num_pages, kv_heads, page_tokens), dim = key_pages.shape[:3], dim_of(key_pages)
     if width != (num_heads + 2 * kv_heads) * dim:
         raise ValueError(f"{op}: qkv is {width} wide; wanted ({num_heads} + 2 * {kv_heads}) heads of {dim}")
@@ -187,9 +181,7 @@ def rope_kv_write(
     if not runs_on_triton(qkv) or tokens == 0:
         if norms is not None:
             head_norm(qkv, norms, num_heads, kv_heads)
-        return rope_kv_write_reference(
-            qkv, cos, sin, positions, cells, slots, page_table, key_pages, value_pages, num_heads
-        )  # fmt: skip
+        return rope_kv_write_reference(qkv, places, page_table, key_pages, value_pages, num_heads)
     check_dtype(op, qkv)
     check(op, "qkv", qkv, (tokens, width), qkv.dtype, device)
     check(op, "cos", cos, (cos.shape[0], dim // 2), torch.float32, device)
