@@ -34,6 +34,11 @@ def switch_drafts(drafts: Drafts, is_on: bool) -> None:
         drafts.take = lambda *_: (None, [])
 
 
+def has_drafts(drafts: Drafts) -> bool:
+    """Return whether sequences draft, as `switch_drafts` has left it."""
+    return "take" not in vars(drafts)
+
+
 def replace_guesses(runner: Runner, change: Callable[[Tensor], Tensor] | None) -> None:
     """Have other tokens, int64 `[rows]`, in place of those that the device drafts, which cost what they cost; None: no
     more.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from bench.engine_patches import replace_guesses
+from bench.engine_patches import replace_guesses, switch_drafts
 from gpu.config import Composition, GpuConfig, ModelConfig
 from gpu.memory.demand import PlanError
 from gpu.model.architecture import load_architecture
@@ -74,21 +74,23 @@ def foresee(engine: Engine, text: list[int], name: str) -> None:
 
 def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:
     told, drafts = {}, engine.scheduler.drafts
-    for drafts.is_on in (False, True):
+    for is_on in (False, True):
+        switch_drafts(drafts, is_on)
         before = engine.stats()
         engine.submit([ask(number) for number in range(6)])
-        told[drafts.is_on] = drain(engine)
+        told[is_on] = drain(engine)
         after = engine.stats()
-        assert (after.drafts.proposed > before.drafts.proposed + MOST) is drafts.is_on
+        assert (after.drafts.proposed > before.drafts.proposed + MOST) is is_on
     check_told(told[True], told[False], ask)
     assert any(deltas[-1].figures.get(REJECTED) for deltas in told[True].values())
 
 
 def test_drafts_that_are_right_take_no_step_and_are_told(engine: Engine) -> None:
     drafts, texts = engine.scheduler.drafts, []
-    for drafts.is_on in (False, True):
+    for is_on in (False, True):
+        switch_drafts(drafts, is_on)
         before, step = engine.stats(), engine.step
-        if drafts.is_on:
+        if is_on:
             foresee(engine, texts[0], ask(0).request_id)
         engine.submit([ask(0)])
         deltas = drain(engine)[ask(0).request_id]
@@ -109,9 +111,10 @@ def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine
 def test_experts_and_other_orders_change_no_text(name: str) -> None:
     engine, told = load(configure(name)), {}
     take_all(engine)
-    for engine.scheduler.drafts.is_on in (False, True):
+    for is_on in (False, True):
+        switch_drafts(engine.scheduler.drafts, is_on)
         engine.submit([ask(number) for number in range(2)])
-        told[engine.scheduler.drafts.is_on] = {key: text(deltas) for key, deltas in drain(engine).items()}
+        told[is_on] = {key: text(deltas) for key, deltas in drain(engine).items()}
     engine.shutdown()
     assert told[True] == told[False]
     assert engine.stats().drafts.proposed > MOST

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import scheduler.drafts.draft_model
+from bench.engine_patches import switch_drafts
 from gpu.config import Composition, DraftConfig, GpuConfig
 from gpu.memory.plan import PlanError
 from gpu.model.architecture import load_architecture
@@ -66,7 +67,7 @@ def ask(number: int) -> EngineRequest:
 
 
 def serve(engine: Engine, is_on: bool, numbers: Sequence[int] = range(5)) -> dict[str, list[Delta]]:
-    engine.scheduler.drafts.is_on = is_on
+    switch_drafts(engine.scheduler.drafts, is_on)
     engine.submit([ask(number) for number in numbers])
     return drain(engine)
 

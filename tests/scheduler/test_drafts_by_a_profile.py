@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from bench.engine_patches import replace_guesses
+from bench.engine_patches import replace_guesses, switch_drafts
 from gpu.config import Composition, DraftConfig, GpuConfig
 from gpu.methods.device_side import RingSide
 from scheduler.engine.engine import Engine
@@ -57,7 +57,7 @@ def ask(number: int) -> EngineRequest:
 
 
 def switch(engine: Engine, is_on: bool) -> None:
-    engine.scheduler.drafts.is_on = is_on
+    switch_drafts(engine.scheduler.drafts, is_on)
 
 
 def spoil(engine: Engine, rate: float) -> None:

@@ -9,6 +9,7 @@ from itertools import cycle
 import numpy as np
 import pytest
 
+from bench.engine_patches import has_drafts, switch_drafts
 from gpu.config import Composition, DraftConfig, GpuConfig
 from scheduler.drafts.draft_source import Proposal
 from scheduler.engine.engine import Engine
@@ -49,13 +50,13 @@ def ask(number: int) -> EngineRequest:
 def switch(engine: Engine, is_on: bool, spoilt: float = 0.3) -> None:
     """Have drafts, of the texts that come without them, spoilt; or none."""
     drafts = engine.scheduler.drafts
-    if is_on and not drafts.is_on:
+    if is_on and not has_drafts(drafts):
         foresee(engine, {name: text(deltas) for name, deltas in drain_without(engine).items()}, spoilt)
-    drafts.is_on = is_on
+    switch_drafts(drafts, is_on)
 
 
 def drain_without(engine: Engine) -> dict[str, list[Delta]]:
-    engine.scheduler.drafts.is_on = False
+    switch_drafts(engine.scheduler.drafts, False)
     return drain_once(engine)
 
 
@@ -115,7 +116,7 @@ def test_every_number_of_drafted_tokens_is_accepted_and_refused(
     monkeypatch.setattr(engine.scheduler.drafts, "tell", noted)
     alone = drain_without(engine)
     outputs = {name: text(deltas) for name, deltas in alone.items()}
-    engine.scheduler.drafts.is_on = True
+    switch_drafts(engine.scheduler.drafts, True)
     engine.scheduler.drafts.make_source = lambda config, sequence: SpoiltAt(
         sequence.num_prompt_tokens, outputs[sequence.request_id]
     )
@@ -133,7 +134,7 @@ def test_the_host_reads_a_context_once_for_all_rows_of_a_draft(engine: Engine) -
     """Of a draft that is right throughout: rows read of contexts go by steps, not by tokens."""
     read, tokens = {}, {}
     for is_on in (False, True):
-        engine.scheduler.drafts.is_on = False
+        switch_drafts(engine.scheduler.drafts, False)
         switch(engine, is_on, 0.0)
         before = engine.stats().host
         engine.submit([ask(0)])
