@@ -1,6 +1,6 @@
 """What changes tell of blocks is what can be found, in each medium, whatever the engine does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from random import Random
 
@@ -79,10 +79,16 @@ def findable(residence: Residence) -> dict[str, set[bytes]]:
     return {GPU: set(residence.pages._page_of) | resident, CPU: owners, DISK: names}
 
 
-def check(reader: Reader, events: BlockEvents, residence: Residence) -> None:
+def private(engine: Engine) -> set[bytes]:
+    """Return the pages that preempted sequences keep for themselves."""
+    return {name for one in engine.scheduler.roster._unfinished.values() for name in one.live}
+
+
+def check(reader: Reader, events: BlockEvents, residence: Residence, hidden: Collection[bytes] = ()) -> None:
     reader.apply(events.take())
     wanted = findable(residence)
-    assert {medium: reader.found[medium] for medium in (GPU, CPU)} == {GPU: wanted[GPU], CPU: wanted[CPU]}
+    assert reader.found[GPU] == wanted[GPU].difference(hidden)
+    assert reader.found[CPU] == wanted[CPU]
     assert {medium: events.blocks_in(medium) for medium in MEDIA} == reader.found
 
 
@@ -102,7 +108,7 @@ def play(engine: Engine, ask: Callable, seed: int, profiles: list[str]) -> Reade
         said = []
         for _ in range(random.randint(5, 400)):
             said += [delta for delta in engine.step() if delta.request_id == f"r{number}"]
-            check(reader, events, residence)
+            check(reader, events, residence, private(engine))
             if not engine.has_work:
                 break
         histories[random.randrange(3)] = prompt + text(said)
@@ -110,10 +116,10 @@ def play(engine: Engine, ask: Callable, seed: int, profiles: list[str]) -> Reade
             engine.cancel([f"r{number}"])
         if random.random() < 0.2 and residence.contexts is not None:
             residence.contexts.evict_idle([])
-        check(reader, events, residence)
+        check(reader, events, residence, private(engine))
     while engine.has_work:
         engine.step()
-        check(reader, events, residence)
+        check(reader, events, residence, private(engine))
     for digest in reader.found[GPU] | reader.found[CPU]:
         check_name(residence, reader, digest)
     return reader
@@ -136,6 +142,21 @@ def test_on_a_card_alone_what_is_told_is_what_is_found(seed: int) -> None:
     reader = play(engine, make_request, seed, ["exact", "other"])
     assert reader.num_stored[GPU] > 100
     assert reader.num_stored[CPU] == 0
+
+
+@pytest.mark.parametrize("kept", [{"num_states": 6, "snapshot_tokens": 32}, {"num_windows": 6}], ids=str)
+def test_what_a_preempted_request_keeps_for_itself_is_not_told(kept: dict[str, int]) -> None:
+    engine, _ = engines.make_engine(num_pages=36, max_running=3, **kept)
+    hidden: set[bytes] = set()
+    events, reader = engine.scheduler.residence.tell_blocks(), Reader()
+    engine.submit([make_request(f"r{number}", prompt_of(100 + number, number), 150) for number in range(4)])
+    while engine.has_work:
+        engine.step()
+        hidden |= private(engine)
+        check(reader, events, engine.scheduler.residence, private(engine))
+    assert engine.scheduler.roster.num_preemptions > 0
+    assert bool(hidden) == ("num_states" in kept)
+    assert reader.num_stored[GPU] > 36
 
 
 @pytest.mark.parametrize("is_adaptive", [True, False])
