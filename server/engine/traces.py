@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -22,14 +21,30 @@ from server.release import release
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
+_PARENT, _STATE = "traceparent", "tracestate"
+_LONGEST_STATE = 512  # characters, as W3C Trace Context asks for at least
 _TRACES_PATH = "/v1/traces"  # of OTLP over HTTP
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _SHUTDOWN_SECONDS = 5.0  # for the last spans to be exported
 
-carrier: ContextVar[Mapping[str, str]] = ContextVar("carrier", default=MappingProxyType({}))
-"""The headers of the request under way that say whose span is in front of its own."""
+
+@dataclass(slots=True)
+class Origin:
+    """Where the request under way comes from: the headers that say whose span is in front of its own, and when it
+    arrived, `time.monotonic()` seconds; None once a call has begun then.
+    """
+
+    carrier: Mapping[str, str] = field(default_factory=dict)
+    arrival_s: float | None = None
+
+    def begin(self, now: float) -> float:
+        """Return when a call began: the request's first one as the request arrived, others now."""
+        begin_s, self.arrival_s = self.arrival_s, None
+        return now if begin_s is None else begin_s
+
+
+origin: ContextVar[Origin | None] = ContextVar("origin", default=None)
 
 AttributeValue = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, AttributeValue]
@@ -68,8 +83,8 @@ class Traces:
 
     def record(self, call: CallSpan) -> None:
         """Make the spans of a call that has ended."""
-        from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         now_ns = time.time_ns() - time.monotonic_ns()
 
@@ -77,8 +92,9 @@ class Traces:
             return now_ns + int(1e9 * seconds)
 
         whole = call.whole
+        parent = TraceContextTextMapPropagator().extract(call.carrier)
         span = self._tracer.start_span(
-            whole.name, extract(call.carrier), SpanKind.SERVER, whole.attributes, start_time=ns(whole.begin_s)
+            whole.name, parent, SpanKind.SERVER, whole.attributes, start_time=ns(whole.begin_s)
         )
         inside = set_span_in_context(span)
         for stage in call.stages if span.is_recording() else ():
@@ -99,12 +115,17 @@ class Traces:
 
 
 def open_traces(config: TracingConfig | None, environment: Mapping[str, str] = os.environ) -> Traces | None:
-    """Return what exports traces where the section or a variable OTEL_EXPORTER_OTLP_ENDPOINT asks for it. Raises
-    TracesError.
+    """Return what exports traces where the section or a variable OTEL_EXPORTER_OTLP_ENDPOINT asks for it, and no
+    variable turns them off. Raises TracesError.
     """
     asked = "server.tracing" if config is not None else _asking_variable(environment)
-    if asked is None:
+    if asked is None or environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
+    exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp")
+    if exporter == "none":
+        return None
+    if exporter != "otlp":
+        raise TracesError(f"{asked}: OTEL_TRACES_EXPORTER is {exporter!r}; wanted otlp or none")
     protocol = next((environment[name] for name in _PROTOCOLS if name in environment), "http/protobuf")
     if protocol != "http/protobuf":
         raise TracesError(f"{asked}: OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; wanted http/protobuf")
@@ -113,20 +134,32 @@ def open_traces(config: TracingConfig | None, environment: Mapping[str, str] = o
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        known: dict[str, Any] = {} if "OTEL_SERVICE_NAME" in environment else {"service.name": "tandem"}
+        resource = Resource.create(known | {"service.version": release()})
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(_address(config))))
     except ImportError as error:
-        off = "" if config is not None else ", or set OTEL_TRACES_EXPORTER=none"
-        raise TracesError(f"{asked}: traces need the extra otel ({error}); pip install '.[otel]'{off}") from None
-    known: dict[str, Any] = {} if "OTEL_SERVICE_NAME" in environment else {"service.name": "tandem"}
-    resource = Resource.create(known | {"service.version": release()})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(_address(config))))
+        off = "or leave the section out" if config is not None else "or set OTEL_TRACES_EXPORTER=none"
+        raise TracesError(f"{asked}: traces need the extra otel ({error}); pip install '.[otel]', {off}") from None
+    except ValueError as error:  # of one of the library's variables
+        told = " ".join(str(error).split())
+        raise TracesError(f"{asked}: a variable OTEL_* cannot be used: {told}") from None
     return Traces(provider)
 
 
+def read_carrier(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return those of a request's headers that name the span in front of its own; a `tracestate` that is too long is
+    left out, as W3C Trace Context allows.
+    """
+    found = {name: headers[name] for name in (_PARENT, _STATE) if name in headers}
+    if len(found.get(_STATE, "")) > _LONGEST_STATE:
+        del found[_STATE]
+    return found
+
+
 def _asking_variable(environment: Mapping[str, str]) -> str | None:
-    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return None
-    if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+    if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":  # another exporter's, which is not meant for us
         return None
     return next((name for name in _ENDPOINTS if environment.get(name)), None)
 

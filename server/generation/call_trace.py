@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from scheduler.messages import Delta
 from server import logs
 from server.bodies.generation_bodies import GenerationBody
-from server.engine.traces import AttributeValue, CallSpan, Stage, Traces, carrier
+from server.engine.traces import Attributes, AttributeValue, CallSpan, Origin, Stage, Traces, origin
 
 if TYPE_CHECKING:
     from server.generation.generation import Generation
@@ -28,22 +28,38 @@ class CallFacts:
 
 @dataclass(slots=True)
 class _Times:
-    """Seconds of one sequence, as the engine measured them, and when it ended; None: it is not known."""
+    """Times of one sequence; None: it is not known.
+
+    queue, prefill: seconds, as the engine measured them. begun_s: when the first progress of its prefill came.
+    ended_s: when it ended.
+    """
 
     queue: float | None = None
     prefill: float | None = None
+    begun_s: float | None = None
     ended_s: float | None = None
 
 
 class CallTrace:
-    """Collects the times of a call from its arrival on, and records its spans when it ends."""
+    """Collects the times of a call, and records its spans when it ends.
 
-    def __init__(self, traces: Traces, facts: CallFacts, arrival_s: float, num_choices: int) -> None:
+    queued_s: when it was ready for the engine; its span begins when the request arrived.
+    """
+
+    def __init__(self, traces: Traces, facts: CallFacts, queued_s: float, num_choices: int) -> None:
+        whence = origin.get() or Origin()
+        self.is_accepted = False  # by the engine
         self._traces = traces
         self._facts = facts
-        self._carrier = carrier.get()
-        self._arrival_s = arrival_s
+        self._carrier = whence.carrier
+        self._begin_s = whence.begin(queued_s)
+        self._queued_s = queued_s
         self._times = [_Times() for _ in range(num_choices)]
+
+    def observe_progress(self, index: int, now: float) -> None:
+        """Note that a sequence's prefill has begun."""
+        times = self._times[index]
+        times.begun_s = now if times.begun_s is None else times.begun_s
 
     def observe(self, index: int, delta: Delta, now: float) -> None:
         """Note what a message tells of a sequence's times."""
@@ -56,31 +72,38 @@ class CallTrace:
         """Record a call that is over; error: what it failed with; "": nothing."""
         attributes = _attributes(self._facts, generation)
         operation = attributes["gen_ai.operation.name"]
-        whole = Stage(f"{operation} {attributes['gen_ai.request.model']}", self._arrival_s, now, attributes)
-        stages = [stage for index in range(len(self._times)) for stage in self._stages(generation, index)]
+        whole = Stage(f"{operation} {attributes['gen_ai.request.model']}", self._begin_s, now, attributes)
+        of_each = range(len(self._times)) if self.is_accepted else ()
+        stages = [stage for index in of_each for stage in self._stages(generation, index, now)]
         self._traces.record(CallSpan(whole, stages, error, self._carrier))
 
-    def _stages(self, generation: "Generation", index: int) -> Sequence[Stage]:
-        """Return what a sequence went through, if it began."""
+    def _stages(self, generation: "Generation", index: int, now: float) -> Sequence[Stage]:
+        """Return what a sequence that the engine accepted went through, up to `now`."""
         times, choice = self._times[index], generation.choices[index]
-        if times.queue is None or times.prefill is None or times.ended_s is None:
-            return ()
-        admitted_s = self._arrival_s + times.queue
-        drawn_s = admitted_s + times.prefill
         shared = {"tandem.choice": index} if len(self._times) > 1 else {}
+        if times.queue is None or times.prefill is None or times.ended_s is None:
+            return self._stages_begun(times, now, shared)
+        admitted_s = self._queued_s + times.queue
+        drawn_s = admitted_s + times.prefill
         num_prompt_tokens = len(generation.job_of(index).prompt.token_ids)
         found = {
             "gen_ai.usage.input_tokens": num_prompt_tokens,
             "gen_ai.usage.cache_read.input_tokens": choice.num_cached_tokens,
         }
         stages = [
-            Stage("queue", self._arrival_s, admitted_s, shared),
+            Stage("queue", self._queued_s, admitted_s, shared),
             Stage("prefill", admitted_s, drawn_s, shared | found),
         ]
         if choice.num_tokens:
             drawn = {"gen_ai.usage.output_tokens": choice.num_tokens}
             stages.append(Stage("decode", drawn_s, max(drawn_s, times.ended_s), shared | drawn))
         return stages
+
+    def _stages_begun(self, times: _Times, now: float, shared: Attributes) -> Sequence[Stage]:
+        """Return the stages of a sequence that ended before the engine told its times."""
+        begun_s = now if times.begun_s is None else times.begun_s
+        queue = Stage("queue", self._queued_s, begun_s, shared)
+        return (queue,) if times.begun_s is None else (queue, Stage("prefill", begun_s, now, shared))
 
 
 def _attributes(facts: CallFacts, generation: "Generation") -> dict[str, AttributeValue]:

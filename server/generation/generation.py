@@ -168,6 +168,8 @@ class Generation:
             self._error = (isinstance(error, ApiError) and error.code) or type(error).__name__
             self._end_trace()
             raise
+        if self._trace is not None:
+            self._trace.is_accepted = True
         self._service.metrics.prompt_tokens.inc(self.num_prompt_tokens)
 
     async def updates(self) -> list[Update | Progress | Tick]:
@@ -192,6 +194,8 @@ class Generation:
             elif isinstance(item, TimeUp):
                 found += self._end_in_time(now)
             else:
+                if self._trace is not None and isinstance(item, Progress):
+                    self._trace.observe_progress(self._index[item.request_id], now)
                 found.append(item)
         return found
 
@@ -370,8 +374,12 @@ class Generation:
     def _end_trace(self) -> None:
         """Record the call's spans, once."""
         trace, self._trace = self._trace, None
-        if trace is not None:
+        if trace is None:
+            return
+        try:
             trace.record(self, time.monotonic(), self._error)
+        except Exception:  # of a library: whoever called has an answer, and does not lose it for that
+            logs.exception("trace_failed", id=self.id)
 
     def _end(self, request_id: str, reason: str, forget: bool) -> None:
         self._open.discard(request_id)

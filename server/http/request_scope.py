@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import logs
 from server.api_error import ApiError, bad_key, internal, unavailable
-from server.engine.traces import TRACE_HEADERS, carrier
+from server.engine.traces import Origin, origin, read_carrier
 from server.http.foreign_requests import ForeignRequests
 from server.routes.catalogue import find_routes
 from server.service.service import Keys, Service
@@ -51,11 +51,11 @@ class RequestScope:
             request_id = uuid.uuid4().hex
         scope["request_id"] = request_id  # for the connection's own log lines
         token = logs.request_id.set(request_id)
-        if self._service.traces is not None:
-            carrier.set({name: headers[name] for name in TRACE_HEADERS if name in headers})
         # HEAD is GET without its body, which the HTTP server leaves out.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         began_s = time.monotonic()
+        if self._service.traces is not None:
+            origin.set(Origin(read_carrier(headers), began_s))
         status = 0
         ignored: list[str] = []  # filled while the body is read
 

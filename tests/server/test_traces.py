@@ -16,8 +16,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from server.deployment import ConfigError
-from server.engine.traces import Traces, TracesError, open_traces
+from server.engine.traces import Traces, TracesError, open_traces, read_carrier
+from server.generation.call_trace import CallTrace
 from server.observing_config import TracingConfig
+from server.routes import generate
 from tests.server.live_server import Running, fake_command, make_app, make_deployment, running_server
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -151,6 +153,59 @@ async def test_a_stream_and_a_vector_have_spans_too(live: Running, exporter: InM
     assert "gen_ai.request.max_tokens" not in spans["embeddings reference"].attributes
 
 
+async def test_a_call_is_answered_whatever_happens_to_its_trace(
+    live: Running, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_PROPAGATORS", "tracecontext,baggage,no_such")
+    monkeypatch.delitem(sys.modules, "opentelemetry.propagate", raising=False)
+    spans = await spans_of(live, exporter, CHAT, messages=HI, max_tokens=3)
+    assert f"{spans['chat reference'].context.trace_id:032x}" == TRACE
+
+    def fail(*_: object) -> None:
+        raise ValueError("a fault of a library")
+
+    monkeypatch.setattr(live.service.traces, "record", fail)
+    for stream in (False, True):
+        answer = await live.http.post(CHAT, json={"messages": HI, "max_tokens": 3, "stream": stream})
+        assert (answer.status_code, "error" in answer.text) == (200, False)
+    assert (await live.http.post("/v1/embeddings", json={"input": "a b c"})).status_code == 200
+    assert caplog.text.count("trace_failed") == 3
+
+
+def test_of_a_requests_headers_only_those_of_w3c_are_read_and_none_that_are_too_long() -> None:
+    headers = {"traceparent": "p", "tracestate": "a=1", "baggage": "a=1" + 8000 * " " + "b", "x": "y"}
+    assert read_carrier(headers) == {"traceparent": "p", "tracestate": "a=1"}
+    assert read_carrier(headers | {"tracestate": "a=1," + 8000 * " " + "b"}) == {"traceparent": "p"}
+
+
+async def test_a_span_begins_when_its_request_arrives(
+    live: Running, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = generate.choose_limit
+
+    def think(*given: Any) -> float | None:
+        time.sleep(0.3)  # as a long prompt's tokenisation does, or a model's load
+        return checked(*given)
+
+    monkeypatch.setattr(generate, "choose_limit", think)
+    spans = await spans_of(live, exporter, CHAT, messages=HI, max_tokens=3)
+    assert spans["queue"].start_time - spans["chat reference"].start_time >= 0.3e9
+
+
+@pytest.mark.parametrize("stages", [{"queue", "prefill"}, {"queue"}])
+async def test_a_call_that_ends_before_its_first_token_has_the_stages_that_it_reached(
+    stages: set[str], live: Running, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "prefill" not in stages:  # no progress of it is told
+        monkeypatch.setattr(CallTrace, "observe_progress", lambda *_: None)
+    asked = {"max_tokens": 9, "attention_profile": "long_prefill", "max_seconds": 0.3}
+    spans = await spans_of(live, exporter, CHAT, messages=HI, **asked)
+    assert spans.keys() == {"chat reference"} | stages
+    assert spans["chat reference"].attributes["error.type"] == "time_limit"
+    last = spans["prefill" if "prefill" in stages else "queue"]
+    assert last.end_time == spans["chat reference"].end_time
+
+
 FAILURES = [("breaks", "engine_error"), ("dies", "engine_dead"), ("too_large", "context_length_exceeded")]
 
 
@@ -184,7 +239,9 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_traces_that_cannot_be_exported_are_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with without_library(monkeypatch):
         assert open_traces(None, {}) is None
-        with pytest.raises(ConfigError, match=r"server.tracing: traces need the extra otel .*pip install '.\[otel\]'$"):
+        with pytest.raises(
+            ConfigError, match=r"server.tracing: traces need the extra otel .*pip install '.\[otel\]', or leave the"
+        ):
             make_app(make_deployment(tracing={}), fake_command())
         wanted = r"OTEL_EXPORTER_OTLP_ENDPOINT: traces need the extra otel .* or set OTEL_TRACES_EXPORTER=none"
         with pytest.raises(TracesError, match=wanted):
@@ -202,5 +259,15 @@ def test_the_librarys_variables_ask_for_traces_and_turn_them_off() -> None:
     began = time.monotonic()
     traces.shutdown()
     assert time.monotonic() - began < 10
-    assert open_traces(None, asked | {"OTEL_TRACES_EXPORTER": "none"}) is None
-    assert open_traces(None, asked | {"OTEL_SDK_DISABLED": "true"}) is None
+    for section in (None, TracingConfig()):
+        assert open_traces(section, asked | {"OTEL_TRACES_EXPORTER": "none"}) is None
+        assert open_traces(section, asked | {"OTEL_SDK_DISABLED": "true"}) is None
+    assert open_traces(None, asked | {"OTEL_TRACES_EXPORTER": "console"}) is None
+    with pytest.raises(TracesError, match=r"server.tracing: OTEL_TRACES_EXPORTER is 'console'; wanted otlp or none"):
+        open_traces(TracingConfig(), {"OTEL_TRACES_EXPORTER": "console"})
+
+
+def test_a_variable_of_the_library_that_it_refuses_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")  # fewer than are exported at once
+    with pytest.raises(TracesError, match=r"^server.tracing: a variable OTEL_\* cannot be used: ."):
+        open_traces(TracingConfig(), {})
