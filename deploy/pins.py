@@ -10,7 +10,8 @@ TORCH = ("torch", "triton", "fbgemm-gpu")
 def main() -> None:
     """Arguments: pyproject.toml, the extra for the device (cuda or cpu), and the folder that gets the lists."""
     project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
-    packages = [*project["dependencies"], *project["optional-dependencies"][sys.argv[2]]]
+    extras = project["optional-dependencies"]
+    packages = [*project["dependencies"], *extras[sys.argv[2]], *extras["otel"]]
     folder = Path(sys.argv[3])
     folder.mkdir()
     (folder / "torch.txt").write_text("".join(f"{one}\n" for one in packages if one.startswith(TORCH)))

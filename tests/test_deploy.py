@@ -143,7 +143,11 @@ def test_a_change_of_code_installs_torch_as_little_as_a_change_of_the_project_fi
         command = [sys.executable, DEPLOY / "pins.py", ROOT / "pyproject.toml", extra, tmp_path / extra]
         subprocess.run(command, check=True)
         lists = [(tmp_path / extra / name).read_text().splitlines() for name in ("torch.txt", "others.txt")]
-        assert sorted(lists[0] + lists[1]) == sorted(project["dependencies"] + project["optional-dependencies"][extra])
+        wanted = [
+            *project["dependencies"],
+            *(one for key in (extra, "otel") for one in project["optional-dependencies"][key]),
+        ]
+        assert sorted(lists[0] + lists[1]) == sorted(wanted), "traces are had by settings alone"
         assert f"torch=={project_pin(project, 'torch')}" in lists[0]
 
 
