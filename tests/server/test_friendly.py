@@ -168,6 +168,9 @@ async def test_a_router_learns_the_model_its_limits_and_its_load(live: Running) 
     assert info["model_path"] == str(REFERENCE)
     assert (info["page_size"], info["context_length"]) == (16, 16384)
     assert (await live.http.get("/get_server_info")).json() == info
+    deployment = live.service.deployment
+    live.service.deployment = deployment.model_copy(update={"gpu": deployment.gpu.model_copy(update={"devices": 2})})
+    assert (await live.http.get("/server_info")).json()["tp_size"] == 2
 
     async def told() -> bool:
         return "num_running_reqs" in (await live.http.get("/v1/loads")).json()["loads"][0]

@@ -24,7 +24,7 @@ async def server_info(call: Call[Any]) -> Tree:
         "served_model_name": service.model_name,
         "model_path": str(path) if path is not None else service.model_name,
         "version": release(),
-        "tp_size": 1,
+        "tp_size": deployment.gpu.devices,
         "dp_size": 1,
         "max_total_tokens": limits.num_pages * limits.page_tokens,
         "max_running_requests": deployment.scheduler.max_running,
