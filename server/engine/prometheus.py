@@ -3,7 +3,7 @@
 Counters in the engine's `Stats` start at zero with each engine process; here they only ever grow.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import Metric
@@ -212,6 +212,7 @@ class Metrics:
         )
         self.rates = TokenRates()
         self.latest: Stats | None = None  # what the engine reported last
+        self.num_load_waits: Callable[[], int] = int  # requests that wait for the model's load; 0: there are no loads
 
     def take(self, stats: Stats) -> None:
         """Take the engine's latest gauges and counters."""

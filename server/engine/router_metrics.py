@@ -13,25 +13,28 @@ from scheduler.messages import Stats
 class RouterMetrics(Collector):
     """Collect a model's gauges from what its engine reported last (`latest`); 0 while there is no engine.
 
-    adapters: names by their numbers, from 1 on. has_prefixes: whether prefixes are kept.
+    adapters: names by their numbers, from 1 on. has_prefixes: whether prefixes are kept. num_load_waits: how many
+    requests wait for the model to be loaded.
     """
 
     def __init__(
         self, model: str, memory: MemoryPlan, adapters: Sequence[str], has_prefixes: bool,
-        latest: Callable[[], Stats | None],
+        latest: Callable[[], Stats | None], num_load_waits: Callable[[], int],
     ) -> None:  # fmt: skip
         self._model = model
         self._memory = memory
         self._adapters = adapters
         self._has_prefixes = has_prefixes
         self._latest = latest
+        self._num_load_waits = num_load_waits
 
     def collect(self) -> Iterable[Metric]:
         stats = self._latest()
         running = 0 if stats is None else stats.num_running + stats.num_prefilling
         usage = 0.0 if stats is None else stats.pages_used / max(stats.pages_total, 1)
         yield self._gauge("num_requests_running", "requests whose prompt is computed, or that decode", running)
-        yield self._gauge("num_requests_waiting", "requests that wait for admission", stats.num_waiting if stats else 0)
+        waiting = self._num_load_waits() + (0 if stats is None else stats.num_waiting)
+        yield self._gauge("num_requests_waiting", "requests that wait for admission, or for a load", waiting)
         yield self._gauge("kv_cache_usage_perc", "KV pages held by requests, from 0 to 1", usage)
         yield self._cache_config()
         if self._adapters:

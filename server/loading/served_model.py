@@ -40,6 +40,7 @@ class ServedModel:
         self.is_stopping = False
         self.num_open = 0
         self.waiters: deque[Waiter] = deque()
+        service.metrics.num_load_waits = self.waiters.__len__
         self.expires_s = FOREVER
         self.goes_when_idle = False
         self.used_s = 0.0  # when it was asked for last

@@ -153,7 +153,11 @@ def build_service(
     parts = load_parts(deployment)
     metrics, name = Metrics(), model_name(deployment)
     has_prefixes = deployment.scheduler.prefix_cache
-    metrics.show_more(RouterMetrics(name, memory, parts.adapters.names, has_prefixes, lambda: metrics.latest))
+    metrics.show_more(
+        RouterMetrics(
+            name, memory, parts.adapters.names, has_prefixes, lambda: metrics.latest, lambda: metrics.num_load_waits()
+        )
+    )
     texts = TextPool(server.retry_after_seconds) if beside is None else beside.texts
     bodies = BodyMemory(server.max_body_mib, server.max_bodies_mib, server.retry_after_seconds)
     responses = ResponseStore(server.responses_seconds, int(server.responses_limit_mib * 2**20))

@@ -1,5 +1,7 @@
 """What routers read in /metrics: vLLM's names, with this engine's numbers."""
 
+import asyncio
+
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,7 +22,9 @@ def read(text: str) -> dict[str, tuple[dict[str, str], float]]:
 
 def test_vllms_gauges_have_the_engines_numbers_and_the_caches_sizes() -> None:
     memory, metrics = plan_of(make_deployment()), Metrics()
-    metrics.show_more(RouterMetrics("some/model", memory, ["first", "second", "third"], True, lambda: metrics.latest))
+    metrics.show_more(
+        RouterMetrics("some/model", memory, ["first", "second", "third"], True, lambda: metrics.latest, lambda: 0)
+    )
     idle = read(metrics.text().decode())
     of_model = {"model_name": "some/model", "engine": "0"}
     assert idle.keys() == NAMES | {"lora_requests_info"}
@@ -39,6 +43,29 @@ def test_vllms_gauges_have_the_engines_numbers_and_the_caches_sizes() -> None:
     labels, seconds = told["lora_requests_info"]
     assert labels == {"max_lora": "3", "running_lora_adapters": "first,third", "waiting_lora_adapters": "second"}
     assert seconds >= idle["lora_requests_info"][1] > 0
+
+
+async def test_requests_that_wait_for_a_load_are_among_those_that_wait() -> None:
+    first, other = make_deployment(), make_deployment()
+    other = other.model_copy(update={"model": other.model.model_copy(update={"name": "other"})})
+    models = {"reference": {}, "other": {"load_s": 1.0}}
+    async with running_server(first, fake_command(models=models), others=[other]) as live:
+        bodies = [{"model": "other", "prompt": "hello", "max_tokens": 2}] * 3
+        calls = [asyncio.create_task(live.http.post("/v1/completions", json=body)) for body in bodies]
+
+        async def waiting() -> float:
+            text = (await live.http.get("/metrics")).text
+            return max(
+                sample.value for family in text_string_to_metric_families(text) for sample in family.samples
+                if sample.name == "vllm:num_requests_waiting" and sample.labels["model_name"] == "other"
+            )  # fmt: skip
+
+        async def all_wait() -> bool:
+            return await waiting() == 3
+
+        await live.until(all_wait)
+        assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
+        assert await waiting() == 0
 
 
 async def test_a_server_has_both_families_and_of_several_models_each_has_its_own() -> None:

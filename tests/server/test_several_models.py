@@ -358,7 +358,9 @@ async def test_the_least_that_is_needed_goes_and_what_was_to_stay_goes_last() ->
 def served() -> ServedModel:
     """A model without a process, of a deployment that keeps models for ever."""
     supervisor = SimpleNamespace(on_change=lambda: None)
-    service = SimpleNamespace(deployment=SimpleNamespace(idle_seconds=None), supervisor=supervisor, memory=None)
+    service = SimpleNamespace(
+        deployment=SimpleNamespace(idle_seconds=None), supervisor=supervisor, memory=None, metrics=SimpleNamespace()
+    )
     return ServedModel(cast(Any, service))
 
 
