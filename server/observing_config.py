@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from transfer.settings_model import Settings
 
 POD, MODEL = "{pod}", "{model}"
+_LAST_PORT = 65535
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -18,7 +19,12 @@ class EventsConfig(Settings):
     """
 
     endpoint: str = Field(
-        description="where events are published; `tcp://*:5557` and ipc:// are bound, another address is connected to",
+        description="where events are published: tcp://HOST:PORT, with an IPv6 address in brackets, or ipc://PATH",
+    )
+    bind: bool | None = Field(
+        None,
+        description="whether subscribers connect to `endpoint`, or the server connects to a subscriber's; default: "
+        "`tcp://*:5557`, 0.0.0.0, an address of IPv6 and ipc:// are bound, another is connected to",
     )
     replay_endpoint: str | None = Field(
         None, description="bound: whoever has missed events asks for them here; default: nobody can"
@@ -33,8 +39,13 @@ class EventsConfig(Settings):
     @field_validator("endpoint", "replay_endpoint")
     @classmethod
     def _know_transport(cls, endpoint: str | None) -> str | None:
-        if endpoint is not None and not re.fullmatch(r"tcp://.+:\d+|ipc://.+", endpoint):
-            raise ValueError("wanted tcp://HOST:PORT or ipc://PATH")
+        if endpoint is None or re.fullmatch(r"ipc://.+", endpoint):
+            return endpoint
+        found = re.fullmatch(r"tcp://(?:[^:\[\]]+|\[[0-9a-fA-F:.%\w]+\]):(\d+)", endpoint)
+        if found is None:
+            raise ValueError("wanted tcp://HOST:PORT or ipc://PATH, an IPv6 address in brackets")
+        if not 1 <= int(found[1]) <= _LAST_PORT:
+            raise ValueError(f"the port is {found[1]}; wanted 1 to {_LAST_PORT}")
         return endpoint
 
     @field_validator("pod")
@@ -49,6 +60,8 @@ class EventsConfig(Settings):
     @property
     def is_bound(self) -> bool:
         """Return whether subscribers connect to `endpoint`, or it connects to one of theirs."""
+        if self.bind is not None:
+            return self.bind
         return self.endpoint.startswith("ipc://") or any(part in self.endpoint for part in ("*", "::", "//0.0.0.0:"))
 
     def topic_of(self, model: str) -> str:

@@ -5,7 +5,7 @@ subscriber sees what it has missed. It asks for it at the replay address with th
 several models, with the topic behind that. It gets (number, batch) of each that is kept, and (-1, nothing) at the end.
 
 A thread has the sockets. Nobody waits for it: where it is behind by MOST_QUEUED messages, the next ones are not
-published but only kept, and counted.
+published but only kept, and counted. Replays are sent in pieces, between which what is new goes out.
 """
 
 import threading
@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 import zmq
 
 from scheduler.block_changes import CacheChanges
-from server import logs
-from server.engine.event_wire import encode_batch
+from server.engine.event_replays import NUMBER_BYTES, Replays, Topic
+from server.engine.event_wire import AdapterTag, encode_batch
 from server.observing_config import EventsConfig
 
 MOST_QUEUED = 10_000
-_MOST_UNREAD = 100_000  # messages that a subscriber has not read, as vLLM allows; the next ones are lost to it
-_NUMBER_BYTES = 8
-_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+_MOST_QUEUED_BYTES = 256 * 2**20  # of messages that are not published yet
+_MOST_UNREAD = 10_000  # messages that a subscriber has not read; the next ones are lost to it
 _LAST_WORDS_MS = 500
+_HEARTBEAT_MS, _SILENCE_MS = 10_000, 30_000  # a peer that is gone without a word is let go
 _MIB = 2**20
 
 
@@ -32,19 +32,17 @@ class EventsError(Exception):
     """Report in one line that an address of the events cannot be used."""
 
 
-@dataclass(eq=False, slots=True)
-class _Topic:
-    """One model's events: `kept` are the last ones, the first of which has the number `first`."""
+@dataclass(slots=True)
+class _Queue:
+    """Messages on their way to the thread, each with its topic and number. is_told: the thread is about to look."""
 
-    name: bytes
-    adapters: Sequence[str]
-    count_dropped: Callable[[], None]
-    first: int = 0
-    kept: deque[CacheChanges] = field(default_factory=deque)
+    messages: deque[tuple[Topic, int, CacheChanges]] = field(default_factory=deque)
+    num_bytes: int = 0
+    is_told: bool = False
 
     @property
-    def next(self) -> int:
-        return self.first + len(self.kept)
+    def is_full(self) -> bool:
+        return len(self.messages) >= MOST_QUEUED or self.num_bytes > _MOST_QUEUED_BYTES
 
 
 class EventPublisher:
@@ -53,23 +51,21 @@ class EventPublisher:
     def __init__(self, config: EventsConfig) -> None:
         self._config = config
         self._most_bytes = int(config.replay_mib * _MIB)
-        self._num_bytes = 0  # of all that is kept
-        self._topics: list[_Topic] = []
-        self._lock = threading.Lock()  # of what is kept
+        self._topics: list[Topic] = []
+        self._lock = threading.Lock()  # of what is kept and what is queued
+        self._queue = _Queue()
+        self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._events = self._context.socket(zmq.PUB)
+        self._events = self._make_socket(zmq.PUB)
         self._events.set_hwm(_MOST_UNREAD)
-        self._replays = self._context.socket(zmq.ROUTER)
-        self._replays.set_hwm(0)  # one answer may be all that is kept
-        self._inbox, self._queue = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        self._inbox.set_hwm(MOST_QUEUED // 2)
-        self._queue.set_hwm(MOST_QUEUED // 2)
-        self._inbox.bind("inproc://queue")
-        self._queue.connect("inproc://queue")
+        self._replays = Replays(self._make_socket(zmq.ROUTER), self._topics, self._lock)
+        self._woken, self._wake = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self._woken.bind("inproc://queue")
+        self._wake.connect("inproc://queue")
         try:
             self._open(self._events, "endpoint", config.endpoint, config.is_bound)
             if config.replay_endpoint is not None:
-                self._open(self._replays, "replay_endpoint", config.replay_endpoint, is_bound=True)
+                self._open(self._replays.socket, "replay_endpoint", config.replay_endpoint, is_bound=True)
         except EventsError:
             self._context.destroy(linger=0)
             raise
@@ -77,83 +73,94 @@ class EventPublisher:
         self._thread.start()
 
     def add_model(
-        self, model: str, adapters: Sequence[str], count_dropped: Callable[[], None]
+        self, model: str, adapters: Sequence[AdapterTag], count_dropped: Callable[[], None]
     ) -> Callable[[CacheChanges], None]:
         """Return what publishes a model's events; it is called from one thread and does not wait.
 
-        adapters: names by their numbers, from 1 on. count_dropped: is told of each message that is not published.
+        adapters: by their numbers, from 1 on. count_dropped: is told of each message that is not published.
         """
-        topic, index = _Topic(self._config.topic_of(model).encode(), tuple(adapters), count_dropped), len(self._topics)
+        topic = Topic(self._config.topic_of(model).encode(), tuple(adapters), count_dropped)
         self._topics.append(topic)
-        return lambda message: self._publish(index, topic, message)
+        return lambda message: self._publish(topic, message)
 
     def close(self) -> None:
         """Publish what is queued, and give the addresses back."""
-        self._queue.send(b"")
+        self._is_closing = True
+        self._wake.send(b"")
         self._thread.join()
         self._context.destroy(linger=_LAST_WORDS_MS)
 
     # --- from the event loop ------------------------------------------------------------------------------------------
 
-    def _publish(self, index: int, topic: _Topic, message: CacheChanges) -> None:
+    def _publish(self, topic: Topic, message: CacheChanges) -> None:
         with self._lock:
             number = topic.next
-            topic.kept.append(message)
-            self._num_bytes += message.num_bytes
-            while self._num_bytes > self._most_bytes and len(topic.kept) > 1:
-                self._num_bytes -= topic.kept.popleft().num_bytes
-                topic.first += 1
-        try:
-            self._queue.send(index.to_bytes(_NUMBER_BYTES, "big") + number.to_bytes(_NUMBER_BYTES, "big"), zmq.NOBLOCK)
-        except zmq.Again:
+            topic.keep(message)
+            self._trim()
+            if is_queued := not self._queue.is_full:
+                self._queue.messages.append((topic, number, message))
+                self._queue.num_bytes += message.num_bytes
+            wakes = not self._queue.is_told
+            self._queue.is_told = True
+        if wakes:
+            self._wake.send(b"")
+        if not is_queued:
             topic.count_dropped()
+
+    def _trim(self) -> None:
+        """Let the oldest messages go of the model that keeps the most, until there is room for all."""
+        while sum(topic.num_bytes for topic in self._topics) > self._most_bytes:
+            longest = max((topic for topic in self._topics if len(topic.kept) > 1), key=_num_bytes, default=None)
+            if longest is None:
+                return
+            longest.let_go()
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for one in (self._inbox, self._replays):
+        for one in (self._woken, self._replays.socket):
             poller.register(one, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
-            if self._inbox in ready:
-                asked = self._inbox.recv()
-                if not asked:
+            ready = dict(poller.poll(self._replays.wait_ms))
+            if self._woken in ready:
+                self._woken.recv()
+                is_last = self._is_closing
+                self._send_queued()
+                if is_last:
                     return
-                topic = self._topics[int.from_bytes(asked[:_NUMBER_BYTES], "big")]
-                self._send(topic, int.from_bytes(asked[_NUMBER_BYTES:], "big"))
-            if self._replays in ready:
-                self._replay(self._replays.recv_multipart())
+            if self._replays.socket in ready:
+                self._replays.take(self._replays.socket.recv_multipart())
+            self._replays.send_some()
 
-    def _send(self, topic: _Topic, number: int) -> None:
+    def _send_queued(self) -> None:
+        """Publish what is in the queue now."""
         with self._lock:
-            message = topic.kept[number - topic.first] if number >= topic.first else None
-        if message is None:  # it was let go before its turn came
-            topic.count_dropped()
-            return
-        parts = (topic.name, number.to_bytes(_NUMBER_BYTES, "big"), encode_batch(message, topic.adapters))
-        self._events.send_multipart(parts)
-
-    def _replay(self, frames: list[bytes]) -> None:
-        """Answer a request: identity, an empty frame, the first number, and maybe a topic."""
-        identity, asked = frames[0], frames[2:]
-        topics = [topic for topic in self._topics if len(asked) < 2 or topic.name == asked[1]]
-        if len(asked) not in (1, 2) or len(asked[0]) != _NUMBER_BYTES or not topics:
-            logs.warning("cache_replay_refused", frames=len(frames), wanted="a number of 8 bytes, and a topic or none")
-            self._replays.send_multipart((identity, b"", _END, b""))
-            return
-        topic, begin = topics[0], int.from_bytes(asked[0], "big")
-        with self._lock:
-            begin = max(begin, topic.first)
-            messages = list(topic.kept)[begin - topic.first :]
-        for number, message in enumerate(messages, begin):
+            self._queue.is_told, num_messages = False, len(self._queue.messages)
+        for _ in range(num_messages):
+            with self._lock:
+                topic, number, message = self._queue.messages.popleft()
+                self._queue.num_bytes -= message.num_bytes
             batch = encode_batch(message, topic.adapters)
-            self._replays.send_multipart((identity, b"", number.to_bytes(_NUMBER_BYTES, "big"), batch))
-        self._replays.send_multipart((identity, b"", _END, b""))
+            self._events.send_multipart((topic.name, number.to_bytes(NUMBER_BYTES, "big"), batch))
+
+    # --- sockets ------------------------------------------------------------------------------------------------------
+
+    def _make_socket(self, kind: int) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+        return socket
 
     @staticmethod
     def _open(socket: "zmq.Socket[bytes]", key: str, address: str, is_bound: bool) -> None:
+        if "//[" in address:
+            socket.setsockopt(zmq.IPV6, 1)
         try:
             (socket.bind if is_bound else socket.connect)(address)
         except zmq.ZMQError as error:
             raise EventsError(f"server.events.{key}: {address} cannot be used: {error.strerror or error}") from None
+
+
+def _num_bytes(topic: Topic) -> int:
+    return topic.num_bytes

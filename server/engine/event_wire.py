@@ -5,10 +5,19 @@ Fields as in `vllm/distributed/kv_events.py` before it wrote maps, in their orde
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from scheduler.block_changes import BlockChange, BlocksCleared, BlocksRemoved, BlocksStored, CacheChanges
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTag:
+    """An adapter's name, and the salt of its blocks where a request has none."""
+
+    name: str
+    salt: str
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -21,9 +30,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     lora_id: int | None
     medium: str
     lora_name: str | None
-    extra_keys: (
-        list[list[str] | None] | None
-    )  # of each block; a salt stands at a prompt's first; an adapter has its name
+    extra_keys: list[list[str] | None] | None  # of each block; a salt stands at a prompt's first
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -44,8 +51,8 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode_batch(message: CacheChanges, adapters: Sequence[str]) -> bytes:
-    """Return a batch as it is published; adapters: names by their numbers, from 1 on."""
+def encode_batch(message: CacheChanges, adapters: Sequence[AdapterTag]) -> bytes:
+    """Return a batch as it is published; adapters: by their numbers, from 1 on."""
     events = [_event(change, adapters) for change in message.changes]
     return _ENCODER.encode(KVEventBatch(message.time_s, events))
 
@@ -60,9 +67,10 @@ def block_hash(digest: bytes) -> int:
     return int.from_bytes(digest[-8:], "big")
 
 
-def _event(change: BlockChange, adapters: Sequence[str]) -> BlockStored | BlockRemoved | AllBlocksCleared:
+def _event(change: BlockChange, adapters: Sequence[AdapterTag]) -> BlockStored | BlockRemoved | AllBlocksCleared:
     if isinstance(change, BlocksStored):
-        is_first = change.salt and not change.adapter and change.parent is None
+        adapter = adapters[change.adapter - 1] if change.adapter else None
+        is_first = change.salt != ("" if adapter is None else adapter.salt) and change.parent is None
         salts = [[change.salt], *[None] * (len(change.digests) - 1)] if is_first else None
         return BlockStored(
             block_hashes=[block_hash(one) for one in change.digests],
@@ -71,7 +79,7 @@ def _event(change: BlockChange, adapters: Sequence[str]) -> BlockStored | BlockR
             block_size=change.block_tokens,
             lora_id=change.adapter or None,
             medium=change.medium,
-            lora_name=adapters[change.adapter - 1] if change.adapter else None,
+            lora_name=None if adapter is None else adapter.name,
             extra_keys=salts,
         )
     if isinstance(change, BlocksRemoved):

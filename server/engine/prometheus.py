@@ -99,7 +99,7 @@ class Metrics:
         self.engine_restarts = self._counter("tandem_engine_restarts", "engine processes started after the first")
         self.cache_events = self._counter("tandem_cache_events", "changes of the cache told to `server.events`")
         self.cache_events_dropped = self._counter(
-            "tandem_cache_events_dropped", "messages of cache events that were kept for replay but not published"
+            "tandem_cache_events_dropped", "messages of cache events that were not published, but only kept for replays"
         )
         self.host_bytes = self._gauge("tandem_host_bytes_used", "host memory of offloaded contexts")
         self.host_bytes_promised = self._gauge(

@@ -29,6 +29,7 @@ class BlockStored(KVCacheEvent):
     lora_id: int | None
     medium: str | None
     lora_name: str | None = None
+    extra_keys: list[list[str] | None] | None = None
 
 
 class BlockRemoved(KVCacheEvent):
@@ -55,6 +56,7 @@ class Subscriber:
         self.events: list[KVCacheEvent] = []
         self.num_lost = self.num_gaps = 0
         self.next = 0
+        self._last_live = -1  # numbers only grow, so one that does not is a new server's
         self._topic, self._loses, self._random = topic.encode(), loses, Random(1)
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self._context = zmq.Context()
@@ -78,6 +80,10 @@ class Subscriber:
             wait_s = 0.0
 
     def take(self, number: int, payload: bytes) -> None:
+        if number <= self._last_live:
+            self.index.clear()
+            self.next = 0
+        self._last_live = number
         if number > self.next:
             self.num_gaps += 1
             self.replay(number)

@@ -1,5 +1,6 @@
 """Cache events on the wire: vLLM's format, an index that a subscriber makes of them, and what it missed."""
 
+import socket
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -14,15 +15,17 @@ import zmq
 from scheduler.block_changes import CPU, GPU, BlocksCleared, BlocksRemoved, BlocksStored, CacheChanges
 from scheduler.engine.engine import Engine
 from server.deployment import ConfigError, load_deployment
-from server.engine import event_publisher
+from server.engine import event_publisher, event_replays
 from server.engine.event_publisher import EventPublisher
-from server.engine.event_wire import block_hash, encode_batch
+from server.engine.event_wire import AdapterTag, block_hash, encode_batch
 from server.observing_config import EventsConfig
+from tests.end_to_end.server_process import free_port
 from tests.scheduler.engines import prompt_of
 from tests.scheduler.host_engines import ask, make_engine
 from tests.server.event_subscriber import AllBlocksCleared, Subscriber
 from tests.server.live_server import REFERENCE, fake_command, make_app, make_deployment, running_server
 
+ADAPTERS = (AdapterTag("first", "of the first"), AdapterTag("second", "of the second"))
 DIGESTS = [bytes([n]) * 8 + bytes(7) + bytes([n + 1]) for n in range(3)]
 
 
@@ -38,7 +41,7 @@ def following(
     """Return what publishes a model's changes, and who follows it."""
     config = settings(folder, **more)
     publisher = EventPublisher(config)
-    publish = publisher.add_model(model, ("first", "second"), count)
+    publish = publisher.add_model(model, ADAPTERS, count)
     subscriber = Subscriber(config.endpoint, config.replay_endpoint, f"kv@here@{model}", loses)
     try:
         while not subscriber.next:  # until it is known to the publisher
@@ -61,15 +64,19 @@ def test_a_batch_is_the_arrays_that_vllm_publishes() -> None:
     changes = [
         BlocksCleared(),
         BlocksStored(GPU, DIGESTS[:2], None, tokens, 2, 0, "salt"),
-        BlocksStored(CPU, DIGESTS[2:], DIGESTS[1], tokens[:8], 2, 2, "of the adapter"),
+        BlocksStored(CPU, DIGESTS[2:], DIGESTS[1], tokens[:8], 2, 2, "of the second"),
+        BlocksStored(CPU, DIGESTS[2:], None, tokens[:8], 2, 2, "of the second"),
+        BlocksStored(CPU, DIGESTS[2:], None, tokens[:8], 2, 2, "of the second and a key"),
         BlocksRemoved(GPU, DIGESTS[:2]),
     ]
-    assert msgspec.msgpack.decode(encode_batch(CacheChanges(1.5, changes), ("first", "second"))) == [
+    assert msgspec.msgpack.decode(encode_batch(CacheChanges(1.5, changes), ADAPTERS)) == [
         1.5,
         [
             ["AllBlocksCleared"],
             ["BlockStored", [1, 2], None, [0, 1, 2, 3], 2, None, "GPU", None, [["salt"], None]],
             ["BlockStored", [3], 2, [0, 1], 2, 2, "CPU", "second", None],
+            ["BlockStored", [3], None, [0, 1], 2, 2, "CPU", "second", None],
+            ["BlockStored", [3], None, [0, 1], 2, 2, "CPU", "second", [["of the second and a key"]]],
             ["BlockRemoved", [1, 2], "GPU"],
         ],
         0,
@@ -189,6 +196,91 @@ def test_one_address_of_a_subscriber_may_hear_of_many_servers(tmp_path: Path) ->
     assert heard == {b"kv@a@model", b"kv@b@model"}
 
 
+def test_what_one_model_keeps_is_let_go_for_anothers_and_nothing_is_lost_on_the_way(tmp_path: Path) -> None:
+    config, dropped = settings(tmp_path, replay_mib=0.01), [0]
+
+    def count() -> None:
+        dropped[0] += 1
+
+    publisher = EventPublisher(config)
+    publish_one, publish_two = (publisher.add_model(name, (), count) for name in ("one", "two"))
+    one, two = (Subscriber(config.endpoint, config.replay_endpoint, f"kv@here@{name}") for name in ("one", "two"))
+    try:
+        for number in range(200):
+            publish_one(stored(number.to_bytes(8, "big")))
+        while not two.next:
+            publish_two(CacheChanges(time.time(), []))
+            two.read(0.05)
+        two.num_gaps = 0
+        for number in range(200):
+            publish_two(stored(number.to_bytes(8, "big")))
+        two.await_index("GPU", 200)
+        assert (two.num_gaps, dropped) == (0, [0])
+        kept = [
+            len(list(asker.ask(bytes(8), f"kv@here@{name}".encode()))) for asker, name in ((one, "one"), (two, "two"))
+        ]
+        assert min(kept) > 0.4 * sum(kept), "either keeps about a half"
+    finally:
+        one.close()
+        two.close()
+        publisher.close()
+
+
+def test_a_peer_that_does_not_read_its_replay_holds_a_bounded_part_and_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_replays, "PATIENCE_SECONDS", 0.5)
+    encode, num_encoded = event_replays.encode_batch, [0]
+
+    def count(*message: object) -> bytes:
+        num_encoded[0] += 1
+        return encode(*message)
+
+    monkeypatch.setattr(event_replays, "encode_batch", count)
+    with following(tmp_path) as (publish, subscriber), zmq.Context() as context:
+        digests = [number.to_bytes(8, "big") for number in range(1000)]
+        for _ in range(500):
+            publish(stored(*digests))
+        subscriber.await_index("GPU", 1000)
+        idle = context.socket(zmq.DEALER)
+        idle.set_hwm(1)
+        idle.connect(f"ipc://{tmp_path}/replay")
+        for _ in range(3):
+            idle.send_multipart((b"", bytes(8)))
+        ends = time.monotonic() + 5
+        while not num_encoded[0] and time.monotonic() < ends:
+            time.sleep(0.01)
+        publish(stored(*digests, (5000).to_bytes(8, "big")))
+        subscriber.await_index("GPU", 1001, seconds=2)
+        assert len(list(subscriber.ask(bytes(8)))) == subscriber.next, "who reads has all of it"
+        time.sleep(0.6)
+        of_idle = num_encoded[0] - subscriber.next
+        assert 0 < of_idle < 450, "one that does not has what sockets hold"
+        idle.close(linger=0)
+
+
+def test_a_subscriber_follows_a_server_that_begins_again(tmp_path: Path) -> None:
+    with following(tmp_path) as (publish, subscriber):
+        for number in range(50):
+            publish(stored(bytes([number]) * 8))
+        subscriber.await_index("GPU", 50)
+        ahead = subscriber.next + 100
+    config = settings(tmp_path)
+    publisher = EventPublisher(config)
+    follower = Subscriber(config.endpoint, config.replay_endpoint, "kv@here@model")
+    try:
+        publish = publisher.add_model("model", (), lambda: None)
+        publish(stored(DIGESTS[0]))
+        assert [number[-1] for number, _ in follower.ask(ahead.to_bytes(8, "big"))] == [0], "as from the first on"
+        follower.next, follower._last_live, follower.index["GPU"] = ahead, ahead - 1, {1, 2, 3, 4}
+        publish(stored(DIGESTS[1]))
+        follower.take(1, encode_batch(stored(DIGESTS[1]), ()))
+        assert follower.index["GPU"] == {block_hash(one) for one in DIGESTS[:2]}
+    finally:
+        follower.close()
+        publisher.close()
+
+
 def test_a_replay_that_cannot_be_read_is_answered_with_its_end(tmp_path: Path) -> None:
     with following(tmp_path) as (publish, subscriber):
         publish(stored(DIGESTS[0]))
@@ -234,5 +326,39 @@ def test_settings_that_cannot_be_used_are_refused_in_a_line(tmp_path: Path, monk
     wanted = r"server.events.endpoint: ipc:///no/such/folder cannot be used: No such file"
     with pytest.raises(ConfigError, match=wanted):
         make_app(make_deployment(events={"endpoint": "ipc:///no/such/folder"}), fake_command())
+    for address, told in (
+        ("tcp://*:99999", "the port is 99999; wanted 1 to 65535"), ("tcp://*:0", "the port is 0; wanted 1 to 65535"),
+        ("tcp://::1:5557", "an IPv6 address in brackets"),
+    ):  # fmt: skip
+        assert told in load(f"server: {{events: {{endpoint: '{address}'}}}}")
+        assert told in load(f"server: {{events: {{endpoint: 'tcp://*:5557', replay_endpoint: '{address}'}}}}")
+    several = make_deployment(events=settings(tmp_path, topic="kv").model_dump())
+    other = several.model_copy(update={"model": several.model.model_copy(update={"name": "other"})})
+    with pytest.raises(ConfigError, match=r"^server.events.topic: 'kv' is one topic for reference and other; wanted"):
+        make_app(several, fake_command(), others=[other])
     monkeypatch.setenv("POD_IP", "10.0.0.7")
     assert settings(tmp_path, pod="${POD_IP}:8000").topic_of("org/model") == "kv@10.0.0.7:8000@org/model"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_one_address_of_several_can_be_bound(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as tried:
+            tried.bind((host.strip("[]"), 0))
+    except OSError as error:
+        pytest.skip(f"{host} cannot be bound here: {error}")
+    ports = [free_port(), free_port()]
+    config = settings(
+        Path(), endpoint=f"tcp://{host}:{ports[0]}", replay_endpoint=f"tcp://{host}:{ports[1]}", bind=True
+    )
+    publisher = EventPublisher(config)
+    publisher.add_model("model", (), lambda: None)(stored(DIGESTS[0]))
+    try:
+        for port in ports:
+            with socket.socket(family) as asker:
+                assert asker.connect_ex((host.strip("[]"), port)) == 0
+    finally:
+        publisher.close()
+    assert not EventsConfig(endpoint="tcp://127.0.0.1:5557").is_bound
+    assert not EventsConfig(endpoint="tcp://*:5557", bind=False).is_bound

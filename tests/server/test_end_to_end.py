@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ from safetensors.numpy import save_file
 
 from server.deployment import load_deployment
 from server.planning.deployment_plan import resolve_plan
-from tests.server.event_subscriber import AllBlocksCleared, Subscriber
+from tests.server.event_subscriber import AllBlocksCleared, BlockStored, Subscriber
 from tests.server.live_server import REFERENCE, ROOT
 from tests.tolerances import CHUNKING_LOGPROB_ATOL
 from transfer.machine import probe_machine
@@ -124,7 +125,8 @@ def test_cache_events_tell_which_blocks_of_which_prompts_are_on_the_card(client,
     prompt = f"{FILLER * 12}Nobody asks for this but a router."
     ids = httpx.post(f"{server[1]}/tokenize", json={"prompt": prompt}).json()["tokens"]
     for model in ("reference", "reference:drawn"):
-        client.completions.create(model=model, prompt=ids, max_tokens=2)
+        for more in ({}, {"cache_salt": "own"}):
+            client.completions.create(model=model, prompt=ids, max_tokens=2, extra_body=more)
     signal.sigtimedwait([], 0.6)  # the engine reports its gauges four times a second
     router.replay()
     router.close()
@@ -132,7 +134,14 @@ def test_cache_events_tell_which_blocks_of_which_prompts_are_on_the_card(client,
     assert len(router.index["GPU"]) == metric(server[1], "tandem_pages_cached")
     assert router.index.keys() == {"GPU"}
     ends = [block for block in router.index["GPU"] if router.prompt_of(block) == ids[: len(ids) // 16 * 16]]
-    assert sorted(map(str, map(router.adapters.get, ends))) == ["None", "drawn"]
+    assert sorted(map(str, map(router.adapters.get, ends))) == ["None", "None", "drawn", "drawn"]
+    fronts = [one for one in router.events if isinstance(one, BlockStored) and one.parent_block_hash is None]
+    salts = {one.lora_name: [] for one in fronts}
+    for one in fronts:
+        if one.token_ids[:16] == ids[:16]:
+            salts[one.lora_name] += [None if one.extra_keys is None else one.extra_keys[0][0]]
+    assert salts[None] == [None, sha256(b" own").hexdigest()]
+    assert [salt is None for salt in salts["drawn"]] == [True, False], "an adapter's own salt is its name's"
 
 
 def test_an_adapter_is_asked_for_by_name_and_shares_no_prefix(client):
