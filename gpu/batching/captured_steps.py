@@ -17,19 +17,23 @@ class StepKind(NamedTuple):
 
 
 def steps_to_capture(
-    batch_sizes: Iterable[int], max_running: int, with_host_reads: bool, with_reuse: bool, with_lending: bool = False
-) -> list[tuple[StepKind, int]]:
+    batch_sizes: Iterable[int], max_running: int, with_host_reads: bool, with_reuse: bool, with_lending: bool = False,
+    with_halves: bool = True,
+) -> list[tuple[StepKind, int]]:  # fmt: skip
     """Return each step as its kind and its number of rows, most rows first.
 
     with_host_reads: whether any layer is offloaded; then a single row with a host read has a graph whatever the sizes.
     with_reuse: whether a profile that is served reuses: then there is each kind with it and without, since rows of all
     profiles share steps. with_lending: whether a method reads host memory in the CPU's place.
+    with_halves: whether batches with host reads may be cut.
     """
     sizes = {min(size, max_running) for size in batch_sizes}
     steps = [(0, size) for size in sizes]
     if with_host_reads and sizes:
         reading_sizes = {1, *sizes}
-        steps += [(1, size) for size in reading_sizes] + [(2, size) for size in reading_sizes if size >= FEWEST_ROWS]
+        steps += [(1, size) for size in reading_sizes]
+        if with_halves:
+            steps += [(2, size) for size in reading_sizes if size >= FEWEST_ROWS]
     reuses = (False, True) if with_reuse else (False,)
     kinds = [(StepKind(num_parts, reusing), size) for num_parts, size in steps for reusing in reuses]
     if with_lending:

@@ -238,7 +238,8 @@ class DecodeSteps:
         max_running = self.loop.max_rows
         with_host_reads = self.host_reader is not None and not LAUNCHES_BLOCK
         lends = any(method.reads_alone for method in self.loop.reusing)
-        steps = steps_to_capture(batch_sizes, max_running, with_host_reads, bool(self.loop.reusing), lends)
+        halves = self.host_reader is None or self.host_reader.halving.always != 1
+        steps = steps_to_capture(batch_sizes, max_running, with_host_reads, bool(self.loop.reusing), lends, halves)
         pools = {reads_host: torch.cuda.graph_pool_handle() for reads_host in (False, True)}
         for done, (kind, size) in enumerate(steps):
             self._captured[kind, size] = self._capture(kind, size, pools[kind.num_parts > 0 or kind.lends])

@@ -418,7 +418,8 @@ class Demand:
             return (processes,)
         has_host = self.host is not None
         lends = any(state.has_rings and state.part.method.reading.device_reads_all for state in self.states)
-        graphs = len(steps_to_capture(self.graph_batch_sizes, self.max_running, has_host, self.reuses, lends))
+        halves = self.shape.devices == 1
+        graphs = len(steps_to_capture(self.graph_batch_sizes, self.max_running, has_host, self.reuses, lends, halves))
         of_head = (
             len({min(size, self.max_running) for size in self.graph_batch_sizes}) if self.shape.draft_layers else 0
         )

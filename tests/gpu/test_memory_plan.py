@@ -30,6 +30,7 @@ from gpu.methods.predicted import Predicted
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.hyperplanes import draw_projections
 from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape, read_architecture
+from gpu.model.split import split_over
 from gpu.operations.decode_attention.split_rows import most_rows, num_rows
 from gpu.operations.recurrent.state_arrays import state_arrays
 from gpu.page_layout import PageLayout
@@ -268,10 +269,14 @@ def test_every_step_that_is_captured_is_planned() -> None:
         ((parts, False, False), rows) for parts, rows in parts_and_rows
     ]
     assert steps_to_capture((), 8, True, True) == []
+    whole = steps_to_capture((2, 8, 64), 8, True, False, with_halves=False)
+    assert whole == [((parts, False, False), rows) for parts, rows in parts_and_rows if parts < 2]
     lent = [rows for kind, rows in steps_to_capture((2, 8, 64), 8, True, True, with_lending=True) if kind.lends]
     assert lent == [8, 2, 1]
     assert find_bytes(alone, "CUDA graphs") == 4 * CUDA_GRAPH_BYTES
     assert find_bytes(with_host, "CUDA graphs") == (4 + 4 + 3) * CUDA_GRAPH_BYTES
+    split = make_plan(split_over(SHAPE_8B, 2), "a100-80g", GpuConfig(), max_running=8, host=HostConfig())
+    assert find_bytes(split, "CUDA graphs") == (4 + 4) * CUDA_GRAPH_BYTES, "all ranks cut alike, so none does"
 
 
 @pytest.mark.parametrize(
