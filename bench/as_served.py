@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from scheduler.engine.engine_process import HANDOVER_SECONDS
+from scheduler.engine.engine import HANDOVER_SECONDS
 
 
 @contextmanager

@@ -5,7 +5,7 @@ it. A slot that another sequence has taken meanwhile is not meant.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,7 +66,8 @@ class InFlight:
     """A step that was launched. lane: that it goes in; finished_jobs, decoded: whose rows are drawn, perhaps later;
     released: slots that their sequences had left before it; stepped: those that decode in it; failures: of these, and
     of those that were offloaded in it, the ones that came to nothing, and why; all_failures: the runner's, of slots
-    that cannot go on until they are released; behind: the step that was launched next.
+    that cannot go on until they are released; on_collected: is told of the result; behind: the step that was launched
+    next.
     """
 
     lane: Lane
@@ -80,6 +81,7 @@ class InFlight:
     stepped: Collection[int]
     failures: dict[int, str]
     all_failures: dict[int, str]
+    on_collected: Callable[[StepResult], None] | None = None
     behind: "InFlight | None" = field(default=None, init=False)
 
     @property
@@ -116,7 +118,7 @@ class InFlight:
         prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         for job in self.finished_jobs:
             prompt_logprobs.update(job.prompt_logprobs_to_host())
-        return StepResult(
+        result = StepResult(
             tokens=tuple(tokens),
             prompt_logprobs=prompt_logprobs,
             unit_seconds=self.units.seconds if self.units else 0.0,
@@ -126,6 +128,9 @@ class InFlight:
             failures=self.failures,
             pooled={slot: vector.numpy() for job in self.finished_jobs for slot, vector in job.pooled.items()},
         )
+        if self.on_collected is not None:
+            self.on_collected(result)
+        return result
 
     def _fail(self, reasons: dict[int, str]) -> None:
         """Mark slots as failed here, in the steps launched behind this one, and in those to come."""

@@ -4,7 +4,12 @@ Each process, a **rank**, has one device, and carries out the same plans. NCCL's
 others do; gloo is for devices that are CPUs.
 """
 
-from collections.abc import Iterator
+import gc
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
@@ -13,7 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 PATIENCE_S = 600.0  # for a rank that compiles or reads its weights longer than the others
+_LEAVE_S = 10.0  # for graphs to be let go of, and NCCL to end
+_HOST = "127.0.0.1"
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # by torch 2.13's name, and by 2.11's
 
@@ -45,6 +54,8 @@ class ProcessRanks:
         self.rank, self.count = rank, count
         self._device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         is_cuda = device.type == "cuda"
+        for library in ("NCCL", "GLOO"):  # neither asks who it is that connects
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=count,
             timeout=timedelta(seconds=PATIENCE_S), device_id=self._device if is_cuda else None,
@@ -75,17 +86,39 @@ class ProcessRanks:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = " ".join(str(error).split())
             raise RankError(f"gpu.devices: rank {self.rank} of {self.count} lost another one ({reason})") from None
 
-    def close(self) -> None:
-        """Leave the group. Other ranks may be gone already. Groups of NCCL end with the process: graphs hold them."""
+    def close(self, drop_graphs: Callable[[], None]) -> None:
+        """Leave the group. Other ranks may be gone already. drop_graphs: lets go of every captured graph, since NCCL
+        waits for those that hold its kernels. Where it waits all the same, the group is left behind (`is_joined`).
+        """
         if self._device.type == "cpu":
             dist.destroy_process_group()
+            return
+        leaving = threading.Thread(target=self._leave, args=(drop_graphs,), name="leave-ranks", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_S)
+        if leaving.is_alive():
+            log.error("ranks event=not_left: NCCL still waits after %g s; the process has to end at once", _LEAVE_S)
+
+    def _leave(self, drop_graphs: Callable[[], None]) -> None:
+        torch.cuda.synchronize(self._device)
+        drop_graphs()
+        gc.collect()
+        dist.distributed_c10d._abort_process_group()
+
+
+def is_joined() -> bool:
+    """Return whether this process is in a group of ranks; of NCCL, an interpreter's ordinary end may wait for ever."""
+    return dist.is_initialized()
 
 
 def open_store(rank: int, count: int, port: int) -> dist.TCPStore:
     """Return the store at which ranks meet, on this host; rank 0 opens it, on a free port if `port` is 0."""
+    listening = socket.create_server((_HOST, port)) if rank == 0 else None  # torch's own listens to other hosts, too
     return dist.TCPStore(
-        "127.0.0.1", port, count, is_master=rank == 0, timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False
-    )
+        _HOST, port if listening is None else listening.getsockname()[1], count, is_master=rank == 0,
+        timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False,
+        master_listen_fd=None if listening is None else listening.detach(),
+    )  # fmt: skip

@@ -49,6 +49,7 @@ from gpu.runner_settings import RunnerSettings
 from gpu.sampling.sampler import NO_MASKS, Drawing, Masks, Sampler
 from gpu.step import (
     DENSE,
+    Collected,
     DecodeGroup,
     FinishedReload,
     HostRead,
@@ -56,6 +57,7 @@ from gpu.step import (
     Offload,
     PartId,
     StepPlan,
+    StepResult,
     Unit,
 )
 from gpu.upload import upload
@@ -81,8 +83,7 @@ class ExpertMoves:
 class Runner:
     """One model on one device. Not thread-safe: one thread launches, and it may collect later.
 
-    host_read_times: of all steps with host reads. tell: is told of each plan that is launched, and of the masks of the
-    newest one's draws: other ranks carry out the same.
+    host_read_times: of all steps with host reads.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, settings: RunnerSettings) -> None:
@@ -90,7 +91,8 @@ class Runner:
         max_running, context = settings.max_running, settings.max_context_tokens
         self.architecture = architecture
         self._ranks = settings.ranks
-        self.tell: Callable[[StepPlan | dict[int, np.ndarray]], None] = lambda message: None
+        self._tell: Callable[[StepPlan | dict[int, np.ndarray] | Collected], None] = lambda message: None
+        self._num_launched = 0
         served = replace(architecture, max_context_tokens=context)  # of which methods keep something
         self.weights = weights
         self.device = device
@@ -297,7 +299,8 @@ class Runner:
         behind its answers. One with masked slots has everything but its draws, which `draw` adds before anything else
         is launched in its lane, and before any plan that is fenced or releases slots.
         """
-        self.tell(plan)
+        self._num_launched += 1
+        self._tell(plan)
         if plan.lane is Lane.HOST and self._offloader is not None:
             self._offloader.tier.leave_core(self._lanes.is_busy(Lane.DEVICE))
         with self._lanes.enter(plan.lane, plan.is_fenced):
@@ -308,11 +311,21 @@ class Runner:
         """Draw for a step that was launched without draws; on CUDA it may still run. Slots without a mask draw from all
         tokens. Masks are read before it returns.
         """
-        self.tell(dict(masks))
+        self._tell(dict(masks))
         with self._lanes.enter(step.lane, is_fenced=False):
             for drawing in step.drawings:
                 self._draw(drawing, masks)
             step.end()
+
+    def lead(self, tell: Callable[[StepPlan | dict[int, np.ndarray] | Collected], None]) -> None:
+        """Tell from now on of each plan that is launched, of the masks of the newest one's draws, and of the tokens of
+        each step that is collected: other ranks carry out the same, and compare.
+        """
+        self._tell, self._num_launched = tell, 0
+
+    def _tell_collected(self, number: int, result: StepResult) -> None:
+        tokens = tuple((one.slot, one.token_id) for one in result.tokens if one.slot not in result.failures)
+        self._tell(Collected(number, tokens))
 
     def _check_ranks(self) -> None:
         """Raise HostMemoryError where this rank's host refused something: the others would wait for its sums."""
@@ -365,7 +378,7 @@ class Runner:
         failures |= {slot: self._failures[slot] for slot in stepped if slot in self._failures}
         step = InFlight(
             plan.lane, finished, decoded, awaited, units, decode, whole, plan.released_slots, stepped, failures,
-            self._failures,
+            self._failures, None if self._ranks is None else partial(self._tell_collected, self._num_launched),
         )  # fmt: skip
         if draws:
             step.end()
@@ -390,6 +403,11 @@ class Runner:
             self._documents.shutdown()
         if self._block_writer is not None:
             self._block_writer.shutdown()
+
+    def drop_graphs(self) -> None:
+        """Let go of all captured graphs. Nothing is launched any more, and nothing is in flight."""
+        self.decode_steps.drop_graphs()
+        self._prefill.drop_graphs()
 
     def _launch_offloads(self, offloads: Sequence[Offload]) -> dict[int, str]:
         """Launch offloads; return the slots that the host refused memory now, and why."""
@@ -445,9 +463,11 @@ class Runner:
                     launched, drafted = self._decode(going_on, lane, reads_host)
                 except ContextLostError as error:  # before anything is launched: the others begin without it
                     self._failures |= slots_over(going_on, error)
+                    self._check_ranks()
                     continue
                 except ExchangeError as error:  # its rows' keys and values of this token mean nothing
                     self._failures |= dict.fromkeys(going_on.slots, str(error))
+                    self._check_ranks()
                     break
                 awaited += [Awaited(answers, going_on.slots) for answers in launched.answers]
                 decoded.append(

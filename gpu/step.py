@@ -536,6 +536,16 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Collected:
+    """Says what one rank drew, for another to compare. number: of the step, the first that both launched is 1; tokens:
+    `(slot, token_id)` in their order, without those of slots that failed.
+    """
+
+    number: int
+    tokens: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SampledToken:
     """A drawn token, or one of a run, which come before their slot's draw. `token_id` below 0: nothing could be drawn.
 

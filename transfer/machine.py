@@ -169,13 +169,21 @@ def count_physical_cores() -> int:
     cpus = os.sched_getaffinity(0)
     cores = set()
     for cpu in cpus:
-        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-        try:
-            cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
-        except OSError:
+        core = physical_core(cpu)
+        if core is None:
             return max(1, min(len(cpus), psutil.cpu_count(logical=False) or len(cpus)))
+        cores.add(core)
     quota = cpu_quota(Path("/proc/self/cgroup"))
     return max(1, len(cores) if quota is None else min(len(cores), math.ceil(quota)))
+
+
+def physical_core(cpu: int) -> tuple[int, int] | None:
+    """Return the package and the core that a logical CPU is of; None where the system does not say."""
+    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    try:
+        return int((topology / "physical_package_id").read_text()), int((topology / "core_id").read_text())
+    except OSError:
+        return None
 
 
 def select_instruction_sets(flags: list[str]) -> tuple[str, ...]:

@@ -225,6 +225,11 @@ class DecodeSteps:
         if self._code is not None:
             self._code.close()
 
+    def drop_graphs(self) -> None:
+        """Let go of all captured graphs."""
+        self._captured.clear()
+        self._drafts.clear()
+
     @property
     def _all_answering(self) -> list[Answering]:
         return [*([] if self._answering is None else [self._answering]), *self._expert_answering]

@@ -92,6 +92,10 @@ class Prefill:
         self._chunk_jobs: dict[int, tuple[PrefillJob, ChunkJob]] = {}
         self._failures: dict[int, str] = {}
 
+    def drop_graphs(self) -> None:
+        """Let go of all captured layers."""
+        self._graphs.drop()
+
     def add(self, job: PrefillJob) -> None:
         """Take in a job and its prompts' sampling options; an offloaded prompt gets its room on the host.
 

@@ -52,6 +52,11 @@ class LayerGraphs:
         """Return the tokens of the longest unit that has graphs; 0: none has."""
         return max(self._sizes, default=0)
 
+    def drop(self) -> None:
+        """Let go of all captured layers."""
+        self._sizes.clear()
+        self._layers.clear()
+
     def capture(
         self, sizes: Sequence[int], pages_of: Callable[[int], Pages | None], seconds: Callable[[int], float]
     ) -> None:

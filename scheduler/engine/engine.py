@@ -37,6 +37,9 @@ from scheduler.steps.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 MOST_IN_FLIGHT = 2  # steps of a lane
+# After so long a thread gives the interpreter to another that waits for it: the one that answers decode steps needs it
+# between two of them, and the device leaves it about a millisecond.
+HANDOVER_SECONDS = 0.0005
 _LOOK_SECONDS = 1e-4  # between two looks at what may be over, where there are two lanes ...
 _PATIENCE_SECONDS = 30.0  # longer than the host's answers are waited for
 _NO_STORE = "this engine stores no keys and values of documents; it computes them with each prompt"
@@ -162,7 +165,12 @@ class Engine:
             self._end_host(report)
         finally:
             if self._ranks is not None:
-                self._ranks.close()
+                self._ranks.close(self._runner.drop_graphs)
+
+    def kill_ranks(self) -> None:
+        """Kill other ranks' processes, and wait until their memory is free."""
+        if self._ranks is not None:
+            self._ranks.kill()
 
     def _end_host(self, report: Report) -> None:
         self.scheduler.constraints.shutdown()

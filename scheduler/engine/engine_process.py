@@ -10,10 +10,12 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import psutil
@@ -23,14 +25,15 @@ from pydantic import ValidationError
 from gpu.memory.plan import PlanError
 from gpu.model.architecture import ModelError
 from gpu.profiles import ProfileError
-from gpu.ranks import RankError
+from gpu.ranks import RankError, is_joined
 from scheduler.block_changes import CacheChanges
 from scheduler.cache.block_events import BlockEvents
 from scheduler.engine.connection import Connection, Message, Prepared
-from scheduler.engine.engine import Engine
+from scheduler.engine.engine import HANDOVER_SECONDS, Engine
 from scheduler.engine.heartbeat import Heartbeat
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine.parent_watch import end_with_parent
+from scheduler.engine.rank_processes import await_cause
 from scheduler.engine_config import EngineStart
 from scheduler.messages import (
     Accepted,
@@ -60,10 +63,6 @@ _OUR_LOGGERS = ("engine", "scheduler", "gpu", "cpu", "transfer")
 _STATS_SECONDS = 0.25
 _PROGRESS_SECONDS = 0.1
 _LOADING_STEP = 0.1
-# After so long a thread gives the interpreter to another that waits for it: the one that answers decode steps needs it
-# between two of them, and the device leaves it about a millisecond.
-HANDOVER_SECONDS = 0.0005
-_ROOT_CAUSE_S = 5.0  # for the thread that watches ranks, which knows the one that ended, and ends this process
 _LAST_WORDS_MS = 1000
 
 
@@ -154,9 +153,8 @@ def main(requests: str, replies: str, parent_id: str) -> int:
         engine, ready = load_engine(
             start.config, start.memory, stages.report, compiles_ahead=True, on_rank_end=on_rank_end
         )
-    except RankError:
-        time.sleep(_ROOT_CAUSE_S)
-        raise
+    except RankError as error:
+        _end_without_rank(replies, str(error))
     except (HostMemoryError, ModelError, PlanError, ProfileError, ValidationError) as error:
         log.error("failed reason=%s", error)
         connection.send(Failed(" ".join(str(error).split())))
@@ -170,10 +168,12 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     events = engine.scheduler.residence.tell_blocks() if start.tells_blocks else None
     try:
         Loop(engine, connection, pulse, events).run()
-    except RankError:
-        time.sleep(_ROOT_CAUSE_S)
-        raise
+    except RankError as error:
+        await_cause(error)
+        engine.kill_ranks()
+        _end_without_rank(replies, str(error))
     except HostMemoryError as error:  # of one device among several: the others would wait for it
+        engine.kill_ranks()
         _end_without_rank(replies, str(error))
     pulse.stop()
     engine.shutdown(connection.send)
@@ -182,7 +182,7 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     return 0
 
 
-def _end_without_rank(replies: str, reason: str) -> None:
+def _end_without_rank(replies: str, reason: str) -> NoReturn:
     """Report why no step can be computed any more, and end this process, whatever its device waits for."""
     log.error("failed reason=%s", reason)
     context = zmq.Context()
@@ -233,4 +233,13 @@ class Stages:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    status = 1
+    try:
+        status = main(*sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+    if is_joined():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -15,6 +15,7 @@ from gpu.memory.plan import MemoryPlan, require_device
 from gpu.model.architecture import Architecture
 from gpu.model.draft_head_shape import without_draft_head
 from gpu.profiles import get_profile, resolve_profiles, served_parts
+from gpu.ranks import RankError
 from gpu.rehearsal import Rehearsal
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
@@ -25,7 +26,7 @@ from scheduler.drafts.draft_model import DraftModel, DraftModelSizes
 from scheduler.drafts.ngrams import NGrams
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_device import load_device, reporting_stage
-from scheduler.engine.rank_processes import OnEnd, RankProcesses, end_engine
+from scheduler.engine.rank_processes import OnEnd, RankProcesses, await_cause, end_engine
 from scheduler.engine_config import EngineConfig, EngineStart, SchedulerConfig
 from scheduler.messages import Ready
 from scheduler.prefill.document_chunks import Documents
@@ -69,7 +70,9 @@ def load_engine(
     processes = RankProcesses(EngineStart(config=config, memory=plan, log_level=level), on_rank_end)
     try:
         return _make_engine(config, plan, on_progress, loaded, False, processes)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, RankError):
+            await_cause(error)
         processes.close()
         raise
 
@@ -88,7 +91,7 @@ def _make_engine(
     runner, architecture, profiles, gpu = device.runner, device.architecture, device.profiles, device.gpu
     shape, tier, library, disk, digest = device.shape, device.tier, device.library, device.disk, device.digest
     if processes is not None:
-        runner.tell = processes.tell
+        runner.lead(processes.tell)
     prefill = config.scheduler.prefill.model_copy(update={"chunk_tokens": plan.chunk_tokens})
     scheduler_config = config.scheduler.model_copy(update={"prefill": prefill})
     runner.dense.bound_blocks(block_seconds(config.scheduler, architecture.num_layers))

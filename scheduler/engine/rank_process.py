@@ -4,24 +4,24 @@
 outlives process PARENT_ID, which started it.
 """
 
+import gc
 import logging
 import os
 import signal
 import sys
 import time
-from collections import deque
+import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from gpu.in_flight import InFlight
 from gpu.model.spec import ModelError
 from gpu.ranks import ProcessRanks, RankError, open_store
 from gpu.runner import Runner
-from gpu.step import StepPlan
-from scheduler.engine.engine import MOST_IN_FLIGHT
+from scheduler.engine.engine import HANDOVER_SECONDS, MOST_IN_FLIGHT
+from scheduler.engine.follower import Follower, PartedError
 from scheduler.engine.load_device import load_device
 from scheduler.engine.parent_watch import be_killed_with_parent, end_with_parent
 from scheduler.engine.rank_processes import RankStart
@@ -35,6 +35,7 @@ def main(descriptor: str, parent_id: str) -> int:
     be_killed_with_parent()
     end_with_parent(int(parent_id))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
+    sys.setswitchinterval(HANDOVER_SECONDS)
     connection: Connection[Any, Any] = Connection(int(descriptor))
     try:
         told: RankStart = connection.recv()
@@ -43,13 +44,22 @@ def main(descriptor: str, parent_id: str) -> int:
         _follow(connection, start, _load(told, start))
     except EOFError:  # rank 0 has gone
         return 1
-    except RankError:
+    except RankError as error:
         time.sleep(_ROOT_CAUSE_S)
-        return 1
-    except (HostMemoryError, ModelError) as error:
-        connection.send(" ".join(str(error).split()))
-        return 1
+        return _fail(connection, str(error))
+    except (HostMemoryError, ModelError, PartedError) as error:
+        return _fail(connection, str(error))
+    except BaseException as error:  # an ordinary end may wait for graphs
+        traceback.print_exc()
+        return _fail(connection, f"{type(error).__name__}: {error}")
     return 0
+
+
+def _fail(connection: "Connection[Any, Any]", reason: str) -> int:
+    """Tell rank 0 why this rank ends, and return the status."""
+    with suppress(OSError):  # it has gone
+        connection.send(" ".join(reason.split()))
+    return 1
 
 
 def _load(told: RankStart, start: EngineStart) -> Runner:
@@ -63,19 +73,12 @@ def _load(told: RankStart, start: EngineStart) -> Runner:
 
 def _follow(connection: "Connection[Any, Any]", start: EngineStart, runner: Runner) -> None:
     """Carry out what rank 0 launches, until it says that this is all."""
-    most = MOST_IN_FLIGHT if start.memory.device == "cuda" else 1
-    steps: deque[InFlight] = deque()
+    gc.collect()
+    gc.freeze()  # as in rank 0's process
+    follower = Follower(runner, MOST_IN_FLIGHT if start.memory.device == "cuda" else 1)
     while (message := connection.recv()) is not None:
-        if not isinstance(message, StepPlan):
-            runner.draw(steps[-1], message)
-            continue
-        while len(steps) >= most:
-            steps.popleft().collect()
-        steps.append(runner.launch(message))
-    for step in steps:
-        with suppress(AssertionError):  # a step that nobody drew
-            step.collect()
-    runner.shutdown()
+        follower.take(message)
+    follower.end()
 
 
 def _set_loggers(start: EngineStart) -> None:

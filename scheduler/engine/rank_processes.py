@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,11 +25,14 @@ import torch
 from gpu.model.spec import ModelError
 from gpu.ranks import ProcessRanks, RankError, open_store
 from scheduler.engine_config import EngineStart
+from transfer.machine import physical_core
 
 log = logging.getLogger(__name__)
 
 _COMMAND = (sys.executable, "-m", "scheduler.engine.rank_process")
 _END_S = 4.0  # for ranks to end when they are told to, all together: who ends the engine waits five
+_KILL_S = 10.0  # for the system to take the memory of killed ones back
+_ROOT_CAUSE_S = 5.0  # for the thread that watches a rank, which knows the one that ended first
 
 OnEnd = Callable[[str], None]
 
@@ -51,9 +56,15 @@ def end_engine(reason: str) -> None:
     os._exit(1)
 
 
+def await_cause(error: RankError) -> None:
+    """Log what this rank saw, and leave the thread that watches ranks the time to end this process: it knows more."""
+    log.error("ranks event=lost reason='%s'", error)
+    time.sleep(_ROOT_CAUSE_S)
+
+
 class RankProcesses:
-    """The other ranks' processes, and rank 0's place among all ranks. on_end: is told, in a thread, of one that ended
-    before `close`.
+    """The other ranks' processes, and rank 0's place among all ranks. on_end: is told, in a thread, of the first one
+    that ended before `close`; none is left then.
     """
 
     def __init__(self, start: EngineStart, on_end: OnEnd = end_engine) -> None:
@@ -66,6 +77,7 @@ class RankProcesses:
         self._device = torch.device(start.memory.device)
         self._store = open_store(0, self._count, 0)
         self._is_closing = False
+        self._closing = threading.Lock()
         self._on_end = on_end
         self._ranks: ProcessRanks | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -106,8 +118,18 @@ class RankProcesses:
             except OSError as error:
                 raise RankError(f"gpu.devices: rank {rank} of {self._count} cannot be reached ({error})") from None
 
-    def close(self) -> None:
-        """End the processes, and make sure that they are gone."""
+    def kill(self) -> None:
+        """Kill the processes, and wait until the system has their memory back: a new engine may need it at once."""
+        self._is_closing = True
+        until = time.monotonic() + _KILL_S
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+
+    def close(self, drop_graphs: Callable[[], None] = lambda: None) -> None:
+        """End the processes, make sure that they are gone, and leave their group. drop_graphs: of rank 0."""
         self._is_closing = True
         with suppress(RankError):
             self.tell(None)
@@ -118,7 +140,7 @@ class RankProcesses:
             process.kill()
             process.wait()
         if self._ranks is not None:
-            self._ranks.close()
+            self._ranks.close(drop_graphs)
         os.sched_setaffinity(0, self._cores)
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]", connection: "Connection[Any, Any]") -> None:
@@ -127,17 +149,32 @@ class RankProcesses:
         with suppress(EOFError, OSError):
             said = connection.recv()
         code = process.wait()
-        if not self._is_closing:
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-            self._on_end(f"gpu.devices: rank {rank} of {self._count}: {said or f'its process {how}'}")
+        with self._closing:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        self.kill()
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        where = f"gpu.devices: rank {rank} of {self._count}"
+        reason = (said or f"its process {how}").removeprefix(where).lstrip(": ")
+        self._on_end(f"{where}: {reason}")
 
 
-def share_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Return each rank's cores, neighbours; all of them where there are fewer than ranks."""
+def share_cores(
+    cpus: Sequence[int], count: int, core_of: Callable[[int], tuple[int, int] | None] = physical_core
+) -> list[tuple[int, ...]]:
+    """Return each rank's logical CPUs: those of neighbouring physical cores, which no two ranks share while there are
+    as many as ranks; all of them where there are fewer CPUs than ranks. core_of: package and core of a CPU, None: not
+    known.
+    """
+    places = [(core_of(cpu) or (-1, cpu), cpu) for cpu in cpus]
+    cores = [[cpu for _, cpu in own] for _, own in groupby(sorted(places), key=itemgetter(0))]
+    if len(cores) < count:
+        cores = [[cpu] for core in cores for cpu in core]
     each = len(cores) // count
     if not each:
-        return [tuple(cores)] * count
-    return [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(count)]
+        return [tuple(cpus)] * count
+    return [tuple(sorted(chain(*cores[rank * each : (rank + 1) * each]))) for rank in range(count)]
 
 
 def visible_devices(count: int) -> list[str]:

@@ -11,7 +11,7 @@ from gpu.model.architecture import ModelError, load_architecture, named_shape, r
 from gpu.model.matrix_formats import rounded, weight_bytes
 from gpu.model.split import split_over
 from gpu.runner import Runner
-from gpu.step import DecodeGroup, StepPlan
+from gpu.step import DecodeGroup, HostRead, StepPlan
 from gpu.weights.checkpoint import load_weights
 from gpu.weights.drawing import random_weights
 from gpu.weights.matrix import as_matrix
@@ -21,7 +21,8 @@ from tests.gpu.reference_model import shallow_model
 from tests.gpu.small_runner import load_small
 from tests.gpu.thread_ranks import ThreadRanks, run_ranks
 from tests.tolerances import SPLIT_LOGITS
-from transfer.host_tier import HostMemoryError
+from transfer.exchange import ExchangeError
+from transfer.host_tier import ContextLostError, HostMemoryError
 
 CPU = torch.device("cpu")
 FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -193,3 +194,25 @@ def test_what_one_host_refuses_ends_all_ranks_by_name() -> None:
         return str(refused.value)
 
     assert run_ranks(2, launch) == [f"gpu.devices: rank {rank} of 2: host memory: no room" for rank in range(2)]
+
+
+@pytest.mark.parametrize("error", [ContextLostError(9, "context 9 is lost"), ExchangeError("no request came")])
+def test_a_rank_whose_rows_are_lost_does_not_go_on_with_the_others(error: Exception) -> None:
+    """Or it would add up other rows than the other ranks."""
+
+    def launch(ranks: ThreadRanks) -> str:
+        runner = load_small(ModelConfig(random_weights="tiny"), GpuConfig(device="cpu", dtype="float32"), ranks=ranks)
+        rows = []
+
+        def lose(group: DecodeGroup, *given: object) -> None:
+            rows.append(len(group.slots))
+            raise error
+
+        runner._decode = lose  # type: ignore[method-assign, assignment]
+        group = DecodeGroup((0, 1), (4, 4), (1, 1), host_reads=(HostRead(9, 0, 4), None))
+        with pytest.raises(HostMemoryError) as refused:
+            runner.launch(StepPlan(decode=(group,)))
+        assert rows == [2]
+        return str(refused.value)
+
+    assert run_ranks(2, launch) == [f"gpu.devices: rank {rank} of 2: {error}" for rank in range(2)]

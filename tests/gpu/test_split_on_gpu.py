@@ -1,9 +1,13 @@
-"""A model over two GPUs, with NCCL inside captured graphs, says in float32 what one GPU says."""
+"""A model over two GPUs, with NCCL inside captured graphs, says in float32 what one GPU says.
+
+Ranks compare their tokens themselves, and one that drew another ends this process.
+"""
 
 import pytest
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
+from gpu.ranks import is_joined
 from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest
 from tests.gpu.reference_model import FOLDER
@@ -35,6 +39,7 @@ def told_by(devices: int, host: HostConfig | None) -> dict[str, list[Delta]]:
         return drain(engine)
     finally:
         engine.shutdown()
+        assert not is_joined(), "or no other engine could be split, and this process would not end"
 
 
 @pytest.mark.parametrize("has_host", [False, True], ids=["pages alone", "host memory"])

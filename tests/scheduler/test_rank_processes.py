@@ -26,19 +26,21 @@ COMPLAINING = OPEN + "c.recv_bytes(); c.send('memory ran out'); sys.exit(1)"
 WAIT_S = 20.0
 
 
-def start() -> EngineStart:
+def start(devices: int = 2) -> EngineStart:
     config = EngineConfig(model=ModelConfig(random_weights="tiny"), gpu=GpuConfig(device="cpu", devices=2))
-    return EngineStart(
-        config=config, memory=plan_engine(config, load_architecture(config.model), probe_machine()), log_level="error"
-    )
+    plan = plan_engine(config, load_architecture(config.model), probe_machine())
+    config = config.model_copy(update={"gpu": config.gpu.model_copy(update={"devices": devices})})
+    return EngineStart(config=config, memory=plan, log_level="error")
 
 
 @contextmanager
-def running(script: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankProcesses, "queue.Queue[str]"]]:
+def running(
+    script: str, monkeypatch: pytest.MonkeyPatch, devices: int = 2
+) -> Iterator[tuple[RankProcesses, "queue.Queue[str]"]]:
     """Processes that run a script in place of a rank, and what is told of their ends."""
     monkeypatch.setattr(rank_processes, "_COMMAND", (sys.executable, "-c", script))
     told: queue.Queue[str] = queue.Queue()
-    processes = RankProcesses(start(), told.put)
+    processes = RankProcesses(start(devices), told.put)
     try:
         yield processes, told
     finally:
@@ -56,6 +58,30 @@ def test_a_rank_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_a_rank_says_before_it_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(COMPLAINING, monkeypatch) as (_, told):
         assert told.get(timeout=WAIT_S) == "gpu.devices: rank 1 of 2: memory ran out"
+
+
+def test_a_reason_names_its_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(COMPLAINING.replace("memory", "gpu.devices: rank 1 of 2: memory"), monkeypatch) as (_, told):
+        assert told.get(timeout=WAIT_S) == "gpu.devices: rank 1 of 2: memory ran out"
+
+
+def test_the_first_rank_that_ends_is_told_once_the_others_have_given_their_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next engine may need it at once."""
+    with running(WAITING, monkeypatch, devices=4) as (processes, told):
+        processes._processes[1].kill()
+        assert told.get(timeout=WAIT_S) == "gpu.devices: rank 2 of 4: its process was killed by signal 9"
+        assert [one.returncode for one in processes._processes] == [-signal.SIGKILL] * 3
+    assert told.empty()
+
+
+def test_killed_ranks_are_gone_and_nobody_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(WAITING, monkeypatch) as (processes, told):
+        os.kill(processes._processes[0].pid, signal.SIGSTOP)
+        processes.kill()
+        assert processes._processes[0].returncode == -signal.SIGKILL
+    assert told.empty()
 
 
 def test_ranks_that_are_told_to_end_do_and_nobody_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

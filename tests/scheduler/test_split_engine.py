@@ -130,8 +130,15 @@ def test_a_resolved_plan_of_several_devices_resolves_to_itself() -> None:
 
 
 def test_cores_are_shared_between_devices() -> None:
-    assert share_cores(range(8), 2) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert share_cores(range(8), 2, lambda cpu: (0, cpu)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert share_cores(range(8), 2, lambda cpu: None) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert share_cores([3], 2) == [(3,), (3,)]
+
+
+def test_hyperthreads_of_a_core_are_of_one_rank() -> None:
+    assert share_cores(range(8), 2, lambda cpu: (0, cpu % 4)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert share_cores(range(8), 2, lambda cpu: (cpu % 2, cpu % 4 // 2)) == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert share_cores(range(2), 2, lambda cpu: (0, 0)) == [(0,), (1,)], "there are too few"
 
 
 @pytest.mark.parametrize(

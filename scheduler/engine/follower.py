@@ -1,0 +1,72 @@
+"""Carry out on one rank what rank 0 launches, and compare what both drew.
+
+Rank 0 says of each step that it collected what its tokens were. Then this rank collects the same step: its own host may
+have failed to answer, and ranks whose tokens differ compute different texts from there on.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+
+import numpy as np
+
+from gpu.in_flight import InFlight
+from gpu.runner import Runner
+from gpu.step import Collected, StepPlan
+from transfer.host_tier import HostMemoryError
+
+
+class PartedError(Exception):
+    """Report that two ranks drew different tokens of one step."""
+
+
+class Follower:
+    """One rank's steps. most_in_flight: before the oldest one is collected, whatever rank 0 does."""
+
+    def __init__(self, runner: Runner, most_in_flight: int) -> None:
+        self._runner = runner
+        self._most = most_in_flight
+        self._steps: deque[InFlight] = deque()
+        self._num_collected = 0
+        self._drawn: dict[int, list[tuple[int, int]]] = {}  # slots and tokens, by step, until rank 0 says its own
+
+    def take(self, message: StepPlan | Collected | Mapping[int, np.ndarray]) -> None:
+        """Carry out a plan, draw the newest step by masks, or compare tokens. Raises HostMemoryError where this rank's
+        share of a step came to nothing, and PartedError.
+        """
+        if isinstance(message, StepPlan):
+            while len(self._steps) >= self._most:
+                self._collect()
+            self._steps.append(self._runner.launch(message))
+        elif isinstance(message, Collected):
+            while self._num_collected < message.number:
+                self._collect()
+            self._compare(message)
+        else:
+            self._runner.draw(self._steps[-1], message)
+
+    def end(self) -> None:
+        """Wait for what is in flight, and end the runner's threads."""
+        with suppress(AssertionError):  # the last step, if nobody drew it
+            while self._steps:
+                self._collect()
+        self._runner.shutdown()
+
+    def _collect(self) -> None:
+        result = self._steps.popleft().collect()
+        self._num_collected += 1
+        if result.failures:  # rank 0 has added up what this rank's rows came to
+            raise HostMemoryError(next(iter(result.failures.values())))
+        self._drawn[self._num_collected] = [(one.slot, one.token_id) for one in result.tokens]
+
+    def _compare(self, told: Collected) -> None:
+        slots = {slot for slot, _ in told.tokens}
+        own = tuple(one for one in self._drawn[told.number] if one[0] in slots)
+        if own != told.tokens:
+            pairs = zip(own, told.tokens, strict=False)
+            slot, token = next((one for one, other in pairs if one != other), (-1, -1))
+            raise PartedError(
+                f"step {told.number}: drew token {token} in slot {slot} ({len(own)} tokens in all), and rank 0 drew "
+                f"another ({len(told.tokens)}); their texts part"
+            )
+        self._drawn = {number: drawn for number, drawn in self._drawn.items() if number > told.number}
