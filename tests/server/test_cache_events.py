@@ -208,7 +208,8 @@ def test_what_one_model_keeps_is_let_go_for_anothers_and_nothing_is_lost_on_the_
     try:
         for number in range(200):
             publish_one(stored(number.to_bytes(8, "big")))
-        while not two.next:
+        ends = time.monotonic() + 10
+        while not two.next and time.monotonic() < ends:
             publish_two(CacheChanges(time.time(), []))
             two.read(0.05)
         two.num_gaps = 0
@@ -227,7 +228,7 @@ def test_what_one_model_keeps_is_let_go_for_anothers_and_nothing_is_lost_on_the_
 
 
 def test_a_peer_that_does_not_read_its_replay_holds_a_bounded_part_and_stops_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(event_replays, "PATIENCE_SECONDS", 0.5)
     encode, num_encoded = event_replays.encode_batch, [0]
@@ -256,7 +257,48 @@ def test_a_peer_that_does_not_read_its_replay_holds_a_bounded_part_and_stops_nob
         time.sleep(0.6)
         of_idle = num_encoded[0] - subscriber.next
         assert 0 < of_idle < 450, "one that does not has what sockets hold"
+        assert caplog.text.count("cache_replay_dropped") == 1, "it asked three times"
         idle.close(linger=0)
+
+
+def test_who_asks_while_it_is_answered_is_answered_once(tmp_path: Path) -> None:
+    with following(tmp_path) as (publish, subscriber), zmq.Context() as context:
+        digests = [number.to_bytes(8, "big") for number in range(1000)]
+        for _ in range(500):
+            publish(stored(*digests))
+        subscriber.await_index("GPU", 1000)
+        with context.socket(zmq.DEALER) as asker:
+            asker.set_hwm(1)
+            asker.connect(f"ipc://{tmp_path}/replay")
+            asker.send_multipart((b"", bytes(8)))
+            assert asker.poll(10_000)
+            asker.send_multipart((b"", bytes(8)))
+            time.sleep(0.1)  # it is on its way while the answer has no room
+            numbers = []
+            while not numbers or numbers[-1] >= 0:
+                assert asker.poll(10_000)
+                numbers.append(int.from_bytes(asker.recv_multipart()[1], "big", signed=True))
+        assert numbers == [*range(len(numbers) - 1), -1]
+        assert len(numbers) > 500
+
+
+@pytest.mark.parametrize(("kind", "place"), [("SUB", "endpoint"), ("DEALER", "replay_endpoint")])
+def test_a_peer_that_goes_without_a_word_is_let_go(kind: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_publisher, "_HEARTBEAT_MS", 50)
+    monkeypatch.setattr(event_publisher, "_SILENCE_MS", 100)
+    addresses = {key: f"tcp://127.0.0.1:{free_port()}" for key in ("endpoint", "replay_endpoint")}
+    publisher = EventPublisher(settings(Path(), bind=True, **addresses))
+    said = b"\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind.encode()
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)  # of ZMTP 3.1, then its command READY
+    try:
+        with socket.create_connection(("127.0.0.1", int(addresses[place].rpartition(":")[2])), timeout=5) as peer:
+            peer.sendall(greeting + b"\x04" + bytes([6 + len(said)]) + b"\x05READY" + said)
+            heard, part, ends = b"", b"-", time.monotonic() + 10
+            while part and time.monotonic() < ends:
+                heard += (part := peer.recv(4096))
+        assert (part, b"\x04PING" in heard) == (b"", True)
+    finally:
+        publisher.close()
 
 
 def test_a_subscriber_follows_a_server_that_begins_again(tmp_path: Path) -> None:
