@@ -291,7 +291,9 @@ def _stacked(layer: LayerWeights, a: Architecture, index: int, matrix: str) -> d
     (module,) = module_names(a, index, matrix).values()
     is_transposed = family_of(a).stacks.is_transposed
     found = stacked_tensors(a.quantisation.scheme, stored, experts, is_transposed)
-    return {module + end: tensor for end, tensor in found.items()}
+    names = {what: name for name, what in layer_tensors(a, spec).items()}
+    plain = ".weight" if names[matrix].endswith(".weight") else ""  # of rows that are not packed in the file
+    return {module + (end or plain): tensor for end, tensor in found.items()}
 
 
 def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Architecture) -> dict[str, StoredTensor]:

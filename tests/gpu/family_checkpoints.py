@@ -224,6 +224,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
              "block_ffn_dim_multiplier": 1.2, "block_multiple_of": 16, "tie_word_embeddings": True, "pad_token_id": 0,
              "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"]},
     "granitemoehybrid": GRANITE_HYBRID,
+    "granitemoehybrid attending": GRANITE_HYBRID | {"layers_block_type": ["attention"] * 4,
+                                                    "position_embedding_type": "rope", "num_local_experts": 0},
     "granitemoehybrid dense": GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_groups": 2, "mamba_d_conv": 3,
                                                 "position_embedding_type": "rope"},
     "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,

@@ -37,7 +37,9 @@ from tests.tolerances import FAMILY_LOGITS
 
 HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "granitemoehybrid"]
 LENGTHS = [1, 63, 64, 65, 200, 3000]
-PROMPTS = [(name, length) for name in HYBRIDS for length in LENGTHS] + [("granitemoehybrid dense", 65)]
+PROMPTS = [(name, length) for name in HYBRIDS for length in LENGTHS] + [
+    ("granitemoehybrid dense", 65), ("granitemoehybrid attending", 65),
+]  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0)
 PAGES = 40
 
@@ -136,6 +138,13 @@ def test_a_slots_next_prompt_begins_anew_whatever_its_state_has() -> None:
 def test_layers_that_are_not_computed_are_refused_by_name(change: dict, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         parse_architecture(SIZES | CONFIGS["qwen3_5"] | change, "test", "config.json")
+
+
+def test_what_transformers_writes_of_steps_without_a_limit_is_read() -> None:
+    limits = [0.0, {"__float__": "Infinity"}]
+    shape = parse_architecture(SIZES | CONFIGS["granitemoehybrid"] | {"time_step_limit": limits}, "test", "config.json")
+    assert shape.recurrent is not None
+    assert shape.recurrent.is_mamba
 
 
 @pytest.mark.gpu

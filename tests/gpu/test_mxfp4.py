@@ -116,7 +116,7 @@ def test_broken_blocks_and_scales_are_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma4"])
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4", "granitemoehybrid"])
 @pytest.mark.parametrize("asked", ["int4", "int8", "fp8"])
 def test_experts_in_one_tensor_are_rounded_as_they_are_loaded(name: str, asked: str) -> None:
     """Each as its own rows would be, whether these are columns in the file, and come in turns, or not."""

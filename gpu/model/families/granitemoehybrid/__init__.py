@@ -1,4 +1,6 @@
-"""Granite 4.0 hybrids: Mamba-2 in nine layers of ten, attention mostly without positions, and one MLP beside experts.
+"""Granite 4.0: hybrids, Mamba-2 in nine layers of ten and attention without positions, and models that attend in all.
+
+Layers with experts have one MLP beside them.
 
 Multipliers are Granite's: hidden states here are the checkpoint's over its multiplier of residuals, so that residuals
 stay (see `gpu.model.families.granite`). The norm of a Mamba-2 layer's output sees no hidden states, and keeps its
@@ -18,6 +20,8 @@ from gpu.model.spec import NO_ROTATION, Architecture, Experts, LayerSpec, ModelE
 
 _RECURRENT, _ATTENDS = ("mamba", "linear_attention"), ("attention", "full_attention")
 _MOST_TAPS = 4
+_MAMBA_KEYS = ("mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand", "mamba_n_groups",
+               "mamba_n_heads", "mamba_proj_bias", "time_step_limit")  # fmt: skip
 MAMBA_TENSORS = {
     "mamba.in_proj.weight": "mixed_all",
     "mamba.conv1d.weight": "conv",
@@ -58,10 +62,15 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
         rope = RopeScaling(NO_ROTATION.kind, NO_ROTATION.theta, {"attention_factor": factor})
     shared, eps = keys.positive("shared_intermediate_size", int), keys.positive("rms_norm_eps", float)
     experts = _parse_experts(keys)
-    recurrent = replace(_parse_mamba(keys, hidden), norm_eps=eps)
+    is_recurrent = _find_recurrent(keys)
+    recurrent = None
+    if any(is_recurrent):
+        recurrent = replace(_parse_mamba(keys, hidden), norm_eps=eps)
+    else:
+        for key in _MAMBA_KEYS:  # which say nothing where all layers attend
+            keys.get(key)
     specs = [
-        LayerSpec(recurrent=recurrent if one else None, experts=experts, intermediate=shared)
-        for one in _find_recurrent(keys)
+        LayerSpec(recurrent=recurrent if one else None, experts=experts, intermediate=shared) for one in is_recurrent
     ]
     return parse_sizes(
         keys, name, specs, rope=rope, max_context_tokens=max_positions, rms_norm_eps=eps / of_residuals**2,
@@ -89,7 +98,9 @@ def _parse_mamba(keys: ConfigKeys, hidden: int) -> Recurrent:
     keys.only("mamba_proj_bias", False)
     keys.only("mamba_conv_bias", True)
     limits = keys.get("time_step_limit")
-    if limits is not None and [float(one) for one in limits] != [0.0, float("inf")]:
+    listed = limits if isinstance(limits, list) else [limits]
+    numbers = [one.get("__float__") if isinstance(one, dict) else one for one in listed]
+    if limits is not None and numbers not in ([0, float("inf")], [0, "Infinity"]):  # transformers tags infinities
         raise ModelError(f"model: {keys.source}: time_step_limit is {shown(limits)}; served: [0.0, Infinity]")
     heads, groups = keys.positive("mamba_n_heads", int), keys.positive("mamba_n_groups", int)
     inner = keys.positive("mamba_expand", int) * hidden
@@ -106,7 +117,7 @@ def _parse_mamba(keys: ConfigKeys, hidden: int) -> Recurrent:
 
 
 def _find_recurrent(keys: ConfigKeys) -> list[bool]:
-    """Return which layers are Mamba-2, as `layer_types` says, or `layers_block_type`."""
+    """Return which layers are Mamba-2, as `layer_types` says, or `layers_block_type`. None need be."""
     num_layers = keys.positive("num_hidden_layers", int)
     older = keys.get("layers_block_type")
     types = keys.get("layer_types") if older is None else older
@@ -115,8 +126,10 @@ def _find_recurrent(keys: ConfigKeys) -> list[bool]:
         wanted = f"{num_layers} of {', '.join(map(repr, known))}"
         raise ModelError(f"model: {keys.source}: layer_types is {shown(types)}; wanted {wanted}")
     found = [one in _RECURRENT for one in types]
-    if all(found) or not any(found):
-        raise ModelError(f"model: {keys.source}: layer_types has {shown(sorted({*types}))} alone; wanted both kinds")
+    if all(found):
+        raise ModelError(
+            f"model: {keys.source}: layer_types has {shown(sorted({*types}))} alone; wanted attention, too"
+        )
     return found
 
 
