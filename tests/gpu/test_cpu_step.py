@@ -16,7 +16,7 @@ from gpu.methods.device_side import DeviceSide
 from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import Hyperplanes
 from gpu.model.architecture import Architecture, LayerSpec, named_shape
-from gpu.model.spec import Experts, KvHeads, Latent, LayerInputs, QueryGrowth, Recurrent
+from gpu.model.spec import Experts, KvHeads, Latent, LayerInputs, QueryGrowth, Recurrent, Share
 from gpu.operations.decode_attention.paged_decode_attention import workspace_for
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
 from tests.tolerances import COMPILED_LOGITS_BFLOAT16, COMPILED_LOGITS_FLOAT32, EXP_FLOAT32
@@ -173,7 +173,7 @@ MODELS_BEYOND = {
     "layer_pattern": (LayerSpec(), LayerSpec(qkv_bias=True)), "norm_weight_offset": 1.0, "query_gain": 2.0,
     "embedding_scale": 2.0, "logit_cap": 30.0, "logit_gain": 0.5, "layer_inputs": LayerInputs(8, 64),
     "query_growth": QueryGrowth(0.1, 16), "latent": Latent(32, 16, 16, 32), "has_normed_embedding": True,
-    "final_norm_offset": 1.0, "post_norm_eps": 0.01, "draft_layers": 1,
+    "final_norm_offset": 1.0, "post_norm_eps": 0.01, "draft_layers": 1, "share": Share(TINY, 0, 2),
 }  # fmt: skip
 
 

@@ -100,7 +100,8 @@ def test_graphs_of_padded_sizes_are_replayed_and_wait_for_their_answers(monkeypa
     fake_graphs(monkeypatch)
     told: list[float] = []
     steps = twins.offloading.decode_steps
-    with torch.inference_mode():
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(steps.host_reader.halving, "always", None)  # as where half batches may pay
         steps.capture((2, 5), told.append)
     assert told == sorted(told)
     assert told[-1] == 1.0

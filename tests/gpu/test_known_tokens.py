@@ -41,7 +41,7 @@ def begin(runner: Runner, params: list[SamplingParams]) -> list[list[SampledToke
         job = PrefillJob(prompt.slot, [replace(prompt, sampling=own)])
         writes = [pages.take(prompt.slot, len(prompt.token_ids) + 2 * NUM_TOKENS)]
         plan = StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, 512))
-        told.append(runner.launch(plan).collect().tokens)
+        told.append([*runner.launch(plan).collect().tokens])
     return told
 
 

@@ -38,7 +38,7 @@ def prefilled(runner: Runner) -> tuple[PrefillJob, StepPlan]:
     layers = [unit for unit in layer_units(job, 1000, 1) if isinstance(unit, PrefillUnit)]
     writes = [pages.take(prompt.slot, len(prompt.token_ids) + 1) for prompt in prompts]
     result = runner.launch(StepPlan(page_writes=writes, new_jobs=[job], units=layers)).collect()
-    assert (result.tokens, result.prompt_logprobs) == ([], {}), "a scored job ends with its logits"
+    assert (result.tokens, result.prompt_logprobs) == ((), {}), "a scored job ends with its logits"
     return job, StepPlan(released_slots=list(range(len(LENGTHS))))
 
 

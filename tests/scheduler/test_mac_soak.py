@@ -50,7 +50,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def counts_of(engine: Engine, tau: float) -> Mapping[str, Sequence[int]]:
-    (found,) = [one for part, one in engine._runner.method_counts().items() if ("tau", str(tau)) in part.settings]
+    (found,) = [one for part, one in engine._runner.method_counts().items() if ("tau", tau) in part.settings]
     return found
 
 
