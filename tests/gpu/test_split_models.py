@@ -30,7 +30,7 @@ SERVED = {  # with the changes that give two devices heads
     "llama2": {}, "llama3": {}, "llama with biases": {}, "mistral": {}, "ministral": {}, "qwen2": {},
     "qwen2 with yarn": {}, "qwen3": FOUR_HEADS, "qwen3_moe": FOUR_HEADS, "mixtral": {},
     "phi3": FOUR_HEADS | {"hidden_size": 384}, "glm4": FOUR_HEADS, "gemma3": {}, "ministral3": {}, "granite": {},
-    "smollm3": {}, "muse_glimmer": {}, "gemma4 with inputs": {},
+    "smollm3": {}, "muse_glimmer": {}, "gemma4 with inputs": {}, "granitemoehybrid attending": {},
 }  # fmt: skip
 EVERY_TIME = ("llama with biases", "phi3", "ministral", "qwen3_moe", "gemma4 with inputs")
 REFUSED = {
