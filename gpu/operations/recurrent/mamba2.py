@@ -89,8 +89,8 @@ def _gated_norm_kernel(
 def gated_norm(
     made: Tensor, gates: Tensor, weight: Tensor, groups: int, eps: float, slots: Tensor | None = None
 ) -> Tensor:
-    """Return `made * silu(gates)`, each of `groups` equal parts of a row divided by its root mean square, times
-    `weight`: `[rows, width]` of gates' dtype, on a device with Triton.
+    """Norm `made * silu(gates)`, each of `groups` equal parts of a row by itself, and multiply it by `weight`. Return
+    `[rows, width]` of gates' dtype, on a device with Triton.
 
     made float32 `[rows, width]`; gates `[rows, width]`; weight `[width]`; slots: int32 `[rows]`, -1 in rows that are
     zeros whatever their gates are; None: all are in use. Bytes moved: rows read and written once.

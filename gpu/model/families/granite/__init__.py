@@ -5,18 +5,28 @@ states here are those of the checkpoint over r: embeddings are divided by r, eps
 What multiplies attention's logits is a factor of rotated queries and keys, as YaRN has one.
 """
 
+from dataclasses import replace
+from typing import Any
+
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.families.granite.gguf_form import GGUF
 from gpu.model.families.granite.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, MLP_BIASES, OUTPUT_BIAS, QKV_BIASES, Family, parse_sizes
-from gpu.model.spec import Architecture, LayerSpec, ModelError, RopeScaling
+from gpu.model.spec import NO_ROTATION, Architecture, LayerSpec, ModelError, RopeScaling
 
 
 def parse(keys: ConfigKeys, name: str) -> Architecture:
     keys.only("hidden_act", "silu")
     has_bias, mlp_bias = keys.flag("attention_bias"), keys.flag("mlp_bias")
     spec = LayerSpec(qkv_bias=has_bias, output_bias=has_bias, mlp_bias=mlp_bias)
+    return parse_sizes(keys, name, (spec,), **parse_multipliers(keys))
+
+
+def parse_multipliers(keys: ConfigKeys, is_rotated: bool = True) -> dict[str, Any]:
+    """Return the fields of an Architecture that follow from multipliers and positions. is_rotated: whether queries and
+    keys are. Raises ModelError for a scaling of positions.
+    """
     of_residuals, of_embeddings, of_attention, of_logits = (
         keys.positive(key, float)
         for key in ("residual_multiplier", "embedding_multiplier", "attention_multiplier", "logits_scaling")
@@ -26,20 +36,16 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
         raise ModelError(f"model: {keys.source}: rope scaling {rope.kind!r}; served in a granite: default")
     hidden, heads = keys.positive("hidden_size", int), keys.positive("num_attention_heads", int)
     dim = keys.optional("head_dim", int) or hidden // heads
-    settings = {
-        "factor": 1.0, "attention_factor": attention_factor(of_attention, dim),
-        "original_max_position_embeddings": max_positions,
-    }  # fmt: skip
-    return parse_sizes(
-        keys, name, (spec,), rope=RopeScaling("yarn", rope.theta, settings), max_context_tokens=max_positions,
-        rms_norm_eps=keys.positive("rms_norm_eps", float) / of_residuals**2,
-        embedding_scale=of_embeddings / of_residuals, logit_gain=1 / of_logits,
-    )  # fmt: skip
-
-
-def attention_factor(multiplier: float, dim: int) -> float:
-    """Return the factor of rotated queries, and of keys, that makes `multiplier` of logits times `dim ** -0.5`."""
-    return float((multiplier * dim**0.5) ** 0.5)
+    settings = {"attention_factor": (of_attention * dim**0.5) ** 0.5}  # of queries and of keys: its square is of logits
+    if is_rotated:
+        settings |= {"factor": 1.0, "original_max_position_embeddings": max_positions}
+    return {
+        "rope": RopeScaling("yarn", rope.theta, settings) if is_rotated else replace(NO_ROTATION, settings=settings),
+        "max_context_tokens": max_positions,
+        "rms_norm_eps": keys.positive("rms_norm_eps", float) / of_residuals**2,
+        "embedding_scale": of_embeddings / of_residuals,
+        "logit_gain": 1 / of_logits,
+    }
 
 
 def tensors(shape: Architecture) -> dict[str, str]:

@@ -10,13 +10,12 @@ epsilon.
 from dataclasses import replace
 
 from gpu.model.config_keys import ConfigKeys
-from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
-from gpu.model.families.granite import attention_factor
+from gpu.model.families.granite import parse_multipliers
 from gpu.model.families.granitemoehybrid.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
 from gpu.model.gguf.header import shown
-from gpu.model.spec import NO_ROTATION, Architecture, Experts, LayerSpec, ModelError, Recurrent, RopeScaling
+from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError, Recurrent
 
 _RECURRENT, _ATTENDS = ("mamba", "linear_attention"), ("attention", "full_attention")
 _MOST_TAPS = 4
@@ -46,39 +45,23 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
     keys.only("normalization_function", "rmsnorm")
-    of_residuals, of_embeddings, of_attention, of_logits = (
-        keys.positive(key, float)
-        for key in ("residual_multiplier", "embedding_multiplier", "attention_multiplier", "logits_scaling")
-    )
-    rope, max_positions = parse_rope(keys)
-    if rope.kind != "default":
-        raise ModelError(f"model: {keys.source}: rope scaling {rope.kind!r}; served in a granite: default")
-    hidden, heads = keys.positive("hidden_size", int), keys.positive("num_attention_heads", int)
-    factor = attention_factor(of_attention, keys.optional("head_dim", int) or hidden // heads)
-    if _turns(keys):
-        settings = {"factor": 1.0, "attention_factor": factor, "original_max_position_embeddings": max_positions}
-        rope = RopeScaling("yarn", rope.theta, settings)
-    else:
-        rope = RopeScaling(NO_ROTATION.kind, NO_ROTATION.theta, {"attention_factor": factor})
+    multipliers = parse_multipliers(keys, _is_rotated(keys))
     shared, eps = keys.positive("shared_intermediate_size", int), keys.positive("rms_norm_eps", float)
     experts = _parse_experts(keys)
     is_recurrent = _find_recurrent(keys)
     recurrent = None
     if any(is_recurrent):
-        recurrent = replace(_parse_mamba(keys, hidden), norm_eps=eps)
+        recurrent = replace(_parse_mamba(keys, keys.positive("hidden_size", int)), norm_eps=eps)
     else:
         for key in _MAMBA_KEYS:  # which say nothing where all layers attend
             keys.get(key)
     specs = [
         LayerSpec(recurrent=recurrent if one else None, experts=experts, intermediate=shared) for one in is_recurrent
     ]
-    return parse_sizes(
-        keys, name, specs, rope=rope, max_context_tokens=max_positions, rms_norm_eps=eps / of_residuals**2,
-        embedding_scale=of_embeddings / of_residuals, logit_gain=1 / of_logits,
-    )  # fmt: skip
+    return parse_sizes(keys, name, specs, **multipliers)
 
 
-def _turns(keys: ConfigKeys) -> bool:
+def _is_rotated(keys: ConfigKeys) -> bool:
     """Return whether queries and keys are rotated."""
     kind = keys.get("position_embedding_type")
     if kind not in (None, "nope", "rope"):
