@@ -21,6 +21,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 600.0  # for a rank that compiles or reads its weights longer than the others
+_AT_ONCE_S = 60.0  # for ranks that do something together
 _LEAVE_S = 10.0  # for graphs to be let go of, and NCCL to end
 _HOST = "127.0.0.1"
 
@@ -47,22 +48,40 @@ class Ranks(Protocol):
         """Return the largest of all ranks' numbers."""
 
 
+class SmallSums(Protocol):
+    """What adds small tensors up in place of NCCL. most_bytes: of a tensor."""
+
+    most_bytes: int
+
+    def takes(self, partial: Tensor) -> bool:
+        """Return whether it adds such a tensor up; alike on all ranks."""
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        """Return the sum as `Ranks.add_up` does."""
+
+
 class ProcessRanks:
-    """Ranks that are processes of one host, which meet at a TCP store on it."""
+    """Ranks that are processes of one host, which meet at a TCP store on it. small: what adds up small tensors, where
+    the library does not (`gpu.peer_sums`).
+    """
 
     def __init__(self, rank: int, count: int, device: torch.device, store: dist.Store) -> None:
         self.rank, self.count = rank, count
-        self._device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        self.small: SmallSums | None = None
+        self._store = store
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         is_cuda = device.type == "cuda"
         for library in ("NCCL", "GLOO"):  # neither asks who it is that connects
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=count,
-            timeout=timedelta(seconds=PATIENCE_S), device_id=self._device if is_cuda else None,
+            timeout=timedelta(seconds=PATIENCE_S), device_id=self.device if is_cuda else None,
         )  # fmt: skip
         self.most(0.0)  # so that connections stand before anything is captured
 
     def add_up(self, partial: Tensor) -> Tensor:
+        if self.small is not None and self.small.takes(partial):
+            return self.small.add_up(partial)
         with self._together():
             dist.all_reduce(partial)
         return partial
@@ -75,10 +94,19 @@ class ProcessRanks:
         return parts.view(self.count, rows, width).transpose(0, 1).reshape(rows, self.count * width)
 
     def most(self, number: float) -> float:
-        told = torch.tensor([number], dtype=torch.float64, device=self._device)
+        told = torch.tensor([number], dtype=torch.float64, device=self.device)
         with self._together():
             dist.all_reduce(told, dist.ReduceOp.MAX)
         return float(told)
+
+    @contextmanager
+    def waiting_less(self) -> Iterator[None]:
+        """Wait for less time at the store: what ranks do there at once may fail on one of them."""
+        self._store.set_timeout(timedelta(seconds=_AT_ONCE_S))
+        try:
+            yield
+        finally:
+            self._store.set_timeout(timedelta(seconds=PATIENCE_S))
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -93,7 +121,7 @@ class ProcessRanks:
         """Leave the group. Other ranks may be gone already. drop_graphs: lets go of every captured graph, since NCCL
         waits for those that hold its kernels. Where it waits all the same, the group is left behind (`is_joined`).
         """
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             dist.destroy_process_group()
             return
         leaving = threading.Thread(target=self._leave, args=(drop_graphs,), name="leave-ranks", daemon=True)
@@ -103,8 +131,9 @@ class ProcessRanks:
             log.error("ranks event=not_left: NCCL still waits after %g s; the process has to end at once", _LEAVE_S)
 
     def _leave(self, drop_graphs: Callable[[], None]) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         drop_graphs()
+        self.small = None
         gc.collect()
         dist.distributed_c10d._abort_process_group()
 

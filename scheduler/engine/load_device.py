@@ -17,8 +17,9 @@ from gpu.layers.rope import rope_key
 from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture, ModelError, load_architecture
+from gpu.peer_sums import use_peer_sums
 from gpu.profiles import Profile, resolve_profiles, served_parts
-from gpu.ranks import Ranks
+from gpu.ranks import ProcessRanks
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
 from gpu.weights.weights_digest import digest_random, digest_rounded, digest_weights, kept_path
@@ -59,11 +60,13 @@ def load_device(
     config: EngineConfig,
     plan: MemoryPlan,
     on_progress: Callable[[str, float], None],
-    ranks: Ranks | None = None,
+    ranks: ProcessRanks | None = None,
     loaded: LoadedModel | None = None,
     compiles_ahead: bool = False,
 ) -> LoadedDevice:
     """Load the model, or a rank's part of it, into the memory that is planned. See `load_engine`."""
+    if ranks is not None and plan.device == "cuda":
+        use_peer_sums(ranks)
     profiles = resolve_profiles(config.all_profiles, config.host)
     plain = load_architecture(config.model) if loaded is None else loaded.architecture
     architecture = served_shape(config, plain)

@@ -47,7 +47,7 @@ def test_a_group_of_nccl_is_left_once_no_graph_holds_its_kernels(hangs: bool, mo
     done: list[str] = []
     ended = threading.Event()
     leaving = ProcessRanks.__new__(ProcessRanks)
-    leaving._device = torch.device("cuda", 0)
+    leaving.device = torch.device("cuda", 0)
 
     def abort() -> None:
         done.append("left")

@@ -1,0 +1,172 @@
+"""Add up small tensors over the GPUs of one host in one kernel, which reads every rank's part from its GPU's memory.
+
+The kernel is torch's ("one shot", of `torch.distributed._symmetric_memory`). It adds parts up in the order of ranks on
+each of them, so all have the same bits; in bfloat16 each addition rounds. For little data NCCL takes longer than that,
+and for much less: both are timed at the start, in captured graphs.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from gpu.batching.capture import capture
+from gpu.ranks import ProcessRanks, Ranks, SmallSums
+
+log = logging.getLogger(__name__)
+
+_SIZES = tuple(4096 << power for power in range(9))  # bytes, of sums that are timed
+_DTYPES = (torch.bfloat16, torch.float32)  # that the kernel has
+_ALIGNMENT = 16  # bytes, of what a thread loads and stores
+_SUMS = 32  # of a captured graph
+_ROUNDS = 8
+
+Time = tuple[int, float, float]
+Seconds = Callable[[Callable[[Tensor], Tensor], int, torch.device], float]  # of one sum of so many bytes
+
+
+class PeerSums:
+    """Memory of this rank's GPU that all ranks read, and the sums over it. num_opened: by this process; torch counts
+    rendezvous, and ranks whose counts differ do not meet, so it is one.
+    """
+
+    num_opened = 0
+
+    def __init__(self, device: torch.device) -> None:
+        """Open it, on all ranks at once. Raises RuntimeError where they cannot read each other's."""
+        # No multicast: nothing here uses it. Each rank but the first sees one device alone, which all call number 0.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        assert dist.group.WORLD is not None, "ranks are in a group"
+        self.most_bytes = _SIZES[-1]
+        self._group = dist.group.WORLD.group_name
+        PeerSums.num_opened += 1
+        symmetric_memory.set_backend("CUDA")
+        self._room = symmetric_memory.empty(self.most_bytes, dtype=torch.uint8, device=device)
+        symmetric_memory.rendezvous(self._room, self._group)
+
+    def takes(self, partial: Tensor) -> bool:
+        return fits(partial, self.most_bytes)
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        # Behind the kernel no rank reads any more, so the next sum may take the same place. It could copy, too, but
+        # tells other ranks of its part before all its threads have written theirs.
+        flat = partial.view(-1)
+        part = self._room[: partial.nbytes].view(partial.dtype)
+        part.copy_(flat)
+        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._group, flat)
+        return partial
+
+
+def fits(partial: Tensor, most_bytes: int) -> bool:
+    """Return whether the kernel adds such a tensor up; the same on all ranks, whose tensors have the same layout."""
+    return (
+        0 < partial.nbytes <= most_bytes
+        and partial.nbytes % _ALIGNMENT == 0
+        and partial.storage_offset() * partial.itemsize % _ALIGNMENT == 0
+        and partial.dtype in _DTYPES
+        and partial.is_contiguous()
+    )
+
+
+def use_peer_sums(ranks: ProcessRanks) -> None:
+    """Have small sums go through peers' memory, where that is possible and quicker; all ranks call this at once."""
+    why_not = _why_not(ranks.count) if ranks.rank == 0 else None
+    with ranks.waiting_less():
+        ranks.small = choose(ranks, why_not, lambda: PeerSums(ranks.device), ranks.device)
+
+
+def _why_not(count: int) -> str | None:
+    """Return what keeps ranks from reading each other's memory, as rank 0 knows, which sees all devices."""
+    if PeerSums.num_opened:
+        return "another engine of this process has had such memory"
+    for one, other in permutations(range(count), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            return f"device {one} cannot access device {other}"
+    return None
+
+
+def choose(
+    ranks: Ranks, why_not: str | None, make: Callable[[], SmallSums], device: torch.device,
+    seconds: Seconds | None = None,
+) -> SmallSums | None:  # fmt: skip
+    """Return what adds small tensors up in place of `ranks.add_up`, with the most bytes up to which it is quicker on
+    all ranks; None: nothing, and the log says why. All ranks return alike. why_not: what rules it out on this rank.
+    """
+    if not _agree(ranks, why_not):
+        return None
+    sums: SmallSums | None = None
+    try:
+        sums = make()
+    except RuntimeError as error:
+        why_not = " ".join(str(error).split())
+    if not _agree(ranks, why_not):
+        return None
+    assert sums is not None, "all ranks have opened it"
+    if not _agree(ranks, what_is_wrong(ranks, sums, device)):
+        return None
+    times = list(_times(ranks, sums, device, seconds or graph_seconds))
+    sums.most_bytes = quicker_up_to(times)
+    if ranks.rank == 0:
+        told = " ".join(f"{size}:{1e6 * by_nccl:.1f}/{1e6 * own:.1f}" for size, by_nccl, own in times)
+        log.info("ranks event=sums peers_up_to_bytes=%d us_of_nccl_and_peers='%s'", sums.most_bytes, told)
+    return sums if sums.most_bytes else None
+
+
+def _agree(ranks: Ranks, why_not: str | None) -> bool:
+    """Return whether no rank has a reason against it."""
+    if why_not is not None:
+        log.warning("ranks event=sums_by_nccl rank=%d reason=%r", ranks.rank, why_not)
+    return not ranks.most(float(why_not is not None))
+
+
+def quicker_up_to(times: Sequence[Time]) -> int:
+    """Return the most bytes up to which a sum through peers' memory is the quicker one at every size that was timed;
+    0: at none. times: bytes, and seconds of NCCL and of the other, in the order of bytes.
+    """
+    most = 0
+    for size, by_nccl, own in times:
+        if own >= by_nccl:
+            break
+        most = size
+    return most
+
+
+def _times(ranks: Ranks, sums: SmallSums, device: torch.device, seconds: Seconds) -> Iterator[Time]:
+    for size in _SIZES:
+        yield size, ranks.most(seconds(ranks.add_up, size, device)), ranks.most(seconds(sums.add_up, size, device))
+
+
+def graph_seconds(add_up: Callable[[Tensor], Tensor], num_bytes: int, device: torch.device) -> float:
+    """Return the seconds that a sum of so many bytes takes between others, in a captured graph."""
+    partial = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
+    graph, _ = capture(lambda: [add_up(partial) for _ in range(_SUMS)], None)
+    took = []
+    for _ in range(_ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        took.append(begin.elapsed_time(end))
+    return 1e-3 * min(took) / _SUMS
+
+
+def what_is_wrong(ranks: Ranks, sums: SmallSums, device: torch.device) -> str | None:
+    """Return how sums of random numbers differ from NCCL's, or among ranks; None: they do not."""
+    generator, wrong = torch.Generator().manual_seed(ranks.rank), []
+    for dtype in _DTYPES:  # all of it on every rank, whatever one finds
+        own = torch.randn(1, sums.most_bytes // dtype.itemsize, generator=generator).to(dtype).to(device)
+        got = sums.add_up(own.clone())
+        wanted, magnitude = ranks.add_up(own.double()), ranks.add_up(own.double().abs())
+        if not bool(((got - wanted).abs() <= ranks.count * torch.finfo(dtype).eps * magnitude).all()):
+            wrong.append(f"sums of {dtype} through peers' memory are wrong")
+        everywhere = ranks.join(got.view(torch.int32)).view(ranks.count, -1)
+        if not torch.equal(everywhere, everywhere[:1].expand_as(everywhere)):
+            wrong.append(f"sums of {dtype} through peers' memory differ among ranks")
+    return ", ".join(wrong) or None
