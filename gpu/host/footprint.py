@@ -1,5 +1,8 @@
 """Arrays between KV pages and host memory, of rows and of what is asked, as allocated and as planned. No torch."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from gpu.model.architecture import Architecture
 from gpu.operations.host_rows.chunk_columns import CHUNKS, COLUMNS
 from transfer.arrays import FLOATS, ArraySpec
@@ -7,7 +10,6 @@ from transfer.slot_shape import SlotShape
 from transfer.tier_shape import BLOCK_TOKENS, TierShape
 
 OFFLOAD_BLOCK_TOKENS = 128  # that a running sequence offloads at once: whole pages of every size
-STAGED_LAYERS = 2  # of a prompt that is offloaded: one is computed while the other's rows leave
 MOST_LINKED_ROWS = 16  # of a step that reads a part of host memory over the link
 LINKED_PARTS = 2  # of such a step
 PIECE_ROWS = 65_536  # tokens x KV heads of a piece: one head of the longest segment, or more heads of a shorter one
@@ -23,9 +25,17 @@ def gathered_array(kv_heads: int, dim: int, num_tokens: int, dtype_bytes: int, h
     return ArraySpec((num_gathered_heads(kv_heads, has_codes), num_tokens, dim), FLOATS[dtype_bytes])
 
 
-def staged_array(kv_heads: int, dim: int, num_tokens: int, dtype_bytes: int) -> ArraySpec:
-    """Return the staged keys of an offloaded prompt, `[layers, kv_heads, tokens, dim]`; values are alike."""
-    return ArraySpec((STAGED_LAYERS, kv_heads, num_tokens, dim), FLOATS[dtype_bytes])
+def num_staged_layers(layers: Sequence[int]) -> int:
+    """Return how many layers of an offloaded prompt are staged at once, by the numbers of those with rows in host
+    memory: two, of which one is computed while the other's rows leave; one where another layer lies between any two of
+    them, as in hybrids, and is computed meanwhile.
+    """
+    return 2 if any(after - before == 1 for before, after in pairwise(layers)) else 1
+
+
+def staged_array(num_staged: int, kv_heads: int, dim: int, num_tokens: int, dtype_bytes: int) -> ArraySpec:
+    """Return the staged keys of an offloaded prompt, `[num_staged, kv_heads, tokens, dim]`; values are alike."""
+    return ArraySpec((num_staged, kv_heads, num_tokens, dim), FLOATS[dtype_bytes])
 
 
 def offload_block_array(num_layers: int, kv_heads: int, dim: int, dtype_bytes: int, has_codes: bool) -> ArraySpec:

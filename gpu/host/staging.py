@@ -8,7 +8,7 @@ slot's resident pages.
 import torch
 from torch import Tensor
 
-from gpu.host.footprint import STAGED_LAYERS, staged_array
+from gpu.host.footprint import num_staged_layers, staged_array
 from gpu.host.row_transfer import RowTransfer
 from gpu.kv.pool import KvPool
 from gpu.layers.decoder import Pages
@@ -19,25 +19,32 @@ from transfer.host_tier import HostTier
 
 
 class Staging:
-    """Two buffers that layers of offloaded prompts pass through. keys, values: `[STAGED_LAYERS, kv_heads, tokens, dim]`
-    in the pool's dtype, of the longest context; allocated once. The layer at `place` among offloaded ones uses buffer
-    `place % STAGED_LAYERS`.
+    """Two buffers that layers of offloaded prompts pass through, or one where other layers lie between them. keys,
+    values: `[num_buffers, kv_heads, tokens, dim]` in the pool's dtype, of the longest context; allocated once. The
+    layer at `place` among offloaded ones uses buffer `place % num_buffers`.
     """
 
     def __init__(self, pool: KvPool, tier: HostTier, row_transfer: RowTransfer) -> None:
         self.pool = pool
         self.tier = tier
         self.row_transfer = row_transfer
-        spec = staged_array(pool.num_kv_heads, pool.dim, pool.max_pages * pool.page_tokens, pool.dtype.itemsize)
+        self.num_buffers = num_staged_layers(tier.shape.layers)
+        num_tokens = pool.max_pages * pool.page_tokens
+        spec = staged_array(self.num_buffers, pool.num_kv_heads, pool.dim, num_tokens, pool.dtype.itemsize)
         self.keys = allocate(spec, pool.device)
         self.values = torch.empty_like(self.keys).zero_()
-        self.read: list[Event] = [PASSED] * STAGED_LAYERS  # what left each buffer is read
-        self.loaded: list[Event] = [PASSED] * STAGED_LAYERS  # what came up into each buffer is there
+        self.read: list[Event] = [PASSED] * self.num_buffers  # what left each buffer is read
+        self.loaded: list[Event] = [PASSED] * self.num_buffers  # what came up into each buffer is there
         self._one_page = torch.zeros(pool.max_slots, 1, dtype=torch.int32, device=pool.device)
 
     def buffer(self, place: int) -> tuple[Tensor, Tensor]:
         """Return keys and values `[kv_heads, tokens, dim]`."""
-        return self.keys[place % STAGED_LAYERS], self.values[place % STAGED_LAYERS]
+        index = self.index(place)
+        return self.keys[index], self.values[index]
+
+    def index(self, place: int) -> int:
+        """Return which buffer the layer at this place uses."""
+        return place % self.num_buffers
 
     def pages(self, place: int) -> Pages:
         """Return the buffer as one long page, which is every slot's first."""
@@ -74,12 +81,14 @@ class StagedPrompt:
 
     def begin_layer(self, place: int) -> None:
         """Prepare the layer's buffer before its first unit: it is free, and holds what the prompt does not compute."""
-        staging, index = self.staging, place % STAGED_LAYERS
+        staging = self.staging
+        index = staging.index(place)
         staging.row_transfer.streams.wait_for(staging.read[index])
         staging.row_transfer.streams.wait_for(staging.loaded[index])
         if self.begin:
             self._take_from_pages(place, self.host.sink)
-        self._load_prefix(place + 1)
+        if staging.num_buffers > 1:
+            self._load_prefix(place + 1)
 
     def end_layer(self, place: int) -> None:
         """Offload the layer's run after its last unit; sink, window and the resident end of the run are written to
@@ -89,7 +98,8 @@ class StagedPrompt:
             self._give_to_pages(place, 0, self.host.sink)
         self._give_to_pages(place, max(self.host.evicted, self.begin), self.end)
         staging, sink = self.staging, self.host.sink
-        staging.read[place % STAGED_LAYERS] = staging.row_transfer.streams.record()
+        index = staging.index(place)
+        staging.read[index] = staging.row_transfer.streams.record()
         keys, values = staging.buffer(place)
         for reservation in self._reservations:
             own = slice(sink + reservation.begin, sink + reservation.end)
@@ -97,7 +107,9 @@ class StagedPrompt:
                 keys[:, own], values[:, own], reservation.layer(place), reservation.has_centre
             )  # fmt: skip
             staging.tier.fill(reservation, [place], sent.done)
-            staging.read[place % STAGED_LAYERS] = sent.read  # the last one's: they are read in turn
+            staging.read[index] = sent.read  # the last one's: they are read in turn
+        if staging.num_buffers == 1:
+            self._load_prefix(place + 1)
 
     @property
     def _num_offloaded(self) -> int:
@@ -109,7 +121,7 @@ class StagedPrompt:
         staging = self.staging
         if self._num_offloaded == 0 or place >= len(staging.tier.shape.layers):
             return
-        streams, index = staging.row_transfer.streams, place % STAGED_LAYERS
+        streams, index = staging.row_transfer.streams, staging.index(place)
         with streams.aside(streams.up):
             streams.wait_for(staging.read[index])
         keys, values = staging.buffer(place)

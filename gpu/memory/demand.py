@@ -10,7 +10,7 @@ from gpu.batching.captured_steps import steps_to_capture
 from gpu.cpu_step.step_arrays import logits_array, num_step_rows, part_arrays
 from gpu.disk.record_shapes import disk_format, end_record, kv_record, num_buffers, piece_bytes
 from gpu.fusion.fusion_arrays import chunk_token_bytes
-from gpu.host.footprint import STAGED_LAYERS, gathered_array
+from gpu.host.footprint import gathered_array
 from gpu.layers.layer_arrays import activation_bytes, rope_bytes
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.method import MethodState
@@ -282,7 +282,9 @@ class Demand:
         if self.host is None:
             return items
         staging = context * self.host.staging_token_bytes
-        return (*items, self.item("KV staging", staging, f"{STAGED_LAYERS} layers' KV of an offloaded prompt"))
+        num_staged = self.host.num_staged_layers
+        layers = "one layer's" if num_staged == 1 else f"{num_staged} layers'"
+        return (*items, self.item("KV staging", staging, f"{layers} KV of an offloaded prompt"))
 
     def _activation_bytes(self, num_tokens: int) -> int:
         """Return the bytes of one layer over so many tokens, with all that attention and methods make of them."""

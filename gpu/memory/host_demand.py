@@ -11,6 +11,7 @@ from gpu.host.footprint import (
     LINKED_PARTS,
     OFFLOAD_BLOCK_TOKENS,
     link_arrays,
+    num_staged_layers,
     offload_block_array,
     piece_arrays,
     slot_shape,
@@ -102,8 +103,13 @@ class HostDemand:
         return context - evicted * page
 
     @property
+    def num_staged_layers(self) -> int:
+        return num_staged_layers(self.tier_shape.layers)
+
+    @property
     def staging_token_bytes(self) -> int:
-        return 2 * staged_array(self.shape.num_kv_heads, self.shape.dim, 1, self.dtype_bytes).num_bytes
+        shape, staged = self.shape, self.num_staged_layers
+        return 2 * staged_array(staged, shape.num_kv_heads, shape.dim, 1, self.dtype_bytes).num_bytes
 
     @property
     def tier_shape(self) -> TierShape:

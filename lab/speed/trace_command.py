@@ -14,6 +14,9 @@ def trace(
     context: Annotated[int, typer.Option(min=64, help="tokens of each prompt")] = 98_304,
     batch: Annotated[int, typer.Option(min=1, help="requests that decode together")] = 1,
     profile: Annotated[str, typer.Option(help="a serving profile")] = "sampled",
+    question: Annotated[
+        int, typer.Option(min=0, help="trace a next turn of so many new tokens over the prompt, in place of the prompt")
+    ] = 0,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="write a Chrome trace of the steps")] = None,
 ) -> None:
     """Trace one prompt and a few decode steps of an engine in this process."""
@@ -33,8 +36,12 @@ def trace(
     try:
         with interpreter_as_served():
             client = Client(engine, ready.vocab_size, ready.profiles)
-            max_tokens = min(4096, client.longest_tokens[profile] - context)
+            max_tokens = min(4096, client.longest_tokens[profile] - context - 2 * (question + 16))
             prompts = [client.prompt(context) for _ in range(batch)]
+            if question:
+                for _ in range(2):  # the first finds the memory that the second has
+                    answer = client.finish(client.submit(prompts[-1], 16, profile, GREEDY))
+                    prompts[-1] = [*prompts[-1], *answer, *client.prompt(question)]
             running = [client.submit(prompt, max_tokens, profile, GREEDY) for prompt in prompts]
             for request_id in running[:-1]:
                 client.until_first_token(request_id)

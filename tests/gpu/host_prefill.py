@@ -36,6 +36,7 @@ from transfer.tier_shape import Rows
 PAGE, SINK, WINDOW = 16, 16, 32
 NUM_PAGES, NUM_DENSE, MAX_SLOTS, MAX_CONTEXT = 120, 80, 6, 520
 DENSE_LAYERS = (0, 3)
+APART = (0, 2, 4)  # dense layers between which there is one other: one staging buffer
 CPU = torch.device("cpu")
 NUM_TABLES, BITS = 5, 4
 SHAPE = replace(
@@ -76,16 +77,22 @@ class Stand:
     capacity_tokens: int = 2000
     bulk_tokens: int = 64
     max_chunk_tokens: int = 150
+    dense_layers: tuple[int, ...] = DENSE_LAYERS
     pages: list[int] = field(default_factory=list)
     dense_pages: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        layout = PageLayout(SHAPE.num_layers, len(DENSE_LAYERS), NUM_PAGES)
+        layout = PageLayout(SHAPE.num_layers, len(self.dense_layers), NUM_PAGES)
         num_blocks = layout.blocks_for(NUM_DENSE) if self.has_tier else 0
         self.pool = KvPool(
             SHAPE,
             PoolShape(
-                NUM_PAGES + num_blocks, DENSE_LAYERS if self.has_tier else (), PAGE, MAX_SLOTS, MAX_CONTEXT, self.dtype
+                NUM_PAGES + num_blocks,
+                self.dense_layers if self.has_tier else (),
+                PAGE,
+                MAX_SLOTS,
+                MAX_CONTEXT,
+                self.dtype,
             ),
             self.device,
         )
@@ -103,6 +110,11 @@ class Stand:
         blocks = range(NUM_PAGES, NUM_PAGES + num_blocks)
         dense = self.pool.layout.dense_pages(blocks, 0, NUM_DENSE) if self.has_tier else []
         self.dense_pages = np.random.default_rng(5).permutation(dense).tolist()
+
+    @property
+    def down(self) -> tuple[int, ...]:
+        """The layers with rows in the tier."""
+        return tuple(layer for layer in range(SHAPE.num_layers) if layer not in self.dense_layers)
 
     def give_pages(self, slot: int, num_tokens: int, host: HostPrompt | None) -> list[int]:
         """Page ids of a new prompt, by position."""
@@ -140,7 +152,7 @@ class Stand:
     def _tier(self) -> ReferenceTier | None:
         if not self.has_tier:
             return None
-        shape = TierShape(DOWN, SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.dim, self.rows, BITS, NUM_TABLES)
+        shape = TierShape(self.down, SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.dim, self.rows, BITS, NUM_TABLES)
         return ReferenceTier(shape, self.capacity_tokens, self.bulk_tokens, self.max_chunk_tokens)
 
     def _row_transfer(self) -> RowTransfer | None:

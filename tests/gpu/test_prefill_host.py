@@ -12,6 +12,7 @@ from gpu.layers.decoder import Pages
 from gpu.prefill.outputs import FinishedJob
 from gpu.step import PageWrite, PrefillJob, PrefillUnit, Unit
 from tests.gpu.host_prefill import (
+    APART,
     DENSE_LAYERS,
     DOWN,
     PAGE,
@@ -81,7 +82,7 @@ def relative(got: Tensor, wanted: Tensor, centre: Tensor) -> float:
 def assert_rows_are_down(stand: Stand, context_id: int, plain: Stand, slot: int, end: int, tolerance: float) -> None:
     """Tokens `[SINK, end)` of the plain stand's slot, in every layer that is offloaded."""
     assert stand.tier.num_tokens(context_id) == end - SINK
-    for place, layer in enumerate(DOWN):
+    for place, layer in enumerate(stand.down):
         for got, wanted in zip(
             stand.tier.stored(context_id, place), plain.slot_rows(slot, layer, SINK, end), strict=True
         ):
@@ -160,7 +161,7 @@ def rounded_plain(stand: Stand, context_id: int, token_ids: np.ndarray, longer: 
     """
     plain, _, _ = run_plain(token_ids)
     ids = plain.pool.page_table[0, SINK // PAGE : begin // PAGE].long()
-    for place, layer in enumerate(DOWN):
+    for place, layer in enumerate(stand.down):
         for pages, rows in zip(
             (plain.pool.key_pages, plain.pool.value_pages), stand.tier.stored(context_id, place), strict=True
         ):
@@ -177,12 +178,13 @@ def rounded_plain(stand: Stand, context_id: int, token_ids: np.ndarray, longer: 
 
 @pytest.mark.parametrize("begin", [SINK + PAGE, 160, 272])
 @pytest.mark.parametrize("num_more", [20, 73])
-@pytest.mark.parametrize("bulk_tokens", [48, 10_000])
+@pytest.mark.parametrize(("bulk_tokens", "dense_layers"), [(48, DENSE_LAYERS), (10_000, DENSE_LAYERS), (48, APART)])
 def test_a_prompt_after_an_offloaded_prefix_is_as_over_pages_that_hold_the_same_rows(
-    begin: int, num_more: int, bulk_tokens: int, prompt: np.ndarray
+    begin: int, num_more: int, bulk_tokens: int, dense_layers: tuple[int, ...], prompt: np.ndarray
 ) -> None:
     longer = np.concatenate([prompt, draw_prompt(num_more, 2)])
-    stand = Stand(bulk_tokens=bulk_tokens)
+    stand = Stand(bulk_tokens=bulk_tokens, dense_layers=dense_layers)
+    assert stand.prefill.staging.num_buffers == (1 if dense_layers == APART else 2)
     run_down(stand, prompt, 0, CONTEXT, 100)
     wanted = rounded_plain(stand, CONTEXT, prompt, longer, begin)
     run_after(stand, longer, begin, 3, CONTEXT + 1, CONTEXT)
@@ -307,12 +309,13 @@ def test_a_host_that_refuses_in_the_middle_fails_the_slot_then(
     assert stand.prefill.num_jobs == 0
 
 
+@pytest.mark.parametrize("dense_layers", [DENSE_LAYERS, APART])
 @pytest.mark.parametrize("has_prefix", [False, True])
 def test_a_buffer_is_written_again_only_after_waiting_for_what_left_it_and_what_came_into_it(
-    has_prefix: bool, prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    has_prefix: bool, dense_layers: tuple[int, ...], prompt: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longer = np.concatenate([prompt, draw_prompt(40, 2)])
-    stand = Stand()
+    stand = Stand(dense_layers=dense_layers)
     run_down(stand, prompt, 0, CONTEXT, 100)
     row_transfer, log = stand.prefill.staging.row_transfer, []
     row_transfer.streams = LoggedStreams()
@@ -352,7 +355,8 @@ def test_a_buffer_is_written_again_only_after_waiting_for_what_left_it_and_what_
     monkeypatch.setattr(stand.decoder, "layer", logged_layer)
     if has_prefix:
         run_after(stand, longer, 256, 3, CONTEXT + 1, CONTEXT)
-        assert [kind for kind, _, _ in log] == ["brought"] * 2 + ["sent", "brought"] * 2 + ["sent"] * 2
+        two = ["brought"] * 2 + ["sent", "brought"] * 2 + ["sent"] * 2
+        assert [kind for kind, _, _ in log] == (["brought", "sent"] * 3 if dense_layers == APART else two)
     else:
         run_down(stand, longer, 3, CONTEXT + 1, 1000)
         assert {kind for kind, _, _ in log} == {"sent"}

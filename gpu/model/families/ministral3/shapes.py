@@ -20,4 +20,7 @@ SHAPES = {
         rope_parameters=YARN | {"factor": 8.0, "original_max_position_embeddings": 16},
     ),
     "ministral-3-8b": _shape(4096, 14_336, 34, 32, 8, 131_072, 262_144, 1_000_000.0),
+    "ministral-3-14b": _shape(
+        5120, 16_384, 40, 32, 8, 131_072, 262_144, 1_000_000_000.0, rope_parameters=YARN | {"rope_theta": 1e9}
+    ),
 }  # fmt: skip
