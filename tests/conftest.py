@@ -42,12 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_ci and config.getoption("--hypothesis-seed") is None:
         seed = os.environ.setdefault(SEED_VARIABLE, str(secrets.randbelow(2**32)))  # processes of xdist inherit it
         config.option.hypothesis_seed = int(seed)
-    if config.getoption("numprocesses", None):
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is loaded, so for processes that are still to come
-    if os.environ.get("PYTEST_XDIST_WORKER") is None:
-        return
-    os.environ["NUMBA_CACHE_DIR"] = str(ROOT / "build" / "numba")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    if config.getoption("numprocesses", None):  # read when numpy and torch are loaded, so for processes still to come
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    if os.environ.get("PYTEST_XDIST_WORKER") is not None:
+        os.environ["NUMBA_CACHE_DIR"] = str(ROOT / "build" / "numba")
 
 
 @pytest.hookimpl(wrapper=True)
