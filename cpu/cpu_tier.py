@@ -15,7 +15,7 @@ from cpu.builder import Builder
 from cpu.cores import share_cores
 from cpu.decode_step import QUERY_TYPES, Attend, AttentionCounts, PieceTables, StepAttention, answer_step
 from cpu.growth import Growth, SegmentReservation
-from cpu.host_attention import HostAttention
+from cpu.host_attention import Compiled, HostAttention
 from cpu.host_context import Context
 from cpu.lease import Lease
 from cpu.segment import ROW_TYPES
@@ -70,6 +70,20 @@ class TierStats:
     errors: ErrorCounts
 
 
+def compiled_for(shape: TierShape, query_dtype: torch.dtype) -> Compiled:
+    """Return what attention to rows of this shape is compiled for. query_dtype: bfloat16 or float32."""
+    return Compiled(
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        dim=shape.dim,
+        row_type=ROW_TYPES[shape.rows][0],
+        query_type=QUERY_TYPES[query_dtype],
+        bits=max(shape.bits_per_table, 1),
+        tables=max(shape.num_tables, 2),  # where there are none, nothing is sampled
+        scale=shape.dim**-0.5,
+    )
+
+
 class CpuTier:
     """The host tier of an engine, with all of its host contexts. Called from one thread."""
 
@@ -85,18 +99,7 @@ class CpuTier:
         Raises ValueError for a shape that the kernels do not support, RuntimeError for a CPU without AVX2.
         """
         self.shape = shape
-        kernel = HostAttention(
-            heads=shape.num_heads,
-            kv_heads=shape.num_kv_heads,
-            dim=shape.dim,
-            row_type=ROW_TYPES[shape.rows][0],
-            query_type=QUERY_TYPES[query_dtype],
-            bits=max(shape.bits_per_table, 1),
-            tables=max(shape.num_tables, 2),  # where there are none, nothing is sampled
-            scale=shape.dim**-0.5,
-            threads=num_threads,
-            estimates=errors is not None,
-        )
+        kernel = HostAttention(compiled_for(shape, query_dtype), num_threads, estimates=errors is not None)
         audits = None if errors is None else Audits(errors, len(shape.layers), shape.num_heads)
         self._errors = ErrorCounts() if audits is None else audits.counts
         self._pool = SlabPool(limit_bytes, "host.memory_limit_gib", source, min(MAX_MAPPING_THREADS, num_threads))
@@ -178,7 +181,9 @@ class CpuTier:
         lease = Lease([piece.segment for piece in pieces], self._store)
         lease.begin()
         layers = range(len(self.shape.layers))
-        rows = [[piece.segment.rows(layer, 0, piece.tokens, with_codes=False) for piece in pieces] for layer in layers]
+        rows = tuple(
+            tuple(piece.segment.rows(layer, 0, piece.tokens, with_codes=False) for piece in pieces) for layer in layers
+        )
         return LentRows(rows, lease.end)
 
     def runs(self, context_id: int) -> list[tuple[int, Reading]]:

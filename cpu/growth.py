@@ -45,7 +45,7 @@ class _Plan:
     appended: int
     copied_tail: int
     seals_tail: bool
-    opened: list[tuple[int, int]]
+    opened: tuple[tuple[int, int], ...]
 
 
 class Growth:
@@ -112,10 +112,10 @@ class Growth:
             copied = last.tokens if bulk else TAIL_TOKENS
         if bulk:
             seals = goes_on and shape.num_tables > 0
-            return _Plan(0, copied if seals else 0, seals, [(size, size) for size in split_tokens(num_tokens)])
+            return _Plan(0, copied if seals else 0, seals, tuple((size, size) for size in split_tokens(num_tokens)))
         appended = min(num_tokens, TAIL_TOKENS - filled)
         rest = num_tokens - appended
-        return _Plan(appended, copied, False, [(rest, TAIL_TOKENS)] if rest else [])
+        return _Plan(appended, copied, False, ((rest, TAIL_TOKENS),) if rest else ())
 
     def _append(
         self, context: Context, piece: ContextPiece, tokens: int, begin: int, has_centre: bool

@@ -181,21 +181,33 @@ class AnswersCost(NamedTuple):
     idle_ns: int
 
 
+class Compiled(NamedTuple):
+    """What an attention is compiled for. row_type: np.uint16 (bf16), np.int8, np.uint8 (int4) or np.float32;
+    query_type: np.uint16 or np.float32; paper: K = bits, L = tables; scale: of logits.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    row_type: type
+    query_type: type
+    bits: int
+    tables: int
+    scale: float
+
+
 class HostAttention:
     """The compiled attention of one model, and its workspace. One thread calls it at a time."""
 
-    def __init__(
-        self, *, heads: int, kv_heads: int, dim: int, row_type: type, query_type: type, bits: int, tables: int,
-        scale: float, threads: int, estimates: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, compiled: Compiled, threads: int, estimates: bool = False) -> None:
         """Compile the attention, or read it from numba's cache.
 
-        row_type: np.uint16 (bf16), np.int8, np.uint8 (int4) or np.float32; query_type: np.uint16 or np.float32; paper:
-        K = bits, L = tables; threads: the most that a call may use; estimates: estimate the errors of answers.
+        threads: the most that a call may use; estimates: estimate the errors of answers.
 
         Raises RuntimeError without AVX2 and FMA, ValueError for a shape that the kernels do not support.
         """
         require_vectors()
+        heads, kv_heads, dim, row_type, query_type, bits, tables, scale = compiled
         group = heads // kv_heads
         if dim not in HOST_DIMS or heads != kv_heads * group or not 1 <= group <= MAX_HOST_GROUP:
             raise ValueError(

@@ -15,7 +15,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: PoolingKind
-    token_ids: list[int] = []
+    token_ids: tuple[int, ...] = ()
 
     @property
     def reads_all(self) -> bool:

@@ -489,7 +489,7 @@ class DiskStats(msgspec.Struct, frozen=True, kw_only=True):
     declined: int
     bytes_today: int  # written
     bytes_a_day: int  # that may be; 0: any
-    turns_written: list[int]  # turns by the bytes that each wrote: `transfer.disk.turn_bytes.BOUNDS`, and more
+    turns_written: tuple[int, ...]  # turns by the bytes that each wrote: `transfer.disk.turn_bytes.BOUNDS`, and more
     turn_bytes: int  # of these together
 
 

@@ -87,7 +87,7 @@ class LentRows:
     may call, once.
     """
 
-    rows: list[list[LayerRows]]
+    rows: tuple[tuple[LayerRows, ...], ...]
     end: Callable[[], None]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import count, islice
 
 from evals.samples import Sample
-from evals.tasks.request import Request, make_sample
+from evals.tasks.request import Request, Wanted, make_sample
 from evals.tasks.vocabulary import ABSTRACTIONS, ADJECTIVES, ANIMALS, OBJECTS, PLACES, ROLES
 
 COMMON_PROMPT = (
@@ -81,9 +81,7 @@ def generate_common(request: Request, index: int) -> Sample:
         request,
         index,
         build=build,
-        answers=common,
-        metric="string_match_all",
-        max_new_tokens=COMMON_TOKENS,
+        wanted=Wanted(common, "string_match_all", COMMON_TOKENS),
         depth=None,
         meta={"answer_prefix": COMMON_PREFIX},
         around=around,
@@ -109,9 +107,7 @@ def generate_frequent(request: Request, index: int) -> Sample:
         request,
         index,
         build=build,
-        answers=vocabulary[:3],
-        metric="string_match_all",
-        max_new_tokens=FREQUENT_TOKENS,
+        wanted=Wanted(vocabulary[:3], "string_match_all", FREQUENT_TOKENS),
         depth=None,
         meta={"answer_prefix": FREQUENT_PREFIX},
         around=around,

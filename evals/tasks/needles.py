@@ -13,7 +13,7 @@ from functools import partial
 
 from evals.samples import Sample
 from evals.tasks.haystack import Haystack
-from evals.tasks.request import Request, make_sample
+from evals.tasks.request import Request, Wanted, make_sample
 from evals.tasks.vocabulary import KEY_WORDS
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -129,9 +129,7 @@ def generate_needles(request: Request, index: int) -> Sample:
         request,
         index,
         build=lambda amount: before + make_filler(amount, inserts) + after + prefix,
-        answers=answers,
-        metric="string_match_all",
-        max_new_tokens=MAX_NEW_TOKENS,
+        wanted=Wanted(answers, "string_match_all", MAX_NEW_TOKENS),
         depth=depths[0] if setting.num_values == setting.num_asked == 1 else None,
         meta={"answer_prefix": prefix, "keys": asked},
         around=(before, after + prefix),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.samples import Sample
-from evals.tasks.request import Request, make_sample
+from evals.tasks.request import Request, Wanted, make_sample
 
 PROMPT = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
@@ -124,9 +124,7 @@ def generate_question(request: Request, index: int) -> Sample:
         request,
         index,
         build=build,
-        answers=list(question.answers),
-        metric="string_match_part",
-        max_new_tokens=MAX_NEW_TOKENS,
+        wanted=Wanted(question.answers, "string_match_part", MAX_NEW_TOKENS),
         depth=None,
         meta={"answer_prefix": PREFIX},
         around=around,

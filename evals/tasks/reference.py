@@ -17,7 +17,7 @@ from evals.samples import Sample
 from evals.tasks.counting_words import shuffled, words_of
 from evals.tasks.haystack import Haystack
 from evals.tasks.needles import Distinct, draw_depth
-from evals.tasks.request import WORDS_A_TOKEN, Request, make_sample
+from evals.tasks.request import WORDS_A_TOKEN, Request, Wanted, make_sample
 from evals.tasks.vocabulary import CITIES, FIRST_NAMES, JOBS, KEY_WORDS, LAST_NAMES
 
 TURN_BEGIN = "<|begin_of_text|><|user|>\n"
@@ -243,9 +243,7 @@ def make_reference(request: Request, index: int) -> Sample:
         request,
         index,
         build=lambda amount: turn(haystack.document(amount, inserts), question),
-        answers=answers,
-        metric=METRICS.get(task, "exact_match"),
-        max_new_tokens=max_new_tokens,
+        wanted=Wanted(answers, METRICS.get(task, "exact_match"), max_new_tokens),
         depth=depth,
         meta=raw(task),
         around=None,
@@ -284,7 +282,7 @@ def needles_alone(request: Request, index: int, task: str) -> Sample:
         needles.insert(round(depth * num_others), NUMBER_NEEDLE.format(key, number))
         return turn(" ".join(needles), f"What is the special magic number for {key}?")
 
-    return make_sample(request, index, build, [number], "exact_match", 16, depth, raw(task), None)
+    return make_sample(request, index, build, Wanted([number], "exact_match", 16), depth, raw(task), None)
 
 
 def continue_passage(request: Request, index: int) -> Sample:
@@ -307,10 +305,9 @@ def continue_passage(request: Request, index: int) -> Sample:
         return turn(haystack.document(amount, []), f"Continue the passage that begins with: {opening(amount)}")
 
     most = PASSAGE_WORDS * 3
-    sample = make_sample(request, index, build, [""], METRICS["continue"], most, depth, raw("continue"), None)
+    sample = make_sample(request, index, build, Wanted([""], METRICS["continue"], most), depth, raw("continue"), None)
     begin = begin_of(sample.meta["filler"]) + OPENING_WORDS
-    sample.answers[0] = " ".join(words[begin : begin + PASSAGE_WORDS])
-    return sample
+    return replace(sample, answers=[" ".join(words[begin : begin + PASSAGE_WORDS])])
 
 
 def common_words(request: Request, index: int, task: str) -> Sample:
@@ -328,4 +325,4 @@ def common_words(request: Request, index: int, task: str) -> Sample:
         return turn(", ".join(shuffled(listed, seed)), question)
 
     answer = ", ".join(sorted(common))
-    return make_sample(request, index, build, [answer], "exact_match", 24, None, raw(task), None)
+    return make_sample(request, index, build, Wanted([answer], "exact_match", 24), None, raw(task), None)

@@ -5,9 +5,9 @@ are asked for.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from evals.samples import Sample
 from evals.tasks.fitting import count_chat_tokens, fit
@@ -45,13 +45,19 @@ class Request:
         return self.source.sentences(seed, int(self.length_tokens * WORDS_A_TOKEN))
 
 
+class Wanted(NamedTuple):
+    """What is wanted of an answer. metric: a name of `evals.metrics.METRICS`; max_new_tokens: room for the answer."""
+
+    answers: Sequence[str]
+    metric: str
+    max_new_tokens: int
+
+
 def make_sample(
     request: Request,
     index: int,
     build: Callable[[int], str],
-    answers: list[str],
-    metric: str,
-    max_new_tokens: int,
+    wanted: Wanted,
     depth: float | None,
     meta: dict[str, Any],
     around: tuple[str, str] | None,
@@ -65,7 +71,7 @@ def make_sample(
         build,
         request.tokenizer,
         request.length_tokens,
-        max_new_tokens,
+        wanted.max_new_tokens,
         reserved,
         int(request.length_tokens * WORDS_A_TOKEN),
         0,
@@ -81,9 +87,9 @@ def make_sample(
         task=request.task,
         sample_id=f"{request.form}-{request.length_tokens}-{request.seed}-{index}",
         prompt=prompt,
-        answers=answers,
-        metric=metric,
-        max_new_tokens=max_new_tokens,
+        answers=list(wanted.answers),
+        metric=wanted.metric,
+        max_new_tokens=wanted.max_new_tokens,
         length_tokens=num_tokens,
         depth=depth,
         meta=meta,

@@ -9,7 +9,7 @@ import random
 
 from evals.samples import Sample
 from evals.tasks.needles import Distinct, hide, noise_lines
-from evals.tasks.request import Request, make_sample
+from evals.tasks.request import Request, Wanted, make_sample
 from evals.tasks.vocabulary import KEY_WORDS
 
 NUM_HOPS = 4
@@ -60,9 +60,7 @@ def generate_tracing(request: Request, index: int) -> Sample:
         request,
         index,
         build=lambda amount: hide(noise_lines(amount), inserts).join(around),
-        answers=names,
-        metric="string_match_all",
-        max_new_tokens=MAX_NEW_TOKENS,
+        wanted=Wanted(names, "string_match_all", MAX_NEW_TOKENS),
         depth=None,
         meta={"answer_prefix": prefix},
         around=around,

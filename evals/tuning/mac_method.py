@@ -15,7 +15,7 @@ from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, match
-from gpu.methods.mac.rings import Ring
+from gpu.methods.mac.rings import Ring, RowRings
 from gpu.methods.mac.seed import seed
 from gpu.methods.mac.settings import MacSettings
 from gpu.prefill.dense import Dense
@@ -106,7 +106,8 @@ class Mac(DecodeMethod):
         kv_heads, cells = step.keys.shape[1], step.lengths - 1
         limits, query = self.limits(dim), step.pre_rope_query.contiguous()
         skips = torch.zeros(3, requests, dtype=torch.int32, device=cells.device)
-        matched = match(query, state.ring, state.rings, cells, skips, limits, state.is_matching, state.counts, kv_heads)
+        own = RowRings(state.ring, state.rings, cells)
+        matched = match(query, own, skips, limits, state.is_matching, state.counts, kv_heads)
         begin, end, cut = matched.bounds.unsqueeze(-1)  # [requests, heads, 1]
         position = torch.arange(step.longest, device=cells.device)
         near = ((position < begin) | (position >= cut)) & valid_positions(step.lengths, step.longest)
@@ -114,7 +115,7 @@ class Mac(DecodeMethod):
         logits = step_logits(step)
         parts = [_attend(step, logits, chosen) for chosen in (near, far)]
         is_estimate = torch.zeros(requests, dtype=torch.uint8, device=cells.device)
-        whole = complete(*parts, None, query, matched, state.ring, state.rings, cells, limits, is_estimate)
+        whole = complete(*parts, None, query, matched, own, limits, is_estimate)
         is_hit, read = matched.entries >= 0, near | far
         keys = read.sum(-1).float()
         rows = read.view(requests, kv_heads, -1, step.longest).any(2).sum(-1).float() + self._ring_rows(step, limits)

@@ -24,7 +24,7 @@ from gpu.host.footprint import LINKED_PARTS, MOST_LINKED_ROWS, link_arrays
 from gpu.methods.device_side import LayerReads
 from gpu.operations.host_rows import chunk_columns as linked
 from gpu.operations.host_rows.chunk_columns import CHUNKS
-from gpu.operations.host_rows.linked_attention import MOST_TOGETHER, linked_attention
+from gpu.operations.host_rows.linked_attention import MOST_TOGETHER, LinkedChunks, linked_attention
 from gpu.step import HostRead
 from transfer import places
 from transfer.allocation import allocate_empty
@@ -129,7 +129,7 @@ class LinkReads:
             return None
         rows, heads = reads.rows.num_rows, reads.query.shape[1]
         out, lse = linked_attention(
-            reads.query, part.chunks[self._places[reads.layer], :rows], part.sharing[0, :rows], part.sharing[1, :rows],
+            reads.query, LinkedChunks(part.chunks[self._places[reads.layer], :rows], *part.sharing[:2, :rows]),
             self._scale, self._shape.num_kv_heads, self._shape.rows == "int8", reads.wanted, self._work,
         )  # fmt: skip
         if not is_counted:
@@ -230,7 +230,7 @@ def measure_link(shape: TierShape, dtype: torch.dtype, device: torch.device) -> 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         linked_attention(
-            query, on_device, sharing[0], sharing[1], 1.0, shape.num_kv_heads, shape.rows == "int8", None, work
+            query, LinkedChunks(on_device, *sharing), 1.0, shape.num_kv_heads, shape.rows == "int8", None, work
         )
         end.record()
         end.synchronize()

@@ -4,7 +4,7 @@ from gpu.kv.pool import KvPool
 from gpu.methods.device_side import LayerReads
 from gpu.operations.arguments import runs_on_numba
 from gpu.operations.decode_attention.decode_launch import PagedReads
-from gpu.operations.decode_attention.latent_decode_attention import latent_decode_attention
+from gpu.operations.decode_attention.latent_decode_attention import LatentReads, latent_decode_attention
 from gpu.operations.decode_attention.numba_decode_attention import paged_decode_attention_cpu
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, Workspace, paged_decode_attention
 
@@ -13,8 +13,11 @@ def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, 
     """Return the partials over the cells that are read, of pages that hold the rows' own tokens already."""
     rows, layer = reads.rows, reads.layer
     if pool.latent_rank is not None:
-        read = pool.key_pages[layer], pool.table_of(layer), rows.slots, rows.context_lens, scale, pool.latent_rank
-        return DevicePartials(latent_decode_attention(reads.query, *read, workspace, is_counted), None)
+        own = LatentReads(
+            reads.query, pool.key_pages[layer], pool.table_of(layer), rows.slots, rows.context_lens, scale,
+            pool.latent_rank,
+        )  # fmt: skip
+        return DevicePartials(latent_decode_attention(own, workspace, is_counted), None)
     table = pool.table_of(layer)
     asked = PagedReads(
         reads.query, pool.key_pages[layer], pool.value_pages[layer], table, rows.slots, rows.context_lens, scale

@@ -14,6 +14,7 @@ from gpu.exchange.device_experts import ExpertExchange
 from gpu.layers.staged_experts import StagedExperts
 from gpu.model.spec import Activation, Experts
 from gpu.operations.arguments import runs_on_triton
+from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import (
     LEAST_PAIRS,
@@ -67,9 +68,7 @@ class ExpertMlp:
         self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None, exchange: ExpertExchange | None
     ) -> Tensor:
         """Return what the card computes, added to `hidden`: all experts, or those that the CPU does not compute."""
-        weights, experts = self.weights, self.experts
-        gate_up, down, beside = weights.gate_up, weights.down, weights.beside
-        gains = self._gains if beside is None else beside.gains
+        weights, experts, beside = self.weights, self.experts, self.weights.beside
         base = hidden if self._adds else torch.zeros_like(hidden)
         if not runs_on_triton(hidden) or len(hidden) == 0:
             normed = rms_norm(hidden, norm, eps)
@@ -78,10 +77,7 @@ class ExpertMlp:
                 to_route, weights.router, experts, weights.router_bias, weights.correction
             )  # fmt: skip
             far = self._find_far(normed, ids.int(), shares, slots, exchange)
-            made = experts_reference(
-                normed, ids, shares, gate_up, down, experts, self.activation, far, weights.gate_up_bias,
-                weights.down_bias, gains,
-            )  # fmt: skip
+            made = experts_reference(normed, ids, shares, self._matrices(far), experts, self.activation)
             return made.add_(base)
         by = norm if beside is None else beside.router_norm
         normed, logits = router_logits(hidden, by, eps, weights.router, weights.router_bias)
@@ -93,18 +89,23 @@ class ExpertMlp:
         if weights.host is not None or not is_few:
             taken = choose(logits, experts)
         far = None if taken is None else self._find_far(normed, *taken, slots, exchange)
-        if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and len(hidden) <= MOST_ALONE:
-            product, ids, shares = gate_up_rows(
-                normed, logits, gate_up, experts, self.activation, far, weights.gate_up_bias
-            )
-            return down_rows(product, ids, shares, down, base, experts, far, weights.down_bias, gains)
+        matrices = self._matrices(far)
+        has_packed = isinstance(weights.gate_up, Packed) or isinstance(weights.down, Packed)
+        if not has_packed and len(hidden) <= MOST_ALONE:
+            product, ids, shares = gate_up_rows(normed, logits, matrices, experts, self.activation)
+            return down_rows(product, ids, shares, matrices, base, experts)
         if is_few or taken is None:
             tiles = pair_few(logits, experts)
         else:
-            has_packed = isinstance(gate_up, Packed) or isinstance(down, Packed)
             tiles = pair_up(*taken, experts, has_packed, far is not None)
-        product = gate_up_tiles(normed, tiles, gate_up, experts, self.activation, far, weights.gate_up_bias)
-        return down_tiles(product, tiles, down, base, experts, far, weights.down_bias, gains)
+        product = gate_up_tiles(normed, tiles, matrices, experts, self.activation)
+        return down_tiles(product, tiles, matrices, base, experts)
+
+    def _matrices(self, far: FarExperts | None) -> ExpertMatrices:
+        """Return what this layer's products read. far: of experts in host memory, or None."""
+        weights, beside = self.weights, self.weights.beside
+        gains = self._gains if beside is None else beside.gains
+        return ExpertMatrices(weights.gate_up, weights.down, far, weights.gate_up_bias, weights.down_bias, gains)
 
     def warm_up(self, most_tokens: int, norm: Tensor) -> None:
         """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""

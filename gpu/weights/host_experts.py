@@ -94,7 +94,7 @@ class HostExperts:
             words.append(part.view(torch.int32).view(num_slots, -1))
             views.append(part.view(tensor.dtype).view(len(tensor) // self.count * num_slots, *tensor.shape[1:]))
         found = iter(views)
-        return Slots(words, with_tensors(self.gate_up, found), with_tensors(self.down, found))
+        return Slots(tuple(words), with_tensors(self.gate_up, found), with_tensors(self.down, found))
 
     def fetch(self, slots: "Slots", listed: Listed) -> None:
         """Bring what is listed to its slots, on the current stream."""
@@ -117,7 +117,7 @@ class HostExperts:
 class Slots:
     """Experts on the card: as words, int32 `[slots, words]` each, and as what products read."""
 
-    words: list[Tensor]
+    words: tuple[Tensor, ...]
     gate_up: Stored
     down: Stored
 

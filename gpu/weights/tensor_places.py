@@ -119,7 +119,7 @@ class HeadsPlace:
 class StackPlace:
     """Where one tensor of all experts goes. experts: each one's rows, or their biases, on the device or not."""
 
-    experts: list[Tensor]
+    experts: tuple[Tensor, ...]
     layout: StackLayout
 
     @property
@@ -423,8 +423,8 @@ def _stack_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
         own = replace(layout, is_interleaved=layout.is_interleaved and name == "experts_gate_up")
         stacks = [stack for stack in layer.stacks(name) if isinstance(stack, Tensor) and len(stack)]
         if stacks:
-            found[name] = StackPlace([expert for stack in stacks for expert in stack.split(rows)], own)
+            found[name] = StackPlace(tuple(expert for stack in stacks for expert in stack.split(rows)), own)
         bias = layer.biases.get(name)
         if bias is not None:
-            found[name + "_bias"] = StackPlace(list(bias.split(rows)), own)
+            found[name + "_bias"] = StackPlace(bias.split(rows), own)
     return found

@@ -190,7 +190,7 @@ class Predicted(DecodeMethod):
 
 @cache
 def read_network(weights: str, device: torch.device) -> PackedNetwork:
-    """Of a file, packed: products of bf16 on a GPU, of float32 elsewhere. Raises MethodError without a file."""
+    """Read a network from a file and pack it: bf16 on a GPU, float32 elsewhere. Raises MethodError without a file."""
     if not weights:
         raise MethodError("method predicted: no weights; give weights=FILE, made by `tandem train predictor`")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -148,7 +148,7 @@ def document_row(library: Library, exercise: Exercise, length: int, draw: random
 
 
 def draw_exercise(library: Library, kind: str, levels: dict[str, float], length: int, draw: random.Random) -> Exercise:
-    """One exercise, or in a long document some that stand together."""
+    """Draw one exercise, or for a long document several that stand together."""
     kinds = [kind]
     if length >= MERGE_FROM_TOKENS and kind in (*MERGED, "facts_two_hops") and draw.random() < 0.4:
         kinds += draw.sample([other for other in MERGED if other != kind], draw.randint(1, 2))
@@ -174,7 +174,7 @@ def spell_turn(spelling: Spelling, turn: Turn, first: bool) -> tuple[list[int], 
 
 
 def lay_turn(tape: Tape, question: list[int], answer: list[int], turn: Turn, spelling: Spelling) -> None:
-    """A question and its answer, the span of the answer, and at the question's last tokens what it is found by."""
+    """Lay a question and its answer, note the answer's span, and at the question's last tokens what it is found by."""
     tape.add(question, NOTHING)
     if turn.through:
         token = spelling.ids(f" {turn.through}")[0]
@@ -185,7 +185,7 @@ def lay_turn(tape: Tape, question: list[int], answer: list[int], turn: Turn, spe
 
 
 def lay_sentence(tape: Tape, sentence: list[int], assigned: str | None, spelling: Spelling) -> None:
-    """A sentence; where it gives a variable a value, its last tokens should hold the name's, from the end backwards."""
+    """Lay a sentence. Where it assigns a variable, its last tokens are to hold the name's, from the end backwards."""
     tape.add(sentence, NOTHING)
     if assigned:
         for back, token in enumerate(spelling.ids(f" {assigned}"), start=1):
@@ -257,7 +257,7 @@ def take_filler(text: Text, num_tokens: int, draw: random.Random) -> tuple[list[
 
 
 def draw_lists(library: Library, level: float, length: int, draw: random.Random) -> list[Exercise]:
-    """One list of words, or at low levels several short ones."""
+    """Draw one list of words, or at low levels several short ones."""
     count = draw.randint(1, max(1, min(LISTS_A_ROW, length // 100)))
     if draw.random() < level or length > MERGE_FROM_TOKENS:
         count = 1

@@ -134,7 +134,7 @@ class Curriculum:
 
 
 def describe_levels(curriculum: Curriculum) -> Mapping[str, str]:
-    """For the log: by kind, level and share of rows at each length that was seen."""
+    """Return for the log, by kind, the level and the share of rows at each length that was seen."""
     rows = {}
     for kind, name in enumerate(ROW_KINDS):
         cells = [
@@ -148,7 +148,7 @@ def describe_levels(curriculum: Curriculum) -> Mapping[str, str]:
 
 
 def describe_answers(hits: np.ndarray, asked: np.ndarray) -> Mapping[str, str]:
-    """For the log: by task, accuracy in per cent at each length that was asked; `[lengths, tasks]`."""
+    """Return for the log, by task, the accuracy in per cent at each length. hits, asked: `[lengths, tasks]`."""
     rows = {}
     for task, name in enumerate(TASKS):
         cells = [

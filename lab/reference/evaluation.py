@@ -70,7 +70,7 @@ def common_exercise(task: str, length: int, draw: random.Random) -> Exercise:
 
 
 def evaluation_row(library: Library, task: str, length: int, draw: random.Random) -> Row:
-    """One prompt of a task with its answer. Raises RowError where the drawn one does not fit."""
+    """Draw one prompt of a task with its answer. Raises RowError where the drawn one does not fit."""
     if task == CONTINUE:
         return draw_row(library, CONTINUE, {}, length, draw)
     if task in COUNTED:

@@ -21,7 +21,7 @@ WARM_UP_STEPS = 60
 
 
 def lr_at(progress: float, step: int, decay: float, final: float) -> float:
-    """Of the top: a warm-up in steps, level, and a straight fall over the last `decay` of the time."""
+    """Return the learning rate over its top: a warm-up in steps, level, and a straight fall over the last `decay`."""
     fall = max(0.0, (progress - (1 - decay)) / decay) if decay else 0.0
     return min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - (1 - final) * min(1.0, fall))
 

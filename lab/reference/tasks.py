@@ -120,7 +120,7 @@ def word_needles(room: Room) -> Exercise:
 
 
 def several_values(room: Room) -> Exercise:
-    """One to four numbers of a key, in order of appearance, among other keys' numbers."""
+    """Ask for one to four numbers of a key, in order of appearance, among other keys' numbers."""
     draw, distinct = room.draw, room.distinct
     most = room.most_sentences
     held: dict[str, int] = {}
@@ -165,7 +165,7 @@ def full_names(draw: random.Random, count: int) -> list[str]:
 
 
 def facts_one_hop(room: Room) -> Exercise:
-    """Where people live and what they work as."""
+    """Ask where people live and what they work as."""
     draw = room.draw
     count = max(2, min(room.between(3, 9), room.most_of(0.4, 2 * FACT_TOKENS)))
     people = full_names(draw, count)

@@ -168,7 +168,7 @@ class Training:
         return model
 
     def log(self, **fields: Any) -> None:
-        """One line of JSON on standard output and in the folder's log, from the first process."""
+        """Write one line of JSON to standard output and to the folder's log, from the first process alone."""
         if self.rank:
             return
         line = json.dumps({"s": round(time.time() - self.begun, 1), **fields})
@@ -202,7 +202,7 @@ class Training:
             self.look_around()
 
     def step(self, counts: Counts, num_micro: int) -> None:
-        """One update from num_micro batches in this process."""
+        """Update the weights from num_micro batches in this process."""
         which = random.Random(f"{self.arguments.seed}/{self.step_number}")
         mix = length_shares(self.arguments.stage, self.progress)
         length = which.choices(list(mix), list(mix.values()))[0]
@@ -318,7 +318,7 @@ class Training:
     def write(
         self, scores: dict[int, dict[str, float]], perplexities: dict[int, float], prompts: dict[int, int]
     ) -> None:
-        """The folder, with a card of what is known so far."""
+        """Write the folder, with a card of what is known so far."""
         arguments = self.arguments
         run = Run(
             arguments.stage,
@@ -340,7 +340,7 @@ class Training:
 
 
 def run(rank: int, arguments: argparse.Namespace, folder: Path, begun: float) -> None:
-    """One process, from its feed to the written folder."""
+    """Train in one process, from its feed to the written folder."""
     training = Training(arguments, rank, folder, begun)
     try:
         training.train()

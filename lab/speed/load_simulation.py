@@ -94,7 +94,7 @@ class SimulatedRunner:
         return {}
 
     def expert_counts(self) -> None:
-        """All lie on the device."""
+        """Return no counts: all experts lie on the device."""
 
     def draw(self, step: _Launched, masks: dict[int, np.ndarray]) -> None:
         raise AssertionError("load simulation: no request has a grammar")

@@ -34,7 +34,7 @@ class HostSpan(NamedTuple):
 
 
 def lane_of(name: str) -> str:
-    """Of a kernel or copy."""
+    """Return the lane of a kernel or copy by its name."""
     return next((lane for lane, parts in _PARTS.items() if any(part in name for part in parts)), COMPUTE)
 
 
@@ -51,7 +51,7 @@ def lanes_of(
 
 
 def hidden_share(lanes: dict[str, list[DeviceEvent]]) -> float | None:
-    """Of the time in which something is fetched, the part in which something is computed as well; None: no fetch."""
+    """Return the share of fetching time in which something is computed as well; None: nothing is fetched."""
     fetch, compute = lanes[FETCH], lanes[COMPUTE]
     if not fetch:
         return None
@@ -77,5 +77,5 @@ def chrome_trace(lanes: dict[str, list[DeviceEvent]]) -> dict[str, Any]:
 
 
 def write_lanes(path: Path, lanes: dict[str, list[DeviceEvent]]) -> None:
-    """For chrome://tracing or ui.perfetto.dev."""
+    """Write a trace for chrome://tracing or ui.perfetto.dev."""
     path.write_text(json.dumps(chrome_trace(lanes)))

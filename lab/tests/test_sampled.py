@@ -122,7 +122,7 @@ def test_a_step_is_equation_11_over_the_sample_and_exact_on_sink_and_window(text
 def check_head(
     case: Case, method: Sampled, matrix: np.ndarray, result: StepResult, row: int, head: int, start: int, length: int
 ) -> int:
-    """One head of one step in float64, from the paper's formulas; returns how many keys it sampled."""
+    """Check one head of one step in float64, from the paper's formulas; return how many keys it sampled."""
     keys, values = case.k[row, head // GROUP, :length], case.v[row, head // GROUP, :length]
     query = case.q[row, head, length - 1]
     first = keys[method.sink : max(method.sink, min(start, start + 1 - method.window))]

@@ -164,7 +164,7 @@ def decided(case: Case, tokens: int) -> np.ndarray:
 
 
 def assert_same(case: Case, served: Attended, method: Attended) -> None:
-    """The first step, when all that is down was there from the beginning."""
+    """Compare the first step, when all that is offloaded was there from the beginning."""
     sure = decided(case, served.weights.shape[1])
     assert sure.mean() > SAME_CODES
     is_same = (served.weights != 0) == (method.weights != 0)

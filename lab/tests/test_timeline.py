@@ -31,7 +31,7 @@ NO_CPU = [(0.0, {"engine": 0.0}), (9.0, {"engine": 9.0})]
 
 
 def step(begin: float, units: int = 0, rows: int = 0, graph: int | None = None, launch: float = 0.0) -> dict[str, Any]:
-    """A step from `begin` on: 10 ms of units, if it has any, and 5 ms of decode, 1 ms apart, and 1 ms of draws."""
+    """Return a step from `begin` on: 10 ms of units, if any, and 5 ms of decode, 1 ms apart, and 1 ms of draws."""
     now = begin
     units_at = decode_at = None
     if units:

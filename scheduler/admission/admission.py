@@ -8,6 +8,7 @@ prompt.
 import logging
 import time
 from collections import deque
+from collections.abc import Collection
 from functools import partial
 
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt
@@ -61,7 +62,7 @@ class Admission:
         self._documents = documents
         self._next_job_id = 0
 
-    def queue(self, sequences: list[Sequence]) -> None:
+    def queue(self, sequences: Collection[Sequence]) -> None:
         """Queue all of these sequences or none, each behind all but those that it may overtake.
 
         Raises QueueFullError.

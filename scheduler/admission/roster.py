@@ -6,7 +6,7 @@ front, with the tokens it has. If a sequence leaves its prefill job, the others 
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,7 +62,7 @@ class Roster:
         self._released_slots: list[int] = []
         self._unfinished: dict[str, Sequence] = {}
 
-    def queue(self, sequences: list[Sequence]) -> None:
+    def queue(self, sequences: Collection[Sequence]) -> None:
         """Queue all of these prepared sequences or none. Raises QueueFullError."""
         self._admission.queue(sequences)
         if self._documents is not None:

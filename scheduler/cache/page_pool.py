@@ -193,7 +193,7 @@ class PagePool:
             self._prefixes[hashes[count - 1]] = front
         return front
 
-    def find_pages(self, hashes: list[bytes]) -> list[int] | None:
+    def find_pages(self, hashes: Sequence[bytes]) -> list[int] | None:
         """Return the pages of blocks that are all published; None: one is not, any more."""
         pages = [self._page_of.get(digest) for digest in hashes]
         found = [page for page in pages if page is not None]

@@ -48,7 +48,7 @@ class Prepared:
     """A submission that only has to be queued."""
 
     submit_id: str
-    sequences: list[Sequence]
+    sequences: tuple[Sequence, ...]
 
 
 Message = Cancel | StoreChunks | DropChunks | Expect | AskSessions | SaveContext | ReadSaved
@@ -159,7 +159,7 @@ class _Reader(threading.Thread):
         except GrammarError as error:
             arrival = Refused(message.submit_id, "grammar", str(error))
         else:
-            arrival = Prepared(message.submit_id, [each for each in sequences if each.request_id in self._unready])
+            arrival = Prepared(message.submit_id, tuple(each for each in sequences if each.request_id in self._unready))
         names = {request.request_id for request in requests}
         if names & self._unready:
             self._unready -= names

@@ -56,7 +56,7 @@ class DiskSide:
 class _Unsaved:
     name: str
     first: int  # KV block
-    hashes: list[bytes]  # of its KV blocks
+    hashes: tuple[bytes, ...]  # of its KV blocks
     window: int | None = None  # with this, it is the end of a prefix: as long as the window is `kept`
     kept: object = None
 
@@ -203,7 +203,7 @@ class DiskContexts:
         new = [block for block, name in enumerate(names) if name not in self._waiting and not folder.has(KV, name)]
         for block in new:
             self._waiting.add(names[block])
-            self._unsaved.append(_Unsaved(names[block], block * size, hashes[block * size : (block + 1) * size]))
+            self._unsaved.append(_Unsaved(names[block], block * size, tuple(hashes[block * size : (block + 1) * size])))
         for name, end in ends.items():
             if name not in self._waiting_ends and not folder.has(END, name):
                 self._waiting_ends.add(name)
@@ -225,7 +225,7 @@ class DiskContexts:
         found: dict[str, _Unsaved] = {}
         for window, ends, end in last:
             name, first = hashes[end - 1].hex(), end // size * size
-            found[name] = _Unsaved(name, first, hashes[first:end], window, ends)
+            found[name] = _Unsaved(name, first, tuple(hashes[first:end]), window, ends)
         return found
 
     # --- contexts by name ---------------------------------------------------------------------------------------------

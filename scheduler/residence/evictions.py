@@ -26,7 +26,7 @@ class _Span:
     owner: HostContext
     first: int
     last: int
-    sharers: list[HostContext]
+    sharers: tuple[HostContext, ...]
 
     @property
     def own(self) -> tuple[int, int]:
@@ -182,7 +182,7 @@ class Evictor:
             return
         sharers = self._contexts.sharers(owner, span.first)
         assert all(one.num_evicted == span.last for one in sharers), "what is reloaded is still evicted, for all"
-        span = _Span(owner, span.first, span.last, sharers)
+        span = _Span(owner, span.first, span.last, tuple(sharers))
         for _ in sharers[1:]:
             self._pages.hold(page_ids)
         dense_page_ids = owner.pages[span.first : span.last]
@@ -210,7 +210,7 @@ class Evictor:
         owner, sharers = owner_of(context, first), self._contexts.sharers(context, first)
         page_ids = owner.pages[first : first + num_blocks]
         alike = min(_count_alike(one.pages[first : first + len(page_ids)], page_ids) for one in sharers)
-        return _Span(owner, first, first + alike, sharers)
+        return _Span(owner, first, first + alike, tuple(sharers))
 
     def _span_before(self, context: HostContext, num_blocks: int) -> _Span:
         """Return the last evicted blocks of one owner that the same contexts share, none of which has more evicted."""
@@ -222,7 +222,7 @@ class Evictor:
                 break
             context = further
         ends = [end_of_shared(one, owner) for one in self._contexts if one not in sharers]
-        return _Span(owner, max(owner.size.num_shared, last - num_blocks, *ends, 0), last, sharers)
+        return _Span(owner, max(owner.size.num_shared, last - num_blocks, *ends, 0), last, tuple(sharers))
 
     def _exchange(self, span: _Span, page_ids: list[int]) -> list[TablePlace]:
         """Exchange the pages of a span's blocks in all that have them, and return where page tables change."""

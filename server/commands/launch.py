@@ -45,8 +45,8 @@ class Target:
 class Launch:
     """A command, and the variables that it needs beside the environment."""
 
-    command: list[str]
-    variables: dict[str, str]
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
 
     def as_text(self) -> str:
         """Return it as lines for a shell."""
@@ -58,7 +58,7 @@ def _claude(target: Target) -> Launch:
     """Return how to start Claude Code: every model name of its own is the served model."""
     models = ("MODEL", "SMALL_FAST_MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
     return Launch(
-        ["claude"],
+        ("claude",),
         {
             "ANTHROPIC_BASE_URL": target.url,
             "ANTHROPIC_AUTH_TOKEN": target.key,
@@ -77,7 +77,7 @@ def _codex(target: Target) -> Launch:
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     if target.context_tokens is not None:
         words.append(f"model_context_window={target.context_tokens}")
-    return Launch(["codex", *(word for each in words for word in ("-c", each))], {"TANDEM_API_KEY": target.key})
+    return Launch(("codex", *(word for each in words for word in ("-c", each))), {"TANDEM_API_KEY": target.key})
 
 
 def _opencode(target: Target) -> Launch:
@@ -92,12 +92,12 @@ def _opencode(target: Target) -> Launch:
     }
     name = f"tandem/{target.model}"
     given = {"provider": {"tandem": provider}, "model": name, "small_model": name}
-    return Launch(["opencode"], {"OPENCODE_CONFIG_CONTENT": json.dumps(given), "TANDEM_API_KEY": target.key})
+    return Launch(("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(given), "TANDEM_API_KEY": target.key})
 
 
 def _aider(target: Target) -> Launch:
     variables = {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": target.key}
-    return Launch(["aider", "--model", f"openai/{target.model}", "--no-show-model-warnings"], variables)
+    return Launch(("aider", "--model", f"openai/{target.model}", "--no-show-model-warnings"), variables)
 
 
 AGENTS: Mapping[str, tuple[Callable[[Target], Launch], str]] = {
@@ -124,7 +124,7 @@ def plan_launch(agent: str, target: Target, arguments: Sequence[str]) -> Launch:
     if agent not in AGENTS:
         raise LaunchError(f"launch: {agent!r} is not known; wanted one of {', '.join(AGENTS)}; see docs/AGENTS.md")
     launch = AGENTS[agent][0](target)
-    return Launch([*launch.command, *arguments], launch.variables)
+    return Launch((*launch.command, *arguments), launch.variables)
 
 
 def start(agent: str, launch: Launch) -> None:

@@ -200,7 +200,7 @@ async def document_prompt(
         prompt, cut = await service.texts.run(size, encode)
     except TooManyTokens as error:
         raise PromptTooLong("documents", f"with the messages at least {error.num_tokens}", context) from None
-    return Prompt(prompt.token_ids, "", 0, tuple(prompt.chunks), tuple(cut), prompt.end)
+    return Prompt(prompt.token_ids, "", 0, prompt.chunks, tuple(cut), prompt.end)
 
 
 def spell(tokenizer: Tokenizer, token_ids: list[int]) -> str:

@@ -52,7 +52,7 @@ class ChunkedPrompt:
     """
 
     token_ids: list[int]
-    chunks: list[tuple[int, int]]
+    chunks: tuple[tuple[int, int], ...]
     end: str = ""
 
 
@@ -97,7 +97,7 @@ def encode_pieces(
         if len(token_ids) > most_tokens:
             raise TooManyTokens(len(token_ids))
     last = pieces[-1] if pieces else ""
-    return ChunkedPrompt(token_ids, chunks, last[-END_CHARS:] if isinstance(last, str) else "")
+    return ChunkedPrompt(token_ids, tuple(chunks), last[-END_CHARS:] if isinstance(last, str) else "")
 
 
 def render_pieces(

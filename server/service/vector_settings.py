@@ -86,4 +86,4 @@ def _yes_no(tokenizer: Tokenizer) -> Pooling:
             raise ConfigError(
                 f"model.ranking: got 'yes_no', but {word!r} is {len(token_ids)} tokens of this vocabulary; wanted one"
             )
-    return Pooling(kind="logits", token_ids=[token_ids[0] for token_ids in words.values()])
+    return Pooling(kind="logits", token_ids=tuple(token_ids[0] for token_ids in words.values()))

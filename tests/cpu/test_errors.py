@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cpu.host_attention import HostAttention
+from cpu.host_attention import Compiled, HostAttention
 from cpu.sample_errors import GROUPS, LARGEST, LOG_MASS, OUTPUT, draw_direction
 from cpu.tables import build_tables
 from cpu.workspace import PART_SAMPLES
@@ -19,10 +19,8 @@ THREADS = 2
 
 @cache
 def kernel(kind: str, estimates: bool, bits: int, tables: int) -> HostAttention:
-    return HostAttention(
-        heads=HEADS, kv_heads=KV_HEADS, dim=DIM, row_type=ROW_TYPES[kind], query_type=np.float32, bits=bits,
-        tables=tables, scale=DIM**-0.5, threads=THREADS, estimates=estimates,
-    )  # fmt: skip
+    compiled = Compiled(HEADS, KV_HEADS, DIM, ROW_TYPES[kind], np.float32, bits, tables, DIM**-0.5)
+    return HostAttention(compiled, THREADS, estimates)
 
 
 def chance(cosine: np.ndarray, bits: int, tables: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cpu.host_attention import HostAttention, HostPartial
+from cpu.host_attention import Compiled, HostAttention, HostPartial
 from cpu.tables import build_tables
 from cpu.workspace import PART_ROWS, PART_SAMPLES
 from tests.cpu.rows_model import (
@@ -62,10 +62,8 @@ SHAPES = [  # (rows, queries, heads, kv_heads, dim)
 
 @cache
 def attention(kind: str, query_kind: str, heads: int, kv_heads: int, dim: int, bits: int, tables: int) -> HostAttention:
-    return HostAttention(
-        heads=heads, kv_heads=kv_heads, dim=dim, row_type=ROW_TYPES[kind], query_type=ROW_TYPES[query_kind],
-        bits=bits, tables=tables, scale=dim**-0.5, threads=THREADS,
-    )  # fmt: skip
+    types = ROW_TYPES[kind], ROW_TYPES[query_kind]
+    return HostAttention(Compiled(heads, kv_heads, dim, *types, bits, tables, dim**-0.5), THREADS)
 
 
 def make_queries(generator: np.random.Generator, query_kind: str, *shape: int) -> tuple[np.ndarray, np.ndarray]:
@@ -154,10 +152,7 @@ def test_a_batch_of_few_requests_and_many_pieces_leaves_room_for_many_requests()
     """Rooms grow apart: what the largest batch needed of one is kept when another grows."""
     generator = np.random.default_rng(15)
     rows = make_rows(generator, "bf16", 1, 200, 64, BITS, TABLES)
-    kernel = HostAttention(
-        heads=4, kv_heads=1, dim=64, row_type=np.uint16, query_type=np.float32, bits=BITS, tables=TABLES, scale=0.125,
-        threads=1,
-    )  # fmt: skip
+    kernel = HostAttention(Compiled(4, 1, 64, np.uint16, np.float32, BITS, TABLES, 0.125), 1)
     for requests, num_pieces in ((40, 0), (1, 60), (40, 1), (41, 1)):
         batch = [Context([(rows, SAMPLED, at, at + 3) for at in range(num_pieces)]) for _ in range(requests)]
         queries, real = make_queries(generator, "float32", requests, 4, 64)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Count, Limits, Matched, match
-from gpu.methods.mac.rings import Ring
+from gpu.methods.mac.rings import Ring, RowRings
 from tests.gpu import mac_oracles as oracle
 from tests.gpu.kernel_oracles import rotate, wide
 from tests.gpu.paged_rows import Paged
@@ -116,12 +116,11 @@ class MacRows:
         on_device = torch.from_numpy(cells).to(device)
         begins, ends = zip(*self.skips, strict=True)
         skips = torch.tensor([begins, ends, ends], dtype=torch.int32)
-        matched = match(query, self.ring, self.rings, on_device, skips.to(device), limits, self.is_matching,
-                        self.counts, self.shape.kv_heads)  # fmt: skip
+        own = RowRings(self.ring, self.rings, on_device)
+        matched = match(query, own, skips.to(device), limits, self.is_matching, self.counts, self.shape.kv_heads)
         reading = paged.read(matched.bounds, has_far=True, is_counted=True)
         filled = self.fill(turned, matched)
-        whole = complete(reading.near, reading.far, filled, query, matched, self.ring, self.rings, on_device, limits,
-                         self.is_estimate)  # fmt: skip
+        whole = complete(reading.near, reading.far, filled, query, matched, own, limits, self.is_estimate)
         return Taken(matched, reading.near, reading.far, whole, self.wanted(wide(query), wide(turned), cells), cells)
 
     def fill(self, turned: Tensor, matched: Matched) -> Partial | None:

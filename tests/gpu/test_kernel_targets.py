@@ -39,16 +39,17 @@ from gpu.methods.indexed.scoring import RingStep, score_tokens
 from gpu.methods.indexed.settings import IndexedSettings
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, match
-from gpu.methods.mac.rings import Ring
+from gpu.methods.mac.rings import Ring, RowRings
 from gpu.methods.momo.block_sparse import CONFIGS, block_sparse_attention
 from gpu.methods.momo.query_sparse import query_sparse_attention
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.momo.union import unite
 from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
+from gpu.methods.predicted.held_blocks import Blocks
 from gpu.methods.predicted.listing import NUM_COUNTS as NUM_FETCH_COUNTS
 from gpu.methods.predicted.listing import list_blocks
-from gpu.methods.predicted.noting import Fetched, note_step
+from gpu.methods.predicted.noting import Fetched, HistoryRows, note_step
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.methods.predicted.turns import Turns
 from gpu.methods.sampled.encode import Hyperplanes, encode_keys, encode_queries
@@ -56,11 +57,12 @@ from gpu.model.architecture import NAMED_SHAPES, Architecture
 from gpu.model.matrix_format import MOST_PACKED_TOKENS, MatrixFormat
 from gpu.model.spec import Latent, Recurrent
 from gpu.operations.decode_attention.decode_launch import PagedReads
-from gpu.operations.decode_attention.latent_decode_attention import latent_decode_attention
+from gpu.operations.decode_attention.latent_decode_attention import LatentReads, latent_decode_attention
 from gpu.operations.decode_attention.paged_decode_attention import paged_decode_attention, workspace_for
 from gpu.operations.exchange.await_answer import await_answer
 from gpu.operations.exchange.exchange_pack import exchange_pack, new_counters
 from gpu.operations.exchange.expert_request import add_answer, request_experts
+from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.operations.experts.far_experts import FarExperts
@@ -69,7 +71,7 @@ from gpu.operations.experts.routing import choose
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.host_rows.chunk_columns import CHUNKS, COLUMNS
 from gpu.operations.host_rows.int4_rows import restore_int4, store_int4
-from gpu.operations.host_rows.linked_attention import linked_attention
+from gpu.operations.host_rows.linked_attention import LinkedChunks, linked_attention
 from gpu.operations.host_rows.offload_rows import centre_of, offload_rows
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import launch as scatter
@@ -220,7 +222,8 @@ def _latents(shape: Architecture, dtype: torch.dtype) -> None:
         for stored in _stored(dtype):
             pages = empty(40, 1, 16, latent.row + 8 * (stored != dtype), dtype=stored)
             for is_counted in (False, True):
-                latent_decode_attention(query, pages, table, ints, ints, 1.0, latent.rank, workspace, is_counted)
+                reads = LatentReads(query, pages, table, ints, ints, 1.0, latent.rank)
+                latent_decode_attention(reads, workspace, is_counted)
             latent_write(asked, row, empty(512, dtype=dtype), RowPlaces(*tables, *places, ints), table, pages, latent)
             if stored != dtype:
                 gather_latents(pages, ints, empty(2, 16, latent.row, dtype=dtype), latent.rank)
@@ -316,15 +319,16 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
         far, others = FarExperts(gate_up, down, places), FarExperts(None, None, places)
         x = torch.empty(1, shape.hidden, dtype=dtype, device=device)
         for there in (far, others) if stored is None else ():
-            product = gate_up_rows(x, x.new_empty(1, experts.num_experts, dtype=torch.float32), gate_up, experts,
-                                   activation, there, biases[1])  # fmt: skip
-            down_rows(*product, down, x, experts, there, biases[2], gains)
+            matrices = ExpertMatrices(gate_up, down, there, *biases[1:], gains)
+            logits = x.new_empty(1, experts.num_experts, dtype=torch.float32)
+            product = gate_up_rows(x, logits, matrices, experts, activation)
+            down_rows(*product, matrices, x, experts)
         for tokens in {max(1, experts.num_experts // experts.per_token - 1), LEAST_PAIRS}:
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
             few = pair_few(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts)
             for there in (None, *([far] if isinstance(gate_up, Packed) else []), others):
-                product = gate_up_tiles(x, few, gate_up, experts, activation, there, biases[1])
-                down_tiles(product, few, down, x, experts, there, biases[2], gains)
+                matrices = ExpertMatrices(gate_up, down, there, *biases[1:], gains)
+                down_tiles(gate_up_tiles(x, few, matrices, experts, activation), few, matrices, x, experts)
         means = (1, 32, 64, 128) if stored is None or stored.kind == "int4" else (1, 64)
         for mean in means:
             tokens = max(LEAST_PAIRS + 1, mean * experts.num_experts // experts.per_token)
@@ -332,8 +336,8 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
             pairs = pair_up(*choose(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts), experts,
                             stored is not None)  # fmt: skip
             for there in (None, far, others) if mean == means[1] else (None,):
-                product = gate_up_tiles(x, pairs, gate_up, experts, activation, there, biases[1])
-                down_tiles(product, pairs, down, x, experts, there, biases[2], gains)
+                matrices = ExpertMatrices(gate_up, down, there, *biases[1:], gains)
+                down_tiles(gate_up_tiles(x, pairs, matrices, experts, activation), pairs, matrices, x, experts)
 
 
 def _race(shape: Architecture, dtype: torch.dtype) -> None:
@@ -536,10 +540,11 @@ def _mac(shape: Architecture, dtype: torch.dtype) -> None:
             empty(*size, shape.dim, dtype=kept), empty(size),
             empty(size, dtype=torch.int32), empty(size, dtype=torch.uint8),
         )  # fmt: skip
-        matched = match(query, ring, ids, cells, skips, limits, is_matching, counts, shape.num_kv_heads)
+        own = RowRings(ring, ids, cells)
+        matched = match(query, own, skips, limits, is_matching, counts, shape.num_kv_heads)
         for filled in (None, Partial(out, lse)):
             side = Partial(out, lse)
-            complete(side, side, filled, query, matched, ring, ids, cells, limits, flags)
+            complete(side, side, filled, query, matched, own, limits, flags)
 
 
 def _predict(shape: Architecture, dtype: torch.dtype) -> None:
@@ -572,8 +577,9 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
     )
     listed = list_blocks(numbers, bits, rings, skips, kv_heads, counts)
     fetched = empty(rows * kv_heads, shape.group, slots)
+    own = HistoryRows(rings, cells, skips)
     for beside in (None, Fetched(fetched, listed, lse)):
-        note_step(history, maxima, lse, beside, rings, cells, skips, 4, kv_heads)
+        note_step(history, maxima, lse, beside, own, 4, kv_heads)
     step: Any = SimpleNamespace(num_rows=rows, slots=rings, cells=cells, skips=skips)  # a StepRows
     turns = Turns(PredictedSettings(weights=Path("unread")), 3, kv_heads, 4, 8192, torch.device("cuda"))
     turns.of_rows(step, rings, empty(1, dtype=torch.bool), shape.num_heads)
@@ -587,7 +593,9 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
             keys = torch.empty(places * slots, 1, 16, width_of(stored, shape.dim), dtype=stored, device="cuda")
             for late in (None, Lateness(open_parts, bits, counts)):
                 fetch_blocks(numbers, fresh, lies, keys, keys, kv_heads, is_int8, late)
-        look_at_blocks(history, query, lse, bits, lies, rings, cells, skips, 64, 0.1, is_int8, counts)
+        look_at_blocks(
+            Blocks(history, scores, numbers, bits, keys, keys, lies), query, lse, own, 64, 0.1, is_int8, counts
+        )
 
 
 def _empty_arrays(specs: dict[str, ArraySpec]) -> dict[str, torch.Tensor]:
@@ -647,7 +655,7 @@ def _linked(shape: Architecture, dtype: torch.dtype) -> None:
         numbers = rows * shape.num_heads * CHUNKS
         work = empty(numbers * shape.dim), empty(numbers)
         wanted = None if rows == 1 else empty(rows, shape.num_heads, dtype=torch.uint8)
-        linked_attention(query, chunks, ints, ints, 0.1, shape.num_kv_heads, is_int8, wanted, work)
+        linked_attention(query, LinkedChunks(chunks, ints, ints), 0.1, shape.num_kv_heads, is_int8, wanted, work)
 
 
 def _experts_in_host_memory(shape: Architecture, dtype: torch.dtype) -> None:

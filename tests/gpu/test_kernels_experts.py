@@ -13,6 +13,7 @@ from gpu.layers.expert_mlp import MOST_ALONE, ExpertMlp
 from gpu.model.spec import Experts
 from gpu.operations.arguments import runs_on_triton
 from gpu.operations.experts import expert_tiles
+from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.operations.experts.experts_reference import experts_reference, fold_choice
@@ -60,24 +61,19 @@ def computed(path: str, normed: Tensor, logits: Tensor, mixture: Mixture, residu
     """By kernels of a kind, whatever the number of tokens; where none run, by the reference."""
     experts, weights = mixture.experts, mixture.weights
     gains = None if weights.beside is None else weights.beside.gains
+    matrices = ExpertMatrices(weights.gate_up, weights.down, None, weights.gate_up_bias, weights.down_bias, gains)
     if not runs_on_triton(normed):
-        made = experts_reference(
-            normed, *choose(logits, experts), weights.gate_up, weights.down, experts, mixture.activation, None,
-            weights.gate_up_bias, weights.down_bias, gains,
-        )  # fmt: skip
+        made = experts_reference(normed, *choose(logits, experts), matrices, experts, mixture.activation)
         return made + residual
-    gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
     if path == "rows":
-        product, ids, shares = gate_up_rows(
-            normed, logits, weights.gate_up, experts, mixture.activation, None, gate_up_bias
-        )
-        return down_rows(product, ids, shares, weights.down, residual, experts, None, down_bias, gains)
+        product, ids, shares = gate_up_rows(normed, logits, matrices, experts, mixture.activation)
+        return down_rows(product, ids, shares, matrices, residual, experts)
     if path == "few":
         pairs = pair_few(logits, experts)
     else:
         pairs = pair_up(*choose(logits, experts), experts, isinstance(weights.gate_up, Packed))
-    product = gate_up_tiles(normed, pairs, weights.gate_up, experts, mixture.activation, None, gate_up_bias)
-    return down_tiles(product, pairs, weights.down, residual, experts, None, down_bias, gains)
+    product = gate_up_tiles(normed, pairs, matrices, experts, mixture.activation)
+    return down_tiles(product, pairs, matrices, residual, experts)
 
 
 def assert_is_mixture(path: str, tokens: int, mixture: Mixture, dtype: torch.dtype, device: str) -> None:
@@ -261,7 +257,8 @@ def test_what_tiles_of_few_tokens_find_themselves_is_what_is_chosen(device, num_
     for buffer in (tiles.experts, tiles.takers):
         buffer.fill_(-7)
     gate_up = random(generator, (num_experts * 32, 32), torch.float32, device)
-    gate_up_tiles(random(generator, (tokens, 32), torch.float32, device), tiles, gate_up, experts, "silu")
+    matrices = ExpertMatrices(gate_up, gate_up)  # down is not read
+    gate_up_tiles(random(generator, (tokens, 32), torch.float32, device), tiles, matrices, experts, "silu")
     ids, shares = choose(logits, experts)
     found = {}
     for expert, pairs in zip(tiles.experts.tolist(), tiles.takers.tolist(), strict=True):
@@ -333,18 +330,20 @@ def _arguments():
 def test_matrices_of_another_shape_are_refused():
     mixture, normed, logits, pairs = _arguments()
     experts, weights, product = mixture.experts, mixture.weights, torch.zeros(8, 64)
+    whole = ExpertMatrices(weights.gate_up, weights.down)
+    short, wide_down = replace(whole, gate_up=weights.gate_up[:-1]), replace(whole, down=weights.down.double())
     with pytest.raises(ValueError, match=r"gate_up_rows: gate_up is .*wanted \(2048, 128\)"):
-        gate_up_rows(normed, logits, weights.gate_up[:-1], experts, "silu")
+        gate_up_rows(normed, logits, short, experts, "silu")
     with pytest.raises(ValueError, match=r"gate_up_tiles: gate_up is .*wanted \(2048, 128\)"):
-        gate_up_tiles(normed, pairs, weights.gate_up[:-1], experts, "silu")
+        gate_up_tiles(normed, pairs, short, experts, "silu")
     with pytest.raises(ValueError, match=r"gate_up_tiles: normed is \(1, 128\).*wanted \(2, 128\)"):
-        gate_up_tiles(normed[:1], pairs, weights.gate_up, experts, "silu")
+        gate_up_tiles(normed[:1], pairs, whole, experts, "silu")
     with pytest.raises(ValueError, match=r"pair_few: logits are of 17 tokens; wanted 1 to 16"):
         pair_few(torch.zeros(17, 16), experts)
     with pytest.raises(ValueError, match=r"down_rows: down is .*float64.*wanted \(2048, 64\)"):
-        down_rows(product, pairs.takers, pairs.shares, weights.down.double(), normed, experts)
+        down_rows(product, pairs.takers, pairs.shares, wide_down, normed, experts)
     with pytest.raises(ValueError, match=r"down_tiles: down is .*float64.*wanted \(2048, 64\)"):
-        down_tiles(product, pairs, weights.down.double(), normed, experts)
+        down_tiles(product, pairs, wide_down, normed, experts)
 
 
 def test_packed_experts_with_columns_out_of_order_are_refused():
@@ -353,7 +352,7 @@ def test_packed_experts_with_columns_out_of_order_are_refused():
     assert isinstance(packed, Packed)
     moved = replace(packed, order=torch.arange(128))
     with pytest.raises(ValueError, match=r"columns in another order; wanted .* columns in order"):
-        gate_up_tiles(normed, pairs, moved, mixture.experts, "silu")
+        gate_up_tiles(normed, pairs, ExpertMatrices(moved, mixture.weights.down), mixture.experts, "silu")
 
 
 def test_packed_experts_are_refused_by_rows():
@@ -362,12 +361,13 @@ def test_packed_experts_are_refused_by_rows():
     experts, plain = mixture.experts, mixture.weights
     packed = draw_mixture(*MIXTURES["many"], "int4", torch.float32, "cpu").weights
     far = FarExperts(packed.gate_up, packed.down, torch.zeros(16, dtype=torch.int32))
+    near, apart = ExpertMatrices(packed.gate_up, packed.down), ExpertMatrices(plain.gate_up, plain.down, far)
     product = torch.zeros(2, 4, 64)
     with pytest.raises(ValueError, match=r"gate_up_rows: gate_up is packed; wanted a tensor: .* in tiles"):
-        gate_up_rows(normed, logits, packed.gate_up, experts, "silu")
+        gate_up_rows(normed, logits, near, experts, "silu")
     with pytest.raises(ValueError, match=r"gate_up_rows: far gate_up is packed; wanted a tensor"):
-        gate_up_rows(normed, logits, plain.gate_up, experts, "silu", far)
+        gate_up_rows(normed, logits, apart, experts, "silu")
     with pytest.raises(ValueError, match=r"down_rows: down is packed; wanted a tensor"):
-        down_rows(product, pairs.takers, pairs.shares, packed.down, normed, experts)
+        down_rows(product, pairs.takers, pairs.shares, near, normed, experts)
     with pytest.raises(ValueError, match=r"down_rows: far down is packed; wanted a tensor"):
-        down_rows(product, pairs.takers, pairs.shares, plain.down, normed, experts, far)
+        down_rows(product, pairs.takers, pairs.shares, apart, normed, experts)

@@ -5,6 +5,7 @@ import torch
 
 from gpu.model.spec import Experts
 from gpu.operations.arguments import runs_on_triton
+from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.operations.experts.experts_reference import experts_reference
@@ -38,15 +39,16 @@ def split(weights: ExpertWeights, device: str) -> tuple[ExpertWeights, FarExpert
 
 def computed(path: str, x: torch.Tensor, logits: torch.Tensor, weights: ExpertWeights, far: FarExperts | None):
     ids, shares = choose(logits, EXPERTS)
+    matrices = ExpertMatrices(weights.gate_up, weights.down, far)
     if not runs_on_triton(x):
-        return experts_reference(x, ids, shares, weights.gate_up, weights.down, EXPERTS, "silu", far)
+        return experts_reference(x, ids, shares, matrices, EXPERTS, "silu")
     if path == "rows":
-        product, ids, shares = gate_up_rows(x, logits, weights.gate_up, EXPERTS, "silu", far)
-        return down_rows(product, ids, shares, weights.down, x, EXPERTS, far)
+        product, ids, shares = gate_up_rows(x, logits, matrices, EXPERTS, "silu")
+        return down_rows(product, ids, shares, matrices, x, EXPERTS)
     has_packed = isinstance(weights.gate_up, Packed)
     pairs = pair_few(logits, EXPERTS) if path == "few" else pair_up(ids, shares, EXPERTS, has_packed)
-    product = gate_up_tiles(x, pairs, weights.gate_up, EXPERTS, "silu", far)
-    return down_tiles(product, pairs, weights.down, x, EXPERTS, far)
+    product = gate_up_tiles(x, pairs, matrices, EXPERTS, "silu")
+    return down_tiles(product, pairs, matrices, x, EXPERTS)
 
 
 @pytest.mark.parametrize(("path", "tokens", "kind"), CASES)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gpu.model.spec import Latent
-from gpu.operations.decode_attention.latent_decode_attention import latent_decode_attention
+from gpu.operations.decode_attention.latent_decode_attention import LatentReads, latent_decode_attention
 from gpu.operations.decode_attention.paged_decode_attention import workspace_for
 from gpu.operations.kv.kv_rows import CODE_DTYPES
 from gpu.operations.kv.latent_rows import gather_latents, put_latents, read_latents
@@ -49,7 +49,9 @@ def test_attention_to_latents_is_a_softmax_over_rows_whose_values_are_their_late
     query = random(generator, (6, heads, row), dtype, device)
     workspace = workspace_for(6, heads, 1, rank, 20_000, device)
     scale = row**-0.5
-    got = latent_decode_attention(query, pages, table, slots, seen, scale, rank, workspace, is_counted=True)
+    got = latent_decode_attention(
+        LatentReads(query, pages, table, slots, seen, scale, rank), workspace, is_counted=True
+    )
     for request, (slot, length) in enumerate(zip(slots.tolist(), seen.tolist(), strict=True)):
         if slot < 0:
             assert not got.out[request].any()
@@ -76,7 +78,7 @@ def test_partials_over_latents_merge_as_everywhere(device):
 
     def ask(own_table: torch.Tensor, length: int) -> Partial:
         lens = torch.tensor([length], dtype=torch.int32, device=device)
-        return latent_decode_attention(query, pages, own_table, slots, lens, 0.2, rank, workspace)
+        return latent_decode_attention(LatentReads(query, pages, own_table, slots, lens, 0.2, rank), workspace)
 
     front, back = ask(table, 32), ask(table[:, 2:].contiguous(), 32)
     wanted, lse = attend(wide(query[0]), wide(rows)[:, None], wide(rows)[:, None], 0.2)
@@ -165,7 +167,9 @@ def test_codes_of_latents_are_read_with_a_scale_of_the_latent_and_one_of_what_is
     query[..., rank:] *= 0.02
     slots, seen = (torch.tensor(own, dtype=torch.int32, device=device) for own in ([0, 1], [70, 33]))
     workspace, scale = workspace_for(2, heads, 1, rank, 20_000, device), row**-0.5
-    got = latent_decode_attention(query, coded, table, slots, seen, scale, rank, workspace, is_counted=True)
+    got = latent_decode_attention(
+        LatentReads(query, coded, table, slots, seen, scale, rank), workspace, is_counted=True
+    )
     for request, rows in enumerate(numbers):
         out, lse = attend(wide(query[request]), wide(rows)[:, None], wide(rows)[:, None], scale)
         assert distance(got.out[request], out[:, :rank]) < 2 * KERNEL_TOLERANCE[dtype]
@@ -177,7 +181,7 @@ def test_another_shape_is_refused_by_name():
     ints = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"latent_decode_attention: pages is \(2, 1, 16, 40\)"):
         latent_decode_attention(
-            torch.zeros(1, 2, 48), torch.zeros(2, 1, 16, 40), ints[None], ints, ints, 1.0, 32, workspace
+            LatentReads(torch.zeros(1, 2, 48), torch.zeros(2, 1, 16, 40), ints[None], ints, ints, 1.0, 32), workspace
         )
     latent, pages = Latent(32, 16, 8, 8), torch.zeros(2, 1, 16, 48)
     with pytest.raises(ValueError, match=r"latent_write: row is \(1, 40\)"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu.operations.host_rows import chunk_columns as linked
 from gpu.operations.host_rows.chunk_columns import CHUNKS, COLUMNS
-from gpu.operations.host_rows.linked_attention import linked_attention
+from gpu.operations.host_rows.linked_attention import LinkedChunks, linked_attention
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, attend, distance, random, wide
 
 DIM, KV_HEADS, GROUP = 64, 2, 4
@@ -85,7 +85,7 @@ def test_rows_that_read_together_have_each_its_own_attention(
     numbers = len(LEADERS) * HEADS * CHUNKS
     work = tuple(torch.full((count,), torch.nan, device=device) for count in (numbers * DIM, numbers))
     out, lse = linked_attention(
-        query, chunks.to(device), together.to(device), leaders.to(device), SCALE, KV_HEADS, is_int8,
+        query, LinkedChunks(chunks.to(device), together.to(device), leaders.to(device)), SCALE, KV_HEADS, is_int8,
         wanted.to(device) if has_wanted else None, work,
     )  # fmt: skip
     for row, leader in enumerate(LEADERS):
@@ -104,5 +104,6 @@ def test_rows_that_read_together_have_each_its_own_attention(
 def test_a_wrong_shape_is_refused_by_name() -> None:
     query = torch.zeros(1, HEADS, DIM)
     chunks, one = torch.zeros(1, COLUMNS, CHUNKS, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    work = torch.zeros(1), torch.zeros(1)
     with pytest.raises(ValueError, match="linked_attention: leaders is"):
-        linked_attention(query, chunks, one, one.long(), SCALE, KV_HEADS, False, None, (torch.zeros(1), torch.zeros(1)))
+        linked_attention(query, LinkedChunks(chunks, one, one.long()), SCALE, KV_HEADS, False, None, work)

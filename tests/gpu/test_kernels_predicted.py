@@ -10,8 +10,9 @@ import torch
 from gpu.attention.step_rows import StepRows
 from gpu.methods.predicted.choosing import choose_blocks, choose_blocks_reference, pack_bits
 from gpu.methods.predicted.fetching import BLOCKS_AT_ONCE, CHUNK, PROGRAMS, Lateness, fetch_blocks, look_at_blocks
+from gpu.methods.predicted.held_blocks import Blocks
 from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS, READ, SKIP, list_blocks
-from gpu.methods.predicted.noting import Fetched, note_step
+from gpu.methods.predicted.noting import Fetched, HistoryRows, note_step
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.methods.predicted.turns import Turns, find_rings
 from gpu.step import HostRead
@@ -107,8 +108,8 @@ def test_a_noted_row_is_the_groups_largest_share_of_blocks_that_were_read_and_el
         fetched = Fetched(torch.tensor(own, device=device), listed, torch.tensor(beside, device=device))
         whole = np.log(np.exp(lse.astype(np.float64)) + np.exp(beside.astype(np.float64)))
     told = note_step(
-        history, torch.tensor(maxima, device=device), torch.tensor(lse, device=device), fetched, *on_device, skips,
-        first_block, KV_HEADS,
+        history, torch.tensor(maxima, device=device), torch.tensor(lse, device=device), fetched,
+        HistoryRows(*on_device, skips), first_block, KV_HEADS,
     )  # fmt: skip
     np.testing.assert_allclose(told.cpu().numpy()[[0, 2]], whole[[0, 2]], rtol=1e-6)
     touched, furthest = np.zeros((RINGS * KV_HEADS, steps), bool), 0
@@ -383,12 +384,13 @@ def test_every_so_many_blocks_are_looked_at_but_those_that_stand_in_slots(
     )
     lse = torch.tensor(draw.random((3, KV_HEADS * GROUP)) + (4 if rows.is_int8 else 3), dtype=torch.float32)
     history = torch.full((RINGS * KV_HEADS, steps, blocks), 77, dtype=torch.uint8, device=device)
-    counts = numbers(device)
-    look_at_blocks(
-        history, query.to(device), lse.to(device), torch.tensor(bits_of(ids), device=device), rows.lies,
+    counts, unread = numbers(device), torch.empty(0, device=device)
+    store = Blocks(history, unread, unread, torch.tensor(bits_of(ids), device=device), unread, unread, rows.lies)
+    own = HistoryRows(
         torch.tensor(rings, dtype=torch.int32, device=device), torch.tensor(cells, device=device),
-        torch.tensor(skips, device=device), every, DIM**-0.5, rows.is_int8, counts,
+        torch.tensor(skips, device=device),
     )  # fmt: skip
+    look_at_blocks(store, query.to(device), lse.to(device), own, every, DIM**-0.5, rows.is_int8, counts)
     wanted, looked = np.full(history.shape, 77), 0
     for row, ring in enumerate(rings):
         for kv_head in range(KV_HEADS if ring >= 0 else 0):

@@ -20,7 +20,7 @@ LAYERS = 2
 LENGTHS = (40, 1, 323, 17)
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = [document_prompt(length, length)[:length] for length in LENGTHS]
-KINDS = [Pooling(kind="last"), Pooling(kind="mean"), Pooling(kind="logits", token_ids=[7361, 5, 3444])]
+KINDS = [Pooling(kind="last"), Pooling(kind="mean"), Pooling(kind="logits", token_ids=(7361, 5, 3444))]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def test_claude_code_is_told_the_address_and_that_every_model_is_this_one() -> None:
     launch = plan_launch("claude", TARGET, ["-p", "hi"])
-    assert launch.command == ["claude", "-p", "hi"]
+    assert launch.command == ("claude", "-p", "hi")
     assert launch.variables["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8000", "its client adds /v1"
     assert launch.variables["ANTHROPIC_AUTH_TOKEN"] == "key"
     assert {launch.variables[f"ANTHROPIC_{name}_MODEL"] for name in ("SMALL_FAST", "DEFAULT_HAIKU")} == {"qwen"}
@@ -40,7 +40,7 @@ def test_claude_code_is_told_the_address_and_that_every_model_is_this_one() -> N
 
 def test_codex_is_told_by_settings_that_its_parser_reads() -> None:
     launch = plan_launch("codex", TARGET, ["exec", "hi"])
-    assert launch.command[-2:] == ["exec", "hi"]
+    assert launch.command[-2:] == ("exec", "hi")
     settings = [word for flag, word in zip(launch.command, launch.command[1:], strict=False) if flag == "-c"]
     assert 'model_providers.tandem.wire_api="responses"' in settings
     assert 'model_providers.tandem.base_url="http://127.0.0.1:8000/v1"' in settings
@@ -68,7 +68,7 @@ def test_without_a_key_or_a_length_agents_get_what_they_need_all_the_same() -> N
 
 
 def test_what_is_printed_can_be_given_to_a_shell() -> None:
-    text = Launch(["echo", "it's"], {"A": "one 'two'"}).as_text()
+    text = Launch(("echo", "it's"), {"A": "one 'two'"}).as_text()
     assert subprocess.run(["sh", "-c", f'{text}; echo "$A"'], capture_output=True, text=True).stdout == (
         "it's\none 'two'\n"
     )

@@ -28,7 +28,7 @@ STATS = Stats(
     disk=DiskStats(
         bytes_held=100, records=101, read_rate=102, bytes_written=103, bytes_read=104, written=105, refused=106,
         capped=107, evicted=108, damaged=109, failed=110, declined=111, bytes_today=112, bytes_a_day=113,
-        turns_written=[3, 0, 2, 0, 0, 0, 0, 0, 1], turn_bytes=2**33,
+        turns_written=(3, 0, 2, 0, 0, 0, 0, 0, 1), turn_bytes=2**33,
     ),
     drafts=DraftStats(steps=90, proposed=91, accepted=92, saved_seconds=93.5, declined=94, model_seconds=95.5),
 )  # fmt: skip

@@ -40,7 +40,7 @@ class DiskCounts:
     read_rate: int  # bytes a second, as it is reckoned with
     bytes_today: int  # written
     bytes_a_day: int  # that may be; 0: any
-    turns_written: list[int]  # as `TurnBytes` has them
+    turns_written: tuple[int, ...]  # as `TurnBytes` has them
     turn_bytes: int
 
 
@@ -146,7 +146,7 @@ class ContextStore:
             read_rate=int(self.rate.bytes_a_second),
             bytes_today=folder.day.num_bytes,
             bytes_a_day=folder.day.limit_bytes or 0,
-            turns_written=list(self._turns.counts),
+            turns_written=tuple(self._turns.counts),
             turn_bytes=self._turns.total,
             **{name: folder.counts[name] for name in COUNTED},
         )

@@ -68,7 +68,7 @@ class _Rows:
     rings: Tensor
     num_tokens: Tensor
     all_wanted: Tensor
-    steps: list[RingStep]
+    steps: tuple[RingStep, ...]
     bounds: Tensor | None = None
     is_in_pages: Tensor | None = None
 
@@ -301,8 +301,8 @@ class Indexed(RingSide):
             page_slots, is_in_pages = page_slots[:num_rings], is_in_pages[:, None]
         of_places = budgets[:num_rings, None].expand(-1, self._layout.kv_heads).flatten()
         step = RingStep(row_of[:num_rings], num_tokens[:num_rings], of_places, page_slots)
-        steps = [step] * len(self._layers)
+        steps = (step,) * len(self._layers)
         if settings.epsilon is not None:
             doubled = (of_places << self._report.doublings).clamp_max(settings.budget_tokens)
-            steps = [replace(step, budgets=of_layer) for of_layer in doubled]
+            steps = tuple(replace(step, budgets=of_layer) for of_layer in doubled)
         return _Rows(rings, of_rows, all_wanted, steps, bounds, is_in_pages)

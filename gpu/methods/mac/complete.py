@@ -15,25 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.methods.mac.match import Limits, Matched
-from gpu.methods.mac.rings import LEAST_NORM, Ring
+from gpu.methods.mac.rings import LEAST_NORM, RowRings
 from gpu.operations.arguments import check, check_contiguous, runs_on_triton
 from transfer.merge import merge_outputs_reference
 from transfer.partial import Partial
 
 
 def complete_reference(
-    near: Partial,
-    far: Partial,
-    filled: Partial | None,
-    query: Tensor,
-    matched: Matched,
-    ring: Ring,
-    rings: Tensor,
-    cells: Tensor,
-    limits: Limits,
-    is_estimate_row: Tensor,
-) -> Partial:
+    near: Partial, far: Partial, filled: Partial | None, query: Tensor, matched: Matched, own: RowRings,
+    limits: Limits, is_estimate_row: Tensor,
+) -> Partial:  # fmt: skip
     """Compute `complete` in plain torch. Partials may be float64."""
+    ring, rings, cells = own.ring, own.rings, own.cells
     wide, capacity = near.out.dtype, ring.norms.shape[-1]
     is_hit, heads = matched.entries >= 0, torch.arange(query.shape[1], device=query.device)
     entries = rings.clamp_min(0).long()[:, None], heads, matched.entries.clamp_min(0).long()  # [rows, heads]
@@ -51,13 +44,13 @@ def complete_reference(
     is_reusable = (cells + 1 - limits.band > limits.sink)[:, None] & prefix_lse.isfinite()
     norms, is_refused = rounded.to(wide).square().sum(-1), prefix_lse - whole.lse > limits.max_log_share
     norms = torch.where(is_reusable, torch.where(is_refused, -norms.clamp_min(LEAST_NORM), norms), torch.inf)
-    own = rings >= 0
-    place = rings[own].long()[:, None], heads, (cells[own] % capacity)[:, None]
+    has_ring = rings >= 0
+    place = rings[has_ring].long()[:, None], heads, (cells[has_ring] % capacity)[:, None]
     for kept, new in (
         (ring.queries, rounded), (ring.norms, norms), (ring.outs, prefix_out), (ring.lses, prefix_lse),
         (ring.origins, origins), (ring.is_estimate, is_estimate),
     ):  # fmt: skip
-        kept[place] = new[own].to(kept.dtype)
+        kept[place] = new[has_ring].to(kept.dtype)
     return whole
 
 
@@ -127,26 +120,19 @@ def _complete_kernel(
 
 
 def complete(
-    near: Partial,
-    far: Partial,
-    filled: Partial | None,
-    query: Tensor,
-    matched: Matched,
-    ring: Ring,
-    rings: Tensor,
-    cells: Tensor,
-    limits: Limits,
-    is_estimate_row: Tensor,
-) -> Partial:
+    near: Partial, far: Partial, filled: Partial | None, query: Tensor, matched: Matched, own: RowRings,
+    limits: Limits, is_estimate_row: Tensor,
+) -> Partial:  # fmt: skip
     """Return the whole attention of each (row, head), float32; and a new entry of each row's ring, at `cells %
     capacity`.
 
     near, far: read with `matched.bounds`; filled: what the host filled skipped ranges with, or None where it was not
     asked; it may lie in pinned host memory, and what it says of hits is not looked at. query: before RoPE, `[rows,
-    heads, dim]`, as matched; rings, cells: as there. is_estimate_row: uint8 `[rows]`: whether the host samples for it.
-    A summary is of the oldest cell that a part of it was computed at. No two rows may have one ring. Raises ValueError
-    for another shape, dtype or device.
+    heads, dim]`, as matched. is_estimate_row: uint8 `[rows]`: whether the host samples for it.
+    A summary is of the oldest cell that a part of it was computed at. Raises ValueError for another shape, dtype or
+    device.
     """
+    ring, rings, cells = own.ring, own.rings, own.cells
     op, (rows, heads, dim), device = "complete", query.shape, query.device
     num_rings, _, capacity, _ = ring.queries.shape
     shape = (num_rings, heads, capacity)
@@ -166,18 +152,18 @@ def complete(
             got = f"{tuple(side.out.shape)} and {tuple(side.lse.shape)}"
             raise ValueError(f"{op}: {name} is {got}; wanted {tuple(query.shape)} and {(rows, heads)}")
     if not runs_on_triton(query) or rows == 0:
-        return complete_reference(near, far, filled, query, matched, ring, rings, cells, limits, is_estimate_row)
+        return complete_reference(near, far, filled, query, matched, own, limits, is_estimate_row)
     check(op, "query", query, (rows, heads, dim), query.dtype, device)
-    own = (ring.queries, ring.norms, ring.outs, ring.lses, ring.origins, ring.is_estimate)
+    kept = (ring.queries, ring.norms, ring.outs, ring.lses, ring.origins, ring.is_estimate)
     sides = [tensor for side in (near, far, filled or far) for tensor in (side.out, side.lse)]
-    for tensor in (*own, *sides, matched.entries, matched.bounds):
+    for tensor in (*kept, *sides, matched.entries, matched.bounds):
         check_contiguous(op, "an argument", tensor)
     if any(side.dtype != torch.float32 for side in sides):
         raise ValueError(f"{op}: partials of {[side.dtype for side in sides]}; wanted float32")
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=device)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
     _complete_kernel[(rows, heads)](
-        *sides, query, matched.entries, matched.bounds, rings, cells, is_estimate_row, *own, out, lse, query.stride(0),
+        *sides, query, matched.entries, matched.bounds, rings, cells, is_estimate_row, *kept, out, lse, query.stride(0),
         query.stride(1), rows * heads, limits.sink, limits.band, limits.max_log_share,
         HEADS=heads, CAPACITY=capacity, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), FILLED=filled is not None,
         num_warps=1,

@@ -19,7 +19,7 @@ from gpu.methods.mac import COUNTERS, ring_arrays, try_bytes
 from gpu.methods.mac.break_even import BreakEven
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, Matched, match
-from gpu.methods.mac.rings import Ring
+from gpu.methods.mac.rings import Ring, RowRings
 from gpu.methods.mac.seed import seed
 from gpu.methods.mac.settings import MacSettings
 from gpu.model.spec import ModelError
@@ -110,7 +110,7 @@ class Mac(RingSide):
         skips = rows.skips if reads.skips else self._no_skips[:, : rows.num_rows]
         layer = reads.layer
         matched = match(
-            reads.pre_rope_query, ring, own.rings, rows.cells, skips, self._limits[layer],
+            reads.pre_rope_query, RowRings(ring, own.rings, rows.cells), skips, self._limits[layer],
             self.break_even.is_matching[layer], self.break_even.counts[layer], self._kv_heads,
         )  # fmt: skip
         reads.kept[self] = matched
@@ -128,8 +128,8 @@ class Mac(RingSide):
         assert on_device.far is not None, "mac: what is far is read apart"
         own, matched = self._rows_of(reads), self._matched(reads)
         whole = complete(
-            on_device.near, on_device.far, merge_all(filled) if filled else None, reads.pre_rope_query, matched, ring,
-            own.rings, reads.rows.cells, self._limits[reads.layer], own.is_estimate,
+            on_device.near, on_device.far, merge_all(filled) if filled else None, reads.pre_rope_query, matched,
+            RowRings(ring, own.rings, reads.rows.cells), self._limits[reads.layer], own.is_estimate,
         )  # fmt: skip
         if reads.attended is None:
             reads.attended = whole

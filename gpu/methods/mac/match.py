@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.methods.mac.rings import Ring
+from gpu.methods.mac.rings import RowRings
 from gpu.operations.arguments import check, runs_on_triton
 
 
@@ -89,22 +89,15 @@ class Matched:
 
 
 def match_reference(
-    query: Tensor,
-    ring: Ring,
-    rings: Tensor,
-    cells: Tensor,
-    skips: Tensor,
-    limits: Limits,
-    is_matching: Tensor,
-    counts: Tensor,
-    kv_heads: int,
+    query: Tensor, own: RowRings, skips: Tensor, limits: Limits, is_matching: Tensor, counts: Tensor, kv_heads: int
 ) -> Matched:
-    """Compute `match` in plain torch. Distances are of the dtype of `ring.norms`."""
+    """Compute `match` in plain torch. Distances are of the dtype of `own.ring.norms`."""
+    ring, rings, cells = own.ring, own.rings, own.cells
     capacity, wide = ring.norms.shape[-1], ring.norms.dtype
     cut = cells + 1 - limits.band
     is_tried = (rings >= 0) & (is_matching != 0) & (cells + 1 >= limits.min_cells) & (cut > limits.sink)
-    own = rings.clamp_min(0).long()
-    norms, origins = ring.norms[own], ring.origins[own].long()  # [rows, heads, capacity]
+    place = rings.clamp_min(0).long()
+    norms, origins = ring.norms[place], ring.origins[place].long()  # [rows, heads, capacity]
     is_kept, norms = norms >= 0, norms.abs()
     gaps = (cells[:, None] - 1 - torch.arange(capacity, device=cells.device)) % capacity + 1  # [rows, capacity]
     prefix_ends = cells[:, None] - gaps + 1 - limits.band
@@ -112,7 +105,7 @@ def match_reference(
     is_in_reach &= (prefix_ends > limits.sink) & (prefix_ends >= skips[1, :, None])
     is_candidate = is_in_reach[:, None] & (cells[:, None, None] - origins <= limits.max_age) & norms.isfinite()
     rounded = query.to(torch.bfloat16).to(wide)
-    products = (ring.queries[own].to(wide) @ rounded[..., None])[..., 0]
+    products = (ring.queries[place].to(wide) @ rounded[..., None])[..., 0]
     distances2 = (rounded.square().sum(-1, keepdim=True) + norms - 2 * products).clamp_min(0)
     distances2 = torch.where(is_candidate & (distances2 < torch.inf), distances2, torch.inf)
     least_refused = torch.where(is_kept, torch.inf, distances2).amin(-1)
@@ -126,7 +119,18 @@ def match_reference(
     bounds = _bounds_of(cells[:, None] - gap, is_hit, rings, cells, skips, limits)
     wanted = (~is_hit).to(torch.uint8)
     ages = cells[:, None] - origins.gather(2, entries.clamp_min(0)[..., None])[..., 0]
-    _add_counts(counts, is_tried, is_hit, is_refused, bounds, cells, torch.where(is_hit, gap, 0), ages, kv_heads)
+    sums = {
+        Count.TRIES: is_hit.shape[1] * is_tried.sum(),
+        Count.HITS: is_hit.sum(),
+        Count.CELLS: is_hit.shape[1] * ((cells + 1) * is_tried).sum(),
+        Count.SKIPPED: torch.where(is_hit, bounds[1] - bounds[0], 0).sum(),
+        Count.GAPS: torch.where(is_hit, gap, 0).sum(),
+        Count.AGES: (ages * is_hit).sum(),
+        Count.READ: (_read_cells(bounds, cells, kv_heads) * is_tried[:, None]).sum(),
+        Count.WHOLE: is_hit.view(len(cells), kv_heads, -1).all(-1).sum(),
+        Count.REFUSED: is_refused.sum(),
+    }
+    counts += torch.stack([sums[count] for count in Count]).to(counts.dtype)
     return Matched(entries.to(torch.int32), nearest.float(), bounds.to(torch.int32), wanted)
 
 
@@ -146,30 +150,13 @@ def _bounds_of(matched: Tensor, is_hit: Tensor, rings: Tensor, cells: Tensor, sk
     return torch.stack([torch.where(is_hit, new, old) for new, old in zip(hit, (begin, end, cut), strict=True)])
 
 
-def _add_counts(
-    counts: Tensor, is_tried: Tensor, is_hit: Tensor, is_refused: Tensor, bounds: Tensor, cells: Tensor, gaps: Tensor,
-    ages: Tensor, kv_heads: int,
-) -> None:  # fmt: skip
-    rows, heads = is_hit.shape
+def _read_cells(bounds: Tensor, cells: Tensor, kv_heads: int) -> Tensor:
+    """Return how many cells each KV head reads, of all that its group's heads read together, `[rows, kv_heads]`."""
     begin, end, cut = bounds
-    skipped = torch.where(is_hit, end - begin, 0)
-    groups = is_hit.view(rows, kv_heads, -1)
-    near_end, near_begin = (part.view(groups.shape) for part in (begin, cut))
-    far_begin = torch.where(end < cut, end, cut).view(groups.shape)
+    far_begin = torch.where(end < cut, end, cut)
+    near_end, near_begin, far_begin = (part.view(len(cells), kv_heads, -1) for part in (begin, cut, far_begin))
     context = (cells + 1)[:, None]
-    read = near_end.amax(-1) + context - near_begin.amin(-1) + near_begin.amax(-1) - far_begin.amin(-1)
-    sums = {
-        Count.TRIES: heads * is_tried.sum(),
-        Count.HITS: is_hit.sum(),
-        Count.CELLS: heads * ((cells + 1) * is_tried).sum(),
-        Count.SKIPPED: skipped.sum(),
-        Count.GAPS: gaps.sum(),
-        Count.AGES: (ages * is_hit).sum(),
-        Count.READ: (read * is_tried[:, None]).sum(),
-        Count.WHOLE: groups.all(-1).sum(),
-        Count.REFUSED: is_refused.sum(),
-    }
-    counts += torch.stack([sums[count] for count in Count]).to(counts.dtype)
+    return near_end.amax(-1) + context - near_begin.amin(-1) + near_begin.amax(-1) - far_begin.amin(-1)
 
 
 @triton.jit
@@ -283,25 +270,18 @@ def _num_sms(device: torch.device) -> int:
 
 
 def match(
-    query: Tensor,
-    ring: Ring,
-    rings: Tensor,
-    cells: Tensor,
-    skips: Tensor,
-    limits: Limits,
-    is_matching: Tensor,
-    counts: Tensor,
-    kv_heads: int,
+    query: Tensor, own: RowRings, skips: Tensor, limits: Limits, is_matching: Tensor, counts: Tensor, kv_heads: int
 ) -> Matched:
     """Find what each (row, head) may reuse (eq. 3), and say what it then reads.
 
     query: before RoPE, `[rows, heads, dim]`, heads and rows may be strided; it is compared as the ring keeps it, in
-    bfloat16. rings: int32 `[rows]`, the ring of each row, -1: none, and nothing is matched. cells: int64 `[rows]`, the
-    last of each row's context. skips: int32 `[3, rows]`, skip_begin, skip_end and cut of the placement: what the row
-    asks the host for; an empty skipped range where nothing is released. limits.sink is where skipped ranges begin.
-    is_matching: int32 `[1]`; 0: the layer matches nothing. counts: int64 `[NUM_COUNTS]`, see `Count`, added to. All but
-    query and ring's contents are trusted. Raises ValueError for another shape, dtype or device.
+    bfloat16. For a row without a ring nothing is matched. skips: int32 `[3, rows]`, skip_begin, skip_end and cut of the
+    placement: what the row asks the host for; an empty skipped range where nothing is released. limits.sink is where
+    skipped ranges begin. is_matching: int32 `[1]`; 0: the layer matches nothing. counts: int64 `[NUM_COUNTS]`, see
+    `Count`, added to. All but query and ring's contents are trusted. Raises ValueError for another shape, dtype or
+    device.
     """
+    ring, rings, cells = own.ring, own.rings, own.cells
     op, (rows, heads, dim), device = "match", query.shape, query.device
     num_rings, _, capacity, _ = ring.queries.shape
     if heads % kv_heads:
@@ -315,7 +295,7 @@ def match(
     check(op, "is_matching", is_matching, (1,), torch.int32, device)
     check(op, "counts", counts, (NUM_COUNTS,), torch.int64, device)
     if not runs_on_triton(query) or rows == 0:
-        return match_reference(query, ring, rings, cells, skips, limits, is_matching, counts, kv_heads)
+        return match_reference(query, own, skips, limits, is_matching, counts, kv_heads)
     check(op, "query", query, (rows, heads, dim), query.dtype, device)
     if any(not part.is_contiguous() for part in (ring.queries, ring.norms, ring.origins)):
         raise ValueError(f"{op}: a ring of {tuple(ring.queries.shape)}; wanted contiguous")

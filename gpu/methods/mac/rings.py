@@ -27,3 +27,14 @@ class Ring:
     lses: Tensor
     origins: Tensor
     is_estimate: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowRings:
+    """The rows of a step beside one layer's rings. rings: int32 `[rows]`, the ring of each row, -1: none; cells: int64
+    `[rows]`, the last of each row's context. No two rows have one ring.
+    """
+
+    ring: Ring
+    rings: Tensor
+    cells: Tensor

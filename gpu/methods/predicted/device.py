@@ -28,7 +28,7 @@ from gpu.methods.predicted.choosing import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.held_blocks import EMPTY, Blocks, new_blocks
 from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS, READ, SKIP, WHOLE, list_blocks
-from gpu.methods.predicted.noting import Fetched, note_step
+from gpu.methods.predicted.noting import Fetched, HistoryRows, note_step
 from gpu.methods.predicted.prompt import note_prompt
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.methods.predicted.turns import NEVER, Choice, RingRows, Turns, find_rings
@@ -215,7 +215,7 @@ class Predicted(RingSide):
             whole_lse = torch.logaddexp(near_lse, answer.lse.to(near_lse.device, non_blocking=True))
             near_lse = torch.where(self._samples, near_lse, whole_lse)
         lse = note_step(
-            layer.history, reads.maxima, near_lse, fetched, own.of_rings.rings, rows.cells, rows.skips,
+            layer.history, reads.maxima, near_lse, fetched, HistoryRows(own.of_rings.rings, rows.cells, rows.skips),
             self._first_block, self._kv_heads,
         )  # fmt: skip
         if not own.choices or not reads.reads_host:
@@ -227,8 +227,8 @@ class Predicted(RingSide):
         with self._aside(place):
             for rings, every in looks:
                 look_at_blocks(
-                    layer.history, reads.query, lse, layer.bits, layer.lies, rings, rows.cells, rows.skips, every,
-                    self._dim**-0.5, self._is_int8, counts,
+                    layer, reads.query, lse, HistoryRows(rings, rows.cells, rows.skips), every, self._dim**-0.5,
+                    self._is_int8, counts,
                 )  # fmt: skip
             late = Lateness(self._open_parts, layer.bits, counts) if self.settings.leaves_late else None
             self._choose(layer, own.choices[place % len(own.choices)], counts, late)

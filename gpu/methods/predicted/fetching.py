@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.methods.predicted.held_blocks import EMPTY
+from gpu.methods.predicted.held_blocks import EMPTY, Blocks
 from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS
-from gpu.methods.predicted.noting import code_of
+from gpu.methods.predicted.noting import HistoryRows, code_of
 from gpu.operations.arguments import check, check_dtype, runs_on_triton
 from gpu.operations.kv.kv_rows import (
     PLAIN,
@@ -120,10 +120,11 @@ def fetch_blocks_reference(
 
 
 def look_at_blocks_reference(
-    history: Tensor, query: Tensor, lse: Tensor, bits: Tensor, lies: Tensor, rings: Tensor, cells: Tensor,
-    skips: Tensor, every: int, scale: float, is_int8: bool, counts: Tensor,
+    blocks: Blocks, query: Tensor, lse: Tensor, own: HistoryRows, every: int, scale: float, is_int8: bool,
+    counts: Tensor,
 ) -> None:  # fmt: skip
     """Compute `look_at_blocks` in plain torch."""
+    history, bits, lies, rings, cells, skips = blocks.history, blocks.bits, blocks.lies, own.rings, own.cells, own.skips
     kv_heads = len(history) // len(lies)
     group, dim = query.shape[1] // kv_heads, query.shape[2]
     for row in (rings >= 0).nonzero().flatten().tolist():
@@ -390,16 +391,17 @@ def fetch_blocks(
 
 
 def look_at_blocks(
-    history: Tensor, query: Tensor, lse: Tensor, bits: Tensor, lies: Tensor, rings: Tensor, cells: Tensor,
-    skips: Tensor, every: int, scale: float, is_int8: bool, counts: Tensor,
+    blocks: Blocks, query: Tensor, lse: Tensor, own: HistoryRows, every: int, scale: float, is_int8: bool,
+    counts: Tensor,
 ) -> None:  # fmt: skip
     """Put into one layer's histories what the rows' queries would attend to of every so many blocks of their skipped
     ranges, in turn from step to step, by their keys where they lie; of blocks that stand in slots the history knows it.
 
-    query: `[rows, heads, dim]`, rotated; lse: float32 `[rows, heads]`, of what was read exactly; rings, cells, skips:
-    as in `note_step` and `list_blocks`; the others as in `Blocks`. counts: int64 `[NUM_COUNTS]`, LOOKED is added to.
-    Raises ValueError for another shape or dtype.
+    blocks: of that layer, of which history, bits and `lies` are used; query: `[rows, heads, dim]`, rotated; lse:
+    float32 `[rows, heads]`, of what was read exactly; counts: int64 `[NUM_COUNTS]`, LOOKED is added to. Raises
+    ValueError for another shape or dtype.
     """
+    history, bits, lies, rings, cells, skips = blocks.history, blocks.bits, blocks.lies, own.rings, own.cells, own.skips
     op, (rows, heads, dim), device = "look_at_blocks", query.shape, query.device
     num_rings, _, pieces = lies.shape
     kv_heads = len(history) // num_rings
@@ -412,9 +414,7 @@ def look_at_blocks(
     check(op, "skips", skips, (3, rows), torch.int32, device)
     check(op, "counts", counts, (NUM_COUNTS,), torch.int64, device)
     if not runs_on_triton(history):
-        look_at_blocks_reference(
-            history, query, lse, bits, lies, rings, cells, skips, every, scale, is_int8, counts
-        )  # fmt: skip
+        look_at_blocks_reference(blocks, query, lse, own, every, scale, is_int8, counts)
         return
     most = triton.cdiv(history.shape[2], every)
     lists = torch.empty(PROGRAMS, triton.cdiv(rows * kv_heads * most, PROGRAMS), dtype=torch.int32, device=device)

@@ -34,11 +34,24 @@ class Fetched:
     lse: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class HistoryRows:
+    """The rows of a step and the rings whose histories are theirs. rings: int32 `[rows]`, -1: none; cells: int64
+    `[rows]`, of the step's tokens; skips: int32 `[3, rows]`, of cells, as in `StepRows`, which begin with the run that
+    is offloaded, or are none.
+    """
+
+    rings: Tensor
+    cells: Tensor
+    skips: Tensor
+
+
 def note_step_reference(
-    history: Tensor, maxima: Tensor, near_lse: Tensor, fetched: Fetched | None, rings: Tensor, cells: Tensor,
-    first_block: int, kv_heads: int,
+    history: Tensor, maxima: Tensor, near_lse: Tensor, fetched: Fetched | None, own: HistoryRows, first_block: int,
+    kv_heads: int,
 ) -> Tensor:  # fmt: skip
     """Compute `note_step` in plain torch."""
+    rings, cells = own.rings, own.cells
     group, blocks = maxima.shape[1] // kv_heads, history.shape[2]
     lse = near_lse if fetched is None else torch.logaddexp(near_lse, fetched.lse)
     for row in (rings >= 0).nonzero().flatten().tolist():
@@ -46,15 +59,15 @@ def note_step_reference(
         width = min(cell // BLOCK_TOKENS + 1 - first_block, blocks)
         for kv_head in range(kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
-            own = maxima[row, heads, first_block : first_block + width].clone()
+            tops = maxima[row, heads, first_block : first_block + width].clone()
             if fetched is not None:
                 item = row * kv_heads + kv_head
                 count = int(fetched.listed.tokens[item]) // BLOCK_TOKENS
-                own[:, fetched.listed.ids[item, :count].long()] = fetched.maxima[item, :, :count]
-            attended = attended_maxima(own, lse[row, heads]).amax(0)
+                tops[:, fetched.listed.ids[item, :count].long()] = fetched.maxima[item, :, :count]
+            attended = attended_maxima(tops, lse[row, heads]).amax(0)
             rows = history[int(rings[row]) * kv_heads + kv_head]
             last = rows[(cell - 1) % len(rows), : len(attended)]
-            is_read = (own > -torch.inf).any(0)
+            is_read = (tops > -torch.inf).any(0)
             rows[cell % len(rows), : len(attended)] = torch.where(is_read, compress(attended, history.dtype), last)
     return lse
 
@@ -128,18 +141,17 @@ def _note_kernel(
 
 
 def note_step(
-    history: Tensor, maxima: Tensor, near_lse: Tensor, fetched: Fetched | None, rings: Tensor, cells: Tensor,
-    skips: Tensor, first_block: int, kv_heads: int,
+    history: Tensor, maxima: Tensor, near_lse: Tensor, fetched: Fetched | None, own: HistoryRows, first_block: int,
+    kv_heads: int,
 ) -> Tensor:  # fmt: skip
     """Write the rows' newest rows of one layer's histories, uint8 `[places, rows, blocks]`; float32 `[rows, heads]`,
     the lse of what was read exactly, of rows with a ring: never of what the host samples.
 
-    maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read, the row before is kept;
-    the run begins with block `first_block` of them. near_lse: float32 `[rows, heads]`, of what they are of. fetched:
-    what was read beside, or None. rings: int32 `[rows]`, -1: none; cells: int64 `[rows]`, of the step's tokens; skips:
-    int32 `[3, rows]`, of cells, as in `StepRows`, which begin with the run or are none, and in which maxima are -inf.
-    Raises ValueError for another shape or dtype.
+    maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read, the row before is kept, as
+    in skipped ranges; the run begins with block `first_block` of them. near_lse: float32 `[rows, heads]`, of what they
+    are of. fetched: what was read beside, or None. Raises ValueError for another shape or dtype.
     """
+    rings, cells, skips = own.rings, own.cells, own.skips
     op, (rows, heads, known), device = "note_step", maxima.shape, maxima.device
     places, steps, blocks = history.shape
     check(op, "history", history, (places, steps, blocks), torch.uint8, device)
@@ -154,7 +166,7 @@ def note_step(
         check(op, "fetched.maxima", fetched.maxima, (rows * kv_heads, group, slots), torch.float32, device)
         check(op, "fetched.lse", fetched.lse, (rows, heads), torch.float32, device)
     if not runs_on_triton(history):
-        return note_step_reference(history, maxima, near_lse, fetched, rings, cells, first_block, kv_heads)
+        return note_step_reference(history, maxima, near_lse, fetched, own, first_block, kv_heads)
     fetched_lse, lse = near_lse if fetched is None else fetched.lse, torch.empty(rows, heads, device=device)
     _note_kernel[(rows * kv_heads, triton.cdiv(blocks, TILE))](
         history, maxima.contiguous(), near_lse.contiguous(), fetched_lse.contiguous(), lse, *beside, rings, cells,

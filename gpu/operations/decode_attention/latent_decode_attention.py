@@ -5,6 +5,8 @@ values its latent alone. A tile of tokens is read once for up to MOST_HEADS head
 `paged_decode_attention`, whose second kernel merges them. Bytes moved: a row for each token, once for MOST_HEADS heads.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -25,10 +27,25 @@ TILES = {2: (32, 8, 2), 4: (16, 8, 1)}  # tokens, warps and stages; within 99 Ki
 LEAST_HEADS = 16  # that a product of tiles takes
 
 
-def latent_decode_attention_reference(
-    query: Tensor, pages: Tensor, page_table: Tensor, slots: Tensor, context_lens: Tensor, scale: float, rank: int
-) -> Partial:
+class LatentReads(NamedTuple):
+    """What attention to latents reads. query: `[requests, heads, rank + rotated]`, its latent part multiplied by what
+    makes keys; pages: `[num_pages, 1, page_tokens, rank + rotated]`, of the query's dtype, or of codes (`latent_rows`);
+    page_table: int32 `[max_slots, max_pages]`, by cell; slots, context_lens (in cells): int32 `[requests]`; slot -1 or
+    context 0 is padding.
+    """
+
+    query: Tensor
+    pages: Tensor
+    page_table: Tensor
+    slots: Tensor
+    context_lens: Tensor
+    scale: float
+    rank: int
+
+
+def latent_decode_attention_reference(reads: LatentReads) -> Partial:
     """Compute `latent_decode_attention` in plain torch, in the query's dtype, on the CPU."""
+    query, pages, page_table, slots, context_lens, scale, rank = reads
     requests, heads, _ = query.shape
     out = torch.zeros(requests, heads, rank, dtype=query.dtype)
     lse = torch.full((requests, heads), float("-inf"), dtype=query.dtype)
@@ -109,27 +126,23 @@ def _latent_split_kernel(
     store_partial(split_out, split_lse, split_covered, row, top, mass, out, covered, is_head, RANK, RANK, COUNTED)
 
 
-def latent_decode_attention(
-    query: Tensor, pages: Tensor, page_table: Tensor, slots: Tensor, context_lens: Tensor, scale: float, rank: int,
-    workspace: Workspace, is_counted: bool = False,
-) -> Partial:  # fmt: skip
-    """Compute softmax attention of each request's query over the rows of slot `slots[i]`.
+def latent_decode_attention(reads: LatentReads, workspace: Workspace, is_counted: bool = False) -> Partial:
+    """Compute softmax attention of each request's query over the rows of slot `slots[i]`; padding gives an empty
+    partial.
 
-    query: `[requests, heads, rank + rotated]`, its latent part multiplied by what makes keys; pages: `[num_pages, 1,
-    page_tokens, rank + rotated]`, of the query's dtype, or of codes (`latent_rows`); page_table: int32 `[max_slots,
-    max_pages]`, by cell; slots, context_lens (in cells): int32 `[requests]`; slot -1 or context 0 is padding and gives
-    an empty partial. The workspace is of `heads` heads of `rank`. The partial is out float32 `[requests, heads, rank]`,
-    lse float32 `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. On a GPU rank and rotated are
-    powers of two. Raises ValueError for another shape, dtype or device, or more requests than the workspace holds;
-    context lengths and page ids are trusted.
+    The workspace is of `heads` heads of `rank`. The partial is out float32 `[requests, heads, rank]`, lse float32
+    `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. On a GPU rank and rotated are powers of
+    two. Raises ValueError for another shape, dtype or device, or more requests than the workspace holds; context
+    lengths and page ids are trusted.
     """
+    query, pages, page_table, slots, context_lens, scale, rank = reads
     op, (requests, heads, row), device = "latent_decode_attention", query.shape, query.device
     check_latent_pages(op, pages, row, query.dtype, device)
     check(op, "page_table", page_table, tuple(page_table.shape), torch.int32, device)
     check(op, "slots", slots, (requests,), torch.int32, device)
     check(op, "context_lens", context_lens, (requests,), torch.int32, device)
     if not runs_on_triton(query) or requests == 0:
-        return latent_decode_attention_reference(query.float(), pages, page_table, slots, context_lens, scale, rank)
+        return latent_decode_attention_reference(reads._replace(query=query.float()))
     check_dtype(op, query)
     for name, tensor in (("pages", pages), ("page_table", page_table), ("query", query)):
         check_contiguous(op, name, tensor)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpu.model.spec import Activation, Experts
 from gpu.operations.arguments import check
+from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
 from gpu.operations.experts.routing import take_experts, taking
 from gpu.operations.linear.packed_matrix import Packed, Stored
@@ -143,16 +144,15 @@ def _store_sum(
 
 
 def gate_up_rows(
-    normed: Tensor, logits: Tensor, gate_up: Tensor, experts: Experts, activation: Activation,
-    far: FarExperts | None = None, bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    normed: Tensor, logits: Tensor, matrices: ExpertMatrices, experts: Experts, activation: Activation
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return `activation(gate) * up` of each token's experts, `[tokens, per_token, intermediate]` of normed's dtype,
     and the experts: ids int32 and weights float32, as `routing.choose` gives them.
 
-    normed, logits: of `routing.router_logits`, contiguous; gate_up: as in `weights.ExpertWeights`; far: of experts that
-    lie elsewhere; bias: of all experts. Raises ValueError for another shape, dtype or device, and for packed experts.
+    normed, logits: of `routing.router_logits`, contiguous. Raises ValueError for another shape, dtype or device, and
+    for packed experts.
     """
-    tokens, hidden = normed.shape
+    (tokens, hidden), gate_up, far, bias = normed.shape, matrices.gate_up, matrices.far, matrices.gate_up_bias
     check_bias("gate_up_rows", bias, experts, 2 * experts.intermediate, normed)
     _refuse_packed("gate_up_rows", "gate_up", gate_up, far and far.gate_up)
     check_experts(
@@ -175,17 +175,16 @@ def gate_up_rows(
 
 
 def down_rows(
-    product: Tensor, ids: Tensor, shares: Tensor, down: Tensor, residual: Tensor, experts: Experts,
-    far: FarExperts | None = None, bias: Tensor | None = None, gains: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    product: Tensor, ids: Tensor, shares: Tensor, matrices: ExpertMatrices, residual: Tensor, experts: Experts
+) -> Tensor:
     """Return `residual` plus the experts' outputs of `product`, weighed and summed: `[tokens, hidden]`, new, of its
     dtype, or float32 where some are left out.
 
-    product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype; down: as in
-    `weights.ExpertWeights`; far, bias: as in `gate_up_rows`; gains: float32 `[experts]`, factors of their outputs;
-    None: 1. Raises ValueError for another shape, dtype or device, and for packed experts.
+    product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype. Raises ValueError for
+    another shape, dtype or device, and for packed experts.
     """
-    tokens, hidden = residual.shape
+    (tokens, hidden), down, far = residual.shape, matrices.down, matrices.far
+    bias, gains = matrices.down_bias, matrices.gains
     check_bias("down_rows", bias, experts, hidden, product)
     check_gains("down_rows", gains, experts, product)
     _refuse_packed("down_rows", "down", down, far and far.down)

@@ -20,8 +20,9 @@ from torch import Tensor
 from gpu.model.matrix_formats import LEAST_WIDENED_PAIRS, experts_at_once
 from gpu.model.spec import Activation, Experts
 from gpu.operations.arguments import check
+from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.expert_rows import check_bias, check_experts, check_gains, dtype_of_sum, far_matrix
-from gpu.operations.experts.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
+from gpu.operations.experts.far_experts import base_of, find_place, leaves_out, places_of
 from gpu.operations.experts.routing import (
     OF_ALL,
     OF_ITSELF,
@@ -339,42 +340,32 @@ def pair_few(logits: Tensor, experts: Experts) -> Tiles:
 
 
 def gate_up_tiles(
-    normed: Tensor, tiles: Tiles, gate_up: Stored, experts: Experts, activation: Activation,
-    far: FarExperts | None = None, bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    normed: Tensor, tiles: Tiles, matrices: ExpertMatrices, experts: Experts, activation: Activation
+) -> Tensor:
     """Return `activation(gate) * up` of each pair, `[pairs, intermediate]` of normed's dtype, pairs by token and place.
 
-    normed `[tokens, hidden]`, contiguous; gate_up: as in `weights.ExpertWeights`; far: of experts that lie elsewhere;
-    bias: of all experts. Raises ValueError for another shape, dtype or device.
+    normed `[tokens, hidden]`, contiguous. Raises ValueError for another shape, dtype or device.
     """
-    check_bias("gate_up_tiles", bias, experts, 2 * experts.intermediate, normed)
-    check_experts(
-        "gate_up_tiles", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
-    )
-    check("gate_up_tiles", "normed", normed, (len(tiles.shares), normed.shape[1]), normed.dtype, tiles.shares.device)
-    there = far_matrix(gate_up, far and far.gate_up)
-    return _launch(
-        normed, gate_up, there, far, tiles, experts, experts.intermediate, experts.per_token, activation, bias, None
-    )
+    op, far, num_rows = "gate_up_tiles", matrices.far, 2 * experts.intermediate
+    check_bias(op, matrices.gate_up_bias, experts, num_rows, normed)
+    check_experts(op, "gate_up", matrices.gate_up, far, far and far.gate_up, experts, num_rows, normed)
+    check(op, "normed", normed, (len(tiles.shares), normed.shape[1]), normed.dtype, tiles.shares.device)
+    return _launch(normed, tiles, matrices, experts, activation, experts.intermediate)
 
 
-def down_tiles(
-    product: Tensor, tiles: Tiles, down: Stored, residual: Tensor, experts: Experts,
-    far: FarExperts | None = None, bias: Tensor | None = None, gains: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def down_tiles(product: Tensor, tiles: Tiles, matrices: ExpertMatrices, residual: Tensor, experts: Experts) -> Tensor:
     """Return `residual` plus the experts' outputs of `product`, weighed and summed: `[tokens, hidden]`, new, of its
     dtype, or float32 where some are left out.
 
-    product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype; down: as in `weights.ExpertWeights`; far,
-    bias: as in `gate_up_tiles`; gains: as in `down_rows`. Raises ValueError for another shape, dtype or device.
+    product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype. Raises ValueError for another shape, dtype or
+    device.
     """
-    tokens, hidden = residual.shape
-    check_bias("down_tiles", bias, experts, hidden, product)
-    check_gains("down_tiles", gains, experts, product)
-    check_experts("down_tiles", "down", down, far, far and far.down, experts, hidden, product)
-    check("down_tiles", "residual", residual, (tokens, hidden), product.dtype, product.device)
-    there = far_matrix(down, far and far.down)
-    made = _launch(product, down, there, far, tiles, experts, hidden, 1, None, bias, gains)
+    op, (tokens, hidden), far = "down_tiles", residual.shape, matrices.far
+    check_bias(op, matrices.down_bias, experts, hidden, product)
+    check_gains(op, matrices.gains, experts, product)
+    check_experts(op, "down", matrices.down, far, far and far.down, experts, hidden, product)
+    check(op, "residual", residual, (tokens, hidden), product.dtype, product.device)
+    made = _launch(product, tiles, matrices, experts, None, hidden)
     out = torch.empty(tokens, hidden, dtype=dtype_of_sum(product, far), device=product.device)
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum_pairs_kernel[(tokens, triton.cdiv(hidden, block))](
@@ -386,22 +377,27 @@ def down_tiles(
 
 
 def _launch(
-    x: Tensor, stored: Stored, there: Stored, far: FarExperts | None, tiles: Tiles, experts: Experts, num_rows: int,
-    pairs_of_row: int, activation: Activation | None, bias: Tensor | None, gains: Tensor | None,
-) -> Tensor:  # fmt: skip
-    places, vectors = (
-        places_of(far, tiles.takers),
-        (x if bias is None else bias, tiles.shares if gains is None else gains),
-    )
-    gates = activation is not None
+    x: Tensor, tiles: Tiles, matrices: ExpertMatrices, experts: Experts, activation: Activation | None, num_rows: int
+) -> Tensor:
+    """Multiply tiles of pairs with gate and up, of which `num_rows` are a product, or without an activation with down:
+    return `[pairs, num_rows]`.
+    """
+    far, gates = matrices.far, activation is not None
+    if gates:
+        stored, there, bias, gains = matrices.gate_up, far and far.gate_up, matrices.gate_up_bias, None
+    else:
+        stored, there, bias, gains = matrices.down, far and far.down, matrices.down_bias, matrices.gains
+    there = far_matrix(stored, there)
+    places = places_of(far, tiles.takers)
+    vectors = x if bias is None else bias, tiles.shares if gains is None else gains
     routes = gates and tiles.logits is not None
     out = torch.empty(tiles.shares.numel(), num_rows, dtype=x.dtype, device=x.device)
     listed = (tiles.experts if tiles.logits is None else tiles.logits, tiles.experts, tiles.takers, tiles.shares)
     common = {
         "HAS_BIAS": bias is not None, "HAS_GAINS": gains is not None, "ROUTES": routes,
         "BY_PAIR": routes and tiles.shares.numel() < experts.num_experts,
-        "HAS_FAR": far is not None, "NUM_ROWS": num_rows, "PAIRS_OF_ROW": pairs_of_row, **taking(experts),
-        "GATES": gates, "ACTIVATION": activation or "silu", "BLOCK_PAIRS": tiles.per_tile,
+        "HAS_FAR": far is not None, "NUM_ROWS": num_rows, "PAIRS_OF_ROW": experts.per_token if gates else 1,
+        **taking(experts), "GATES": gates, "ACTIVATION": activation or "silu", "BLOCK_PAIRS": tiles.per_tile,
     }  # fmt: skip
     if isinstance(stored, Packed) and isinstance(there, Packed) and tiles.per_tile <= MOST_PACKED_PAIRS:
         rows, num_warps, num_stages = packed_config(tiles.per_tile, gates, stored.kind, x.dtype)

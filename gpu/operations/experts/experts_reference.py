@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.model.spec import Activation, Experts
-from gpu.operations.experts.far_experts import FarExperts, leaves_out
+from gpu.operations.experts.expert_matrices import ExpertMatrices
+from gpu.operations.experts.far_experts import leaves_out
 from gpu.operations.linear.packed_matrix import Stored, unpack_reference
 from gpu.operations.swiglu import swiglu_reference
 
@@ -55,32 +56,30 @@ def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     return ids, shares / shares.sum(1, keepdim=True) if experts.is_normalised else shares
 
 
-def experts_reference(normed: Tensor, ids: Tensor, weights: Tensor, gate_up: Stored, down: Stored, experts: Experts,
-                      activation: Activation, far: FarExperts | None = None, gate_up_bias: Tensor | None = None,
-                      down_bias: Tensor | None = None, gains: Tensor | None = None) -> Tensor:  # fmt: skip
+def experts_reference(
+    normed: Tensor, ids: Tensor, weights: Tensor, matrices: ExpertMatrices, experts: Experts, activation: Activation
+) -> Tensor:
     """Return the experts' outputs of tokens `[tokens, hidden]`, weighed and summed, of their dtype; ids, weights: of
-    `route_reference`; gate_up, down: as in `weights.ExpertWeights`; far: of those that lie elsewhere; the biases: of
-    all experts; gains: of each one's output, `[experts]`, None: 1. Where some are left out, not of the tokens' dtype,
-    but as wide as the weights.
+    `route_reference`. Where some are left out, not of the tokens' dtype, but as wide as the weights.
     """
-    (tokens, hidden), width = normed.shape, experts.intermediate
+    (tokens, hidden), width, far = normed.shape, experts.intermediate, matrices.far
     made = normed.new_zeros(tokens, experts.per_token, normed.shape[1])
     for expert in ids.unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)
-        own, number = (gate_up, down), expert
+        own, number = (matrices.gate_up, matrices.down), expert
         if far is not None:
             found = far.find(expert, own)
             if found is None:
                 continue
             own, number = found
         gate_up_rows = rows_of(own[0], 2 * width * number, 2 * width, normed.dtype)
-        product = F.linear(normed[token], gate_up_rows, _bias_of(gate_up_bias, expert, 2 * width))
+        product = F.linear(normed[token], gate_up_rows, _bias_of(matrices.gate_up_bias, expert, 2 * width))
         down_rows = rows_of(own[1], hidden * number, hidden, normed.dtype)
         made[token, place] = F.linear(swiglu_reference(product, activation), down_rows,
-                                      _bias_of(down_bias, expert, hidden))  # fmt: skip
+                                      _bias_of(matrices.down_bias, expert, hidden))  # fmt: skip
     wide = torch.promote_types(weights.dtype, normed.dtype)
-    if gains is not None:
-        weights = weights * gains[ids].to(weights.dtype)
+    if matrices.gains is not None:
+        weights = weights * matrices.gains[ids].to(weights.dtype)
     total = (made.to(wide) * weights[:, :, None]).sum(1)
     return total if leaves_out(far) else total.to(normed.dtype)
 

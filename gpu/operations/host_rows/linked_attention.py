@@ -7,6 +7,8 @@ of them. A program takes one KV head and one chunk of its tokens, and a second k
 products are of the query's type, and int8 rows are exact in it.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -147,18 +149,28 @@ def _merge_chunks_kernel(
         tl.store(lse + place, NONE)
 
 
+class LinkedChunks(NamedTuple):
+    """What rows read over the link. chunks: int64 `[rows, COLUMNS, CHUNKS]`, read of rows that lead; together: int32
+    `[rows]`, how many rows from this one on read its chunks, 0: it does not lead; leaders: int32 `[rows]`, the row
+    whose chunks a row reads, -1: none.
+    """
+
+    chunks: Tensor
+    together: Tensor
+    leaders: Tensor
+
+
 def linked_attention(
-    query: Tensor, chunks: Tensor, together: Tensor, leaders: Tensor, scale: float, kv_heads: int, is_int8: bool,
-    wanted: Tensor | None, work: tuple[Tensor, Tensor],
+    query: Tensor, read: LinkedChunks, scale: float, kv_heads: int, is_int8: bool, wanted: Tensor | None,
+    work: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out, float32 `[rows, heads, dim]`, and lse, float32 `[rows, heads]`, over each row's chunks.
 
-    query: `[rows, heads, dim]`, rotated; chunks: int64 `[rows, COLUMNS, CHUNKS]`, read of rows that lead; together:
-    int32 `[rows]`, how many rows from this one on read its chunks, 0: it does not lead; leaders: int32 `[rows]`, the
-    row whose chunks a row reads, -1: none, and then it gets (0, NO_MASS), as does a head that `wanted`, uint8 `[rows,
-    heads]`, has a 0 for. work: float32 `[rows * heads * CHUNKS * dim]` and `[rows * heads * CHUNKS]` at least,
+    query: `[rows, heads, dim]`, rotated. A row without a leader gets (0, NO_MASS), as does a head that `wanted`, uint8
+    `[rows, heads]`, has a 0 for. work: float32 `[rows * heads * CHUNKS * dim]` and `[rows * heads * CHUNKS]` at least,
     overwritten. Raises ValueError for another shape, dtype or device; addresses are trusted.
     """
+    chunks, together, leaders = read
     op, (rows, heads, dim), device = "linked_attention", query.shape, query.device
     check(op, "query", query, (rows, heads, dim), query.dtype, device)
     check_dtype(op, query)
