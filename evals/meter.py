@@ -34,7 +34,7 @@ class Fractions:
 
     @property
     def spares(self) -> bool:
-        """Tell whether anything was left out or taken over."""
+        """Return whether anything was left out or taken over."""
         return self.head_handled < 1 - LEAST_SPARED or any(self.shares.values())
 
     def to_json(self) -> dict[str, float]:

@@ -81,7 +81,7 @@ class Profile:
 
     @property
     def offloads(self) -> bool:
-        """Tell whether contexts beyond the resident limit go to host memory."""
+        """Return whether contexts beyond the resident limit go to host memory."""
         return self.reading is not Reading.NONE
 
     @property
@@ -155,13 +155,13 @@ def why_unknown(name: str, known: Iterable[str]) -> str:
 
 
 def needs_host(name: str) -> bool:
-    """Tell whether it is a built-in profile that only a deployment with a `host` section has."""
+    """Return whether it is a built-in profile that only a deployment with a `host` section has."""
     method = list_methods().get(name)
     return method is not None and method.reading is not Reading.NONE and is_built_in(method)
 
 
 def is_built_in(method: Method) -> bool:
-    """Tell whether there is a profile of its name without anybody asking: not of one whose sequences hold rings, since
+    """Return whether a method has a profile of its name without being configured: not where sequences hold rings, since
     these are planned, and it may need settings that have no defaults.
     """
     return method.slot == "host" and not method.has_rings

@@ -318,8 +318,8 @@ class Runner:
             step.end()
 
     def lead(self, tell: Callable[[StepPlan | dict[int, np.ndarray] | Collected], None]) -> None:
-        """Tell from now on of each plan that is launched, of the masks of the newest one's draws, and of the tokens of
-        each step that is collected: other ranks carry out the same, and compare.
+        """Report from now on each plan that is launched, the masks of the newest one's draws, and the tokens of each
+        step that is collected: other ranks carry out the same, and compare.
         """
         self._tell, self._num_launched = tell, 0
 

@@ -537,7 +537,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Says what one rank drew, for another to compare. number: of the step, the first that both launched is 1; tokens:
+    """What one rank drew, for another to compare. number: of the step, the first that both launched is 1; tokens:
     `(slot, token_id)` in their order, without those of slots that failed.
     """
 

@@ -56,7 +56,7 @@ def num_offsets(bits_per_table: int, tokens: int) -> int:
 
 
 def is_bulk(num_tokens: int) -> bool:
-    """Tell whether so many tokens that come at once get segments of their own, and not the open tail."""
+    """Return whether so many tokens that come at once get segments of their own, and not the open tail."""
     return num_tokens >= TAIL_TOKENS
 
 

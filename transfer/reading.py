@@ -20,7 +20,7 @@ class Reading(Enum):
 
     @property
     def has_tables(self) -> bool:
-        """Tell whether the host keeps key codes and hash tables beside the rows."""
+        """Return whether the host keeps key codes and hash tables beside the rows."""
         match self:
             case Reading.SAMPLE:
                 return True
@@ -29,7 +29,7 @@ class Reading(Enum):
 
     @property
     def reads_all(self) -> bool:
-        """Tell whether every token of the context takes part in each step."""
+        """Return whether every token of the context takes part in each step."""
         match self:
             case Reading.NONE | Reading.WHOLE:
                 return True
@@ -38,7 +38,7 @@ class Reading(Enum):
 
     @property
     def is_estimate(self) -> bool:
-        """Tell whether the softmax mass of what is there is estimated rather than summed."""
+        """Return whether the softmax mass of what is there is estimated rather than summed."""
         match self:
             case Reading.SAMPLE | Reading.INDEXED:
                 return True
@@ -47,7 +47,7 @@ class Reading(Enum):
 
     @property
     def drops_rest(self) -> bool:
-        """Tell whether nobody reads the tokens that the method leaves out."""
+        """Return whether nobody reads the tokens that the method leaves out."""
         match self:
             case Reading.BLOCKS:
                 return True
@@ -56,7 +56,7 @@ class Reading(Enum):
 
     @property
     def device_reads_all(self) -> bool:
-        """Tell whether the CPU reads nothing for a row with a ring."""
+        """Return whether the CPU reads nothing for a row with a ring."""
         match self:
             case Reading.INDEXED:
                 return True

@@ -23,7 +23,7 @@ WORK = COMPILED[0]  # of the step's functions the one that takes a model: the fi
 
 
 def is_cached(dtype: torch.dtype) -> bool:
-    """Tell whether there is code of the step for a model of this type."""
+    """Return whether there is code of the step for a model of this type."""
     kind = numba.typeof(KINDS[dtype](0))
     return any(signature[2].types[0] == kind for signature in cached_signatures(WORK))
 
@@ -43,7 +43,7 @@ class StepCode:
             log.info("decode event=compiling effect='steps go layer by layer until that is done, once a machine'")
 
     def is_ready(self) -> bool:
-        """Tell whether a step may use it."""
+        """Return whether a step may use it."""
         if self._child is not None and self._child.poll() is not None:
             status = self._child.returncode
             self.close()

@@ -540,8 +540,8 @@ def _context_read(host_read: HostRead | None) -> ContextRead:
 
 
 def _has_compiled_step(loop: LayerLoop) -> bool:
-    """Tell whether there is a compiled step that can take the place of the loop: for rows without host reads and rings,
-    uncounted, and in which no method takes part.
+    """Return whether a compiled step can take the place of the loop: for rows without host reads and rings, uncounted,
+    and in which no method takes part.
     """
     if loop.checks_coverage or not all(method.needs_host_reads or method.reuses for method in loop.methods):
         return False

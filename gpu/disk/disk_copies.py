@@ -61,7 +61,7 @@ class DiskCopies:
 
     @property
     def has_codes(self) -> bool:
-        """Tell whether records have codes of rows that pages have whole."""
+        """Return whether records have codes of rows that pages have whole."""
         return self.part_bytes != self.layer_bytes
 
     def encode(self, shape: RecordShape, raw: Tensor) -> Tensor:

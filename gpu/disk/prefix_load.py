@@ -64,7 +64,7 @@ class PrefixLoad:
         self._stage(0)
 
     def is_loaded(self, layer: int) -> bool:
-        """Tell whether the layer's rows are there, or on their way over the link."""
+        """Return whether the layer's rows are there, or on their way over the link."""
         is_over = layer in self._reads and all(read.done() for read in self._reads[layer])
         return is_over and not self.is_lost  # in this order: a read that loses its block says so before it is over
 

@@ -16,7 +16,7 @@ from gpu.attention.prefill_query import Attended, PrefillQuery, joined
 from gpu.fusion.chunk_copies import Documents
 from gpu.fusion.chunk_rows import store_rows
 from gpu.fusion.fusion_arrays import computed_rows
-from gpu.layers.decoder import Decoder
+from gpu.layers.decoder import Decoder, Target
 from gpu.upload import upload
 from transfer.allocation import allocate_empty
 from transfer.chunks.chunk_format import ChunkKey
@@ -70,8 +70,9 @@ class ChunkJob:
                 self._keep(layer, number, first, last, rows[first - begin : last - begin])
 
         self._hidden[own] = self._decoder.layer(
-            layer, self._hidden[own], self._positions[own], self._slots[own], attend, self._pages, self._cells[own], see
-        )
+            layer, self._hidden[own], self._positions[own], self._slots[own], attend,
+            Target(self._pages, self._cells[own], see),
+        )  # fmt: skip
 
     def compute_all(self, chunk_tokens: int) -> None:
         """Compute all layers, so many tokens at once."""

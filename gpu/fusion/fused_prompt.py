@@ -102,7 +102,7 @@ class FusedPrompt:
 
     @property
     def looks(self) -> bool:
-        """Tell whether the policy asks for all tokens in `select_layer`."""
+        """Return whether the policy asks for all tokens in `select_layer`."""
         return self._policy.looks
 
     def choose_before(self) -> Tensor:
@@ -158,7 +158,7 @@ class FusedPrompt:
     # --- what is not --------------------------------------------------------------------------------------------------
 
     def is_loaded(self, layer: int) -> bool:
-        """Tell whether the layer could begin without a wait for the disk."""
+        """Return whether the layer could begin without a wait for the disk."""
         return all(read is None or read.done() for _, read in self._reads.get(layer, []))
 
     def begin_layer(self, layer: int, pages: Pages | None) -> None:

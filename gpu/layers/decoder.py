@@ -41,6 +41,20 @@ See = Callable[[Tensor], None]
 Pages = tuple[Tensor, Tensor, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a layer writes keys and values. pages: None: the pool's; cells: int64 `[tokens]`, None: positions are
+    cells; see: is shown what is written.
+    """
+
+    pages: Pages | None = None
+    cells: Tensor | None = None
+    see: See | None = None
+
+
+IN_POOL = Target()
+
+
 @dataclass(slots=True)
 class Carried:
     """What goes from layer to layer beside hidden states. inputs: of all layers, of one layer alone, or of none
@@ -133,18 +147,15 @@ class Decoder:
         return scale.to(self.weights.embedding.dtype)[:, None, None]
 
     def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
-              pages: Pages | None = None, cells: Tensor | None = None, see: See | None = None,
-              carried: Carried | None = None) -> Tensor:  # fmt: skip
+              target: Target = IN_POOL, carried: Carried | None = None) -> Tensor:  # fmt: skip
         """Compute one layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`; keys and values go to the slots'
         pages, each to its cell.
 
-        positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows; pages: None for the pool's; cells:
-        int64 `[tokens]`, None: positions are cells; see: is shown what is written; carried: None only for a model that
+        positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows; carried: None only for a model that
         has nothing of it. The KV that `attend` sees has these tokens.
         """
-        query, pre_rope_query = self.enter(
-            index, hidden, positions, positions if cells is None else cells, slots, pages, see, carried
-        )
+        cells = positions if target.cells is None else target.cells
+        query, pre_rope_query = self.enter(index, hidden, positions, cells, slots, target.pages, target.see, carried)
         attended = attend(query, pre_rope_query)
         return self.leave(index, hidden, attended.out, attended.lse, slots, carried=carried)
 

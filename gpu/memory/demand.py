@@ -119,7 +119,7 @@ class Demand:
 
     @property
     def reuses(self) -> bool:
-        """Tell whether a method leaves its summaries in rings: such steps read what is near and what is far apart."""
+        """Return whether a method leaves its summaries in rings: such steps read what is near and what is far apart."""
         return any(state.has_rings for state in self.states)
 
     @property
@@ -135,7 +135,7 @@ class Demand:
 
     @property
     def has_codes(self) -> bool:
-        """Tell whether rows in pages are codes of 8 bits."""
+        """Return whether rows in pages are codes of 8 bits."""
         return self.kv in CODE_FORMATS
 
     @property

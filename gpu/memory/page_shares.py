@@ -27,7 +27,7 @@ def share_out(
 
 
 def takes_as_used(request: MemoryRequest, demand: Demand) -> bool:
-    """Tell whether pages are taken as they are used, and nobody said how many there are."""
+    """Return whether pages are taken as they are used, and nobody said how many there are."""
     gpu = request.gpu
     has_limit = gpu.kv_cache_gib is not None or gpu.memory_limit_gib is not None
     return request.host is None and demand.device == "cpu" and not has_limit

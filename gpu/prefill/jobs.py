@@ -23,7 +23,7 @@ from gpu.fusion.fused_prompt import FusedPrompt
 from gpu.host.gathered import GatheredKv
 from gpu.host.row_transfer import RowTransfer
 from gpu.host.staging import StagedPrompt, Staging
-from gpu.layers.decoder import Attend, Carried, Decoder, Pages
+from gpu.layers.decoder import Attend, Carried, Decoder, Pages, Target
 from gpu.layers.delta_layers import StatePart
 from gpu.layers.draft_head import DraftHead
 from gpu.methods.device_side import RingSide
@@ -303,7 +303,7 @@ class Prefill:
         hidden, positions, slots = state.hidden[chunk], state.positions[chunk], state.slots[chunk]
         if state.fused is None and self._graphs.covers(layer, len(slots), pages):
             return self._graphs.run(layer, hidden, positions, slots, attend, cells)
-        return self.decoder.layer(layer, hidden, positions, slots, attend, pages, cells, carried=carried)
+        return self.decoder.layer(layer, hidden, positions, slots, attend, Target(pages, cells), carried)
 
     def capture(self, sizes: Sequence[int], seconds: Callable[[int], float]) -> None:
         """Capture layers of units of up to these numbers of tokens as CUDA graphs, where these are faster by `seconds`

@@ -218,7 +218,7 @@ def _find_scales(source: Source, architecture: Architecture) -> torch.dtype:
 
 
 def _is_passed_over(name: str, architecture: Architecture) -> bool:
-    """Tell whether a tensor is one that repeats what is known: RoPE frequencies of old checkpoints, scales of a KV
+    """Return whether a tensor is one that repeats what is known: RoPE frequencies of old checkpoints, scales of a KV
     cache in a quantised one, since rows of 8 bits have scales of their own here, and what makes keys and values of a
     layer that has another one's, and layers that draft tokens.
     """

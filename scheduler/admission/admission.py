@@ -180,7 +180,7 @@ class Admission:
         )
 
     def _is_worth_waiting(self, sequence: Sequence, other: Sequence, this: Round) -> bool:
-        """Tell whether waiting for another prefill, which computes the next blocks, saves more work than it costs.
+        """Return whether waiting for another prefill, which computes the next blocks, saves more work than it costs.
 
         What is computed once is saved twice: for the one that waits, and for the one under way, which it would
         overtake, being shorter by now. Together they are done earlier by that, and later by the wait.

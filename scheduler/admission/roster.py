@@ -92,7 +92,7 @@ class Roster:
 
     @property
     def has_released(self) -> bool:
-        """Tell whether sequences have left slots, and the runner has not heard of it."""
+        """Return whether sequences have left slots, and the runner has not heard of it."""
         return bool(self._released_slots)
 
     def take_released(self) -> list[int]:
@@ -246,5 +246,5 @@ def _turn(sequence: Sequence) -> tuple[float, float]:
 
 
 def _shares(other: Sequence, taker: Sequence) -> bool:
-    """Tell whether both have rings that share pages."""
+    """Return whether both have rings that share pages."""
     return other.ring is not None and taker.ring is not None and other.ring[0] == taker.ring[0]

@@ -131,11 +131,11 @@ class BlockEvents:
         return run.digests[place - 1] if place else run.parent
 
     def _follows(self, before: bytes, digest: bytes) -> bool:
-        """Tell whether a block stands right behind another, with tokens that are known."""
+        """Return whether a block stands right behind another, with tokens that are known."""
         return self._parent(digest) == before
 
     def _is_of_one_run(self, digests: list[bytes]) -> bool:
-        """Tell whether these are blocks of one run in a row, as most are."""
+        """Return whether these are blocks of one run in a row, as most are."""
         if not digests:
             return False
         run, place = self._blocks[digests[0]]

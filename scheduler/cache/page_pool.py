@@ -164,7 +164,7 @@ class PagePool:
         return count_front(hashes, page_of.__contains__, near, end)
 
     def is_known(self, digest: bytes | None) -> bool:
-        """Tell whether a block is published by this hash."""
+        """Return whether a block is published by this hash."""
         return digest in self._page_of
 
     def page_of(self, digest: bytes) -> int:
@@ -270,7 +270,7 @@ class PagePool:
                 self._forget(self._hash_of[page])
 
     def _is_last(self, page: int) -> bool:
-        """Tell whether nothing that is published stands behind the block of an idle page."""
+        """Return whether nothing that is published stands behind the block of an idle page."""
         return self._hash_of[page] not in self._num_behind
 
     def _free_page(self, page: int, owner: int) -> None:

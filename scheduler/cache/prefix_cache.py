@@ -104,7 +104,7 @@ class PrefixCache:
         return other if known < self._windows.first_end(other) <= self.count_shared(sequence, other) else None
 
     def _look_for_live(self, sequence: Sequence, num_known_blocks: int) -> bool:
-        """Tell whether all is there that a preempted sequence left. Then it begins behind its last computed token."""
+        """Return whether all is there that a preempted sequence left. Then it begins behind its last computed token."""
         is_there = num_known_blocks >= sequence.num_live_blocks and all(
             map(self._pages.is_known, self._live_pages(sequence))
         )

@@ -51,7 +51,7 @@ class Rings:
         return {part: len(free) for part, free in self._free_pages.items()}
 
     def lacks(self, sequence: Sequence, holding: Iterable[Sequence], begin: int | None = None) -> bool:
-        """Tell whether it needs a ring at admission, and none is free or too few pages are.
+        """Return whether it needs a ring at admission, and none is free or too few pages are.
 
         holding: sequences that hold slots, of which running ones may have pages in common with it. begin: where its
         prefill would start; None: not known yet, and if it lacks pages, it does so wherever that is.
@@ -90,13 +90,13 @@ class Rings:
             self._writes.append(self._give(part, sequence, sequence.next_cell + 1, source))
 
     def lacks_page(self, sequence: Sequence) -> bool:
-        """Tell whether the next token's index needs a page, and none is free."""
+        """Return whether the next token's index needs a page, and none is free."""
         if sequence.ring is None or _is_for_drafts(sequence):
             return False
         return self._needs_page(sequence) and not self._num_pages_of(sequence.ring[0])
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Tell whether it holds a ring for its drafts, with pages for the tokens that it has."""
+        """Return whether it holds a ring for its drafts, with pages for the tokens that it has."""
         return sequence.ring is not None and _is_for_drafts(sequence) and not self._needs_page(sequence)
 
     def grow(self, sequence: Sequence) -> list[RingGrowth]:
@@ -135,11 +135,11 @@ class Rings:
         return part if longest >= part.method.least_ring_tokens(part.settings) else None
 
     def _is_late(self, part: ProfilePart, sequence: Sequence) -> bool:
-        """Tell whether a waiting sequence takes its ring later."""
+        """Return whether a waiting sequence takes its ring later."""
         return not sequence.run_end and part.method.takes_ring_late(part.settings)
 
     def _has_room(self, part: ProfilePart, num_tokens: int, source: "_Source | None" = None) -> bool:
-        """Tell whether there is a ring, and pages for so many tokens beside those that a source has in common."""
+        """Return whether there is a ring, and pages for so many tokens beside those that a source has in common."""
         lacking = self._pages_for(part, num_tokens) - (len(source.pages) if source is not None else 0)
         return bool(self._free[part.id]) and lacking <= self._num_pages_of(part.id)
 
@@ -226,5 +226,5 @@ def _count_common(one: Sequence, other: Sequence) -> int:
 
 
 def _is_for_drafts(sequence: Sequence) -> bool:
-    """Tell whether a ring of its profile is for drafts alone."""
+    """Return whether a ring of its profile is for drafts alone."""
     return sequence.profile.draft_part is not None

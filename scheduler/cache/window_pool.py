@@ -85,7 +85,7 @@ class Windows:
         return len(self._kept)
 
     def lacks(self) -> bool:
-        """Tell whether one that needs a window finds none."""
+        """Return whether one that needs a window finds none."""
         self._reach()
         return bool(self.count) and not self.num_free
 
@@ -112,7 +112,7 @@ class Windows:
         return [one for one in found if one[2]]
 
     def has_kept(self, window: int, kept: object) -> bool:
-        """Tell whether a window is still kept for these ends."""
+        """Return whether a window is still kept for these ends."""
         return self._kept.get(window) is kept
 
     def take(
@@ -178,7 +178,7 @@ class Windows:
                 self._free.append(branch.window)
 
     def wants_snapshot(self, sequence: Sequence) -> bool:
-        """Tell whether a sequence's next token begins a block, and enough were drawn since its state was copied."""
+        """Return whether a sequence's next token begins a block, and enough were drawn since its state was copied."""
         if self.snapshot_tokens is None or sequence.window is None or not self._keeps:
             return False
         cell = sequence.next_position
@@ -257,7 +257,7 @@ class Windows:
         sequence.window = None
 
     def has_live(self, sequence: Sequence) -> bool:
-        """Tell whether the state is still there that a preempted sequence left behind its last computed token."""
+        """Return whether the state is still there that a preempted sequence left behind its last computed token."""
         return self._find_live(sequence) is not None or self._host.has(sequence.live[0])
 
     def take_live(self, sequence: Sequence) -> None:
@@ -311,7 +311,7 @@ class Windows:
             self._free += range(before, self._num_committed)
 
     def _has_spare(self, is_long: bool) -> bool:
-        """Tell whether a window can be had for one more end of a prefix: a free one, or one that is kept. That is not
+        """Return whether a window can be had for one more end of a prefix: a free one, or one that is kept. That is not
         the last, unless it is in host memory as well. is_long: the end saves enough.
         """
         if self._free or (is_long and len(self._kept) > 1):

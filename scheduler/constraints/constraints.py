@@ -56,12 +56,12 @@ class Constraint:
         self._taken: deque[int] = deque()
 
     def binds(self, number: int) -> bool:
-        """Tell whether draw `number`, or one behind it, may be held to anything."""
+        """Return whether draw `number`, or one behind it, may be held to anything."""
         return self._has_rules or number < self._min_tokens
 
     @property
     def needs_output(self) -> bool:
-        """Tell whether a mask depends on what was drawn before."""
+        """Return whether a mask depends on what was drawn before."""
         return self.matcher is not None or bool(self._followers)
 
     @property
@@ -74,12 +74,12 @@ class Constraint:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the grammar allows nothing more behind what the request has."""
+        """Return whether the grammar allows nothing more behind what the request has."""
         return not self._taken and self.has_stopped
 
     @property
     def has_stopped(self) -> bool:
-        """Tell whether it allows nothing more behind what is taken."""
+        """Return whether it allows nothing more behind what is taken."""
         return self.matcher is not None and self.matcher.is_stopped()
 
     @property
@@ -131,7 +131,7 @@ class Constraint:
         self.matcher.consume_token(token_id)  # 5 us, less than it takes to wake a thread
 
     def _allows(self, token_id: int, number: int, output: Sequence[int]) -> bool:
-        """Tell whether no rule beside the grammar forbids it."""
+        """Return whether no rule beside the grammar forbids it."""
         words = self._before_end if number < self._min_tokens else self._allowed
         is_in = words[token_id // _WORD_BITS] >> np.uint32(token_id % _WORD_BITS) & 1
         return bool(is_in) and token_id not in self._banned(output)

@@ -44,8 +44,8 @@ class Lexeme(NamedTuple):
 
 @lru_cache(1024)
 def grows(grammar: str, text: str) -> bool:
-    """Tell whether a lexeme's automaton gets too large, or a step of it too slow. One that does not compile is not said
-    to.
+    """Return whether a lexeme's automaton gets too large, or a step of it too slow; False for one that does not
+    compile.
 
     grammar, text: as `Lexeme` has them.
     """

@@ -147,9 +147,7 @@ class _Reader(threading.Thread):
             self._arrivals.put(message)
 
     def _make_ready(self, message: Submit, rest: Callable[[], None]) -> None:
-        """Prepare a submission and hand it over, less what is cancelled by then; if that is all of it, there is no
-        answer.
-        """
+        """Prepare a submission and hand it over, less what is cancelled by then. Cancelled whole, it gets no answer."""
         requests = [request for request in message.requests() if request.request_id in self._unready]
         arrival: Prepared | Refused
         try:
@@ -177,6 +175,6 @@ class _Reader(threading.Thread):
 
 
 def _is_short(message: Submit) -> bool:
-    """Tell whether it has few tokens to hash, where a prompt that requests share counts once, and no grammar."""
+    """Return whether it has few tokens to hash, where a prompt that requests share counts once, and no grammar."""
     num_tokens = sum(request.num_prompt_tokens for request in message.packed)
     return num_tokens <= _SHORT_TOKENS and not any(request.grammar for request in message.packed)

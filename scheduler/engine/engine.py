@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Tell whether there is work, also once all requests are gone and only their memory is to be given back."""
+        """Return whether there is work, also once all requests are gone and only their memory is to be given back."""
         scheduler, documents = self.scheduler, self.scheduler.documents
         has_documents = documents is not None and documents.has_work
         has_more = has_documents or scheduler.residence.disk.has_work
@@ -126,6 +126,7 @@ class Engine:
         return self.scheduler.progress()
 
     def stats(self) -> Stats:
+        """Return the counters and gauges that the API process shows."""
         parts = self._host_stats(), self._method_counts(), self._expert_stats()
         stats = self.scheduler.stats(self._num_steps, self._step_seconds, *parts)
         documents = self.scheduler.documents
@@ -158,8 +159,8 @@ class Engine:
         return () if self._tier is None else tuple(self._tier.shape.layers)
 
     def shutdown(self, report: Report = report_nothing) -> None:
-        """Write contexts, which `report` is told of, and end the host's threads, once they have given what is in flight
-        its answers; give the tier's memory back. The engine steps no more, and other ranks' processes end.
+        """Write contexts to disk, and report how far that is; end the host's threads once all that is in flight has its
+        answers; free the tier's memory, and end other ranks' processes. No step can be launched afterwards.
         """
         try:
             self._end_host(report)
@@ -267,10 +268,10 @@ class Engine:
         return sum(plan.lane is lane for plan, _, _ in self._in_flight)
 
     def _next_finished(self) -> int | None:
-        """Return which step in flight is collected next: the only one there may be, or the first that is over.
+        """Return the index of the step in flight to collect next: the only one that may be, or the first that is over;
+        None if none is over soon.
 
-        None if that takes long. One that takes very long is waited for with all that comes, so that whoever watches
-        sees it hang.
+        A step that takes very long is collected all the same, which waits for it: so the heartbeat shows that it hangs.
         """
         firsts = [index for index in range(len(self._in_flight)) if self._may_be_next(index)]
         if len(self.scheduler.lanes) == 1:
@@ -287,7 +288,7 @@ class Engine:
         return None
 
     def _may_be_next(self, index: int) -> bool:
-        """Tell whether it is drawn, and its lane's first, and of all, if it is fenced."""
+        """Return whether a step may be collected next: drawn, the first of its lane and, if fenced, of all."""
         before, (plan, step, _) = self._in_flight[:index], self._in_flight[index]
         if any(step is undrawn for undrawn in self._undrawn.values()):
             return False

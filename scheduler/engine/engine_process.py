@@ -135,6 +135,7 @@ class Loop:
 
 
 def main(requests: str, replies: str, parent_id: str) -> int:
+    """Load the engine and run it until Shutdown; return the process's status. requests, replies: sockets' paths."""
     end_with_parent(int(parent_id), lambda: _remove_sockets([requests, replies]))
     sys.setswitchinterval(HANDOVER_SECONDS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to end, also on Ctrl-C
@@ -219,7 +220,7 @@ class Stages:
         self._last_s = time.monotonic()
 
     def report(self, stage: str, fraction: float) -> None:
-        """Take a stage's word; what has passed since the last one was the stage's that is named first behind it."""
+        """Report how far a stage is. The time since the last call counts as this stage's."""
         now = time.monotonic()
         self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last_s
         self._last_s = now

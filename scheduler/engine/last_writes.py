@@ -15,12 +15,13 @@ Report = Callable[[Writing], None]
 
 
 def report_nothing(_: Writing) -> None:
-    """Stand for who is told, where nobody asks."""
+    """Report nothing: what stands for `report` where nobody asks."""
 
 
 def write_contexts(disk: DiskContexts, step: Callable[[], object], report: Report) -> None:
-    """Write what waits to be, as long as that makes progress, and for `disk.end_seconds` at most. step: has the device
-    copy out what is next.
+    """Write the contexts that wait to be written, as long as that makes progress, and for `disk.end_seconds` at most.
+
+    step: launches the next copy from the device; report: gets bytes written and left, every now and then.
     """
     if disk.side is None:
         return

@@ -12,8 +12,8 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 def end_with_parent(parent_id: int, clean_up: Callable[[], None] = lambda: None) -> None:
-    """End this process once `parent_id` is not its parent any more: not while it loads, and not if a step hangs, does
-    it go on. clean_up: is called then.
+    """End this process once `parent_id` is no longer its parent, also while it loads or a step hangs. clean_up: is
+    called before the end.
     """
 
     def watch() -> None:

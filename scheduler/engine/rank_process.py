@@ -32,6 +32,9 @@ _ROOT_CAUSE_S = 2.0  # for rank 0 to hear of the rank that ended first, and to e
 
 
 def main(descriptor: str, parent_id: str) -> int:
+    """Load this rank's part of the model and follow rank 0; return the process's status. descriptor: of the connection
+    to rank 0.
+    """
     be_killed_with_parent()
     end_with_parent(int(parent_id))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end

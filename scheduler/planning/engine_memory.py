@@ -172,7 +172,7 @@ def _with_graphs(gpu: GpuConfig, request: MemoryRequest) -> PlannedSizes:
 
 
 def _has_room_of(plan: MemoryPlan, least: MemoryPlan, context_share: float = 1.0) -> bool:
-    """Tell whether a plan has the rings and windows of another, so much of its longest context, and nearly its pages
+    """Return whether a plan has the rings and windows of another, so much of its longest context, and nearly its pages
     and experts.
     """
     return (

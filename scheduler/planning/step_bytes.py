@@ -35,7 +35,7 @@ class StepBytes:
         return whole - (self.fetched(num_rows) if self.computes(num_rows) else 0)
 
     def computes(self, num_rows: int) -> bool:
-        """Tell whether the CPU computes experts in host memory in such a step, which then do not come to the device."""
+        """Return whether the CPU computes the experts in host memory in such a step: then none comes to the device."""
         return num_rows <= self.plan.computed_rows
 
     def fetched(self, num_rows: int) -> float:

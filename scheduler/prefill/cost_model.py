@@ -63,7 +63,7 @@ class CostModel:
         self._known_seconds = dict.fromkeys(Rows, 0.0)  # that a row of a known token adds to it
 
     def knows(self, unit: Unit) -> bool:
-        """Tell whether what it takes is more than a guess: of logits, once some have run."""
+        """Return whether what it takes is more than a guess: of logits, once some have run."""
         return isinstance(unit, PrefillUnit) or self._logits.has_seen
 
     def seconds_of(self, unit: Unit, context: int) -> float:

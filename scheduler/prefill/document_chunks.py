@@ -162,7 +162,7 @@ class Documents:
             self._library.store.delete(chunk.key)
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Tell whether all of its chunks are there; those that cannot be kept are taken out."""
+        """Return whether all of its chunks are there; those that cannot be kept are taken out."""
         if not sequence.missing:
             return True
         sequence.missing = [chunk for chunk in sequence.missing if not self._library.is_there(chunk.key)]
@@ -237,7 +237,7 @@ class Documents:
 
     @property
     def is_due(self) -> bool:
-        """Tell whether no request begins before chunks that are to be stored: there is room for them."""
+        """Return whether no request begins before chunks that are to be stored: there is room for them."""
         return bool(self._to_store) and self._num_overtaken >= MOST_OVERTAKEN and self._room_bytes > 0
 
     @property
@@ -331,7 +331,7 @@ class Documents:
 
     @property
     def has_work(self) -> bool:
-        """Tell whether something is to be computed or written, or told of."""
+        """Return whether something is to be computed or written, or told of."""
         return bool(self._to_store or self._computing or self._writing or self._stored)
 
     def _end_chunk(self, storing: _Storing) -> None:

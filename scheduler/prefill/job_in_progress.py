@@ -35,17 +35,17 @@ class JobInProgress:
 
     @property
     def is_from_disk(self) -> bool:
-        """Tell whether its units wait for what comes from the disk, and which may turn out not to be there."""
+        """Return whether its units wait for what comes from the disk, and which may turn out not to be there."""
         return any(prompt.disk is not None for prompt in self.job.prompts)
 
     @property
     def is_scattered(self) -> bool:
-        """Tell whether its next unit is of tokens that may be any of its prompt's."""
+        """Return whether its next unit is of tokens that may be any of its prompt's."""
         return self.job.is_scattered(self.layer)
 
     @property
     def is_scoring(self) -> bool:
-        """Tell whether all layers are done, and its next unit is of logits."""
+        """Return whether all layers are done, and its next unit is of logits."""
         return self.layer == self.num_layers
 
     @property

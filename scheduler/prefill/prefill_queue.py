@@ -133,7 +133,7 @@ class PrefillQueue:
         return entry.is_scoring or is_loaded(entry.job.job_id, entry.layer)
 
     def _is_oldest_due(self, seconds: float | None) -> bool:
-        """Tell whether what the oldest job is owed pays for its next unit.
+        """Return whether what the oldest job is owed pays for its next unit.
 
         This is asked once a step, and a step of shorter jobs owes it less than a step, so two whole units of it never
         come in a row while a shorter one waits.

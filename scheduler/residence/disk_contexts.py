@@ -260,7 +260,7 @@ class DiskContexts:
 
     @property
     def is_saving(self) -> bool:
-        """Tell whether a save has no answer yet: until then nothing is forgotten, and no other save begins."""
+        """Return whether a save has no answer yet: until then nothing is forgotten, and no other save begins."""
         return self._num_saving > 0
 
     def _share_of(self, owner: str, name: str, hashes: list[bytes]) -> list[bytes]:
@@ -374,7 +374,7 @@ class DiskContexts:
 
     @property
     def has_work(self) -> bool:
-        """Tell whether something is to be written."""
+        """Return whether something is to be written."""
         return bool(self._unsaved)
 
     @property

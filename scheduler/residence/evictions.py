@@ -51,7 +51,7 @@ class Evictor:
 
     @property
     def is_adaptive(self) -> bool:
-        """Tell whether offloaded blocks stay resident while nobody needs their pages; else they are evicted by token
+        """Return whether offloaded blocks stay resident while nobody needs their pages; else they are evicted by token
         counts alone.
         """
         return self._host.is_adaptive

@@ -80,7 +80,7 @@ class HostContexts:
     # --- holding ------------------------------------------------------------------------------------------------------
 
     def has_room(self, size: RunSize, parent: HostContext | None) -> bool:
-        """Tell whether `add` would find room, idle ones gone but `parent` and what that stands on."""
+        """Return whether `add` would find room, idle ones gone but `parent` and what that stands on."""
         return self._can_free(self._bytes_of(size), [parent])
 
     def add(self, size: RunSize, parent: HostContext | None) -> HostContext | None:
@@ -111,7 +111,7 @@ class HostContexts:
         self._pages.hold(context.sink_pages)
 
     def grow(self, context: HostContext, num_blocks: int) -> bool:
-        """Tell whether the context may have `num_blocks`; idle ones are dropped for it."""
+        """Return whether the context may have `num_blocks`; idle ones are dropped for it."""
         if num_blocks <= context.size.num_blocks:
             return True
         num_bytes = self._bytes_of(replace(context.size, num_blocks=num_blocks))
@@ -195,7 +195,7 @@ class HostContexts:
         return {page for page, count in num_idle_holders.items() if self._pages.num_holders(page) == count}
 
     def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Tell whether so many pages of the device are free; idle contexts are evicted if that is enough, but never
+        """Return whether so many pages of the device are free; idle contexts are evicted if that is enough, but never
         `kept`, nor one that would free none.
         """
         if num_pages <= self._pages.num_available:
@@ -221,7 +221,7 @@ class HostContexts:
 
     @property
     def has_closed(self) -> bool:
-        """Tell whether the device has yet to hear of some."""
+        """Return whether the device has yet to hear of some."""
         return bool(self._closed)
 
     def take_closed(self) -> list[int]:

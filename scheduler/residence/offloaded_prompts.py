@@ -106,7 +106,7 @@ class OffloadedPrompts:
         return source, num_shared
 
     def _fits_beside(self, sequence: Sequence, source: HostContext, num_shared: int) -> bool:
-        """Tell whether both memories hold the prompt beside its source, all that may go gone. If not, the source must
+        """Return whether both memories hold the prompt beside its source, all that may go gone. If not, the source must
         go.
         """
         need = self._need(sequence, num_shared)
@@ -173,7 +173,7 @@ class OffloadedPrompts:
     # --- step by step -------------------------------------------------------------------------------------------------
 
     def _make_room(self, need: _Need, num_left: int, kept: Collection[HostContext]) -> bool:
-        """Tell whether the fewest pages that will do are free, and `num_left` more may be, once others are dropped."""
+        """Return whether the fewest pages that will do are free, and `num_left` more may be once others are dropped."""
         num_pages = need.num_new + self._least_pages(need)
         return self._room.could_free_pages(num_pages + num_left, kept) and self._room.free_pages(num_pages, kept)
 

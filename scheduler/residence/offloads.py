@@ -26,7 +26,7 @@ class Offloads:
         self._offloaded_short: list[tuple[Sequence, Offload]] = []  # by the plan under way
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Tell whether host memory has room for the offload that the next draw makes due, if it does."""
+        """Return whether host memory has room for the offload that the next draw makes due, if it does."""
         end = self._end(sequence)
         if not end:
             return True
@@ -118,11 +118,11 @@ class Offloads:
         return self._host.of(sequence.profile.name).offload_end(sequence.next_position + 1, run_end)
 
     def _lands(self, sequence: Sequence, context: HostContext) -> bool:
-        """Tell whether all offloaded rows of its context have landed at the next draw."""
+        """Return whether all offloaded rows of its context have landed at the next draw."""
         return self._host.of(sequence.profile.name).has_landed(sequence.next_position + 1, self._run_end(context))
 
     def _open(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Tell whether there is room for a context of so many blocks, which the sequence holds then."""
+        """Return whether there is room for a context of so many blocks, which the sequence holds then."""
         reading = sequence.profile.reading
         context = self._contexts.add(RunSize(0, num_blocks, num_blocks, reading), None)
         if context is not None:
@@ -144,7 +144,7 @@ class Offloads:
         return Offload(sequence.slot, context.context_id, begin, end, tuple(page_ids), is_new_context, reading)
 
     def _is_resident(self, sequence: Sequence) -> bool:
-        """Tell whether it is on the device whole, and long enough to have a middle."""
+        """Return whether it is on the device whole, and long enough to have a middle."""
         offloads = sequence.profile.offloads and sequence.context is None
         return offloads and self._middle_end(sequence) > self._host.sink_tokens
 

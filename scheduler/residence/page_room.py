@@ -29,7 +29,7 @@ class PageRoom:
     # --- free pages ---------------------------------------------------------------------------------------------------
 
     def could_free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Tell whether so many pages may be free once offloaded blocks are evicted and idle contexts but `kept`
+        """Return whether so many pages may be free once offloaded blocks are evicted and idle contexts but `kept`
         dropped.
 
         It is certain where nothing is shared.
@@ -44,7 +44,7 @@ class PageRoom:
         return num_short <= num_evictable or num_short <= num_evictable + self.num_idle_pages(kept)
 
     def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Tell whether so many pages are free, once offloaded blocks are evicted and then idle contexts but `kept`
+        """Return whether so many pages are free, once offloaded blocks are evicted and then idle contexts but `kept`
         dropped.
         """
         self._pages.reach(num_pages)

@@ -82,7 +82,7 @@ class Residence:
 
     @property
     def is_adaptive(self) -> bool:
-        """Tell whether what is in host memory stays on the device while nobody needs its pages; not so
+        """Return whether what is in host memory stays on the device while nobody needs its pages; not so
         without a host.
         """
         return self.evictor is not None and self.evictor.is_adaptive
@@ -168,7 +168,7 @@ class Residence:
     # --- running ------------------------------------------------------------------------------------------------------
 
     def may_grow(self, sequence: Sequence) -> bool:
-        """Tell whether the next draw may take a page or memory of the host."""
+        """Return whether the next draw may take a page or memory of the host."""
         return self.offloads is not None or self._needs_page(sequence)
 
     def find_shortage(self, sequence: Sequence, kept: Collection[HostContext]) -> Shortage | None:
@@ -239,7 +239,7 @@ class Residence:
             del sequence.pages[first:]
 
     def offload_short(self, running: Iterable[Sequence]) -> bool:
-        """Tell whether a running sequence that is on the device whole is offloaded, so that its pages can be
+        """Return whether a running sequence that is on the device whole is offloaded, so that its pages can be
         evicted.
         """
         return self.offloads is not None and self.is_adaptive and self.offloads.offload_short(running)

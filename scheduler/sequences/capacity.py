@@ -91,7 +91,7 @@ class HostCapacity:
         return self.sink_tokens if is_first else end - self.offload_block_tokens
 
     def has_landed(self, num_tokens: int, run_end: int) -> bool:
-        """Tell whether the last rows of a run that ends there have landed, as far as is known without a look."""
+        """Return whether the last rows of a run that ends there have landed, as far as is known without a look."""
         return num_tokens - run_end >= self.window_tokens + LANDING_TOKENS
 
     def most_run_tokens(self, num_tokens: int) -> int:

@@ -51,8 +51,8 @@ class Lanes:
         self._behind |= set(self.all)
 
     def fence(self, lane: Lane, *, is_other_busy: bool, takes: bool, comes: bool) -> bool:
-        """Tell whether a step of this lane, which is launched, is fenced. is_other_busy: steps of the other lane are in
-        flight; takes: it takes slots or pages; comes: a row of it stepped in the other lane last.
+        """Return whether a launched step of this lane is fenced. is_other_busy: steps of the other lane are in flight;
+        takes: it takes slots or pages; comes: a row of it stepped in the other lane last.
         """
         is_fenced = is_other_busy and (comes or lane in self._behind or (takes and lane in self._stale))
         if is_fenced or not is_other_busy:

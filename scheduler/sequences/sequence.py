@@ -97,7 +97,7 @@ class Sequence:
         return -math.inf if self.num_overtaken >= MOST_OVERTAKEN else self.request.priority
 
     def goes_before(self, other: "Sequence") -> bool:
-        """Tell whether it may have what the other one came for first."""
+        """Return whether it may have what the other one came for first."""
         return self.request.priority < other.priority
 
     @property
@@ -130,19 +130,19 @@ class Sequence:
 
     @property
     def wants_draw(self) -> bool:
-        """Tell whether another token may be drawn without knowing those in flight."""
+        """Return whether another token may be drawn without knowing those in flight."""
         if self.state is not State.RUNNING or self.num_drafted:
             return False
         return len(self.output) + self.num_in_flight < self.request.max_tokens
 
     @property
     def steps_by_ring(self) -> bool:
-        """Tell whether its steps look at a ring that it holds; one that is for its drafts alone they do not."""
+        """Return whether its steps look at a ring that it holds; one that is for its drafts alone they do not."""
         return self.ring is not None and self.profile.draft_part is None
 
     @property
     def needs_every_token(self) -> bool:
-        """Tell whether its whole prompt is computed, whatever is known of it."""
+        """Return whether its whole prompt is computed, whatever is known of it."""
         pooling = self.request.pooling
         return self.request.sampling.num_prompt_logprobs is not None or (pooling is not None and pooling.reads_all)
 

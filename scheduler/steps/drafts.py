@@ -81,7 +81,7 @@ class Drafts:
         return drafts if any(drafts) else None, writes
 
     def awaits(self, sequences: Iterable[Sequence]) -> bool:
-        """Tell whether steps wait for the results in flight, behind which a model drafts for one of these."""
+        """Return whether steps wait for the results in flight, behind which a model drafts for one of these."""
         return bool(self._due) and any(one in self._due and one.num_in_flight for one in sequences)
 
     def _put_off(self, rows: list[Row], lengths: list[int]) -> None:

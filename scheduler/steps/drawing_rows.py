@@ -47,7 +47,7 @@ class TokenGap:
         return seconds - self.seconds_since_decode
 
     def decode_can_wait(self, units: Many[Unit], contexts: Many[int], budget: float, must_wait: bool) -> bool:
-        """Tell whether one more step of such units fits before the next decode step, as far as is known.
+        """Return whether one more step of such units fits before the next decode step, as far as is known.
 
         contexts[i]: where unit i ends in its prompt. budget: what `seconds_left` said before they were chosen. A step
         has no more than one whole unit, so a request that arrives never waits for more than two. must_wait: no row can

@@ -83,7 +83,7 @@ def expect_apart(load: Load, costs: Costs) -> Apart:
 
 
 def joins(load: Load, apart: Apart, joint_s: float, is_joint: bool) -> bool:
-    """Tell whether all rows step together from now on; `is_joint`: whether they do. Seconds are as expected,
+    """Return whether all rows step together from now on; `is_joint`: whether they do. Seconds are as expected,
     or seen.
     """
     if joint_s > (LONGEST_WAIT if is_joint else JOIN_WAIT) * min(apart.host_rows_s, apart.others_s):
@@ -104,7 +104,7 @@ class _Steady:
         self._load: Load | None = None
 
     def see(self, load: Load) -> bool:
-        """Tell whether smoothed times are of this load."""
+        """Return whether smoothed times are of this load."""
         if self._load is None or not _are_alike(self._load, load):
             self.num_steps = SETTLED_STEPS if self._load is None else 0
             self._load = load

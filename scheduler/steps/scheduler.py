@@ -182,7 +182,7 @@ class Scheduler:
 
     @property
     def has_changes(self) -> bool:
-        """Tell whether the device still holds contexts or slots that nobody needs."""
+        """Return whether the device still holds contexts or slots that nobody needs."""
         contexts = self.residence.contexts
         return self.roster.has_released or (contexts is not None and contexts.has_closed)
 
@@ -389,7 +389,7 @@ class Scheduler:
         return Load(len(reading_host), len(others), sum(reading_host), sum(others))
 
     def _fence(self, plan: StepPlan, stepping: list[Sequence]) -> bool:
-        """Tell whether a plan waits for the other lane; `stepping`: the sequences whose rows it changes."""
+        """Return whether a plan waits for the other lane; `stepping`: the sequences whose rows it changes."""
         reads_nothing = any(group.host_reads is None for group in plan.decode)
         if (
             plan.finished_reloads
@@ -410,7 +410,7 @@ class Scheduler:
         return self._lanes.fence(plan.lane, is_other_busy=is_other_busy, takes=takes, comes=comes)
 
     def _are_of(self, lane: Lane, evictions: tuple[PageEviction, ...]) -> bool:
-        """Tell whether all that read evicted pages step in this lane; a prefill never does."""
+        """Return whether all that read evicted pages step in this lane; a prefill never does."""
         slots = {place.slot for eviction in evictions for place in eviction.places}
         readers = [sequence for sequence in self.roster.holding() if sequence.slot in slots]
         return all(one.lane is lane and one.state is State.RUNNING for one in readers)

@@ -89,7 +89,7 @@ class Placement:
 
     @property
     def reads_all(self) -> bool:
-        """Tell whether no token of a context is left out."""
+        """Return whether no token of a context is left out."""
         return self.method.reading.reads_all
 
     @property

@@ -111,7 +111,7 @@ class ContextStore:
 
     @property
     def is_writing(self) -> bool:
-        """Tell whether something is being written, or waits for the thread that writes."""
+        """Return whether something is being written, or waits for the thread that writes."""
         return self._last_write is not None and not self._last_write.done()
 
     def run_touch(self, kind: str, names: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ class DayCount:
         return self._days.get(_today(), 0)
 
     def allows(self, num_bytes: int) -> bool:
-        """Tell whether so many more bytes may be written today."""
+        """Return whether so many more bytes may be written today."""
         return self.limit_bytes is None or self.num_bytes + num_bytes <= self.limit_bytes
 
     def add(self, num_bytes: int) -> None:

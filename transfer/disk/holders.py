@@ -143,7 +143,7 @@ class Holders:
             return set().union(*ones)
 
     def is_saved(self, record: str) -> bool:
-        """Tell whether a saved context holds a record."""
+        """Return whether a saved context holds a record."""
         with self._lock:
             return any(record in one.records for one in self._holders.values() if one.kind == SAVED)
 

@@ -106,7 +106,7 @@ class RecordFolder:
 
     @property
     def is_readable(self) -> bool:
-        """Tell whether records are read now: not so for some seconds after the system was short of something."""
+        """Return whether records are read now: not so for some seconds after the system was short of something."""
         return time.monotonic() >= self._unread_until
 
     def __len__(self) -> int:
@@ -219,8 +219,8 @@ class RecordFolder:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def takes(self, kind: str) -> bool:
-        """Tell whether a record would be written now; one that would not is counted: the disk has refused, or the day's
-        limit is reached.
+        """Return whether a record would be written now, and count one that would not: the disk has refused, or the
+        day's limit is reached.
         """
         with self._lock:
             if time.monotonic() < self._stopped_until:

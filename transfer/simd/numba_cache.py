@@ -45,7 +45,7 @@ def go_on_without_cache() -> None:
 
 
 def can_save(function: Any) -> bool:
-    """Tell whether code of a cached function can be kept, for other processes to find."""
+    """Return whether code of a cached function can be kept, for other processes to find."""
     return os.access(function._cache.cache_path, os.W_OK)
 
 

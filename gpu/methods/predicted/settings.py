@@ -41,7 +41,7 @@ class PredictedSettings(Settings):
 
     @property
     def leaves_late(self) -> bool:
-        """Tell whether a step does not wait for blocks that have not come when it is computed."""
+        """Return whether a step does not wait for blocks that have not come when it is computed."""
         return False
 
     @property

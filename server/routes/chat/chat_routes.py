@@ -20,6 +20,7 @@ from server.stores.document_texts import note_use
 
 
 async def complete(call: Call[CompletionBody]) -> Response:
+    """Generate the completions of one prompt or several. Raises ApiError."""
     service, body = call.service, call.body
     check_completion(body)
     limits = service.supervisor.ready()
@@ -39,6 +40,7 @@ async def complete(call: Call[CompletionBody]) -> Response:
 
 
 async def complete_chat(call: Call[ChatBody]) -> Response:
+    """Generate the answers to a chat, with its documents if it names some. Raises ApiError."""
     service, body = call.service, call.body
     check_chat(body)
     check_num_sequences(service, 1, body.n or 1)

@@ -67,6 +67,7 @@ async def list_documents(call: Call[Any]) -> Tree:
 
 
 async def show_document(call: Call[Any]) -> Tree:
+    """Return a document of the key. Raises ApiError 404."""
     document_id = call.path_value("document_id")
     found = await _documents_of(call.service).registry.find(call.owner, [document_id], sys.maxsize)
     if document_id not in found:
@@ -76,6 +77,7 @@ async def show_document(call: Call[Any]) -> Tree:
 
 
 async def delete_document(call: Call[Any]) -> Tree:
+    """Delete a document of the key, and those of its chunks that no other document has. Raises ApiError 404."""
     service, document_id = call.service, call.path_value("document_id")
     unnamed = await _documents_of(service).registry.delete(call.owner, document_id)
     if unnamed is None:

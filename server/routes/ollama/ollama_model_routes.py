@@ -125,6 +125,7 @@ async def _describe_loaded(model: ServedModel) -> Tree:
 
 
 async def show(call: Call[OllamaShowBody]) -> Tree:
+    """Return the served model's template, parameters, sizes and abilities."""
     service = call.service
     facts = await facts_of(service)
     shape, template = facts.architecture, service.template

@@ -133,6 +133,7 @@ def _num_ctx(body: OllamaBody) -> int | None:
 
 
 async def embed(call: Call[OllamaEmbedBody]) -> Response | Tree:
+    """Return embeddings of length 1; texts that are too long are cut unless `truncate` is false. Raises ApiError."""
     body, began_s = call.body, time.monotonic()
     cuts = body.truncate is not False
     asked = EmbeddingsBody(

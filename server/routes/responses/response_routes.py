@@ -26,6 +26,7 @@ ORDERS = ("asc", "desc")
 
 
 async def create_response(call: Call[ResponsesBody]) -> HttpResponse:
+    """Generate a response, behind the one that it continues, and keep it unless `store` is false. Raises ApiError."""
     service, owner, body = call.service, call.owner, call.body
     earlier: list[Message] = []
     if body.previous_response_id is not None:

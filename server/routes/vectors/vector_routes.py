@@ -77,6 +77,7 @@ async def embed_texts(call: Call[Any], body: EmbeddingsBody, name: str) -> tuple
 
 
 async def rerank(call: Call[RerankBody]) -> Response | Tree:
+    """Return the documents by their relevance to the query, best first. Raises ApiError."""
     service, body = call.service, call.body
     texts = [document.text if isinstance(document, RankedText) else document for document in body.documents]
     try:
