@@ -8,6 +8,7 @@ import tomllib
 from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import NamedTuple
 
 import typer
 
@@ -15,6 +16,18 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 NOT_OURS = {"build", "dist", "results", "__pycache__"}
 MAKE_TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
+VERBLESS = re.compile(
+    "(A|An|The|What|Whether|How|Where|When|Which|Who|Those|These|This|That|All|Each|Every|One|Two|Of|For|If|In|As|With|No"
+    "|Its?|Their|Others?|Some|Several|Rows|Tokens|Bytes|Keys|Values|Pages|Blocks)\\b"
+)
+COMPILED = re.compile(r"triton\.jit|numba\.njit|inner|intrinsic")
+WIDE = {
+    "cpu/row_products.py",
+    "gpu/operations/recurrent/delta_net.py",
+    "gpu/operations/recurrent/delta_step.py",
+    "transfer/simd/packed_rows.py",
+    "transfer/simd/vectors.py",
+}
 CODE_BLOCK = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -96,27 +109,66 @@ def test_every_folder_of_modules_is_a_package() -> None:
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
+class Words(NamedTuple):
+    """What a module says. is_introduced: it is empty, or says what it is; docstrings: each in one line; of_functions:
+    names and docstrings; wide: functions of more than eight arguments, but those that a compiler takes.
+    """
+
+    is_introduced: bool
+    docstrings: list[str]
+    of_functions: list[tuple[str, str]]
+    wide: list[str]
+
+
 @cache  # of the words alone: trees of all files would keep the garbage collector busy
-def read_docstrings(path: Path) -> tuple[bool, list[str]]:
-    """Tell whether a module says what it is, or is empty, and return its docstrings, each in one line."""
+def read_words(path: Path) -> Words:
+    """Return what a module says, and which of its functions take too much."""
     tree = ast.parse(path.read_text())
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
-    return not tree.body or ast.get_docstring(tree) is not None, [" ".join(text.split()) for text in found]
+    docstrings, of_functions, wide = [ast.get_docstring(tree)], [], []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            docstrings.append(ast.get_docstring(node))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            docstrings.append(ast.get_docstring(node))
+            of_functions.append((node.name, docstrings[-1] or ""))
+            names = {argument.arg for argument in node.args.args + node.args.kwonlyargs} - {"self", "cls"}
+            if len(names) > 8 and not any(COMPILED.match(ast.unparse(one)) for one in node.decorator_list):
+                wide.append(node.name)
+    spoken = [" ".join((text or "").split()) for text in docstrings]
+    return Words(not tree.body or docstrings[0] is not None, spoken, of_functions, wide)
 
 
 def test_every_module_says_what_it_is() -> None:
-    mute = [str(path) for path in list_files(".py") if not read_docstrings(path)[0]]
+    mute = [str(path) for path in list_files(".py") if not read_words(path).is_introduced]
     assert mute == [], "a module opens with a docstring"
 
 
 def test_no_docstring_says_a_sentence_twice() -> None:
     twice = []
     for path in list_files(".py"):
-        for text in read_docstrings(path)[1]:
+        for text in read_words(path).docstrings:
             sentences = [one for one in re.split(r"(?<=[.!?]) ", text) if len(one) > 20]
             twice += [f"{path}: {one}" for one in set(sentences) if sentences.count(one) > 1]
     assert twice == []
+
+
+def test_what_a_function_does_is_said_by_a_verb_first() -> None:
+    """Not by an article, a question word, a number or what it is of; tests' own functions aside."""
+    verbless = [
+        f"{path.relative_to(ROOT)}: {name}: {text[:60]}"
+        for path in list_files(".py") if path.relative_to(ROOT).parts[0] != "tests"
+        for name, text in read_words(path).of_functions if VERBLESS.match(text)
+    ]  # fmt: skip
+    assert verbless == []
+
+
+def test_no_function_takes_more_than_eight_arguments() -> None:
+    """But command lines, what emits vectors of compiled code, and recurrent steps, whose tensors are all their own."""
+    wide = {
+        path.relative_to(ROOT).as_posix()
+        for path in list_files(".py") if path.relative_to(ROOT).parts[0] != "tests" and read_words(path).wide
+    }  # fmt: skip
+    assert {path for path in wide if not re.search(r"(command|commands|cli)\.py$|/commands/", path)} == WIDE
 
 
 def test_no_file_points_outside_the_project() -> None:
