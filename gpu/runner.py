@@ -423,7 +423,7 @@ class Runner:
         return failures
 
     def _finish_reloads(self, reloads: Sequence[FinishedReload]) -> dict[int, str]:
-        """Launch the ends of reloads; return the slots whose rows could not come back, and why."""
+        """Launch the ends of reloads; return the slots whose rows could not be reloaded, and why."""
         failures: dict[int, str] = {}
         for reload in reloads:
             assert self._offloader is not None

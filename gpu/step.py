@@ -130,7 +130,7 @@ class FusionPlan:
     chunks: ascending, disjoint, behind the prompt's `begin`. select_layer: 0 for a policy that looks at nothing.
     seam_tokens: at the front of each chunk, chosen before all others. `[question_begin, question_end)`: who is asked
     what matters. num_computed: from `select_layer` on. num_evicted: of tokens between the text in front of the first
-    chunk and what stands behind the last one, which each KV head of each layer gives up once the prompt is done: what
+    chunk and what stands behind the last one, which each KV head of each layer evicts once the prompt is done: what
     is left moves up to the first cells, and the next token's is so much before its position.
     """
 

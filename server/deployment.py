@@ -44,7 +44,7 @@ class ServerConfig(Settings):
     tls_certificate: Path | None = Field(None, description="PEM file, with what it was signed by; given, it is HTTPS")
     tls_key: Path | None = Field(None, description="PEM file of the certificate's key; default: the same file")
     tls_client_ca: Path | None = Field(
-        None, description="PEM file; clients without a certificate that these have signed are not let in"
+        None, description="PEM file; clients without a certificate that these have signed are refused"
     )
     api_keys: tuple[str, ...] = Field(
         (),

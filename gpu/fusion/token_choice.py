@@ -16,7 +16,7 @@ from torch.nn.functional import avg_pool1d
 from gpu.fusion.fusion_plan import choose_ends
 
 LOGIT_ENTRIES = 2**25  # of float32 logits of the question at once
-POOLED = 7  # tokens that are kept or given up nearly together
+POOLED = 7  # tokens that are kept or evicted nearly together
 COMPUTED = float("inf")
 """The number of what is computed whatever the policy is."""
 _SEAM = 1e30  # above any score; nearer to the seam is higher

@@ -1,11 +1,10 @@
 """The device's dealings with the host tier for running sequences: their offloads, and their end.
 
-Invariants: an offload's rows are copied from their pages before the pages are evicted, in stream order; rows that come
-back stand in their pages before a page table has these, in stream order; a context is closed when nothing is on its way
-up. Offload blocks pass through one buffer, however many are due in a step, and rows of more than an offload block a
-layer at a time through another, so that a context that grows past the resident limit takes no memory beside it; then
-the device waits for the link. What comes back does so through the staging of prompts, and none that is offloaded is
-under way then.
+Invariants: an offload's rows are copied from their pages before the pages are evicted, in stream order; reloaded rows
+stand in their pages before a page table has these, in stream order; a context is closed when none of its rows are being
+reloaded. Offload blocks pass through one buffer, however many are due in a step, and rows of more than an offload block
+a layer at a time through another, so that a context that grows past the resident limit takes no memory beside it; then
+the device waits for the link. Reloads go through the staging of prompts, while no offloaded prompt is under way.
 """
 
 from collections.abc import Sequence

@@ -107,7 +107,7 @@ def small_tier(device: str) -> Iterator[CpuTier]:
 
 
 def of_tier(case: Case, device_name: str, steps: int) -> list[Attended]:
-    """Return the same steps by the parts that serve; before each, what has left the window goes down."""
+    """Return the same steps by the parts that serve; before each, what has left the window is offloaded."""
     device, attended = torch.device(device_name), []
     codes = Codes(arrange(draw_projections(DIM, BITS, TABLES, SEED, torch.float32, device)))
     with small_tier(device_name) as tier:

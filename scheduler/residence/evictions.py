@@ -1,7 +1,7 @@
 """Evict the resident pages of offloaded blocks, and reload them where pages are free.
 
 A block moves for its context and for all that share it. Invariants: evicted blocks are in front of resident ones; an
-evicted block has a dense page, a resident one a resident page. Rows come back in two plans: one reloads them to pages
+evicted block has a dense page, a resident one a resident page. Rows are reloaded in two plans: one copies them to pages
 that nobody reads yet, and once it is carried out another gives these pages to their readers.
 """
 

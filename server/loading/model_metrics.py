@@ -18,8 +18,10 @@ class ModelMetrics:
         self._registry = CollectorRegistry()
         self._loads = self._counter("tandem_model_loads", "times that a model was loaded")
         self._unloads = self._counter("tandem_model_unloads", "times that a model was unloaded")
-        self._failures = self._counter("tandem_model_load_failures", "loads that failed, or engines that were given up")
-        self._load_s = self._counter("tandem_model_load_seconds", "that loads took, until requests were let in")
+        self._failures = self._counter(
+            "tandem_model_load_failures", "loads that failed, or engines that ended for good"
+        )
+        self._load_s = self._counter("tandem_model_load_seconds", "that loads took, until requests were admitted")
         self._state = Gauge(
             "tandem_model_state", "1 at what the model is now", ["model", "state"], registry=self._registry
         )

@@ -220,7 +220,7 @@ def test_shutdown_does_not_wait_for_jobs_nor_for_the_gate():
 
 
 def test_attention_leaves_a_core_to_launches_beside_it_where_there_are_many(monkeypatch):
-    monkeypatch.setattr("cpu.cpu_tier.HostAttention", lambda **named: SimpleNamespace(most_sharing=1))
+    monkeypatch.setattr("cpu.cpu_tier.HostAttention", lambda *_, **named: SimpleNamespace(most_sharing=1))
     for threads, left in [(16, 1), (8, 1), (4, 0)]:
         tier = new_tier(tier_shape(), threads=threads)
         tier.leave_core(True)

@@ -1,4 +1,4 @@
-"""Who is let in, in which order, and how many at once; who waits again, and where in the queue."""
+"""Who is admitted, in which order, and how many at once; who waits again, and where in the queue."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Contexts in a real store take no more than admission charges them, so what is let in is refused nothing later."""
+"""Contexts in a real store take no more than admission charges them, so what is admitted is refused nothing later."""
 
 from collections.abc import Iterator
 

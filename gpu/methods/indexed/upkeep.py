@@ -1,7 +1,7 @@
 """Keep the indexes of rings up to date: what of a sequence is indexed, where its rows lie, and what is forgotten.
 
 An index has tokens of the offloaded run, or of a context that is whole on the device, from behind the sink on. Both are
-the same tokens, so an index stays when pages are evicted or come back; what changes is where chosen rows are read.
+the same tokens, so an index stays when pages are evicted or reloaded; what changes is where chosen rows are read.
 
 Sequences that begin alike share pages of their indexes. Whoever comes first to a token there indexes it, less a centre
 that all of them have, and nobody does again; whoever takes it over, perhaps on another stream, waits for that.

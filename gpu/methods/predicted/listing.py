@@ -1,7 +1,7 @@
 """List the blocks on the device that each row's KV heads read in this step, as a page table.
 
 Invariant: a block is listed exactly if it stands in a slot and lies in the row's skipped range of this step, so nothing
-is read twice: what has come back to the pages since it was fetched is theirs.
+is read twice: what was reloaded to pages since it was fetched is read there.
 """
 
 from dataclasses import dataclass
