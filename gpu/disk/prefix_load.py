@@ -79,7 +79,15 @@ class PrefixLoad:
         for event in self._copied.pop(layer, []):
             self._copies.streams.wait_for(event)
         place = self._place(layer)
-        if place is not None:
+        if place is not None and self._staged is not None and self._staged.staging.num_buffers > 1:
+            self._stage(place + 1)
+
+    def end_layer(self, layer: int) -> None:
+        """Begin to read the next offloaded layer where it has the same buffer as this one, which its last unit and the
+        copies to host memory have read.
+        """
+        place = self._place(layer)
+        if place is not None and self._staged is not None and self._staged.staging.num_buffers == 1:
             self._stage(place + 1)
 
     def close(self) -> None:

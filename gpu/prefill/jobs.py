@@ -248,6 +248,8 @@ class Prefill:
         state.keep(unit.layer, chunk, carried)
         if staged is not None and place is not None and unit.end == state.offsets[-1]:
             staged.end_layer(place)
+            if state.load is not None:
+                state.load.end_layer(unit.layer)
         if state.eviction is not None and unit.end == state.offsets[-1]:
             rows = self.attention.whole(state, unit.layer)
             state.eviction.evict(unit.layer, state.job.prompts[0].slot, *rows, self.decoder.scale, self.decoder.pool)
