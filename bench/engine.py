@@ -16,7 +16,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
     rates, rate = measure_floor_rates(one_bytes, benchmark.threads, device)
     runner = build_runner(architecture, weights, max(benchmark.batches), benchmark.context, dtype, device)
     runner.capture(served_graph_sizes(benchmark.batches), lambda fraction: None)
-    plain = unpacked(Weights(weights.embedding, list(weights.layers), weights.final_norm, weights.logits))
+    plain = unpacked(replace(weights, layers=list(weights.layers)))
     checkpoint = load_hugging_face(benchmark.model, dtype, device) if benchmark.model is not None else None
     rows, what = [], f"{architecture.name} {benchmark.kind}"
     for batch in benchmark.batches:

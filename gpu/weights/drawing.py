@@ -57,7 +57,7 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
                 rows.copy_(drawn)
         return None
 
-    def draw_layer(layer: LayerWeights) -> None:
+    def draw_layer(layer: LayerWeights, is_plain: bool) -> None:
         beside = layer.experts and layer.experts.beside
         ones = () if beside is None else (beside.router_norm, beside.norm, beside.post_norm, beside.mlp_post_norm)
         for norm in (layer.attention_norm, layer.mlp_norm, layer.key_norm, *ones):
@@ -70,8 +70,8 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
         if layer.inputs is not None:
             draw(layer.inputs.gate, 1.0)
             draw(layer.inputs.projection, 1.0)
-        if layer.query_norm is not None:
-            layer.query_norm.fill_(architecture.query_gain)
+        if layer.query_norm is not None and not is_plain:
+            layer.query_norm.fill_(1.0)  # where logits are not scaled, a trained norm is small, and attention as flat
         for norm in (layer.attention_post_norm, layer.mlp_post_norm, layer.inputs and layer.inputs.norm):
             if norm is not None:
                 norm.fill_(residual_scale)
@@ -110,8 +110,9 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
                 draw(layer.experts.shared_share, 1.0)
 
     main = architecture.main_layers
+    is_plain = [spec.plain_qk_norm for spec in architecture.layers]  # whose norms of heads have no weights
     for index, layer in enumerate(weights.layers[:main]):
-        draw_layer(layer)
+        draw_layer(layer, is_plain[index])
         on_progress((index + 1) / (main + 1))
     scale = architecture.embedding_scale
     gain = 1.0 if scale == 1 else RANDOM_LOGIT_SPREAD * scale  # or a token's own embedding would be what comes next
@@ -127,8 +128,8 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
     if not architecture.tied_embeddings:
         weights.embedding.normal_(0.0, 1.0, generator=generator)
     if weights.draft is not None:  # last, so that the model is the same with it and without
-        for layer in weights.layers[main:]:
-            draw_layer(layer)
+        for index, layer in enumerate(weights.layers[main:], main):
+            draw_layer(layer, is_plain[index])
         for norm in (weights.draft.embedding_norm, weights.draft.hidden_norm, weights.draft.norm):
             norm.fill_(1.0)
         draw(weights.draft.mix, 1.0)

@@ -131,6 +131,7 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
     console.print(f"{shares.host_bytes / GIB:.1f} GiB of experts in host memory, all weights drawn in "
                   f"{time.perf_counter() - began:.1f} s", highlight=False)  # fmt: skip
     has_same_bits = _check(shape, weights, device, benchmark)
+    gc.collect()  # the layer that was put together, whose memory pages want
     bench = _Bench(benchmark, shape, plan, shares, rates, stream_gb_s, device, console, has_same_bits)
     rows = []
     for way in benchmark.ways:
