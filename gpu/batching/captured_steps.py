@@ -8,17 +8,19 @@ from gpu.batching.halving import FEWEST_ROWS
 
 class StepKind(NamedTuple):
     """A kind of captured step. num_parts: of its request to the CPU, 0 to 2; reuses: whether methods that reuse take
-    part; lends: whether rows read host memory by such methods alone, and request nothing of the CPU.
+    part; lends: whether rows read host memory by such methods alone, and request nothing of the CPU; adapts: whether
+    some row may have an adapter.
     """
 
     num_parts: int
     reuses: bool
     lends: bool = False
+    adapts: bool = False
 
 
 def steps_to_capture(
     batch_sizes: Iterable[int], max_running: int, with_host_reads: bool, with_reuse: bool, with_lending: bool = False,
-    with_halves: bool = True,
+    with_halves: bool = True, with_adapters: bool = False,
 ) -> list[tuple[StepKind, int]]:  # fmt: skip
     """Return each step as its kind and its number of rows, most rows first.
 
@@ -26,6 +28,8 @@ def steps_to_capture(
     with_reuse: whether a profile that is served reuses: then there is each kind with it and without, since rows of all
     profiles share steps. with_lending: whether a method reads host memory in the CPU's place.
     with_halves: whether batches with host reads may be cut.
+    with_adapters: whether some are loaded: then steps without host reads are captured with them and without, all others
+    with them alone.
     """
     sizes = {min(size, max_running) for size in batch_sizes}
     steps = [(0, size) for size in sizes]
@@ -35,7 +39,13 @@ def steps_to_capture(
         if with_halves:
             steps += [(2, size) for size in reading_sizes if size >= FEWEST_ROWS]
     reuses = (False, True) if with_reuse else (False,)
-    kinds = [(StepKind(num_parts, reusing), size) for num_parts, size in steps for reusing in reuses]
+    kinds = [
+        (StepKind(num_parts, reusing, adapts=adapts), size)
+        for num_parts, size in steps
+        for reusing in reuses
+        for adapts in {with_adapters, with_adapters and num_parts > 0}
+    ]
     if with_lending:
-        kinds += [(StepKind(0, True, lends=True), size) for num_parts, size in steps if num_parts == 1]
+        lent = StepKind(0, True, lends=True, adapts=with_adapters)
+        kinds += [(lent, size) for num_parts, size in steps if num_parts == 1]
     return sorted(kinds, key=lambda step: (-step[1], step[0]))

@@ -59,12 +59,12 @@ class LayerLoop:
         return [method for method in self.methods if isinstance(method, RingSide)]
 
     def step(self, rows: StepRows, exchange: SlotExchange | None, reuses: bool,
-             experts: ExpertExchange | None = None, lends: bool = False) -> Step:  # fmt: skip
+             experts: ExpertExchange | None = None, lends: bool = False, adapts: bool = True) -> Step:  # fmt: skip
         """Compute one token for each row. exchange: for requests to the CPU, or None for a step without any. lends:
         methods alone read host memory; without that and without an exchange no row may skip a range. reuses: whether
-        some row may hold a ring. experts: where the CPU computes experts in host memory;
-        None: they are fetched. It yields once a layer has sent its host reads: what follows reads the answer, or awaits
-        it on the device; requests for experts are answered, or awaited, in between.
+        some row may hold a ring. experts: where the CPU computes experts in host memory; None: they are fetched.
+        adapts: whether some row may have an adapter. It yields once a layer has sent its host reads: what follows
+        reads the answer, or awaits it on the device; requests for experts are answered, or awaited, in between.
         """
         decoder = self.decoder
         methods = [method for method in self.methods if reuses or not method.reuses]
@@ -72,6 +72,7 @@ class LayerLoop:
         token_ids = self.last_tokens.index_select(0, rows.token_slots)
         hidden = decoder.embed(token_ids)
         carried = decoder.carry(token_ids, rows.positions, hidden, range(decoder.architecture.main_layers))
+        carried.adapts = adapts
         windows = {window: rows.window_bounds(decoder.architecture.num_heads, window) for window in decoder.windows}
         for layer in range(decoder.architecture.main_layers):
             if decoder.specs[layer].recurrent is not None:

@@ -1,7 +1,7 @@
 """Run decode steps on static buffers: as CUDA graphs for a ladder of batch sizes, else the same loop eagerly.
 
-Steps differ in whether some row reads host memory, in whether the CPU does that or methods alone, and in whether some
-row holds a ring of a method that reuses. On
+Steps differ in whether some row reads host memory, in whether the CPU does that or methods alone, in whether some row
+holds a ring of a method that reuses, and, without host reads, in whether some row has an adapter. On
 CUDA a whole step is one graph for the next larger captured size, with both half batches in turns if there are two. It
 awaits each answer on the device, so it is launched once and handed to the thread that answers (`answering`), and the
 next step may be launched behind it. Larger batches, and the CPU device, run the loop eagerly in the launching thread:
@@ -176,16 +176,17 @@ class DecodeSteps:
         if batch.has_host_reads or any(host_read is not None for host_read in batch.host_reads):
             return self._run_lent(batch) if self._methods_read(batch) else self._run_host_reads(batch)
         adapters = self.loop.decoder.adapters
-        is_plain = not batch.reuses and (adapters is None or not adapters.has_any(batch.slots))
+        adapts = adapters is not None and adapters.has_any(batch.slots)
+        is_plain = not batch.reuses and not adapts
         if self._has_code() and self._compiled is not None and is_plain and len(batch) <= MAX_ROWS:
             slots = np.array(batch.slots, np.int32)
             positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
             token_ids = self.loop.last_tokens.numpy()[np.array(batch.places)]
             return LaunchedStep(self._compiled.run(slots, positions, token_ids, cells))
-        captured = self._find(StepKind(0, batch.reuses), len(batch))
+        captured = self._find(StepKind(0, batch.reuses, adapts=adapts), len(batch))
         if captured is None:
             rows, experts = self._upload(batch, len(batch)), self._eager_experts(len(batch))
-            return LaunchedStep(_logits_of(self.loop.step(rows, None, batch.reuses, experts)))
+            return LaunchedStep(_logits_of(self.loop.step(rows, None, batch.reuses, experts, adapts=adapts)))
         self._recover_experts(captured, reads_host=False)
         self._fill(captured.rows[0], batch)
         captured.graph.replay()
@@ -205,6 +206,10 @@ class DecodeSteps:
 
     def _has_code(self) -> bool:
         return self._code is not None and self._code.is_ready()
+
+    @property
+    def _has_adapters(self) -> bool:
+        return self.loop.decoder.adapters is not None
 
     @property
     def most_rows(self) -> int:
@@ -244,7 +249,9 @@ class DecodeSteps:
         with_host_reads = self.host_reader is not None and not LAUNCHES_BLOCK
         lends = any(method.reads_alone for method in self.loop.reusing)
         halves = self.host_reader is None or self.host_reader.halving.always != 1
-        steps = steps_to_capture(batch_sizes, max_running, with_host_reads, bool(self.loop.reusing), lends, halves)
+        steps = steps_to_capture(
+            batch_sizes, max_running, with_host_reads, bool(self.loop.reusing), lends, halves, self._has_adapters
+        )
         pools = {reads_host: torch.cuda.graph_pool_handle() for reads_host in (False, True)}
         for done, (kind, size) in enumerate(steps):
             self._captured[kind, size] = self._capture(kind, size, pools[kind.num_parts > 0 or kind.lends])
@@ -263,7 +270,7 @@ class DecodeSteps:
         if self.loop.decoder.delta is not None and any(batch.drafted):
             num_parts = 1  # or a state would go on in another part without what a draft's first tokens made of it
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
-        captured = self._find(StepKind(num_parts, batch.reuses), len(batch))
+        captured = self._find(StepKind(num_parts, batch.reuses, adapts=self._has_adapters), len(batch))
         self._answering.recover()
         if captured is not None:
             self._recover_experts(captured, reads_host=True)
@@ -290,7 +297,7 @@ class DecodeSteps:
         """Launch a step whose rows are read in host memory by methods alone, behind no answer of the CPU."""
         assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
         times, clock = self.host_reader.times, time.perf_counter
-        captured = self._find(StepKind(0, batch.reuses, lends=True), len(batch))
+        captured = self._find(StepKind(0, batch.reuses, lends=True, adapts=self._has_adapters), len(batch))
         if captured is not None:
             self._recover_experts(captured, reads_host=True)
         began = clock()
@@ -441,14 +448,14 @@ class DecodeSteps:
         for one in released:
             one.slot.release()
         on = self._host_read_stream if exchanging or kind.lends else None
-        graph, logits = capture(lambda: self.compute(rows_of, exchanges, kind.reuses, experts, kind.lends), pool, on)
+        graph, logits = capture(lambda: self.compute(rows_of, exchanges, kind, experts), pool, on)
         for one in released:
             one.forget_requests()
         return _Captured(rows_of, graph, logits, None if experts is None else experts.take_requests())
 
     def compute(
-        self, rows_of: Sequence[StepRows], exchanges: Sequence[SlotExchange | None], reuses: bool,
-        experts: ExpertExchange | None = None, lends: bool = False,
+        self, rows_of: Sequence[StepRows], exchanges: Sequence[SlotExchange | None], kind: StepKind,
+        experts: ExpertExchange | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """Return the logits of a step's parts, in the order of `_take_turns`; its answers come by themselves. Its
         requests for experts are those that `experts` lists afterwards.
@@ -456,7 +463,7 @@ class DecodeSteps:
         if experts is not None:
             experts.take_requests()
         steps = [
-            self.loop.step(rows, exchange, reuses, experts, lends)
+            self.loop.step(rows, exchange, kind.reuses, experts, kind.lends, kind.adapts)
             for rows, exchange in zip(rows_of, exchanges, strict=True)
         ]  # fmt: skip
         for _ in self.loop.offloaded_layers if exchanges[0] is not None else ():

@@ -2,12 +2,11 @@
 
 All adapters of a matrix stand below each other, so a batch takes two products more, whatever its rows ask for: with
 all of them, `x @ down.T`, in which each row keeps the columns of its own adapter, and back, `@ up.T`; steps of few rows
-have kernels for them. Rows without one keep none. Captured steps read which adapter a slot has on the device.
+have kernels for them. Rows without one keep none. Captured steps read which adapter a slot has on the device; there are
+others for rows that all have none.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from safetensors import safe_open
@@ -16,15 +15,8 @@ from torch import Tensor
 from gpu.model.adapter_file import TENSORS, AdapterFile, AdapterPart
 from gpu.model.matrix_formats import matrix_shapes
 from gpu.model.spec import Architecture
-from gpu.operations.linear.adapter_product import StackedAdapters
+from gpu.operations.linear.adapter_product import AdapterRange, AdapterRows, StackedAdapters
 from gpu.weights.tensor_places import row_order
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterRows:
-    """Which adapter each token has: ids int64 `[tokens, 1]`, 0: none."""
-
-    ids: Tensor
 
 
 class Adapters:
@@ -64,35 +56,54 @@ def _load(
         for part in file.parts:
             parts.setdefault((part.layer, part.matrix), []).append((number, part))
     opened = [safe_open(file.folder / TENSORS, framework="pt") for file in files]
-    shared: dict[tuple[int, ...], tuple[Tensor, Tensor, int]] = {}
+    shared: dict[tuple[tuple[int, ...], ...], tuple[Tensor, Tensor]] = {}
     products = {}
     for (layer, matrix), listed in parts.items():
         num_rows, inner = matrix_shapes(architecture, architecture.layers[layer])[matrix]
-        num_columns = sum(part.rank for _, part in listed)
-        down = torch.empty(num_columns, inner, dtype=dtype, device=device)
-        up = torch.zeros(num_columns, num_rows, dtype=dtype, device=device)
-        begin, counts = 0, [0] * (1 + len(files))
+        listed.sort(key=lambda one: (one[1].begin, one[1].rows, one[0]))
+        counts: dict[tuple[int, int], list[int]] = {}
+        down = torch.empty(sum(part.rank for _, part in listed), inner, dtype=dtype, device=device)
+        up = torch.zeros(len(down), max(part.rows for _, part in listed), dtype=dtype, device=device)
+        begin = 0
         for number, part in listed:
             columns = slice(begin, begin + part.rank)
             down[columns].copy_(opened[number - 1].get_tensor(part.down))
             rows = opened[number - 1].get_tensor(part.up).float() * part.gain
             order = _order_of(architecture, layer, part)
-            up[columns, part.begin : part.begin + part.rows].copy_((rows if order is None else rows[order]).T)
+            up[columns, : part.rows].copy_((rows if order is None else rows[order]).T)
             begin += part.rank
-            counts[number] += part.rank
-        key = tuple(counts)
+            counts.setdefault((part.begin, part.rows), [0] * (1 + len(files)))[number] += part.rank
+        ranges = _ranges_of(counts, num_rows)
+        key = tuple(tuple(counts.get((one.begin, one.rows), [0] * (1 + len(files)))) for one in ranges)
         if key not in shared:
-            shared[key] = _whose(counts, device)
-        products[layer, matrix] = StackedAdapters(down, up, *shared[key])
+            shared[key] = _whose(key, device)
+        products[layer, matrix] = StackedAdapters(down, up, *shared[key], ranges, max(map(max, key)))
     return products
 
 
-def _whose(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return `StackedAdapters`' owners, begins and most, of how many columns each adapter has; the first is none."""
-    numbers = torch.arange(len(counts), dtype=torch.int64)
-    owners = numbers.repeat_interleave(torch.tensor(counts))
-    begins = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-    return owners.to(device), begins.to(device), max(counts)
+def _ranges_of(counts: Mapping[tuple[int, int], Sequence[int]], num_rows: int) -> tuple[AdapterRange, ...]:
+    """Return all rows of a matrix in ranges, of how many columns adapters have in some of them, in their order."""
+    ranges, end = [], 0
+    for (begin, rows), of_range in counts.items():
+        assert begin >= end, "adapters: parts of a matrix do not overlap"
+        if begin > end:
+            ranges.append(AdapterRange(end, begin - end, 0))
+        ranges.append(AdapterRange(begin, rows, sum(of_range)))
+        end = begin + rows
+    if end < num_rows:
+        ranges.append(AdapterRange(end, num_rows - end, 0))
+    return tuple(ranges)
+
+
+def _whose(counts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return `StackedAdapters`' owners and spans, of how many columns each adapter has, range by range; the first is
+    none.
+    """
+    of_all = torch.tensor(counts)
+    numbers = torch.arange(of_all.shape[1], dtype=torch.int64).expand_as(of_all)
+    owners = numbers.flatten().repeat_interleave(of_all.flatten())
+    firsts = of_all.flatten().cumsum(0).view_as(of_all) - of_all
+    return owners.to(device), torch.stack([firsts.T, of_all.T], 2).to(device, torch.int32)
 
 
 def _order_of(architecture: Architecture, layer: int, part: AdapterPart) -> Tensor | None:

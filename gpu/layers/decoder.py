@@ -13,7 +13,7 @@ from torch import Tensor
 from gpu.attention.prefill_query import Attended
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.kv.pool import KvPool
-from gpu.layers.adapters import AdapterRows, Adapters
+from gpu.layers.adapters import Adapters
 from gpu.layers.delta_layers import DeltaLayers
 from gpu.layers.latent import LatentLayers
 from gpu.layers.projections import Projections
@@ -24,6 +24,7 @@ from gpu.operations.head_norm import HeadNorms
 from gpu.operations.kv.numba_rope_kv_write import rope_kv_write_cpu
 from gpu.operations.kv.rope_kv_write import rope_kv_write
 from gpu.operations.kv.row_places import RowPlaces
+from gpu.operations.linear.adapter_product import AdapterRows
 from gpu.operations.linear.packed_matrix import Packed, unpack_rows
 from gpu.operations.sinks import add_sinks
 from gpu.ranks import Ranks
@@ -61,7 +62,7 @@ class Carried:
     (`Projections.inputs`), from `first_layer` on; kept: keys and values `[tokens, 2 * kv_heads * dim]` that later
     layers have, too, before norms and rotation, by the layer that made them; query_scale: of `Decoder.query_scale`;
     output_gate `[tokens, heads * dim]`: of the layer that is computed, if it has one; adapters: of the tokens, once a
-    layer has asked for them.
+    layer has asked for them; adapts: whether some token may have one.
     """
 
     inputs: Tensor | None
@@ -70,6 +71,7 @@ class Carried:
     query_scale: Tensor | None = None
     output_gate: Tensor | None = None
     adapters: AdapterRows | None = None
+    adapts: bool = True
 
     def inputs_of(self, layer: int) -> Tensor | None:
         return None if self.inputs is None else self.inputs[:, layer - self.first_layer]
@@ -234,7 +236,7 @@ class Decoder:
 
     def _adapters_of(self, slots: Tensor, carried: Carried | None) -> AdapterRows | None:
         """Return the adapters of tokens in these slots, which are looked up once for all layers of a step."""
-        if self.adapters is None:
+        if self.adapters is None or (carried is not None and not carried.adapts):
             return None
         if carried is None:
             return self.adapters.rows(slots)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.exchange.device_experts import ExpertExchange
-from gpu.layers.adapters import AdapterRows, Adapters
+from gpu.layers.adapters import Adapters
 from gpu.layers.expert_mlp import ExpertMlp
 from gpu.layers.staged_experts import StagedExperts
 from gpu.layers.widened import Widened
@@ -19,7 +19,15 @@ from gpu.model.matrix_formats import OF_EXPERTS, widened_bytes
 from gpu.model.spec import Architecture
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.kv.latent_write import LATENT_EPS
-from gpu.operations.linear.adapter_product import add_adapters
+from gpu.operations.linear.adapter_product import (
+    AdapterRows,
+    Lowered,
+    StackedAdapters,
+    add_raised,
+    lower,
+    lower_normed,
+    swiglu_raised,
+)
 from gpu.operations.linear.packed_matrix import Stored
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.swiglu import swiglu
@@ -159,13 +167,20 @@ class Projections:
             return self._add_up(down.linear(product, mixed))
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         activation, bias = self._specs[layer].activation, weights.gate_up_bias
-        is_apart = adapters is not None and (layer, "gate_up") in self._added
-        if bias is None and weights.mlp_norm is not None and not is_apart:
+        lowered = None
+        if adapters is not None and (added := self._added.get((layer, "gate_up"))) is not None:
+            x, of_gates = self._lower(added, hidden, weights.mlp_norm, adapters)
+            made = gate_up.linear(x)
+            made = made if bias is None else made.add_(bias)
+            product, lowered = swiglu_raised(made, of_gates, activation, self._added.get((layer, "down")))
+        elif bias is None and weights.mlp_norm is not None:
             product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, activation)
         else:
-            product = swiglu(self._norm_linear(layer, "gate_up", hidden, weights.mlp_norm, bias, adapters), activation)
+            product = swiglu(self._norm_linear(layer, "gate_up", hidden, weights.mlp_norm, bias, None), activation)
         if experts is None or beside is None:
-            return self._add(product, layer, "down", weights.down_bias, weights.mlp_post_norm, hidden, adapters)
+            return self._add(
+                product, layer, "down", weights.down_bias, weights.mlp_post_norm, hidden, adapters, lowered
+            )  # fmt: skip
         assert weights.mlp_post_norm is not None, "what a layer adds up of MLP and experts is normed"
         own = rms_norm(down.linear(product), beside.mlp_post_norm, self.eps)
         mixed = experts(hidden, beside.norm, self.eps, slots, exchange)
@@ -184,17 +199,22 @@ class Projections:
     def _norm_linear(self, layer: int, name: str, hidden: Tensor, norm: Tensor | None, bias: Tensor | None,
                      adapters: AdapterRows | None) -> Tensor:  # fmt: skip
         """Return norm, if there is one, product, bias and adapters."""
-        matrix = self._matrices[layer][name]
+        matrix, added = self._matrices[layer][name], self._added.get((layer, name))
+        if added is not None and adapters is not None:
+            x, lowered = self._lower(added, hidden, norm, adapters)
+            return add_raised(matrix.linear(x), lowered, bias)
         if norm is not None:
-            made = matrix.norm_linear(hidden, norm, self.eps, bias)
-        else:
-            made = matrix.linear(hidden)
-            made = made if bias is None else made.add_(bias)
-        added = self._added.get((layer, name))
-        if added is None or adapters is None:
-            return made
-        x = hidden if norm is None else rms_norm(hidden, norm, self.eps)
-        return add_adapters(made, x, added, adapters.ids)
+            return matrix.norm_linear(hidden, norm, self.eps, bias)
+        made = matrix.linear(hidden)
+        return made if bias is None else made.add_(bias)
+
+    def _lower(
+        self, added: StackedAdapters, hidden: Tensor, norm: Tensor | None, adapters: AdapterRows
+    ) -> tuple[Tensor, Lowered]:
+        """Return the norm, if there is one, and what adapters' downs make of it."""
+        if norm is None:
+            return hidden, lower(hidden, added, adapters)
+        return lower_normed(hidden, norm, self.eps, added, adapters)
 
     def _norm_widely(self, layer: int, qkv: Tensor) -> None:
         """Normalise all query heads of a token together, and all key heads, in place."""
@@ -249,15 +269,19 @@ class Projections:
         return rms_norm(hidden, self.weights.final_norm, self.eps)
 
     def _add(self, x: Tensor, layer: int, name: str, bias: Tensor | None, post_norm: Tensor | None, hidden: Tensor,
-             adapters: AdapterRows | None) -> Tensor:  # fmt: skip
+             adapters: AdapterRows | None, lowered: Lowered | None = None) -> Tensor:  # fmt: skip
+        """Return product, bias and adapters, normed if there is a norm, and added to `hidden`. lowered: of x, None:
+        what adapters need is computed here.
+        """
+        matrix, added = self._matrices[layer][name], self._added.get((layer, name))
+        adapts = added is not None and adapters is not None
         residual = hidden if post_norm is None and self._is_first else None
-        product = self._matrices[layer][name].linear(x, residual)
+        product = matrix.linear(x, None if adapts else residual)
         if bias is not None and self._is_first:
             product.add_(bias)
         product = self._add_up(product)
-        added = self._added.get((layer, name))
         if added is not None and adapters is not None:
-            add_adapters(product, x, added, adapters.ids)
+            product = add_raised(product, lowered or lower(x, added, adapters), residual)
         return product if post_norm is None else rms_norm_add(product, post_norm, self._post_eps, hidden)
 
     def _add_up(self, partial: Tensor) -> Tensor:

@@ -75,7 +75,8 @@ class Demand:
     state_bytes: of an element of a recurrent
     layer's state; where a model has such layers, states are counted as windows, num_host_states of them in host memory.
     unpacked: why matrices of few bits are unpacked at load, None: they are not. prefill_graph_sizes: of units whose
-    layers are captured. beside: what stands beside the model: another one on the device, adapters.
+    layers are captured. beside: what stands beside the model: another one on the device, adapters. adapts: whether
+    there are adapters.
     """
 
     shape: Architecture
@@ -101,6 +102,7 @@ class Demand:
     prefill_graph_sizes: tuple[int, ...] = ()
     num_host_states: int = 0
     beside: tuple[MemoryItem, ...] = ()
+    adapts: bool = False
 
     @property
     def served(self) -> Architecture:
@@ -421,7 +423,8 @@ class Demand:
         has_host = self.host is not None
         lends = any(state.has_rings and state.part.method.reading.device_reads_all for state in self.states)
         halves = self.shape.devices == 1
-        graphs = len(steps_to_capture(self.graph_batch_sizes, self.max_running, has_host, self.reuses, lends, halves))
+        sizes, most = self.graph_batch_sizes, self.max_running
+        graphs = len(steps_to_capture(sizes, most, has_host, self.reuses, lends, halves, self.adapts))
         of_head = (
             len({min(size, self.max_running) for size in self.graph_batch_sizes}) if self.shape.draft_layers else 0
         )

@@ -220,6 +220,7 @@ def _find_demand(asked: MemoryRequest) -> tuple[Demand, Literal["bfloat16", "flo
         unpacked=why_unpacked(architecture, machine.has_vectors) if device == "cpu" else None,
         prefill_graph_sizes=sizes.prefill_graph_sizes,
         beside=_find_beside(asked, device, dtype),
+        adapts=bool(asked.adapters),
     )
     if asked.disk is not None:
         _check_disk(asked.disk, demand, kv)

@@ -81,11 +81,15 @@ def adapter_bytes(files: Sequence[AdapterFile], architecture: Architecture, dtyp
     """Return the bytes of adapters on the device, and of what their products make of so many tokens."""
     if not files:
         return 0
-    held, columns = 0, dict[tuple[int, str], int]()
+    columns, most_rows = dict[tuple[int, str], int](), dict[tuple[int, str], int]()
     for part in (part for file in files for part in file.parts):
-        rows, inner = matrix_shapes(architecture, architecture.layers[part.layer])[part.matrix]
-        held += part.rank * ((rows + inner) * dtype_bytes + 8)
-        columns[part.layer, part.matrix] = columns.get((part.layer, part.matrix), 0) + part.rank
+        key = part.layer, part.matrix
+        columns[key] = columns.get(key, 0) + part.rank
+        most_rows[key] = max(most_rows.get(key, 0), part.rows)
+    held = 0
+    for (layer, matrix), of_matrix in columns.items():
+        inner = matrix_shapes(architecture, architecture.layers[layer])[matrix][1]
+        held += of_matrix * ((most_rows[layer, matrix] + inner) * dtype_bytes + 8)
     of_token = (architecture.hidden + max(columns.values())) * dtype_bytes + max(columns.values())
     return held + most_tokens * of_token
 

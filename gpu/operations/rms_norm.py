@@ -28,23 +28,27 @@ def rms_norm_add_reference(x: Tensor, weight: Tensor, eps: float, residual: Tens
 
 
 @triton.jit
+def normed_row(row, gain, eps, HIDDEN: tl.constexpr):
+    """Return a row, which is 0 behind HIDDEN numbers, normed, times `gain`, in its dtype."""
+    wide = row.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
+    if gain.dtype == row.dtype:
+        normed = normed.to(row.dtype).to(tl.float32)
+    return (normed * gain.to(tl.float32)).to(row.dtype)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x, residual, weight, out, x_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADDS_AFTER: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
-    dtype = x.dtype.element_ty
-    row = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(row * row, axis=0) / HIDDEN + eps)
-    normed = row * scale
-    if weight.dtype.element_ty == dtype:
-        normed = normed.to(dtype).to(tl.float32)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    result = (normed * gain).to(dtype)
+    row = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
+    result = normed_row(row, tl.load(weight + column, mask=inside, other=0.0), eps, HIDDEN)
     if ADDS_AFTER:
         before = tl.load(residual + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-        result = (before + result.to(tl.float32)).to(dtype)
+        result = (before + result.to(tl.float32)).to(row.dtype)
     tl.store(out + token * HIDDEN + column, result, mask=inside)
 
 

@@ -151,9 +151,13 @@ def test_products_of_every_format_are_those_of_its_numbers_and_the_adapters(weig
 
     def times(name: str, x: torch.Tensor) -> torch.Tensor:
         product = adapters.products[1, name]
-        own = product.owners == 2
-        whole = as_matrix(layer.matrices[name]).unpack().double()
-        added = product.up[own].double().T @ product.down[own].double()
+        whole, begin = as_matrix(layer.matrices[name]).unpack().double(), 0
+        added = torch.zeros_like(whole)
+        for one in product.ranges:
+            own = product.owners[begin : begin + one.columns] == 2
+            down, up = (part[begin : begin + one.columns][own].double() for part in (product.down, product.up))
+            added[one.begin : one.begin + one.rows] += up[:, : one.rows].T @ down
+            begin += one.columns
         return x @ whole.T + has * (x @ added.T)
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from gpu.attention.step_rows import StepRows
 from gpu.batching.capture import capture
+from gpu.batching.captured_steps import StepKind
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, HostRead, PrefillJob, StepPlan
@@ -71,9 +72,9 @@ def test_padding_rows_write_nothing_and_change_nothing() -> None:
     runner = small_runner()
     prefilled(runner)
     steps = runner.decode_steps
-    (logits,) = steps.compute([rows_of(1)], [None], False)
+    (logits,) = steps.compute([rows_of(1)], [None], StepKind(0, False))
     pages = [pages.clone() for pages in (*runner.pool.key_pages, *runner.pool.value_pages)]
-    (padded,) = steps.compute([rows_of(4)], [None], False)
+    (padded,) = steps.compute([rows_of(4)], [None], StepKind(0, False))
     torch.testing.assert_close(padded[:1], logits, rtol=0, atol=CHUNKING_LOGPROB_ATOL)
     for before, after in zip(pages, (*runner.pool.key_pages, *runner.pool.value_pages), strict=True):
         torch.testing.assert_close(before, after, rtol=0, atol=CHUNKING_LOGPROB_ATOL, equal_nan=True)

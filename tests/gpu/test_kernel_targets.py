@@ -82,7 +82,15 @@ from gpu.operations.kv.latent_rows import gather_latents
 from gpu.operations.kv.latent_write import latent_write
 from gpu.operations.kv.rope_kv_write import rope_kv_write
 from gpu.operations.kv.row_places import RowPlaces
-from gpu.operations.linear.adapter_product import StackedAdapters, add_adapters
+from gpu.operations.linear.adapter_product import (
+    AdapterRange,
+    AdapterRows,
+    StackedAdapters,
+    add_raised,
+    lower,
+    lower_normed,
+    swiglu_raised,
+)
 from gpu.operations.linear.packed_linear import (
     packed_linear,
     packed_logits,
@@ -156,13 +164,27 @@ def _swiglu(shape: Architecture, dtype: torch.dtype) -> None:
 
 
 def _adapters(shape: Architecture, dtype: torch.dtype) -> None:
-    """Of rank 16, of one matrix and of three in one."""
-    ids, begins = torch.empty(8, 1, dtype=torch.int64, device="cuda"), torch.empty(4, dtype=torch.int32, device="cuda")
-    for inner, rows, most in ((shape.hidden, shape.intermediate, 48), (shape.intermediate, shape.hidden, 16)):
-        down, up = empty(2 * most, inner, dtype=dtype), empty(2 * most, rows, dtype=dtype)
-        owners = torch.empty(2 * most, dtype=torch.int64, device="cuda")
-        stacked = StackedAdapters(down, up, owners, begins, most)
-        add_adapters(empty(8, rows, dtype=dtype), empty(8, inner, dtype=dtype), stacked, ids)
+    """Of rank 16: of a matrix of three ranges of rows, with its norm, and of an MLP."""
+
+    def stacked(inner: int, *rows: int) -> StackedAdapters:
+        ranges = tuple(AdapterRange(sum(rows[:number]), one, 32) for number, one in enumerate(rows))
+        down, up = empty(32 * len(rows), inner, dtype=dtype), empty(32 * len(rows), max(rows), dtype=dtype)
+        owners = torch.empty(32 * len(rows), dtype=torch.int64, device="cuda")
+        spans = torch.empty(3, len(rows), 2, dtype=torch.int32, device="cuda")
+        return StackedAdapters(down, up, owners, spans, ranges, 16)
+
+    hidden, width, norm = empty(8, shape.hidden, dtype=dtype), shape.intermediate, empty(shape.hidden, dtype=dtype)
+    ids = AdapterRows(torch.empty(8, 1, dtype=torch.int64, device="cuda"))
+    qkv = stacked(shape.hidden, shape.num_heads * shape.dim, *[shape.num_kv_heads * shape.dim] * 2)
+    for gain in (norm, norm.float()):
+        made = empty(8, qkv.num_rows, dtype=dtype)
+        add_raised(made, lower_normed(hidden, gain, 1e-5, qkv, ids)[1], empty(qkv.num_rows, dtype=dtype))
+    gate_up, down = stacked(shape.hidden, width, width), stacked(width, shape.hidden)
+    product, lowered = swiglu_raised(empty(8, 2 * width, dtype=dtype), lower(hidden, gate_up, ids), "silu", down)
+    assert lowered is not None
+    for one in (lowered, lower(product, down, ids), lower(product.float(), down, ids)):
+        add_raised(torch.empty_like(hidden), one, hidden)
+    swiglu_raised(empty(8, 2 * width, dtype=dtype), lower(hidden, gate_up, ids), "silu")
 
 
 def _stored(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -688,6 +710,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_swiglu_kernel": _swiglu,
     "_adapter_down_kernel": _adapters,
     "_adapter_up_kernel": _adapters,
+    "_adapter_gate_kernel": _adapters,
     "_rope_kv_write_kernel": _rope,
     "_split_kernel": _attention,
     "_reduce_kernel": _attention,
