@@ -5,7 +5,7 @@ All sequences have one length.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from gpu.config import GpuConfig
 from gpu.in_flight import InFlight
 from gpu.kv.windows import NO_WINDOWS, WindowShape
+from gpu.model.adapter_file import AdapterFile
 from gpu.model.architecture import Architecture
 from gpu.runner import Runner
 from gpu.runner_settings import RunnerSettings
@@ -47,8 +48,9 @@ def served_graph_sizes(batches: Iterable[int]) -> tuple[int, ...]:
 
 
 def build_runner(
-    architecture: Architecture, weights: Weights, max_batch: int, context: int, dtype: torch.dtype, device: torch.device
-) -> Runner:
+    architecture: Architecture, weights: Weights, max_batch: int, context: int, dtype: torch.dtype,
+    device: torch.device, adapters: Sequence[AdapterFile] = (),
+) -> Runner:  # fmt: skip
     """Return a Runner with pages for `max_batch` sequences of `context` tokens, and, where layers have a window, as
     many windows; on CUDA it is warm and not yet captured. Prompts that are timed want an engine: this one has chosen
     its prefill kernels for short chunks.
@@ -70,6 +72,7 @@ def build_runner(
             windows=WindowShape(architecture.window_layers, max_batch, _num_pages(max(windows)))
             if windows
             else NO_WINDOWS,
+            adapters=adapters,
         ),
     )
     runner.rehearsal.warm_up(min(context, 128), lambda fraction: None)

@@ -74,9 +74,9 @@ def stand(
 
 
 SHAPES = [
-    pytest.param(1, 64, [(0, 40, [4])], 40, id="one"),
+    pytest.param(1, 64, [(0, 40, [1])], 40, id="one"),
     pytest.param(5, 600, [(0, 300, [4, 16, 3]), (300, 30, [0, 0, 0]), (330, 10, [1, 0, 2])], 340, id="ranges"),
-    pytest.param(16, 4200, [(0, 70, [16] * 8)], 70, id="many"),
+    pytest.param(7, 4200, [(0, 70, [16] * 8)], 70, id="many"),
     pytest.param(3, 64, [(0, 40, [40, 1])], 40, id="wide"),
     pytest.param(MOST_TOKENS + 1, 64, [(0, 24, [8, 8]), (24, 16, [8, 8])], 40, id="library"),
 ]
@@ -118,7 +118,7 @@ def test_each_row_gets_what_its_own_adapter_adds(tokens, inner, ranges, rows, no
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("tokens", [1, 5, MOST_TOKENS + 1])
+@pytest.mark.parametrize("tokens", [1, 3, MOST_TOKENS + 1])
 def test_gates_are_raised_and_what_they_make_is_lowered(tokens, joined, dtype, device):
     """joined: gate and up are one range. 700 columns are two programs, whose sums the matrix behind them adds."""
     generator, width, hidden = np.random.default_rng(tokens), 700, 64
@@ -167,7 +167,7 @@ def test_infinite_numbers_stay_with_their_adapter(dtype, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_other_shapes_are_refused(device):
     own = stand(np.random.default_rng(1), 2, 16, [(0, 8, [2, 2])], 8, torch.float32, device)
-    x, lowered = torch.zeros(2, 16, device=device), None
+    x = torch.zeros(2, 16, device=device)
     lowered = lower(x, own.adapters, own.rows)
     assert isinstance(lowered, Lowered)
     with pytest.raises(ValueError, match="lower: x is"):

@@ -87,8 +87,8 @@ class AdapterRows:
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """What the downs of tokens' own adapters make of an input. numbers: by the kernels float32 `[splits, tokens, ranges
-    * width]`, to be summed over splits, and undefined behind an adapter's own columns; else `[tokens, columns]` of
-    down's dtype, 0 in others' columns.
+    * width]`, to be summed over splits, 0 behind an adapter's own columns; else `[tokens, columns]` of down's dtype, 0
+    in others' columns.
     """
 
     adapters: StackedAdapters
@@ -130,14 +130,14 @@ def _own_tile(matrix, first, num_columns, at, row, is_row, ROWS: tl.constexpr, C
 
 @triton.jit
 def _lowered_numbers(
-    numbers, token, num_tokens, number, num_columns, at, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+    numbers, token, num_tokens, number, at, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
     RANGES: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 `[COLUMNS, 1]` of a token and a range, from column `at` on, 0 behind `num_columns`."""
+    """Return float32 `[COLUMNS, 1]` of a token and a range, from column `at` on."""
     column, split = at + tl.arange(0, COLUMNS), tl.arange(0, SPLIT_BLOCK)[:, None]
     parts = tl.load(
         numbers + ((split * num_tokens + token) * RANGES + number) * WIDTH + column[None],
-        mask=(split < SPLITS) & (column < num_columns)[None], other=0.0,
+        mask=split < SPLITS, other=0.0,
     )  # fmt: skip
     return tl.sum(parts, 0)[:, None]
 
@@ -191,7 +191,7 @@ def _adapter_up_kernel(
     for at in tl.static_range(0, WIDTH, COLUMNS):
         weights = _own_tile(up, first, num_columns, at, row, is_row, UP_ROWS, COLUMNS)
         total += weights.to(tl.float32) * _lowered_numbers(
-            numbers, token, num_tokens, number, num_columns, at, SPLITS, SPLIT_BLOCK, RANGES, WIDTH, COLUMNS
+            numbers, token, num_tokens, number, at, SPLITS, SPLIT_BLOCK, RANGES, WIDTH, COLUMNS
         )
     tl.store(place, (result + tl.sum(total, 0)).to(made.dtype.element_ty), mask=is_row)
 
@@ -224,10 +224,10 @@ def _adapter_gate_kernel(
         in_range = column + INTERMEDIATE * (LAST == 0)
         of_up = _own_tile(up, last, num_last, at, in_range, inside, UP_ROWS, COLUMNS)
         gates += of_gate.to(tl.float32) * _lowered_numbers(
-            numbers, token, num_tokens, 0, num_columns, at, SPLITS, SPLIT_BLOCK, LAST + 1, WIDTH, COLUMNS
+            numbers, token, num_tokens, 0, at, SPLITS, SPLIT_BLOCK, LAST + 1, WIDTH, COLUMNS
         )
         ups += of_up.to(tl.float32) * _lowered_numbers(
-            numbers, token, num_tokens, LAST, num_last, at, SPLITS, SPLIT_BLOCK, LAST + 1, WIDTH, COLUMNS
+            numbers, token, num_tokens, LAST, at, SPLITS, SPLIT_BLOCK, LAST + 1, WIDTH, COLUMNS
         )
     product = gated(gate + tl.sum(gates, 0), beside + tl.sum(ups, 0), ACTIVATION).to(out.dtype.element_ty)
     tl.store(out + token.to(tl.int64) * INTERMEDIATE + column, product, mask=inside)
@@ -236,7 +236,7 @@ def _adapter_gate_kernel(
         for at in tl.static_range(0, DOWN_WIDTH, DOWN_COLUMNS):
             if at > 0:
                 downs = _own_tile(down, behind, num_behind, at, column, inside, INTERMEDIATE, DOWN_COLUMNS)
-            part = tl.where(inside[None], downs.to(tl.float32) * made, 0.0)
+            part = downs.to(tl.float32) * made
             place = (split * num_tokens + token) * DOWN_WIDTH + at + tl.arange(0, DOWN_COLUMNS)
             tl.store(lowered + place, tl.sum(part, 1))
 
