@@ -23,10 +23,10 @@ import torch
 from rich.console import Console
 
 from bench.as_served import interpreter_as_served
-from bench.attend_rate import attend_alike_rows
 from bench.benchmark_rows import Row, announce, require, summarise
 from bench.drafts import BIASED, TOKEN, Constant
 from bench.engine_patches import note_results, replace_guesses
+from bench.host_rate import attend_alike_rows
 from bench.long_client import Client
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
 from cpu.memory_rates import measure_host_rates

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.attend_rate import measure_attend_rate
+from bench.host_rate import measure_attend_rate
 from bench.rates import measure_device_rates, measure_host_matmul
 from cpu.memory_rates import GIB, default_gib, measure_host_rates, measure_read_rate
 from gpu.load import DTYPES

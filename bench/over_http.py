@@ -20,7 +20,7 @@ from bench.benchmark_rows import Row, announce, require, summarise
 from bench.load.client import Client
 from bench.load.records import RequestRecord
 from bench.rates import device_name
-from bench.serving import serving
+from bench.server_process import serving
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine

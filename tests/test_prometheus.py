@@ -19,7 +19,7 @@ import httpx
 import pytest
 import yaml
 
-from bench.serving import serving
+from bench.server_process import serving
 from bench.soak.requests import Mix
 from bench.soak.run import SoakPlan, run_soak
 

@@ -74,8 +74,8 @@ def predictor(
     were held out.
     """
     with one_line_errors():
-        from training.predictor.capture import Cut
         from training.predictor.fit import Recipe
+        from training.predictor.histories import Cut
         from training.predictor.train import TextPlan, train
 
         if out.suffix != ".safetensors":

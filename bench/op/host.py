@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from bench.attend_rate import attend_alike_rows
 from bench.benchmark_rows import require
 from bench.documents_floors import drop_from_page_cache
+from bench.host_rate import attend_alike_rows
 from bench.op.frame import Asked, Case, Work
 from transfer.chunks.chunk_format import ChunkKey, ChunkShape, header_bytes, name_chunk
 from transfer.chunks.chunk_store import ChunkStore, open_chunks

@@ -82,7 +82,7 @@ def _soak_own_server(config: Path, plan_for: "Callable[[str], SoakPlan]") -> "So
 
     import yaml
 
-    from bench.serving import serving
+    from bench.server_process import serving
     from bench.soak.run import run_soak
     from server.deployment import load_deployment
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from bench.serving import serving
+from bench.server_process import serving
 from lab.speed.timeline import Timeline, Window
 from lab.speed.token_load import run_load
 from lab.speed.token_turns import TokenLoad, Turn

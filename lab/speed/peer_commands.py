@@ -24,7 +24,7 @@ def peers_serve(
 ) -> None:
     """Time our server over HTTP at the rows of a peer that the file lacks."""
     from bench.benchmark_rows import GateError
-    from bench.serving import serving
+    from bench.server_process import serving
     from lab.speed import peer_rows as peers
     from lab.speed.token_load import LoadError, run_load
     from lab.speed.token_turns import TokenLoad

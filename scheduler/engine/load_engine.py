@@ -12,6 +12,7 @@ from gpu.decode.steps import LAUNCHES_BLOCK
 from gpu.layers.rope import rope_key
 from gpu.load import LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan, require_device
+from gpu.method_times import learn_times
 from gpu.model.architecture import Architecture
 from gpu.model.draft_head_shape import without_draft_head
 from gpu.profiles import get_profile, resolve_profiles, served_parts
@@ -20,7 +21,6 @@ from gpu.rehearsal import Rehearsal
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
 from gpu.step import DENSE, Lane
-from gpu.step_times import learn_times
 from scheduler.constraints.constraints import Constraints, read_tokens
 from scheduler.drafts.draft_model import DraftModel, DraftModelSizes
 from scheduler.drafts.ngrams import NGrams

@@ -29,7 +29,7 @@ def _rates_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"host_stream_gb_s": 10.0, "host_random_rows_gb_s": 5.0}
     monkeypatch.setattr(frame, "measure_host_rates", lambda threads, gib: dict(known))
     monkeypatch.setattr(frame, "REPEATS", 2)
-    # compiled for minutes; tests/bench/test_attend_rate.py runs it
+    # compiled for minutes; tests/bench/test_host_rate.py runs it
     monkeypatch.setattr(host, "attend_alike_rows", lambda *given: (lambda: None, 1000))
 
 

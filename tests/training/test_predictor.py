@@ -17,8 +17,8 @@ from tests.gpu.gguf_files import vocabulary, write
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import HISTORY_FLOAT32
 from training.cli import app
-from training.predictor.capture import Cut, Track, capture
 from training.predictor.fit import LOGITS, Loss, Recipe, draw_pairs, fit, loss_of, recover
+from training.predictor.histories import Cut, Track, capture
 from training.predictor.train import TextPlan, narrated, read_prompts, split
 
 CUT = Cut(block=4, sink=3, window=6, steps=5, dense=2)

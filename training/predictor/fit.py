@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from training.predictor.capture import Cut, Track
+from training.predictor.histories import Cut, Track
 
 Network = TypeVar("Network", bound=nn.Module)
 Loss = Literal["maxima", "mass"]

@@ -23,8 +23,8 @@ from evals.tasks.request import Request
 from evals.tokenizer import load_tokenizer
 from gpu.predictor.network import PredictorNetwork, save_network
 from training.narrative import Narrator
-from training.predictor.capture import Cut, Track, Tracks, capture
 from training.predictor.fit import Epoch, Network, Recipe, fit
+from training.predictor.histories import Cut, Track, Tracks, capture
 from training.progress import progress_bar
 
 HELD_OUT_SHARE = 4

@@ -1,7 +1,7 @@
 """Find how long contexts must be for an index of resident pages to be faster than full attention. No torch.
 
 What a layer costs beside bytes is of a card, and no plan knows it. So an engine measures it when it starts
-(`gpu.step_times`), and keeps it, with what it depends on, for `tandem plan`.
+(`gpu.method_times`), and keeps it, with what it depends on, for `tandem plan`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

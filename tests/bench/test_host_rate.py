@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.attend_rate import measure_attend_rate
+from bench.host_rate import measure_attend_rate
 from tests.tolerances import PLAUSIBLE_RATES_GB_S
 from transfer.tier_shape import TierShape
 

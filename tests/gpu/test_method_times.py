@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu import step_times
+from gpu import method_times
+from gpu.method_times import fill_pages, learn_times, time_steps
 from gpu.methods.indexed import device
 from gpu.methods.indexed.crossovers import PAYS, find_crossover, identify, pays, read_crossovers
 from gpu.methods.method import Where
-from gpu.step_times import fill_pages, learn_times, time_steps
 from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_indexed_serving import ALL, PROMPT, IndexedTwins
@@ -95,7 +95,9 @@ def test_times_are_of_whole_steps_in_full_and_by_index_and_nothing_is_left_behin
 def test_what_is_measured_is_kept_for_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     twins = IndexedTwins(AUTO, ringed=())
-    monkeypatch.setattr(step_times, "time_steps", lambda runner, part, side, rows, tokens: (1e-8 * rows * tokens, 1e-4))
+    monkeypatch.setattr(
+        method_times, "time_steps", lambda runner, part, side, rows, tokens: (1e-8 * rows * tokens, 1e-4)
+    )
     monkeypatch.setattr(device, "SPLIT_TOKENS", 32)
     side = twins.side
     side.num_rings = 64
@@ -104,7 +106,9 @@ def test_what_is_measured_is_kept_for_plans(monkeypatch: pytest.MonkeyPatch, tmp
     where = Where("none", "float32", 2, runner.architecture)
     found = read_crossovers(read_measured(measured_path()), identify(where, side.settings))
     assert found == side._crossovers == {1: None, 2: None, 5: None}, "of rows as there may be, at 1,024 tokens"
-    monkeypatch.setattr(step_times, "time_steps", lambda runner, part, side, rows, tokens: (1e-6 * rows * tokens, 1e-3))
+    monkeypatch.setattr(
+        method_times, "time_steps", lambda runner, part, side, rows, tokens: (1e-6 * rows * tokens, 1e-3)
+    )
     learn_times(runner, parts, (1, 2, 5, 64), "float32")
     found = read_crossovers(read_measured(measured_path()), identify(where, side.settings))
     assert found == side._crossovers == {1: None, 2: 525, 5: 256}
