@@ -14,6 +14,7 @@ from typing import Any
 import numba
 import pytest
 from numba.core import caching
+from numba.core.ccallback import CFunc
 
 from transfer.simd import numba_cache
 
@@ -94,3 +95,28 @@ def test_a_second_process_waits_while_the_first_saves(tmp_path: Path) -> None:
         assert reader.is_alive()
     reader.join(10)
     assert loaded == [None]
+
+
+def test_a_second_process_waits_for_a_function_that_the_first_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each function by itself; what is there when it has waited is not compiled again."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, factor in (("compiled_alone", 2), ("compiled_beside", 3)):
+        (tmp_path / f"{name}.py").write_text(SOURCE.replace("2 * x", f"{factor} * x"))
+    first = import_module("compiled_alone").double
+    assert first.cache_hits == 0
+    (path,) = (tmp_path / "cache").glob("*/?*.lock")
+    second = CFunc(first._pyfunc, (first._sig.args, first._sig.return_type), {}, {})
+    second.enable_caching()
+    waits = threading.Thread(target=second.compile)
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waits.start()
+        assert import_module("compiled_beside").double.ctypes(4) == 12
+        waits.join(0.2)
+        assert waits.is_alive()
+    waits.join(10)
+    assert second.cache_hits == 1
+    assert second.ctypes(4) == 8

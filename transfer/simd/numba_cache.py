@@ -3,6 +3,7 @@
 numba ends an import with a RuntimeError where no cache folder can be written, and a compilation with an OSError where a
 file cannot. Both become one warning per process. numba also writes a function's index before the code that the index
 names, without a lock: a second process could read the code of another function. Each load and save here holds one.
+A C function takes many seconds to compile: of several processes that want it at once one compiles, and the others wait.
 """
 
 import fcntl
@@ -11,9 +12,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from hashlib import sha256
 from typing import Any
 
 from numba.core import caching
+from numba.core.ccallback import CFunc
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ def go_on_without_cache() -> None:
     for name in ("load", "save"):
         setattr(caching.IndexDataCacheFile, name, _with_lock(getattr(caching.IndexDataCacheFile, name)))
     caching.CacheImpl._locator_classes = [*caching.CacheImpl._locator_classes, NoFolder]
+    setattr(CFunc, "compile", _one_at_a_time(CFunc.compile))  # noqa: B010, whose type is numba's own
 
 
 def can_save(function: Any) -> bool:
@@ -77,11 +81,34 @@ def _guard(cache: Any) -> Iterator[None]:
 def _with_lock(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(cache_file: Any, *arguments: Any) -> Any:
-        folder = cache_file._cache_path
-        if not os.access(folder, os.W_OK):  # nobody writes there
-            return method(cache_file, *arguments)
-        with open(os.path.join(folder, ".lock"), "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        with _locked(cache_file._cache_path, ""):
             return method(cache_file, *arguments)
 
     return call
+
+
+def _one_at_a_time(compile_: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wait for whoever compiles the same function for the same processor; then it is found."""
+
+    @wraps(compile_)
+    def call(function: Any) -> None:
+        cache, target = function._cache, function._targetdescr.target_context
+        if cache.cache_path is None:
+            compile_(function)
+            return
+        key = cache._impl.filename_base, cache._index_key(function._sig, target.codegen())
+        with _locked(cache.cache_path, sha256(repr(key).encode()).hexdigest()[:16]):
+            compile_(function)
+
+    return call
+
+
+@contextmanager
+def _locked(folder: str, name: str) -> Iterator[None]:
+    """Hold a lock of a folder, unless nobody writes there."""
+    if not os.access(folder, os.W_OK):
+        yield
+        return
+    with open(os.path.join(folder, f"{name}.lock"), "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        yield
