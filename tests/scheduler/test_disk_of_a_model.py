@@ -26,7 +26,7 @@ from scheduler.messages import AskSessions, Delta
 from scheduler.planning.engine_memory import plan_engine
 from scheduler.residence.kept_sessions import answer_sessions
 from tests.scheduler.engines import drain, text
-from tests.scheduler.test_states_of_a_model import ask, converse, draw, serve
+from tests.scheduler.test_states_of_a_model import FEW_TOKENS, ask, converse, draw, serve
 from transfer.disk.context_store import ContextStore
 from transfer.disk.disk_config import DiskConfig
 from transfer.machine import probe_machine
@@ -193,7 +193,7 @@ def cold() -> Engine:
 
 @pytest.fixture(scope="module")
 def cold_texts(cold: Engine) -> list[list[int]]:
-    return converse(cold)[0]
+    return converse(cold, answers=FEW_TOKENS)[0]
 
 
 @pytest.mark.parametrize("pages_gib", [0.05, FEW_PAGES_GIB])
@@ -201,10 +201,10 @@ def test_turns_and_forks_with_restarts_between_give_the_text_of_a_cold_server(
     pages_gib: float, tmp_path: Path, cold_texts: list[list[int]]
 ) -> None:
     engine = make_engine(tmp_path, pages_gib)
-    told, _ = converse(engine)
+    told, _ = converse(engine, answers=FEW_TOKENS)
     engine.shutdown()
     again = make_engine(tmp_path, pages_gib)
-    told_again, found_again = converse(again)
+    told_again, found_again = converse(again, answers=FEW_TOKENS)
     assert told == cold_texts == told_again
     assert min(found_again) >= 240 // BLOCK * BLOCK, "the very first prompt is there, too"
     counts = again.scheduler.residence.disk.side.store.counts()
@@ -335,7 +335,7 @@ def test_a_disk_without_room_changes_nothing_but_what_is_written(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("transfer.disk.record_folder.write_bytes", refuse)
-    assert converse(engine)[0] == cold_texts
+    assert converse(engine, answers=FEW_TOKENS)[0] == cold_texts
     counts = engine.scheduler.residence.disk.side.store.counts()
     assert (counts.written, counts.bytes_held) == (0, 0)
     assert counts.refused > 10

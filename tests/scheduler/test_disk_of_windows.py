@@ -20,7 +20,7 @@ from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.messages import AskSessions
 from scheduler.planning.engine_memory import plan_engine
 from scheduler.residence.kept_sessions import answer_sessions
-from tests.scheduler.test_states_of_a_model import ask, converse, draw, serve
+from tests.scheduler.test_states_of_a_model import ANSWERS, FEW_TOKENS, ask, converse, draw, serve
 from transfer.disk.disk_config import DiskConfig
 from transfer.host_config import HostConfig
 from transfer.machine import probe_machine
@@ -50,20 +50,25 @@ def make_engine(
     return load_engine(config, plan, lambda stage, fraction: None)[0]
 
 
+def answers_of(name: str) -> tuple[int, int]:
+    """States have snapshots on the way of an answer, windows have none."""
+    return ANSWERS if name == "tiny-qwen3.5" else FEW_TOKENS
+
+
 @cache
 def converse_cold(name: str) -> tuple[list[list[int]], list[int]]:
-    return converse(make_engine(None, name, prefix_cache=False))
+    return converse(make_engine(None, name, prefix_cache=False), answers=answers_of(name))
 
 
 @pytest.mark.parametrize("name", [*MODELS, "tiny-gemma4", "tiny-gpt-oss"])
 def test_a_conversation_goes_on_after_a_restart_at_each_turn(name: str, tmp_path: Path) -> None:
     cold, engine = make_engine(None, name, prefix_cache=False), None
-    history = draw(300, 1)
+    history, answer = draw(300, 1), answers_of(name)[0]
     for turn in range(4):
         engine = make_engine(tmp_path, name)
-        told, found = serve(engine, [ask(f"t{turn}", history, 70)])[0]
-        assert told == serve(cold, [ask(f"t{turn}", history, 70)])[0][0]
-        assert found >= (len(history) - 40 - 70 - 64 if turn else 0), "behind the prompt's end, or a later snapshot"
+        told, found = serve(engine, [ask(f"t{turn}", history, answer)])[0]
+        assert told == serve(cold, [ask(f"t{turn}", history, answer)])[0][0]
+        assert found >= (len(history) - 40 - answer - 64 if turn else 0), "behind the prompt's end, or a later snapshot"
         assert bool(found) == bool(turn)
         engine.shutdown()
         history = [*history, *told, *draw(40, 2 + turn)]
@@ -93,10 +98,10 @@ def test_of_a_session_that_is_forgotten_no_end_is_left_on_disk(name: str, is_wri
 @pytest.mark.parametrize("name", MODELS)
 def test_turns_and_forks_with_a_restart_between_give_the_text_of_a_cold_server(name: str, tmp_path: Path) -> None:
     engine = make_engine(tmp_path, name)
-    assert converse(engine)[0] == converse_cold(name)[0]
+    assert converse(engine, answers=answers_of(name))[0] == converse_cold(name)[0]
     engine.shutdown()
     engine = make_engine(tmp_path, name)
-    texts, found = converse(engine)
+    texts, found = converse(engine, answers=answers_of(name))
     assert texts == converse_cold(name)[0]
     assert found[0] > 0
     engine.shutdown()

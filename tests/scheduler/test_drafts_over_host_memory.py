@@ -20,7 +20,7 @@ from tests.scheduler.engines import drain, text
 from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config, small_host
 
 PROFILES = ("whole", "sample", "whole", "offloaded", "exact")
-MOST = 90
+MOST = 64
 DRAFT = DraftConfig()
 
 

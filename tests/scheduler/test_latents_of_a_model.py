@@ -8,7 +8,7 @@ from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.planning.engine_memory import plan_engine
-from tests.scheduler.test_states_of_a_model import ask, converse, draw, serve
+from tests.scheduler.test_states_of_a_model import FEW_TOKENS, ask, converse, draw, serve
 from transfer.machine import probe_machine
 
 FEW_PAGES_GIB = 0.0015  # 1,258 tokens, where the longest context has 1,024 and several run
@@ -34,9 +34,9 @@ def make_engine(
 
 
 def test_turns_forks_and_few_pages_give_the_text_of_a_cold_server() -> None:
-    cold = converse(make_engine(prefix_cache=False))
+    cold = converse(make_engine(prefix_cache=False), answers=FEW_TOKENS)
     for engine in (make_engine(), make_engine(pages_gib=FEW_PAGES_GIB, max_running=3)):
-        warm = converse(engine)
+        warm = converse(engine, answers=FEW_TOKENS)
         assert warm[0] == cold[0]
         assert sum(warm[1]) > 0 == sum(cold[1])
 
@@ -51,8 +51,8 @@ def test_many_at_once_are_each_served_as_alone() -> None:
 
 def test_rows_in_codes_are_cached_shared_and_preempted_as_others() -> None:
     """Prefill reads rows as they are stored, so a prefix that is found gives the text of one that is computed."""
-    cold = converse(make_engine(prefix_cache=False, kv="int8"))
-    warm = converse(make_engine(pages_gib=FEW_PAGES_GIB / 2, max_running=3, kv="int8"))
+    cold = converse(make_engine(prefix_cache=False, kv="int8"), answers=FEW_TOKENS)
+    warm = converse(make_engine(pages_gib=FEW_PAGES_GIB / 2, max_running=3, kv="int8"), answers=FEW_TOKENS)
     assert warm[0] == cold[0]
     assert sum(warm[1]) > 0 == sum(cold[1])
 

@@ -25,6 +25,7 @@ from transfer.machine import probe_machine
 
 GREEDY = SamplingParams(temperature=0.0)
 ANSWERS = (70, 20)
+FEW_TOKENS = (24, 8)  # of answers where no snapshots are taken on the way: they pass the ends of pages
 
 
 def make_engine(
@@ -116,9 +117,12 @@ def serve(engine: Engine, requests: list[EngineRequest]) -> list[tuple[list[int]
     return [(text(deltas[request.request_id]), deltas[request.request_id][0].num_cached_tokens) for request in requests]
 
 
-def converse(engine: Engine, heard: list[list[int]] | None = None) -> tuple[list[list[int]], list[int]]:
+def converse(
+    engine: Engine, heard: list[list[int]] | None = None, answers: tuple[int, int] = ANSWERS
+) -> tuple[list[list[int]], list[int]]:
     """Two agents with one system prompt take turns; one forks, and one takes a turn back. Return the texts, and of each
-    prompt the tokens that were not computed. heard: what the agents take for the answers, None: the answers.
+    prompt the tokens that were not computed. heard: what the agents take for the answers, None: the answers;
+    answers: tokens of each agent's.
 
     Turns are 120 tokens long. One agent's answers pass the end of a snapshot, the other's are short, as steps are dear.
     """
@@ -126,11 +130,11 @@ def converse(engine: Engine, heard: list[list[int]] | None = None) -> tuple[list
     histories = {name: [*system, *draw(40, 1 + number)] for number, name in enumerate("ab")}
     for turn in range(4):
         for number, name in enumerate("ab"):
-            told = serve(engine, [ask(f"{name}{turn}", histories[name], ANSWERS[number])])[0]
+            told = serve(engine, [ask(f"{name}{turn}", histories[name], answers[number])])[0]
             texts.append(told[0])
             cached.append(told[1])
             answer = told[0] if heard is None else heard[len(texts) - 1]
-            histories[name] = [*histories[name], *answer, *draw(120 - ANSWERS[number], 100 + 10 * turn + number)]
+            histories[name] = [*histories[name], *answer, *draw(120 - answers[number], 100 + 10 * turn + number)]
     forks = [ask(f"f{number}", [*histories["a"], *draw(5 * number, 50)], 20) for number in range(3)]
     for told, found in serve(engine, forks):
         texts.append(told)
