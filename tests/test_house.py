@@ -17,7 +17,7 @@ BIN = Path(sys.executable).parent
 NOT_OURS = {"build", "dist", "results", "__pycache__"}
 MAKE_TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
 VERBLESS = re.compile(
-    "(A|An|The|What|Whether|How|Where|When|Which|Who|Those|These|This|That|All|Each|Every|One|Two|For|If|In|As|With|No"
+    "(A|An|The|What|Whether|How|Where|When|Which|Who|Those|These|This|That|All|Each|Every|One|Two|Of|For|If|In|As|With|No"
     "|Its?|Their|Others?|Some|Several|Rows|Tokens|Bytes|Keys|Values|Pages|Blocks)\\b"
 )
 COMPILED = re.compile(r"triton\.jit|numba\.njit|inner|intrinsic")

@@ -81,7 +81,7 @@ class HostExpertsBenchmark:
 
     @property
     def context(self) -> int:
-        """Of the longest context, in which the prompts of a step's rows, which are one job, have room together."""
+        """Return the tokens of the longest context. It has room for the prompts of a step's rows, which are one job."""
         return max(*self.prompts, PROMPT_TOKENS + self.steps, max(self.batches) * PROMPT_TOKENS) + 1
 
 
