@@ -57,9 +57,9 @@ class Translation:
     """
 
     chat: ChatBody
-    origins: list[str]
-    names: list[tuple[str, str]]
-    new_messages: list[Message]
+    origins: tuple[str, ...]
+    names: tuple[tuple[str, str], ...]
+    new_messages: tuple[Message, ...]
     tells_anthropic: bool = False
     most_tokens: int | None = None
     cuts_history: bool = False
@@ -67,7 +67,7 @@ class Translation:
     def keep_only(self, kept: list[int]) -> "Translation":
         """Return the translation with these messages of the chat alone."""
         chat = msgspec.structs.replace(self.chat, messages=[self.chat.messages[i] for i in kept])
-        return replace(self, chat=chat, origins=[self.origins[i] for i in kept])
+        return replace(self, chat=chat, origins=tuple(self.origins[i] for i in kept))
 
     def renaming_errors(self) -> AbstractContextManager[None]:
         """Make errors of the chat name the fields that were sent."""
@@ -75,7 +75,9 @@ class Translation:
 
 
 @contextmanager
-def rename_errors(origins: list[str], names: list[tuple[str, str]], tells_anthropic: bool = False) -> Iterator[None]:
+def rename_errors(
+    origins: Sequence[str], names: Sequence[tuple[str, str]], tells_anthropic: bool = False
+) -> Iterator[None]:
     """Make errors name the fields that were sent; the arguments are those of a `Translation`."""
     try:
         yield
@@ -89,7 +91,7 @@ def rename_errors(origins: list[str], names: list[tuple[str, str]], tells_anthro
         raise ApiError(error.status, message, param=renamed, code=error.code, headers=error.headers) from None
 
 
-def _rename(param: str, origins: list[str], names: list[tuple[str, str]]) -> str:
+def _rename(param: str, origins: Sequence[str], names: Sequence[tuple[str, str]]) -> str:
     found = re.match(r"messages\[(\d+)\]", param)
     if found is not None:
         return origins[int(found[1])]

@@ -19,7 +19,7 @@ from server.routes.messages.message_bodies import (
 )
 from server.routes.translation import Translation, choose_function, join_parts, start_chat
 
-_NAMES = [
+_NAMES = (
     (r"^tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
     (r"^tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"^tool_choice\.function", "tool_choice"),
@@ -27,7 +27,7 @@ _NAMES = [
     (r"^response_format(\.json_schema)?", "output_config.format"),
     (r"^stop(?=:|$)", "stop_sequences"),
     (r"^stream_options", "stream"),
-]
+)
 
 
 def translate_messages(body: PromptBody) -> Translation:
@@ -72,7 +72,7 @@ def translate_messages(body: PromptBody) -> Translation:
         chat.max_completion_tokens = body.max_tokens
         chat.stop = body.stop_sequences
         chat.top_k = body.top_k
-    return Translation(chat, origins, _NAMES, messages, tells_anthropic=True)
+    return Translation(chat, tuple(origins), _NAMES, tuple(messages), tells_anthropic=True)
 
 
 def _read_turn(at: str, turn: Turn) -> list[tuple[Message, str]]:

@@ -77,7 +77,7 @@ def _tell_loaded(call: Call[Any], said: Tree) -> Tree:
     if call.models.is_managed and _asks_to_unload(call.body):
         call.models.unload_when_idle(call.model)
         return told | {"done_reason": "unload"}
-    with rename_errors([], NAMES):
+    with rename_errors((), NAMES):
         settings = translate_settings(call.body)
         check_completion(settings)
         profile_of(settings, call.service.supervisor.ready())
@@ -107,7 +107,7 @@ async def _continue_text(call: Call[OllamaGenerateBody]) -> Response:
     """Continue a text as it is, without a template."""
     service, body = call.service, call.body
     completion = translate_text(body)
-    with rename_errors([], NAMES):
+    with rename_errors((), NAMES):
         check_completion(completion)
         limits = service.supervisor.ready()
         prompts = await completion_prompts(service, completion, limits)

@@ -16,11 +16,11 @@ from server.routes.ollama.ollama_bodies import (
 from server.routes.translation import Translation
 
 JSON_FORM = "json"
-NAMES = [
+NAMES = (
     (r"^repetition_penalty", "options.repeat_penalty"),
     (r"^(temperature|top_k|top_p|min_p|seed|stop|presence_penalty|frequency_penalty)(?=:|$)", r"options.\1"),
     (r"^response_format(\.json_schema\.schema|\.json_schema)?", "format"),
-]
+)
 
 
 def translate_chat(body: OllamaChatBody) -> Translation:
@@ -61,7 +61,7 @@ def _finish(body: OllamaBody, chat: ChatBody, origins: list[str], messages: list
     if body.think is not None:
         efforts = {True: "medium", False: "none"}
         chat.reasoning_effort = efforts[body.think] if isinstance(body.think, bool) else body.think  # type: ignore[assignment]
-    return Translation(chat, origins, NAMES, messages, most_tokens=asked_tokens(body))
+    return Translation(chat, tuple(origins), NAMES, tuple(messages), most_tokens=asked_tokens(body))
 
 
 def asked_tokens(body: OllamaBody) -> int | None:

@@ -9,7 +9,7 @@ from server.bodies.chat_tools import AllowedTools, ChosenTool, Function, NamedFu
 from server.routes.responses.response_bodies import InputItem, ResponsesBody, ToolNamed, name_in
 from server.routes.translation import Translation, choose_function, join_parts, start_chat
 
-_NAMES = [
+_NAMES = (
     (r"^tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"^tool_choice\.function", "tool_choice"),
     (r"^tool_choice\.allowed_tools\.tools(\[\d+\])?(\.function)?", r"tool_choice.tools\1"),
@@ -17,7 +17,7 @@ _NAMES = [
     (r"^response_format\.json_schema", "text.format"),
     (r"^response_format", "text.format"),
     (r"^messages(?=:|$)", "input"),
-]
+)
 
 
 def translate_response(body: ResponsesBody, earlier: list[Message]) -> Translation:
@@ -49,7 +49,7 @@ def translate_response(body: ResponsesBody, earlier: list[Message]) -> Translati
             schema = JsonSchema(schema=form.schema, name=form.name, description=form.description, strict=form.strict)
         chat.response_format = ResponseFormat(type=form.type, json_schema=schema)
     where = ["instructions"] * len(opening) + ["previous_response_id"] * len(earlier) + origins
-    return Translation(chat, where, _NAMES, messages, cuts_history=body.truncation == "auto")
+    return Translation(chat, tuple(where), _NAMES, tuple(messages), cuts_history=body.truncation == "auto")
 
 
 def _read_choice(choice: ToolNamed) -> ChosenTool:
