@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from gpu.memory.plan import PlanError
 from gpu.model.architecture import ModelError
 from gpu.profiles import ProfileError
-from gpu.ranks import RankError, is_joined
+from gpu.ranks import RankError
 from scheduler.block_changes import CacheChanges
 from scheduler.cache.block_events import BlockEvents
 from scheduler.engine.connection import Connection, Message, Prepared
@@ -179,7 +179,6 @@ def main(requests: str, replies: str, parent_id: str) -> int:
     pulse.stop()
     engine.shutdown(connection.send)
     connection.close()
-    gc.unfreeze()  # what the interpreter's end does not collect, Triton's extension lists as leaked
     return 0
 
 
@@ -239,8 +238,6 @@ if __name__ == "__main__":
         status = main(*sys.argv[1:])
     except BaseException:
         traceback.print_exc()
-    if is_joined():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # libraries take more than a second to end, in which the next engine could have the memory

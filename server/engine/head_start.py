@@ -1,6 +1,7 @@
 """Start an engine process before anybody knows what it is to serve, so that it reads its libraries meanwhile.
 
-Those take longer than all that the API process does before it hands over the plan. Imports nothing but Python's own.
+Those take longer than all that the API process does before it hands over the plan. With several models that take turns
+another one waits while a model is served, for the next one. Imports nothing but Python's own.
 """
 
 import os
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -43,40 +45,65 @@ def run_engine(command: Sequence[str], folder: str) -> subprocess.Popen[bytes]:
 
 
 class HeadStart:
-    """An engine under way, and the folder of its sockets, for whoever takes it; nobody's when the context ends, it is
-    killed there. Where it cannot be run, there is none to take, and the supervisor's own try says why.
+    """An engine that has read its libraries and waits for who takes it, in a folder with its sockets. It is killed at
+    the context's end if nobody took it. `renew` may be called from any thread.
     """
 
     def __init__(self, command: Sequence[str] = ENGINE_COMMAND) -> None:
         self._command = command
-        self._folder: str | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._waiting: tuple[subprocess.Popen[bytes], str] | None = None
+        self._is_over = False
 
     def __enter__(self) -> "HeadStart":
-        try:
-            self._folder = make_folder()
-            self._process = run_engine(self._command, self._folder)
-        except OSError:
-            self._remove_folder()
+        self.renew()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-        self._remove_folder()
+        with self._lock:
+            self._is_over = True
+            self._drop()
+
+    def renew(self) -> None:
+        """Start another engine in place of one that was taken or has ended. Where none can be run, there is none to
+        take, and the supervisor's own try says why.
+        """
+        with self._lock:
+            if self._is_over or self._is_there():
+                return
+            folder = None
+            try:
+                folder = make_folder()
+                self._waiting = run_engine(self._command, folder), folder
+            except OSError:
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def take(self) -> tuple[subprocess.Popen[bytes], str] | None:
-        """Return the engine and its folder to who will end them, once; None: there is none, or it was taken."""
-        if self._process is None or self._folder is None:
+        """Return the engine and its folder to who will end them, once; None: there is none, or it was taken, or has
+        just been asked for.
+        """
+        if not self._lock.acquire(blocking=False):
             return None
-        taken = self._process, self._folder
-        self._process = self._folder = None
-        return taken
+        try:
+            taken = self._waiting if self._is_there() else None
+            self._waiting = None
+            return taken
+        finally:
+            self._lock.release()
 
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+    def _is_there(self) -> bool:
+        """Return whether an engine waits. One that has ended, of itself or killed from outside, leaves nothing."""
+        if self._waiting is not None and self._waiting[0].poll() is not None:
+            self._drop()
+        return self._waiting is not None
+
+    def _drop(self) -> None:
+        if self._waiting is not None:
+            process, folder = self._waiting
+            self._waiting = None
+            process.kill()
+            process.communicate()
+            shutil.rmtree(folder, ignore_errors=True)

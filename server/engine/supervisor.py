@@ -98,7 +98,7 @@ class Supervisor:
         on_start: OnStart | None,
         ahead: HeadStart | None = None,
     ) -> None:
-        """Build a supervisor; `ahead`: the first engine process, if it was started before its plan was made."""
+        """Build a supervisor; `ahead`: where an engine process may wait that was started before anybody wanted it."""
         self._command = command
         self._ahead = ahead
         tells = deployment.server.events is not None

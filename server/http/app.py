@@ -78,8 +78,8 @@ def create_app(
     read, the addresses of events not be used, or traces not be exported.
     """
     service = build_service(deployment, memory, engine_command, on_start, ahead)
-    beside = [build_service(*planned, engine_command, None, beside=service) for planned in others.planned]
-    models = ModelRegistry([service, *beside], others.room)
+    beside = [build_service(*planned, engine_command, None, ahead, beside=service) for planned in others.planned]
+    models = ModelRegistry([service, *beside], others.room, ahead)
     traces = _open_traces([service, *beside])
     events = publish_events([service, *beside])
 

@@ -3,7 +3,8 @@
 One model is loaded at the start and stays: requests meet its engine as it is. Of several, or of one with
 `idle_seconds`, an engine is started when a request wants it. Where there is no room, others are drained first: they let
 nobody in, answer what they have begun, and end. A model that was just loaded is not drained before it has served for as
-long as its load took, so that loads take half of the time at most; an idle one is at once.
+long as its load took, so that loads take half of the time at most; an idle one is at once. As long as one of several
+has no engine, a process that has read an engine's libraries waits for it.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from contextlib import suppress
 from server import logs
 from server.api_error import unavailable, unknown_model
 from server.bodies.keep_alive import FOREVER
+from server.engine.head_start import HeadStart
 from server.loading.model_metrics import ModelMetrics
 from server.loading.served_model import Lease, ServedModel, Waiter
 from server.planning.side_by_side import ONE_AT_A_TIME, Room
@@ -26,7 +28,10 @@ _MOST_NAME = 200  # characters that a message repeats
 
 
 class ModelRegistry:
-    def __init__(self, services: Sequence[Service], room: Room = ONE_AT_A_TIME) -> None:
+    def __init__(self, services: Sequence[Service], room: Room = ONE_AT_A_TIME, ahead: HeadStart | None = None) -> None:
+        """Hold one service a model. `ahead`: where the services take their engines' processes from, if any waits there;
+        one is started there as long as some model has none.
+        """
         self.models = tuple(ServedModel(service) for service in services)
         self.first = self.models[0]
         self.is_managed = len(self.models) > 1 or self.first.service.deployment.idle_seconds is not None
@@ -34,6 +39,8 @@ class ModelRegistry:
         self.has_served = False  # since its start, a model
         self.failure: asyncio.Future[str] | None = None
         self._room = room
+        self._ahead = ahead
+        self._renewing: asyncio.Future[None] | None = None
         self._changed = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._ends_by_s = math.inf
@@ -199,6 +206,8 @@ class ModelRegistry:
             self.has_served = True
             self.metrics.count_load(model)
             logs.info("model_loaded", model=model.name, seconds=model.load_seconds)
+            if self._ahead is not None and len(self._started()) < len(self.models):
+                self._renewing = asyncio.ensure_future(asyncio.to_thread(self._ahead.renew))  # for the next one
         elif not model.supervisor.can_recover:
             failure = model.supervisor.failure
             told = failure.result() if failure is not None and failure.done() else "its engine ended"

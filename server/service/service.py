@@ -144,7 +144,7 @@ def build_service(
     ahead: HeadStart | None = None,
     beside: "Service | None" = None,
 ) -> Service:
-    """Build the service. `ahead`: its engine's process, if that runs already. `beside`: the service of another model of
+    """Build the service. `ahead`: where its engine's process may wait. `beside`: the service of another model of
     this server, with which it shares what belongs to no model.
 
     Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read.

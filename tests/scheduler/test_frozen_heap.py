@@ -32,6 +32,5 @@ def test_collections_do_not_look_at_what_stands_before_the_first_request(monkeyp
     try:
         assert engine_process.main("requests", "replies", "1") == 0
         assert frozen[0] > 0
-        assert gc.get_freeze_count() == 0, "what nobody may collect at the end, nanobind lists as leaked"
     finally:
         gc.unfreeze()

@@ -45,8 +45,8 @@ def test_one_that_nobody_takes_is_killed_and_leaves_no_folder(monkeypatch, tmp_p
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with HeadStart((*READER, str(tmp_path / "said"))) as ahead:
-        process = ahead._process
-        assert process is not None
+        assert ahead._waiting is not None
+        process = ahead._waiting[0]
         assert process.poll() is None
         assert [one.name.startswith("tandem-") for one in tmp_path.iterdir()] == [True]
     assert process.poll() == -9
@@ -61,3 +61,34 @@ def test_where_none_can_be_run_there_is_none_to_take(monkeypatch, tmp_path):
     with HeadStart(("/no/such/program",)) as ahead:
         assert ahead.take() is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_one_waits_once_it_is_asked_for_and_none_after_the_end(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with HeadStart((*READER, str(tmp_path / "said"))) as ahead:
+        first, folder = ahead.take()
+        ahead.renew()
+        ahead.renew()  # one waits already
+        second, other = ahead.take()
+        assert first.pid != second.pid
+        assert {folder, other} == {str(one) for one in tmp_path.iterdir()}
+    ahead.renew()
+    assert ahead.take() is None
+    for process in (first, second):
+        assert process.poll() is None, "who took it ends it"
+        process.kill()
+        process.communicate()
+
+
+def test_one_that_has_ended_is_not_taken_and_another_one_may_be_started(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with HeadStart((*READER, str(tmp_path / "said"))) as ahead:
+        ahead._waiting[0].kill()
+        ahead._waiting[0].wait()
+        assert ahead.take() is None
+        assert list(tmp_path.iterdir()) == []
+        ahead.renew()
+        process, _ = ahead.take()
+        assert process.poll() is None
+        process.kill()
+        process.communicate()

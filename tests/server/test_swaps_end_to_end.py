@@ -61,7 +61,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[psutil.Pr
 
 
 def engines_of(server: psutil.Process) -> list[psutil.Process]:
-    return [child for child in server.children() if "scheduler.engine.engine_process" in " ".join(child.cmdline())]
+    """Return the processes of engines, oldest first: the one that serves, and the one that waits for the next model."""
+    found = [child for child in server.children() if "scheduler.engine.engine_process" in " ".join(child.cmdline())]
+    return sorted(found, key=psutil.Process.create_time)
 
 
 def states_of(client: OpenAI) -> dict[str, str]:
@@ -83,13 +85,14 @@ def test_engines_take_turns_and_a_conversation_goes_on_from_the_disk(served: tup
     said, where = ask(client, "first", CHAT, session_id="mine")
     assert "4815162" in said
     assert where == {"card": 0, "host": 0, "disk": 0}
-    [first_engine] = engines_of(server)
+    first_engine, waiting = engines_of(server)
     before = server.memory_info().rss
 
     adapted, where = ask(client, "second:drawn", TALE)
     assert where == {"card": 0, "host": 0, "disk": 0}
     assert not first_engine.is_running(), "with all of its memory"
-    assert len(engines_of(server)) == 1
+    assert engines_of(server)[0] == waiting, "which has read its libraries meanwhile"
+    assert len(engines_of(server)) == 2
     listed = httpx.get(f"{client.base_url}sessions", params={"model": "first"}).json()["data"]
     assert [(one["id"], one["disk_bytes"] > 0) for one in listed] == [("mine", True)]
     assert ask(client, "second:other", TALE)[0] == adapted
@@ -107,5 +110,5 @@ def test_engines_take_turns_and_a_conversation_goes_on_from_the_disk(served: tup
     assert (where["card"], where["host"]) == (0, 0)
     cold, where = ask(client, "first", more, cache_salt="another")
     assert (cold, where["disk"]) == (warm, 0)
-    assert len(engines_of(server)) == 1
+    assert len(engines_of(server)) == 2
     assert server.memory_info().rss - before < MOST_MORE_BYTES
