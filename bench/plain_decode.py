@@ -99,12 +99,14 @@ class PlainDecode:
         inputs = self._inputs(hidden)
         for index, layer in enumerate(self.weights.layers):
             spec = self._specs[index]
-            normed = self._norm(hidden, layer.attention_norm)
-            attended = (self._attend if layer.recurrent is None else self._recur)(index, layer, normed)
-            attended = F.linear(attended, layer.output, layer.output_bias)
             post_eps = self.architecture.post_norm_eps
-            hidden = hidden + self._norm(attended, layer.attention_post_norm, post_eps)
-            hidden = hidden + self._norm(self._mlp(hidden, layer, spec), layer.mlp_post_norm, post_eps)
+            if spec.has_mixer:
+                normed = self._norm(hidden, layer.attention_norm)
+                attended = (self._attend if layer.recurrent is None else self._recur)(index, layer, normed)
+                attended = F.linear(attended, layer.output, layer.output_bias)
+                hidden = hidden + self._norm(attended, layer.attention_post_norm, post_eps)
+            if spec.has_mlp:
+                hidden = hidden + self._norm(self._mlp(hidden, layer, spec), layer.mlp_post_norm, post_eps)
             if layer.inputs is not None and inputs is not None:
                 gate = F.gelu(F.linear(hidden, layer.inputs.gate), approximate="tanh") * inputs[:, index]
                 hidden = hidden + self._norm(F.linear(gate, layer.inputs.projection), layer.inputs.norm)
@@ -278,7 +280,9 @@ class PlainDecode:
 
 
 def _gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Return an MLP's activated product of gate and up, whose halves `gate_up` has."""
+    """Return an MLP's activated product of gate and up, whose halves `gate_up` has, or of up alone."""
+    if activation == "relu2":
+        return F.relu(gate_up) ** 2
     gate, up = gate_up.chunk(2, -1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)

@@ -35,7 +35,7 @@ WatchPrompt = Callable[[PromptLayer], None]
 @dataclass(frozen=True, slots=True)
 class KvCache:
     """The keys and values of a batch, one tensor a layer, `[requests, kv_heads, capacity, dim]`. Rows beyond a
-    request's length are stale.
+    request's length are stale. Of a recurrent layer its state is there instead; of one without a mixer nothing.
     """
 
     keys: list[torch.Tensor]
@@ -69,6 +69,11 @@ class ReferenceDecoder:
         for layer, weights in enumerate(self.weights.layers):
             cos, sin = (table[:longest] for table in self.rope_tables[layer])
             window = self.architecture.layers[layer].window_tokens
+            if not self.architecture.layers[layer].has_mixer:
+                cache.keys.append(hidden[:0])
+                cache.values.append(hidden[:0])
+                hidden = self._finish(hidden, None, layer, inputs)
+                continue
             if weights.recurrent is not None:
                 out, state = recur(hidden, weights, self._recurrent, self.architecture.rms_norm_eps, None, lengths)
                 cache.keys.append(state[0])
@@ -107,6 +112,9 @@ class ReferenceDecoder:
         for layer, weights in enumerate(self.weights.layers):
             cos, sin = (table[position][:, None, None] for table in self.rope_tables[layer])
             window = self.architecture.layers[layer].window_tokens
+            if not self.architecture.layers[layer].has_mixer:
+                hidden = self._finish(hidden, None, layer, inputs)
+                continue
             if weights.recurrent is not None:
                 held = cache.keys[layer], cache.values[layer]
                 out, state = recur(hidden, weights, self._recurrent, self.architecture.rms_norm_eps, held, None)
@@ -214,19 +222,24 @@ class ReferenceDecoder:
         scale = self.architecture.embedding_scale
         return rows if scale == 1 else rows * torch.tensor(scale, dtype=rows.dtype)
 
-    def _finish(self, hidden: torch.Tensor, out: torch.Tensor, layer: int, inputs: torch.Tensor | None) -> torch.Tensor:
-        """Return the rest of a layer. hidden `[requests, tokens, hidden]`, out `[requests, tokens, heads, dim]`, inputs
-        of `_inputs`.
+    def _finish(
+        self, hidden: torch.Tensor, out: torch.Tensor | None, layer: int, inputs: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the rest of a layer. hidden `[requests, tokens, hidden]`, out `[requests, tokens, heads, dim]`, None:
+        the layer has no mixer; inputs of `_inputs`.
         """
         weights, eps, latent = self.weights.layers[layer], self.architecture.rms_norm_eps, self.architecture.latent
         post_eps = eps if self.architecture.post_norm_eps is None else self.architecture.post_norm_eps
-        out = out if latent is None else out[..., : latent.value]
-        output = functional.linear(out.flatten(2), weights.output, weights.output_bias)
-        if weights.attention_post_norm is not None:
-            output = rms_norm(output, weights.attention_post_norm, post_eps)
-        hidden = hidden + output
-        normed = hidden if weights.mlp_norm is None else rms_norm(hidden, weights.mlp_norm, eps)
+        if out is not None:
+            out = out if latent is None else out[..., : latent.value]
+            output = functional.linear(out.flatten(2), weights.output, weights.output_bias)
+            if weights.attention_post_norm is not None:
+                output = rms_norm(output, weights.attention_post_norm, post_eps)
+            hidden = hidden + output
         spec = self.architecture.layers[layer]
+        if not spec.has_mlp:
+            return hidden
+        normed = hidden if weights.mlp_norm is None else rms_norm(hidden, weights.mlp_norm, eps)
         beside = None if weights.experts is None else weights.experts.beside
         mixed = None
         if weights.experts is not None and beside is None:

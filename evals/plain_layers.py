@@ -18,7 +18,9 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 
 def gate_linear(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return an MLP's activated product of gate and up, whose halves `gate_up` has."""
+    """Return an MLP's activated product of gate and up, whose halves `gate_up` has, or of up alone."""
+    if activation == "relu2":
+        return functional.relu(gate_up) ** 2
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)

@@ -75,6 +75,9 @@ class LayerLoop:
         carried.adapts = adapts
         windows = {window: rows.window_bounds(decoder.architecture.num_heads, window) for window in decoder.windows}
         for layer in range(decoder.architecture.main_layers):
+            if not decoder.specs[layer].has_mixer:
+                hidden = decoder.mlp(layer, hidden, rows.slots, experts, carried)
+                continue
             if decoder.specs[layer].recurrent is not None:
                 assert decoder.delta is not None, "a recurrent layer has states"
                 made = decoder.delta.step(layer, hidden, rows)

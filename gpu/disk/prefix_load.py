@@ -65,7 +65,8 @@ class PrefixLoad:
 
     def is_loaded(self, layer: int) -> bool:
         """Return whether the layer's rows are there, or on their way over the link."""
-        is_over = layer in self._reads and all(read.done() for read in self._reads[layer])
+        has_rows = layer in self._copies.layers or layer in self._copies.apart
+        is_over = not has_rows or (layer in self._reads and all(read.done() for read in self._reads[layer]))
         return is_over and not self.is_lost  # in this order: a read that loses its block says so before it is over
 
     def begin_layer(self, layer: int) -> None:

@@ -3,7 +3,7 @@
 A block has a part for each layer that has pages: the block's pages of keys, then those of values, as they lie on the
 device, or with rows in int8 where pages have them in the dtype that computes. Where a model has layers without pages, a
 prefix has an **end** as well: the pages behind its last whole block, in parts of a block's size, and a part for each of
-the other layers: its window, or its state.
+the other layers that has a window or a state.
 """
 
 from typing import Literal
@@ -35,7 +35,7 @@ def num_buffers(memory_mib: float, record_bytes: int) -> int:
 
 def paged_layers(architecture: Architecture, window_layers: tuple[int, ...]) -> tuple[int, ...]:
     """Return the layers that have all of a context in pages."""
-    apart = {*window_layers, *architecture.recurrent_layers}
+    apart = {*window_layers, *architecture.layers_without_kv}
     return tuple(layer for layer in range(architecture.num_layers) if layer not in apart)
 
 
@@ -58,9 +58,9 @@ def kv_record(
 
 def end_record(architecture: Architecture, window_bytes: int, block: RecordShape) -> RecordShape | None:
     """Return the shape of a prefix's end; None: pages have all of a context. window_bytes: of a window, or a state, in
-    all layers that have no pages.
+    all layers that have one.
     """
-    num_apart = architecture.num_layers - len(block.part_bytes)
+    num_apart = len(architecture.recurrent_layers) or architecture.num_layers - len(block.part_bytes)
     if not num_apart:
         return None
     assert window_bytes % num_apart == 0, "layers without pages are alike"

@@ -75,8 +75,9 @@ class KvPool:
         self.has_codes = stored != dtype
         self.latent_rank = None if architecture.latent is None else architecture.latent.rank
         self.num_kv_heads, self.dim = architecture.num_kv_heads, architecture.dim
-        recurrent = architecture.recurrent_layers
-        layers = [layer for layer in range(architecture.num_layers) if layer not in {*windows.layers, *recurrent}]
+        recurrent, self._without_kv = architecture.recurrent_layers, architecture.layers_without_kv
+        apart = {*windows.layers, *architecture.layers_without_kv}
+        layers = [layer for layer in range(architecture.num_layers) if layer not in apart]
         self.num_pages = num_pages
         self.dense_layers = tuple(layer for layer in shape.dense_layers if layer in layers)
         self.offloaded_layers = tuple(layer for layer in layers if layer not in self.dense_layers)
@@ -183,8 +184,7 @@ class KvPool:
     def _views(self, arena: Tensor, of_windows: dict[int, Tensor]) -> list[Tensor]:
         """Return each layer's view of an arena, dense ones in front; those of windows are given."""
         views = dict(of_windows)
-        if self.states is not None:
-            views |= dict.fromkeys(self.states.layers, arena[:0])
+        views |= dict.fromkeys(self._without_kv, arena[:0])
         for place, layer in enumerate((*self.dense_layers, *self.offloaded_layers)):
             count = self.layout.num_ids if layer in self.dense_layers else self.num_pages
             views[layer] = arena[place * self.num_pages :][:count]

@@ -229,9 +229,16 @@ class Decoder:
             assert carried is not None, "what a layer's output is multiplied by is carried behind attention"
             assert carried.output_gate is not None, "`enter` has made it"
             rows, carried.output_gate = rows * carried.output_gate.to(rows.dtype).sigmoid_(), None
-        adapters = self._adapters_of(slots, carried)
-        hidden = self.projections.output(index, rows, hidden, adapters)
-        hidden = self.projections.mlp(index, hidden, slots, exchange, adapters)
+        hidden = self.projections.output(index, rows, hidden, self._adapters_of(slots, carried))
+        return self.mlp(index, hidden, slots, exchange, carried)
+
+    def mlp(self, index: int, hidden: Tensor, slots: Tensor, exchange: ExpertExchange | None,
+            carried: Carried | None) -> Tensor:  # fmt: skip
+        """Compute the part of a layer behind its mixer, if it has one: all of a layer that is an MLP alone. Arguments
+        are those of `leave`.
+        """
+        if self.specs[index].has_mlp:
+            hidden = self.projections.mlp(index, hidden, slots, exchange, self._adapters_of(slots, carried))
         return self.projections.end(index, hidden, None if carried is None else carried.inputs_of(index))
 
     def _adapters_of(self, slots: Tensor, carried: Carried | None) -> AdapterRows | None:

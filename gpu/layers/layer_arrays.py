@@ -44,6 +44,8 @@ def _attention_columns(architecture: Architecture, spec: LayerSpec, more_outputs
     """Return the columns of a token's QKV and of what is as wide as a query; QKV is there twice where a part of it is
     not the product's.
     """
+    if not spec.has_mixer:
+        return 0
     if spec.recurrent is not None:
         own = spec.recurrent
         return 2 * (own.projected_width + own.gate_rows) + 2 * own.value_width
@@ -67,7 +69,9 @@ def _mlp_columns(architecture: Architecture, spec: LayerSpec) -> int:
     makes of it, and of routing: logits, twice as long as other numbers, and who takes whom.
     """
     experts = spec.experts
-    one = 3 * architecture.intermediate_of(spec)
+    if not spec.has_mlp:
+        return 0
+    one = (2 + spec.is_gated) * architecture.intermediate_of(spec)
     if experts is None:
         return one
     beside = one + BESIDE_COPIES * architecture.hidden if experts.has_mlp else 0

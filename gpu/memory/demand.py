@@ -132,8 +132,8 @@ class Demand:
 
     @property
     def window_layers(self) -> tuple[int, ...]:
-        """Return the layers whose windows, or states, are kept by themselves."""
-        return (*(self.shape.window_layers if self.window_pages else ()), *self.shape.recurrent_layers)
+        """Return the layers that have no pages: their windows, or states, are kept by themselves, or they have none."""
+        return (*(self.shape.window_layers if self.window_pages else ()), *self.shape.layers_without_kv)
 
     @property
     def has_codes(self) -> bool:

@@ -69,7 +69,7 @@ def resolve_host(
     if num_dense == shape.num_layers:
         why = f"asked all {num_dense} layers"
         if shape.layers_apart:
-            what = "have a window" if shape.recurrent is None else "are recurrent"
+            what = "have a window" if shape.recurrent is None else "have a state, or no mixer"
             why = f"all {num_dense} layers stay on the device, {len(shape.layers_apart)} since they {what}"
         raise PlanError(f"host.dense_layers: {why}, so nothing would be offloaded; name fewer, or leave out `host`")
     return HostDemand(shape, host, kept, page_tokens, dtype_bytes, max_running, kv=kv, excludes=excludes)

@@ -197,7 +197,7 @@ def _find_demand(asked: MemoryRequest) -> tuple[Demand, Literal["bfloat16", "flo
     if tier is not None and window_pages:
         tier = replace(tier, window_layers=architecture.window_layers)
     if tier is not None and architecture.recurrent is not None:
-        tier = replace(tier, window_layers=architecture.recurrent_layers)
+        tier = replace(tier, window_layers=architecture.layers_without_kv)
     documents = asked.documents
     demand = Demand(
         architecture,

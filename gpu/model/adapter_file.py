@@ -151,7 +151,7 @@ def _find_rows(architecture: Architecture, spec: LayerSpec, what: str) -> tuple[
     """Return the matrix of a layer that has these rows, where they begin, and how many there are; None: no product of
     it is served with adapters.
     """
-    served = {"qkv", "output"} if architecture.latent is None and spec.recurrent is None else set()
+    served = {"qkv", "output"} if architecture.latent is None and spec.attends else set()
     if spec.experts is None:
         served |= {"gate_up", "down"}
     for matrix, (all_rows, _) in matrix_shapes(architecture, spec).items():

@@ -38,6 +38,7 @@ OUTPUT_BIAS = {"self_attn.o_proj.bias": "output_bias"}
 MLP_BIASES = {"mlp.gate_proj.bias": "gate_bias", "mlp.up_proj.bias": "up_bias", "mlp.down_proj.bias": "down_bias"}
 # As LAYER_TENSORS, of a layer with experts, each of which has a gate, an up and a down of its own.
 EACH = "*"
+ONE_NORM = "norm"  # what a table calls the one norm of a layer that is a mixer or an MLP alone (`LayerSpec.part`)
 EXPERT_TENSORS = {
     "mlp.gate.weight": "router",
     "mlp.experts.*.gate_proj.weight": "gate",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from gpu.model.family import EACH, families
+from gpu.model.family import EACH, ONE_NORM, families
 from gpu.model.matrix_format import BITS, MULTIPLIED_COLUMNS, MULTIPLIED_GROUP, ROUNDED, MatrixFormat, Quantisation
 from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError
 
@@ -23,7 +23,10 @@ OF_EXPERTS = ("experts_gate_up", "experts_down")
 OF_ATTENTION = {"query", "key", "value", "output", "query_norm", "key_norm"}
 OF_RECURRENT = {"mixed", "mixed_gate", "mixed_all", "mixed_output", "state_shares", "state_decays", "state_gates",
                 "conv", "conv_bias", "decay", "time_bias", "skip", "mixed_norm"}  # fmt: skip
+OF_MLP = {"gate", "up", "gate_up", "down"}
 OF_SHARED = {"shared_gate", "shared_up", "shared_gate_up", "shared_down", "shared_share"}
+
+_FIRST = ("gate", "up")  # of an MLP: what is multiplied first
 
 # Of latent attention: what makes a head's keys and values, in turns. It is plain whatever a file has, since queries and
 # outputs are multiplied by it head by head.
@@ -37,21 +40,21 @@ def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]
     rows = (1 + spec.output_gate) * query + spec.num_kv_projections * key
     if own is not None:
         query, rows = own.value_width, own.matrix_rows
-    found = {"qkv": (rows, a.hidden), "output": (a.hidden, query)}
+    found = {"qkv": (rows, a.hidden), "output": (a.hidden, query)} if spec.has_mixer else {}
     if latent is not None:
         first = latent.first_columns(a.num_heads)
         found = {"qkv": (first + latent.row, a.hidden), "output": (a.hidden, a.num_heads * latent.value)}
         found[LATENT_UP] = a.num_heads * (latent.plain + latent.value), latent.rank
         if latent.query_rank is not None:
             found["query_up"] = a.num_heads * latent.query_dim, latent.query_rank
-    if experts is None or experts.has_mlp:
-        found |= {"gate_up": (2 * intermediate, a.hidden), "down": (a.hidden, intermediate)}
+    if spec.has_mlp and (experts is None or experts.has_mlp):
+        found |= {"gate_up": (spec.first_rows(intermediate), a.hidden), "down": (a.hidden, intermediate)}
     return (
         found
         if experts is None
         else found
         | {
-            "experts_gate_up": (experts.num_experts * 2 * experts.intermediate, a.hidden),
+            "experts_gate_up": (experts.num_experts * spec.first_rows(experts.intermediate), a.hidden),
             "experts_down": (experts.num_experts * a.hidden, experts.intermediate),
         }
     )
@@ -78,12 +81,12 @@ def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[st
         return [("query", (1 + spec.output_gate) * query), *own]
     if matrix in OF_EXPERTS:
         assert spec.experts is not None, "a matrix of experts is of a layer that has some"
-        parts = [("gate", spec.experts.intermediate), ("up", spec.experts.intermediate)]
+        parts = [(what, spec.experts.intermediate) for what in _FIRST[not spec.is_gated :]]
         one = parts if matrix == "experts_gate_up" else [("down", a.hidden)]
         return [(of_expert(what, n), rows) for n in range(spec.experts.num_experts) for what, rows in one]
     width, of = a.intermediate_of(spec), "shared_" if spec.experts is not None and spec.experts.is_shared else ""
     if matrix == "gate_up":
-        return [(of + "gate", width), (of + "up", width)]
+        return [(of + what, width) for what in _FIRST[not spec.is_gated :]]
     return [(of + matrix if matrix == "down" else matrix, a.hidden)]
 
 
@@ -91,6 +94,8 @@ def joined_parts(spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
     """Return parts of which each is several of `matrix_parts`, as some files have them: each expert's gate and up."""
     if matrix == "qkv" and spec.recurrent is not None:
         return [("mixed_all", spec.recurrent.matrix_rows)] if spec.recurrent.kind == "delta_net" else []
+    if not spec.is_gated:
+        return []
     if matrix == "gate_up" and spec.experts is not None and spec.experts.is_shared:
         return [] if spec.intermediate is None else [("shared_gate_up", 2 * spec.intermediate)]
     if matrix != "experts_gate_up" or spec.experts is None:
@@ -117,8 +122,15 @@ def layer_tensors(architecture: Architecture, spec: LayerSpec) -> dict[str, str]
         absent |= OF_SHARED
     if experts is None:
         absent |= {"router", "router_correction"}
-    absent |= OF_RECURRENT if spec.recurrent is None else OF_ATTENTION
-    plain = {name: what for name, what in table.items() if EACH not in name and what not in absent}
+    absent |= set() if spec.attends else OF_ATTENTION
+    absent |= OF_RECURRENT if spec.recurrent is None else set()
+    absent |= set() if spec.has_mlp else OF_MLP
+    norm = "attention_norm" if spec.has_mixer else "mlp_norm"
+    plain = {
+        name: norm if what == ONE_NORM else what
+        for name, what in table.items()
+        if EACH not in name and what not in absent
+    }
     if experts is None:
         return plain
     return plain | {

@@ -8,8 +8,19 @@ from typing import Any, Literal
 from gpu.model.matrix_format import Quantisation
 
 ROPE_TYPES = ("default", "llama3", "linear", "dynamic", "yarn", "longrope", "proportional")
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
+LayerPart = Literal["whole", "mixer", "mlp"]
 RecurrentKind = Literal["delta_net", "short_conv", "mamba2"]
+
+
+def is_gated(activation: Activation) -> bool:
+    """Return whether an MLP of this activation has gates: `relu2`, which is relu(up)**2, has none."""
+    return activation != "relu2"
+
+
+def first_rows(activation: Activation, intermediate: int) -> int:
+    """Return how many rows make an MLP of so many columns: as many, and of gates, which come first, as many again."""
+    return (1 + is_gated(activation)) * intermediate
 
 
 class ModelError(Exception):
@@ -32,7 +43,7 @@ NO_ROTATION = RopeScaling("none", 1.0, {})  # of layers whose queries and keys s
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's gated MLPs, of which a token takes the few with the largest router logits.
+    """A layer's MLPs, gated as its activation says, of which a token takes the few with the largest router logits.
 
     intermediate: columns of one expert. is_normalised: the weights of the experts that a token takes are scaled to sum
     to 1; they come from a softmax over all experts. has_biases: the router has a bias, and so have gate, up and down of
@@ -216,19 +227,23 @@ class LayerInputs:
 class LayerSpec:
     """What a layer computes beyond a Llama's: two RMSNorms, projections, rotary attention and a gated MLP.
 
+    part: `whole`, or `mixer`: attention alone, or what is recurrent, with its norm; or `mlp`: the MLP or experts alone.
+    A mixer and the MLP behind it are two layers where the checkpoint says so, and not joined: some mixers have no MLP
+    behind them and some MLPs have none before them, and numbers of layers and names of modules stay the checkpoint's.
+    A layer without a mixer has neither keys and values nor a state; one without an MLP ends with its residual.
     qkv_bias: added to queries, keys and values. output_bias: added to attention's output. mlp_bias: added to gate, up
-    and down. qk_norm: RMSNorm of each query and key head before the rotation; wide_qk_norm: in place of it one of all
-    query heads together, and one of all key heads. pre_norms: RMSNorms of what attention and the MLP get; without them
-    there are no experts. post_norms: RMSNorms of their outputs, before these are added. activation: of the gate.
-    window_tokens: a token attends to itself and to those before it, so many together; None: to all. rope: its own
-    frequencies; None: the model's. experts: in place of the one MLP; None: there are none. sinks: each query head has
-    one logit more in its softmax, without a value. heads: its own KV heads, only of a layer with a window; None: the
-    model's. intermediate: its own; None: the model's. value_norm: RMSNorm of each value head, without weights.
-    keys_are_values: values are the keys' projection, before norms and rotation. kv_of: the layer whose keys and values
-    are this one's, too. is_scaled: its output has a factor. output_gate: attention's output is multiplied by the
-    sigmoid of a gate, which the projection has behind each query head, or, where it has_gate_apart, behind all of them.
-    plain_qk_norm: the norms of heads have no weights of their own. recurrent: in place of attention; None: it
-    attends.
+    and down. qk_norm: RMSNorm of each query and key head before the rotation; wide_qk_norm: in place of it one of
+    all query heads together, and one of all key heads. pre_norms: RMSNorms of what attention and the MLP get;
+    without them there are no experts. post_norms: RMSNorms of their outputs, before these are added. activation: of
+    the gate, or of an MLP without one (`is_gated`). window_tokens: a token attends to itself and to those before
+    it, so many together; None: to all. rope: its own frequencies; None: the model's. experts: in place of the one
+    MLP; None: there are none. sinks: each query head has one logit more in its softmax, without a value. heads: its
+    own KV heads, only of a layer with a window; None: the model's. intermediate: its own; None: the model's.
+    value_norm: RMSNorm of each value head, without weights. keys_are_values: values are the keys' projection,
+    before norms and rotation. kv_of: the layer whose keys and values are this one's, too. is_scaled: its output has
+    a factor. output_gate: attention's output is multiplied by the sigmoid of a gate, which the projection has
+    behind each query head, or, where it has_gate_apart, behind all of them. plain_qk_norm: the norms of heads have
+    no weights of their own. recurrent: in place of attention; None: it attends.
 
     New arithmetic is a new field here or in `Architecture`; `docs/MODELS.md` says where it is applied.
     """
@@ -255,11 +270,35 @@ class LayerSpec:
     has_gate_apart: bool = False
     plain_qk_norm: bool = False
     recurrent: Recurrent | None = None
+    part: LayerPart = "whole"
+
+    @property
+    def has_mixer(self) -> bool:
+        return self.part != "mlp"
+
+    @property
+    def has_mlp(self) -> bool:
+        """Return whether it has an MLP, or experts."""
+        return self.part != "mixer"
+
+    @property
+    def attends(self) -> bool:
+        """Return whether it has attention, and so keys and values."""
+        return self.has_mixer and self.recurrent is None
+
+    @property
+    def is_gated(self) -> bool:
+        """Return whether its MLP, or each expert, has gates."""
+        return is_gated(self.activation)
 
     @property
     def seen_tokens(self) -> int | None:
-        """Return the last tokens that attention reads, 0 in a recurrent layer; None: all."""
-        return 0 if self.recurrent is not None else self.window_tokens
+        """Return the last tokens that attention reads, 0 in a layer without it; None: all."""
+        return self.window_tokens if self.attends else 0
+
+    def first_rows(self, intermediate: int) -> int:
+        """Return `first_rows` of an MLP, or expert, of so many columns."""
+        return first_rows(self.activation, intermediate)
 
     @property
     def num_kv_projections(self) -> int:
@@ -421,9 +460,14 @@ class Architecture:
         return tuple(layer for layer, spec in enumerate(self.layers) if spec.recurrent is not None)
 
     @property
+    def layers_without_kv(self) -> tuple[int, ...]:
+        """Return the layers that have no keys and values: recurrent ones, and those that are an MLP alone."""
+        return tuple(layer for layer, spec in enumerate(self.layers) if not spec.attends)
+
+    @property
     def layers_apart(self) -> tuple[int, ...]:
-        """Return the layers that attention methods and host memory have no part in: with a window, recurrent, or heads
-        that draft.
+        """Return the layers that attention methods and host memory have no part in: with a window, without keys and
+        values, or heads that draft.
         """
         apart = (layer for layer, spec in enumerate(self.layers) if spec.seen_tokens is not None)
         return (*apart, *range(self.main_layers, self.num_layers))
@@ -490,7 +534,8 @@ class Architecture:
         heads, own_mlp = self.heads_of(spec), self.intermediate_of(spec)
         query, beside = heads.dim * self.num_heads, 0
         qkv = (1 + spec.output_gate) * query + spec.num_kv_projections * heads.count * heads.dim
-        mlp = 3.0 * self.hidden * own_mlp
+        matrices = 2 + spec.is_gated
+        mlp = float(matrices * self.hidden * own_mlp)
         own = spec.recurrent
         if own is not None:
             qkv, query = own.matrix_rows, own.value_width
@@ -499,11 +544,12 @@ class Architecture:
         attention: float = self.hidden * (qkv + query)
         norms = spec.qk_norm * (1 + (spec.kv_of is None)) * heads.dim
         norms += spec.wide_qk_norm * (query + heads.count * heads.dim)
-        norms += 2 * (spec.pre_norms + spec.post_norms) * self.hidden
+        norms += (spec.has_mixer + spec.has_mlp) * (spec.pre_norms + spec.post_norms) * self.hidden
         if spec.experts is not None:
             router = (self.hidden + spec.experts.has_biases) * spec.experts.num_experts
-            biases_of_one = spec.experts.has_biases * (2 * spec.experts.intermediate + self.hidden)
-            mixture = router + (3 * self.hidden * spec.experts.intermediate + biases_of_one) * count(spec.experts)
+            biases_of_one = spec.experts.has_biases * (spec.first_rows(spec.experts.intermediate) + self.hidden)
+            one = matrices * self.hidden * spec.experts.intermediate + biases_of_one
+            mixture = router + one * count(spec.experts)
             mlp = mixture + spec.experts.has_mlp * mlp + spec.experts.is_sigmoid * spec.experts.num_experts
             mlp += (spec.experts.is_shared and not spec.experts.is_whole) * self.hidden
             norms += spec.experts.beside_mlp * (4 * self.hidden + spec.experts.num_experts)
@@ -512,8 +558,9 @@ class Architecture:
         if self.layer_inputs is not None:
             mlp += (2 * self.layer_inputs.width + 1) * self.hidden
         biases = spec.qkv_bias * qkv + (spec.output_bias + spec.mlp_bias) * self.hidden
-        vectors = norms + spec.sinks * self.num_heads + biases + spec.mlp_bias * 2 * own_mlp + spec.is_scaled + beside
-        return attention + mlp + vectors
+        biases += spec.mlp_bias * spec.first_rows(own_mlp)
+        vectors = norms + spec.sinks * self.num_heads + biases + spec.is_scaled + beside
+        return spec.has_mixer * attention + spec.has_mlp * mlp + vectors
 
     def _latent_weights(self, latent: Latent) -> int:
         """Return the weights of a layer's latent attention, with its two norms."""
@@ -523,7 +570,7 @@ class Architecture:
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of keys and values of one token in all layers."""
-        heads = [self.heads_of(spec) for spec in self.layers if spec.recurrent is None]
+        heads = [self.heads_of(spec) for spec in self.layers if spec.attends]
         return sum(self.rows_of_head * one.count * one.dim * dtype_bytes for one in heads)
 
     def seen_tokens(self, context: float) -> float:

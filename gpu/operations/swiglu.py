@@ -1,8 +1,8 @@
 """SwiGLU, silu(gate) * up, or GeGLU, gelu(gate) * up by its tanh, over one buffer whose first half is the gate.
 
-Clamped, with gate <= 7 and |up| <= 7, it is gate * sigmoid(1.702 gate) * (up + 1).
+Clamped, with gate <= 7 and |up| <= 7, it is gate * sigmoid(1.702 gate) * (up + 1). Without a gate it is relu(up)**2.
 
-Bytes moved per token: 3 * intermediate * itemsize.
+Bytes moved per token: 3 * intermediate * itemsize, or 2 without a gate.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.model.spec import Activation
+from gpu.model.spec import Activation, is_gated
 from gpu.operations.arguments import check, check_dtype, runs_on_triton
 from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT
 
@@ -21,7 +21,9 @@ _GAIN, _LIMIT = tl.constexpr(CLAMPED_GAIN), tl.constexpr(CLAMPED_LIMIT)
 
 
 def swiglu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """Compute `swiglu` in plain torch: gate_up `[tokens, 2 * intermediate]` -> `[tokens, intermediate]`."""
+    """Compute `swiglu` in plain torch."""
+    if not is_gated(activation):
+        return F.relu(gate_up).square_()
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         gate = gate.clamp(max=CLAMPED_LIMIT)
@@ -31,49 +33,63 @@ def swiglu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor
 
 
 @triton.jit
-def gated(gate, up, ACTIVATION: tl.constexpr):
-    """Return activation(gate) * up in float32; tanh(z) is 2 * sigmoid(2 z) - 1. NaN stays NaN where it is clamped."""
+def activated(gate, up, ACTIVATION: tl.constexpr):
+    """Return activation(gate) * up in float32, of `relu2` relu(gate)**2; tanh(z) is 2 * sigmoid(2 z) - 1. NaN stays NaN
+    where it is clamped.
+    """
     inner = gate
-    if ACTIVATION == "clamped_swiglu":
+    if ACTIVATION == "relu2":
+        gate = tl.where(gate < 0.0, 0.0, gate)
+    elif ACTIVATION == "clamped_swiglu":
         gate = tl.where(gate > _LIMIT, _LIMIT, gate)
         up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
         inner = gate * _GAIN
     elif ACTIVATION == "gelu_tanh":
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    return gate * tl.sigmoid(inner) * up
+    return gate * gate if ACTIVATION == "relu2" else gate * tl.sigmoid(inner) * up
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, row_stride, INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+def _swiglu_kernel(
+    gate_up, out, row_stride, INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr, GATES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INTERMEDIATE
     gate = tl.load(gate_up + token * row_stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * row_stride + INTERMEDIATE + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * INTERMEDIATE + column, gated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)
+    up = gate
+    if GATES:
+        up = tl.load(gate_up + token * row_stride + INTERMEDIATE + column, mask=inside, other=0.0).to(tl.float32)
+    made = activated(gate, up, ACTIVATION)
+    tl.store(out + token * INTERMEDIATE + column, made.to(out.dtype.element_ty), mask=inside)
 
 
 def swiglu(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """Return activation(gate) * up: gate_up `[tokens, 2 * intermediate]`, gate first -> `[tokens, intermediate]`, same
-    dtype.
+    dtype; of an activation without a gate `[tokens, intermediate]` of as many.
 
-    Raises ValueError for an odd last axis or one that is not contiguous.
+    Raises ValueError for an odd last axis of gate and up, or one that is not contiguous.
     """
-    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
-        raise ValueError(f"swiglu: gate_up is {tuple(gate_up.shape)}; wanted [tokens, 2 * intermediate]")
+    gates = is_gated(activation)
+    if gate_up.ndim != 2 or (gates and gate_up.shape[1] % 2):
+        wanted = "[tokens, 2 * intermediate]" if gates else "[tokens, intermediate]"
+        raise ValueError(f"swiglu: gate_up is {tuple(gate_up.shape)}; wanted {wanted}")
     if not runs_on_triton(gate_up) or gate_up.numel() == 0:
         return swiglu_reference(gate_up, activation)
     check_dtype("swiglu", gate_up)
     tokens, width = gate_up.shape
     check("swiglu", "gate_up", gate_up, (tokens, width), gate_up.dtype, gate_up.device)
-    out = torch.empty(tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu_kernel[(tokens, triton.cdiv(width // 2, BLOCK))](
+    columns = width // (1 + gates)
+    out = torch.empty(tokens, columns, dtype=gate_up.dtype, device=gate_up.device)
+    _swiglu_kernel[(tokens, triton.cdiv(columns, BLOCK))](
         gate_up,
         out,
         gate_up.stride(0),
-        INTERMEDIATE=width // 2,
+        INTERMEDIATE=columns,
         BLOCK=BLOCK,
-        ACTIVATION=activation or "silu",
+        GATES=gates,
+        ACTIVATION=activation,
         num_warps=4,
     )
     return out

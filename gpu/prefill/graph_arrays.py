@@ -21,7 +21,7 @@ def layers_in_graphs(architecture: Architecture) -> list[int]:
     return [
         layer
         for layer, spec in enumerate(a.layers)
-        if spec.recurrent is None and not spec.output_gate and layer not in carrying and layer < a.main_layers
+        if spec.attends and not spec.output_gate and layer not in carrying and layer < a.main_layers
     ]
 
 

@@ -229,6 +229,9 @@ class Prefill:
         chunk = slice(unit.begin, unit.end)
         kept = {layer: rows[chunk] for layer, rows in state.kept.items()}
         carried = self.decoder.carry_to(unit.layer, state.token_ids[chunk], state.positions[chunk], kept)
+        if not self.decoder.specs[unit.layer].has_mixer:
+            state.put(chunk, self.decoder.mlp(unit.layer, state.hidden[chunk], state.slots[chunk], None, carried))
+            return
         if self.decoder.specs[unit.layer].recurrent is not None:
             state.put(chunk, self._compute_recurrent(state, unit.layer, chunk, carried))
             return

@@ -98,10 +98,8 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
                     draw(layer.matrices[name], 1.0)
         if layer.experts is not None and layer.experts.correction is not None:
             layer.experts.correction.normal_(0.0, RANDOM_BIAS_SPREAD, generator=generator)
-        draw(layer.qkv, 1.0, split)
-        draw(layer.output, sum_scale, split)
-        for gate_up, down in (("gate_up", "down"), OF_EXPERTS):
-            for name, gain in ((gate_up, 1.0), (down, sum_scale)):
+        for first, last in (("qkv", "output"), ("gate_up", "down"), OF_EXPERTS):
+            for name, gain in ((first, 1.0), (last, sum_scale)):
                 for stack in layer.stacks(name) if name in layer.matrices else ():
                     draw(stack, gain, split)
         if layer.experts is not None:

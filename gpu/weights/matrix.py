@@ -39,7 +39,7 @@ class Matrix(Protocol):
         """Return `rms_norm(x, norm, eps) @ self.T (+ bias)`. `Projections` alone calls this and `norm_gate_up`."""
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
-        """Return `activation(gate) * up` of the two halves of `rms_norm(x, norm, eps) @ self.T`, gate first."""
+        """Return `swiglu(rms_norm(x, norm, eps) @ self.T, activation)`."""
 
     def logits(self, x: Tensor) -> Tensor:
         """Return `x @ self.T` in float32."""

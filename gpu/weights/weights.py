@@ -68,7 +68,8 @@ class InputWeights:
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The weights of all experts of a layer. Of all experts of a layer: router `[experts, hidden]`; gate_up `[experts *
-    2 * intermediate, hidden]`, one after another, of each its gate first; down `[experts * hidden, intermediate]`.
+    2 * intermediate, hidden]`, one after another, of each its gate first, or, without gates, `[experts * intermediate,
+    hidden]`; down `[experts * hidden, intermediate]`.
     host: the last ones, if they lie in host memory; the two matrices then have the first ones alone. Biases, where they
     are, are of all experts, in the order of the rows, and on the card. beside, shared_share `[1,
     hidden]`: of a layer that has an MLP as well (`spec.Experts`). correction: float32 `[experts]`, of a router by
@@ -102,21 +103,21 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of a layer. attention_norm, mlp_norm `[hidden]`; qkv `[(heads + 2 kv_heads) * dim, hidden]`, without
-    values or keys that have no projection; output `[hidden, heads * dim]`; gate_up `[2 * intermediate, hidden]`, gate
-    first; down `[hidden, intermediate]`; or, in place of these two or beside them, experts. Where the layer's spec has
-    them: qkv_bias, output_bias, gate_up_bias and down_bias, of the matrix's rows; query_norm, key_norm `[dim]`, or of
-    all heads together `[heads * dim]` and `[kv_heads * dim]`;
-    attention_post_norm, mlp_post_norm `[hidden]`; sinks `[heads]`, logits of each query head's softmax that have no
-    value; inputs; scale `[1]`, of its output; latent. Norms that are changed as they are loaded are float32: what they
-    lack of one would be rounded away. A layer that has the keys of another one has its key_norm, too. recurrent: of a
-    recurrent layer, whose qkv has rows of queries, keys, values and the output's gates, in this order, and which has no
-    norms of heads.
+    """The weights of a layer, None where its spec has no such part. attention_norm, mlp_norm `[hidden]`; qkv `[(heads +
+    2 kv_heads) * dim, hidden]`, without values or keys that have no projection; output `[hidden, heads * dim]`;
+    gate_up `[2 * intermediate, hidden]`, gate first, or, without gates, `[intermediate, hidden]`; down `[hidden,
+    intermediate]`; or, in place of these two or beside them, experts. Where the layer's spec has them: qkv_bias,
+    output_bias, gate_up_bias and down_bias, of the matrix's rows; query_norm, key_norm `[dim]`, or of all heads
+    together `[heads * dim]` and `[kv_heads * dim]`; attention_post_norm, mlp_post_norm `[hidden]`; sinks `[heads]`,
+    logits of each query head's softmax that have no value; inputs; scale `[1]`, of its output; latent. Norms that
+    are changed as they are loaded are float32: what they lack of one would be rounded away. A layer that has the
+    keys of another one has its key_norm, too. recurrent: of a recurrent layer, whose qkv has rows of queries, keys,
+    values and the output's gates, in this order, and which has no norms of heads.
     """
 
     attention_norm: Tensor | None
-    qkv: Held
-    output: Held
+    qkv: Held | None
+    output: Held | None
     mlp_norm: Tensor | None
     gate_up: Held | None = None
     down: Held | None = None
@@ -344,16 +345,16 @@ def allocate_weights(
             rank = a.latent.query_rank
             latent = LatentWeights(made[LATENT_UP], norm(a.latent.rank), made.get("query_up"), rank and norm(rank))
         return LayerWeights(
-            attention_norm=norm(a.hidden) if spec.pre_norms else None,
-            qkv=made["qkv"],
-            output=made["output"],
-            mlp_norm=norm(a.hidden) if spec.pre_norms else None,
+            attention_norm=norm(a.hidden) if spec.pre_norms and spec.has_mixer else None,
+            qkv=made.get("qkv"),
+            output=made.get("output"),
+            mlp_norm=norm(a.hidden) if spec.pre_norms and spec.has_mlp else None,
             gate_up=made.get("gate_up"),
             down=made.get("down"),
             experts=experts,
             qkv_bias=empty(width) if spec.qkv_bias else None,
             output_bias=empty(a.hidden) if spec.output_bias else None,
-            gate_up_bias=empty(2 * a.intermediate) if spec.mlp_bias else None,
+            gate_up_bias=empty(spec.first_rows(a.intermediate)) if spec.mlp_bias else None,
             down_bias=empty(a.hidden) if spec.mlp_bias else None,
             query_norm=norm(a.num_heads * heads.dim)
             if spec.wide_qk_norm

@@ -8,7 +8,7 @@ import torch
 from gpu.model.spec import Activation, Experts
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.weights import BesideWeights, ExpertWeights
-from tests.gpu.kernel_oracles import clamped_swiglu, random, rms_norm, swiglu, wide
+from tests.gpu.kernel_oracles import clamped_swiglu, random, rms_norm, squared_relu, swiglu, wide
 from tests.gpu.packed_oracle import draw_packed, poisoned
 
 # kind of matrices, group, row_block, has_zeros, columns of a run
@@ -26,8 +26,8 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Mixture:
-    """gate_up `[experts, 2 * intermediate, hidden]`, down `[experts, hidden, intermediate]`, router: float64. Experts
-    with biases have the activation that comes with them in gpt-oss.
+    """gate_up `[experts, 2 * intermediate, hidden]`, or without gates half as many rows, down `[experts, hidden,
+    intermediate]`, router: float64. Experts with biases have the activation that comes with them in gpt-oss.
     """
 
     experts: Experts
@@ -38,6 +38,8 @@ class Mixture:
 
     @property
     def activation(self) -> Activation:
+        if self.gate_up.shape[1] == self.experts.intermediate:
+            return "relu2"
         return "clamped_swiglu" if self.experts.has_biases else "silu"
 
     def bias(self, name: str) -> np.ndarray:
@@ -46,12 +48,14 @@ class Mixture:
         return np.zeros((self.experts.num_experts, 1)) if bias is None else wide(bias).reshape(len(self.gate_up), -1)
 
 
-def draw_mixture(experts: Experts, hidden: int, kind: str, dtype: torch.dtype, device: str) -> Mixture:
+def draw_mixture(
+    experts: Experts, hidden: int, kind: str, dtype: torch.dtype, device: str, is_gated: bool = True
+) -> Mixture:
     """Matrices stand in buffers of NaN."""
     generator = np.random.default_rng(experts.num_experts * hidden + experts.intermediate)
-    count, width = experts.num_experts, experts.intermediate
+    count, width, first = experts.num_experts, experts.intermediate, (1 + is_gated) * experts.intermediate
     router = random(generator, (count, hidden), dtype, device) * (2 * hidden**-0.5)
-    shapes = {"gate_up": (count * 2 * width, hidden), "down": (count * hidden, width)}
+    shapes = {"gate_up": (count * first, hidden), "down": (count * hidden, width)}
     stored: dict[str, torch.Tensor | Packed] = {}
     numbers = {}
     for name, (rows, inner) in shapes.items():
@@ -68,12 +72,12 @@ def draw_mixture(experts: Experts, hidden: int, kind: str, dtype: torch.dtype, d
         norms = [random(generator, (hidden,), torch.float32, device) for _ in range(4)]
         weights = replace(weights, beside=BesideWeights(*norms, random(generator, (count,), torch.float32, device)))
     if experts.has_biases:
-        biases = {"router_bias": count, "gate_up_bias": count * 2 * width, "down_bias": count * hidden}
+        biases = {"router_bias": count, "gate_up_bias": count * first, "down_bias": count * hidden}
         drawn = {name: 4 * poisoned(random(generator, (rows,), dtype, device), float("nan"))
                  for name, rows in biases.items()}  # fmt: skip
         weights = replace(weights, **drawn)
     return Mixture(
-        experts, weights, wide(router), numbers["gate_up"].reshape(count, 2 * width, hidden),
+        experts, weights, wide(router), numbers["gate_up"].reshape(count, first, hidden),
         numbers["down"].reshape(count, hidden, width),
     )  # fmt: skip
 
@@ -90,7 +94,8 @@ def choose(logits: np.ndarray, experts: Experts) -> tuple[np.ndarray, np.ndarray
 
 def mix(normed: np.ndarray, ids: np.ndarray, weights: np.ndarray, mixture: Mixture) -> np.ndarray:
     """What the experts make of tokens behind the norm."""
-    out, activate = np.zeros_like(normed), clamped_swiglu if mixture.experts.has_biases else swiglu
+    activations = {"silu": swiglu, "clamped_swiglu": clamped_swiglu, "relu2": squared_relu}
+    out, activate = np.zeros_like(normed), activations[mixture.activation]
     gate_up_bias, down_bias = mixture.bias("gate_up"), mixture.bias("down")
     beside = mixture.weights.beside
     gains = np.ones(len(mixture.down)) if beside is None else wide(beside.gains)

@@ -114,6 +114,19 @@ GRANITE_HYBRID = {
     "position_embedding_type": "nope", "hidden_act": "silu", "normalization_function": "rmsnorm",
     "rope_theta": 10_000.0, "pad_token_id": 0,
 }  # fmt: skip
+# transformers has no step of time below `time_step_min`, of which the models know nothing. It is 0.001 in files.
+NEMOTRON = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "MEM*--*EM", "num_hidden_layers": 9, "head_dim": 32,
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 24, "n_groups": 2, "conv_kernel": 4, "expand": 2,
+    "chunk_size": 128, "use_conv_bias": True, "use_bias": False, "mamba_proj_bias": False, "mamba_hidden_act": "silu",
+    "mlp_hidden_act": "relu2", "mlp_bias": False, "attention_bias": False, "layer_norm_epsilon": 1e-5,
+    "norm_eps": 1e-5, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "residual_in_fp32": False, "rescale_prenorm_residual": True,
+    "sliding_window": None, "hidden_dropout": 0.0, "num_logits_to_keep": 1, "time_step_limit": [0.0, float("inf")],
+    "time_step_min": 1e-30, "time_step_max": 0.1, "time_step_floor": 0.0001, "use_mamba_kernels": True,
+    "partial_rotary_factor": 1.0, "rope_theta": 10_000.0, "pad_token_id": 0,
+}  # fmt: skip
 SECTIONED = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.5,
              "mrope_section": [4, 2, 2], "mrope_interleaved": True}  # fmt: skip
 MLA = {
@@ -232,6 +245,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
                                                     "position_embedding_type": "rope", "num_local_experts": 0},
     "granitemoehybrid dense": GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_groups": 2, "mamba_d_conv": 3,
                                                 "position_embedding_type": "rope"},
+    "nemotron_h": NEMOTRON,
+    "nemotron_h dense": NEMOTRON | {"hybrid_override_pattern": None, "num_hidden_layers": 5, "n_groups": 1,
+                                    "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"],
+                                    "conv_kernel": 3},
     "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
                         "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma4 with inputs": GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3,

@@ -55,6 +55,10 @@ def swiglu(gate_up: np.ndarray) -> np.ndarray:
     return gate / (1.0 + np.exp(-gate)) * up
 
 
+def squared_relu(up: np.ndarray) -> np.ndarray:
+    return np.maximum(up, 0.0) ** 2
+
+
 def clamped_swiglu(gate_up: np.ndarray) -> np.ndarray:
     gate, up = np.split(gate_up, 2, axis=-1)
     gate = np.minimum(gate, 7.0)

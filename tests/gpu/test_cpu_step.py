@@ -167,7 +167,7 @@ LAYERS_BEYOND = {
     "activation": "gelu_tanh", "window_tokens": 64, "rope": TINY.rope, "experts": Experts(8, 2, 64, True),
     "sinks": True, "heads": KvHeads(1, 64), "intermediate": 256, "value_norm": True, "keys_are_values": True,
     "kv_of": 0, "is_scaled": True, "output_gate": True, "recurrent": Recurrent(1, 1, 64, 64, 4),
-    "has_gate_apart": True, "plain_qk_norm": True,
+    "has_gate_apart": True, "plain_qk_norm": True, "part": "mlp",
 }  # fmt: skip
 MODELS_BEYOND = {
     "layer_pattern": (LayerSpec(), LayerSpec(qkv_bias=True)), "norm_weight_offset": 1.0, "query_gain": 2.0,

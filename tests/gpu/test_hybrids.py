@@ -35,10 +35,10 @@ from tests.gpu.test_kernels_recurrent import draw_weights, new_states
 from tests.scheduler.test_states_of_a_model import converse, make_engine
 from tests.tolerances import FAMILY_LOGITS
 
-HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "granitemoehybrid"]
+HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "granitemoehybrid", "nemotron_h"]
 LENGTHS = [1, 63, 64, 65, 200, 3000]
 PROMPTS = [(name, length) for name in HYBRIDS for length in LENGTHS] + [
-    ("granitemoehybrid dense", 65), ("granitemoehybrid attending", 65),
+    ("granitemoehybrid dense", 65), ("granitemoehybrid attending", 65), ("nemotron_h dense", 65),
 ]  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0)
 PAGES = 40
@@ -148,7 +148,7 @@ def test_what_transformers_writes_of_steps_without_a_limit_is_read() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "lfm2", "granitemoehybrid"])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_an_engine_with_graphs_gives_the_text_of_the_cpu_with_snapshots_and_without(name: str) -> None:
     """In float32: turns, forks and a turn taken back, through captured steps and states that are copied. Histories are
     the CPU's, so that one near-tie changes one text.

@@ -136,7 +136,7 @@ COMPILE_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "la
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
 Source = tuple[ASTSource, tuple[tuple[str, Any], ...]]  # and the options with which it is compiled
 SERVED = ("tiny", "llama-3.1-8b")
-MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "gemma-4-26b-a4b")
+MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "gemma-4-26b-a4b", "nemotron-3-nano-30b-a3b")
 FAMILIES = ("phi-3-mini", "gemma-3-4b", "glm-4-9b")  # heads of 96 and of 256, and 16 to a KV head
 WIDE = ("gemma-4-26b-a4b", "gemma-4-31b")  # of 512
 COMPILED_DTYPES = (torch.bfloat16, torch.float32)
@@ -161,6 +161,7 @@ def _norms(shape: Architecture, dtype: torch.dtype) -> None:
 def _swiglu(shape: Architecture, dtype: torch.dtype) -> None:
     for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
         swiglu(empty(2, 2 * shape.intermediate, dtype=dtype), activation)
+    swiglu(empty(2, shape.intermediate, dtype=dtype), "relu2")
 
 
 def _adapters(shape: Architecture, dtype: torch.dtype) -> None:
@@ -269,6 +270,7 @@ def _projections(shape: Architecture, dtype: torch.dtype) -> None:
         linear(empty(tokens, attention), weight(shape.hidden, attention), x)
         norm_gate_up_swiglu(x, norm, 1e-5, weight(2 * shape.intermediate, shape.hidden))
         norm_gate_up_swiglu(x, wide, 1e-5, weight(2 * shape.intermediate, shape.hidden), "gelu_tanh")
+        norm_gate_up_swiglu(x, norm, 1e-5, weight(shape.intermediate, shape.hidden), "relu2")
         middle = empty(tokens, shape.intermediate, dtype=dtype)
         linear(middle, weight(shape.hidden, shape.intermediate), x)
         if tokens == 1:  # more go to cuBLAS
@@ -296,6 +298,8 @@ def _packed(shape: Architecture, dtype: torch.dtype) -> None:
             packed_norm_linear(x, norm, 1e-5, matrix(qkv_rows, shape.hidden), bias)
             packed_linear(empty(tokens, attention), matrix(shape.hidden, attention), x)
             packed_norm_gate_up(x, norm, 1e-5, matrix(2 * shape.intermediate, shape.hidden), "silu")
+            if stored.has_zeros:
+                packed_norm_gate_up(x, norm, 1e-5, matrix(shape.intermediate, shape.hidden), "relu2")
             middle = empty(tokens, shape.intermediate, dtype=dtype)
             packed_linear(middle, matrix(shape.hidden, shape.intermediate), x)
             packed_logits(x, matrix(shape.vocab_size, shape.hidden))
@@ -310,18 +314,19 @@ def _packed(shape: Architecture, dtype: torch.dtype) -> None:
 
 def _experts(shape: Architecture, dtype: torch.dtype) -> None:
     """Of the largest mixtures that are served: few tokens, and tiles of every size; matrices as files have them."""
-    experts = shape.layer_pattern[0].experts
-    if experts is None:
+    spec = next((one for one in shape.layer_pattern if one.experts is not None), None)
+    experts = None if spec is None else spec.experts
+    if spec is None or experts is None:
         return
-    device, rows = torch.device("cuda"), experts.num_experts * experts.intermediate
+    device, rows = torch.device("cuda"), experts.num_experts * spec.first_rows(experts.intermediate)
     is_wide = experts.num_experts > 8 and dtype == torch.bfloat16
     formats = [MatrixFormat("int4", 128, has_zeros=True), MatrixFormat("int8", 128),
                MatrixFormat("fp8", 128, 4, row_block=128), MatrixFormat("int4", 32, run=256),
                MatrixFormat("int8", 16, run=256)]  # fmt: skip
-    activation, biases = shape.layer_pattern[0].activation, [None] * 3
+    activation, biases = spec.activation, [None] * 3
     if experts.has_biases:
         formats = [MatrixFormat("fp4", 32, scale_bytes=1)]
-        sizes = (experts.num_experts, 2 * rows, experts.num_experts * shape.hidden)
+        sizes = (experts.num_experts, rows, experts.num_experts * shape.hidden)
         biases = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
     norm, router = (torch.empty(*size, dtype=dtype, device=device) for size in ((shape.hidden,), (
         experts.num_experts, shape.hidden)))  # fmt: skip
@@ -330,7 +335,7 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
         formats, gains = [MatrixFormat("int4", 64, has_zeros=True)], empty(experts.num_experts)
         beside = BesideWeights(*(empty(shape.hidden) for _ in range(4)), gains)
     for stored in (None, *(formats if is_wide else ())):
-        sizes = (2 * rows, shape.hidden), (experts.num_experts * shape.hidden, experts.intermediate)
+        sizes = (rows, shape.hidden), (experts.num_experts * shape.hidden, experts.intermediate)
         gate_up, down = (
             torch.empty(*size, dtype=dtype, device=device) if stored is None
             else allocate_packed(*size, stored, dtype, device, torch.bfloat16) for size in sizes

@@ -93,6 +93,14 @@ def test_a_clamped_swiglu_equals_its_formula(dtype, device):
     assert swiglu(torch.full_like(gate_up, torch.nan), "clamped_swiglu").isnan().all()
 
 
+def test_a_squared_relu_has_no_gate(dtype, device):
+    up = random(np.random.default_rng(3), (3, 1201), dtype, device)
+    got = swiglu(up, "relu2")
+    assert distance(got, oracle.squared_relu(wide(up))) < KERNEL_TOLERANCE[dtype]
+    assert distance(got, wide(up) ** 2) > KERNEL_TOLERANCE[dtype]
+    assert swiglu(torch.full_like(up, torch.nan), "relu2").isnan().all()
+
+
 @pytest.mark.parametrize(("tokens", "hidden"), SHAPES)
 def test_swiglu_equals_its_formula(tokens, hidden, dtype, device):
     gate_up = random(np.random.default_rng(hidden), (tokens, 2 * hidden), dtype, device)

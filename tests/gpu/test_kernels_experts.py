@@ -95,6 +95,14 @@ def test_experts_are_weighed_and_added(dtype, device, name, path, tokens):
     assert_is_mixture(path, tokens, draw_mixture(*MIXTURES[name], "plain", dtype, device), dtype, device)
 
 
+@pytest.mark.parametrize(("path", "tokens"), [("rows", 3), ("few", 3), ("tiles", 40)])
+@pytest.mark.parametrize(("name", "kind"), [("many", "plain"), ("biased", "plain"), ("many", "int4"), ("many", "fp8")])
+@everywhere
+def test_experts_without_gates_are_a_squared_relu(dtype, device, name, kind, path, tokens):
+    if (path, kind) not in {("rows", "int4"), ("rows", "fp8")}:  # which are not multiplied so
+        assert_is_mixture(path, tokens, draw_mixture(*MIXTURES[name], kind, dtype, device, False), dtype, device)
+
+
 @pytest.mark.parametrize(("path", "tokens"), [size for size in SIZES if size[0] != "rows"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
 @everywhere

@@ -86,6 +86,15 @@ def test_gate_and_up_meet_in_swiglu(rows, inner, tokens, dtype, device):
     assert distance(norm_gate_up_swiglu(x, gain, NORM_EPS, weight.roll(1, 0)), wanted) > CHAIN_TOLERANCE[dtype]
 
 
+def test_up_alone_meets_its_squared_relu(rows, inner, tokens, dtype, device):
+    x, weight, gain, _ = _arguments(tokens, rows, inner, dtype, device)
+    weight /= inner**0.5
+    product = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ wide(weight).T
+    got = norm_gate_up_swiglu(x, gain, NORM_EPS, weight, "relu2")
+    assert distance(got, oracle.squared_relu(product)) < 2 * CHAIN_TOLERANCE[dtype]  # a square doubles an error
+    assert distance(got, np.maximum(product, 0.0)) > 2 * CHAIN_TOLERANCE[dtype]
+
+
 def test_shapes_that_do_not_meet_are_named(rows, inner, tokens, dtype, device):
     x, weight, gain, residual = _arguments(tokens, rows, inner, dtype, device)
     with pytest.raises(ValueError, match=r"linear: got x .*wanted \[tokens, in\] and \[out, in\]"):

@@ -175,6 +175,9 @@ def _assert_gates(packed, x, gain, wanted, dtype):
     gelu = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
     got = packed_norm_gate_up(x, gain, NORM_EPS, packed, "gelu_tanh")
     assert distance(got, gelu) < tolerance
+    got = packed_norm_gate_up(x, gain, NORM_EPS, packed, "relu2")
+    assert got.shape == (tokens, packed.rows)
+    assert distance(got, oracle.squared_relu(normed)) < 2 * tolerance  # a square doubles an error
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -111,7 +111,7 @@ def test_other_families_rows_are_put_in_order_and_keep_their_biases(family: str,
         assert all(torch.equal(bias, theirs.biases[matrix]) for matrix, bias in ours.biases.items())
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid dense"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid dense", "nemotron_h"])
 @pytest.mark.parametrize("name", ["awq", "gptq_v2", "gptq-order", "fp8-blocks", "compressed-int4-zeros"])
 def test_layers_with_states_are_loaded_from_few_bits(family: str, name: str, tmp_path: Path) -> None:
     """Rows of query and gate head by head, of recurrent layers as one matrix or key head by key head; experts apart."""

@@ -36,7 +36,8 @@ EVERY_TIME = ("llama with biases", "phi3", "ministral", "qwen3_moe", "gemma4 wit
 REFUSED = {
     "gpt_oss": "the experts of a layer in one tensor", "gemma4": "the experts of a layer in one tensor",
     "olmo3": "norms all heads of a token together", "qwen3_next": "recurrent layers", "qwen3_5": "recurrent layers",
-    "qwen3_5_moe": "recurrent layers", "lfm2": "recurrent layers", "glm4_moe_lite": "latent attention",
+    "qwen3_5_moe": "recurrent layers", "lfm2": "recurrent layers", "nemotron_h": "recurrent layers",
+    "glm4_moe_lite": "latent attention",
     "deepseek_v3": "latent attention", "deepseek_v2": "latent attention", "mistral4": "latent attention",
 }  # fmt: skip
 

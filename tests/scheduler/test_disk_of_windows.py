@@ -26,7 +26,8 @@ from transfer.host_config import HostConfig
 from transfer.machine import probe_machine
 
 BLOCK = 128
-MODELS = ["tiny-qwen3.5", "tiny-gemma3"]
+STATEFUL = ("tiny-qwen3.5", "tiny-nemotron-h")
+MODELS = [*STATEFUL, "tiny-gemma3"]
 
 
 def make_engine(
@@ -34,7 +35,7 @@ def make_engine(
 ) -> Engine:
     model = ModelConfig(random_weights=name)
     gpu = {"device": "cpu", "dtype": "float32", "kv_cache_gib": pages_gib, "threads": 1, "snapshot_tokens": 64}
-    if name != "tiny-qwen3.5":
+    if name not in STATEFUL:
         gpu["kv_windows"] = 12
     config = EngineConfig(
         model=model,

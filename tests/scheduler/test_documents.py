@@ -722,7 +722,8 @@ def off(some: dict[int, float], others: dict[int, float]) -> float:
 STATES = "depends on all that stands in front of it"
 REFUSED = {"tiny-gemma4": "KV heads of their own", "tiny-gemma4-shared": "keys and values of earlier ones",
            "tiny-glm4-moe-lite": "row is of latents", "tiny-mistral4": "row is of latents",
-           "tiny-lfm2": STATES, "tiny-granite-hybrid": STATES, "tiny-muse-glimmer": "attention are gated",
+           "tiny-lfm2": STATES, "tiny-granite-hybrid": STATES, "tiny-nemotron-h": STATES,
+           "tiny-muse-glimmer": "attention are gated",
            "tiny-qwen3-next": STATES, "tiny-qwen3.5": STATES, "tiny-qwen3.5-moe": STATES}  # fmt: skip
 
 

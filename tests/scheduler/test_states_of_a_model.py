@@ -144,17 +144,18 @@ def converse(
 
 
 @cache
-def converse_cold() -> tuple[list[list[int]], list[int]]:
-    return converse(make_engine(prefix_cache=False))
+def converse_cold(name: str = "tiny-qwen3.5") -> tuple[list[list[int]], list[int]]:
+    return converse(make_engine(prefix_cache=False, name=name))
 
 
 @cache
-def converse_warm() -> tuple[list[list[int]], list[int]]:
-    return converse(make_engine(states_gib=0.02))
+def converse_warm(name: str = "tiny-qwen3.5") -> tuple[list[list[int]], list[int]]:
+    return converse(make_engine(states_gib=0.02, name=name))
 
 
-def test_turns_forks_and_a_turn_taken_back_give_the_text_of_a_cold_server() -> None:
-    cold, warm = converse_cold(), converse_warm()
+@pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-nemotron-h"])
+def test_turns_forks_and_a_turn_taken_back_give_the_text_of_a_cold_server(name: str) -> None:
+    cold, warm = converse_cold(name), converse_warm(name)
     assert warm[0] == cold[0]
     assert cold[1] == [0] * 12
     later = warm[1][4:8]
@@ -236,7 +237,9 @@ def preempt_often(engine: Engine, requests: list[EngineRequest], num_steps: int)
     return [text(told[request.request_id]) for request in requests]
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-qwen3-next", "tiny-lfm2", "tiny-granite-hybrid"])
+@pytest.mark.parametrize(
+    "name", ["tiny-qwen3.5", "tiny-qwen3-next", "tiny-lfm2", "tiny-granite-hybrid", "tiny-nemotron-h"]
+)
 def test_one_that_gives_way_goes_on_with_its_live_state_and_no_text_changes(name: str) -> None:
     """And choices of one prompt compute no more than its last block."""
     requests = [ask(f"r{number}", draw(21 + 50 * number, number), 50) for number in range(3)]
@@ -282,17 +285,21 @@ def converse_at_length(engine: Engine, profile: str) -> tuple[list[list[int]], l
 
 
 @cache
-def converse_at_length_cold() -> tuple[list[list[int]], list[int]]:
-    return converse_at_length(make_engine(prefix_cache=False, max_context_tokens=4096), "exact")
+def converse_at_length_cold(name: str = "tiny-qwen3.5") -> tuple[list[list[int]], list[int]]:
+    return converse_at_length(make_engine(prefix_cache=False, max_context_tokens=4096, name=name), "exact")
 
 
-@pytest.mark.parametrize("residency", ["fixed", "adaptive"])
-def test_contexts_that_lie_in_host_memory_go_on_from_snapshots_and_give_the_same_text(residency: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "residency"), [("tiny-qwen3.5", "fixed"), ("tiny-qwen3.5", "adaptive"), ("tiny-nemotron-h", "fixed")]
+)
+def test_contexts_that_lie_in_host_memory_go_on_from_snapshots_and_give_the_same_text(
+    name: str, residency: str
+) -> None:
     host = HostConfig(memory_limit_gib=0.25, resident_tokens=256, residency=residency, threads=1)
-    engine = make_engine(host=host, max_context_tokens=4096)
+    engine = make_engine(host=host, max_context_tokens=4096, name=name)
     texts, computed = converse_at_length(engine, "offloaded")
     engine.shutdown()
-    assert texts == converse_at_length_cold()[0]
+    assert texts == converse_at_length_cold(name)[0]
     assert max(computed[1:]) <= 100 + 64 + 64 + 16, "what is new, a window and an offload block"
 
 

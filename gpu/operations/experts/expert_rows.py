@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.model.spec import Activation, Experts
+from gpu.model.spec import Activation, Experts, first_rows, is_gated
 from gpu.operations.arguments import check
 from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
 from gpu.operations.experts.routing import take_experts, taking
 from gpu.operations.linear.packed_matrix import Packed, Stored
-from gpu.operations.swiglu import gated
+from gpu.operations.swiglu import activated
 
 # Rows of each expert in a program, columns at once, num_warps, unroll. A program has so many rows of all the experts
 # that a token takes, MIXED_PLACES; where it takes fewer, more of each.
@@ -65,9 +65,11 @@ def _gate_up_kernel(
     x, weight, far, places, bias, logits, ids, shares, out, HAS_FAR: tl.constexpr, LEAVES_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr, INTERMEDIATE: tl.constexpr, HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, WEIGHTS: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr, UNROLL: tl.constexpr,
+    GATES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     EVEN: tl.constexpr = HIDDEN % BLOCK_INNER == 0
+    ROWS: tl.constexpr = 2 * INTERMEDIATE if GATES else INTERMEDIATE
     token = tl.program_id(1).to(tl.int64)
     row, place, expert, is_ours = _take_rows(
         logits, ids, shares, token, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, SLOTS, WEIGHTS, BLOCK_ROWS
@@ -75,7 +77,7 @@ def _gate_up_kernel(
     number, is_far = find_place(places, expert, HAS_FAR)
     if LEAVES_OUT:
         is_ours = is_ours & (is_far == 0)
-    source = number * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
+    source = number * ROWS + tl.minimum(row, INTERMEDIATE - 1)
     gate = base_of(weight, far, is_far[:, None], HAS_FAR) + source[:, None] * HIDDEN
     column = tl.arange(0, BLOCK_INNER)[None, :]
     x += token * HIDDEN + place[:, None] * 0  # of as many rows as weights, so that these stay in the threads that load
@@ -85,17 +87,21 @@ def _gate_up_kernel(
         inner = begin + column
         inside = is_ours[:, None] if EVEN else is_ours[:, None] & (inner < HIDDEN)
         rows = tl.load(gate + inner, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        ups_at = gate + INTERMEDIATE * HIDDEN + inner
-        ups = tl.load(ups_at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        ups = rows
+        if GATES:
+            ups_at = gate + INTERMEDIATE * HIDDEN + inner
+            ups = tl.load(ups_at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         values = tl.load(x + inner, mask=inside, other=0.0).to(tl.float32)
         sums += rows * values
-        up_sums += ups * values
+        if GATES:
+            up_sums += ups * values
     gates, ups = tl.sum(sums, 1), tl.sum(up_sums, 1)
     if HAS_BIAS:
-        biases = bias + expert * (2 * INTERMEDIATE) + tl.minimum(row, INTERMEDIATE - 1)
+        biases = bias + expert * ROWS + tl.minimum(row, INTERMEDIATE - 1)
         gates += tl.load(biases, mask=is_ours, other=0.0).to(tl.float32)
-        ups += tl.load(biases + INTERMEDIATE, mask=is_ours, other=0.0).to(tl.float32)
-    result = gated(gates, ups, ACTIVATION)
+        if GATES:
+            ups += tl.load(biases + INTERMEDIATE, mask=is_ours, other=0.0).to(tl.float32)
+    result = activated(gates, ups, ACTIVATION)
     tl.store(out + place * INTERMEDIATE + row, result.to(out.dtype.element_ty), mask=is_ours & (row < INTERMEDIATE))
 
 
@@ -153,11 +159,10 @@ def gate_up_rows(
     for packed experts.
     """
     (tokens, hidden), gate_up, far, bias = normed.shape, matrices.gate_up, matrices.far, matrices.gate_up_bias
-    check_bias("gate_up_rows", bias, experts, 2 * experts.intermediate, normed)
+    own_rows = first_rows(activation, experts.intermediate)
+    check_bias("gate_up_rows", bias, experts, own_rows, normed)
     _refuse_packed("gate_up_rows", "gate_up", gate_up, far and far.gate_up)
-    check_experts(
-        "gate_up_rows", "gate_up", gate_up, far, far and far.gate_up, experts, 2 * experts.intermediate, normed
-    )
+    check_experts("gate_up_rows", "gate_up", gate_up, far, far and far.gate_up, experts, own_rows, normed)
     check("gate_up_rows", "logits", logits, (tokens, experts.num_experts), torch.float32, normed.device)
     taken = (tokens, experts.per_token)
     ids = torch.empty(taken, dtype=torch.int32, device=normed.device)
@@ -168,7 +173,7 @@ def gate_up_rows(
     _gate_up_kernel[triton.cdiv(experts.intermediate, rows), tokens](
         normed, gate_up, there, places, normed if bias is None else bias, logits, ids, shares, out, **taking(experts),
         HAS_FAR=far is not None, LEAVES_OUT=leaves_out(far), HAS_BIAS=bias is not None,
-        INTERMEDIATE=experts.intermediate, HIDDEN=hidden, SLOTS=slots,
+        INTERMEDIATE=experts.intermediate, HIDDEN=hidden, SLOTS=slots, GATES=is_gated(activation),
         ACTIVATION=activation, BLOCK_ROWS=rows, BLOCK_INNER=block, UNROLL=unroll, num_warps=num_warps,
     )  # fmt: skip
     return out, ids, shares

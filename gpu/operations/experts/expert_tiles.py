@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.model.matrix_formats import LEAST_WIDENED_PAIRS, experts_at_once
-from gpu.model.spec import Activation, Experts
+from gpu.model.spec import Activation, Experts, first_rows, is_gated
 from gpu.operations.arguments import check
 from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.expert_rows import check_bias, check_experts, check_gains, dtype_of_sum, far_matrix
@@ -38,7 +38,7 @@ from gpu.operations.linear.packed_linear import widen
 from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.operations.linear.packed_numbers import beside
 from gpu.operations.linear.packed_tiles import row_tile, scaled, tensors_of, tile_layout
-from gpu.operations.swiglu import gated
+from gpu.operations.swiglu import activated
 
 LEAST_PAIRS, MOST_PAIRS = 16, 128  # of a tile
 MOST_PACKED_PAIRS = 64  # where numbers are widened in registers
@@ -199,8 +199,8 @@ def _add_bias(sums, up_sums, bias, expert, row, inside, NUM_ROWS: tl.constexpr, 
 def _store_tile(
     sums, up_sums, out, pair, row, is_pair, NUM_ROWS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    if GATES:
-        sums = gated(sums, up_sums, ACTIVATION)
+    if ACTIVATION != "none":
+        sums = activated(sums, up_sums, ACTIVATION)
     place = out + pair.to(tl.int64)[:, None] * NUM_ROWS + row[None, :]
     tl.store(place, sums.to(out.dtype.element_ty), mask=is_pair[:, None] & (row < NUM_ROWS)[None, :])
 
@@ -346,7 +346,7 @@ def gate_up_tiles(
 
     normed `[tokens, hidden]`, contiguous. Raises ValueError for another shape, dtype or device.
     """
-    op, far, num_rows = "gate_up_tiles", matrices.far, 2 * experts.intermediate
+    op, far, num_rows = "gate_up_tiles", matrices.far, first_rows(activation, experts.intermediate)
     check_bias(op, matrices.gate_up_bias, experts, num_rows, normed)
     check_experts(op, "gate_up", matrices.gate_up, far, far and far.gate_up, experts, num_rows, normed)
     check(op, "normed", normed, (len(tiles.shares), normed.shape[1]), normed.dtype, tiles.shares.device)
@@ -382,22 +382,23 @@ def _launch(
     """Multiply tiles of pairs with gate and up, of which `num_rows` are a product, or without an activation with down:
     return `[pairs, num_rows]`.
     """
-    far, gates = matrices.far, activation is not None
-    if gates:
+    far, is_first = matrices.far, activation is not None
+    gates = activation is not None and is_gated(activation)
+    if is_first:
         stored, there, bias, gains = matrices.gate_up, far and far.gate_up, matrices.gate_up_bias, None
     else:
         stored, there, bias, gains = matrices.down, far and far.down, matrices.down_bias, matrices.gains
     there = far_matrix(stored, there)
     places = places_of(far, tiles.takers)
     vectors = x if bias is None else bias, tiles.shares if gains is None else gains
-    routes = gates and tiles.logits is not None
+    routes = is_first and tiles.logits is not None
     out = torch.empty(tiles.shares.numel(), num_rows, dtype=x.dtype, device=x.device)
     listed = (tiles.experts if tiles.logits is None else tiles.logits, tiles.experts, tiles.takers, tiles.shares)
     common = {
         "HAS_BIAS": bias is not None, "HAS_GAINS": gains is not None, "ROUTES": routes,
         "BY_PAIR": routes and tiles.shares.numel() < experts.num_experts,
-        "HAS_FAR": far is not None, "NUM_ROWS": num_rows, "PAIRS_OF_ROW": experts.per_token if gates else 1,
-        **taking(experts), "GATES": gates, "ACTIVATION": activation or "silu", "BLOCK_PAIRS": tiles.per_tile,
+        "HAS_FAR": far is not None, "NUM_ROWS": num_rows, "PAIRS_OF_ROW": experts.per_token if is_first else 1,
+        **taking(experts), "GATES": gates, "ACTIVATION": activation or "none", "BLOCK_PAIRS": tiles.per_tile,
     }  # fmt: skip
     if isinstance(stored, Packed) and isinstance(there, Packed) and tiles.per_tile <= MOST_PACKED_PAIRS:
         rows, num_warps, num_stages = packed_config(tiles.per_tile, gates, stored.kind, x.dtype)

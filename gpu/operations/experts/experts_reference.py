@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.model.spec import Activation, Experts
+from gpu.model.spec import Activation, Experts, first_rows
 from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.far_experts import leaves_out
 from gpu.operations.linear.packed_matrix import Stored, unpack_reference
@@ -62,7 +62,7 @@ def experts_reference(
     """Return the experts' outputs of tokens `[tokens, hidden]`, weighed and summed, of their dtype; ids, weights: of
     `route_reference`. Where some are left out, not of the tokens' dtype, but as wide as the weights.
     """
-    (tokens, hidden), width, far = normed.shape, experts.intermediate, matrices.far
+    (tokens, hidden), width, far = normed.shape, first_rows(activation, experts.intermediate), matrices.far
     made = normed.new_zeros(tokens, experts.per_token, normed.shape[1])
     for expert in ids.unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)
@@ -72,8 +72,8 @@ def experts_reference(
             if found is None:
                 continue
             own, number = found
-        gate_up_rows = rows_of(own[0], 2 * width * number, 2 * width, normed.dtype)
-        product = F.linear(normed[token], gate_up_rows, _bias_of(matrices.gate_up_bias, expert, 2 * width))
+        gate_up_rows = rows_of(own[0], width * number, width, normed.dtype)
+        product = F.linear(normed[token], gate_up_rows, _bias_of(matrices.gate_up_bias, expert, width))
         down_rows = rows_of(own[1], hidden * number, hidden, normed.dtype)
         made[token, place] = F.linear(swiglu_reference(product, activation), down_rows,
                                       _bias_of(matrices.down_bias, expert, hidden))  # fmt: skip

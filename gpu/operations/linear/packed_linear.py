@@ -106,7 +106,8 @@ def packed_norm_linear(
 def packed_norm_gate_up(
     x: Tensor, norm: Tensor, eps: float, packed: Packed, activation: Activation, widened: Widen | None = None
 ) -> Tensor:
-    """Return `activation(gate) * up` of `rms_norm(x, norm, eps) @ packed.T`, gate first -> `[tokens, rows / 2]`.
+    """Return `activation(gate) * up` of `rms_norm(x, norm, eps) @ packed.T`, gate first -> `[tokens, rows / 2]`, or
+    `[tokens, rows]` of an activation without a gate.
 
     Raises ValueError for another shape, dtype or device.
     """

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.model.matrix_format import unit_columns
-from gpu.model.spec import Activation
+from gpu.model.spec import Activation, is_gated
 from gpu.operations.arguments import INTERPRETED
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.operations.linear.packed_numbers import (
@@ -37,7 +37,7 @@ from gpu.operations.linear.packed_numbers import (
     zeros_of,
 )
 from gpu.operations.linear.word_layout import RUN_COLUMNS, UNIT_WORDS
-from gpu.operations.swiglu import gated, swiglu
+from gpu.operations.swiglu import activated, swiglu
 
 MOST_FEW, MOST_GATED = 16, 8  # tokens
 WIDE_INNER = 8192  # few rows of so many columns are shared out among more warps
@@ -230,8 +230,8 @@ def _packed_tiles_kernel(
         scaled(up_sums, up_scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS, KIND),
     )
     result = tl.sum(sums, 0) if SPLITS > 1 else sums
-    if GATES:
-        result = gated(result, tl.sum(up_sums, 0) if SPLITS > 1 else up_sums, ACTIVATION)
+    if ACTIVATION != "none":
+        result = activated(result, tl.sum(up_sums, 0) if SPLITS > 1 else up_sums, ACTIVATION)
     inside = (row < num_rows)[:, None] & (token < num_tokens)[None, :]
     if ADDS_RESIDUAL:
         place = token.to(tl.int64)[None, :] * residual_stride + row[:, None]
@@ -277,7 +277,7 @@ def packed_tiles(
     """
     if activation is not None and len(x) > MOST_GATED:
         return swiglu(packed_tiles(x, packed, None, None, packed.dtype), activation).to(dtype)
-    gates = activation is not None
+    gates = activation is not None and is_gated(activation)
     tokens, num_rows = len(x), packed.rows // (2 if gates else 1)
     tiles = tiles_for(
         tokens, num_rows, packed.inner, packed.dtype, is_short(packed.bits, packed.group),
@@ -290,7 +290,7 @@ def packed_tiles(
     residual, stride = (out, 0) if added is None else (added.contiguous(), 0 if added.ndim == 1 else num_rows)
     _packed_tiles_kernel[(triton.cdiv(num_rows, tiles.rows), triton.cdiv(tokens, tiles.tokens))](
         x, *tensors_of(packed), residual, out, tokens, num_rows, x.stride(0), stride, **tile_layout(packed),
-        GATES=gates, ACTIVATION=activation or "silu", ADDS_RESIDUAL=added is not None, BLOCK_TOKENS=tiles.tokens,
+        GATES=gates, ACTIVATION=activation or "none", ADDS_RESIDUAL=added is not None, BLOCK_TOKENS=tiles.tokens,
         BLOCK_ROWS=tiles.rows, SPLITS=tiles.splits, UNROLL=tiles.unroll,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.model.spec import Activation
+from gpu.model.spec import Activation, is_gated
 from gpu.operations.arguments import check, runs_on_triton
 from gpu.operations.rms_norm import check_norm, rms_norm
-from gpu.operations.swiglu import gated, swiglu
+from gpu.operations.swiglu import activated, swiglu
 
 # Shape class: block_rows, block_inner, num_warps, num_stages, unroll. `gated` programs read two rows for each output.
 CONFIGS = {
@@ -74,8 +74,8 @@ def _gemv_kernel(
     if NORMS:
         scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / INNER + eps)
         result *= scale
-    if GATES:
-        result = gated(result, tl.sum(up_sums, 1) * scale, ACTIVATION)
+    if ACTIVATION != "none":
+        result = activated(result, tl.sum(up_sums, 1) * scale, ACTIVATION)
     if ADDS_RESIDUAL:
         result += tl.load(residual + row, mask=row < num_rows, other=0.0).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < num_rows)
@@ -93,7 +93,7 @@ def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
         check("linear", "residual", residual, (x.shape[0], weight.shape[0]), weight.dtype, weight.device)
     if not _is_gemv(x, weight):
         return linear_reference(x, weight, residual)
-    return _launch(x, weight, None, 0.0, residual, False, weight.dtype)
+    return _launch(x, weight, None, 0.0, residual, None, weight.dtype)
 
 
 def logits_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def logits_linear(x: Tensor, weight: Tensor) -> Tensor:
     _check_inner("logits_linear", x, weight)
     check("logits_linear", "x", x, tuple(x.shape), weight.dtype, weight.device)
     if _is_gemv(x, weight):
-        return _launch(x, weight, None, 0.0, None, False, torch.float32)
+        return _launch(x, weight, None, 0.0, None, None, torch.float32)
     if weight.is_cuda and weight.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x, weight).float()
@@ -123,14 +123,14 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias
         check("norm_linear", "bias", bias, (weight.shape[0],), weight.dtype, weight.device)
     if not _is_gemv(x, weight):
         return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
-    return _launch(x, weight, norm_weight, eps, bias, False, weight.dtype)
+    return _launch(x, weight, norm_weight, eps, bias, None, weight.dtype)
 
 
 def norm_gate_up_swiglu(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu"
 ) -> Tensor:
-    """Return `swiglu(rms_norm(x) @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first; or
-    GeGLU.
+    """Return `swiglu(rms_norm(x) @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first, or
+    `[intermediate, hidden]` of an activation without a gate.
 
     Returns `[tokens, intermediate]`. Raises ValueError for another shape, dtype or device.
     """
@@ -138,7 +138,7 @@ def norm_gate_up_swiglu(
     check_norm("norm_gate_up_swiglu", "norm_weight", norm_weight, x)
     if not _is_gemv(x, gate_up_weight):
         return swiglu(F.linear(rms_norm(x, norm_weight, eps), gate_up_weight), activation)
-    return _launch(x, gate_up_weight, norm_weight, eps, None, True, gate_up_weight.dtype, activation)
+    return _launch(x, gate_up_weight, norm_weight, eps, None, activation, gate_up_weight.dtype)
 
 
 def _check_inner(op: str, x: Tensor, weight: Tensor) -> None:
@@ -168,17 +168,17 @@ def _launch(
     norm_weight: Tensor | None,
     eps: float,
     residual: Tensor | None,
-    gates: bool,
+    activation: Activation | None,
     dtype: torch.dtype,
-    activation: Activation = "silu",
 ) -> Tensor:
+    gates = activation is not None and is_gated(activation)
     inner, num_rows = x.shape[1], weight.shape[0] // (2 if gates else 1)
     block_rows, block_inner, num_warps, num_stages, unroll = CONFIGS[shape_class(num_rows, inner, gates)]
     out = torch.empty(1, num_rows, dtype=dtype, device=weight.device)
     _gemv_kernel[(triton.cdiv(num_rows, block_rows),)](
         x, weight, weight if norm_weight is None else norm_weight, out if residual is None else residual.contiguous(),
         out, eps, num_rows, INNER=inner, NORMS=norm_weight is not None, GATES=gates,
-        ACTIVATION=activation or "silu", ADDS_RESIDUAL=residual is not None,
+        ACTIVATION=activation or "none", ADDS_RESIDUAL=residual is not None,
         BLOCK_ROWS=block_rows, BLOCK_INNER=block_inner, STAGES=num_stages, UNROLL=unroll, num_warps=num_warps,
     )  # fmt: skip
     return out

@@ -15,22 +15,12 @@ from gpu.model.families.granite import parse_multipliers
 from gpu.model.families.granitemoehybrid.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
 from gpu.model.gguf.header import shown
+from gpu.model.mamba_config import mamba_tensors, parse_mamba
 from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError, Recurrent
 
 _RECURRENT, _ATTENDS = ("mamba", "linear_attention"), ("attention", "full_attention")
-_MOST_TAPS = 4
 _MAMBA_KEYS = ("mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand", "mamba_n_groups",
                "mamba_n_heads", "mamba_proj_bias", "time_step_limit")  # fmt: skip
-MAMBA_TENSORS = {
-    "mamba.in_proj.weight": "mixed_all",
-    "mamba.conv1d.weight": "conv",
-    "mamba.conv1d.bias": "conv_bias",
-    "mamba.A_log": "decay",
-    "mamba.dt_bias": "time_bias",
-    "mamba.D": "skip",
-    "mamba.norm.weight": "mixed_norm",
-    "mamba.out_proj.weight": "mixed_output",
-}
 _EXPERTS = {
     "block_sparse_moe.router.layer.weight": "router",
     "block_sparse_moe.input_linear.weight": "experts_gate_up",
@@ -51,7 +41,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     is_recurrent = _find_recurrent(keys)
     recurrent = None
     if any(is_recurrent):
-        recurrent = replace(_parse_mamba(keys, keys.positive("hidden_size", int)), norm_eps=eps)
+        recurrent = _parse_mamba(keys, keys.positive("hidden_size", int), eps)
     else:
         for key in _MAMBA_KEYS:  # which say nothing where all layers attend
             keys.get(key)
@@ -77,26 +67,17 @@ def _parse_experts(keys: ConfigKeys) -> Experts | None:
     return replace(experts, is_shared=True, is_whole=True)
 
 
-def _parse_mamba(keys: ConfigKeys, hidden: int) -> Recurrent:
+def _parse_mamba(keys: ConfigKeys, hidden: int, eps: float) -> Recurrent:
     keys.only("mamba_proj_bias", False)
     keys.only("mamba_conv_bias", True)
-    limits = keys.get("time_step_limit")
-    listed = limits if isinstance(limits, list) else [limits]
-    numbers = [one.get("__float__") if isinstance(one, dict) else one for one in listed]
-    if limits is not None and numbers not in ([0, float("inf")], [0, "Infinity"]):  # transformers tags infinities
-        raise ModelError(f"model: {keys.source}: time_step_limit is {shown(limits)}; served: [0.0, Infinity]")
-    heads, groups = keys.positive("mamba_n_heads", int), keys.positive("mamba_n_groups", int)
-    inner = keys.positive("mamba_expand", int) * hidden
+    heads, inner = keys.positive("mamba_n_heads", int), keys.positive("mamba_expand", int) * hidden
     dim = inner // heads if keys.get("mamba_d_head") == "auto" else keys.positive("mamba_d_head", int)
-    taps = keys.positive("mamba_d_conv", int)
-    if heads * dim != inner or heads % groups:
+    if heads * dim != inner:
         raise ModelError(
-            f"model: {keys.source}: mamba_n_heads is {heads} of {dim} in {groups} groups; wanted {inner} elements "
-            "together, mamba_expand times hidden_size, and as many heads in each group"
+            f"model: {keys.source}: mamba_n_heads is {heads} of {dim}; wanted {inner} elements together, mamba_expand "
+            "times hidden_size"
         )
-    if not 2 <= taps <= _MOST_TAPS:
-        raise ModelError(f"model: {keys.source}: mamba_d_conv is {taps}; served: 2 to {_MOST_TAPS}")
-    return Recurrent(groups, heads, keys.positive("mamba_d_state", int), dim, taps, kind="mamba2")
+    return parse_mamba(keys, ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"), dim, eps)
 
 
 def _find_recurrent(keys: ConfigKeys) -> list[bool]:
@@ -119,7 +100,7 @@ def _find_recurrent(keys: ConfigKeys) -> list[bool]:
 def tensors(shape: Architecture) -> dict[str, str]:
     mlp = _MLP if shape.layer_pattern[0].experts is None else _EXPERTS
     attention = {name: what for name, what in LAYER_TENSORS.items() if not name.startswith("mlp.")}
-    return attention | MAMBA_TENSORS | mlp
+    return attention | mamba_tensors("mamba") | mlp
 
 
 FAMILY = Family(
