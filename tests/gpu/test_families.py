@@ -81,7 +81,7 @@ def test_logits_and_greedy_text_equal_transformers(name: str, length: int) -> No
         ("granitemoehybrid dense", {"mamba_n_groups": 1, "mamba_d_state": 48}),
         ("nemotron_h", {"routed_scaling_factor": 2.4}),
         ("nemotron_h", {"norm_topk_prob": False}),
-        ("nemotron_h", {"hybrid_override_pattern": "MEM*--*EM"[::-1]}),
+        ("nemotron_h", {"layer_norm_epsilon": 2e-3}),
         ("muse_glimmer", {"qk_scale_factor": 3.8}),
         ("muse_glimmer", {"post_norm_eps": 0.012}),
         ("muse_glimmer", {"layer_rope_theta": [0, 50_000.0, 50_000.0, 0, 0]}),

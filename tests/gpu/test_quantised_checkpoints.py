@@ -118,8 +118,10 @@ def test_layers_with_states_are_loaded_from_few_bits(family: str, name: str, tmp
     config, draw = FORMATS[name]
     if name == "gptq-order" and family not in ("qwen3_5", "granitemoehybrid dense"):
         pytest.skip("experts with columns in an order of their own are refused")
-    folder, more = tmp_path / "model", {"shared_expert_intermediate_size": 64} if family == "qwen3_next" else {}
-    plain = write(checkpoint(family, **more).folder, folder, config, draw)
+    folder, whole_groups = tmp_path / "model", {
+        "qwen3_next": {"shared_expert_intermediate_size": 64}, "nemotron_h": {"moe_shared_expert_intermediate_size": 64}
+    }  # fmt: skip
+    plain = write(checkpoint(family, **whole_groups.get(family, {})).folder, folder, config, draw)
     got, wanted = packed(folder), whole(plain)
     for ours, theirs in zip(got.layers, wanted.layers, strict=True):
         for matrix in ours.matrices:
