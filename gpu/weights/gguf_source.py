@@ -1,7 +1,8 @@
 """A GGUF file's tensors as a checkpoint's: by its names, rows in its order, norms as it has them.
 
 llama.cpp writes a Llama's queries and keys in the order in which neighbours are rotated together, adds to Gemma's and
-Qwen3.5's norms what these add when they run, and has decays as they are multiplied with: all are undone here.
+Qwen3.5's norms what these add when they run, and has decays as they are multiplied with: all are undone here. Of what
+is not rotated rows are in that order, too.
 """
 
 import re
@@ -20,8 +21,8 @@ from gpu.model.spec import Architecture
 from gpu.weights.file_tensor import FileTensor
 from gpu.weights.gguf_blocks import Blocks
 
-_DECAY, _OWN_NORM = "linear_attn.A_log", "linear_attn.norm.weight"  # which llama.cpp negates and exponentiates; leaves
-_QUERY, _KEY = "self_attn.q_proj", "self_attn.k_proj"
+_DECAY, _OWN_NORM = ".A_log", "linear_attn.norm.weight"  # which llama.cpp negates and exponentiates; leaves
+_QUERY, _KEY = "q_proj", "k_proj"
 
 
 class GgufSource:
@@ -56,7 +57,7 @@ class GgufSource:
     def _change(self, name: str) -> Callable[[Tensor], Tensor | Blocks] | None:
         """Return what makes the checkpoint's tensor of the file's bytes; None: they are the same."""
         tensor, a = self._tensors[name], self._architecture
-        module = name.split(".", 3)[-1].rsplit(".", 1)[0]  # its bias is in the same order
+        module = name.split(".")[-2]  # its bias is in the same order
         heads = {_QUERY: a.num_heads, _KEY: a.num_kv_heads}.get(module) if self._is_permuted else None
         order = None
         if heads is not None:

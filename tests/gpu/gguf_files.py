@@ -68,6 +68,22 @@ MLA_NAMES = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp", "mlp.gate.e_score_correction_bias": "exp_probs_b",
 }  # fmt: skip
+MAMBA_NAMES = {
+    "in_proj": "ssm_in", "conv1d": "ssm_conv1d", "A_log": "ssm_a", "D": "ssm_d", "norm": "ssm_norm",
+    "dt_bias": "ssm_dt.bias", "out_proj": "ssm_out",
+}  # fmt: skip
+GRANITE_NAMES = {f"mamba.{ours}": theirs for ours, theirs in MAMBA_NAMES.items()} | {
+    "block_sparse_moe.router.layer": "ffn_gate_inp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+NEMOTRON_NAMES = {f"mixer.{ours}": theirs for ours, theirs in MAMBA_NAMES.items()} | {
+    "norm": "attn_norm", "mixer.q_proj": "attn_q", "mixer.k_proj": "attn_k", "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output", "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
+    "mixer.gate": "ffn_gate_inp", "mixer.gate.e_score_correction_bias": "exp_probs_b",
+    "mixer.experts.up_proj": "ffn_up_exps", "mixer.experts.down_proj": "ffn_down_exps",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp", "mixer.shared_experts.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+MAMBA_ENDS = (".A_log", ".D", ".dt_bias")  # which end without `.weight`, as in files
 QWEN35_ENDS = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 EXPERT_NAMES = {"mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
@@ -78,7 +94,7 @@ EXPERT_NAMES = {"mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj":
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
                  "qwen3_moe": "qwen3moe", "phi3": "phi3", "glm4": "glm4", "gemma3_text": "gemma3",
                  "gpt_oss": "gpt-oss", "gemma4_text": "gemma4", "smollm3": "smollm3", "granite": "granite",
-                 "ministral3": "mistral3",
+                 "ministral3": "mistral3", "granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h_moe",
                  "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
                  "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2"}  # fmt: skip
 OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")  # architectures whose norms have one added
@@ -86,6 +102,9 @@ NEIGHBOUR_PAIRS = {
     "llama",
     "smollm3",
     "granite",
+    "granitehybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
     "mistral3",
 }  # architectures whose query and key rows are in the order of neighbours
 Kinds = Callable[[str], str]
@@ -176,6 +195,8 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
     generator, meant = np.random.default_rng(seed), {}
     assert config["model_type"] in ARCHITECTURES, f"add {config['model_type']!r} to gguf_files.ARCHITECTURES"
     architecture = ARCHITECTURES[config["model_type"]]
+    if architecture == "nemotron_h_moe" and not any(".experts." in name for name in tensors):
+        architecture = "nemotron_h"
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
     tensors = tensors if is_old else _split_latents(_ungrouped(tensors, config), config)
     for key, value in (_metadata(config, tensors, architecture, is_old) | dict(metadata or {})).items():
@@ -183,11 +204,13 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
     for name, array in _rope_factors(config).items():
         writer.add_tensor(name, array)
     tensors = _apart(tensors) if architecture == "gpt-oss" else tensors
+    tensors = _apart_granite(tensors, config) if architecture == "granitehybrid" else tensors
+    tensors = _canonical(tensors) if architecture.startswith("nemotron") else tensors
     tensors = {_with_end(name): array for name, array in tensors.items()} if architecture == "gemma4" else tensors
     for name, array in sorted(_stacked(tensors).items()):
         module, end = name.rsplit(".", 1)
         is_own_end = name.split(".", 3)[-1] in QWEN35_ENDS
-        is_own_end = is_own_end or name.endswith("e_score_correction_bias")
+        is_own_end = is_own_end or name.endswith(("e_score_correction_bias", *MAMBA_ENDS))
         theirs = _name(name if is_own_end else module, architecture) + ("" if is_own_end else "." + end)
         theirs = theirs + ".bias" if theirs.endswith(("ssm_dt", "exp_probs_b")) else theirs
         if ".linear_attn." in name and architecture != "qwen3next":
@@ -198,9 +221,15 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
             continue
         if name.endswith(("A_log", "conv1d.weight")):
             array = -np.exp(array) if name.endswith("A_log") else array.squeeze(1)
+        if name.endswith(MAMBA_ENDS[:2]) and "linear_attn" not in name:
+            array = array[:, None]
+        if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            array = array.reshape(config.get("mamba_n_groups", config.get("n_groups")), -1)
         kind = (
             kinds(theirs)
-            if array.ndim > 1 and "conv1d" not in name and "ffn_gate_inp" not in theirs and end == "weight"
+            if array.ndim > 1
+            and end == "weight"
+            and not any(part in theirs for part in ("conv1d", "ffn_gate_inp", "ssm_norm"))
             else "F32"
         )
         if array.ndim == 3:
@@ -289,6 +318,32 @@ def _apart(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
+def _apart_granite(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """With a Granite's gate and up apart, of all experts and of the MLP beside them, or of the MLP alone."""
+    shared = "mlp.shared_expert" if config["num_local_experts"] else "mlp"
+    found = {}
+    for name, array in tensors.items():
+        begin, _, part = name.partition(".block_sparse_moe." if ".block_sparse_moe." in name else ".shared_mlp.")
+        module = shared if ".shared_mlp." in name else "mlp.experts"
+        if part == "input_linear.weight":
+            gate, up = np.split(array, 2, axis=-2)
+            found |= {f"{begin}.{module}.gate_proj.weight": gate, f"{begin}.{module}.up_proj.weight": up}
+        elif part == "output_linear.weight":
+            found[f"{begin}.{module}.down_proj.weight"] = array
+        else:
+            found[name] = array
+    return found
+
+
+def _canonical(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """By the names that other checkpoints have."""
+    instead = {"backbone.embeddings": "model.embed_tokens", "backbone.norm_f": "model.norm", "backbone.": "model."}
+    return {
+        next((new + name.removeprefix(old) for old, new in instead.items() if name.startswith(old)), name): array
+        for name, array in tensors.items()
+    }
+
+
 def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """With one tensor, `[experts, rows, columns]`, for those of all experts of a layer."""
     found, experts = {}, {}
@@ -332,6 +387,10 @@ def _name(module: str, architecture: str) -> str:
         names |= QWEN35_NAMES if architecture.startswith(("qwen35", "qwen3next")) else {}
     if architecture == "deepseek2":
         names |= MLA_NAMES
+    if architecture == "granitehybrid":
+        names |= GRANITE_NAMES
+    if architecture.startswith("nemotron"):
+        names = NEMOTRON_NAMES
     if architecture == "gpt-oss":
         names |= {"post_attention_layernorm": "post_attention_norm"}
     return f"blk.{layer}.{names[part]}"
@@ -439,7 +498,9 @@ def _metadata(
         found |= _gemma4_metadata(config)
     if config["model_type"] == "gemma3_text":
         found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
-    if config["model_type"] == "granite":
+    if config["model_type"] in ("granitemoehybrid", "nemotron_h"):
+        found |= _mamba_metadata(config, tensors)
+    if config["model_type"].startswith("granite"):
         found |= {"attention.scale": config["attention_multiplier"], "embedding_scale": config["embedding_multiplier"],
                   "residual_scale": config["residual_multiplier"], "logit_scale": config["logits_scaling"]}  # fmt: skip
     scaling = config.get("rope_scaling") or {}
@@ -464,6 +525,43 @@ def _metadata(
         )
         found["rope.scaling.attn_factor"] = float(factor)
     return {f"{architecture}.{key}": value for key, value in found.items()}
+
+
+def _mamba_metadata(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+    layers = range(config["num_hidden_layers"])
+    attends = [any(f".layers.{layer}." in name and ".q_proj." in name for name in tensors) for layer in layers]
+    heads = config["num_key_value_heads"]
+    found = {"attention.head_count_kv": [heads if one else 0 for one in attends]}
+    if config["model_type"] == "granitemoehybrid":
+        sizes = {"time_step_rank": "mamba_n_heads", "group_count": "mamba_n_groups", "state_size": "mamba_d_state",
+                 "conv_kernel": "mamba_d_conv"}  # fmt: skip
+        return found | {f"ssm.{theirs}": config[ours] for theirs, ours in sizes.items()} | {
+            "ssm.inner_size": config["mamba_n_heads"] * config["mamba_d_head"],
+            "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+            "rope.scaling.finetuned": config["position_embedding_type"] == "rope",
+        }  # fmt: skip
+    sizes = {"time_step_rank": "mamba_num_heads", "group_count": "n_groups", "state_size": "ssm_state_size",
+             "conv_kernel": "conv_kernel"}  # fmt: skip
+    found |= {f"ssm.{theirs}": config[ours] for theirs, ours in sizes.items()}
+    is_moe = [any(f".layers.{layer}.mixer.experts." in name for name in tensors) for layer in layers]
+    is_mlp = [any(f".layers.{layer}.mixer.up_proj." in name for name in tensors) for layer in layers]
+    width = config["moe_intermediate_size"] if any(is_moe) else config["intermediate_size"]
+    found |= {
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
+        "rope.scaling.finetuned": False, "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "feed_forward_length": [width if one else 0 for one in (is_moe if any(is_moe) else is_mlp)],
+    }  # fmt: skip
+    if not any(is_moe):
+        return found
+    return found | {
+        "expert_count": config["n_routed_experts"], "expert_used_count": config["num_experts_per_tok"],
+        "expert_shared_count": config["n_shared_experts"], "expert_weights_norm": config["norm_topk_prob"],
+        "expert_weights_scale": config["routed_scaling_factor"], "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+    }  # fmt: skip
 
 
 def _gemma4_metadata(config: dict[str, Any]) -> dict[str, Any]:

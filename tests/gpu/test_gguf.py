@@ -174,14 +174,28 @@ FAMILIES = {
     "smollm3": {"no_rope_layers": (1, 1, 1, 0, 1)}, "granite": {}, "ministral3": {},
     "qwen3_5": {}, "qwen3_5_moe": {}, "qwen3_next": {"mlp_only_layers": ()}, "glm4_moe_lite": {}, "deepseek_v3": {},
     "deepseek_v2": {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    "granitemoehybrid": {}, "granitemoehybrid dense": {}, "nemotron_h": {}, "nemotron_h dense": {},
 }  # fmt: skip
 
 
 # Sizes of which all rows are whole blocks.
 BLOCKWISE = {"qwen3_next": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64},
-             "deepseek_v3": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64}}  # fmt: skip
+             "deepseek_v3": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64},
+             "nemotron_h": {"moe_shared_expert_intermediate_size": 64}}  # fmt: skip
 # Where products are summed in another order, or rotations are rounded: value heads stand elsewhere in files of Qwen3.5.
-GGUF_LOGITS = dict.fromkeys(("llama3", "qwen3_5", "qwen3_5_moe"), GGUF_ROPE_LOGITS)
+# Decays are exponentials in files, whose logarithms may differ from the checkpoint's in the last bit.
+GGUF_LOGITS = dict.fromkeys(
+    (
+        "llama3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "granitemoehybrid",
+        "granitemoehybrid dense",
+        "nemotron_h",
+        "nemotron_h dense",
+    ),
+    GGUF_ROPE_LOGITS,
+)
 
 
 def _as_stored(value: object) -> object:
@@ -355,7 +369,7 @@ def test_other_families_rows_are_put_in_order_in_blocks_too(family: str, tmp_pat
         assert torch.equal(ours.attention_norm, theirs.attention_norm)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "granitemoehybrid", "nemotron_h"])
 def test_blocks_of_hybrids_and_latents_give_the_logits_of_their_numbers(family: str, tmp_path: Path) -> None:
     """Of latents what makes keys lies transposed, head by head, so its blocks are widened as it is placed."""
     plain = checkpoint(family, **FAMILIES[family], **BLOCKWISE.get(family, {})).folder
@@ -385,6 +399,31 @@ def test_what_a_file_of_latents_contradicts_is_refused_by_its_key(
     plain = checkpoint("deepseek_v3").folder
     path = write(plain, tmp_path / "model.gguf", lambda name: "F32", {f"deepseek2.{key}": value}, is_alone=True)
     with pytest.raises(ModelError, match=rf"deepseek2\.{key} is .*{words}") as caught:
+        read_architecture(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "words"),
+    [
+        ("nemotron_h", "moe_latent_size", 32, "wanted 0: experts of a latent are not served"),
+        ("nemotron_h", "nextn_predict_layers", 1, "wanted 0: layers that guess tokens are not used"),
+        ("nemotron_h", "expert_gating_func", 1, "wanted 2, sigmoids"),
+        ("nemotron_h", "attention.value_length", 16, "wanted as many as keys have, 32"),
+        ("nemotron_h", "attention.head_count_kv", [0, 0, 0, 2, 0, 0, 1, 0, 0], "wanted a positive number, the same in"),
+        ("nemotron_h", "ssm.inner_size", 127, "wanted a multiple of 8, ssm.time_step_rank"),
+        ("nemotron_h", "ssm.state_size", 0, "wanted a whole number of 1 or more"),
+        ("granitemoehybrid", "ssm.inner_size", 120, "wanted a multiple of 64, embedding_length"),
+        ("granitemoehybrid", "attention.head_count_kv", [0, 0, 0, 0], "wanted a positive number, the same in all"),
+        ("granitemoehybrid", "expert_gating_func", 2, "and this key is not known"),
+    ],
+)
+def test_what_a_file_of_mamba_layers_says_otherwise_is_refused_by_its_key(
+    family: str, key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    plain, name = checkpoint(family).folder, {"nemotron_h": "nemotron_h_moe"}.get(family, "granitehybrid")
+    path = write(plain, tmp_path / "model.gguf", lambda name: "F32", {f"{name}.{key}": value}, is_alone=True)
+    with pytest.raises(ModelError, match=rf"{name}\.{key} is .*{words}") as caught:
         read_architecture(path)
     assert "\n" not in str(caught.value)
 

@@ -30,15 +30,15 @@ def families_of(file: GgufFile) -> list[Family]:
     """Return the families whose files have this file's `general.architecture`."""
     name = file.metadata.get("general.architecture")
     found = family_folders().values()
-    return [family for family in found if family.gguf is not None and family.gguf.architecture == name]
+    return [family for family in found if family.gguf is not None and name in family.gguf.architectures]
 
 
 def as_config(file: GgufFile) -> dict[str, Any]:
     """Return a configuration as `gpu.model.family.parse_config` takes it. Raises ModelError for a model not served."""
     name, known = file.metadata.get("general.architecture"), families_of(file)
     if not isinstance(name, str) or not known:
-        forms = {family.gguf.architecture for family in family_folders().values() if family.gguf is not None}
-        served = ", ".join(map(repr, sorted(forms)))
+        forms = [family.gguf for family in family_folders().values() if family.gguf is not None]
+        served = ", ".join(map(repr, sorted({one for form in forms for one in form.architectures})))
         raise ModelError(f"model: {file.path}: general.architecture is {shown(name)}; served: {served}")
     if EMBEDDING not in file.tensors:
         raise ModelError(f"model: {file.path}: tensor {EMBEDDING} is missing; wanted a whole language model")

@@ -68,6 +68,18 @@ class GgufKeys:
             raise self.refused(key, value, "a whole number of 1 or more")
         return value
 
+    def positive_of_some(self, key: str) -> int:
+        """Return a count of 1 or more: a file has one number, or one a layer, 0 for layers that have none of it.
+
+        Raises ModelError for anything else, and where layers differ.
+        """
+        given = self.take(key)
+        found = {one for one in given if one} if isinstance(given, list) else {given}
+        (count,) = found if len(found) == 1 else (None,)
+        if type(count) is not int or count < 1:
+            raise self.refused(key, given, "a positive number, the same in all layers that have one")
+        return count
+
     def number(self, key: str, absent: Any = None) -> Any:
         """Return a number of 0 or more, or `absent`. A list that has the same number for every layer is that number.
 
@@ -127,18 +139,19 @@ def _no_keys(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
 class GgufForm:
     """How llama.cpp writes the files of a family.
 
-    architecture: `general.architecture`. claims: whether a file of that architecture is of this family; None: it is
-    where no other family claims it. translate: returns keys of `config.json` from the file's keys and from those that
-    all families have (`as_config`); it wins where both have one. has_experts, has_windows: whether its layers have;
-    None: as a file says. has_neighbour_pairs: rows of queries and keys are in the order in which neighbours are rotated
-    together. end_tokens: control tokens that end its turns and no other family's; inner_tokens: those that end other
-    families' turns and not its own. merges_by_id: tokens are merged in the order of their ids. listed: keys of
-    `as_config` that `translate` reads in its place, since they have a number for each layer, or another meaning;
-    own_names: of a layer's tensors that `gguf` does not know. tensor_names: the architecture of the `gguf` package
-    whose names its tensors have; None: its own.
+    architecture: `general.architecture`; others: that it may be as well. claims: whether a file of that architecture is
+    of this family; None: it is where no other family claims it. translate: returns keys of `config.json` from the
+    file's keys and from those that all families have (`as_config`); it wins where both have one. has_experts,
+    has_windows: whether its layers have; None: as a file says. has_neighbour_pairs: rows of queries and keys are in the
+    order in which neighbours are rotated together. end_tokens: control tokens that end its turns and no other family's;
+    inner_tokens: those that end other families' turns and not its own. merges_by_id: tokens are merged in the order of
+    their ids. listed: keys of `as_config` that `translate` reads in its place, since they have a number for each layer,
+    or another meaning; own_names: of a layer's tensors that `gguf` does not know. tensor_names: the architecture of the
+    `gguf` package whose names its tensors have; None: its own.
     """
 
     architecture: str
+    others: tuple[str, ...] = ()
     claims: Callable[[GgufKeys], bool] | None = None
     translate: Callable[[GgufKeys, dict[str, Any]], dict[str, Any]] = _no_keys
     has_experts: bool | None = False
@@ -150,3 +163,7 @@ class GgufForm:
     tensor_names: str | None = None
     listed: tuple[str, ...] = ()
     own_names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return (self.architecture, *self.others)

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from gpu.model.family import EACH, families
@@ -21,6 +22,7 @@ SCHEME = "gguf"
 TIED_KINDS = ("int4", "int8")  # of few bits, of an output matrix whose rows are looked up as well
 # Of one expert, as files had them before llama.cpp put all of a layer into one tensor.
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
+_OF_ONE_AXIS = (".A_log", ".D", "mixer.norm.weight", "mamba.norm.weight")  # numbers, which files have in groups
 _OF_HEADS = ("self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight")  # whose rows of heads are one axis here
 _WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 _INPUTS = (
@@ -46,7 +48,11 @@ def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, Gg
 
 
 def _each_expert(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
-    """Return a tensor of all experts as one of each: they lie one after another."""
+    """Return a tensor of all experts as one of each: they lie one after another. Axes that a checkpoint's tensor lacks
+    are taken off.
+    """
+    if name.endswith(_OF_ONE_AXIS):
+        return {name: replace(tensor, shape=(prod(tensor.shape),))}
     if name.endswith(_OF_HEADS) and len(tensor.shape) == 3:
         heads, rows, columns = tensor.shape
         return {name: replace(tensor, shape=(heads * rows, columns))}

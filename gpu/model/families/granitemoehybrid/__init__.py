@@ -12,6 +12,7 @@ from dataclasses import replace
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.granite import parse_multipliers
+from gpu.model.families.granitemoehybrid.gguf_form import GGUF
 from gpu.model.families.granitemoehybrid.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
 from gpu.model.gguf.header import shown
@@ -27,6 +28,15 @@ _EXPERTS = {
     "block_sparse_moe.output_linear.weight": "experts_down",
     "shared_mlp.input_linear.weight": "shared_gate_up",
     "shared_mlp.output_linear.weight": "shared_down",
+}
+_APART = {  # as GGUF files have them
+    "block_sparse_moe.router.layer.weight": "router",
+    "mlp.experts.*.gate_proj.weight": "gate",
+    "mlp.experts.*.up_proj.weight": "up",
+    "mlp.experts.*.down_proj.weight": "down",
+    "mlp.shared_expert.gate_proj.weight": "shared_gate",
+    "mlp.shared_expert.up_proj.weight": "shared_up",
+    "mlp.shared_expert.down_proj.weight": "shared_down",
 }
 _MLP = {"shared_mlp.input_linear.weight": "gate_up", "shared_mlp.output_linear.weight": "down"}
 
@@ -98,7 +108,10 @@ def _find_recurrent(keys: ConfigKeys) -> list[bool]:
 
 
 def tensors(shape: Architecture) -> dict[str, str]:
-    mlp = _MLP if shape.layer_pattern[0].experts is None else _EXPERTS
+    has_experts = shape.layer_pattern[0].experts is not None
+    if shape.experts_apart:
+        return LAYER_TENSORS | mamba_tensors("mamba") | (_APART if has_experts else {})
+    mlp = _EXPERTS if has_experts else _MLP
     attention = {name: what for name, what in LAYER_TENSORS.items() if not name.startswith("mlp.")}
     return attention | mamba_tensors("mamba") | mlp
 
@@ -132,6 +145,7 @@ FAMILY = Family(
         "shared_intermediate_size": 1024,
         "vocab_size": 32_000,
     },
+    gguf=GGUF,
     harmless=frozenset({"init_method", "mamba_chunk_size", "output_router_logits", "router_aux_loss_coef"}),
     shapes=SHAPES,
 )

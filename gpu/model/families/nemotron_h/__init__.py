@@ -12,6 +12,7 @@ from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
+from gpu.model.families.nemotron_h.gguf_form import GGUF
 from gpu.model.families.nemotron_h.shapes import SHAPES
 from gpu.model.family import ONE_NORM, Family, parse_sizes
 from gpu.model.gguf.header import shown
@@ -157,6 +158,7 @@ FAMILY = Family(
         ("backbone.norm_f.", "model.norm."), ("model.norm_f.", "model.norm."), ("backbone.", "model."),
     ),
     skipped=("mtp.",),
+    gguf=GGUF,
     shapes=SHAPES,
     calls=(QWEN3_XML,),
     reasoning=(THINK,),

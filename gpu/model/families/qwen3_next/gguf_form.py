@@ -21,7 +21,7 @@ def translate_recurrent(keys: GgufKeys) -> dict[str, Any]:
         raise keys.refused("ssm.inner_size", inner, f"a multiple of {value_heads}, ssm.time_step_rank")
     is_recurrent = [f"blk.{layer}.ssm_a" in keys.file.tensors for layer in range(keys.num_layers)]
     return {
-        "num_key_value_heads": _kv_heads(keys),
+        "num_key_value_heads": keys.positive_of_some("attention.head_count_kv"),
         "layer_types": ["linear_attention" if own else "full_attention" for own in is_recurrent],
         "linear_num_key_heads": keys.positive("ssm.group_count"),
         "linear_num_value_heads": value_heads,
@@ -29,16 +29,6 @@ def translate_recurrent(keys: GgufKeys) -> dict[str, Any]:
         "linear_value_head_dim": inner // value_heads,
         "linear_conv_kernel_dim": keys.positive("ssm.conv_kernel"),
     }
-
-
-def _kv_heads(keys: GgufKeys) -> int:
-    """Return the KV heads of layers that attend: a file has one number, or one a layer, 0 for recurrent ones."""
-    given = keys.take("attention.head_count_kv")
-    found = {one for one in given if one} if isinstance(given, list) else {given}
-    (count,) = found if len(found) == 1 else (None,)
-    if type(count) is not int or count < 1:
-        raise keys.refused("attention.head_count_kv", given, "a positive number, the same in all layers that attend")
-    return count
 
 
 def translate_experts(keys: GgufKeys) -> dict[str, Any]:
