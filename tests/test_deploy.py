@@ -22,7 +22,7 @@ DEPLOY = ROOT / "deploy"
 METRIC = re.compile(r"tandem_[a-z_]+")
 CONFIGS = ("laptop", "reference", "rtx4090", "rtx4090-32b", "rtx4090-30b-a3b", "a100", "gpt-oss-20b-16g",
            "gpt-oss-20b-24g", "gpt-oss-120b", "gemma-4-26b-a4b-24g", "glm-4.7-flash-24g", "qwen3.5-27b-24g",
-           "qwen3.5-35b-a3b-24g", "soak", "three-models-24g")  # fmt: skip
+           "qwen3.5-35b-a3b-24g", "nemotron-3-nano-30b-a3b-24g", "soak", "three-models-24g")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -26,7 +26,7 @@ PAIRS = [("laptop", "laptop"), ("reference", "laptop"), ("rtx4090", "rtx4090"), 
          ("rtx4090-30b-a3b", "rtx4090"), ("a100", "a100-80g"), ("gpt-oss-20b-16g", "rtx4090"),
          ("gpt-oss-20b-24g", "rtx4090"), ("gpt-oss-120b", "rtx4090"),
          ("gemma-4-26b-a4b-24g", "rtx4090"), ("glm-4.7-flash-24g", "rtx4090"), ("qwen3.5-27b-24g", "rtx4090"),
-         ("qwen3.5-35b-a3b-24g", "rtx4090")]  # fmt: skip
+         ("qwen3.5-35b-a3b-24g", "rtx4090"), ("nemotron-3-nano-30b-a3b-24g", "rtx4090")]  # fmt: skip
 
 
 def plan_recorded(config: str, machine: str) -> ResolvedPlan:
@@ -331,7 +331,11 @@ def test_a_gemma4s_contexts_and_documents_are_kept_where_they_can_be_or_refused_
 
 @pytest.mark.parametrize(
     ("name", "weights", "kib", "mib", "states"),
-    [("qwen3.5-27b-24g", 15.5, 32.5, 152, 4), ("qwen3.5-35b-a3b-24g", 17.9, 10.2, 64, 8)],
+    [
+        ("qwen3.5-27b-24g", 15.5, 32.5, 152, 4),
+        ("qwen3.5-35b-a3b-24g", 17.9, 10.2, 64, 8),
+        ("nemotron-3-nano-30b-a3b-24g", 16.3, 3.1, 48, 10),
+    ],
 )
 def test_hybrids_in_4_bits_hold_what_their_files_say(
     name: str, weights: float, kib: float, mib: int, states: int
