@@ -11,8 +11,8 @@ from gpu.operations.linear.packed_matrix import Stored
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
     """The matrices of all experts of a layer. gate_up, down: as in `weights.ExpertWeights`; far: of the experts that
-    lie elsewhere; None: none do. gate_up_bias `[experts * 2 * intermediate]`, down_bias `[experts * hidden]`: of the
-    model's dtype, or None; gains: float32 `[experts]`, factors of each one's output; None: 1.
+    lie elsewhere; None: none do. gate_up_bias, down_bias: of the rows of all experts, of the model's dtype, or None;
+    gains: float32 `[experts]`, factors of each one's output; None: 1.
     """
 
     gate_up: Stored
