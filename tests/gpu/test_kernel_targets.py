@@ -973,10 +973,11 @@ def test_tiles_of_every_format_are_compiled_with_experts_left_out_and_far_away(l
     for kernel, _, options in launches:
         if kernel.__name__ == "_packed_expert_tiles_kernel" and options["HAS_FAR"]:
             stored = options["KIND"], options["GROUP"], options["NUM_RUNS"] > 0
-            found[options["LEAVES_OUT"]].add((*stored, options["ROUTES"], options["GATES"]))
+            found[options["LEAVES_OUT"]].add((*stored, options["ROUTES"], options["ACTIVATION"]))
     assert found[True] == found[False]
     assert len({(kind, group) for kind, group, *_ in found[True]}) == 7  # runs of int4 and int8 are groups of their own
-    assert len(found[True]) == 7 * 3  # gates of tokens that find their pairs, and of listed ones; downs
+    gated, ungated = 7 * 3, 5 * 2  # of tokens that find their pairs, and of listed ones; downs, which are the same
+    assert len(found[True]) == gated + ungated
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
@@ -1046,14 +1047,15 @@ def test_experts_of_any_number_of_tokens_are_run_by_what_was_compiled_at_start()
 
     def sources(run: Callable[[ExpertMlp, torch.Tensor], None]) -> set[str]:
         def call(shape: Architecture, dtype: torch.dtype) -> None:
-            experts = shape.layer_pattern[0].experts
+            spec = next(one for one in shape.layer_pattern if one.experts is not None)
+            experts, first = spec.experts, spec.first_rows(spec.experts.intermediate)
             gate_up, down = (
                 empty(experts.num_experts * rows, inner, dtype=dtype)
-                for rows, inner in ((2 * experts.intermediate, shape.hidden), (shape.hidden, experts.intermediate))
+                for rows, inner in ((first, shape.hidden), (shape.hidden, experts.intermediate))
             )
             router, norm = (empty(*size, shape.hidden, dtype=dtype) for size in (
                 (experts.num_experts,), ()))  # fmt: skip
-            run(ExpertMlp(ExpertWeights(router, gate_up, down), experts, "silu"), norm)
+            run(ExpertMlp(ExpertWeights(router, gate_up, down), experts, spec.activation), norm)
 
         found = set()
         for kernel, args, options in _record([call], ("tiny-qwen3-moe", *MIXTURES)):
