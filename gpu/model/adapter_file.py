@@ -132,7 +132,7 @@ def _place(
     if what is None or placed is None:
         raise ModelError(
             f"{where}: {module} is not served with an adapter; served: q, k, v and o of plain attention, gate, up and "
-            "down of an MLP without experts"
+            "down of an MLP with gates and without experts"
         )
     matrix, begin, rows = placed
     inner = matrix_shapes(architecture, spec)[matrix][1]
@@ -152,7 +152,7 @@ def _find_rows(architecture: Architecture, spec: LayerSpec, what: str) -> tuple[
     it is served with adapters.
     """
     served = {"qkv", "output"} if architecture.latent is None and spec.attends else set()
-    if spec.experts is None:
+    if spec.experts is None and spec.is_gated:
         served |= {"gate_up", "down"}
     for matrix, (all_rows, _) in matrix_shapes(architecture, spec).items():
         if matrix not in served:

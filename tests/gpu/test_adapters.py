@@ -255,6 +255,11 @@ def test_an_adapter_that_would_not_be_computed_as_it_says_is_refused_by_name(
     save_file(pair, tmp_path / "bare" / "adapter_model.safetensors")
     with pytest.raises(ModelError, match="gate_proj is not served with an adapter; served: q, k, v and o"):
         read_adapter(tmp_path / "bare", read_architecture(experts.folder))
+    for module in ("1.mixer.up_proj", "0.mixer.in_proj"):  # of an MLP without gates, of a layer with a state
+        pair = {f"base_model.model.backbone.layers.{module}.lora_{side}.weight": torch.zeros(4, 4) for side in "AB"}
+        save_file(pair, tmp_path / "bare" / "adapter_model.safetensors")
+        with pytest.raises(ModelError, match=f"{module} is not served with an adapter"):
+            read_adapter(tmp_path / "bare", read_architecture(checkpoint("nemotron_h dense").folder))
 
 
 def test_a_pattern_gives_modules_their_own_alpha(tmp_path: Path) -> None:

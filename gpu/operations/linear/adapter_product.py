@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu.model.spec import Activation
 from gpu.operations.arguments import check, check_contiguous, check_dtype, runs_on_triton
 from gpu.operations.rms_norm import check_norm, normed_row, rms_norm
-from gpu.operations.swiglu import gated, swiglu
+from gpu.operations.swiglu import activated, swiglu
 
 MOST_TOKENS = 16  # more are left to the library's products
 _DOWN_BLOCK = 4096  # numbers of the inner dimension at once, of 8 warps
@@ -229,7 +229,7 @@ def _adapter_gate_kernel(
         ups += of_up.to(tl.float32) * _lowered_numbers(
             numbers, token, num_tokens, LAST, at, SPLITS, SPLIT_BLOCK, LAST + 1, WIDTH, COLUMNS
         )
-    product = gated(gate + tl.sum(gates, 0), beside + tl.sum(ups, 0), ACTIVATION).to(out.dtype.element_ty)
+    product = activated(gate + tl.sum(gates, 0), beside + tl.sum(ups, 0), ACTIVATION).to(out.dtype.element_ty)
     tl.store(out + token.to(tl.int64) * INTERMEDIATE + column, product, mask=inside)
     if DOWN_WIDTH > 0:
         made = product.to(tl.float32)[None]
