@@ -14,7 +14,6 @@ from gpu.exchange.device_experts import ExpertExchange
 from gpu.layers.staged_experts import StagedExperts
 from gpu.model.spec import Activation, Experts
 from gpu.operations.arguments import runs_on_triton
-from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import (
     LEAST_PAIRS,
@@ -27,6 +26,7 @@ from gpu.operations.experts.expert_tiles import (
 from gpu.operations.experts.experts_reference import experts_reference, fold_choice, route_reference
 from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.fetch_experts import list_experts
+from gpu.operations.experts.mixture_matrices import ExpertMatrices
 from gpu.operations.experts.routing import MOST_ROUTED, choose, router_logits
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.operations.rms_norm import rms_norm

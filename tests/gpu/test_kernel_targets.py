@@ -62,11 +62,11 @@ from gpu.operations.decode_attention.paged_decode_attention import paged_decode_
 from gpu.operations.exchange.await_answer import await_answer
 from gpu.operations.exchange.exchange_pack import exchange_pack, new_counters
 from gpu.operations.exchange.expert_request import add_answer, request_experts
-from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.fetch_experts import fetch_experts, list_experts
+from gpu.operations.experts.mixture_matrices import ExpertMatrices
 from gpu.operations.experts.routing import choose
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.host_rows.chunk_columns import CHUNKS, COLUMNS

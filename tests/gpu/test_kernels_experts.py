@@ -13,11 +13,11 @@ from gpu.layers.expert_mlp import MOST_ALONE, ExpertMlp
 from gpu.model.spec import Experts
 from gpu.operations.arguments import runs_on_triton
 from gpu.operations.experts import expert_tiles
-from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.operations.experts.experts_reference import experts_reference, fold_choice
 from gpu.operations.experts.far_experts import FarExperts
+from gpu.operations.experts.mixture_matrices import ExpertMatrices
 from gpu.operations.experts.routing import choose, router_logits, tile_pairs
 from gpu.operations.linear.packed_matrix import Packed
 from tests.gpu import expert_oracle as oracle

@@ -5,11 +5,11 @@ import torch
 
 from gpu.model.spec import Experts
 from gpu.operations.arguments import runs_on_triton
-from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.operations.experts.experts_reference import experts_reference
 from gpu.operations.experts.far_experts import FarExperts
+from gpu.operations.experts.mixture_matrices import ExpertMatrices
 from gpu.operations.experts.routing import choose
 from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.weights.host_experts import tensors_of, with_tensors

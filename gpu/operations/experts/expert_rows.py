@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gpu.model.spec import Activation, Experts, first_rows, is_gated
 from gpu.operations.arguments import check
-from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.far_experts import FarExperts, base_of, find_place, leaves_out, places_of
+from gpu.operations.experts.mixture_matrices import ExpertMatrices
 from gpu.operations.experts.routing import take_experts, taking
 from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.operations.swiglu import activated

@@ -20,9 +20,9 @@ from torch import Tensor
 from gpu.model.matrix_formats import LEAST_WIDENED_PAIRS, experts_at_once
 from gpu.model.spec import Activation, Experts, first_rows, is_gated
 from gpu.operations.arguments import check
-from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.expert_rows import check_bias, check_experts, check_gains, dtype_of_sum, far_matrix
 from gpu.operations.experts.far_experts import base_of, find_place, leaves_out, places_of
+from gpu.operations.experts.mixture_matrices import ExpertMatrices
 from gpu.operations.experts.routing import (
     OF_ALL,
     OF_ITSELF,

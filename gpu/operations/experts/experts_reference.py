@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.model.spec import Activation, Experts, first_rows
-from gpu.operations.experts.expert_matrices import ExpertMatrices
 from gpu.operations.experts.far_experts import leaves_out
+from gpu.operations.experts.mixture_matrices import ExpertMatrices
 from gpu.operations.linear.packed_matrix import Stored, unpack_reference
 from gpu.operations.swiglu import swiglu_reference
 
