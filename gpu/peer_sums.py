@@ -46,7 +46,8 @@ class PeerSums:
         self.most_bytes = _SIZES[-1]
         self._group = dist.group.WORLD.group_name
         PeerSums.num_opened += 1
-        symmetric_memory.set_backend("CUDA")
+        if symmetric_memory.get_backend(device) != "CUDA":  # where it is the default it cannot be asked for
+            symmetric_memory.set_backend("CUDA")
         self._room = symmetric_memory.empty(self.most_bytes, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self._room, self._group)
 

@@ -22,7 +22,8 @@ from gpu.operations.swiglu import activated, swiglu
 
 MOST_TOKENS = 16  # more are left to the library's products
 _DOWN_BLOCK = 4096  # numbers of the inner dimension at once, of 8 warps
-_UP_BLOCK, _GATE_BLOCK = 256, 512  # rows of a program
+_UP_BLOCK, _UP_WARPS = 256, 4  # rows of a program, and its warps
+_GATE_BLOCK, _GATE_WARPS = 512, 8
 _COLUMN_BLOCK = 16  # columns that are raised at once
 _FEWEST_PROGRAMS = 128  # where a program of `_adapter_down_kernel` has more than one column
 
@@ -285,7 +286,7 @@ def add_raised(made: Tensor, lowered: Lowered, added: Tensor | None = None) -> T
     _adapter_up_kernel[(blocks, tokens)](
         made, made if added is None else added, lowered.numbers, adapters.up, lowered.rows.spans(adapters),
         made.stride(0), 0 if added is None or added.ndim == 1 else added.stride(0), tokens, ADDS=added is not None,
-        **_shape_of(lowered), BLOCK=_UP_BLOCK, num_warps=4,
+        **_shape_of(lowered), BLOCK=_UP_BLOCK, num_warps=_UP_WARPS,
     )  # fmt: skip
     return made
 
@@ -321,7 +322,7 @@ def swiglu_raised(
         gate_up, out, lowered.numbers, adapters.up, lowered.rows.spans(adapters), behind.down,
         lowered.rows.spans(behind), lowered.numbers if numbers is None else numbers, gate_up.stride(0), tokens,
         **_shape_of(lowered), BLOCK=_GATE_BLOCK, INTERMEDIATE=rows // 2, ACTIVATION=activation or "silu",
-        DOWN_WIDTH=0 if down is None else down.width, DOWN_COLUMNS=min(behind.width, _COLUMN_BLOCK), num_warps=8,
+        DOWN_WIDTH=0 if down is None else down.width, DOWN_COLUMNS=min(behind.width, _COLUMN_BLOCK), num_warps=_GATE_WARPS,
     )  # fmt: skip
     return out, None if down is None or numbers is None else Lowered(down, lowered.rows, numbers)
 
