@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.model.architecture import ModelError, parse_architecture
-from gpu.model.spec import Recurrent
+from gpu.model.architecture import ModelError, parse_architecture, shape_with_rope
+from gpu.model.spec import NO_ROTATION, Recurrent
 from gpu.operations.recurrent.delta_prefill import Span, delta_prefill, plan_spans
 from gpu.operations.recurrent.state_arrays import segment_bytes
 from gpu.runner import Runner
@@ -145,6 +145,14 @@ def test_what_transformers_writes_of_steps_without_a_limit_is_read() -> None:
     shape = parse_architecture(SIZES | CONFIGS["granitemoehybrid"] | {"time_step_limit": limits}, "test", "config.json")
     assert shape.recurrent is not None
     assert shape.recurrent.is_mamba
+
+
+def test_a_nemotron_h_has_as_many_positions_as_a_person_says_and_rotates_nothing() -> None:
+    longer = {"rope_type": "default", "max_position_embeddings": 1_048_576}
+    shape = shape_with_rope("tiny-nemotron-h", longer)
+    assert (shape.max_context_tokens, shape.rope) == (1_048_576, NO_ROTATION)
+    with pytest.raises(ModelError, match="rope scaling 'yarn'; a Nemotron-H rotates nothing"):
+        shape_with_rope("tiny-nemotron-h", {"rope_type": "yarn", "factor": 4.0})
 
 
 @pytest.mark.gpu
