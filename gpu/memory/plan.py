@@ -69,9 +69,10 @@ class MemoryPlan:
     and all of it up to `resident_tokens`; `offload_block_tokens` are offloaded at once. Without one these are 0.
     `own_windows`: by name, of profiles whose methods need longer windows (`scheduler.planning.engine_memory`). `rings`:
     how many, of the methods that keep some, by what profiles name them (`ProfilePart`); `ring_pages`: that these share,
-    of the methods whose rings share some. `num_windows` of `window_pages`
-    pages and `window_bytes`, in `window_layers`, which then have no others (`gpu.kv.windows`); `spare_window_tokens` of
-    each are beyond what these see; 0: there are none. num_host_states: of recurrent layers, in host memory.
+    of the methods whose rings share some. `num_windows` of `window_pages` pages and `window_bytes`, of layers that then
+    have no others (`gpu.kv.windows`), or of states; `window_layers`: all layers without other pages;
+    `spare_window_tokens` of each are beyond what they see; 0: there are none. num_host_states: of recurrent layers, in
+    host memory.
     experts_on_card: of each layer's experts, the first so many, and the others lie in host memory; None: all, or the
     model has none. computed_rows: those are computed by the CPU in decode steps of up to so many, and fetched in
     others. documents_bytes: of host memory, for their chunks used last. is_packed: whether matrices of few bits, if

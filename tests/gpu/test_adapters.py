@@ -19,7 +19,7 @@ from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, PrefillJob, PrefillPrompt, StepPlan, WindowWrite
 from gpu.weights.matrix import as_matrix
-from tests.gpu.adapter_files import merged, write_adapter
+from tests.gpu.adapter_files import ALL_MODULES, merged, write_adapter
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt
 from tests.gpu.poison import poison_pool
 from tests.gpu.reference_model import Pages, layer_units
@@ -92,6 +92,7 @@ def off(model: Any, prompt: np.ndarray, tokens: list[int], logits: torch.Tensor)
         "glm4",
         "gemma3",
         "qwen3_5",
+        "nemotron_h dense",
         *(
             pytest.param(name, marks=pytest.mark.long)
             for name in ("qwen2", "qwen3", "granite", "olmo3", "mistral", "smollm3", "llama with biases")
@@ -99,12 +100,14 @@ def off(model: Any, prompt: np.ndarray, tokens: list[int], logits: torch.Tensor)
     ],
 )
 def test_rows_with_different_adapters_in_one_batch_are_those_of_merged_weights(name: str, tmp_path: Path) -> None:
-    """Prompts are packed, and steps have rows of both adapters and of none."""
+    """Prompts are packed, and steps have rows of both adapters and of none. MLPs without gates have none."""
     known = checkpoint(name)
     architecture = read_architecture(known.folder)
+    more = ("qkv_proj", "down_proj") if name != "nemotron_h dense" else ()
+    every = ALL_MODULES if more else ATTENTION
     folders = [
-        write_adapter(tmp_path / "all", known.model, rank=5, seed=1, lora_alpha=10),
-        write_adapter(tmp_path / "some", known.model, (*ATTENTION, "qkv_proj", "down_proj"), 3, 2, use_rslora=True),
+        write_adapter(tmp_path / "all", known.model, every, rank=5, seed=1, lora_alpha=10),
+        write_adapter(tmp_path / "some", known.model, (*ATTENTION, *more), 3, 2, use_rslora=True),
     ]
     runner = load(known.folder, [read_adapter(folder, architecture) for folder in folders])
     prompts = [draw_prompt(length) for length in (21, 40, 9, 33)]

@@ -130,7 +130,8 @@ def test_a_plan_fits_its_limits_and_holds_its_longest_context_or_is_refused_in_o
     own_state = named_shape(shape).recurrent
     if own_state is not None:
         state = sum_bytes(state_arrays(own_state, 1, plan.dtype_bytes, 4).values())
-        assert plan.window_bytes == len(plan.window_layers) * state
+        assert plan.window_bytes == len(whole.recurrent_layers) * state
+        assert plan.window_layers == whole.layers_without_kv
         assert find_bytes(plan, "recurrent states") == plan.num_windows * plan.window_bytes > 0
     elif plan.num_windows:
         assert plan.window_pages * page_tokens >= longest + plan.spare_window_tokens
