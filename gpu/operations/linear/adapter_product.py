@@ -322,7 +322,8 @@ def swiglu_raised(
         gate_up, out, lowered.numbers, adapters.up, lowered.rows.spans(adapters), behind.down,
         lowered.rows.spans(behind), lowered.numbers if numbers is None else numbers, gate_up.stride(0), tokens,
         **_shape_of(lowered), BLOCK=_GATE_BLOCK, INTERMEDIATE=rows // 2, ACTIVATION=activation or "silu",
-        DOWN_WIDTH=0 if down is None else down.width, DOWN_COLUMNS=min(behind.width, _COLUMN_BLOCK), num_warps=_GATE_WARPS,
+        DOWN_WIDTH=0 if down is None else down.width, DOWN_COLUMNS=min(behind.width, _COLUMN_BLOCK),
+        num_warps=_GATE_WARPS,
     )  # fmt: skip
     return out, None if down is None or numbers is None else Lowered(down, lowered.rows, numbers)
 
