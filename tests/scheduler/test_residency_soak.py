@@ -52,7 +52,7 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
         document = documents[int(draw.integers(3))][: int(draw.integers(100, LONGEST))]
         profile = ("exact", "sampled", "offloaded", "offloaded")[index % 4]
         prompt = (document[:300] if profile == "exact" else document) + prompt_of(int(draw.integers(1, 40)), index)
-        request = ask(f"r{index}", prompt, int(draw.integers(40, 220)), profile)
+        request = ask(f"r{index}", prompt, int(draw.integers(40, 180)), profile)
         requests.append(structs.replace(request, sampling=SamplingParams(temperature=0.0, num_logprobs=2)))
     released: list[int] = []
     release = KvPool.evict
