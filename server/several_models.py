@@ -57,7 +57,8 @@ def check_together(deployments: Iterable[tuple[Deployment, str]]) -> None:
     taken: dict[str, str] = {}
     folders: dict[Path, str] = {}
     for deployment, name in deployments:
-        for one in (name, *deployment.model.aliases):
+        names = [name, *deployment.model.aliases]
+        for one in (*names, *(f"{model}:{adapter}" for model in names for adapter in deployment.adapters)):
             if one in taken:
                 raise ConfigError(f"{SEVERAL}: {taken[one]} and {name} are both called {one!r}; set `model.name`")
             taken[one] = name

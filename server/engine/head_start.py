@@ -66,6 +66,11 @@ class HeadStart:
             self._is_over = True
             self._drop()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether an engine waits, or did when it was last looked at."""
+        return self._waiting is not None
+
     def renew(self) -> None:
         """Start another engine in place of one that was taken or has ended. Where none can be run, there is none to
         take, and the supervisor's own try says why.

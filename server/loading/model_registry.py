@@ -197,7 +197,18 @@ class ModelRegistry:
         for model in self._started():
             if model.is_ready and not model.is_closing:
                 due_s = min(due_s, self._unload_expired(model, now))
+        self._keep_one_ahead()
         return due_s
+
+    def _keep_one_ahead(self) -> None:
+        """Have a process wait for the next engine, but not begin while another engine starts, which it would slow."""
+        started = self._started()
+        is_served = any(model.is_ready for model in started)
+        starts = any(not model.is_ready and not model.is_stopping for model in started)
+        if self._ahead is None or len(started) == len(self.models) or not is_served or starts:
+            return
+        if not self._ahead.is_waiting and (self._renewing is None or self._renewing.done()):
+            self._renewing = asyncio.ensure_future(asyncio.to_thread(self._ahead.renew))
 
     def _take_news(self, model: ServedModel, now: float) -> None:
         """Take what has become of an engine."""
@@ -206,8 +217,6 @@ class ModelRegistry:
             self.has_served = True
             self.metrics.count_load(model)
             logs.info("model_loaded", model=model.name, seconds=model.load_seconds)
-            if self._ahead is not None and len(self._started()) < len(self.models):
-                self._renewing = asyncio.ensure_future(asyncio.to_thread(self._ahead.renew))  # for the next one
         elif not model.supervisor.can_recover:
             failure = model.supervisor.failure
             told = failure.result() if failure is not None and failure.done() else "its engine ended"

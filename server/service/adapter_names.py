@@ -9,6 +9,7 @@ from server.deployment import ConfigError, Deployment
 from server.planning.deployment_plan import find_architecture
 
 NO_ADAPTER = 0
+LATEST = ":latest"  # a tag that Ollama's clients may put behind any name
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,11 @@ class AdapterNames:
 
     def number_of(self, model_id: str | None) -> int:
         """Return the number of the adapter in a known id, NO_ADAPTER if it names none."""
-        name = (model_id or "").rpartition(":")[2]
-        return self.names.index(name) + 1 if ":" in (model_id or "") and name in self.names else NO_ADAPTER
+        for known in (model_id or "", (model_id or "").removesuffix(LATEST)):
+            model, _, name = known.rpartition(":")
+            if model and name in self.names:
+                return self.names.index(name) + 1
+        return NO_ADAPTER
 
     def digest_of(self, number: int) -> str:
         """Return what keeps the prefixes of adapters apart, also where a deployment's order or files change."""

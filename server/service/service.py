@@ -21,7 +21,7 @@ from server.parsing.answer_formats import AnswerFormat, choose_format
 from server.prompting.chat_template import ChatTemplate, load_template
 from server.prompting.left_out import LeftOut
 from server.prompting.prompt_fronts import PromptFronts
-from server.service.adapter_names import AdapterNames, load_adapter_names
+from server.service.adapter_names import LATEST, AdapterNames, load_adapter_names
 from server.service.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from server.service.vector_settings import Vectors, load_vectors
 from server.stores.conversation_tails import ConversationTails
@@ -30,8 +30,6 @@ from server.stores.response_store import ResponseStore
 from server.text.control_tokens import ControlTokens
 from server.text.model_tokenizer import Tokenizer, load_tokenizer
 from server.text.text_pool import TextPool
-
-LATEST = ":latest"
 
 
 class Keys:

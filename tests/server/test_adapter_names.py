@@ -16,7 +16,8 @@ NAMES = AdapterNames(("style", "v1.2"), ("digest-1", "digest-2"))
 
 def test_a_models_id_may_name_an_adapter() -> None:
     assert NAMES.join(["a", "b"]) == ["a:style", "a:v1.2", "b:style", "b:v1.2"]
-    for model_id, number in (("a:style", 1), ("a/b:v1.2", 2), ("a", 0), (None, 0), ("a:other", 0), ("style", 0)):
+    known = {"a:style": 1, "a/b:v1.2": 2, "a": 0, None: 0, "a:other": 0, "style": 0, "a:style:latest": 1, "a:latest": 0}
+    for model_id, number in known.items():
         assert NAMES.number_of(model_id) == number
     assert [NAMES.digest_of(number) for number in range(3)] == ["", "digest-1", "digest-2"]
 
@@ -54,13 +55,14 @@ async def test_it_reaches_the_engine_by_its_number_with_a_salt_of_its_own(monkey
             ("/api/chat", "reference:style", {"messages": [{"role": "user", "content": "a"}]}),
             ("/api/generate", "reference:style", {"prompt": "a", "raw": True}),
             ("/api/embed", "reference:style", {"input": "a"}),
+            ("/api/chat", "reference:v1.2:latest", {"messages": [{"role": "user", "content": "a"}]}),
             ("/slots/0?action=restore", "reference:v1.2", {"filename": "notes"}),
         ):
             answer = await client.post(path, json=body | {"model": model})
             assert answer.status_code == 500, (path, answer.text)
         unknown = await client.post("/v1/completions", json={"prompt": "a", "model": "reference:other"})
         assert unknown.status_code == 404
-    assert [request.adapter for request in sent] == [0, 1, 2, 1, 1, 1, 1, 1, 1, 2]
+    assert [request.adapter for request in sent] == [0, 1, 2, 1, 1, 1, 1, 1, 1, 2, 2]
     salts = [request.cache_salt for request in sent[:3]]
     assert len(set(salts)) == 3
     assert salts[0] == ""

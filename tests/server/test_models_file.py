@@ -90,6 +90,8 @@ def test_names_and_folders_that_meet_are_told_before_anything_is_loaded(tmp_path
     one, two = tiny("a"), {"model": TINY | {"name": "b", "aliases": ["a"]}}
     with pytest.raises(ConfigError, match=r"models: a and b are both called 'a'; set `model\.name`"):
         open_deployments(write(tmp_path, {"models": [one, two]}), is_offline=True)
+    with pytest.raises(ConfigError, match=r"models: a and a:x are both called 'a:x'; set `model\.name`"):
+        open_deployments(write(tmp_path, {"models": [tiny("a", adapters={"x": "y"}), tiny("a:x")]}), is_offline=True)
     tree = {"models": [tiny("a"), tiny("b")], "disk": {"folder": "contexts"}, "server": {"models_at_once": "fitting"}}
     with pytest.raises(ConfigError, match=r"a and b have one disk\.folder, .*contexts, and may run at once"):
         open_deployments(write(tmp_path, tree), is_offline=True)

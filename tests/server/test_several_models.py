@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -267,6 +268,43 @@ async def test_an_engine_that_dies_is_started_again_and_others_go_on() -> None:
         after = asyncio.create_task(complete(live, "a"))
         assert (await complete(live, "b")).status_code == 200
         assert (await after).json()["choices"][0]["text"] == text_of(live.service, "a", 8)
+
+
+class WaitingProcess:
+    """Stand for a `HeadStart` from which engines take a process that they then start themselves."""
+
+    def __init__(self) -> None:
+        self.is_waiting = False
+        self.num_renewed = 0
+
+    def renew(self) -> None:
+        self.num_renewed += 1
+        self.is_waiting = True
+
+    def take(self) -> None:
+        self.is_waiting = False
+
+
+async def test_a_process_waits_for_the_next_model_also_where_an_engine_that_died_took_one() -> None:
+    first, second = make_models("a", "b")
+    async with running_server(first, command_of(), others=[second], room=Room({}, is_shared=True)) as live:
+        waiting = cast(Any, WaitingProcess())
+        live.app.state.models._ahead = waiting
+        for model in live.app.state.models.models:
+            model.supervisor._ahead = waiting
+
+        async def is_renewed(times: int) -> bool:
+            return waiting.num_renewed == times
+
+        await complete(live, "a")
+        await live.until(partial(is_renewed, 1))
+        assert (await complete(live, "a", attention_profile="dies")).status_code == 503
+        await live.until(partial(is_renewed, 2))
+        assert waiting.is_waiting
+        assert (await states_of(live)) == {"a": "loaded", "b": "unloaded"}
+        for name in ("b", "a", "b"):
+            assert (await complete(live, name)).status_code == 200
+        assert (waiting.is_waiting, waiting.num_renewed) == (False, 2), "all are loaded"
 
 
 async def test_keep_alive_says_how_long_a_model_stays() -> None:

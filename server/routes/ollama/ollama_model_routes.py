@@ -27,7 +27,8 @@ from server.routes.ollama.ollama_answers import (
 from server.routes.ollama.ollama_bodies import OLLAMA_SHOW, OllamaShowBody
 from server.routes.ollama.ollama_shape import spell_time
 from server.routes.route import BODY_ERRORS, Call, Route
-from server.service.service import LATEST, Service
+from server.service.adapter_names import LATEST
+from server.service.service import Service
 
 OLLAMA_VERSION = "0.13.0"  # whose routes these are: clients refuse servers that are older than what they need
 FOREVER_TIME = "9999-12-31T23:59:59Z"
