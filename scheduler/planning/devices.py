@@ -59,7 +59,7 @@ def device_share(gpu: GpuConfig, machine: MachineProfile) -> MachineProfile:
     if resolve_device(gpu, machine) == "cuda" and num_gpus < gpu.devices:
         raise PlanError(
             f"{KEY}: asked {gpu.devices}, machine {machine.name!r} has {num_gpus} GPU{'s' * (num_gpus > 1)}; lower it, "
-            "or plan for another machine with --machine"
+            "or name a machine with more by --machine (its file says num_gpus)"
         )
     # Of the host, as of the cards, a plan has one device's part: processes of others have theirs.
     cores, memory = max(1, machine.physical_cores // gpu.devices), machine.memory_bytes // gpu.devices

@@ -23,13 +23,13 @@ CASES: dict[str, dict[str, Any]] = {
         "pool": {"enabled": True},
         "disk": {"size": "200Gi", "storageClassName": "fast"},
         "deployment": {"disk": {"limit_gib": 150}, "server": {"drain_seconds": 7.5}},
-        "gpus": 2,
         "nodeSelector": {"gpu": "h100"},
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
         "runtimeClassName": "nvidia",
         "priorityClassName": "high",
     },
     "no keys": {"keysSecret": ""},
+    "a model over two GPUs": {"gpus": 2, "disk": {"size": "20Gi"}},
 }
 WRONG: dict[str, dict[str, Any]] = {
     "an unknown value": {"replica": 3},
@@ -145,9 +145,14 @@ def test_the_server_file_is_valid_and_the_server_is_where_the_pod_says(objects: 
     assert mounts.keys() == {volume["name"] for volume in pod["spec"]["volumes"]} | set(claims)
     assert str(file.model.path).startswith(mounts["model"])
     assert file.server.api_keys_file == (Path(mounts["keys"]) / "keys" if "keys" in mounts else None)
-    if claims:
+    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert gpus == file.gpu.devices, "a GPU that is asked for is used"
+    assert ("/dev/shm" in mounts.values()) == (gpus > 1)
+    if claims and gpus == 1:
         assert file.disk is not None
         assert str(file.disk.folder).startswith(mounts[claims[0]]), "contexts outlive the pod"
+    else:
+        assert file.disk is None, "a model that is split keeps none on disk"
 
 
 def test_a_pod_has_the_time_that_its_drain_takes(objects: Objects) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from scheduler.block_changes import CPU, GPU, BlocksCleared, BlocksRemoved, BlocksStored, CacheChanges
+from scheduler.block_changes import CPU, DISK, GPU, BlocksCleared, BlocksRemoved, BlocksStored, CacheChanges
 from scheduler.engine.engine import Engine
 from server.deployment import ConfigError, load_deployment
 from server.engine import event_publisher, event_replays
@@ -67,6 +67,7 @@ def test_a_batch_is_the_arrays_that_vllm_publishes() -> None:
         BlocksStored(CPU, DIGESTS[2:], DIGESTS[1], tokens[:8], 2, 2, "of the second"),
         BlocksStored(CPU, DIGESTS[2:], None, tokens[:8], 2, 2, "of the second"),
         BlocksStored(CPU, DIGESTS[2:], None, tokens[:8], 2, 2, "of the second and a key"),
+        BlocksStored(DISK, DIGESTS[:1], None, b"", 2),
         BlocksRemoved(GPU, DIGESTS[:2]),
     ]
     assert msgspec.msgpack.decode(encode_batch(CacheChanges(1.5, changes), ADAPTERS)) == [
@@ -77,6 +78,7 @@ def test_a_batch_is_the_arrays_that_vllm_publishes() -> None:
             ["BlockStored", [3], 2, [0, 1], 2, 2, "CPU", "second", None],
             ["BlockStored", [3], None, [0, 1], 2, 2, "CPU", "second", None],
             ["BlockStored", [3], None, [0, 1], 2, 2, "CPU", "second", [["of the second and a key"]]],
+            ["BlockStored", [1], None, [], 2, None, "DISK", None, None],
             ["BlockRemoved", [1, 2], "GPU"],
         ],
         0,

@@ -14,6 +14,7 @@ metadata:
 {{- $server := dict "host" "0.0.0.0" "port" 8000 }}
 {{- if .Values.keysSecret }}{{ $_ := set $server "api_keys_file" "/keys/keys" }}{{ end }}
 {{- $fixed := dict "server" $server }}
-{{- if .Values.disk.size }}{{ $_ := set $fixed "disk" (dict "folder" "/cache/contexts") }}{{ end }}
+{{- if gt (int .Values.gpus) 1 }}{{ $_ := set $fixed "gpu" (dict "devices" (int .Values.gpus)) }}
+{{- else if .Values.disk.size }}{{ $_ := set $fixed "disk" (dict "folder" "/cache/contexts") }}{{ end }}
 {{- mergeOverwrite (deepCopy .Values.deployment) $fixed | toYaml }}
 {{- end }}
