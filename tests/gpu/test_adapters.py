@@ -21,6 +21,7 @@ from gpu.step import DecodeGroup, PrefillJob, PrefillPrompt, StepPlan, WindowWri
 from gpu.weights.matrix import as_matrix
 from tests.gpu.adapter_files import ALL_MODULES, merged, write_adapter
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt
+from tests.gpu.gguf_files import write
 from tests.gpu.poison import poison_pool
 from tests.gpu.reference_model import Pages, layer_units
 from tests.gpu.small_runner import load_small
@@ -270,3 +271,16 @@ def test_a_pattern_gives_modules_their_own_alpha(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", known.model, ATTENTION, 4, lora_alpha=8, alpha_pattern={"v_proj": 2})
     gains = {part.what: part.gain for part in read_adapter(folder, read_architecture(known.folder)).parts}
     assert gains == {"query": 2.0, "value": 0.5}
+
+
+@pytest.mark.parametrize("name", ["llama3", "phi3"])
+def test_adapters_of_a_gguf_file_are_in_the_order_of_the_folder_that_it_was_made_of(name: str, tmp_path: Path) -> None:
+    """A Llama's file has rows of queries and keys in another order than the folder with which PEFT trains."""
+    known = checkpoint(name)
+    file = write(known.folder, tmp_path / "model-F32.gguf", lambda _: "F32")
+    folder = write_adapter(tmp_path / "adapter", known.model, seed=1)
+    runner = load(file, [read_adapter(folder, read_architecture(file))])
+    prompts, numbers = [draw_prompt(length) for length in (21, 9)], [1, 0]
+    tokens, logits = generate(runner, prompts, numbers)
+    for prompt, number, chosen, own in zip(prompts, numbers, tokens, logits, strict=True):
+        assert off(merged(known.model, [None, folder][number]), prompt, chosen, own) < FAMILY_LOGITS
