@@ -1,6 +1,7 @@
 """LoRA adapters beside matrices of all formats: the oracle has them merged into its weights, in float64."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +22,14 @@ from gpu.step import DecodeGroup, PrefillJob, PrefillPrompt, StepPlan, WindowWri
 from gpu.weights.matrix import as_matrix
 from tests.gpu.adapter_files import ALL_MODULES, merged, write_adapter
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt
+from tests.gpu.float32_folder import write_folder
 from tests.gpu.gguf_files import write
 from tests.gpu.poison import poison_pool
 from tests.gpu.reference_model import Pages, layer_units
 from tests.gpu.small_runner import load_small
 from tests.tolerances import FAMILY_LOGITS, FAMILY_LOGITS_ON_CARDS
 
+REAL_MODEL = os.environ.get("TANDEM_REAL_MODEL")
 STEPS = 6
 ATTENTION = ("q_proj", "v_proj")
 
@@ -284,3 +287,28 @@ def test_adapters_of_a_gguf_file_are_in_the_order_of_the_folder_that_it_was_made
     tokens, logits = generate(runner, prompts, numbers)
     for prompt, number, chosen, own in zip(prompts, numbers, tokens, logits, strict=True):
         assert off(merged(known.model, [None, folder][number]), prompt, chosen, own) < FAMILY_LOGITS
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(REAL_MODEL is None, reason="needs TANDEM_REAL_MODEL: a GGUF file of a small chat model")
+def test_rows_of_a_real_model_with_adapters_are_those_of_merged_weights(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert REAL_MODEL is not None
+    file = Path(REAL_MODEL)
+    write_folder(file, tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    architecture = read_architecture(file)
+    folders = [
+        write_adapter(tmp_path / str(seed), model, rank=8, seed=seed, lora_alpha=alpha)
+        for seed, alpha in ((1, 0.8), (2, 1.6))
+    ]  # fmt: skip
+    runner = load(file, [read_adapter(folder, architecture) for folder in folders])
+    prompts, numbers = [draw_prompt(length) for length in (11, 9, 14)], [1, 0, 2]
+    tokens, logits = generate(runner, prompts, numbers)
+    for number, folder in enumerate((None, *folders)):
+        own = merged(model, folder)
+        for slot, prompt in enumerate(prompts):
+            differs = off(own, prompt, tokens[slot], logits[slot])
+            assert differs < FAMILY_LOGITS if number == numbers[slot] else differs > 50 * FAMILY_LOGITS
