@@ -92,6 +92,9 @@ MEANING = [
     ("nemotron_h", {"layer_types": ["mamba", "other"]}, "layer_types is .*; wanted a list of 'mamba', 'attention'"),
     ("nemotron_h", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'; a Nemotron-H rotates"),
     ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts is 2; served: 1"),
+    ("nemotron_h", {"attention_head_dim": 16}, "attention_head_dim is 16; served: None, 32"),
+    ("nemotron_h", {"num_query_groups": 4}, "num_query_groups is 4; served: None, 2"),
+    ("nemotron_h", {"head_dim": None, "attention_head_dim": 33}, "head_dim is 33; wanted an even number"),
     ("nemotron_h", {"sliding_window": 32}, "sliding_window is 32; served: None"),
     ("granitemoehybrid", {"mamba_conv_bias": False}, "mamba_conv_bias is False; served: True"),
     ("granitemoehybrid", {"mamba_n_heads": 7}, "mamba_n_heads is 7 of 16; wanted 128 elements together"),
@@ -333,6 +336,13 @@ def test_a_persons_word_overrules_a_refusal_and_nothing_else(name: str, tmp_path
     overruled = load_architecture(ModelConfig(path=tmp_path, ignore_config_keys=("made_up",)))
     (tmp_path / "config.json").write_text(json.dumps(own))
     assert overruled == load_architecture(ModelConfig(path=tmp_path))
+
+
+def test_heads_of_a_nemotron_h_have_either_of_two_names() -> None:
+    first = {key: value for key, value in BASE["nemotron_h"].items() if key != "head_dim"} | OWN_CODE
+    assert parse(first | {"attention_head_dim": 32}) == parse(BASE["nemotron_h"])
+    assert parse(first).dim == 128
+    assert parse(BASE["nemotron_h"] | OWN_CODE | {"attention_head_dim": 32}) == parse(BASE["nemotron_h"])
 
 
 def test_absent_keys_mean_what_their_family_says() -> None:

@@ -6,6 +6,7 @@ one more is taken by all tokens. Steps of time have no limit: `time_step_min` an
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from gpu.model.answers.qwen3_xml import QWEN3_XML
 from gpu.model.answers.think import THINK
@@ -28,6 +29,8 @@ _KINDS = {"layers_block_type": _WORDS, "layer_types": _WORDS, "hybrid_override_p
 _EXPERT_KEYS = ("moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group",
                 "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok",
                 "routed_scaling_factor", "topk_group")  # fmt: skip
+# What the first files call two sizes, alone or beside their names.
+_OTHER_NAMES = {"attention_head_dim": "head_dim", "num_query_groups": "num_key_value_heads"}
 TENSORS = {
     "norm.weight": ONE_NORM,
     "mixer.q_proj.weight": "query",
@@ -52,6 +55,8 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     keys.only("mlp_hidden_act", "relu2")
     keys.only("mamba_hidden_act", "silu")
     keys.only("sliding_window", None)
+    for other, known in _OTHER_NAMES.items():
+        keys.only(other, None, keys.get(known))
     rope, max_positions = parse_rope(keys)
     if rope.kind != "default":
         raise ModelError(f"model: {keys.source}: rope scaling {rope.kind!r}; a Nemotron-H rotates nothing")
@@ -76,6 +81,12 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
         keys, name, [specs[kind] for kind in kinds], num_layers=len(kinds), rms_norm_eps=eps, rope=NO_ROTATION,
         max_context_tokens=max_positions,
     )  # fmt: skip
+
+
+def _with_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration that has sizes by the names of later files, too."""
+    found = {known: config.get(other) for other, known in _OTHER_NAMES.items() if config.get(known) is None}
+    return config | {known: size for known, size in found.items() if size is not None}
 
 
 def _parse_experts(keys: ConfigKeys) -> LayerSpec:
@@ -153,6 +164,7 @@ FAMILY = Family(
          "mtp_layers_block_type", "norm_eps", "num_logits_to_keep", "num_nextn_predict_layers", "output_router_logits",
          "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min", "use_mamba_kernels"}
     ),
+    unwrap=_with_names,
     prefixes=(
         ("backbone.embeddings.", "model.embed_tokens."), ("model.embeddings.", "model.embed_tokens."),
         ("backbone.norm_f.", "model.norm."), ("model.norm_f.", "model.norm."), ("backbone.", "model."),
