@@ -64,7 +64,7 @@ def draw_hidden(shape: Architecture, tokens: int, dtype: torch.dtype, device: st
     return torch.tensor(drawn, dtype=dtype, device=device)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "nemotron_h"])
 @pytest.mark.parametrize("on_card", [0, 1, 3])
 def test_texts_and_logits_are_those_of_a_model_that_is_whole(name: str, on_card: int) -> None:
     """Steps of one token, whose experts are listed, and chunks of a prompt, of which a layer is copied."""
