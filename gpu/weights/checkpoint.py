@@ -38,7 +38,7 @@ SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _KEYS_OF_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.[kv]_(?:proj|norm)\.")
 _OF_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 # Of a KV cache, as publishers of quantised files name them.
-_KV_SCALE = re.compile(r"\.self_attn\.(([kv]_proj\.)?(k|v|kv)_(scale|zero_point)|[kv]_proj\.output_scale)$")
+_KV_SCALE = re.compile(r"\.(self_attn|mixer)\.(([kv]_proj\.)?(k|v|kv)_(scale|zero_point)|[kv]_proj\.output_scale)$")
 
 
 class Source(Protocol):

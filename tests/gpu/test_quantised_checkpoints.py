@@ -245,6 +245,13 @@ CONFIG_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("modelopt-nvfp4", {"quant_algo": "MIXED_PRECISION"}, r"quant_algo is 'MIXED_PRECISION'; served: 'NVFP4'"),
     ("modelopt-nvfp4", {"group_size": 32}, r"group_size is 32; served: 16"),
+    ("modelopt-fp8", {"group_size": 16}, r"group_size is 16; served: None"),
+    ("modelopt-fp8", {"quant_algo": "FP8_PB_WO"}, r"quant_algo is 'FP8_PB_WO'; served: .*'FP8'"),
+    (
+        "modelopt-fp8",
+        {"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}}},
+        r"config_groups is .*; served: weights of type float, num_bits 8",
+    ),
     (
         "modelopt-nvfp4",
         {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
@@ -372,6 +379,26 @@ def test_other_scales_and_those_of_plain_files_are_refused(name: str, scale: str
     folder = folders["compressed-fp8"].with_name(name)
     with pytest.raises(ModelError, match=rf"tensor .*self_attn\.{scale} is not one of a llama"):
         packed(with_kv_scales(folder, tmp_path, (scale,)))
+
+
+def test_an_fp8_nemotron_h_is_read_as_its_makers_write_it(tmp_path: Path) -> None:
+    """Some mixers are left alone by the names of the files; scales are numbers; attention has some of a KV cache."""
+    config, draw = FORMATS["modelopt-fp8"]
+    left = {2: ("in_proj", "out_proj", "conv1d"), 3: ("q_proj", "k_proj", "v_proj", "o_proj")}
+    names = [f"backbone.layers.{layer}.mixer.{name}" for layer, found in left.items() for name in found]
+    folder = tmp_path / "model"
+    plain = write(checkpoint("nemotron_h").folder, folder, config | {"ignore": ["lm_head", *names]}, draw,
+                  ("layers.2.mixer", "layers.3.mixer"))  # fmt: skip
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: tensor.reshape(()) for name, tensor in tensors.items() if name.endswith("t_scale")}
+    for name in ("3.mixer.k_proj.k_scale", "3.mixer.v_proj.v_scale", "6.mixer.k_proj.k_scale"):
+        tensors[f"backbone.layers.{name}"] = torch.ones(())
+    save_file(tensors, folder / "model.safetensors")
+    got, wanted = packed(folder), whole(plain)
+    for number, (ours, theirs) in enumerate(zip(got.layers, wanted.layers, strict=True)):
+        for matrix, held in ours.matrices.items():
+            assert isinstance(held, Packed) == (number not in left), (number, matrix)
+            assert torch.equal(as_matrix(held).unpack(), theirs.matrices[matrix]), (number, matrix)
 
 
 def test_parts_of_one_product_that_differ_are_refused(tmp_path: Path) -> None:
