@@ -29,7 +29,7 @@ model: | $(VENV)/made
 
 install: $(VENV)/installed-$(EXTRA)
 
-test: $(VENV)/installed-$(EXTRA)-test
+test: $(VENV)/installed-$(EXTRA)-test model
 	$(PYTEST) $(FILES)
 
 test-long: $(VENV)/installed-$(EXTRA)-test
