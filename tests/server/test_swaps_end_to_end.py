@@ -3,10 +3,12 @@ that are found on disk after a swap.
 """
 
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -112,3 +114,35 @@ def test_engines_take_turns_and_a_conversation_goes_on_from_the_disk(served: tup
     assert (cold, where["disk"]) == (warm, 0)
     assert len(engines_of(server)) == 2
     assert server.memory_info().rss - before < MOST_MORE_BYTES
+
+
+@pytest.mark.long
+def test_three_models_under_load_lose_nothing_while_engines_take_turns(served: tuple[psutil.Process, OpenAI]) -> None:
+    """Six clients ask all models, each in its own order; every text is the one that its model says alone."""
+    server, client = served
+    names, prompts = ("first", "second", "fetched"), [f"{number} {FILLER}" for number in range(4)]
+
+    def complete(model: str, prompt: str) -> str:
+        answer = client.completions.create(model=model, prompt=prompt, max_tokens=16, temperature=0)
+        assert answer.model == model
+        return answer.choices[0].text
+
+    alone = {(model, prompt): complete(model, prompt) for model in names for prompt in prompts}
+    loads = num_loads(client)
+    before = server.memory_info().rss
+    order = [list(alone) for _ in range(6)]
+    for number, asked in enumerate(order):
+        random.Random(number).shuffle(asked)
+    with ThreadPoolExecutor(len(order)) as clients:
+        told = list(clients.map(lambda asked: {one: complete(*one) for one in asked}, order))
+    assert told == [alone] * len(order)
+    assert num_loads(client) - loads >= len(names), "each was away at some time"
+    assert list(states_of(client).values()).count("loaded") == 1
+    assert len(engines_of(server)) == 2
+    assert server.memory_info().rss - before < MOST_MORE_BYTES
+
+
+def num_loads(client: OpenAI) -> float:
+    """Return how many engines were loaded since the server's start, of all models."""
+    text = httpx.get(f"{str(client.base_url).removesuffix('v1/')}metrics").text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("tandem_model_loads_total{"))
