@@ -42,8 +42,13 @@ def count_experts(demand: Demand, limit: int, gpu: GpuConfig, context: int | Non
             for one in counts}  # fmt: skip
     least = counts[-1]
     bare = left[0] + sum(item.bytes for item in least.fetching_items() if item.place == "gpu")
-    wanted = _bytes_of_contexts(demand, bare, gpu, context, hidden_tokens)
-    return next((one for one in counts if left[one.experts_on_card or 0] >= wanted), least)
+    windows = {on_card: _num_windows(demand, bytes_left, gpu) for on_card, bytes_left in left.items()}
+    wanted = {
+        num: _bytes_of_contexts(replace(demand, num_windows=num), bare, gpu, context, hidden_tokens)
+        for num in {*windows.values()}
+    }
+    enough = {on_card for on_card, bytes_left in left.items() if bytes_left >= wanted[windows[on_card]]}
+    return next((one for one in counts if one.experts_on_card in enough), least)
 
 
 def _bytes_of_contexts(
@@ -58,7 +63,7 @@ def _bytes_of_contexts(
     else:
         down = tier.offloaded_tokens(longest)
         pages = -(-tier.floor_tokens(longest, 1) // demand.page_tokens) + tier.dense_blocks(down)
-    kv_bytes = pages * demand.page_bytes + demand.window_bytes * bool(demand.window_layers)
+    kv_bytes = pages * demand.page_bytes + demand.num_windows * demand.window_bytes
     if gpu.kv_cache_gib is not None:
         kv_bytes = max(kv_bytes, int(gpu.kv_cache_gib * GIB))
         if context is None and tier is None and demand.kv_token_bytes:
@@ -147,12 +152,10 @@ def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
     """
     if not demand.window_layers:
         return demand
-    if gpu.kv_windows is not None:
-        return replace(demand, num_windows=gpu.kv_windows)
     left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
     if gpu.kv_cache_gib is not None:
         left = min(left, int(gpu.kv_cache_gib * GIB))
-    if gpu.states_gib is not None:
+    if gpu.states_gib is not None and gpu.kv_windows is None:
         asked, one = f"gpu.states_gib: asked {gpu.states_gib:g} GiB", demand.window_bytes
         count = int(gpu.states_gib * GIB) // one
         if not count:
@@ -162,7 +165,17 @@ def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
         if 0 < left < count * one:
             where = "of gpu.kv_cache_gib" if gpu.kv_cache_gib is not None else "beside weights and workspaces"
             raise PlanError(f"{asked}, there are {in_gib(left)} {where}; lower it, or leave it out to take a share")
-        return replace(demand, num_windows=count)
+    return replace(demand, num_windows=_num_windows(demand, left, gpu))
+
+
+def _num_windows(demand: Demand, left: int, gpu: GpuConfig) -> int:
+    """Return the windows, or states, that there are where weights and workspaces leave so many bytes."""
+    if not demand.window_layers:
+        return 0
+    if gpu.kv_windows is not None:
+        return gpu.kv_windows
+    if gpu.states_gib is not None:
+        return int(gpu.states_gib * GIB) // demand.window_bytes
     share = WINDOW_SHARE if demand.kv_token_bytes else ONLY_WINDOWS_SHARE
     count = max(1, int(max(0, left) * share) // demand.window_bytes)
-    return replace(demand, num_windows=min(count, WINDOWS_PER_SEQUENCE * demand.max_running))
+    return min(count, WINDOWS_PER_SEQUENCE * demand.max_running)

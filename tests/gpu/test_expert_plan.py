@@ -124,6 +124,21 @@ def test_auto_leaves_contexts_what_they_want_and_not_an_expert_more(asked: dict,
         assert sum(item(more, name) for name in beside) < KV_SHARE * bare * 1.001
 
 
+@pytest.mark.parametrize("states_gib", [None, 0.5, 1.0])
+@pytest.mark.parametrize("limit", [8, 12, 14])
+@pytest.mark.parametrize("name", ["nemotron-3-nano-30b-a3b", "qwen3.5-35b-a3b"])
+def test_auto_leaves_room_for_the_states_that_there_are_and_not_for_one(
+    name: str, limit: int, states_gib: float | None
+) -> None:
+    shape = rounded(named_shape(name), "int4", "weights")
+    asked = {"memory_limit_gib": limit, "kv": "int8", "states_gib": states_gib, "context": 65_536}
+    plan = make_plan(shape, experts_gib="auto", **asked)
+    assert plan.experts_on_card is not None
+    assert plan.num_pages * plan.page_tokens >= 65_536
+    assert plan.used_bytes("gpu") <= limit * GIB
+    assert 0 < plan.experts_on_card < shape.layers[1].experts.num_experts
+
+
 def test_where_all_fit_none_go_to_host_memory() -> None:
     shape = rounded(BIG, "int4", "weights")
     for asked in ("auto", 14.5, None):
