@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gpu.attention.step_rows import StepRows
+from gpu.batching.captured_steps import StepKind
 from gpu.batching.halving import Halving
 from gpu.decode.steps import Batch, DecodeSteps, HostReader, HostReadTimes, LaunchedStep
 from gpu.step import HostRead
@@ -127,7 +128,7 @@ class Log(list[str]):
         self.steps = DecodeSteps(
             SimpleNamespace(
                 step=self.step, offloaded_layers=(0, 1), last_tokens=torch.zeros(7), max_rows=2, checks_coverage=True,
-                reusing=[], decoder=SimpleNamespace(delta=None), link=None,
+                reusing=[], decoder=SimpleNamespace(delta=None, adapters=None), link=None,
             ),
             HostReader(SimpleNamespace(attention=self.attention), [self.exchange("a"), self.exchange("b")],
                    Halving(SimpleNamespace(), always=2), HostReadTimes()),
@@ -139,8 +140,9 @@ class Log(list[str]):
         return SimpleNamespace(name=name, slot=slot)
 
     def step(
-        self, rows: StepRows, exchange: SimpleNamespace, reuses: bool, experts: None, lends: bool = False
-    ) -> Iterator[None]:
+        self, rows: StepRows, exchange: SimpleNamespace, reuses: bool, experts: None, lends: bool = False,
+        adapts: bool = True,
+    ) -> Iterator[None]:  # fmt: skip
         self.append(f"begin {exchange.name}")
         for ask in range(2):
             yield
@@ -170,7 +172,7 @@ def test_layers_are_captured_in_the_order_in_which_their_answers_come() -> None:
     ]  # fmt: skip
     eager = [entry for entry in log if "answer" not in entry]
     log.clear()
-    assert len(log.steps.compute([None, None], log.steps.host_reader.exchanges, False)) == 2
+    assert len(log.steps.compute([None, None], log.steps.host_reader.exchanges, StepKind(2, False))) == 2
     assert log == eager
 
 

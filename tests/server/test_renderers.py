@@ -81,9 +81,9 @@ def test_a_child_that_was_killed_is_replaced() -> None:
 
 
 def test_a_child_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_renderers, "_MOST_WAITED", 1)
     pool = Renderers()
-    pool.render("x", {})
+    pool.render("x", {})  # in a process that starts, which takes long on a busy machine
+    monkeypatch.setattr(template_renderers, "_MOST_WAITED", 1)
     process = pool._idle[0]._process
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(TemplateOverrun, match="ran for more than"):
