@@ -23,7 +23,7 @@ from gpu.operations.swiglu import activated, swiglu
 MOST_TOKENS = 16  # more are left to the library's products
 _DOWN_BLOCK = 4096  # numbers of the inner dimension at once, of 8 warps
 _UP_BLOCK, _UP_WARPS = 512, 4  # rows of a program, and its warps
-_GATE_BLOCK, _GATE_WARPS = 128, 4
+_GATE_BLOCK, _GATE_WARPS = 256, 4
 _COLUMN_BLOCK = 16  # columns that are raised at once
 _FEWEST_PROGRAMS = 128  # where a program of `_adapter_down_kernel` has more than one column
 
