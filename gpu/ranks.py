@@ -119,7 +119,8 @@ class ProcessRanks:
 
     def close(self, drop_graphs: Callable[[], None]) -> None:
         """Leave the group. Other ranks may be gone already. drop_graphs: lets go of every captured graph, since NCCL
-        waits for those that hold its kernels. Where it waits all the same, the group is left behind (`is_joined`).
+        waits for those that hold its kernels. Where it waits all the same, the group is left behind, and an
+        interpreter's ordinary end would wait for it, too.
         """
         if self.device.type == "cpu":
             dist.destroy_process_group()
@@ -136,11 +137,6 @@ class ProcessRanks:
         self.small = None
         gc.collect()
         dist.distributed_c10d._abort_process_group()
-
-
-def is_joined() -> bool:
-    """Return whether this process is in a group of ranks; of NCCL, an interpreter's ordinary end may wait for ever."""
-    return dist.is_initialized()
 
 
 def open_store(rank: int, count: int, port: int) -> dist.TCPStore:

@@ -1,4 +1,4 @@
-"""Staging buffers of a prompt whose KV is offloaded: one layer is computed while another one is sent.
+"""Stage the KV of a prompt that is offloaded: layers behind the one that is sent are computed meanwhile.
 
 A buffer is not written again before its rows have been read, in stream order and without the host waiting. Tokens `[0,
 begin)` of a layer are in its buffer before its first unit. After its last unit every token is in host memory or in the

@@ -71,7 +71,7 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
             draw(layer.inputs.gate, 1.0)
             draw(layer.inputs.projection, 1.0)
         if layer.query_norm is not None and not is_plain:
-            layer.query_norm.fill_(1.0)  # where logits are not scaled, a trained norm is small, and attention as flat
+            layer.query_norm.fill_(1.0)  # without `query_gain`: a trained norm makes up for it, or attention is one-hot
         for norm in (layer.attention_post_norm, layer.mlp_post_norm, layer.inputs and layer.inputs.norm):
             if norm is not None:
                 norm.fill_(residual_scale)

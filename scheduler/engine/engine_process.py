@@ -238,6 +238,7 @@ if __name__ == "__main__":
         status = main(*sys.argv[1:])
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody may read them any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)  # libraries take more than a second to end, in which the next engine could have the memory

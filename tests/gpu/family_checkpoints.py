@@ -40,7 +40,8 @@ from gpu.weights.expert_shares import MOST_COMPUTED_ROWS
 from tests.gpu.poison import poison_buffers, poison_pool
 from transfer.expert_exchange import OpenExperts
 
-READS_MAMBA_LAYERS = Version("5.23")  # the first transformers known to read a published Granite 4.0 hybrid's layers
+WITH_MAMBA = ("granitemoehybrid", "nemotron_h")
+READS_MAMBA_LAYERS = Version("5.23")  # the first transformers known to take `mamba` for a layer; 5.17 does not
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
           "pos_emb_height": 4, "pos_emb_width": 4, "merge_size": 2}  # fmt: skip
 
@@ -286,7 +287,7 @@ def checkpoint(name: str, **changes: Any) -> Checkpoint:
     folder = Path(owner.name)
     written = SIZES | CONFIGS[name] | changes
     (folder / "config.json").write_text(json.dumps(written))
-    if written["model_type"] == "granitemoehybrid" and Version(transformers.__version__) < READS_MAMBA_LAYERS:
+    if written["model_type"] in WITH_MAMBA and Version(transformers.__version__) < READS_MAMBA_LAYERS:
         pytest.skip(f"transformers {transformers.__version__} refuses `mamba` among this family's layers")
     config = AutoConfig.from_pretrained(folder)
     found = NOT_FOUND.get(type(config))

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from gpu import ranks
-from gpu.ranks import ProcessRanks, is_joined, open_store
+from gpu.ranks import ProcessRanks, open_store
 
 RANK = """
 import sys, psutil, torch
-from gpu.ranks import ProcessRanks, is_joined, open_store
+from gpu.ranks import ProcessRanks, open_store
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = open_store(rank, 2, port)
 print(store.port, flush=True)
@@ -21,9 +21,9 @@ for _ in range(2):  # one engine after another
     assert ranks.most(rank) == 1.0
     own = [one for one in psutil.Process().net_connections() if one.status == "LISTEN"]
     print(*{one.laddr.ip for one in own}, flush=True)
-    assert is_joined()
+    assert torch.distributed.is_initialized()
     ranks.close(lambda: None)
-    assert not is_joined()
+    assert not torch.distributed.is_initialized()
     store = torch.distributed.PrefixStore("again", store)
 """
 
@@ -63,5 +63,5 @@ def test_a_group_of_nccl_is_left_once_no_graph_holds_its_kernels(hangs: bool, mo
 
 
 def test_this_process_is_in_no_group() -> None:
-    assert not is_joined()
+    assert not torch.distributed.is_initialized()
     assert open_store(0, 1, 0).port > 0

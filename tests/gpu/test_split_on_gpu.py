@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from gpu.config import GpuConfig, ModelConfig
-from gpu.ranks import is_joined
 from scheduler.engine.rank_processes import visible_devices
 from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest
@@ -32,7 +31,7 @@ SUMS = """
 import logging, os, sys, torch
 from gpu.batching.capture import capture
 from gpu.peer_sums import PeerSums, use_peer_sums, what_is_wrong
-from gpu.ranks import ProcessRanks, is_joined, open_store
+from gpu.ranks import ProcessRanks, open_store
 logging.basicConfig(level=logging.INFO)
 rank, count, port = map(int, sys.argv[1:])
 store = open_store(rank, count, port)
@@ -58,7 +57,7 @@ for dtype in (torch.bfloat16, torch.float32):
             assert (bits == bits[0]).all(), (dtype, shape)
         del graph
 ranks.close(lambda: None)
-assert not is_joined()
+assert not torch.distributed.is_initialized()
 os._exit(0)  # the end of an interpreter is another matter, and the engines' below
 """
 
@@ -103,7 +102,9 @@ def told_by(devices: int, host: HostConfig | None) -> dict[str, list[Delta]]:
         return drain(engine)
     finally:
         engine.shutdown()
-        assert not is_joined(), "or no other engine could be split, and this process would not end"
+        assert not torch.distributed.is_initialized(), (
+            "or no other engine could be split, and this process would not end"
+        )
 
 
 @pytest.mark.parametrize("has_host", [False, True], ids=["pages alone", "host memory"])
