@@ -3,7 +3,6 @@ tokens take.
 """
 
 from gpu.model.config_keys import ConfigKeys
-from gpu.model.families.deepseek_v2.gguf_form import GGUF
 from gpu.model.family import Family
 from gpu.model.latent_config import (
     count_dense,
@@ -13,6 +12,7 @@ from gpu.model.latent_config import (
     parse_latent_model,
     parse_shared_experts,
 )
+from gpu.model.latent_gguf import SOFTMAX, gating, latent_form
 from gpu.model.spec import Architecture
 
 
@@ -28,6 +28,9 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     specs = dense_first(count_dense(keys, num_layers), num_layers, experts, shared)
     return parse_latent_model(keys, name, specs, has_neighbour_pairs=True)
 
+
+# Those of its architecture whose experts a softmax chooses.
+GGUF = latent_form(claims=lambda keys: gating(keys) == SOFTMAX)
 
 FAMILY = Family(
     model_types=("deepseek_v2",),

@@ -2,9 +2,9 @@
 
 from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
-from gpu.model.families.deepseek_v3.gguf_form import GGUF
 from gpu.model.family import Family
 from gpu.model.latent_config import count_dense, dense_first, latent_tensors, parse_latent_model, parse_sigmoid_experts
+from gpu.model.latent_gguf import latent_form
 from gpu.model.spec import Architecture
 
 
@@ -14,6 +14,8 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     specs = dense_first(count_dense(keys, num_layers), num_layers, experts, shared)
     return parse_latent_model(keys, name, specs, bool(keys.only("rope_interleave", True, False)))
 
+
+GGUF = latent_form()
 
 FAMILY = Family(
     model_types=("deepseek_v3",),

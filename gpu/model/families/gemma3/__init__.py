@@ -4,14 +4,15 @@ Norms stand before and behind attention and MLP, and of each query and key head;
 checkpoint that sees pictures, too, the decoder alone is read.
 """
 
+from functools import partial
 from typing import Any
 
 from gpu.model.answers.gemma import GEMMA
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
-from gpu.model.families.gemma3.gguf_form import GGUF
-from gpu.model.families.gemma3.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, QK_NORMS, Family, find_windows, parse_sizes
+from gpu.model.gguf.keys import GgufForm, GgufKeys
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError, RopeScaling
 
 _LOCAL_THETA = 10_000.0
@@ -81,6 +82,32 @@ def tensors(shape: Architecture) -> dict[str, str]:
     }
     return LAYER_TENSORS | norms | QK_NORMS
 
+
+_27B_LAYERS = 62  # by which llama.cpp tells the one whose queries are scaled by hidden / heads
+
+
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    is_large = config.get("num_hidden_layers") == _27B_LAYERS
+    scalar = config["hidden_size"] // config["num_attention_heads"] if is_large else config["head_dim"]
+    return {"rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0), "query_pre_attn_scalar": scalar}
+
+
+GGUF = GgufForm("gemma3", translate=translate_gguf, has_windows=True, merges_by_id=True)
+
+_shape = partial(
+    published_sizes, model_type="gemma3_text", sliding_window=1024, rope_scaling={"type": "linear", "factor": 8.0}
+)
+SHAPES = {
+    "tiny-gemma3": _shape(256, 512, 6, 4, 2, 1024, 262_144, 1_000_000.0, sliding_window=128),
+    "gemma-3-1b": _shape(
+        1152, 6912, 26, 4, 1, 262_144, 32_768, 1_000_000.0, sliding_window=512, rope_scaling=None
+    ),
+    "gemma-3-4b": _shape(2560, 10_240, 34, 8, 4, 262_208, 131_072, 1_000_000.0),
+    "gemma-3-12b": _shape(3840, 15_360, 48, 16, 8, 262_208, 131_072, 1_000_000.0),
+    "gemma-3-27b": _shape(
+        5376, 21_504, 62, 32, 16, 262_208, 131_072, 1_000_000.0, head_dim=128, query_pre_attn_scalar=168
+    ),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("gemma3_text", "gemma3"),

@@ -9,11 +9,11 @@ _WINDOW, _WHOLE = "sliding_attention", "full_attention"
 
 def _shape(hidden: int, intermediate: int, layers: int, *sizes: int, every: int, **more: Any) -> dict[str, Any]:
     """Return a configuration; every: one layer of so many sees everything."""
-    found = published_sizes(hidden, intermediate, layers, *sizes, theta=0.0)
+    found = published_sizes(hidden, intermediate, layers, *sizes, theta=0.0, model_type="gemma4_text")
     del found["rope_theta"]  # each kind of layer has its own
     types = [_WHOLE if (layer + 1) % every == 0 else _WINDOW for layer in range(layers)]
     return found | {
-        "model_type": "gemma4_text", "layer_types": types, "final_logit_softcapping": 30.0,
+        "layer_types": types, "final_logit_softcapping": 30.0,
         "hidden_size_per_layer_input": 0,
     } | more  # fmt: skip
 

@@ -1,10 +1,13 @@
 """GLM-4 (0414): half of each head is rotated, in pairs of neighbours; biases; norms behind attention and MLP, too."""
 
+from functools import partial
+from typing import Any
+
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.families.glm4.answers import GLM4_CALLS
-from gpu.model.families.glm4.gguf_form import GGUF
-from gpu.model.families.glm4.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, QKV_BIASES, Family, parse_sizes
+from gpu.model.gguf.keys import GgufForm, GgufKeys
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, LayerSpec
 
 
@@ -23,6 +26,22 @@ def tensors(shape: Architecture) -> dict[str, str]:
     }
     return names | QKV_BIASES if shape.layer_pattern[0].qkv_bias else names
 
+
+_NEXT_SPEAKER = frozenset({"<|user|>", "<|observation|>"})  # which ends a turn
+
+
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_q.bias" in keys.file.tensors}
+
+
+GGUF = GgufForm("glm4", translate=translate_gguf, end_tokens=_NEXT_SPEAKER)
+
+_shape = partial(published_sizes, model_type="glm4", rms_norm_eps=1e-5)
+SHAPES = {
+    "tiny-glm4": _shape(256, 512, 4, 16, 1, 1024, 262_144, 10_000.0, head_dim=64),
+    "glm-4-9b": _shape(4096, 13_696, 40, 32, 2, 151_552, 32_768, 10_000.0, attention_bias=True),
+    "glm-4-32b": _shape(6144, 23_040, 61, 48, 2, 151_552, 32_768, 10_000.0, attention_bias=False),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("glm4",),

@@ -3,14 +3,16 @@
 Layers behind the last one, which draft tokens, are passed over.
 """
 
+from functools import partial
+
 from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.families.glm4_moe_lite.answers import GLM_CALLS
-from gpu.model.families.glm4_moe_lite.gguf_form import GGUF
-from gpu.model.families.glm4_moe_lite.shapes import SHAPES
 from gpu.model.family import Family
 from gpu.model.gguf.header import shown
 from gpu.model.latent_config import dense_first, latent_tensors, parse_latent_model, parse_sigmoid_experts
+from gpu.model.latent_gguf import SIGMOID, gating, is_glm, latent_form
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, ModelError
 
 
@@ -41,6 +43,21 @@ def _count_dense(keys: ConfigKeys, num_layers: int) -> int:
         raise ModelError(f"model: {keys.source}: mlp_layer_types is {shown(types)}; {wanted}")
     return num_dense
 
+
+_NEXT_SPEAKER = frozenset({"<|user|>", "<|observation|>"})  # which ends a turn
+
+# Files say DeepSeek's architecture.
+GGUF = latent_form(claims=lambda keys: is_glm(keys) and gating(keys) == SIGMOID, end_tokens=_NEXT_SPEAKER)
+
+_shape = partial(published_sizes, model_type="glm4_moe_lite")
+SHAPES = {
+    "tiny-glm4-moe-lite": _shape(
+        256, 384, 4, 8, 8, 1024, 131_072, 1_000_000.0, kv_lora_rank=64, q_lora_rank=96, qk_nope_head_dim=48,
+        qk_rope_head_dim=16, v_head_dim=64, n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    ),
+    "glm-4.7-flash": _shape(2048, 10_240, 47, 20, 20, 154_880, 202_752, 1_000_000.0),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("glm4_moe_lite",),

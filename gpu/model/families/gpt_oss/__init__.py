@@ -4,13 +4,13 @@ All experts of a layer stand in one tensor, whose rows of gate and up come in tu
 """
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.gpt_oss.answers import HARMONY, HARMONY_ANALYSIS
-from gpu.model.families.gpt_oss.gguf_form import GGUF
-from gpu.model.families.gpt_oss.shapes import SHAPES, YARN
 from gpu.model.family import (
     LAYER_TENSORS,
     OUTPUT_BIAS,
@@ -21,6 +21,8 @@ from gpu.model.family import (
     find_windows,
     parse_sizes,
 )
+from gpu.model.gguf.keys import GgufForm, GgufKeys
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, LayerSpec
 from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT
 
@@ -63,6 +65,45 @@ def tensors(shape: Architecture) -> dict[str, str]:
     experts = _APART if shape.experts_apart else _STACKED
     return attention | QKV_BIASES | OUTPUT_BIAS | SINKS | _ROUTER | experts
 
+
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Add what files do not state: the bounds of YaRN's ramp are not rounded to whole dimensions."""
+    size = keys.size("expert_feed_forward_length", 1)
+    found: dict[str, Any] = {} if size is None else {"intermediate_size": size}
+    scaling = config.get("rope_scaling", {})
+    return found | ({"rope_scaling": scaling | {"truncate": False}} if scaling.get("rope_type") == "yarn" else {})
+
+
+# Each expert's gate and up are apart in GGUF files.
+GGUF = GgufForm(
+    "gpt-oss", translate=translate_gguf, has_experts=True, has_windows=True,
+    end_tokens=frozenset({"<|return|>", "<|call|>"}), inner_tokens=frozenset({"<|end|>"}),
+)  # fmt: skip
+
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+    ],
+}  # fmt: skip
+
+_shape = partial(published_sizes, model_type="gpt_oss", head_dim=64, rope_scaling=YARN)
+SHAPES = {
+    "tiny-gpt-oss": _shape(
+        256, 128, 4, 8, 2, 1024, 131_072, 150_000.0, num_local_experts=8, num_experts_per_tok=4, sliding_window=64
+    ),
+    "gpt-oss-20b": _shape(
+        2880, 2880, 24, 64, 8, 201_088, 131_072, 150_000.0, num_local_experts=32, quantization_config=MXFP4
+    ),
+    "gpt-oss-120b": _shape(
+        2880, 2880, 36, 64, 8, 201_088, 131_072, 150_000.0, num_local_experts=128, quantization_config=MXFP4
+    ),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("gpt_oss",),

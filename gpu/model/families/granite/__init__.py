@@ -6,13 +6,14 @@ What multiplies attention's logits is a factor of rotated queries and keys, as Y
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
-from gpu.model.families.granite.gguf_form import GGUF
-from gpu.model.families.granite.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, MLP_BIASES, OUTPUT_BIAS, QKV_BIASES, Family, parse_sizes
+from gpu.model.gguf.keys import GgufForm, GgufKeys
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import NO_ROTATION, Architecture, LayerSpec, ModelError, RopeScaling
 
 
@@ -53,6 +54,31 @@ def tensors(shape: Architecture) -> dict[str, str]:
     biases = (QKV_BIASES | OUTPUT_BIAS if spec.qkv_bias else {}) | (MLP_BIASES if spec.mlp_bias else {})
     return LAYER_TENSORS | biases
 
+
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Read the multipliers; as in llama.cpp one that is 0 or absent is none, of attention that of its head."""
+    return {
+        "attention_multiplier": keys.number("attention.scale") or config["head_dim"] ** -0.5,
+        "embedding_multiplier": keys.number("embedding_scale") or 1.0,
+        "residual_multiplier": keys.number("residual_scale") or 1.0,
+        "logits_scaling": keys.number("logit_scale") or 1.0,
+    }
+
+
+GGUF = GgufForm("granite", translate=translate_gguf, has_neighbour_pairs=True)
+
+_MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+
+_shape = partial(published_sizes, model_type="granite", rms_norm_eps=1e-5, **_MULTIPLIERS)
+SHAPES = {
+    "tiny-granite": _shape(
+        256, 512, 4, 4, 2, 1024, 131_072, 10_000_000.0, attention_multiplier=0.0625, embedding_multiplier=0.5
+    ),
+    "granite-3.3-8b": _shape(
+        4096, 12_800, 40, 32, 8, 49_159, 131_072, 10_000_000.0, attention_multiplier=0.0078125,
+        logits_scaling=16.0, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("granite",),

@@ -8,15 +8,18 @@ epsilon.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.granite import parse_multipliers
-from gpu.model.families.granitemoehybrid.gguf_form import GGUF
-from gpu.model.families.granitemoehybrid.shapes import SHAPES
+from gpu.model.families.granite import translate_gguf as translate_multipliers
 from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
 from gpu.model.gguf.header import shown
+from gpu.model.gguf.keys import GgufForm, GgufKeys
 from gpu.model.mamba_config import mamba_tensors, parse_mamba
+from gpu.model.mamba_gguf import LISTED, is_mamba, mamba_names, read_mamba
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError, Recurrent
 
 _RECURRENT, _ATTENDS = ("mamba", "linear_attention"), ("attention", "full_attention")
@@ -115,6 +118,68 @@ def tensors(shape: Architecture) -> dict[str, str]:
     attention = {name: what for name, what in LAYER_TENSORS.items() if not name.startswith("mlp.")}
     return attention | mamba_tensors("mamba") | mlp
 
+
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    own, hidden = read_mamba(keys), config.get("hidden_size") or 1
+    if own.inner % hidden:
+        raise keys.refused("ssm.inner_size", own.inner, f"a multiple of {hidden}, embedding_length")
+    return translate_multipliers(keys, config) | {
+        "num_key_value_heads": keys.positive_of_some("attention.head_count_kv"),
+        "layers_block_type": ["mamba" if is_mamba(keys, layer) else "attention" for layer in range(keys.num_layers)],
+        "position_embedding_type": "rope" if keys.take("rope.scaling.finetuned", False) else "nope",  # as llama.cpp
+        "num_local_experts": config.get("num_experts", 0),
+        "shared_intermediate_size": keys.size("expert_shared_feed_forward_length", 1) or config["intermediate_size"],
+        "mamba_n_heads": own.heads,
+        "mamba_n_groups": own.groups,
+        "mamba_d_head": own.dim,
+        "mamba_d_state": own.state,
+        "mamba_d_conv": own.conv_tokens,
+        "mamba_expand": own.inner // hidden,
+    }
+
+
+# Each expert's gate and up are apart in GGUF files, as MLPs' are.
+GGUF = GgufForm(
+    "granitehybrid", translate=translate_gguf, has_experts=None, has_neighbour_pairs=True, listed=LISTED,
+    own_names=mamba_names("mamba"),
+)  # fmt: skip
+
+
+def _shape(*sizes: Any, attending: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    layers = sizes[2]
+    own = {
+        "rms_norm_eps": 1e-5,
+        "position_embedding_type": "nope",
+        "layer_types": ["attention" if layer in attending else "mamba" for layer in range(layers)],
+        "mamba_d_state": 128,
+        "embedding_multiplier": 12.0,
+        "tie_word_embeddings": True,
+    }
+    return own | published_sizes(*sizes, model_type="granitemoehybrid", **more)
+
+
+SHAPES = {
+    "tiny-granite-hybrid": _shape(
+        256, 512, 4, 4, 2, 1024, 131_072, 10_000.0, attending=(1, 3), num_local_experts=0, mamba_n_heads=8,
+        mamba_d_state=64, shared_intermediate_size=512, attention_multiplier=0.0625, residual_multiplier=0.22,
+        embedding_multiplier=0.5, logits_scaling=8.0, tie_word_embeddings=False,
+    ),
+    "granite-4.0-h-micro": _shape(
+        2048, 8192, 40, 32, 8, 100_352, 131_072, 10_000.0, attending=(5, 15, 25, 35), num_local_experts=0,
+        mamba_n_heads=64, shared_intermediate_size=8192, attention_multiplier=0.015625, residual_multiplier=0.22,
+        logits_scaling=8.0,
+    ),
+    "granite-4.0-h-tiny": _shape(
+        1536, 512, 40, 12, 4, 100_352, 131_072, 10_000.0, attending=(5, 15, 25, 35), num_local_experts=64,
+        num_experts_per_tok=6, mamba_n_heads=48, shared_intermediate_size=1024, attention_multiplier=0.0078125,
+        residual_multiplier=0.22, logits_scaling=6.0,
+    ),
+    "granite-4.0-h-small": _shape(
+        4096, 768, 40, 32, 8, 100_352, 131_072, 10_000.0, attending=(5, 15, 25, 35), num_local_experts=72,
+        num_experts_per_tok=10, mamba_n_heads=128, shared_intermediate_size=1536, attention_multiplier=0.0078125,
+        residual_multiplier=0.22, logits_scaling=16.0,
+    ),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("granitemoehybrid",),

@@ -1,9 +1,11 @@
 """LFM2: short convolutions with gates in most layers, and grouped attention with norms of heads in the others."""
 
+from functools import partial
+
 from gpu.model.config_keys import ConfigKeys
-from gpu.model.families.lfm2.shapes import SHAPES
 from gpu.model.family import Family, parse_sizes
 from gpu.model.gguf.header import shown
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError, Recurrent
 
 _CONV, _ATTENDS = "conv", "full_attention"
@@ -76,6 +78,21 @@ def _ties(keys: ConfigKeys) -> bool:
     older = keys.get("tie_embedding")  # as the first files have it
     return keys.flag("tie_word_embeddings") if older is None else keys.flag("tie_embedding")
 
+
+_ATTENDING = {"full_attn_idxs": [2, 5, 8, 10, 12, 14]}
+
+_shape = partial(published_sizes, model_type="lfm2")
+SHAPES = {
+    "tiny-lfm2": _shape(
+        256, 512, 4, 4, 2, 1024, 128_000, 1_000_000.0, full_attn_idxs=[1, 3], block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=False,
+    ),
+    "lfm2-1.2b": _shape(2048, 12_288, 16, 32, 8, 65_536, 128_000, 1_000_000.0, tie_word_embeddings=True, **_ATTENDING),
+    "lfm2-2.6b": _shape(
+        2048, 10_752, 30, 32, 8, 65_536, 128_000, 1_000_000.0, tie_word_embeddings=True,
+        full_attn_idxs=[2, 5, 9, 13, 17, 21, 24, 27], block_auto_adjust_ff_dim=False,
+    ),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("lfm2",),

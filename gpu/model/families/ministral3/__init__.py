@@ -5,14 +5,15 @@ Of a checkpoint that sees pictures, too, the decoder alone is read.
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from gpu.model.answers.mistral import MISTRAL, MISTRAL_THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
-from gpu.model.families.ministral3.gguf_form import GGUF
-from gpu.model.families.ministral3.shapes import SHAPES, YARN
 from gpu.model.family import LAYER_TENSORS, Family, parse_sizes
+from gpu.model.gguf.keys import GgufForm, GgufKeys
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError, QueryGrowth, RopeScaling
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,48 @@ def unwrap_text(config: dict[str, Any]) -> dict[str, Any]:
 
 PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 SKIPPED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Read how queries grow, and YaRN's factor of attention: llama.cpp's `mscale` is 1, `mscale_all_dim` the file's.
+
+    As there, queries grow by the positions before YaRN, unless the file says by how many.
+    """
+    scaling: dict[str, Any] = config.get("rope_scaling") or {"rope_type": "default"}
+    original = scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    tokens = keys.size("attention.temperature_length", 1)
+    if tokens not in (None, original):
+        raise keys.refused("attention.temperature_length", tokens, f"{original}, the positions before YaRN")
+    of_all = keys.number("rope.scaling.yarn_log_multiplier")
+    if of_all and scaling["rope_type"] != "yarn":
+        raise keys.refused("rope.scaling.yarn_log_multiplier", of_all, f"0 beside {scaling['rope_type']!r}")
+    growth = {
+        "llama_4_scaling_beta": keys.number("attention.temperature_scale", 0.0),
+        "original_max_position_embeddings": original,
+    }
+    return {"rope_scaling": scaling | growth | ({"mscale": 1.0, "mscale_all_dim": of_all} if of_all else {})}
+
+
+# Called in files as the models are that see pictures, too.
+GGUF = GgufForm("mistral3", translate=translate_gguf, has_neighbour_pairs=True)
+
+YARN = {
+    "type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+_shape = partial(published_sizes, model_type="ministral3", head_dim=128, rope_parameters=YARN)
+SHAPES = {
+    "tiny-ministral3": _shape(
+        256, 512, 4, 4, 2, 1024, 4096, 1_000_000.0, head_dim=64,
+        rope_parameters=YARN | {"factor": 8.0, "original_max_position_embeddings": 16},
+    ),
+    "ministral-3-8b": _shape(4096, 14_336, 34, 32, 8, 131_072, 262_144, 1_000_000.0),
+    "ministral-3-14b": _shape(
+        5120, 16_384, 40, 32, 8, 131_072, 262_144, 1_000_000_000.0, rope_parameters=YARN | {"rope_theta": 1e9}
+    ),
+}  # fmt: skip
+
 FAMILY = Family(
     model_types=("ministral3", "mistral3"),
     parse=parse,

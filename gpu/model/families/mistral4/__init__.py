@@ -4,12 +4,12 @@ Of a checkpoint that sees pictures, too, the decoder alone is read. All experts 
 by itself, as those of few bits have them.
 """
 
+from functools import partial
 from typing import Any
 
 from gpu.model.answers.mistral import MISTRAL, MISTRAL_THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.families.ministral3 import PREFIXES, SKIPPED, parse_growing_rope, unwrap_text
-from gpu.model.families.mistral4.shapes import SHAPES, YARN
 from gpu.model.family import Family
 from gpu.model.latent_config import (
     count_dense,
@@ -19,6 +19,7 @@ from gpu.model.latent_config import (
     parse_latent_model,
     parse_shared_experts,
 )
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, ModelError
 
 _STACKED = {"mlp.experts.gate_up_proj": "experts_gate_up", "mlp.experts.down_proj": "experts_down"}
@@ -59,6 +60,21 @@ def unwrap(config: dict[str, Any]) -> dict[str, Any]:
         found["rope_parameters"] = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     return found
 
+
+YARN = {
+    "type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+_shape = partial(published_sizes, model_type="mistral4", rope_parameters=YARN)
+SHAPES = {
+    "tiny-mistral4": _shape(
+        256, 384, 4, 8, 8, 1024, 4096, 10_000.0, kv_lora_rank=64, q_lora_rank=96, qk_nope_head_dim=48,
+        qk_rope_head_dim=16, v_head_dim=64, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+        rope_parameters=YARN | {"factor": 8.0, "original_max_position_embeddings": 16},
+    ),
+    "mistral-small-4-119b": _shape(4096, 12_288, 36, 32, 32, 131_072, 1_048_576, 10_000.0),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("mistral4",),

@@ -1,12 +1,14 @@
 """Mixtral: Mistral with a mixture of experts in each layer; the weights of those that are taken sum to 1."""
 
+from functools import partial
+
 from gpu.model.answers.mistral import MISTRAL_JSON
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
-from gpu.model.families.mixtral.gguf_form import GGUF
-from gpu.model.families.mixtral.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
+from gpu.model.gguf.keys import GgufForm, GgufKeys
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, LayerSpec
 
 
@@ -27,6 +29,19 @@ def tensors(shape: Architecture) -> dict[str, str]:
         "block_sparse_moe.experts.*.w2.weight": "down",
     }
 
+
+def is_mixtral(keys: GgufKeys) -> bool:
+    return keys.has("expert_count")
+
+
+# Called a Llama with experts in GGUF files.
+GGUF = GgufForm("llama", claims=is_mixtral, has_experts=True, has_neighbour_pairs=True)
+
+_shape = partial(published_sizes, model_type="mixtral", sliding_window=None)
+SHAPES = {
+    "tiny-mixtral": _shape(256, 256, 4, 4, 2, 1024, 262_144, 1_000_000.0, num_local_experts=4),
+    "mixtral-8x7b": _shape(4096, 14_336, 32, 32, 8, 32_000, 32_768, 1_000_000.0),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("mixtral",),

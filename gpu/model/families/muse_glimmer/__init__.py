@@ -5,13 +5,14 @@ MLP have an epsilon of their own. Of a checkpoint that sees pictures the decoder
 """
 
 import logging
+from functools import partial
 from typing import Any
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
-from gpu.model.families.muse_glimmer.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
 from gpu.model.gguf.header import shown
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import NO_ROTATION, Architecture, LayerSpec, ModelError
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,14 @@ def tensors(shape: Architecture) -> dict[str, str]:
         "post_feedforward_layernorm.weight": "mlp_post_norm",
     }
 
+
+_shape = partial(published_sizes, model_type="muse_glimmer_text")
+SHAPES = {
+    "tiny-muse-glimmer": _shape(
+        256, 512, 5, 4, 2, 1024, 131_072, 10_000.0, head_dim=64, sliding_window=64, tie_word_embeddings=False
+    ),
+    "muse-glimmer-30b": _shape(6656, 19_968, 52, 32, 2, 202_048, 131_072, 10_000.0),
+}
 
 FAMILY = Family(
     model_types=("muse_glimmer_text", "muse_glimmer"),

@@ -14,11 +14,11 @@ from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.nemotron_h.gguf_form import GGUF
-from gpu.model.families.nemotron_h.shapes import SHAPES
 from gpu.model.family import ONE_NORM, Family, parse_sizes
 from gpu.model.gguf.header import shown
 from gpu.model.latent_config import in_groups
 from gpu.model.mamba_config import mamba_tensors, parse_mamba
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import NO_ROTATION, Architecture, LayerSpec, ModelError
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
@@ -126,6 +126,25 @@ def _read_kinds(keys: ConfigKeys, key: str, known: Mapping[str, str]) -> list[st
         raise ModelError(f"model: {keys.source}: {key} is {shown(value)}; wanted a {wanted.__name__} of {words}")
     return [known[one] for one in value]
 
+
+def _shape(pattern: str, *sizes: Any, **more: Any) -> dict[str, Any]:
+    hidden, intermediate, *others = sizes
+    own = {"hybrid_override_pattern": pattern, "tie_word_embeddings": False}
+    return own | published_sizes(hidden, intermediate, len(pattern), *others, 10_000.0, model_type="nemotron_h", **more)
+
+
+SHAPES = {
+    "tiny-nemotron-h": _shape(
+        "MEM*-EM*", 256, 512, 4, 2, 1024, 131_072, head_dim=64, mamba_num_heads=8, ssm_state_size=64, n_groups=2,
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=192, moe_shared_expert_intermediate_size=256,
+        routed_scaling_factor=2.5,
+    ),
+    "nemotron-3-nano-30b-a3b": _shape(
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 2688, 1856, 32, 2, 131_072, 262_144, head_dim=128,
+        mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
+    ),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("nemotron_h",),

@@ -4,13 +4,14 @@ Three layers in four have a window, and rotate without the scaling of the others
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
-from gpu.model.families.olmo3.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, OUTPUT_BIAS, QK_NORMS, QKV_BIASES, Family, find_windows, parse_sizes
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError, RopeScaling
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -65,6 +66,18 @@ def tensors(shape: Architecture) -> dict[str, str]:
     biases: dict[str, Any] = QKV_BIASES | OUTPUT_BIAS if shape.layer_pattern[0].qkv_bias else {}
     return names | norms | QK_NORMS | biases
 
+
+YARN = {
+    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
+    "attention_factor": 1.2079441541679836, "beta_slow": 1.0,
+}  # fmt: skip
+
+_shape = partial(published_sizes, model_type="olmo3", rms_norm_eps=1e-6)
+SHAPES = {
+    "tiny-olmo3": _shape(256, 512, 4, 4, 2, 1024, 65_536, 500_000.0, sliding_window=64, rope_scaling=YARN),
+    "olmo3-7b": _shape(4096, 11_008, 32, 32, 32, 100_278, 65_536, 500_000.0, rope_scaling=YARN),
+    "olmo3-32b": _shape(5120, 27_648, 64, 40, 8, 100_278, 65_536, 500_000.0, rope_scaling=YARN),
+}
 
 FAMILY = Family(
     model_types=("olmo3",),

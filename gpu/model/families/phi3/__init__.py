@@ -4,11 +4,14 @@
 `gpu.layers.rope`.
 """
 
+from functools import partial
+from typing import Any
+
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
-from gpu.model.families.phi3.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
 from gpu.model.gguf.keys import GgufForm
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, LayerSpec
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -44,6 +47,29 @@ def tensors(shape: Architecture) -> dict[str, str]:
     alone = ("query", "key", "value", "gate", "up")
     return {name: what for name, what in LAYER_TENSORS.items() if what not in alone} | fused
 
+
+_shape = partial(published_sizes, model_type="phi3")
+
+
+def _longrope(pairs: int) -> dict[str, Any]:
+    """Return factors of no model: random weights have no use for the real ones."""
+    long = [1.0 + 47.0 * pair / (pairs - 1) for pair in range(pairs)]
+    return {"type": "longrope", "short_factor": [1.0] * pairs, "long_factor": long}
+
+
+SHAPES = {
+    "tiny-phi3": _shape(
+        384, 512, 4, 4, 2, 1024, 262_144, 10_000.0, partial_rotary_factor=0.75, rope_scaling=_longrope(36)
+    ),
+    "phi-3-mini": _shape(3072, 8192, 32, 32, 32, 32_064, 131_072, 10_000.0, rope_scaling=_longrope(48)),
+    "phi-3-mini-4k": _shape(3072, 8192, 32, 32, 32, 32_064, 4096, 10_000.0, sliding_window=2047),
+    "phi-3-medium": _shape(5120, 17_920, 40, 40, 10, 32_064, 131_072, 10_000.0, rope_scaling=_longrope(64)),
+    "phi-4": _shape(5120, 17_920, 40, 40, 10, 100_352, 16_384, 250_000.0),
+    "phi-4-mini": _shape(
+        3072, 8192, 32, 24, 8, 200_064, 131_072, 10_000.0, partial_rotary_factor=0.75, rope_scaling=_longrope(48),
+        tie_word_embeddings=True,
+    ),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("phi3",),

@@ -5,16 +5,24 @@ the rotation (`mrope_section`) change nothing.
 """
 
 import logging
+from functools import partial
 from typing import Any
 
 from gpu.model.answers.qwen3_xml import QWEN3_XML
 from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.draft_head_shape import PREFIXES as MTP
-from gpu.model.families.qwen3_5.gguf_form import GGUF
-from gpu.model.families.qwen3_5.shapes import SHAPES
-from gpu.model.families.qwen3_next import HYBRID_DEFAULTS, RECURRENT_TENSORS, parse_hybrid
+from gpu.model.families.qwen3_next import (
+    GGUF_LISTED,
+    GGUF_NAMES,
+    HYBRID_DEFAULTS,
+    RECURRENT_TENSORS,
+    parse_hybrid,
+    translate_recurrent,
+)
 from gpu.model.family import LAYER_TENSORS, QK_NORMS, Family
+from gpu.model.gguf.keys import GgufForm, GgufKeys
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture
 
 log = logging.getLogger(__name__)
@@ -46,6 +54,24 @@ def unwrap_text(config: dict[str, Any]) -> dict[str, Any]:
             found[place] = {key: value for key, value in found[place].items() if key not in _SECTIONS}
     return found
 
+
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    keys.take("rope.dimension_sections")  # of pictures' positions
+    return translate_recurrent(keys) | {"value_heads_are_tiled": True}
+
+
+# In files value heads that share a key head are as many apart as there are key heads.
+GGUF = GgufForm("qwen35", translate=translate_gguf, listed=GGUF_LISTED, own_names=GGUF_NAMES)
+
+_shape = partial(published_sizes, model_type="qwen3_5_text")
+SHAPES = {
+    "tiny-qwen3.5": _shape(
+        256, 512, 4, 4, 2, 1024, 262_144, 10_000_000.0, head_dim=64,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
+    ),
+    "qwen3.5-9b": _shape(4096, 12_288, 32, 16, 4, 248_320, 262_144, 10_000_000.0),
+    "qwen3.5-27b": _shape(5120, 17_408, 64, 24, 4, 248_320, 262_144, 10_000_000.0, linear_num_value_heads=48),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("qwen3_5_text", "qwen3_5"),

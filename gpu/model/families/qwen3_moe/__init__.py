@@ -1,5 +1,8 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in each layer, or in every n-th, but not in those that are named."""
 
+from functools import partial
+from typing import Any
+
 from gpu.model.answers.hermes import HERMES
 from gpu.model.answers.qwen3_xml import QWEN3_XML
 from gpu.model.answers.think import THINK
@@ -7,9 +10,9 @@ from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.qwen2 import QWEN_DEFAULTS
-from gpu.model.families.qwen3_moe.gguf_form import GGUF
-from gpu.model.families.qwen3_moe.shapes import SHAPES
 from gpu.model.family import EXPERT_TENSORS, LAYER_TENSORS, QK_NORMS, Family, find_windows, parse_sizes
+from gpu.model.gguf.keys import GgufForm, GgufKeys
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError
 
 
@@ -43,6 +46,22 @@ def find_mixtures(keys: ConfigKeys, num_layers: int) -> list[bool]:
         )
     return [layer not in named for layer in range(num_layers)]
 
+
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    return {"moe_intermediate_size": keys.positive("expert_feed_forward_length"), "norm_topk_prob": True}
+
+
+# llama.cpp makes the weights of the experts that are taken sum to 1.
+GGUF = GgufForm("qwen3moe", translate=translate_gguf, has_experts=True)
+
+_shape = partial(published_sizes, model_type="qwen3_moe", head_dim=128, norm_topk_prob=True)
+SHAPES = {
+    "tiny-qwen3-moe": _shape(
+        256, 512, 4, 4, 2, 1024, 262_144, 1_000_000.0, head_dim=64, num_experts=16, num_experts_per_tok=4,
+        moe_intermediate_size=128, mlp_only_layers=[1],
+    ),
+    "qwen3-30b-a3b": _shape(2048, 6144, 48, 32, 4, 151_936, 40_960, 1_000_000.0),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("qwen3_moe",),

@@ -6,6 +6,8 @@ more. A recurrent layer's projections are stored key head by key head.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from gpu.model.answers.hermes import HERMES
 from gpu.model.answers.qwen3_xml import QWEN3_XML
@@ -14,10 +16,10 @@ from gpu.model.config_keys import ConfigKeys
 from gpu.model.draft_head_shape import PREFIXES
 from gpu.model.experts_config import parse_experts
 from gpu.model.families.qwen3_moe import find_mixtures
-from gpu.model.families.qwen3_next.gguf_form import GGUF
-from gpu.model.families.qwen3_next.shapes import SHAPES
 from gpu.model.family import EXPERT_TENSORS, LAYER_TENSORS, QK_NORMS, Family, parse_sizes
 from gpu.model.gguf.header import shown
+from gpu.model.gguf.keys import GgufForm, GgufKeys
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError, Recurrent
 
 _RECURRENT, _ATTENDS = "linear_attention", "full_attention"
@@ -133,6 +135,56 @@ def find_recurrent(keys: ConfigKeys, num_layers: int) -> list[bool]:
         raise ModelError(f"model: {keys.source}: layer_types has {shown(sorted({*types}))} alone; wanted both kinds")
     return [one == _RECURRENT for one in types]
 
+
+GGUF_NAMES = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+GGUF_LISTED = ("attention.head_count_kv",)
+
+
+def translate_recurrent(keys: GgufKeys) -> dict[str, Any]:
+    """Return what hybrids have. Raises ModelError for heads that guess tokens, and for sizes that contradict others."""
+    if keys.number("nextn_predict_layers", 0):
+        raise keys.refused("nextn_predict_layers", 1, "0: heads that guess tokens are not used; take a file without")
+    keys.take("full_attention_interval")  # tensors say which layers attend
+    value_heads, inner = keys.positive("ssm.time_step_rank"), keys.positive("ssm.inner_size")
+    if inner % value_heads:
+        raise keys.refused("ssm.inner_size", inner, f"a multiple of {value_heads}, ssm.time_step_rank")
+    is_recurrent = [f"blk.{layer}.ssm_a" in keys.file.tensors for layer in range(keys.num_layers)]
+    return {
+        "num_key_value_heads": keys.positive_of_some("attention.head_count_kv"),
+        "layer_types": ["linear_attention" if own else "full_attention" for own in is_recurrent],
+        "linear_num_key_heads": keys.positive("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": keys.positive("ssm.state_size"),
+        "linear_value_head_dim": inner // value_heads,
+        "linear_conv_kernel_dim": keys.positive("ssm.conv_kernel"),
+    }
+
+
+def translate_experts(keys: GgufKeys) -> dict[str, Any]:
+    """Return the sizes of experts."""
+    return {
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.positive("expert_shared_feed_forward_length"),
+    }
+
+
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    is_apart = any(name.endswith(".attn_gate.weight") for name in keys.file.tensors)
+    return translate_recurrent(keys) | translate_experts(keys) | {"projections_are_apart": is_apart}
+
+
+# Projections are apart in GGUF files, or key head by key head as files had them first; gates are as in a checkpoint.
+GGUF = GgufForm("qwen3next", translate=translate_gguf, has_experts=True, listed=GGUF_LISTED, own_names=GGUF_NAMES)
+
+_shape = partial(published_sizes, model_type="qwen3_next")
+SHAPES = {
+    "tiny-qwen3-next": _shape(
+        256, 512, 4, 4, 2, 1024, 262_144, 10_000_000.0, head_dim=64, num_experts=16, num_experts_per_tok=4,
+        moe_intermediate_size=128, shared_expert_intermediate_size=128, mlp_only_layers=[1],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
+    ),
+    "qwen3-next-80b-a3b": _shape(2048, 5120, 48, 16, 2, 151_936, 262_144, 10_000_000.0),
+}  # fmt: skip
 
 FAMILY = Family(
     model_types=("qwen3_next",),

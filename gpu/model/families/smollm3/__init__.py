@@ -1,15 +1,16 @@
 """SmolLM3: a Llama of which one layer in four does not rotate queries and keys."""
 
+from functools import partial
 from typing import Any
 
 from gpu.model.answers.hermes import HERMES
 from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
-from gpu.model.families.smollm3.gguf_form import GGUF
-from gpu.model.families.smollm3.shapes import SHAPES
 from gpu.model.family import LAYER_TENSORS, MLP_BIASES, OUTPUT_BIAS, QKV_BIASES, Family, find_windows, parse_sizes
 from gpu.model.gguf.header import shown
+from gpu.model.gguf.keys import GgufForm
+from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import NO_ROTATION, Architecture, LayerSpec, ModelError
 
 
@@ -46,6 +47,15 @@ def tensors(shape: Architecture) -> dict[str, str]:
     biases = (QKV_BIASES | OUTPUT_BIAS if spec.qkv_bias else {}) | (MLP_BIASES if spec.mlp_bias else {})
     return LAYER_TENSORS | biases
 
+
+# Files do not say that one layer in four does not rotate.
+GGUF = GgufForm("smollm3", has_neighbour_pairs=True)
+
+_shape = partial(published_sizes, model_type="smollm3")
+SHAPES = {
+    "tiny-smollm3": _shape(256, 512, 4, 4, 2, 1024, 65_536, 5_000_000.0, tie_word_embeddings=False),
+    "smollm3-3b": _shape(2048, 11_008, 36, 16, 4, 128_256, 65_536, 5_000_000.0),
+}
 
 FAMILY = Family(
     model_types=("smollm3",),
