@@ -573,17 +573,10 @@ class Architecture:
         heads = [self.heads_of(spec) for spec in self.layers if spec.attends]
         return sum(self.rows_of_head * one.count * one.dim * dtype_bytes for one in heads)
 
-    def seen_tokens(self, context: float) -> float:
-        """Return how many tokens of a context its last one sees, in the mean over layers."""
-        seen = sum(context if spec.seen_tokens is None else min(context, spec.seen_tokens) for spec in self.layers)
-        return seen / self.num_layers
-
-    def num_pairs(self, begin: int, end: int) -> int:
-        """Return the pairs of tokens `[begin, end)` and those that they see, summed over layers."""
-        return sum(_pairs(end, spec.seen_tokens) - _pairs(begin, spec.seen_tokens) for spec in self.layers)
-
     def num_pair_products(self, begin: int, end: int) -> int:
-        """Return `num_pairs`, each times the elements of the layer's heads; of latent attention, of a prompt's."""
+        """Return the pairs of one of tokens `[begin, end)` and one that it sees, summed over layers, each times the
+        elements of the layer's heads; of latent attention, of a prompt's.
+        """
         latent = self.latent
         dim = None if latent is None else (latent.query_dim + latent.value) // 2
         return sum(

@@ -36,10 +36,6 @@ class Batch:
     spans: np.ndarray
     hints: np.ndarray
 
-    @property
-    def length(self) -> int:
-        return self.classes.shape[1]
-
 
 def draw_batch(
     library: Library,

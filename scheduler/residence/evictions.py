@@ -2,7 +2,8 @@
 
 A block moves for its context and for all that share it. Invariants: evicted blocks are in front of resident ones; an
 evicted block has a dense page, a resident one a resident page. Rows are reloaded in two plans: one copies them to pages
-that nobody reads yet, and once it is carried out another gives these pages to their readers.
+that nobody reads yet, and once it is carried out another gives these pages to their readers. A reload leaves free what
+running sequences may take soon and a share of all pages, so that pages are not evicted again at once.
 """
 
 from collections.abc import Callable, Collection
@@ -16,7 +17,10 @@ from scheduler.sequences.capacity import HostCapacity
 from scheduler.sequences.offloaded_context import HostContext, end_of_shared, owner_of
 from scheduler.sequences.sequence import Sequence
 
-_MOST_EVICTED = 8  # at once, at most
+QUIET_STEPS = 32  # without an eviction, before pages are reloaded
+RELOADED_TOKENS = 8192  # at once, at most: a step's time over the link, or a little more
+_FREE_SHARE = 16  # one of so many pages stays free when others are reloaded
+_MOST_EVICTED = 8  # offload blocks at once, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,9 @@ class _Span:
 
 
 class Evictor:
-    """The choice of pages to evict, of contexts that the host has as well. holders: sequences that hold contexts."""
+    """The choice of pages to evict and to reload, of contexts that the host has as well. holders: sequences that hold
+    contexts. num_quiet_steps: since pages were evicted last, or anybody was in need of some.
+    """
 
     def __init__(self, host: HostCapacity, contexts: HostContexts, pages: PagePool) -> None:
         self._host = host
@@ -45,7 +51,8 @@ class Evictor:
         self._evictions: list[PageEviction] = []
         self._reloads: list[FinishedReload] = []
         self._coming: tuple[_Span, list[int]] | None = None  # blocks that are brought back, and the pages to be theirs
-        self.num_evictions = 0
+        self._has_evicted = False  # since the last step that asked for a reload
+        self.num_quiet_steps = 0
         self.num_reloaded = 0  # blocks, since the start
         self.holders: dict[HostContext, Sequence] = {}
 
@@ -137,19 +144,40 @@ class Evictor:
         for one in span.sharers:
             one.num_evicted = span.last
         self._evictions.append(PageEviction(tuple(page_ids), tuple(dense_page_ids), tuple(places)))
-        self.num_evictions += 1
+        self._has_evicted = True
         return True
-
-    def take_evictions(self) -> list[PageEviction]:
-        """Return what was evicted since the last call."""
-        evictions, self._evictions = self._evictions, []
-        return evictions
 
     # --- reload -------------------------------------------------------------------------------------------------------
 
     @property
     def is_reloading(self) -> bool:
         return self._coming is not None
+
+    def allow_reload_now(self) -> None:
+        """Allow a reload at once: a next turn's prefill has read all of what was evicted."""
+        self.num_quiet_steps = QUIET_STEPS
+
+    def next_reload(self, is_quiet: bool, num_coming_pages: int, is_ready: Callable[[HostRead], bool]) -> Reload | None:
+        """Return what is reloaded beside this step, if anything: of the context whose tokens cost the host most first,
+        and of these the one with the least to reload.
+
+        is_quiet: nobody waits or begins. num_coming_pages: what running sequences may take soon.
+        """
+        self.num_quiet_steps = self.num_quiet_steps + 1 if is_quiet and not self._has_evicted else 0
+        self._has_evicted = False
+        if self.num_quiet_steps < QUIET_STEPS or self.is_reloading:
+            return None
+        num_free = self._pages.num_available - num_coming_pages - self._pages.num_pages // _FREE_SHARE
+        most_pages = min(num_free, RELOADED_TOKENS // self._host.page_tokens)
+        num_blocks = most_pages // self._offload_block_pages * self._offload_block_pages
+        if num_blocks <= 0:
+            return None
+        evicted = [one for one in self.holders if one.num_evicted and one.is_written]
+        for context in sorted(evicted, key=lambda one: (-one.size.reading.cost_order, one.num_evicted)):
+            reload = self.begin_reload(context, num_blocks, is_ready)
+            if reload is not None:
+                return reload
+        return None
 
     def begin_reload(
         self, context: HostContext, num_blocks: int, is_ready: Callable[[HostRead], bool]
@@ -197,10 +225,11 @@ class Evictor:
         self._reloads.append(FinishedReload(tuple(page_ids), tuple(dense_page_ids), tuple(places)))
         self.num_reloaded += len(page_ids)
 
-    def take_reloads(self) -> list[FinishedReload]:
-        """Return what was reloaded since the last call."""
-        reloads, self._reloads = self._reloads, []
-        return reloads
+    def take_moves(self) -> tuple[list[FinishedReload], list[PageEviction]]:
+        """Return what was reloaded and evicted since the last call."""
+        moves = self._reloads, self._evictions
+        self._reloads, self._evictions = [], []
+        return moves
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

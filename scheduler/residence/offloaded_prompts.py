@@ -128,7 +128,8 @@ class OffloadedPrompts:
         if not self._make_room(need, num_left, kept if source is None else [*kept, source]):
             return False
         num_evicted = self._num_to_evict(need, need.num_new + num_left, source)
-        if not self._evict_source(need, num_evicted, source):
+        is_behind_evicted = num_evicted or not self._evictor.is_adaptive  # then what is shared is evicted, too
+        if source is not None and is_behind_evicted and not self._evictor.evict_to(source, need.num_shared):
             return False
         if need.num_new + self._own_pages(need, num_evicted) > self._pages.num_available:
             return False
@@ -194,14 +195,6 @@ class OffloadedPrompts:
         block_pages = self._host.offload_block_tokens // self._host.page_tokens
         fewest = bisect_left(range(num_own), True, key=lambda num: self._own_pages(need, num) <= num_free)
         return min(num_own, -(-fewest // block_pages) * block_pages)
-
-    def _evict_source(self, need: _Need, num_evicted: int, source: HostContext | None) -> bool:
-        """Evict what is shared, which must be where a block behind it begins evicted; tell whether that was
-        possible.
-        """
-        if source is None or (self._evictor.is_adaptive and not num_evicted):
-            return True
-        return self._evictor.evict_to(source, need.num_shared)
 
     def _add_context(self, need: _Need, source: HostContext | None) -> HostContext | None:
         """Add a context for the run, with host memory for some output, too; None: there is no room now."""

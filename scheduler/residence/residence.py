@@ -23,7 +23,6 @@ from scheduler.residence.host_contexts import HostContexts
 from scheduler.residence.offloaded_prompts import OffloadedPrompts, Start
 from scheduler.residence.offloads import Offloads
 from scheduler.residence.page_room import PageRoom
-from scheduler.residence.reloads import Reloads
 from scheduler.residence.residence_counts import ResidenceCounts
 from scheduler.sequences.capacity import Capacity
 from scheduler.sequences.offloaded_context import HostContext
@@ -78,7 +77,6 @@ class Residence:
         if host is not None and self.contexts is not None and self.evictor is not None:
             self.prompts = OffloadedPrompts(host, self.contexts, self.evictor, self.pages, self.room, self.windows)
             self.offloads = Offloads(host, self.contexts, self.evictor, self.pages)
-            self._reloads = Reloads(host, self.evictor, self.pages)
 
     @property
     def is_adaptive(self) -> bool:
@@ -132,7 +130,8 @@ class Residence:
         """
         if start.end and self.prompts is not None:
             return self.prompts.take(sequence, start, num_spare, kept)
-        front = self.pages.prefix_pages(sequence.hashes, self._num_front_blocks(sequence, start))
+        num_front = sequence.num_known_blocks if sequence.finds_live else start.begin // self.page_tokens
+        front = self.pages.prefix_pages(sequence.hashes, num_front)
         self.pages.hold(front.array)
         last = self.prefixes.take_live(sequence) if sequence.finds_live else []  # pages that are its own
         num_new = sequence.num_pages - len(front.page_ids) - len(last)
@@ -158,10 +157,10 @@ class Residence:
         """Let others find a prompt, and mark what it offloaded as written: the plan under way ends its prefill."""
         self.prefixes.stop(sequence)
         context = sequence.context
-        if context is not None and self.prompts is not None:
+        if context is not None and self.prompts is not None and self.evictor is not None:
             self.prompts.finish_prefill(sequence, context)
             if context.parent is not None and context.num_evicted:
-                self._reloads.allow_now()
+                self.evictor.allow_reload_now()
         self.prefixes.publish(sequence, sequence.num_tokens)
         self.windows.keep_prompt(sequence)
 
@@ -328,11 +327,11 @@ class Residence:
 
         is_quiet: nobody waits for pages or begins. `finish_reload` is to be called once the plan is carried out.
         """
-        if not self.is_adaptive:
+        if self.evictor is None or not self.evictor.is_adaptive:
             return []
         num_coming_pages = sum(map(self.room.num_coming_pages, running)) if is_quiet else 0
-        fetch = self._reloads.next_reload(is_quiet, num_coming_pages, is_ready)
-        return [] if fetch is None else [fetch]
+        reload = self.evictor.next_reload(is_quiet, num_coming_pages, is_ready)
+        return [] if reload is None else [reload]
 
     def finish_reload(self) -> None:
         """Finish a reload: its rows are there, or will be before the next step reads them."""
@@ -345,11 +344,8 @@ class Residence:
         """Return what was closed, reloaded and evicted since the last call."""
         if self.evictor is None or self.contexts is None:
             return Changes()
-        return Changes(
-            tuple(self.contexts.take_closed()),
-            tuple(self.evictor.take_reloads()),
-            tuple(self.evictor.take_evictions()),
-        )
+        reloads, evictions = self.evictor.take_moves()
+        return Changes(tuple(self.contexts.take_closed()), tuple(reloads), tuple(evictions))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -360,9 +356,6 @@ class Residence:
         self.pages.release(first_pages[num_front:] + other_pages, NOBODY if one is None else one.number)
         if front is not None:
             self.pages.release(first_pages[:num_front], front.number)
-
-    def _num_front_blocks(self, sequence: Sequence, start: Start) -> int:
-        return sequence.num_known_blocks if sequence.finds_live else start.begin // self.page_tokens
 
     def _needs_page(self, sequence: Sequence) -> bool:
         return sequence.next_cell // self.page_tokens >= len(sequence.pages)

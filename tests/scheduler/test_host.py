@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpu.step import HostRead
 from scheduler.messages import EngineRequest
-from scheduler.residence import reloads
+from scheduler.residence import evictions
 from scheduler.sequences.capacity import TooLargeError
 from scheduler.sequences.offloaded_context import RunSize
 from tests.scheduler.engines import PAGE, answer, check_output, drain, prompt_of, text
@@ -416,8 +416,8 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
 def soon() -> Iterator[None]:
     """What was given up comes back after a few steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reloads, "QUIET_STEPS", 2)
-        patch.setattr(reloads, "FETCHED_TOKENS", 2 * OFFLOAD_BLOCK)
+        patch.setattr(evictions, "QUIET_STEPS", 2)
+        patch.setattr(evictions, "RELOADED_TOKENS", 2 * OFFLOAD_BLOCK)
         yield
 
 

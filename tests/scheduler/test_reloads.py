@@ -4,7 +4,7 @@ import pytest
 
 from gpu.step import FinishedReload, Reload
 from scheduler.engine.engine import Engine
-from scheduler.residence import reloads
+from scheduler.residence import evictions
 from tests.scheduler.engines import PAGE, check_output, drain, prompt_of, text
 from tests.scheduler.host_engines import OFFLOAD_BLOCK, ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
@@ -15,7 +15,7 @@ QUIET = 4
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reloads, "QUIET_STEPS", QUIET)
+    monkeypatch.setattr(evictions, "QUIET_STEPS", QUIET)
 
 
 def fetches_of(runner: PageRunner) -> list[Reload]:
@@ -38,7 +38,7 @@ def press(engine: Engine, *names: str) -> None:
 def test_a_context_that_gave_all_up_is_asked_for_less_and_less_and_then_for_nothing(
     is_pipelined: bool, dense_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reloads, "FETCHED_TOKENS", 2 * OFFLOAD_BLOCK)
+    monkeypatch.setattr(evictions, "RELOADED_TOKENS", 2 * OFFLOAD_BLOCK)
     engine, runner = make_engine(is_adaptive=True, num_pages=120, is_pipelined=is_pipelined, dense_layers=dense_layers)
     request = ask("a", prompt_of(600), max_tokens=120)
     deltas = start(engine, request)
@@ -154,7 +154,7 @@ def test_a_next_turn_gets_its_prefix_back() -> None:
 
 
 def test_a_prefix_that_a_next_turn_has_read_comes_back_right_behind_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reloads, "QUIET_STEPS", 1000)
+    monkeypatch.setattr(evictions, "QUIET_STEPS", 1000)
     engine, runner = make_engine(is_adaptive=True, num_pages=120)
     first = ask("a", prompt_of(500), max_tokens=40)
     start(engine, first)

@@ -16,7 +16,7 @@ from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import SchedulerConfig
 from scheduler.messages import Delta, EngineRequest
-from scheduler.residence import reloads
+from scheduler.residence import evictions
 from tests.scheduler.tiered_engine import (
     ask,
     check_idle,
@@ -60,7 +60,7 @@ def test_every_token_is_read_once_whoever_needs_the_pages(engine: Engine, monkey
     restored: list[int] = []
     restore = KvPool.reload
     monkeypatch.setattr(KvPool, "reload", lambda pool, one: (restored.append(len(one.page_ids)), restore(pool, one)))
-    monkeypatch.setattr(reloads, "QUIET_STEPS", 2)
+    monkeypatch.setattr(evictions, "QUIET_STEPS", 2)
     left = [f"r{index}" for index in (2, 5, 9)]
 
     residence = engine.scheduler.residence

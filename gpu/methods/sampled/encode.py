@@ -37,10 +37,6 @@ class Hyperplanes:
     num_tables: int
 
     @property
-    def bits_per_table(self) -> int:
-        return self.planes.shape[0]
-
-    @property
     def dim(self) -> int:
         return self.planes.shape[1]
 
