@@ -114,8 +114,8 @@ def module_name(file: str) -> str:
 
 def find_importers(root: Path) -> dict[str, set[str]]:
     """Return for each file of the packages itself and all files that import it, directly or through others."""
-    found = [path.relative_to(root) for path in root.rglob("*.py")]
-    files = [str(path) for path in found if not path.parts[0].startswith(".")]  # no environment of the project's own
+    folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]  # no environment
+    files = [str(path.relative_to(root)) for folder in folders for path in folder.rglob("*.py")]
     modules = {module_name(file): file for file in files if is_module(root, file) and not file.startswith("tests/")}
     importers: dict[str, set[str]] = {file: set() for file in modules.values()}
     for file in modules.values():

@@ -78,7 +78,7 @@ def alone(engine: Engine) -> dict[str, list[Delta]]:
     return drain(engine)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("engine", "rate"), [(False, 0.3), (True, 0.0), (True, 0.3), (True, 1.0)], indirect=["engine"])
 def test_what_is_drawn_and_told_is_what_full_attention_draws(
     engine: Engine, alone: dict[str, list[Delta]], rate: float
 ) -> None:
@@ -102,6 +102,7 @@ def test_what_is_drawn_and_told_is_what_full_attention_draws(
     assert sum(one.get(ACCEPTED, 0) + one.get(REJECTED, 0) for one in figures) == proposed
 
 
+@pytest.mark.parametrize("engine", [False], indirect=True)
 def test_every_number_of_drafted_tokens_is_accepted_and_refused(
     engine: Engine, alone: dict[str, list[Delta]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ def test_every_number_of_drafted_tokens_is_accepted_and_refused(
     assert {accepted for length, accepted in seen if length == most} >= set(range(most + 1))
 
 
+@pytest.mark.parametrize("engine", [True], indirect=True)
 def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
     engine: Engine, alone: dict[str, list[Delta]]
 ) -> None:

@@ -66,7 +66,9 @@ def drain_once(engine: Engine) -> dict[str, list[Delta]]:
     return drain(engine)
 
 
-@pytest.mark.parametrize("spoilt", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("engine", "spoilt"), [(False, 0.3), (True, 0.0), (True, 0.3), (True, 1.0)], indirect=["engine"]
+)
 def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine, spoilt: float) -> None:
     alone = drain_without(engine)
     before = engine.stats()
@@ -103,6 +105,7 @@ class SpoiltAt:
         """Keep nothing."""
 
 
+@pytest.mark.parametrize("engine", [False], indirect=True)
 def test_every_number_of_drafted_tokens_is_accepted_and_refused(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +133,7 @@ def test_every_number_of_drafted_tokens_is_accepted_and_refused(
     assert seen >= wanted
 
 
+@pytest.mark.parametrize("engine", [False], indirect=True)
 def test_the_host_reads_a_context_once_for_all_rows_of_a_draft(engine: Engine) -> None:
     """Of a draft that is right throughout: rows read of contexts go by steps, not by tokens."""
     read, tokens = {}, {}
@@ -147,5 +151,6 @@ def test_the_host_reads_a_context_once_for_all_rows_of_a_draft(engine: Engine) -
     assert 0 < read[True] < read[False] / 3
 
 
+@pytest.mark.parametrize("engine", [True], indirect=True)
 def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine) -> None:
     check_giving_way(engine, ask, lambda is_on: switch(engine, is_on), drain_without(engine))

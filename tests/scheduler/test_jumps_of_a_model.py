@@ -68,5 +68,6 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> 
     check_told(told[True], told[False], ask)
 
 
+@pytest.mark.parametrize("engine", [True], indirect=True)
 def test_one_that_gives_way_in_a_run_goes_on_as_if_it_had_not(engine: Engine) -> None:
     check_giving_way(engine, ask, lambda is_on: setattr(engine.scheduler.jumps, "is_on", is_on))
