@@ -14,6 +14,7 @@ from gpu.methods.counters import RequestFigure
 from gpu.pooling import Pooling
 from gpu.sampling_params import SamplingParams
 from scheduler.block_changes import CacheChanges
+from transfer.disk.disk_counts import DiskCounts
 
 _TOKEN_BYTES = 4
 
@@ -472,27 +473,6 @@ class ChunkStats(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
 
 
-class DiskStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of contexts on disk; counters count since the engine started."""
-
-    bytes_held: int  # of all models in the folder
-    records: int
-    read_rate: int  # bytes a second, as it is reckoned with
-    bytes_written: int
-    bytes_read: int
-    written: int
-    refused: int
-    capped: int
-    evicted: int
-    damaged: int
-    failed: int
-    declined: int
-    bytes_today: int  # written
-    bytes_a_day: int  # that may be; 0: any
-    turns_written: tuple[int, ...]  # turns by the bytes that each wrote: `transfer.disk.turn_bytes.BOUNDS`, and more
-    turn_bytes: int  # of these together
-
-
 class MaskStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of what draws are held to, since the engine started. mask_seconds: of the loop, making masks; jumps:
     runs of tokens that had to come and were computed in one step, of `jumped_tokens` together.
@@ -546,7 +526,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: DraftStats = DraftStats()
     experts: ExpertStats | None = None  # None: all lie on the device
     chunks: ChunkStats | None = None  # None: no documents
-    disk: DiskStats | None = None  # None: no contexts on disk
+    disk: DiskCounts | None = None  # None: no contexts on disk
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

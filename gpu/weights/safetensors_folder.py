@@ -1,10 +1,16 @@
-"""The tensors of a Hugging Face folder, in whichever of its safetensors files they lie."""
+"""The tensors of a Hugging Face folder, in whichever of its safetensors files they lie.
 
+The `safetensors` package has checked the headers before: a file is whole, and its tensors lie one after another.
+"""
+
+import json
+import struct
 from pathlib import Path
 
 from gpu.model.safetensors_index import INDEX_FILE, find_files
 from gpu.weights.file_tensor import FileTensor
-from gpu.weights.safetensors_file import read_header
+
+_LENGTH = "<Q"  # of a file's header, in front of it
 
 
 class SafetensorsFolder:
@@ -21,5 +27,20 @@ class SafetensorsFolder:
         return name
 
     def tensors(self, path: Path) -> list[FileTensor]:
-        header = read_header(path)
+        header = _read_header(path)
         return sorted((header[name] for name in self.files[path]), key=lambda tensor: tensor.offset)
+
+
+def _read_header(path: Path) -> dict[str, FileTensor]:
+    """Return tensors by name, of a file that is known to be whole."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack(_LENGTH, file.read(struct.calcsize(_LENGTH)))
+        header = json.loads(file.read(length))
+    first = struct.calcsize(_LENGTH) + length
+    found = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        found[name] = FileTensor(name, entry["dtype"], tuple(entry["shape"]), first + begin, end - begin)
+    return found

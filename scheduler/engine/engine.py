@@ -23,7 +23,6 @@ from scheduler.engine.rank_processes import RankProcesses
 from scheduler.messages import (
     ChunksStored,
     Delta,
-    DiskStats,
     DropChunks,
     EngineRequest,
     ExpertStats,
@@ -133,7 +132,7 @@ class Engine:
         if documents is not None:
             stats = structs.replace(stats, chunks=documents.stats())
         side = self.scheduler.residence.disk.side
-        return stats if side is None else structs.replace(stats, disk=DiskStats(**asdict(side.store.counts())))
+        return stats if side is None else structs.replace(stats, disk=side.store.counts())
 
     def _method_counts(self) -> dict[str, list[int]]:
         """Return the sums over the parts of profiles."""

@@ -10,10 +10,11 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from gpu.methods.registry import list_counters
-from scheduler.messages import DiskStats, HostStats, Stats
+from scheduler.messages import HostStats, Stats
 from server.engine.request_figures import find_figures
 from server.engine.token_rates import TokenRates
 from server.engine.turn_histogram import TurnHistogram
+from transfer.disk.disk_counts import DiskCounts
 
 _LONG_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
@@ -252,7 +253,7 @@ class Metrics:
             self._take_host(stats.host, last.host if last else None)
         self.latest = stats
 
-    def _take_disk(self, disk: DiskStats, last: DiskStats | None) -> None:
+    def _take_disk(self, disk: DiskCounts, last: DiskCounts | None) -> None:
         self.disk_held.set(disk.bytes_held)
         self.disk_records.set(disk.records)
         self.disk_rate.set(disk.read_rate)

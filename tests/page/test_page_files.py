@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from server.routes.page.page_files import INDEX, MEDIA_TYPES, list_files, read_file
+from server.routes.page.page_routes import INDEX, MEDIA_TYPES, list_files, read_file
 from tests.server.live_server import ROOT, Running, fake_command, make_deployment, running_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

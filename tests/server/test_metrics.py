@@ -2,8 +2,9 @@
 
 from msgspec.structs import replace
 
-from scheduler.messages import ChunkStats, DiskStats, DraftStats, ExpertStats, HostStats, Stats
+from scheduler.messages import ChunkStats, DraftStats, ExpertStats, HostStats, Stats
 from server.engine.prometheus import Metrics
+from transfer.disk.disk_counts import DiskCounts
 
 HOST = HostStats(
     bytes_used=21, bytes_promised=22, bytes_limit=23, contexts=24, tokens=25, tokens_evicted=20, tokens_resident=19,
@@ -25,7 +26,7 @@ STATS = Stats(
     rings_free=36, host=HOST, methods=METHODS,
     experts=ExpertStats(fetched=70, copied=71, computed=72),
     chunks=ChunkStats(memory_bytes=80, written=81, refused=82, evicted=83, set_aside=84, lost=85),
-    disk=DiskStats(
+    disk=DiskCounts(
         bytes_held=100, records=101, read_rate=102, bytes_written=103, bytes_read=104, written=105, refused=106,
         capped=107, evicted=108, damaged=109, failed=110, declined=111, bytes_today=112, bytes_a_day=113,
         turns_written=(3, 0, 2, 0, 0, 0, 0, 0, 1), turn_bytes=2**33,

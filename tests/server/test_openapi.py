@@ -33,7 +33,7 @@ from server.bodies.ranges import INT64, RANGES
 from server.bodies.schema_limits import BodyLimits
 from server.routes.catalogue import find_routes, nested_tables
 from server.routes.chat.chat_answers import ChatChunk, CompletionChunk
-from server.routes.docs.docs_page import MEDIA_TYPES
+from server.routes.docs.docs_routes import MEDIA_TYPES
 from server.routes.openapi import build_document
 from tests.server.program import Program
 

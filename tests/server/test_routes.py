@@ -14,7 +14,7 @@ from server import routes as routes_package
 from server.commands.api_page import write_tables
 from server.routes.catalogue import find_routes
 from server.routes.ollama.ollama_model_routes import REFUSED
-from server.routes.page.page_files import list_files
+from server.routes.page.page_routes import list_files
 from server.routes.route import BODY_ERRORS
 from tests.server.live_server import fake_command, make_app, make_deployment
 

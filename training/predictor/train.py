@@ -7,12 +7,21 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from evals.fidelity import text_prompts
 from evals.forward import load_decoder
@@ -25,7 +34,6 @@ from gpu.predictor.network import PredictorNetwork, save_network
 from training.narrative import Narrator
 from training.predictor.fit import Epoch, Network, Recipe, fit
 from training.predictor.histories import Cut, Track, Tracks, capture
-from training.progress import progress_bar
 
 HELD_OUT_SHARE = 4
 TEXT = "text"
@@ -138,7 +146,7 @@ def capture_texts(model: Path, plan: TextPlan, cut: Cut, recipe: Recipe, device:
     prompts = read_prompts(model, plan)
     tracks: dict[tuple[int, str], list[list[Track]]] = {}
     num_layers = decoder.architecture.num_layers
-    with progress_bar(sum(map(len, prompts.values())) * num_layers, "capturing: layers") as advance:
+    with _progress_bar(sum(map(len, prompts.values())) * num_layers, "capturing: layers") as advance:
         for key, texts in prompts.items():
             tracks[key] = [capture(decoder, prompt, cut, plan.targets, plan.tracks, advance) for prompt in texts]
     fitted, held = split(tracks)
@@ -155,10 +163,19 @@ def fit_to(
     def show(epoch: Epoch) -> None:
         console.print(f"epoch {epoch.number + 1}/{recipe.epochs}: loss={epoch.loss:.3e} recovery={epoch.recovery:.4f}")
 
-    with progress_bar(recipe.epochs * recipe.per_epoch, "fitting: steps") as advance:
+    with _progress_bar(recipe.epochs * recipe.per_epoch, "fitting: steps") as advance:
         return fit(make, texts.fitted, texts.some, cut, recipe, texts.device, show, advance)
 
 
 def best_of(epochs: Sequence[Epoch]) -> Epoch:
     """Return the first of those that recovered most."""
     return max(epochs, key=lambda epoch: epoch.recovery)
+
+
+@contextmanager
+def _progress_bar(total: int, what: str) -> Iterator[Callable[[], None]]:
+    """Show a progress bar on stderr; give a function to call once a unit."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)

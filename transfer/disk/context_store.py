@@ -6,10 +6,10 @@ side by side, in the order in which they are asked for; writes one after another
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import Lock
 
 from transfer.disk.disk_config import DiskConfig
+from transfer.disk.disk_counts import DiskCounts
 from transfer.disk.disk_rate import ReadRate, find_rate
 from transfer.disk.record_folder import RecordFolder
 from transfer.disk.record_format import RecordShape
@@ -20,28 +20,6 @@ KV = "kv"  # blocks of keys and values
 COUNTED = ("written", "refused", "capped", "declined", "evicted", "damaged", "failed")
 MOST_TOUCHES = 256  # of prefixes, on their way to the disk
 END = "end"  # what windows or states hold where a prefix ends
-
-
-@dataclass(frozen=True, slots=True)
-class DiskCounts:
-    """Bytes and records now, and counts since the engine started."""
-
-    bytes_held: int
-    records: int
-    bytes_written: int
-    bytes_read: int
-    written: int
-    refused: int
-    capped: int
-    evicted: int
-    damaged: int
-    failed: int
-    declined: int
-    read_rate: int  # bytes a second, as it is reckoned with
-    bytes_today: int  # written
-    bytes_a_day: int  # that may be; 0: any
-    turns_written: tuple[int, ...]  # as `TurnBytes` has them
-    turn_bytes: int
 
 
 class ContextStore:

@@ -1,14 +1,54 @@
-"""`/`: a page to talk to the model and to see what the server is doing. `server.page: false` turns it off."""
+"""`/`: a page to talk to the model and to see what the server is doing. `server.page: false` turns it off.
 
-from functools import partial
+The page names its files relative to itself, so that it works below a proxy's prefix. Its policy lets it load scripts,
+styles and pictures from this server alone, ask this server alone, and turn no text into markup.
+"""
+
+from functools import cache, partial
+from hashlib import blake2b
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from starlette.responses import Response
 
 from server.api_error import ApiError
-from server.routes.page.page_files import HEADERS, INDEX, MEDIA_TYPES, list_files, read_file
 from server.routes.route import Call, Route
 from server.service.service import Service
+
+INDEX = "index.html"
+MEDIA_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "cache-control": "no-cache",
+}
+
+
+def list_files() -> tuple[str, ...]:
+    """Return the names of the page's files, but for the page itself."""
+    found = (entry.name for entry in _folder().iterdir())
+    return tuple(sorted(name for name in found if name.partition(".")[2] in MEDIA_TYPES and name != INDEX))
+
+
+@cache
+def read_file(name: str) -> tuple[bytes, str]:
+    """Return a file of the page, and its tag: another one if the file is another."""
+    content = (_folder() / name).read_bytes()
+    return content, f'"{blake2b(content, digest_size=16).hexdigest()}"'
+
+
+def _folder() -> Traversable:
+    return files(__package__) / "static"
 
 
 async def _send_file(name: str, call: Call[Any]) -> Response:

@@ -9,10 +9,20 @@ from server.bodies.generation_bodies import check_continued
 from server.bodies.schema_limits import Tree
 from server.generation.prompt_tokens import chat_prompt, check_token_ids, check_variables
 from server.prompting.conversation import read_conversation
+from server.routes.answer import Answer, Count
 from server.routes.route import BODY_ERRORS, Call, Route
-from server.routes.tokens.token_answers import Text, Tokens
 from server.routes.tokens.token_bodies import DETOKENIZE, TOKENIZE, DetokenizeBody, TokenizeBody
 from server.text.text_pool import INLINE_CHARS
+
+
+class Tokens(Answer):
+    tokens: list[int]
+    count: Count
+    max_model_len: Count
+
+
+class Text(Answer):
+    prompt: str
 
 
 async def tokenize(call: Call[TokenizeBody]) -> Tree:
