@@ -1,6 +1,7 @@
 """The engine over a runner that keeps tokens in pages, requests for it, and what each of them must say."""
 
 import time
+from collections.abc import Callable
 
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.profiles import Profile
@@ -97,6 +98,35 @@ def drain(engine: Engine, most_steps: int = 20_000) -> dict[str, list[Delta]]:
         for delta in engine.step():
             deltas.setdefault(delta.request_id, []).append(delta)
     raise AssertionError(f"still {engine.scheduler.roster.num_unfinished} unfinished after {most_steps} steps")
+
+
+Workload = list[tuple[EngineRequest, int, int | None]]  # with the step it comes at, and how many later it is cancelled
+
+
+def follow(engine: Engine, workload: Workload, idle_steps: int, after_step: Callable[[], None] = lambda: None) -> None:
+    """Run a workload, and check that each request that is not cancelled gets the text of its lone run. idle_steps: by
+    when everybody has come.
+    """
+    deltas: dict[str, list[Delta]] = {request.request_id: [] for request, _, _ in workload}
+    cancelled: set[str] = set()
+    for step in range(20_000):
+        for request, arrives, leaves in workload:
+            if arrives == step:
+                engine.submit([request])
+            if leaves is not None and arrives <= step and leaves == step - arrives:
+                if not (deltas[request.request_id] and deltas[request.request_id][-1].finish_reason):
+                    cancelled.add(request.request_id)
+                engine.cancel([request.request_id])
+        if engine.has_work:
+            for delta in engine.step():
+                deltas[delta.request_id].append(delta)
+                assert delta.request_id not in cancelled
+            after_step()
+        elif step > idle_steps:
+            break
+    for request, _, _ in workload:
+        if request.request_id not in cancelled:
+            check_output(request, deltas[request.request_id])
 
 
 def text(deltas: list[Delta]) -> list[int]:

@@ -8,11 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpu.step import HostRead
-from scheduler.messages import EngineRequest
 from scheduler.residence import evictions
 from scheduler.sequences.capacity import TooLargeError
 from scheduler.sequences.offloaded_context import RunSize
-from tests.scheduler.engines import PAGE, answer, check_output, drain, prompt_of, text
+from tests.scheduler.engines import PAGE, Workload, answer, check_output, drain, follow, prompt_of, text
 from tests.scheduler.host_engines import (
     OFFLOAD_BLOCK,
     PROFILES,
@@ -395,7 +394,7 @@ def test_a_context_without_finite_logits_is_found_by_nobody(is_pipelined: bool) 
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
+def workloads(draw: st.DrawFn) -> Workload:
     """Requests with the step at which each arrives and, for some, the step at which it is cancelled."""
     entries = []
     for index in range(draw(st.integers(1, 10))):
@@ -439,7 +438,7 @@ def soon() -> Iterator[None]:
     order=st.none() | st.integers(0, 2**32 - 1).map(Random),  # what is drawn of it follows from times as well
 )
 def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
-    workload: list[tuple[EngineRequest, int, int | None]],
+    workload: Workload,
     num_pages: int,
     is_adaptive: bool,
     dense_layers: int,
@@ -472,24 +471,9 @@ def test_no_request_is_lost_or_mixed_up_and_no_context_leaks(
     runner.num_late = num_late
     contexts = engine.scheduler.residence.contexts
     assert contexts is not None
-    deltas: dict[str, list] = {request.request_id: [] for request, _, _ in workload}
-    cancelled: set[str] = set()
-    for step in range(20_000):
-        for request, arrives, leaves in workload:
-            if arrives == step:
-                engine.submit([request])
-            if leaves is not None and arrives <= step and leaves == step - arrives:
-                if not (deltas[request.request_id] and deltas[request.request_id][-1].finish_reason):
-                    cancelled.add(request.request_id)
-                engine.cancel([request.request_id])
-        if engine.has_work:
-            for delta in engine.step():
-                deltas[delta.request_id].append(delta)
-                assert delta.request_id not in cancelled
-            assert contexts.used_bytes <= contexts.limit_bytes
-        elif step > 200:
-            break
-    for request, _, _ in workload:
-        if request.request_id not in cancelled:
-            check_output(request, deltas[request.request_id])
+
+    def check_limit() -> None:
+        assert contexts.used_bytes <= contexts.limit_bytes
+
+    follow(engine, workload, 200, check_limit)
     check_idle(engine, runner)

@@ -13,10 +13,12 @@ from tests.scheduler.engines import (
     PAGE,
     PROFILES,
     SHAPE,
+    Workload,
     answer,
     check_empty,
     check_output,
     drain,
+    follow,
     make_engine,
     make_request,
     prompt_of,
@@ -34,7 +36,7 @@ def test_one_request_draws_what_its_context_implies(is_pipelined: bool) -> None:
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
+def workloads(draw: st.DrawFn) -> Workload:
     """Requests with the step at which each arrives and, for some, the step at which it is cancelled."""
     entries = []
     for index in range(draw(st.integers(1, 14))):
@@ -65,7 +67,7 @@ def workloads(draw: st.DrawFn) -> list[tuple[EngineRequest, int, int | None]]:
     num_windows=st.integers(0, 8),
 )
 def test_no_request_is_lost_or_mixed_up(
-    workload: list[tuple[EngineRequest, int, int | None]],
+    workload: Workload,
     num_pages: int,
     max_running: int,
     chunk_tokens: int,
@@ -85,25 +87,7 @@ def test_no_request_is_lost_or_mixed_up(
         max_hidden_tokens=200,
         num_windows=num_windows,
     )
-    deltas: dict[str, list[Delta]] = {request.request_id: [] for request, _, _ in workload}
-    cancelled: set[str] = set()
-    for step in range(5000):
-        for request, arrives, leaves in workload:
-            if arrives == step:
-                engine.submit([request])
-            if leaves is not None and arrives <= step and leaves == step - arrives:
-                if not (deltas[request.request_id] and deltas[request.request_id][-1].finish_reason):
-                    cancelled.add(request.request_id)
-                engine.cancel([request.request_id])
-        if engine.has_work:
-            for delta in engine.step():
-                deltas[delta.request_id].append(delta)
-                assert delta.request_id not in cancelled
-        elif step > 60:
-            break
-    for request, _, _ in workload:
-        if request.request_id not in cancelled:
-            check_output(request, deltas[request.request_id])
+    follow(engine, workload, 60)
     check_empty(engine)
 
 
@@ -121,8 +105,9 @@ def test_the_page_runner_notices_a_page_given_away_twice() -> None:
         check_output(first, drain(engine)["a"])
 
 
-def test_preempted_requests_finish_with_their_own_text() -> None:
-    engine, _ = make_engine(num_pages=14, max_running=4)
+@pytest.mark.parametrize("num_windows", [0, 8])
+def test_preempted_requests_finish_with_their_own_text(num_windows: int) -> None:
+    engine, _ = make_engine(num_pages=14, max_running=4, num_windows=num_windows)
     requests = [make_request(f"r{i}", prompt_of(30, salt=i), max_tokens=90) for i in range(4)]
     engine.submit(requests)
     deltas = drain(engine)

@@ -160,17 +160,6 @@ def test_who_finds_no_window_waits_for_one() -> None:
     check_empty(engine)
 
 
-def test_those_that_gave_way_finish_with_their_own_text() -> None:
-    engine, _ = make_engine(num_windows=8, num_pages=14, max_running=4)
-    requests = [make_request(f"r{i}", prompt_of(30, salt=i), max_tokens=90) for i in range(4)]
-    engine.submit(requests)
-    deltas = drain(engine)
-    assert engine.stats().preemptions > 0
-    for request in requests:
-        check_output(request, deltas[request.request_id])
-    check_empty(engine)
-
-
 def test_nothing_is_kept_of_a_context_without_finite_logits() -> None:
     engine, runner = make_engine(num_windows=4)
     engine.submit([make_request("a", prompt_of(200), max_tokens=40)])
