@@ -63,11 +63,15 @@ def is_decoded(awaited: Sequence[Awaited], decode: Timer | None) -> bool:
 
 @dataclass(eq=False, slots=True)
 class InFlight:
-    """A step that was launched. lane: that it goes in; finished_jobs, decoded: whose rows are drawn, perhaps later;
-    released: slots that their sequences had left before it; stepped: those that decode in it; failures: of these, and
-    of those that were offloaded in it, the ones that came to nothing, and why; all_failures: the runner's, of slots
-    that cannot go on until they are released; on_collected: is told of the result; behind: the step that was launched
-    next.
+    """A step that was launched and not collected yet.
+
+    finished_jobs, decoded: results whose draws may come later.
+    released: slots whose sequences had left before the step.
+    stepped: slots that decode in it.
+    failures: by slot, why one that decodes or offloads in this step failed.
+    all_failures: the runner's, by slot, of those that cannot go on until they are released.
+    on_collected: called with the result.
+    behind: the step that was launched next.
     """
 
     lane: Lane

@@ -158,11 +158,13 @@ class RingCopy:
 
 @dataclass(frozen=True, slots=True)
 class RingWrite:
-    """A slot holds ring number `ring` of `part` (`ProfilePart`) until it is released; nobody else does.
-    reading: of its context in host memory. source: what it has; None: nothing. pages: of those that the part's rings
-    share, its first; None: they share none. num_shared: of these, the first that the source holds as well, whose tokens
-    both have. is_for_drafts: it takes part in the steps that draft for the slot, and in no others: what these draft is
-    verified as if the slot held none.
+    """A slot holds ring number `ring` of `part` (`ProfilePart`) until it is released; no other slot does.
+
+    reading: of its context in host memory.
+    source: the ring that it begins as a copy of; None: it is empty.
+    pages: its first pages, of those that the part's rings share; None: they share none.
+    num_shared: how many of these the source holds as well, with the same tokens.
+    is_for_drafts: whether it is used only in steps that draft for the slot; steps that verify do not use it.
     """
 
     slot: int
@@ -562,12 +564,13 @@ class SampledToken:
 class StepResult:
     """What a step produced. `prompt_logprobs[slot][i]` belongs to prompt token `i + 1`.
 
-    `unit_seconds` (device time of all units) and `decode_seconds` feed the scheduler's cost model; 0.0 if none ran.
-    `host_seconds`: in which the host attended for it, which `decode_seconds` covers as well; `num_parts`: half batches
-    in which it did so, or one; 0.0 and 0: nothing was awaited of it.
-    `pooled[slot]`: what a prompt's `pooling` asked for, float32.
-    `failures[slot]`: why a slot could not go on (the host refused memory); its token is -1 from then on.
-    `figures[slot]`: what methods tell of its request so far.
+    unit_seconds: device time of all prefill units, for the scheduler's cost model; 0.0: there was none.
+    decode_seconds: likewise of decode.
+    host_seconds: the part of `decode_seconds` in which the CPU attended; 0.0: the step read nothing in host memory.
+    num_parts: in how many half batches it did so.
+    pooled: by slot, what a prompt's `pooling` asked for, float32.
+    failures: by slot, why it could not go on (the host refused memory); its token is -1 from then on.
+    figures: by slot, what methods report about its request so far.
     """
 
     tokens: tuple[SampledToken, ...]

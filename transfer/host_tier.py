@@ -154,8 +154,8 @@ class Attention(Protocol):
 
 
 class HostTier(Protocol):
-    """Host contexts, by id. All methods are called from one thread, except `answer`, which another may run meanwhile
-    (as an attention's `run`, one at a time); those that wait for copies say so.
+    """Host contexts, by id. One thread calls all methods but `answer`, which another thread may run meanwhile, as well
+    as one attention's `run`. Methods that wait for copies say so.
     """
 
     shape: TierShape

@@ -18,9 +18,8 @@ Result = TypeVar("Result")
 def capture(
     work: Callable[[], Result], pool: tuple[int, int] | None, on: torch.cuda.Stream | None = None
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Return the graph of `work`, and what it returned when it was captured: replays write there. pool: the memory that
-    graphs share of which one runs at a time, or None for its own; on: the stream whose priority its kernels have, or
-    None for any.
+    """Return the graph of `work`, and what it returned when it was captured: replays write there. pool: memory shared
+    by graphs that never run at the same time; None: its own. on: the stream whose priority its kernels have; None: any.
     """
     stream = on or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -1,9 +1,9 @@
-"""Tokens of a decode step that follow a slot's input token: their rows, and drafts that the device makes itself.
+"""Rows of a decode step behind a slot's input token: known tokens, and drafts that the device makes itself.
 
-A slot's input token stands in `last_tokens` at its slot, those that follow it where the caller says, in order. What a
-profile drafts is drafted by steps of one token, each of which reads the token that the one before it has drawn, and
-draws as the step will that verifies it. They write the cells that the rows of the draft write anew. So nothing has to
-be taken back, and the host waits for none of them.
+A slot's input token stands in `last_tokens` at its slot; the caller says where the tokens behind it stand, in order. A
+profile drafts in steps of one token. Each reads the token that the step before it drew, and draws as the verifying step
+will. These steps write cells that the verifying step writes again, so nothing has to be undone, and the host waits for
+none of them.
 """
 
 from collections.abc import Callable, Sequence

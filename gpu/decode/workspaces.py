@@ -10,8 +10,8 @@ from gpu.operations.decode_attention.paged_decode_attention import Workspace, wo
 
 @dataclass(frozen=True, slots=True)
 class StepWorkspaces:
-    """Scratch of steps that leave host memory alone, and of those that read it: each of layers that attend to all of a
-    context, and of layers with a window, whose heads may be others.
+    """Scratch of decode steps: for layers that attend to all of a context and for layers with a window, whose heads may
+    differ; of each, one for steps without host reads and one for steps with them.
     """
 
     whole: tuple[Workspace, Workspace]

@@ -1,10 +1,11 @@
 """A head that comes with a checkpoint and drafts (`gpu.model.draft_head_shape`), as the last layer of a decoder.
 
-Its row of a cell is of the token there and of the normed hidden state of the token in front, so all that it reads of a
-context is known as soon as the context is, and a page holds what depends on its own tokens and those in front alone.
-The first cell has no token in front: its row is of a hidden state of zeros, and is not attended to. So is that of the
-first token that a prompt computes behind a prefix that was there: that one's hidden states are nowhere, and the row is
-attended to. Normed hidden states are kept by slot and cell: those of refused tokens are overwritten as their rows are.
+The head's row of a cell is made of the token there and of the normed hidden state of the token in front. So all that it
+reads of a context is known as soon as the context is, and a page depends only on its own tokens and those in front. The
+first cell has no token in front: its row is made of a hidden state of zeros, and is not attended to. Behind a cached
+prefix, the hidden state in front of the first computed token is not there any more: its row is made of zeros as well,
+and is attended to. Normed hidden states are kept by slot and cell: those of refused tokens are overwritten as their
+rows are.
 """
 
 from collections.abc import Sequence

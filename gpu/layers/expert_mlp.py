@@ -133,8 +133,8 @@ class ExpertMlp:
         return self._staged.without_experts(self._layer)
 
     def _fetch(self, ids: Tensor, slots: Tensor | None) -> FarExperts | None:
-        """Fetch the experts in host memory that some token takes. Tokens that take as many as there are take nearly all
-        of them, which are then copied whole.
+        """Fetch the experts in host memory that some token takes. If there are at least as many choices as experts,
+        nearly all experts are taken, and all are copied.
         """
         host, num_experts, num_pairs = self.weights.host, self.experts.num_experts, ids.numel()
         if host is None or num_pairs == 0:

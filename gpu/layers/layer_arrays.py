@@ -65,8 +65,8 @@ def _attention_columns(architecture: Architecture, spec: LayerSpec, more_outputs
 
 
 def _mlp_columns(architecture: Architecture, spec: LayerSpec) -> int:
-    """Return the columns of a token's gate and up and their product; of experts, of each one's product and what it
-    makes of it, and of routing: logits, twice as long as other numbers, and who takes whom.
+    """Return the numbers that an MLP makes of a token: gate, up and their product; of experts, product and output of
+    each that the token takes, and the routing, whose logits are twice as long as other numbers.
     """
     experts = spec.experts
     if not spec.has_mlp:

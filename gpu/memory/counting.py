@@ -23,8 +23,9 @@ WINDOWS_PER_SEQUENCE = 2  # at most: its own, and one that is kept for the next 
 
 
 def count_experts(demand: Demand, limit: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None) -> Demand:
-    """Return the demand with the number of each layer's experts on the card: as many as were asked for fit, or as many
-    as leave contexts what they want. Raises PlanError where there is nothing to ask for.
+    """Return the demand with the number of each layer's experts on the card: as many as fit into what was asked for,
+    or, by "auto", as many as leave contexts the memory that they want. Raises PlanError where there is nothing to ask
+    for.
     """
     asked, shape, most = gpu.experts_gib, demand.shape, most_experts(demand.shape)
     if asked is None:

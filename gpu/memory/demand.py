@@ -66,17 +66,22 @@ class PlanError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One model with its settings on one device. `host`: what its host tier asks for, or None without one;
-    `states`: what attention methods keep for sequences that run; how many rings there are is told where it is known.
-    `disk`: how contexts are kept there, or None. `documents`: how their chunks are kept, or None, in `documents_bytes`
-    of host memory. `num_windows`: of `window_pages` pages in each layer with a window, which then has no others
-    (`gpu.kv.windows`); no pages: it has them as all layers have. kv: how pages hold rows, None: in the dtype that
-    computes. computed_rows: see `MemoryPlan`. asked_context: tokens of the longest context, None: as many as fit.
-    state_bytes: of an element of a recurrent
-    layer's state; where a model has such layers, states are counted as windows, num_host_states of them in host memory.
-    unpacked: why matrices of few bits are unpacked at load, None: they are not. prefill_graph_sizes: of units whose
-    layers are captured. beside: what stands beside the model: another one on the device, adapters. adapts: whether
-    there are adapters.
+    """One model with its settings on one device.
+
+    host: what its host tier needs; None: there is none.
+    states: what attention methods keep for running sequences; the number of rings is passed where it is known.
+    disk, documents: how contexts and documents' chunks are kept; None: they are not. documents_bytes: of host memory.
+    window_pages: pages of a window in each layer with sliding attention, which has no other pages then
+        (`gpu.kv.windows`); 0: such layers have pages as all others have. num_windows: how many there are.
+    kv: how pages hold rows; None: in the dtype that computes.
+    computed_rows: see `MemoryPlan`.
+    asked_context: tokens of the longest context; None: as many as fit.
+    state_bytes: of an element of a recurrent layer's state. States are counted as windows, num_host_states of them in
+        host memory.
+    unpacked: why matrices of few bits are unpacked at load; None: they are not.
+    prefill_graph_sizes: of units whose layers are captured.
+    beside: what stands beside the model: another model on the device, adapters.
+    adapts: whether there are adapters.
     """
 
     shape: Architecture
@@ -462,7 +467,9 @@ class Demand:
         return (buffers, here, MemoryItem("exchange slots", "host", slots, "pinned: queries, codes, partials"))
 
     def _windows(self) -> tuple[MemoryItem, ...]:
-        """Return the windows, what a prefill unit writes before its last rows go there, and what it reads of one."""
+        """Return the memory of windows or states, of the buffer that a prefill unit writes to, and of what it reads of
+        one.
+        """
         if not self.window_layers:
             return ()
         if self.shape.recurrent is not None:

@@ -179,8 +179,8 @@ class HostDemand:
         return min(self.sink_tokens + self.window_tokens + 2 * OFFLOAD_BLOCK_TOKENS, self._whole_pages(context))
 
     def floor_tokens(self, context: int, num_sequences: int) -> int:
-        """Return what resident pages must hold: one sequence that stays on the device, until its first offload block is
-        due, or so many that are offloaded.
+        """Return the tokens that resident pages must hold at least: one sequence that is on the device until its first
+        offload block is due, or `num_sequences` offloaded ones.
         """
         one = min(self.resident_tokens + OFFLOAD_BLOCK_TOKENS, self._whole_pages(context))
         return max(one, num_sequences * self.running_tokens(context))

@@ -51,8 +51,9 @@ def _share_pages(demand: Demand, gpu: GpuConfig, left: int, sizes: PlannedSizes)
 
 
 def count_wanted(demand: Demand, shares: HostShares) -> int:
-    """Return the pages that running sequences may want where the CPU is the device: there they are taken as they are
-    used, and prefixes that nobody asks for again would take all that memory gives. A share for rings has no such end.
+    """Return the pages that running sequences may want where the CPU is the device. Pages are allocated there as they
+    are used, and prefixes that are never requested again would otherwise fill all memory. Rings' pages have no such
+    bound.
     """
     if not demand.page_bytes or demand.reuses:
         return shares.num_pages

@@ -62,23 +62,29 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The memory of a deployment, planned item by item. `limit_bytes[place]` bounds the sum of that place's items;
-    without a GPU every item is in host memory.
+    without a GPU every item is in host memory. With a host tier a context keeps `sink_tokens` and `window_tokens` on
+    the device (whole pages), and all of it up to `resident_tokens`; `offload_block_tokens` are offloaded at once.
+    Without one these are 0.
 
-    `kv`: how pages hold rows. `kv_bytes` bound windows and the `num_pages` KV pages, resident and dense
-    (`gpu.page_layout`). With a host tier a context keeps `sink_tokens` and `window_tokens` on the device (whole pages),
-    and all of it up to `resident_tokens`; `offload_block_tokens` are offloaded at once. Without one these are 0.
-    `own_windows`: by name, of profiles whose methods need longer windows (`scheduler.planning.engine_memory`). `rings`:
-    how many, of the methods that keep some, by what profiles name them (`ProfilePart`); `ring_pages`: that these share,
-    of the methods whose rings share some. `num_windows` of `window_pages` pages and `window_bytes`, of layers that then
-    have no others (`gpu.kv.windows`), or of states; `window_layers`: all layers without other pages;
-    `spare_window_tokens` of each are beyond what they see; 0: there are none. num_host_states: of recurrent layers, in
-    host memory.
-    experts_on_card: of each layer's experts, the first so many, and the others lie in host memory; None: all, or the
-    model has none. computed_rows: those are computed by the CPU in decode steps of up to so many, and fetched in
-    others. documents_bytes: of host memory, for their chunks used last. is_packed: whether matrices of few bits, if
-    there are any, stay as they are stored. chunk_tokens: most tokens of a unit of prefill. prefill_graph_sizes: of
-    units whose layers are captured. draft: a model that drafts, or None. devices: over which the model is split; the
-    plan is of one of them.
+    kv: how pages hold rows.
+    kv_bytes: of windows and the `num_pages` KV pages, resident and dense (`gpu.page_layout`).
+    own_windows: by profile, the window of those whose methods need a longer one (`scheduler.planning.engine_memory`).
+    rings: how many, by what profiles call a method that keeps some (`ProfilePart`).
+    ring_pages: the pages that these share, of methods whose rings share some.
+    num_windows: of `window_pages` pages and `window_bytes` each, for layers that then have no other pages
+        (`gpu.kv.windows`), or states of recurrent layers; 0: there are none.
+    window_layers: all layers without other pages.
+    spare_window_tokens: of each window, beyond what its layer sees.
+    num_host_states: states of recurrent layers in host memory.
+    experts_on_card: how many of each layer's experts, the first ones, are on the card; the others are in host memory.
+        None: all, or the model has none.
+    computed_rows: decode steps of up to so many rows have the CPU compute those experts; larger ones fetch them.
+    documents_bytes: of host memory, for the last used chunks of documents.
+    is_packed: whether matrices of few bits stay as they are stored.
+    chunk_tokens: the most tokens of a prefill unit.
+    prefill_graph_sizes: of units whose layers are captured.
+    draft: a model that drafts, or None.
+    devices: over which the model is split; the plan is of one of them.
     """
 
     device: Literal["cuda", "cpu"]

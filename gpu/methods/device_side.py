@@ -102,9 +102,10 @@ class Lent(Protocol):
 class DeviceSide:
     """The default device side of a method: every hook does nothing, and a method overrides those that it needs.
 
-    needs_host_reads: it has no part in steps without host reads, which may go without it. reuses: it has
-    one in steps alone in which a row holds one of its rings, and is told of these and of prompts. makes_codes: whether
-    it makes those of keys that are offloaded, for the host's hash tables; at most one method of a deployment does.
+    needs_host_reads: whether it is left out of steps without host reads.
+    reuses: whether it takes part only in steps in which a row holds one of its rings, and is told of rings and prompts.
+    makes_codes: whether it makes codes of offloaded keys for the host's hash tables; at most one method of a deployment
+        does.
     """
 
     needs_host_reads: ClassVar[bool] = False

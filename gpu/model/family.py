@@ -128,11 +128,11 @@ def parse_config(
     config: dict[str, Any], name: str, source: str, ignored_keys: Sequence[str],
     rope: Mapping[str, Any] | None = None, has_other_code: bool = False,
 ) -> Architecture:  # fmt: skip
-    """Return an Architecture of a configuration that `source` names in errors.
+    """Return the Architecture of a configuration, which errors call `source`.
 
-    rope: `model.rope`, in place of its scaling; ignored_keys: those that mean nothing here; has_other_code: it is not
-    transformers that knows its keys, as it is not where `auto_map` names code in the folder. Raises ModelError for what
-    is not served.
+    rope: `model.rope`, in place of the configuration's scaling. ignored_keys: keys that mean nothing here.
+        has_other_code: whether code other than transformers' reads the keys; so it is too where `auto_map` names code
+        in the folder. Raises ModelError for what is not served.
     """
     family, model_type, text = (
         find_family(config.get("model_type"), source),

@@ -14,10 +14,10 @@ PACKAGE, VERSION = "humming-kernels", "0.1.19"
 
 
 def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture:
-    """Return a shape whose products of few bits are computed as `key` asks: by "own" kernels, or by "humming", as many
-    of them as it has.
+    """Return a shape whose matrices of few bits are multiplied as `asked`: by "own" kernels, or by "humming" where it
+    can.
 
-    Raises ModelError where that is none.
+    Raises ModelError where it can multiply none of them.
     """
     if asked == "own":
         return architecture

@@ -89,12 +89,16 @@ class MatrixFormat:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """Which matrices of a model have few bits. scheme: how files have them, or "rounded": those of a plain checkpoint
-    are, as they are loaded. layers: of layers' matrices; output: of the output matrix, None: plain, which a tied one
-    is but in GGUF files. plain: modules that are left alone, by name, by a part of one between dots, or `re:` and an
-    expression.
-    matrices: by a layer's number and the name of a matrix in it, each one's own, None: plain; layers is the commonest
-    then. note: what is said of them, None: of `layers`. humming: those that it can are multiplied by that library.
+    """Which matrices of a model have few bits.
+
+    scheme: how files store them, or "rounded": a plain checkpoint is rounded as it is loaded.
+    layers: the format of layers' matrices.
+    output: of the output matrix; None: plain, as a tied one is outside of GGUF files.
+    plain: modules that are left alone: a name, a part of one between dots, or `re:` and an expression.
+    matrices: by layer and name, each matrix's own format (None: plain), where they differ; `layers` is the commonest
+        then.
+    note: what is printed about them; None: `layers`.
+    humming: whether that library multiplies the matrices that it can.
     """
 
     scheme: str

@@ -89,7 +89,7 @@ def predict_reference(
 
 @triton.jit
 def _has_changed(history, row_stride, slots, column, width, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Tell of columns whether rows of it or of those beside it differ, as far as they are inside, `[columns]`."""
+    """Return, for columns, whether rows of history differ there or in a neighbouring column: bool `[columns]`."""
     differing = tl.zeros([CHUNK], tl.int32)
     for side in tl.static_range(2 * _REACH + 1):
         at = column + (side - _REACH)

@@ -58,8 +58,8 @@ class Dense(PrefillSide):
         keep_measured(measured_path(), "prefill_attention", of, choice.as_row())
 
     def bound_blocks(self, seconds: float) -> None:
-        """Bound the keys of a block, while rows wait, to those that it attends to in so many seconds, by what was
-        measured, though a few thousand at the least; 0: as many as there are.
+        """Bound the keys that one block of a prefill kernel reads while decode rows wait, to what it reads in so many
+        seconds by measured rates, but at least a few thousand. seconds 0: no bound.
         """
         if seconds and self._key_seconds is not None:
             self.longest_piece = longest_piece(seconds, self._key_seconds)

@@ -1,11 +1,11 @@
 """Layers of short prefill units as CUDA graphs: what comes before attention is one graph, what comes behind another.
 
-For some hundred tokens the host takes longer to launch a layer's kernels one by one than the device takes to run them.
-Attention follows each prompt's past, so it is launched between the two. A unit takes the graph of the smallest size
-that holds its tokens; the rows behind them are in no slot, so they write no keys, and nobody reads what they become.
+For a few hundred tokens the host takes longer to launch a layer's kernels than the device takes to run them. Attention
+follows each prompt's past, so it is launched between the two. A unit takes the graph of the smallest size that holds
+its tokens. Rows beyond them are in no slot: they write no keys, and their outputs are not read.
 
-Invariant: graphs read and write the buffers here alone, beside weights, KV pages and the windows' buffer, and run on
-one stream, one after another.
+Invariant: graphs read and write only the buffers here, weights, KV pages and the windows' buffer, and run on one
+stream, one after another.
 """
 
 import logging
@@ -60,10 +60,12 @@ class LayerGraphs:
     def capture(
         self, sizes: Sequence[int], pages_of: Callable[[int], Pages | None], seconds: Callable[[int], float]
     ) -> None:
-        """Capture each layer that can be, for those of these numbers of tokens for which graphs are faster here than
-        launching kernels one by one: by the shortest prompt that would take them, which wastes most rows. pages_of:
-        where a layer's keys and values go, None: to the pool's pages; seconds: of a prompt of so many tokens, as the
-        graphs are then.
+        """Capture layers for these numbers of tokens, and keep a number's graphs only where replaying is faster here
+        than launching kernels one by one. Both are timed with the shortest prompt that would use the graphs, which
+        wastes most rows.
+
+        pages_of: where a layer's keys and values go; None: to the pool's pages.
+        seconds: times a prompt of so many tokens with the graphs that there are by then.
         """
         layers = [layer for layer in layers_in_graphs(self._decoder.architecture) if not self._has_far_experts(layer)]
         if not layers or not sizes:

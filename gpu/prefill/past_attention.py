@@ -1,10 +1,11 @@
 """Attend to a chunk's past in pieces of a few sizes, and merge these with the chunk itself.
 
-There are two reasons to cut. cuDNN makes a plan for every shape, which takes as long as attending to thousands of
-tokens, and a past grows with each chunk. So a past is cut into pieces of powers of two, the longest in front, and
-queries are padded to such a number: the few dozen plans that a deployment can need are made while it loads. And a block
-of such a kernel keeps its SM until it has seen all keys of its launch, while the other lane's kernels wait: a longest
-piece bounds that. The rest of the past and the chunk's own causal part are one launch of a kernel that makes no plans.
+There are two reasons to cut. First, cuDNN makes a plan for every shape, which takes as long as attending to thousands
+of tokens, and a past grows with each chunk. So a past is cut into pieces of powers of two, the longest in front, and
+queries are padded to such a number: the few dozen plans that a deployment can need are made while it loads. Second, a
+block of such a kernel keeps its SM until it has seen all keys of its launch, while the other lane's kernels wait: the
+longest piece bounds that time. The rest of the past and the chunk's own causal part are one launch of a kernel that
+needs no plans.
 
 A chunk with little past or none is a causal square, which cuDNN computes in one launch: queries are padded in front,
 for the past, and all at the end, to a multiple of SQUARE_STEP.

@@ -17,9 +17,8 @@ HIDDEN_TOKEN_IDS_BYTES = 32
 
 
 def most_piece_outputs(max_context_tokens: int, num_lanes: int) -> int:
-    """Return the outputs of a past's pieces, as wide as a query, until they are merged; what they are merged to, and to
-    what others were before, has the place of attention's output. Where there are two lanes all may be of the shortest
-    kind.
+    """Return how many outputs of a past's pieces, each as wide as a query, exist at once until they are merged. The
+    merged one stands where attention's output does. With two lanes all pieces may be of the shortest kind.
     """
     most = max_context_tokens // PIECE_TOKENS
     return min(MERGED_PIECES, most if num_lanes > 1 else most.bit_length())

@@ -2,9 +2,9 @@
 
 A unit writes its keys and values to a buffer; a prompt's queries attend to the end of its window and to their own rows
 there; then the last rows take their places in the window. So a window need be no longer than what a token sees, however
-long units are. A prompt may leave a second window, as it was further to the front, for other prompts that part from it
-there. Cells of a window are written in the order of a prompt's units, and none that a query of this unit or of the next
-one sees is lost.
+long units are. A prompt may leave a second window, as its window was at an earlier token, for prompts that differ from
+there on. Cells of a window are written in the order of a prompt's units, and none that a query of this unit or of the
+next one sees is lost.
 """
 
 from collections.abc import Sequence

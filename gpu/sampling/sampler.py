@@ -280,8 +280,8 @@ class Sampler:
         return Sampled(tokens, reported, list(slots), asked, logprobs, told, drafted, accepted)
 
     def guess(self, logits: torch.Tensor, slots: list[int], samples: list[int]) -> torch.Tensor:
-        """Return the tokens int64 `[rows]` that `sample` would draw without masks, 0 where it draws none, and count
-        none of them as drawn: they draft what is verified later.
+        """Return the tokens int64 `[rows]` that `sample` would draw without masks, 0 where it draws none. They are
+        drafts that a later step verifies, so they do not count as drawn.
         """
         states = [state for slot in slots if (state := self._slots[slot]) is not None]
         assert len(states) == len(slots), f"guess: a slot of {slots} is not assigned"

@@ -42,8 +42,11 @@ _KV_SCALE = re.compile(r"\.(self_attn|mixer)\.(([kv]_proj\.)?(k|v|kv)_(scale|zer
 
 
 class Source(Protocol):
-    """The files of a checkpoint. files: names of their tensors, as a Hugging Face checkpoint has them; described_by:
-    what says which ones are wanted; listed_by: where one is looked for that is missing.
+    """The files of a checkpoint.
+
+    files: the names of their tensors, as a Hugging Face checkpoint has them.
+    described_by: the file that says which tensors are wanted.
+    listed_by: the file that would list a missing tensor.
     """
 
     files: Mapping[Path, list[str]]

@@ -1,8 +1,8 @@
 """Plan a tensor's way from its file to its place: which ranges of the file are read, and what becomes of each.
 
-Rows that need no others go to their places by themselves, and where that is host memory, and of the file's type and
-order, they are read into it. Of packed matrices all rows, or as many as are rounded at once, are gathered first, on the
-device, and so are those of a tensor that is changed as a whole. A GPU holds one gathered tensor at a time.
+Rows that can be loaded one by one go straight to their places; if these are in host memory and of the file's type and
+order, they are read into them. Rows of packed matrices are gathered on the device first, all of them or as many as are
+rounded at once, and so are those of a tensor that is changed as a whole. A GPU holds one gathered tensor at a time.
 """
 
 from collections.abc import Iterator

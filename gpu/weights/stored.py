@@ -33,11 +33,14 @@ class StoredError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a module: the shapes and types that it may have, and what puts it, a tensor or a GGUF file's
-    Blocks, into its place (None: nothing is made of it). is_needed: whether it must be there; comes_first: whether
-    others' places hang on it. fill_rows: puts rows of a tensor from one on into their places, where they need no
-    others; rows_at_once: so many are gathered for it, None: as many as are read; as_is: its place, if that is what it
-    is stored as but, it may be, for the type.
+    """One tensor of a module: the shapes and types that it may have, and how it is loaded.
+
+    fill: puts the tensor, or a GGUF file's Blocks, into its place; None: the tensor is not used.
+    is_needed: whether a file without it is refused.
+    comes_first: whether the places of other tensors depend on it.
+    fill_rows: puts some rows into their places, from a row number on; None: all rows are needed at once.
+    rows_at_once: how many rows are gathered for it; None: as many as are read.
+    as_is: the place itself, where the tensor is stored as it is in the file, but perhaps for its type.
     """
 
     shapes: tuple[tuple[int, ...], ...]

@@ -32,12 +32,14 @@ _MOST_TRIED_OFFLOADED = 4  # of a round: where the host has no room for these, o
 
 
 class Admission:
-    """The queue of waiting requests, and the decision which of them are admitted. `waiting`: in order, by priority and
-    then by arrival, where preempted ones came first; one that was overtaken by so many of less priority is overtaken by
-    none. `free_slots`: the last one is taken first.
+    """The queue of waiting requests, and the decision which of them are admitted.
 
-    Counters since the engine started: `num_queried_tokens` of prompts that were prefilled, `num_cached_tokens` of these
-    that the prefix cache had, and `num_recomputed_tokens` that preempted sequences computed again.
+    waiting: by priority and then by arrival, preempted ones in front. A request that lower priorities have overtaken
+        too often is overtaken by none.
+    free_slots: the last one is taken first.
+    num_queried_tokens: of prompts that were prefilled, since the engine started.
+    num_cached_tokens: those of them that the prefix cache had.
+    num_recomputed_tokens: computed again by preempted sequences.
     """
 
     def __init__(
@@ -182,8 +184,8 @@ class Admission:
     def _is_worth_waiting(self, sequence: Sequence, other: Sequence, this: Round) -> bool:
         """Return whether waiting for another prefill, which computes the next blocks, saves more work than it costs.
 
-        What is computed once is saved twice: for the one that waits, and for the one under way, which it would
-        overtake, being shorter by now. Together they are done earlier by that, and later by the wait.
+        Computing the shared blocks once saves their time twice: for this request, and for the other one, which this
+        shorter one would overtake. The wait costs what is left of the other prefill.
         """
         prefixes, page_tokens = self._residence.prefixes, self._residence.page_tokens
         method = sequence.profile.prefill_method  # the other one's, too: they share KV
@@ -276,7 +278,9 @@ class Admission:
             sequence.started_s = None
 
     def count_found(self, sequence: Sequence) -> None:
-        """Count a prompt whose prefill is planned to its end, once: what it began with was there, on disk as well."""
+        """Count a prompt once, when its prefill is planned to its end: by then it is certain that its cached front was
+        there, also where that was on disk.
+        """
         if not sequence.is_counted:
             sequence.is_counted = True
             self.num_queried_tokens += sequence.num_tokens

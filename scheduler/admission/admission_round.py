@@ -12,8 +12,8 @@ _MANY_PAGES = 1 << 62
 
 @dataclass(slots=True)
 class Batches:
-    """Prompts that share a job: in order, up to one chunk of tokens together, of one prefill method; an offloaded one
-    is alone, and so is one that takes documents' chunks, or its front from the disk.
+    """Prompts that share a prefill job: in order, together at most a chunk of tokens, all of one prefill method. A
+    prompt that is offloaded, has documents' chunks or reads its front from the disk has a job of its own.
     """
 
     chunk_tokens: int
@@ -35,11 +35,12 @@ class Batches:
 
 @dataclass(slots=True)
 class Round:
-    """What one round of admission has given away and seen refused.
+    """What one round of admission has given away and refused.
 
-    `num_coming_pages`: what those that hold pages may take soon; `seconds_left`: of prefills that others wait for;
-    `fewest_refused`: pages that were asked and not there, so that nobody who asks as many needs another look;
-    `refused`: the first that the host refuses memory while nobody else could give any back.
+    num_coming_pages: pages that those that hold some may take soon.
+    seconds_left: of prefills that others wait for.
+    fewest_refused: the smallest number of pages that was not there, so that no larger request is tried again.
+    refused: the first request that the host refuses memory while nobody else could give any back.
     """
 
     batches: Batches

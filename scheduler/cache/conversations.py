@@ -1,14 +1,14 @@
-"""Conversations: prompts of which each goes on from the one before, and how long what they left is worth keeping.
+"""Conversations, each prompt of which continues the one before, and how long what they left is worth keeping.
 
-What is evicted is what costs least to make again, by GreedyDual (Young, Algorithmica 11, 1994): a conversation's rank
-is a clock and the work that computing it again takes, and the clock stands at the rank that went last. So one that is
-used rarely goes in the end, however long it is, and a few short ones do not take the place of a long one. One whose
-last answer called tools is expected to go on, and counts several times. What is asked in its session meanwhile, by the
-agents that it has started, keeps it: they do not evict it.
+What costs least to compute again is evicted first, by GreedyDual (Young, Algorithmica 11, 1994). A conversation's rank
+is a clock plus the work of computing it again, and the clock stands at the rank that was evicted last. So a
+conversation that is rarely used is evicted in the end, however long it is, and a few short ones do not replace a long
+one. One whose last answer called tools is expected to go on, and counts several times. Requests of the same session,
+from agents that it has started, do not evict it.
 
-The front of its prompts, the system's words with the tools, is a thing of its own (`Front`), which others share. It is
-pinned as long as a session with a name, or a conversation of several turns, is alive: it stays if anything else can go.
-Pinned fronts are at most half of all pages. Invariant: `take_lowered` tells of each rank that falls.
+The front of its prompts, system message and tools, is kept by itself (`Front`), since others share it. It is pinned as
+long as a session with a name, or a conversation of several turns, is alive: it stays if anything else can be evicted.
+Pinned fronts are at most half of all pages. Invariant: `take_lowered` returns each rank that falls.
 """
 
 import math

@@ -1,12 +1,13 @@
 """Rings of the methods that reuse: give one to a sequence at admission, and take it back when it leaves.
 
-Where a method begins with tokens in host memory, a sequence takes its ring then, if its prompt has none there.
+If a method begins only where tokens are in host memory, a sequence whose prompt has none there takes its ring when it
+offloads the first.
 
-A ring that is for drafts alone is taken where there is one, at any time; nobody waits for it, or is preempted.
+A ring for drafts alone is taken at any time when one is free; nobody waits for it, or is preempted.
 
-Rings of a method that shares pages among them take these as their sequences grow. Whoever begins with the tokens of a
-running sequence holds that one's pages as well, as far as their tokens are all common and the device has their rows in
-common too. Nobody writes what such a page has already, so the last, which both go on in, is never one.
+Rings of a method that shares pages among them take these as their sequences grow. A sequence that begins with the
+tokens of a running one holds that one's pages as well: those whose tokens are all common, and whose rows the device has
+in common. Such a page is never written again, so the last one, in which both go on, is never shared.
 
 Invariants: a ring is free, or held by one sequence that holds a slot; a page is free, or held by sequences whose tokens
 in it are the same; a sequence with a ring has pages for all its tokens.

@@ -1,17 +1,18 @@
-"""Windows of layers with sliding attention: who holds which, and which are kept as the ends of prefixes.
+"""Windows of layers with sliding attention: which sequence holds which, and which are kept as the ends of prefixes.
 
-A sequence holds a window while it holds a slot. A kept window is one that nobody writes to: a prompt that begins with
-the tokens it ends may go on from a copy, and the one is evicted first that costs least to make again (`EvictionOrder`).
-It belongs to the conversation that left it, or to the front that it lies in: those say how much it counts.
-A copy is kept when a prompt is computed, if there is a window for it, and the window itself when its sequence leaves. A
-prompt whose front is in pages, further than any window is kept, computes that front again and leaves a window there, a
-**branch**, for the next one. Invariants: a window is free, held or kept. A kept one has, for each of its ends, all
-cells that a layer sees from there on. A copy lacks what its source had overwritten.
+A sequence holds a window while it holds a slot. A kept window is one that nobody writes to. A prompt that begins with
+the tokens which end there may go on from a copy of it. The kept window that is cheapest to compute again is evicted
+first (`EvictionOrder`); the conversation that left it, or the front that it belongs to, says how much it counts. A copy
+is kept when a prompt is computed, if a window is free for it, and the window itself when its sequence leaves. A prompt
+whose front is in pages beyond all kept windows computes that front again, and leaves a window there, a **branch**, for
+the next one. Invariants: a window is free, held or kept. A kept one has, for each of its ends, all cells that a layer
+sees from there on. A copy lacks what its source had overwritten.
 
-States of recurrent layers are windows of another kind: one end each, the token behind which they stand. So a prompt
-leaves a copy at its last block's end, a **snapshot**, and a sequence that draws leaves one every `snapshot_tokens`. One
-that is preempted leaves the state itself, by the name of its last page (`PrefixCache.leave_live`), for nobody else.
-All of these are copied to host memory as well, where there is room for some (`HostSnapshots`).
+States of recurrent layers are windows of another kind, with one end each: the token behind which they stand. So a
+prompt leaves a copy at its last block's end, a **snapshot**, and a sequence that draws leaves one every
+`snapshot_tokens`. A preempted sequence leaves the state itself, by the name of its last page
+(`PrefixCache.leave_live`), for itself alone. All of these are copied to host memory as well, where there is room for
+some (`HostSnapshots`).
 """
 
 from dataclasses import dataclass, field
@@ -185,8 +186,8 @@ class Windows:
         return cell % self._page_tokens == 0 and cell - sequence.snapshot_cell >= self.snapshot_tokens
 
     def snapshot(self, sequence: Sequence) -> None:
-        """Keep a copy of the state of a sequence that `wants_snapshot`, whose hashes are known, if there is room: one
-        that is kept goes for it, but not the last.
+        """Keep a copy of the state of a sequence that `wants_snapshot`, whose hashes are known, if there is room. A
+        kept one is evicted for it, but not the last.
         """
         assert sequence.window is not None, "a sequence that wants one holds a state"
         cell = sequence.next_position
@@ -372,7 +373,7 @@ class Windows:
 
 
 def _owner_of(sequence: Sequence, num_blocks: int) -> int:
-    """Return whose an end behind so many blocks is: that of the front, as far as it reaches, or the conversation's."""
+    """Return the number of the front if so many blocks are within it, else of the sequence's conversation."""
     front, one = sequence.front, sequence.conversation
     if front is not None and num_blocks <= front.num_blocks:
         return front.number

@@ -96,8 +96,8 @@ class Constraint:
             self._advance(token_id)
 
     def take_next(self, number: int, output: Sequence[int]) -> int | None:
-        """Return the token that must come as number `number`, which is taken; None: there are several, another rule
-        forbids it, or what comes before it is not known. `output`: what the request has.
+        """Take and return the token that must come as number `number`. None where several tokens may come, another rule
+        forbids it, or the tokens in front are not known yet. output: the tokens that the request has.
         """
         if self.matcher is None or len(output) + len(self._taken) != number or self.matcher.is_stopped():
             return None

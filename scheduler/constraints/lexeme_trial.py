@@ -1,9 +1,9 @@
 """Try on a few texts whether a regular expression's automaton outgrows what masks can hold.
 
 llguidance makes an automaton's states as a text reaches them, and gives up where one step takes too long or there are
-too many. Their number is not known beforehand, so texts are written that match the expression, with a vocabulary in
-which a mask looks as far ahead as with a model's. Deterministic and bounded. What passes may still end an answer, if
-its text is worse than these.
+too many. Their number cannot be computed beforehand. So texts that match the expression are written, with a vocabulary
+in which a mask looks as far ahead as with a model's. Deterministic and bounded. An expression that passes may still end
+an answer whose text is worse than these.
 """
 
 import random

@@ -36,13 +36,13 @@ from scheduler.steps.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 MOST_IN_FLIGHT = 2  # steps of a lane
-# After so long a thread gives the interpreter to another that waits for it: the one that answers decode steps needs it
-# between two of them, and the device leaves it about a millisecond.
+# A thread hands the interpreter to another one after so long: the one that answers decode steps needs it between two
+# steps, for which the device leaves about a millisecond.
 HANDOVER_SECONDS = 0.0005
-_LOOK_SECONDS = 1e-4  # between two looks at what may be over, where there are two lanes ...
-_PATIENCE_SECONDS = 30.0  # longer than the host's answers are waited for
+_LOOK_SECONDS = 1e-4  # between two checks whether a step of either lane is over
+_PATIENCE_SECONDS = 30.0  # longer than any wait for the host's answers
 _NO_STORE = "this engine stores no keys and values of documents; it computes them with each prompt"
-_LOOKING_SECONDS = 5e-3  # ... and after so long, requests that have come meanwhile are looked at
+_LOOKING_SECONDS = 5e-3  # of such checks, before new requests are looked at
 
 
 class Engine:
@@ -59,11 +59,9 @@ class Engine:
         self._tier = tier
         self._ranks = ranks
         self._is_pipelined = is_pipelined
-        self._in_flight: list[
-            tuple[StepPlan, InFlight, float]
-        ] = []  # in the order of their launches, and when that was
+        self._in_flight: list[tuple[StepPlan, InFlight, float]] = []  # and when each was launched, in that order
         self._undrawn: dict[Lane, InFlight] = {}
-        self._unreported: list[Delta] = []  # of steps that were collected so that others could be drawn
+        self._unreported: list[Delta] = []  # of steps collected early, so that others could be drawn
         self._num_steps = 0
         self._step_seconds = 0.0
         self._decode_context_tokens = 0

@@ -163,9 +163,8 @@ class RankProcesses:
 def share_cores(
     cpus: Sequence[int], count: int, core_of: Callable[[int], tuple[int, int] | None] = physical_core
 ) -> list[tuple[int, ...]]:
-    """Return each rank's logical CPUs: those of neighbouring physical cores, which no two ranks share while there are
-    as many as ranks; all of them where there are fewer CPUs than ranks. core_of: package and core of a CPU, None: not
-    known.
+    """Return each rank's logical CPUs: neighbouring physical cores, none of which two ranks share if there are enough.
+    All CPUs where there are fewer than ranks. core_of: package and core of a CPU; None: not known.
     """
     places = [(core_of(cpu) or (-1, cpu), cpu) for cpu in cpus]
     cores = [[cpu for _, cpu in own] for _, own in groupby(sorted(places), key=itemgetter(0))]

@@ -34,14 +34,15 @@ _GRAPH_SIZES = 128, 256, 512, 1024
 
 
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
-    """Return the machine's memory, shared out. Raises PlanError when the deployment does not fit, and ProfileError.
+    """Plan the machine's memory. Raises PlanError when the deployment does not fit, and ProfileError.
 
-    Larger units of prefill are taken on a GPU if `scheduler.favour` says so and they cost no context and less than
-    three pages in a hundred. So are graphs of short ones, where their sizes are not configured; a context that is as
-    long as memory allows may be shorter by as much.
+    On a GPU larger prefill units are planned if `scheduler.favour` says so and they cost no context and less than 3 %
+    of the pages. The same holds for graphs of short units, where their sizes are not configured; a context that is as
+    long as memory allows may then be shorter by as much.
 
-    Steps that have the CPU compute experts want no memory to fetch them to: where rates choose that, it is shared out
-    again. For how many rows they chose it stays, though fewer experts lie in host memory then: either way takes less.
+    Steps whose experts the CPU computes need no memory to fetch these to. Where measured rates choose that, memory is
+    shared out again. The number of rows that was chosen then stays, though fewer experts are in host memory: either way
+    takes less.
     """
     profiles = list(resolve_profiles(config.all_profiles, config.host).values())
     architecture = served_shape(config, architecture)
@@ -106,7 +107,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
 
 
 def served_shape(config: EngineConfig, architecture: Architecture) -> Architecture:
-    """Return the model's shape with what its profiles want of it, the head that drafts, or one device's share of it.
+    """Return the model's shape with the head that drafts, if a profile uses it, or one device's share of a split model.
     Raises PlanError, with the profile or the key, for a model that has no such head, or cannot be split.
     """
     if config.gpu.devices > 1:

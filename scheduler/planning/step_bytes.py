@@ -39,9 +39,7 @@ class StepBytes:
         return num_rows <= self.plan.computed_rows
 
     def fetched(self, num_rows: int) -> float:
-        """Return experts in host memory that a step of so many rows takes: it brings them over the link before it reads
-        them, or the CPU reads them where they lie.
-        """
+        """Return the bytes of experts in host memory that a step of so many rows reads, over the link or by the CPU."""
         return find_expert_shares(self.architecture, self.plan).fetched_bytes(num_rows)
 
     def beside(self, num_rows: int) -> float:

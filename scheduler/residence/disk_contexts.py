@@ -165,8 +165,8 @@ class DiskContexts:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def note_left(self, sequence: Sequence, num_final_blocks: int, seconds_of: Seconds) -> None:
-        """Note what a sequence leaves in pages, of which the first KV blocks are final and known: what of it is not on
-        disk is written as long as it is there.
+        """Note the pages that a leaving sequence has, of which the first `num_final_blocks` blocks are final and known.
+        Those that are not on disk yet are written while they are still in pages.
         """
         if self.side is None:
             return

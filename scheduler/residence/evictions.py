@@ -25,7 +25,7 @@ _MOST_EVICTED = 8  # offload blocks at once, at most
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Blocks `[first, last)` of the run of all that share them: whose own they are, and who has them."""
+    """Blocks `[first, last)` of a run: the context that owns them, and all contexts that share them."""
 
     owner: HostContext
     first: int
@@ -82,10 +82,8 @@ class Evictor:
         return num_coming + self._contexts.num_resident - self._host.layout.blocks_for(self._contexts.num_resident)
 
     def evictable(self) -> list[HostContext]:
-        """Return the contexts with pages to evict, in the order of their eviction.
-
-        First idle ones, least recently used first; then held ones, those whose tokens cost the host least first, and of
-        these the one with the most.
+        """Return the contexts with pages to evict, in the order of their eviction: idle ones first, the least recently
+        used in front; then held ones, those that cost the host least per token in front, and of these the largest.
         """
         having = [one for one in self._contexts if one.num_resident]
         idle = sorted((one for one in having if not one.is_held), key=lambda one: one.used)

@@ -1,11 +1,11 @@
-"""Contexts in host memory: who holds them, which are forks of others, what they are charged, and which are dropped.
+"""Contexts in host memory: who holds them, which fork which, what they are charged, and which are dropped.
 
 A context is a run of blocks (whole pages of tokens behind the sink), all of them in host memory. Its first blocks are
 evicted and have a dense page each on the device; the others still have resident pages. A finished sequence's context
-stays, idle, for prompts that begin with the same tokens. A context is charged the most that its own blocks may take:
-at first for all that it may grow to before anybody is asked again, and once its sequence has left for what it has.
-Invariants: charges never exceed the limit; a context outlives its forks; one that nobody holds, finds or forked is
-closed; a block is found only where the one before it is; forks have the pages of the blocks they share.
+stays, idle, for prompts that begin with the same tokens. A context is charged the most that its own blocks may take: at
+first what it may grow to without asking again, and once its sequence has left what it has. Invariants: charges never
+exceed the limit; a context outlives its forks; one that nobody holds, finds or forked is closed; a block is found only
+where the one before it is; forks have the pages of the blocks they share.
 """
 
 from bisect import bisect_left
@@ -264,8 +264,8 @@ class HostContexts:
         return True
 
     def _bytes_of(self, size: RunSize) -> int:
-        """Return the most that a context's own blocks may take: those that come at once, and those that follow one by
-        one.
+        """Return the most bytes that a context's own blocks may take, those written at once and those added one
+        by one.
         """
         num_bulk = min(size.num_own, size.num_bulk)
         bulk_tokens = num_bulk * self._host.page_tokens

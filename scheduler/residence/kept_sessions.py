@@ -23,8 +23,8 @@ Question = AskSessions | SaveContext | ReadSaved
 
 
 class SessionDesk:
-    """Answers questions of sessions. One that forgets or saves something waits for the save before it, so that a
-    context is whole while it is saved; those that wait keep their order.
+    """Answers questions about sessions. One that forgets or saves something waits for the save before it, so that a
+    context is complete while it is saved. Questions that wait keep their order.
     """
 
     def __init__(self, residence: Residence) -> None:

@@ -44,9 +44,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """The pages and host memory that a prompt takes. Of its run, in blocks: `num_shared` are its source's, `num_own`
-    its own, of which at least `num_evicted` begin evicted. In pages of all layers: `num_new` for its window, and its
-    sink unless its source has that; `num_spare` that it may take soon. `size`: of the context that it is admitted with.
+    """The pages and host memory that a prompt takes.
+
+    num_shared, num_own: blocks of its run that are its source's, and its own.
+    num_evicted: how many of its own begin evicted, at least.
+    num_new: pages of all layers for its window, and for its sink unless its source has that.
+    num_spare: such pages that it may take soon.
+    size: of the context that it is admitted with.
     """
 
     num_shared: int

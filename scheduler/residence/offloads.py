@@ -81,8 +81,8 @@ class Offloads:
         return most
 
     def offload_short(self, running: Iterable[Sequence]) -> bool:
-        """Offload a short context that is on the device whole, so that its pages can be evicted; tell whether there was
-        one.
+        """Offload a short context that is on the device whole, so that its pages can be evicted; return whether there
+        was one.
 
         The one whose tokens cost the host least comes first, and of these the longest. Whole offload blocks of its
         middle are offloaded.

@@ -42,9 +42,12 @@ class Changes:
 
 
 class Residence:
-    """The place of each context: its pages, and its blocks in host memory. `model_key`: names the model in prefix
-    hashes. `contexts`, `evictor`: None where every context stays on the device. page_memory, window_memory: how these
-    come to be there; None: all are. disk: where contexts are kept beside; None: nowhere.
+    """The place of each context: its pages, and its blocks in host memory.
+
+    model_key: names the model in prefix hashes.
+    page_memory, window_memory: allocate pages and windows on demand; None: all are there from the start.
+    disk: where contexts are kept as well; None: nowhere.
+    contexts, evictor: None where every context stays on the device.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Residence:
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def await_room(self, sequence: Sequence) -> None:
-        """Note what a waiting sequence will take, which does not change meanwhile."""
+        """Note the pages and the offloaded run that a waiting sequence will have; they do not change while it waits."""
         sequence.num_pages = -(-sequence.num_tokens // self.page_tokens)
         sequence.run_end = 0 if self.prompts is None else self.prompts.run_end(sequence)
         self.prefixes.await_blocks(sequence)

@@ -30,12 +30,14 @@ class TooLargeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostCapacity:
-    """A context beyond `resident_tokens` is `[0, sink)` on the device, `[sink, end)` in host memory, the rest a window.
+    """How contexts are divided between device and host memory. A context beyond `resident_tokens` is `[0, sink)` on the
+    device, `[sink, end)` in host memory, and a window behind that on the device.
 
-    Lengths but `resident_tokens` are whole pages. `is_adaptive`: what is in host memory stays in pages of the device as
-    well, while nobody needs them. `bytes_of_run(bulk, more, reading, is_fork)`: what tokens take
-    there at most that are offloaded at once, and those that follow block by block; a fork's, behind those that it
-    shares. `own`: by name, of profiles whose methods need longer windows; all else in it is the same.
+    All lengths but `resident_tokens` are whole pages.
+    is_adaptive: whether offloaded tokens keep their pages on the device while nobody needs these.
+    bytes_of_run: the most host memory that `(bulk, more, reading, is_fork)` takes: `bulk` tokens that are offloaded at
+        once and `more` that follow block by block; of a fork, those behind the shared ones.
+    own: by profile, the capacity where a method needs a longer window; the rest of it is the same.
     """
 
     page_tokens: int

@@ -7,8 +7,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a conversation's last request left that can be found again: tokens, int32, whose whole blocks in front have
-    these hashes, and some behind; num_prompt_tokens: of its prompt; profile: that computed them.
+    """What a conversation's last request left that can be found again.
+
+    token_ids: int32, the tokens of the whole blocks with these hashes, and some behind them.
+    num_prompt_tokens: how many of them were its prompt.
+    profile: the profile that computed them.
     """
 
     token_ids: np.ndarray

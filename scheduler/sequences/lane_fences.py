@@ -11,9 +11,7 @@ from gpu.step import HostRead, Lane
 
 
 class Rows(Enum):
-    """The kind of rows of a decode step, whose time is learnt: those of `Lane.DEVICE`, or that could step there; those
-    with host reads, alone or with others without.
-    """
+    """The kind of rows of a decode step, whose time is learnt by kind: without host reads, with host reads, or both."""
 
     DEVICE = 0
     HOST = 1

@@ -21,14 +21,18 @@ class RunSize:
 
 @dataclass(eq=False, slots=True)
 class HostContext:
-    """The context of one sequence in host memory. `size`: what is paid for; `pages`: of what is written, the parent's
-    in front; those of the first `num_evicted` blocks are dense, in `storage` if they are this context's own.
+    """The context of one sequence in host memory.
 
-    `is_written`: whether all of it is in host memory once the plans so far are carried out; else a prefill is at it.
-    `num_landed`: of its first blocks, whose rows have landed by now, or will soon.
-    `hashes`: of the first blocks, those that others may find and those in front of them.
-    `is_open`: the device has been told of it. `used`: the time of its last use, counted in uses. `owner`: the number of
-    the conversation that left it.
+    size: the blocks that host memory is charged for.
+    pages: of the blocks that are written, the parent's in front. The first `num_evicted` are dense pages; `storage`
+        holds those among them that are this context's own.
+    num_landed: how many of its first blocks have landed in host memory, or will before the next draw.
+    hashes: of its first blocks, as far as others may find them.
+    owner: the number of the conversation that left it.
+    used: when it was used last, counted in uses.
+    is_open: whether the device knows it.
+    is_written: whether all of it is in host memory once the plans so far are carried out; if not, a prefill still
+        writes.
     """
 
     context_id: int
@@ -66,7 +70,7 @@ class HostContext:
 
 
 def owner_of(context: HostContext, block: int) -> HostContext:
-    """Return the context whose own block of the run it is: this one, or one that it stands on."""
+    """Return the context that owns this block of the run: this one, or an ancestor."""
     while block < context.size.num_shared:
         assert context.parent is not None
         context = context.parent
@@ -74,7 +78,7 @@ def owner_of(context: HostContext, block: int) -> HostContext:
 
 
 def end_of_shared(context: HostContext, owner: HostContext) -> int:
-    """Return where the owner's blocks end in the context's run; 0: it does not stand on it."""
+    """Return where the owner's blocks end in the context's run; 0: the owner is no ancestor."""
     end = context.num_blocks
     while context is not owner:
         if context.parent is None:
@@ -84,7 +88,7 @@ def end_of_shared(context: HostContext, owner: HostContext) -> int:
 
 
 def root_of(context: HostContext) -> HostContext:
-    """Return the context that it stands on in the end, maybe itself."""
+    """Return the first ancestor, which is the context itself where it has no parent."""
     while context.parent is not None:
         context = context.parent
     return context

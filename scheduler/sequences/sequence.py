@@ -137,7 +137,7 @@ class Sequence:
 
     @property
     def steps_by_ring(self) -> bool:
-        """Return whether its steps look at a ring that it holds; one that is for its drafts alone they do not."""
+        """Return whether its steps use the ring that it holds; they do not use one that is for its drafts alone."""
         return self.ring is not None and self.profile.draft_part is None
 
     @property

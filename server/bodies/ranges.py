@@ -44,5 +44,5 @@ def describe_range(least: float, most: float, closed: bool) -> str:
 
 
 def spell(value: float) -> str:
-    """Return a number as people write it: whole ones in full, others in as many digits as they have."""
+    """Return a number as people write it: whole ones without a point, others with all of their digits."""
     return str(int(value)) if float(value).is_integer() and abs(value) < 2**64 else repr(value)

@@ -123,7 +123,7 @@ def stream_events(conversation: Conversation) -> Iterator[dict[str, Any]]:
 
 
 def stream_answer(conversation: Conversation, console: Console) -> None:
-    """Ask for the next answer, print it as it comes and append it to the conversation, then what it took. Ctrl-C ends
+    """Request the next answer, print it as it comes, append it to the conversation, and print its figures. Ctrl-C ends
     it early; where nothing has come yet, the question is taken back.
     """
     pieces: list[str] = []

@@ -1,7 +1,7 @@
-"""Start an engine process before anybody knows what it is to serve, so that it reads its libraries meanwhile.
+"""Start an engine process before it is known what it will serve, so that it imports its libraries meanwhile.
 
-Those take longer than all that the API process does before it hands over the plan. With several models that take turns
-another one waits while a model is served, for the next one. Imports nothing but Python's own.
+These take longer than all that the API process does before it hands over the plan. With several models that take turns,
+another process waits for the next one while a model is served. Imports nothing but Python's own modules.
 """
 
 import os

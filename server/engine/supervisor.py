@@ -207,7 +207,7 @@ class Supervisor:
 
     @property
     def knows_disk(self) -> bool:
-        """Return whether no engine is there, or one that ends, and it is known what it keeps on disk, and where."""
+        """Return whether the engine is gone, or ends, and it is known where and what it keeps on disk."""
         is_at_rest = self.state == "unloaded" or (self.state == "ready" and self._stopping)
         return is_at_rest and (self._disk is None or self.contexts_folder is not None)
 
@@ -520,8 +520,8 @@ class Supervisor:
         return found
 
     def drop_chunks(self, chunks: list[NamedChunk]) -> None:
-        """Drop chunks that no document has any more; without an engine, as soon as there is one, and of many those that
-        were named last. A document that came back meanwhile is computed again.
+        """Drop chunks that no document has any more. Without an engine they are dropped once there is one, the last
+        named ones if there are too many. A document that came back meanwhile is computed again.
         """
         self._undropped |= dict.fromkeys(chunks)
         while len(self._undropped) > _MOST_UNDROPPED:

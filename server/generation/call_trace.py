@@ -18,7 +18,9 @@ _TEXT_KINDS = ("cmpl", "slot")
 
 @dataclass(frozen=True, slots=True)
 class CallFacts:
-    """What is known of a call when it comes; kind: what its id begins with; profile: that attends to its prompts."""
+    """What is known of a call when it arrives. kind: the prefix of its id; profile: the one that attends to its
+    prompts.
+    """
 
     kind: str
     body: GenerationBody

@@ -89,8 +89,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Say whose call it is: the owner and the session of what is kept of it, the salt of its prefixes, and the seconds
-    that it may take (None: any).
+    """Who calls: the owner and the session of what is kept, the salt of prefixes, and the seconds that the call may
+    take (None: any).
     """
 
     cache_salt: str

@@ -119,8 +119,9 @@ async def cut_chat_prompt(service: Service, body: ChatBody, conversation: Conver
 async def follow_turn(
     service: Service, prompt: Prompt, conversation: Conversation, whose: Sequence[str], context: int
 ) -> Prompt:
-    """Return a chat's prompt as the next turn of a conversation that opens alike: its text is the same, and its tokens
-    are those that were written. `whose`: what keeps conversations of others apart.
+    """Return a chat's prompt as the next turn of a conversation with the same opening. Its text is unchanged; its
+    tokens are those that were written before, where they spell the same. whose: keeps conversations of different
+    callers apart.
     """
     opening = next((message_text(message) for message in conversation.messages if message.role == "user"), "")
     digest = hashlib.blake2b("\0".join([*whose, opening]).encode("utf-8", "surrogatepass"), digest_size=16)

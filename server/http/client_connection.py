@@ -223,8 +223,9 @@ class Connection(HttpToolsProtocol):
             cycle.keep_alive = False
 
     def _probe(self) -> None:
-        """Write what no client minds, so that one that is gone resets the connection: before an answer an interim
-        response, and in a stream what the application writes when its `receive` wakes for nothing."""
+        """Write something harmless, so that a client that is gone resets the connection: an interim response before an
+        answer; in a stream, what the application writes when its `receive` wakes for nothing.
+        """
         if self.transport.is_closing() or not self._is_answering:
             return
         if not self.pipeline:

@@ -1,10 +1,10 @@
 """All models of a deployment, and the policy of which of them are loaded.
 
-One model is loaded at the start and stays: requests meet its engine as it is. Of several, or of one with
-`idle_seconds`, an engine is started when a request wants it. Where there is no room, others are drained first: they let
-nobody in, answer what they have begun, and end. A model that was just loaded is not drained before it has served for as
-long as its load took, so that loads take half of the time at most; an idle one is at once. As long as one of several
-has no engine, a process that has read an engine's libraries waits for it.
+A single model is loaded at the start and stays, so requests always find its engine. Of several models, or of one with
+`idle_seconds`, an engine is started when a request wants it. Where there is no room, other models are drained first:
+they accept no request, answer what they have begun, and end. A model that was just loaded is not drained before it has
+served for as long as its load took, so that loading takes at most half of the time; an idle model may go at once. While
+one of several models has no engine, a process that has already read an engine's libraries waits for it.
 """
 
 import asyncio
@@ -257,8 +257,8 @@ class ModelRegistry:
         return due_s
 
     def _in_the_way(self, wanted: ServedModel) -> list[ServedModel]:
-        """Return the models that must go before this one has room: those that would go first anyway, and before them
-        one that makes room already, or each request for that would have another begin to.
+        """Return the models that must go before this one has room, in the order in which models go. One that is already
+        making room comes first, or each request for this model would make another one begin to.
         """
         by_expiry = sorted(
             self._started(),

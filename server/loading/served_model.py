@@ -1,4 +1,4 @@
-"""One model of a deployment: its service, whose engine comes and goes, and the requests that have it or wait for it."""
+"""One model of a deployment: its service, whose engine comes and goes, and the requests that use it or wait for it."""
 
 import asyncio
 import math

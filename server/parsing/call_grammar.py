@@ -1,8 +1,8 @@
 """Write the grammar of an answer: calls in the model's own syntax, a form, or either, behind its reasoning.
 
-Or content in which calls may stand: it then holds nothing that begins a call, so one that begins is constrained.
-Reasoning may come first where the model marks it. It is free, and must end where the prompt has begun it and a form
-follows. The notation is llguidance's Lark; `@form` stands for the form. `grammar/structured.py` checks the text.
+Or content in which calls may stand: text in front of a call holds nothing that begins one, so whatever begins a call is
+constrained. Reasoning may come first where the model marks it. It is free, and must end if the prompt has begun it and
+a form follows. The notation is llguidance's Lark; `@form` stands for the form. `grammar/structured.py` checks the text.
 """
 
 import json

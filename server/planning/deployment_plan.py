@@ -154,7 +154,9 @@ def _tell_what_gains_nothing(device: str, profiles: Mapping[str, Profile]) -> tu
 
 
 def _tell_losses(profiles: Mapping[str, Profile]) -> tuple[str, ...]:
-    """Return a line for each method that reads less than everything: what it lost, and the profiles that have it."""
+    """Return a line for each method that reads less than everything: its measured loss, and the profiles that use
+    it.
+    """
     users: dict[str, list[str]] = {}
     measured = {}
     for name, profile in profiles.items():

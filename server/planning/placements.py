@@ -350,7 +350,9 @@ def _step(planned: Planned, batch: int, share: float, rates: Rates) -> StepEstim
 
 
 def _find_best(placements: Sequence[Placement]) -> str | None:
-    """Return the fastest placement at one context; one that reads less must be faster than one that reads all."""
+    """Return the name of the fastest placement at one context. One that reads less than everything must be faster by
+    PAYS than one that reads everything.
+    """
     best: Placement | None = None
     for placement in placements:
         if placement.first is None:

@@ -44,8 +44,8 @@ def find_room(machine: MachineProfile, is_shared: bool) -> Room:
 
 
 def taken_bytes(plan: MemoryPlan, place: Device) -> int:
-    """Return the bytes that an engine may take: on a card its limit, whose rest the libraries take; of host memory what
-    its plan has there, of each of its devices.
+    """Return the bytes that an engine may take: on a card its limit, beyond which libraries take the rest; of host
+    memory what its plan has there on all of its devices.
     """
     if place == "gpu":
         return plan.limit_bytes.get("gpu", 0)

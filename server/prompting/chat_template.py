@@ -1,8 +1,8 @@
 """Chat templates: what a template is given, and what it takes.
 
-A template comes from a checkpoint, so it is foreign code: a child process renders it (`renderers.py`). What it
-takes is found out by rendering short chats; a chat is then written so that no message of it is dropped without a word.
-For a template that writes no tools, `default_tools.py` does.
+A template comes from a checkpoint, so it is foreign code: a child process renders it (`renderers.py`). Rendering short
+chats shows which messages it takes; a chat is then written so that no message is dropped silently. For a template that
+writes no tools, `default_tools.py` does.
 """
 
 import secrets

@@ -1,6 +1,6 @@
-"""Leave out of a chat's instructions what a client writes anew with each request and what tells a model nothing.
+"""Leave out of a chat's instructions the lines that a client changes with each request and that tell a model nothing.
 
-One such line in front makes every token behind it another one, so nothing that was computed before could be used again.
+One such line near the front changes every block behind it, so that nothing cached could be used again.
 """
 
 import re

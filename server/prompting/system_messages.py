@@ -1,7 +1,7 @@
 """Place the instructions of a chat: messages of the roles `system` and `developer`, which are one to templates.
 
-No text of theirs is lost, and their order stays. One that comes later stays where it is, so that what was computed in
-front of it is used again: a template that takes no system message there gets it as a reminder in the turn before it.
+None of their text is lost, and their order stays. A later one keeps its place, so that cached tokens in front of it can
+be used again. If the template takes no system message there, it becomes a reminder in the turn before it.
 """
 
 from msgspec import structs

@@ -91,7 +91,7 @@ def _answer(source: str, variables: dict[str, Any]) -> bytes:
 
 
 def _limit_memory(more_bytes: int | None) -> None:
-    """Let the process map so many bytes more than it has; None: as many as it was started with."""
+    """Limit the process to so many bytes more than it has mapped now; None: to its limit at its start."""
     limit = most = resource.getrlimit(resource.RLIMIT_AS)[1]
     if more_bytes is not None:
         with open("/proc/self/statm", encoding="ascii") as file:

@@ -1,6 +1,7 @@
 """Answer a request once its model is loaded. A stream that waits for long begins meanwhile, and says what it waits for.
 
-Before that a request that is not served has its own status; in a stream it has an error as its last event.
+A request that is refused before its stream has begun gets a status of its own; afterwards the error is the stream's
+last event.
 """
 
 import asyncio

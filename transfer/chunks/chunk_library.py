@@ -191,8 +191,8 @@ class ChunkLibrary:
 
     @property
     def room_bytes(self) -> int:
-        """Return the room for chunks that are computed from now on: as much as the store has for all of its own, less
-        those that it has not taken. It may be below 0.
+        """Return the room for chunks that are still to be computed: as much as the store holds in all, less those that
+        it has not taken yet. It may be below 0.
         """
         with self._lock:
             return max(self.store.memory_limit_bytes, LEAST_AHEAD_BYTES) - self._bytes_kept

@@ -35,8 +35,8 @@ class Found:
 def write_with_room(root: Path, num_bytes: int, write: Callable[[], None]) -> int:
     """Write so many bytes to the disk of `root`; return how many chunks' files were evicted for it.
 
-    Where the disk is full, files that take as much are evicted, and it is tried once more: another program that fills
-    it would fill it again. `write` leaves nothing when it raises. Raises its OSError.
+    Where the disk is full, files of as many bytes are evicted and it is tried once more, not oftener: if another
+    program fills the disk, evicting does not help. `write` leaves nothing when it raises. Raises its OSError.
     """
     try:
         write()

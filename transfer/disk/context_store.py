@@ -93,8 +93,8 @@ class ContextStore:
         return self._last_write is not None and not self._last_write.done()
 
     def run_touch(self, kind: str, names: Sequence[str]) -> None:
-        """Mark the records of a prefix as used, behind what is being written; not so where a slow disk has many such
-        marks to write: they say no more than what is evicted first.
+        """Mark the records of a prefix as used, behind what is being written. Where a slow disk has too many marks to
+        write, this one is dropped: marks only order evictions.
         """
         if self._num_touches < MOST_TOUCHES:
             with self._lock:

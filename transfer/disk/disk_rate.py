@@ -19,8 +19,8 @@ _FILE = "rate.json"
 
 
 def find_rate(root: Path, num_threads: int) -> float:
-    """Return what `probe_rate` does, or did within KEPT_SECONDS for the same device and as many threads: the folder
-    keeps it with its date, so that not every start writes PROBE_BYTES.
+    """Return what `probe_rate` measures, or measured within KEPT_SECONDS for the same device and number of threads. The
+    folder keeps it with its date, so that not every start writes PROBE_BYTES.
     """
     wanted = {"device": _device_of(root), "threads": num_threads}
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -1,8 +1,8 @@
-"""Who holds which records of a model's folder: sessions, so that all of one can be forgotten, and contexts that were
-saved by name, which stay until they are deleted. No torch.
+"""Record which sessions and saved contexts hold which records of a model's folder. No torch.
 
-Each is a small file, written aside and renamed, named by the hash of its owner and name: so no name is a path. What is
-cut short or changed is removed at the start. Of sessions those noted last are known, so many of them.
+A session's records can so be forgotten together, and a context that was saved by name stays until it is deleted. Each
+holder is a small file, written aside and renamed. Its name is the hash of owner and name, so a client's name is never a
+path. Files that are cut short or changed are removed at the start. Of sessions only the last ones noted are kept.
 """
 
 import errno

@@ -136,8 +136,8 @@ class RecordFolder:
                     entry.num_leases = max(0, entry.num_leases - 1)
 
     def begin_save(self, places: Mapping[str, int]) -> None:
-        """Keep these from being evicted until `pin`, those that are not there yet as well, but for one whose place in
-        its prefix is further to the front: so the front of a context that is saved makes no room for its end.
+        """Keep these records from being evicted until `pin`, also those that are not written yet. Where room is short,
+        a record nearer to the front of its prefix may replace one further behind, never the other way round.
         """
         with self._lock:
             self._saving |= places
@@ -158,7 +158,7 @@ class RecordFolder:
         return sum(entry.num_bytes for entry in found if entry is not None)
 
     def touch(self, kind: str, names: Sequence[str]) -> None:
-        """Mark the blocks of one prefix as used, so that its last ones are evicted before those in front."""
+        """Mark the blocks of one prefix as used, the first block last, so that its end is evicted before its front."""
         for name in reversed(names):
             with self._lock:
                 entry = self._entries.get(f"{name}.{kind}")
@@ -171,8 +171,8 @@ class RecordFolder:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, kind: str, name: str, part: int, out: memoryview) -> None:
-        """Fill `out` with a part's bytes. Raises RecordError where they are not those that were stored, and then the
-        record is gone; or where the system is short of something, and then it is kept.
+        """Fill `out` with a part's bytes. Raises RecordError if they are not those that were stored, and then removes
+        the record; also if the system is short of something, and then the record stays.
         """
         entry = self._entries.get(f"{name}.{kind}")
         if entry is None:

@@ -1,8 +1,7 @@
 """MAC's side on the device: matches before a layer is read, completes it afterwards, and keeps the rings.
 
-Invariants: a slot has the ring that plans gave it last, or none; a ring's entries are of its own sequence's cells, each
-written as the cell is, so none belongs to a cell other than its place says; rows without a ring read what they read
-without MAC.
+Invariants: a slot has the ring that plans gave it last, or none. A ring's entries are of its own sequence's cells, each
+written when the cell is, so an entry's place says its cell. Rows without a ring read what they would without MAC.
 """
 
 from collections.abc import Callable, Sequence

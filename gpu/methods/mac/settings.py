@@ -65,8 +65,8 @@ class MacSettings(Settings):
         return self.capacity if self.seed_tokens is None else self.seed_tokens
 
     def layers(self, architecture: Architecture) -> list[int]:
-        """Return the layers that match: all but the ones that are off, and those with a window, which read little as it
-        is.
+        """Return the layers that match: all but those that are off, and those with a window, which read little
+        anyway.
         """
         off = {layer for layer, tau in self.layer_tau.items() if tau == "off"} | set(architecture.layers_apart)
         return [layer for layer in range(architecture.num_layers) if layer not in off]

@@ -1,7 +1,7 @@
-"""Prefill that attends one query of so many to everything, and the others to the key blocks that these chose.
+"""Prefill in which one query of several attends to everything, and the others attend to the key blocks that it chose.
 
-MOMO ("Measure Once, Mask Once: Delta Refined Block Sparse Attention"). Its output is corrected by a difference
-(eq. 2), so it is no softmax over a set of tokens, and is merged with nothing.
+MOMO ("Measure Once, Mask Once: Delta Refined Block Sparse Attention"). Its output is corrected by a difference (eq. 2),
+so it is no softmax over a set of tokens, and is merged with nothing.
 """
 
 from typing import Any

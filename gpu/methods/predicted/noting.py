@@ -1,9 +1,9 @@
-"""Note what a step attended to in histories: exp(max - lse) by block, the most of a KV head's query heads.
+"""Write a row of history after a step: exp(max - lse) by block, the largest of a KV head's query heads.
 
-A block that was not read keeps what it had in the row before: one that was low stays so until it is looked at, and one
-that was high is chosen, read and put right. Invariant: lse is of what was read exactly, near and fetched; what a sample
-says of the rest never comes here, since it would choose what the next sample leaves out. Bytes: the row before, read
-once, and the maxima of what is not in a skipped range.
+A block that was not read keeps its value of the row before. A low one stays low until the block is looked at; a high
+one is chosen, read and so corrected. Invariant: lse covers only what was read exactly, near and fetched. A sample's
+estimate of the rest never enters, since it would choose what the next sample leaves out. Bytes: the row before, read
+once, and the maxima outside skipped ranges.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Choose which rings and layers predict their next blocks after a step: layers take turns, by ring and cell.
 
-Invariants: in which steps a layer's blocks are chosen follows from its turn and the cell alone; a score is said to hold
-only if it was made `predict_every` steps before, with no step left out since, and of as many blocks, as far as it sees
-them; other rings' last cells are not written, for one may be assigned meanwhile, in the other lane. On a GPU a step's
-are made in one launch, by ring.
+Invariants: the steps in which a layer's blocks are chosen follow from its turn and the cell alone. A score is reused
+only if it was made `predict_every` steps before, no step is missing since, and the number of blocks is the same. The
+last cells of rings without a row in this step are not written, since the other lane may assign such a ring meanwhile.
+On a GPU the choices of a step are made in one launch, a program a ring.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,9 @@ _BLOCK, _EDGE = tl.constexpr(BLOCK_TOKENS), tl.constexpr(EDGE_BLOCKS)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The choice of the next blocks, by place. is_in: bool, whether it chooses now; stale, widths, oldest: int32
-    `[places]`, see `predict_blocks`; limits: int32 `[places]`, the number of blocks that are in host memory alone.
+    """The choice of the next blocks, by place. is_in: bool `[places]`, whether the place chooses in this step; stale,
+    widths,
+    oldest: int32 `[places]`, see `predict_blocks`; limits: int32 `[places]`, the number of blocks in host memory alone.
     """
 
     is_in: Tensor
@@ -98,9 +99,9 @@ def _turns_kernel(
 
 
 class Turns:
-    """Decides whose blocks are predicted in a step, and keeps the histories. last_cells, begins: int64 `[rings + 1]`,
-    each ring's last cell, and the first cell of the unbroken run up to it; the last entry serves rows without a ring. A
-    history has as many rows as steps are seen and lie between predictions.
+    """Decides which places predict blocks in a step, and keeps what the decision needs. last_cells, begins: int64
+    `[rings + 1]`, each ring's last cell, and the first cell of the unbroken run up to it; the last entry serves rows
+    without a ring. A history has `history` rows that are read, and one more for each step between predictions.
     """
 
     def __init__(

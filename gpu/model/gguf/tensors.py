@@ -120,8 +120,8 @@ def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisatio
 
 
 def stored_as(architecture: Architecture, kind: str) -> Architecture:
-    """Return a shape as a file would have it all of whose matrices are of one kind, and the output matrix Q6_K, as most
-    files have that. Raises ModelError for rows that are no whole blocks.
+    """Return the shape of a file whose matrices are all of this kind, but for the output matrix, which is Q6_K as in
+    most files. Raises ModelError for rows that are no whole blocks.
     """
     output = None if architecture.tied_embeddings else format_of(["Q6_K"])
     stored = format_of([kind])

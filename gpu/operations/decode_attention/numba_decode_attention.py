@@ -89,8 +89,8 @@ def _attend(query, key_pages, value_pages, page_table, slots, context_lens, boun
 
 @inner(fastmath=FINITE_OR_NOT)
 def _attend_cells(query, keys, values, pages, below, begins, ends, scale, logits, out, lse, covered, maxima):
-    """Attend with one KV head's query group to the cells that some head reads, those below its `below` and in `[its
-    begin, its end)`: logits, their softmax, then the weighted values.
+    """Attend with one KV head's query group to the cells that some head reads: logits, their softmax, then the weighted
+    values. A head reads the cells below its `below` and those in its `[begin, end)`.
     """
     group, dim = query.shape
     page_tokens = keys.shape[1]

@@ -1,12 +1,12 @@
 """A mixture of experts for more tokens: tiles of one expert's tokens by its rows, on tensor cores.
 
-Of up to LEAST_PAIRS tokens the programs of gate and up pair tokens with experts themselves, from the router's logits,
-and note it for down; of more, tiles come listed (`routing`). A launch has as many tiles as there can be, so that a
-graph holds it; those without pairs end at once. Packed experts are widened in registers; where each has many tokens,
-some experts at a time are widened in memory instead, and multiplied as plain ones. A program owns whole outputs of its
-pairs, and a token's are summed in the order of their places, so results do not depend on scheduling. Bytes moved: rows
-of the experts that are taken, once for each tile of tokens; each expert's output of a token is written and read once; a
-widened matrix is written, too.
+For up to LEAST_PAIRS tokens the programs of gate and up find the pairs of token and expert themselves, from the
+router's logits, and write them down for the down projection. For more tokens, tiles are listed beforehand (`routing`).
+A launch has the largest possible number of tiles, so that it can be in a graph; tiles without pairs end at once. Packed
+experts are widened in registers. Where each expert has many tokens, a few experts at a time are widened in memory
+instead, and multiplied as plain ones. A program owns whole outputs of its pairs, and a token's outputs are summed in
+the order of their places, so results do not depend on scheduling. Bytes moved: the rows of chosen experts, once for
+each tile of tokens; each expert's output for a token, written and read once; a widened matrix is written, too.
 """
 
 from collections.abc import Iterator

@@ -17,11 +17,11 @@ from gpu.operations.swiglu import swiglu_reference
 
 
 def fold_choice(logits: Tensor, experts: Experts, correction: Tensor | None) -> Tensor:
-    """Return logits of a router by sigmoids, or of one that chooses among groups, as a softmax has them: those of the
-    experts that a token takes are the logarithms of their weights, all others -inf.
+    """Return the logits of a router by sigmoids, or of one that chooses among groups, as a softmax router would have
+    them: the logarithms of the weights for experts that a token takes, -inf for all others.
 
     logits: float32 `[tokens, experts]`; correction: `[experts]`, of the choice alone; None: there is none. DeepSeek-V3,
-    arXiv 2412.19437, eq. (13) to (16), and DeepSeek-V2, arXiv 2405.04434, section 2.2.2.
+        arXiv 2412.19437, eq. (13) to (16), and DeepSeek-V2, arXiv 2405.04434, section 2.2.2.
     """
     weights = F.logsigmoid(logits) if experts.is_sigmoid else torch.log_softmax(logits, 1)
     wanted = weights.exp() if correction is None else weights.exp() + correction

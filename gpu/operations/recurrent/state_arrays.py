@@ -3,17 +3,17 @@
 from gpu.model.spec import Recurrent
 from transfer.arrays import FLOATS, ArraySpec, sum_bytes
 
-CHUNK_TOKENS = 64  # of a prompt, whose products are made at once
-SEGMENT_TOKENS = 1024  # of a prompt, whose chunks are made ready together: what they take does not grow with it
-CHUNKS_AT_ONCE = 16  # of a unit, whose parts are there together, where kernels compute them
-MOST_STEP_ROWS = 5  # of one sequence in a decode step: a ring's inputs are read before those that take their places
-SHORT_COPIES = 5  # of a short convolution's inputs and outputs, as wide, at once
-SEGMENT_COPIES = 8  # of queries, keys and values in float32, at once
+CHUNK_TOKENS = 64  # of a prompt, which are multiplied at once
+SEGMENT_TOKENS = 1024  # of a prompt, whose chunks are prepared together, so that memory does not grow with prompts
+CHUNKS_AT_ONCE = 16  # of a unit, whose parts exist together where kernels compute them
+MOST_STEP_ROWS = 5  # of one sequence in a decode step: later rows must not overwrite inputs that the first reads
+SHORT_COPIES = 5  # arrays as wide as a short convolution's input that exist at once
+SEGMENT_COPIES = 8  # copies of queries, keys and values in float32 that exist at once
 
 
 def ring_length(conv_tokens: int) -> int:
-    """Return the inputs of its convolution that a sequence keeps, by position: those of a step's rows take no places of
-    those that its first row reads.
+    """Return how many inputs of its convolution a sequence keeps, a power of two: enough that a step's rows do not
+    overwrite inputs that its first row still reads.
     """
     length = 1
     while length < MOST_STEP_ROWS + conv_tokens - 1:
@@ -33,14 +33,14 @@ def state_arrays(own: Recurrent, count: int, dtype_bytes: int, state_bytes: int)
 
 
 def draft_array(own: Recurrent, slots: int, dtype_bytes: int) -> ArraySpec:
-    """Return what a layer keeps of drafted tokens until it is known which are drawn: their gates. Their inputs are in
-    the ring.
+    """Return what a layer keeps of drafted tokens until it is known which are accepted: their gates. Their inputs are
+    in the ring.
     """
     return ArraySpec((slots, MOST_STEP_ROWS - 1, own.gate_rows), FLOATS[dtype_bytes])
 
 
 def stacked_arrays(own: Recurrent, layers: int, dtype_bytes: int) -> dict[str, ArraySpec]:
-    """Return what all layers' states are changed by at once, as one kernel finds it."""
+    """Return the parameters of all layers' state updates in one array each, for the kernel that updates all layers."""
     biases = {"conv_bias": ArraySpec((layers, own.conv_width), FLOATS[dtype_bytes])} if own.is_mamba else {}
     return biases | {
         "conv": ArraySpec((layers, own.conv_width, own.conv_tokens), FLOATS[dtype_bytes]),
@@ -55,8 +55,8 @@ def padded(dim: int) -> int:
 
 
 def chunk_arrays(own: Recurrent, num_chunks: int) -> dict[str, ArraySpec]:
-    """Return what kernels leave for one another of a unit's chunks: of each head three matrices as wide as a key, one
-    as a value, one as a chunk; and how much of the state stays.
+    """Return the arrays that kernels pass to one another for a unit's chunks: for each head three matrices as wide as a
+    key, one as wide as a value, one as wide as a chunk; and how much of the state remains.
     """
     count = min(num_chunks, CHUNKS_AT_ONCE)
     width = 3 * padded(own.key_dim) + padded(own.value_dim) + CHUNK_TOKENS

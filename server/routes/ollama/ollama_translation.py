@@ -113,7 +113,7 @@ def read_messages(given: list[OllamaMessage]) -> list[Message]:
 
 
 def _take_answered(at: str, message: OllamaMessage, waiting: list[MessageCall]) -> str:
-    """Take the call that a result answers out of those that wait: by its id, its tool, or its turn."""
+    """Take from the waiting calls the one that a result answers, found by its id, by its tool, or by its order."""
     for call in waiting:
         if message.tool_call_id is not None:
             is_it = call.id == message.tool_call_id

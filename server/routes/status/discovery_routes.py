@@ -1,4 +1,4 @@
-"""Answer other programs that ask a server about itself before they use it, as the servers do that they know.
+"""Answer programs that ask which server this is before they use it, in the form that they know from other servers.
 
 The router `smg` asks as it asks SGLang's servers, and lm_eval's remote tokenizer as it asks vLLM's.
 """
