@@ -105,7 +105,7 @@ def load_runner(
             open_experts=asked.open_experts, computed_rows=asked.computed_rows,
             num_states=asked.num_windows if architecture.recurrent is not None else 0,
             state_dtype=STATE_DTYPES[gpu.state_dtype], num_host_states=asked.num_host_states,
-            compile_settings=gpu.model_dump_json(exclude={"kv"}) if asked.compiles_ahead else None,
+            compile_settings=gpu.model_dump_json() if asked.compiles_ahead else None,
             link_share=asked.link_share,
             adapters=asked.adapters,
             ranks=asked.ranks,

@@ -124,6 +124,9 @@ COMPILED_LOGITS_FLOAT32 = 3e-5
 # round the other way than float64's. That is rare (2 of 36 batches were over 5e-4), and counts most where a row attends
 # to itself alone: 2**-8 of an element of its only value gave 4.7e-3 once. A lost token of 200 is 0.1.
 COMPILED_LOGITS_BFLOAT16 = 1e-2
+# The same over rows in int8: an element of the step's own key or value near the middle of two codes may round the other
+# way, a 127th of the row's largest, and counts most where a row attends to itself alone.
+COMPILED_LOGITS_INT8 = 1e-2
 # exp in float32, relative: two units in the last place.
 EXP_FLOAT32 = 2.4e-7
 # Seconds between a stream's tokens while a 4K-token prompt is prefilled on one thread: what the server is asked to aim

@@ -5,6 +5,7 @@ are used in place.
 """
 
 from dataclasses import fields
+from typing import Any
 
 import numba
 import numpy as np
@@ -20,11 +21,12 @@ from gpu.operations.linear.numba_linear import ROWS
 from gpu.operations.linear.numba_matrix_table import gains_room, table_row
 from gpu.operations.linear.numba_packed_linear import widen_address
 from gpu.operations.linear.packed_matrix import Packed
+from transfer.matrix_rows import KINDS
 from transfer.simd.features import HAS_VECTORS
 from transfer.simd.team import COUNTER_INT64, new_counters
 from transfer.simd.vectors import LINE_BYTES
 
-_KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+_ROW_KINDS = KINDS | {torch.int8: np.int8}  # of pages
 _PADDING = 16  # columns between rows: widths that are powers of two would all share a few sets of the cache
 
 
@@ -44,11 +46,21 @@ def serves(architecture: Architecture, dtype: torch.dtype, device: torch.device)
     others = (field for field in fields(architecture) if field.name not in COMPUTED)
     if any(getattr(architecture, field.name) != field.default for field in others):
         return False
-    if device.type != "cpu" or dtype not in _KINDS or not HAS_VECTORS:
+    if device.type != "cpu" or dtype not in KINDS or not HAS_VECTORS:
         return False
     line = LINE_BYTES // dtype.itemsize
     inner = (architecture.hidden, architecture.intermediate, architecture.num_heads * architecture.dim)
     return architecture.dim % COLUMN_BLOCK == 0 and architecture.vocab_size >= ROWS and not any(n % line for n in inner)
+
+
+def reads_rows(stored: torch.dtype, dim: int) -> bool:
+    """Return whether the compiled step reads rows of pages in this dtype: plain ones and codes of int8, whole lines."""
+    return stored in _ROW_KINDS and dim % (LINE_BYTES // stored.itemsize) == 0
+
+
+def kinds_of(embedding: torch.dtype, rows: torch.dtype) -> tuple[Any, Any]:
+    """Return what stands in numba code for the types of an embedding and of rows in pages."""
+    return KINDS[embedding](0), _ROW_KINDS[rows](0)
 
 
 class CpuStep:
@@ -104,11 +116,13 @@ def _address(tensor: Tensor) -> int:
 def _model(decoder: Decoder) -> Model:
     a, weights, pool = decoder.architecture, decoder.weights, decoder.pool
     embedding = weights.embedding
+    kind, row_kind = kinds_of(embedding.dtype, pool.key_pages[0].dtype)
     matrices = [[table_row(m) for m in (layer.qkv, layer.output, *layer.mlp)] for layer in weights.layers]
     pages = [[_address(keys), _address(values)] for keys, values in zip(pool.key_pages, pool.value_pages, strict=True)]
     norms = [norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm)]
     return Model(
-        kind=_KINDS[embedding.dtype](0),
+        kind=kind,
+        row_kind=row_kind,
         hidden=a.hidden,
         intermediate=a.intermediate,
         vocab=a.vocab_size,

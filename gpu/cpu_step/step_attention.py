@@ -5,6 +5,9 @@ the thread that ends the last part merges all. Rows of one slot follow one anoth
 item writes the rows in front of it that it reads, as their own items do: the same numbers. Cuts follow from the context
 alone and parts merge in order, so a result depends neither on threads nor on the batch. Bytes moved: keys and values of
 each context once for a group of query heads.
+
+Pages hold rows in float32, in bf16 or as int8 codes with float32 scales behind a page's codes (`kv_rows`, whose numbers
+these are). A key's scale multiplies the score of its codes, a value's the weight: no element is scaled by itself.
 """
 
 from typing import NamedTuple
@@ -14,16 +17,20 @@ import numpy as np
 from gpu.cpu_step.step_arrays import PART_TOKENS
 from gpu.operations.arguments import FINITE_OR_NOT
 from gpu.operations.linear.numba_linear import ROWS, product
+from gpu.page_layout import SCALE_BYTES
 from transfer.simd.exp import exp
 from transfer.simd.features import LANES
 from transfer.simd.inner import inner
 from transfer.simd.team import COUNTER_INT64, atomic_add, claim, end_stage
-from transfer.simd.vectors import address_of, size_of, store, weighted_sum
+from transfer.simd.vectors import address_of, load, size_of, store, weighted_sum
 
 _COLUMNS = 4 if LANES == 16 else 2  # vectors of a value row that a block sums for four query heads
 COLUMN_BLOCK = _COLUMNS * LANES  # a head's dim is a multiple of this
 _add_four = weighted_sum(4, _COLUMNS)
 _add_one = weighted_sum(1, _COLUMNS)
+_LARGEST_CODE = np.float32(127.0)
+_SMALLEST_SCALE = np.float32(1e-30)  # of rows that are all zero
+_FLOAT = np.float32(0.0)  # what scales are, as `load` and `store` are told
 
 
 class Parts(NamedTuple):
@@ -56,7 +63,8 @@ def attend(team, stage, kind, shape, key_pages, value_pages, qkv, cos, sin, rows
            scores, attended):  # fmt: skip
     """Attend for all rows: qkv float32 `[rows, (heads + 2 kv_heads) * dim ..]` -> attended `[rows, heads * dim ..]`.
 
-    key_pages, value_pages: addresses of `[pages, kv_heads, page_tokens, dim]`; query `[group, dim]` and scores `[group,
+    kind: of rows in pages, a float32, a uint16 for bf16 or an int8 for codes, as a type; key_pages, value_pages:
+    addresses of `[pages, kv_heads, page_tokens, dim]`, of codes `dim + 4`; query `[group, dim]` and scores `[group,
     PART_TOKENS]`: float32 scratch of this thread. A row with slot -1 writes nothing and gives zeros.
     """
     tokens = len(rows.slots)
@@ -71,16 +79,16 @@ def attend(team, stage, kind, shape, key_pages, value_pages, qkv, cos, sin, rows
             attended[row, first : first + shape.heads // shape.kv_heads * shape.dim] = np.float32(0.0)
         elif part < num_parts(context):
             begin, end = part * PART_TOKENS, min(context, (part + 1) * PART_TOKENS)
-            position = rows.positions[row]
-            _rotate_query(shape, qkv[row], kv_head, cos[position], sin[position], query)
             own = row  # its own token, and those of the slot in front of it in this batch, whoever writes these as well
             while own >= 0 and rows.slots[own] == slot:
                 cell, position = rows.context_lens[own] - 1, rows.positions[own]
                 if begin <= cell < end:
-                    page = page_table[slot, cell // shape.page_tokens]
-                    _write(kind, shape, key_pages, value_pages, qkv[own], kv_head, cos[position], sin[position], page,
-                           cell % shape.page_tokens)  # fmt: skip
+                    page = _page_at(0, kind, shape, page_table[slot], cell, kv_head)
+                    _write(kind, shape, key_pages + page, value_pages + page, qkv[own], kv_head, cos[position],
+                           sin[position], cell % shape.page_tokens, query[0])  # fmt: skip
                 own -= 1
+            position = rows.positions[row]
+            _rotate_query(shape, qkv[row], kv_head, cos[position], sin[position], query)
             _attend_part(kind, shape, key_pages, value_pages, page_table[slot], row, kv_head, part, begin, end,
                          query, scores, parts)  # fmt: skip
             arrived = atomic_add(address_of(parts.arrivals) + 8 * COUNTER_INT64 * (row * shape.kv_heads + kv_head), 1)
@@ -105,23 +113,63 @@ def _rotate_query(shape, qkv, kv_head, cos, sin, query):
 
 
 @inner
-def _write(kind, shape, key_pages, value_pages, qkv, kv_head, cos, sin, page, offset):
+def _write(kind, shape, keys, values, qkv, kv_head, cos, sin, offset, rotated):
+    """Write the key and the value of a token to a page of a KV head; rotated: float32 `[dim]`, scratch."""
     half = shape.dim // 2
     key, value = (shape.heads + kv_head) * shape.dim, (shape.heads + shape.kv_heads + kv_head) * shape.dim
-    to = ((np.int64(page) * shape.kv_heads + kv_head) * shape.page_tokens + offset) * shape.dim
     for i in range(half):
         first, second = qkv[key + i], qkv[key + i + half]
-        store(kind, key_pages, to + i, first * cos[i] - second * sin[i])
-        store(kind, key_pages, to + i + half, second * cos[i] + first * sin[i])
+        rotated[i] = first * cos[i] - second * sin[i]
+        rotated[i + half] = second * cos[i] + first * sin[i]
+    _write_row(kind, shape, keys, offset, rotated)
+    _write_row(kind, shape, values, offset, qkv[value : value + shape.dim])
+
+
+@inner
+def _write_row(kind, shape, page, offset, row):
+    """Write a row to a page, as codes with the numbers of `kv_rows.make_codes`."""
+    to = offset * shape.dim
+    if not _has_scales(kind):
+        for i in range(shape.dim):
+            store(kind, page, to + i, row[i])
+        return
+    largest, broken = np.float32(0.0), np.float32(0.0)
     for i in range(shape.dim):
-        store(kind, value_pages, to + i, qkv[value + i])
+        largest = max(largest, abs(row[i]))
+        broken += row[i] * np.float32(0.0)  # NaN where an element is not finite
+    scale = max(largest / _LARGEST_CODE, _SMALLEST_SCALE) + broken
+    for i in range(shape.dim):
+        step = min(max(row[i] / scale, -_LARGEST_CODE), _LARGEST_CODE)
+        store(kind, page, to + i, np.floor(step + np.float32(0.5)) if step == step else np.float32(0.0))
+    store(_FLOAT, _scales_at(page, shape), offset, scale)
+
+
+@inner
+def _has_scales(kind):
+    return size_of(kind) == 1
+
+
+@inner
+def _scales_at(page, shape):
+    """Return the address of a page's scales, float32 `[page_tokens]`."""
+    return page + shape.page_tokens * shape.dim
 
 
 @inner
 def _page_at(pages, kind, shape, table, token, kv_head):
     """Return the address of a KV head's rows in the page of `token`."""
     page = np.int64(table[token // shape.page_tokens])
-    return pages + (page * shape.kv_heads + kv_head) * shape.page_tokens * shape.dim * size_of(kind)
+    row_bytes = shape.dim * size_of(kind) + (SCALE_BYTES if _has_scales(kind) else 0)
+    return pages + (page * shape.kv_heads + kv_head) * shape.page_tokens * row_bytes
+
+
+@inner
+def _scale_by_rows(kind, shape, page, factors, count):
+    """Multiply factors `[group, count]` of the first rows of a page by the rows' scales, where they have any."""
+    if _has_scales(kind):
+        for member in range(factors.shape[0]):
+            for token in range(count):
+                factors[member, token] *= load(_FLOAT, _scales_at(page, shape), token)
 
 
 @inner
@@ -139,6 +187,7 @@ def _attend_part(kind, shape, key_pages, value_pages, table, row, kv_head, part,
                 kind, keys + first * dim * size_of(kind), dim * size_of(kind), 0, 0, dim, address_of(query), dim, group,
                 scores_at + 4 * (token - begin + first), scores.shape[1], ahead,
             )  # fmt: skip
+        _scale_by_rows(kind, shape, keys, scores[:, token - begin :], min(shape.page_tokens, end - token))
     for member in range(group):
         head = kv_head * group + member
         parts.top[row, head, part], parts.mass[row, head, part] = _soften(scores[member, : end - begin])
@@ -148,6 +197,7 @@ def _attend_part(kind, shape, key_pages, value_pages, table, row, kv_head, part,
         values = _page_at(value_pages, kind, shape, table, token, kv_head)
         next_token = min(token + shape.page_tokens, end - 1)
         ahead = _page_at(value_pages, kind, shape, table, next_token, kv_head) - values
+        _scale_by_rows(kind, shape, values, scores[:, token - begin :], min(shape.page_tokens, end - token))
         _add_values(kind, values, dim, scores_at + 4 * (token - begin), scores.shape[1],
                     min(shape.page_tokens, end - token), group, out_at, parts.out.shape[2] * dim, ahead)  # fmt: skip
 

@@ -28,15 +28,16 @@ KEYS, VALUES = range(2)  # and its pages
 
 
 class Model(NamedTuple):
-    """A model, as the compiled step reads it. kind: of embedding and pages, a float32, or a uint16 for bf16, as a type;
-    matrices: int64 `[layers, 4, TABLE_COLUMNS]`; pages: int64 `[layers, 2]`, addresses; norms: float32 `[2 * layers +
-    1, hidden]`, the attention's and the MLP's of each layer, then the final one; embedding: `[vocab, hidden]` as
-    int64 `[TABLE_COLUMNS]`; widen: the address of the function that widens a row of it, 0: it is plain; logits: int64
-    `[TABLE_COLUMNS]`; cos, sin: float32 `[positions, dim // 2]`; page_table: int32 `[slots,
-    pages]`.
+    """A model, as the compiled step reads it. kind: of the embedding, a float32, or a uint16 for bf16, as a type;
+    row_kind: of rows in pages, one of these or an int8; matrices: int64 `[layers, 4, TABLE_COLUMNS]`; pages: int64
+    `[layers, 2]`, addresses; norms: float32 `[2 * layers + 1, hidden]`, the attention's and the MLP's of each layer,
+    then the final one; embedding: `[vocab, hidden]` as int64 `[TABLE_COLUMNS]`; widen: the address of the function that
+    widens a row of it, 0: it is plain; logits: int64 `[TABLE_COLUMNS]`; cos, sin: float32 `[positions, dim // 2]`;
+    page_table: int32 `[slots, pages]`.
     """
 
     kind: np.float32 | np.uint16
+    row_kind: np.float32 | np.uint16 | np.int8
     hidden: int
     intermediate: int
     vocab: int
@@ -108,7 +109,7 @@ def _attention(team, layer, model, shape, rows, buffers, parts):
     normalise(buffers.hidden, model.norms[2 * layer], model.eps, tokens, normed)
     project(team, stage, qkv, width, in_order(qkv, normed, tokens, ordered), tokens, gains, buffers.qkv)
     attend(
-        team, stage + 1, model.kind, shape, pages[KEYS], pages[VALUES], buffers.qkv, model.cos, model.sin, rows,
+        team, stage + 1, model.row_kind, shape, pages[KEYS], pages[VALUES], buffers.qkv, model.cos, model.sin, rows,
         model.page_table, parts, buffers.query[team.me], buffers.scores[team.me], buffers.attended,
     )  # fmt: skip
     attended = in_order(output, buffers.attended, tokens, ordered)

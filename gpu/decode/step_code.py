@@ -12,8 +12,8 @@ import time
 import numba
 import torch
 
+from gpu.cpu_step.cpu_step import kinds_of
 from gpu.cpu_step.step_kernel import COMPILED
-from transfer.matrix_rows import KINDS
 from transfer.simd.numba_cache import cached_signatures, can_save
 
 log = logging.getLogger(__name__)
@@ -22,22 +22,23 @@ COMPILE = (sys.executable, "-m", "gpu.compile_step")
 WORK = COMPILED[0]  # of the step's functions the one that takes a model: the first argument behind two numbers
 
 
-def is_cached(dtype: torch.dtype) -> bool:
-    """Return whether there is code of the step for a model of this type."""
-    kind = numba.typeof(KINDS[dtype](0))
-    return any(signature[2].types[0] == kind for signature in cached_signatures(WORK))
+def is_cached(dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
+    """Return whether there is code of the step for a model whose embedding and rows in pages have these types."""
+    kinds = tuple(numba.typeof(kind) for kind in kinds_of(*dtypes))
+    return any(signature[2].types[:2] == kinds for signature in cached_signatures(WORK))
 
 
 class StepCode:
     """The code of a compiled step: there, under way, or not to be had."""
 
-    def __init__(self, dtype: torch.dtype, settings: str | None) -> None:
+    def __init__(self, dtypes: tuple[torch.dtype, torch.dtype], settings: str | None) -> None:
         """Start a child, unless the code is there, or could be kept nowhere, or nobody wants one: then the first step
-        compiles it, if that is to be done. settings: of `gpu.compile_step`, None: without a child.
+        compiles it, if that is to be done. dtypes: of embedding and rows in pages; settings: of `gpu.compile_step`,
+        None: without a child.
         """
-        self._dtype, self._began_s = dtype, time.monotonic()
+        self._dtypes, self._began_s = dtypes, time.monotonic()
         self._child: subprocess.Popen[bytes] | None = None
-        self._is_ready = settings is None or is_cached(dtype) or not can_save(WORK)
+        self._is_ready = settings is None or is_cached(dtypes) or not can_save(WORK)
         if not self._is_ready and settings is not None:
             self._child = subprocess.Popen([*COMPILE, settings], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
             log.info("decode event=compiling effect='steps go layer by layer until that is done, once a machine'")
@@ -47,7 +48,7 @@ class StepCode:
         if self._child is not None and self._child.poll() is not None:
             status = self._child.returncode
             self.close()
-            self._is_ready = is_cached(self._dtype)
+            self._is_ready = is_cached(self._dtypes)
             if self._is_ready:
                 log.info("decode event=compiled seconds=%.1f", time.monotonic() - self._began_s)
             else:

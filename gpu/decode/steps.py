@@ -34,7 +34,7 @@ from gpu.attention.step_rows import StepRows
 from gpu.batching.capture import capture
 from gpu.batching.captured_steps import StepKind, steps_to_capture
 from gpu.batching.halving import Halving, cut
-from gpu.cpu_step.cpu_step import CpuStep, serves
+from gpu.cpu_step.cpu_step import CpuStep, reads_rows, serves
 from gpu.cpu_step.step_arrays import MAX_ROWS, num_step_rows
 from gpu.decode.answering import Answering, Answers, SlotRequests
 from gpu.decode.link_reads import LinkReads
@@ -151,7 +151,8 @@ class DecodeSteps:
         self._captured: dict[tuple[StepKind, int], _Captured] = {}  # by kind and size
         self._drafts: dict[int, tuple[StepRows, torch.cuda.CUDAGraph, Tensor]] = {}  # by the checkpoint's head, by size
         has_code = _has_compiled_step(loop)
-        self._code = StepCode(loop.decoder.weights.embedding.dtype, compile_settings) if has_code else None
+        dtypes = loop.decoder.weights.embedding.dtype, loop.decoder.pool.key_pages[0].dtype
+        self._code = StepCode(dtypes, compile_settings) if has_code else None
         self._compiled = CpuStep(loop.decoder) if has_code else None  # compiles functions of matrices meanwhile
         self._answering = None if host_reader is None else Answering(host_reader.exchanges, self._observe)
         self._experts = experts
@@ -556,5 +557,6 @@ def _has_compiled_step(loop: LayerLoop) -> bool:
     if architecture.recurrent is not None and weights.embedding.device.type == "cpu":
         log.info("decode event=not_compiled reason='recurrent layers are computed layer by layer on the CPU'")
     has_code = all(multiplies(matrix) for matrix in weights.matrices if isinstance(matrix, Packed))
-    is_plain = has_code and not loop.decoder.pool.has_codes
-    return is_plain and serves(architecture, weights.embedding.dtype, weights.embedding.device)
+    if not has_code or not serves(architecture, weights.embedding.dtype, weights.embedding.device):
+        return False
+    return reads_rows(loop.decoder.pool.key_pages[0].dtype, architecture.dim)

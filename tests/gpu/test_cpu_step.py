@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.cpu_step.cpu_step import COMPUTED, CpuStep, serves
+from gpu.cpu_step.cpu_step import COMPUTED, CpuStep, reads_rows, serves
 from gpu.cpu_step.step_arrays import MAX_ROWS, PART_TOKENS
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import DecodeSteps
@@ -18,8 +18,10 @@ from gpu.methods.sampled.encode import Hyperplanes
 from gpu.model.architecture import Architecture, LayerSpec, named_shape
 from gpu.model.spec import Experts, KvHeads, Latent, LayerInputs, QueryGrowth, Recurrent, Share
 from gpu.operations.decode_attention.paged_decode_attention import workspace_for
+from gpu.operations.kv.kv_rows import codes_of, scales_of
+from gpu.page_layout import KvFormat
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
-from tests.tolerances import COMPILED_LOGITS_BFLOAT16, COMPILED_LOGITS_FLOAT32, EXP_FLOAT32
+from tests.tolerances import COMPILED_LOGITS_BFLOAT16, COMPILED_LOGITS_FLOAT32, COMPILED_LOGITS_INT8, EXP_FLOAT32
 from transfer.simd.exp import exp
 
 TINY = replace(named_shape("tiny"), num_layers=2)
@@ -31,7 +33,12 @@ SHAPES = [
 LONG = PART_TOKENS + 300
 RAGGED = [0, 1, 15, 16, 17, 200, LONG, 31, 5, 0, 63, 64, 100, 2, 3, 47]
 MAX_PAGES = LONG // 16 + 1
-TOLERANCES = {torch.float32: COMPILED_LOGITS_FLOAT32, torch.bfloat16: COMPILED_LOGITS_BFLOAT16}
+PLAIN = "bfloat16"  # rows in pages as the dtype that computes
+TOLERANCES = {
+    (torch.float32, PLAIN): COMPILED_LOGITS_FLOAT32, (torch.bfloat16, PLAIN): COMPILED_LOGITS_BFLOAT16,
+    (torch.float32, "int8"): COMPILED_LOGITS_INT8, (torch.bfloat16, "int8"): COMPILED_LOGITS_INT8,
+}  # fmt: skip
+KINDS = tuple(TOLERANCES)
 
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -49,8 +56,11 @@ def make_batch(rows: int, vocab: int) -> Batch:
     return slots, np.array((RAGGED * 2)[:rows]), np.random.default_rng(1).integers(0, vocab, rows)
 
 
-def filled(shape=TINY, dtype: torch.dtype = torch.float32, rows: int = len(RAGGED)) -> tuple[Decoder, Batch]:
-    decoder = cpu_decoder(shape, dtype, num_pages=rows * MAX_PAGES + 1, max_slots=rows, max_pages=MAX_PAGES)
+def filled(
+    shape=TINY, dtype: torch.dtype = torch.float32, rows: int = len(RAGGED), kv: KvFormat = "bfloat16"
+) -> tuple[Decoder, Batch]:
+    pages = rows * MAX_PAGES + 1
+    decoder = cpu_decoder(shape, dtype, num_pages=pages, max_slots=rows, max_pages=MAX_PAGES, kv=kv)
     batch = make_batch(rows, shape.vocab_size)
     fill_contexts(decoder, batch[0], batch[1])
     return decoder, batch
@@ -62,13 +72,13 @@ def spread(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "kv"), KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_equal_the_plain_step_in_float64(shape, dtype: torch.dtype, threads: int) -> None:
+def test_logits_equal_the_plain_step_in_float64(shape, dtype: torch.dtype, kv: KvFormat, threads: int) -> None:
     torch.set_num_threads(threads)
-    decoder, batch = filled(shape, dtype)
+    decoder, batch = filled(shape, dtype, kv=kv)
     wanted = reference_logits(decoder, *batch)
-    assert spread(CpuStep(decoder).run(*batch), wanted) < TOLERANCES[dtype]
+    assert spread(CpuStep(decoder).run(*batch), wanted) < TOLERANCES[dtype, kv]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 9, 12, 13, MAX_ROWS])
@@ -77,19 +87,19 @@ def test_every_batch_size_equals_the_plain_step(rows: int) -> None:
     assert spread(CpuStep(decoder).run(*batch), reference_logits(decoder, *batch)) < COMPILED_LOGITS_FLOAT32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_comparison_sees_one_lost_token_and_one_shifted_position(dtype: torch.dtype) -> None:
-    decoder, (slots, positions, token_ids) = filled(dtype=dtype)
+@pytest.mark.parametrize(("dtype", "kv"), KINDS)
+def test_the_comparison_sees_one_lost_token_and_one_shifted_position(dtype: torch.dtype, kv: KvFormat) -> None:
+    decoder, (slots, positions, token_ids) = filled(dtype=dtype, kv=kv)
     rows = slice(5, 6)  # a context of 200
     wanted = reference_logits(decoder, slots[rows], positions[rows], token_ids[rows])
     for position in (199, 198):
         got = CpuStep(decoder).run(slots[rows], np.array([position]), token_ids[rows])
-        assert spread(got, wanted) > TOLERANCES[dtype]
+        assert spread(got, wanted) > TOLERANCES[dtype, kv]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_is_the_same_to_the_bit_in_every_batch_and_on_every_number_of_threads(dtype: torch.dtype) -> None:
-    decoder, (slots, positions, token_ids) = filled(dtype=dtype)
+@pytest.mark.parametrize(("dtype", "kv"), KINDS)
+def test_a_row_is_the_same_to_the_bit_in_every_batch_and_on_every_number_of_threads(dtype, kv: KvFormat) -> None:
+    decoder, (slots, positions, token_ids) = filled(dtype=dtype, kv=kv)
     step = CpuStep(decoder)
     together = step.run(slots, positions, token_ids).clone()
     for threads in (1, 2):
@@ -134,6 +144,36 @@ def test_a_nan_in_one_context_stays_in_its_row() -> None:
     assert torch.equal(broken[others], clean[others])
 
 
+def test_of_codes_only_the_rows_own_and_their_scales_are_written() -> None:
+    decoder, (slots, positions, token_ids) = filled(kv="int8")
+    pages = (*decoder.pool.key_pages, *decoder.pool.value_pages)
+    codes, scales = [codes_of(one).clone() for one in pages], [scales_of(one).isfinite() for one in pages]
+    CpuStep(decoder).run(slots, positions, token_ids)
+    own = torch.zeros(pages[0].shape[:3], dtype=torch.bool)
+    for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+        own[decoder.pool.page_table[slot, position // 16], :, position % 16] = True
+    for page, before, was_finite in zip(pages, codes, scales, strict=True):
+        assert torch.equal((codes_of(page) != before).any(-1), own)
+        assert torch.equal(scales_of(page).isfinite() != was_finite, own)
+
+
+def test_a_row_in_codes_that_is_not_finite_is_nan_and_stays_in_its_row() -> None:
+    """The row's own token is written with the scale of `kv_rows`: NaN, and codes of 0."""
+    decoder, (slots, positions, token_ids) = filled(kv="int8")
+    step, row = CpuStep(decoder), 5
+    clean = step.run(slots, positions, token_ids).clone()
+    token_ids[row] = 1
+    others = [other for other in range(len(slots)) if token_ids[other] != 1]
+    decoder.weights.embedding[1, 3] = torch.inf
+    broken = step.run(slots, positions, token_ids)
+    assert broken[row].isnan().all()
+    assert torch.equal(broken[others], clean[others])
+    page, offset = int(decoder.pool.page_table[slots[row], positions[row] // 16]), int(positions[row]) % 16
+    for pages in (decoder.pool.key_pages[0], decoder.pool.value_pages[0]):
+        assert scales_of(pages)[page, :, offset].isnan().all()
+        assert not codes_of(pages)[page, :, offset].any()
+
+
 def test_torch_and_the_step_take_turns_on_the_same_threads() -> None:
     torch.set_num_threads(2)
     decoder, batch = filled()
@@ -142,6 +182,14 @@ def test_torch_and_the_step_take_turns_on_the_same_threads() -> None:
     for _ in range(20):
         assert torch.equal(matrix @ matrix, product)
         assert torch.equal(step.run(*batch), wanted)
+
+
+def test_rows_are_read_in_whole_lines_of_the_types_that_the_step_has() -> None:
+    assert reads_rows(torch.int8, 64)
+    assert reads_rows(torch.float32, 80)
+    assert not reads_rows(torch.int8, 96)  # 64 bytes, and half as many
+    assert not reads_rows(torch.bfloat16, 80)
+    assert not reads_rows(torch.uint8, 64)  # FP8
 
 
 def test_only_uncounted_steps_of_a_served_shape_in_which_no_method_has_a_part_go_through_the_compiled_step() -> None:

@@ -20,6 +20,7 @@ from transfer.simd.numba_cache import cached_signatures
 
 SETTINGS = '{"device": "cpu", "dtype": "float32", "threads": 1}'
 LONG_S = 60
+DTYPES = torch.float32, torch.float32
 
 
 def wait_for(code: StepCode) -> bool:
@@ -33,7 +34,7 @@ def wait_for(code: StepCode) -> bool:
 def test_the_child_s_code_is_that_of_a_step_of_another_model():
     """With that in the cache, another model in more threads adds no signature to it."""
     compile_step(SETTINGS)
-    assert is_cached(torch.float32)
+    assert is_cached(DTYPES)
     before = set(cached_signatures(step_code.WORK))
     shape = replace(named_shape("tiny"), num_layers=1, hidden=384, intermediate=320)
     decoder = cpu_decoder(shape, torch.float32, num_pages=4, max_slots=1, max_pages=4)
@@ -45,7 +46,7 @@ def test_the_child_s_code_is_that_of_a_step_of_another_model():
 def test_a_child_that_ends_by_itself_leaves_steps_as_they_are(monkeypatch, caplog):
     monkeypatch.setattr(step_code, "is_cached", lambda dtype: False)
     monkeypatch.setattr(step_code, "COMPILE", (sys.executable, "-c", "import os; os.abort()"))
-    code = StepCode(torch.float32, SETTINGS)
+    code = StepCode(DTYPES, SETTINGS)
     assert not code.is_ready()
     assert not wait_for(code)
     assert "not_compiled status=-6" in caplog.text
@@ -55,7 +56,7 @@ def test_code_that_a_child_made_is_used_from_then_on(monkeypatch, tmp_path):
     made = tmp_path / "made"
     monkeypatch.setattr(step_code, "is_cached", lambda dtype: made.exists())
     monkeypatch.setattr(step_code, "COMPILE", (sys.executable, "-c", f"open({str(made)!r}, 'w')"))
-    code = StepCode(torch.float32, SETTINGS)
+    code = StepCode(DTYPES, SETTINGS)
     assert not code.is_ready()
     assert wait_for(code)
 
@@ -64,7 +65,7 @@ def test_code_that_a_child_made_is_used_from_then_on(monkeypatch, tmp_path):
 def test_no_child_where_code_can_be_kept_nowhere_or_none_is_asked_for(monkeypatch, settings):
     monkeypatch.setattr(step_code, "is_cached", lambda dtype: False)
     monkeypatch.setattr(step_code, "can_save", lambda function: settings is None)
-    code = StepCode(torch.float32, settings)
+    code = StepCode(DTYPES, settings)
     assert code._child is None
     assert code.is_ready()
 

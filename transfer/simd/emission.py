@@ -32,12 +32,15 @@ def addresses(builder: ir.IRBuilder, first: Any, stride: Any, size: int, count: 
 
 
 def widened(builder: ir.IRBuilder, address: Any, element: int, size: int) -> Any:
-    """Return LANES elements of `size` bytes as float32."""
+    """Return LANES elements of `size` bytes as float32: of float32, of bf16, or of int8."""
     at = builder.add(address, int64(element * size))
     if size == 4:
         return builder.load(builder.inttoptr(at, VECTOR.as_pointer()), align=4)
-    halves = builder.load(builder.inttoptr(at, ir.VectorType(I16, LANES).as_pointer()), align=2)
     words = ir.VectorType(I32, LANES)
+    if size == 1:
+        codes = builder.load(builder.inttoptr(at, ir.VectorType(I8, LANES).as_pointer()), align=1)
+        return builder.sitofp(builder.sext(codes, words), VECTOR)
+    halves = builder.load(builder.inttoptr(at, ir.VectorType(I16, LANES).as_pointer()), align=2)
     return builder.bitcast(builder.shl(builder.zext(halves, words), ir.Constant(words, [16] * LANES)), VECTOR)
 
 

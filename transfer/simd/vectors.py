@@ -3,7 +3,7 @@
 Functions for use inside numba code. Addresses, strides and counts are int64; strides count elements, `ahead` counts
 bytes. A result depends on its own row and vector only, never on how many others share the block: one accumulator for
 each result, summed over lanes by one fixed tree. Bytes moved: each row once per block, widened in registers where it is
-bf16 (uint16 with the upper half of a float32).
+bf16 (uint16 with the upper half of a float32) or int8.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from transfer.simd.emission import (
     F32,
+    I8,
     I16,
     I32,
     I64,
@@ -36,9 +37,9 @@ LINE_BYTES = 64
 
 
 def item_bytes(kind: Any) -> int:
-    """Return the bytes of a weight: 4 where the numba type `kind` is float32, 2 where it is uint16 (bf16)."""
-    if kind not in (types.float32, types.uint16):
-        raise TypeError(f"weights: numba type {kind}; wanted float32, or uint16 for bf16")
+    """Return the bytes of a weight of the numba type `kind`: float32, uint16 for bf16, or int8."""
+    if kind not in (types.float32, types.uint16, types.int8):
+        raise TypeError(f"weights: numba type {kind}; wanted float32, uint16 for bf16, or int8")
     return int(kind.bitwidth // 8)
 
 
@@ -128,6 +129,8 @@ def load(typing_context, kind, address, index):
         at = builder.add(address, builder.mul(index, int64(size)))
         if size == 4:
             return builder.load(builder.inttoptr(at, F32.as_pointer()), align=4)
+        if size == 1:
+            return builder.sitofp(builder.load(builder.inttoptr(at, I8.as_pointer()), align=1), F32)
         half = builder.load(builder.inttoptr(at, I16.as_pointer()), align=2)
         return builder.bitcast(builder.shl(builder.zext(half, I32), ir.Constant(I32, 16)), F32)
 
@@ -136,7 +139,9 @@ def load(typing_context, kind, address, index):
 
 @intrinsic
 def store(typing_context, kind, address, index, value):
-    """Write a float32 as a weight: as it is, or rounded to the nearest bf16, ties to even; NaN stays NaN."""
+    """Write a float32 as a weight: as it is, or rounded to the nearest bf16, ties to even; NaN stays NaN. As int8 it is
+    a whole number of [-128, 127].
+    """
     size = item_bytes(kind)
 
     def emit(context, builder, signature, arguments):
@@ -144,6 +149,8 @@ def store(typing_context, kind, address, index, value):
         at = builder.add(address, builder.mul(index, int64(size)))
         if size == 4:
             builder.store(value, builder.inttoptr(at, F32.as_pointer()), align=4)
+        elif size == 1:
+            builder.store(builder.fptosi(value, I8), builder.inttoptr(at, I8.as_pointer()), align=1)
         else:
             bits = builder.bitcast(value, I32)
             upper = builder.lshr(bits, ir.Constant(I32, 16))
