@@ -316,6 +316,7 @@ EXACT_FRACTION = 1e-12
 # --- what the scheduler learns ---
 
 COST_MODEL = 0.01  # of a unit's time, learnt from noise-free times of three terms: the mean context is half a token off
+COST_MODEL_FIT = 1e-6  # of the norm of an error: least squares in float64, of terms that may say the same
 # --- scheduler ---
 # Of prefill's time, what the oldest prompt may lack of its share: one unit that it is yet to get, over a prefill of
 # some thirty, and the error of the estimates that shares are counted in.

@@ -9,10 +9,10 @@ reported behind all that were launched before it.
 import logging
 import time
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from cpu.cpu_tier import CpuTier
 from gpu.in_flight import InFlight
 from gpu.methods.counters import add_counts
 from gpu.runner import Runner
@@ -33,6 +33,9 @@ from scheduler.messages import (
 )
 from scheduler.steps.scheduler import Scheduler
 
+if TYPE_CHECKING:  # see `load_device`
+    from cpu.cpu_tier import CpuTier
+
 log = logging.getLogger(__name__)
 
 MOST_IN_FLIGHT = 2  # steps of a lane
@@ -51,7 +54,7 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, tier: CpuTier | None, is_pipelined: bool,
+        self, scheduler: Scheduler, runner: Runner, tier: "CpuTier | None", is_pipelined: bool,
         ranks: RankProcesses | None = None,
     ) -> None:  # fmt: skip
         self.scheduler = scheduler

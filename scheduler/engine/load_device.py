@@ -6,10 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from cpu.cpu_tier import CpuTier, open_tier
-from cpu.experts import HostExperts
-from cpu.host_attention import COMPILED
 from gpu.config import GpuConfig, ModelConfig
 from gpu.decode.steps import LAUNCHES_BLOCK
 from gpu.disk.record_shapes import disk_format, end_record, kv_record
@@ -17,7 +15,6 @@ from gpu.layers.rope import rope_key
 from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture, ModelError, load_architecture
-from gpu.peer_sums import use_peer_sums
 from gpu.profiles import Profile, resolve_profiles, served_parts
 from gpu.ranks import ProcessRanks
 from gpu.runner import Runner
@@ -38,6 +35,9 @@ from transfer.reading import Reading
 from transfer.simd.compilation import reporting_compilation
 from transfer.tier_shape import TierShape
 
+if TYPE_CHECKING:  # the kernels of host memory take 0.2 s and some 40 MB, which few hosts without a card want
+    from cpu.cpu_tier import CpuTier
+
 log = logging.getLogger(__name__)
 
 
@@ -50,7 +50,7 @@ class LoadedDevice:
     profiles: dict[str, Profile]
     gpu: GpuConfig
     shape: TierShape | None
-    tier: CpuTier | None
+    tier: "CpuTier | None"
     library: ChunkLibrary | None
     disk: ContextStore | None
     digest: str | None
@@ -66,6 +66,8 @@ def load_device(
 ) -> LoadedDevice:
     """Load the model, or a rank's part of it, into the memory that is planned. See `load_engine`."""
     if ranks is not None and plan.device == "cuda":
+        from gpu.peer_sums import use_peer_sums  # with much of torch.distributed
+
         use_peer_sums(ranks)
     profiles = resolve_profiles(config.all_profiles, config.host)
     plain = load_architecture(config.model) if loaded is None else loaded.architecture
@@ -78,6 +80,8 @@ def load_device(
     tier = library = disk = None
     digest: str | None = None
     if config.host is not None and shape is not None:
+        from cpu.host_attention import COMPILED
+
         with (
             reporting_stage(on_progress, "host_attention"),
             reporting_compilation(COMPILED, partial(on_progress, "host_attention")),
@@ -139,8 +143,10 @@ def _link_share(host: HostConfig, profiles: Iterable[Profile]) -> float | None:
     return host.link_share if any(profile.reading is Reading.WHOLE for profile in profiles) else 0.0
 
 
-def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> CpuTier:
+def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> "CpuTier":
     """Open memory and threads for contexts in host memory; pinned where a GPU copies into it."""
+    from cpu.cpu_tier import open_tier
+
     threads = host.threads or plan.threads
     is_pinned = plan.device == "cuda"
     errors, is_adaptive = host.sampled.errors, host.residency == "adaptive"
@@ -154,6 +160,8 @@ def find_expert_worker(host: HostConfig | None, plan: MemoryPlan) -> OpenExperts
     if LAUNCHES_BLOCK:
         log.warning("experts in host memory are fetched: CUDA_LAUNCH_BLOCKING is set, and no step can wait for the CPU")
         return None
+    from cpu.experts import HostExperts  # compiles as it is imported
+
     threads = (host.threads if host is not None else None) or plan.threads
     return partial(HostExperts, threads=threads)
 

@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import nnls
 
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.step import DENSE, PrefillUnit
-from scheduler.prefill.cost_model import CostModel
+from scheduler.prefill.cost_model import CostModel, fit_non_negative
 from scheduler.sequences.lane_fences import Rows
-from tests.tolerances import COST_MODEL
+from tests.tolerances import COST_MODEL, COST_MODEL_FIT
 
 SHAPE = NAMED_SHAPES["tiny"]
 UNIT_S, PROJECTION_S, ATTENTION_S = 3e-4, 1e-6, 2e-9  # of the machine below: a unit, a token, a pair of tokens
@@ -111,3 +114,22 @@ def test_what_runs_may_read_is_a_share_of_what_a_step_reads() -> None:
     for own in (0, 10_000, 1_000_000):
         assert model.room_for_runs(Rows.DEVICE, 4, own, 0.1)[1] == pytest.approx(0.25 * (cells + own), abs=2)
     assert model.room_for_runs(Rows.DEVICE, 1, 1000, 0.1)[1] == pytest.approx(cells + 1000, abs=4)
+
+
+@given(seed=st.integers(0, 10**6), steps=st.integers(1, 20), num_terms=st.integers(1, 3), rank=st.integers(1, 3))
+def test_costs_are_those_of_scipys_non_negative_least_squares(seed: int, steps: int, num_terms: int, rank: int) -> None:
+    """By their errors, since of terms that say the same either may have the cost."""
+    draw = np.random.default_rng(seed)
+    terms = draw.random((steps, rank)) @ draw.random((rank, num_terms)) * draw.choice([1.0, 1e-3], num_terms)
+    sums = draw.random(steps)
+    costs, wanted = fit_non_negative(terms, sums), nnls(terms, sums)[1]
+    assert (costs >= 0).all()
+    assert np.linalg.norm(terms @ costs - sums) == pytest.approx(wanted, rel=COST_MODEL_FIT, abs=COST_MODEL_FIT)
+
+
+def test_the_comparison_sees_costs_that_are_cut_off_at_zero() -> None:
+    """Power of the test above."""
+    terms, sums = np.array([[1.0, 2.0], [1.0, 1.0], [1.0, 0.0]]), np.array([0.0, 1.0, 1.5])
+    cut = np.linalg.lstsq(terms, sums)[0].clip(0.0)
+    assert np.linalg.norm(terms @ cut - sums) > nnls(terms, sums)[1] + COST_MODEL_FIT
+    assert fit_non_negative(terms, sums) == pytest.approx(nnls(terms, sums)[0])
