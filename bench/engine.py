@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from bench.agreement import Agreement, require_agreement
 from bench.as_served import interpreter_as_served
 from bench.benchmark_rows import Row, announce, measure, require, summarise
 from bench.decode_loop import build_runner, decode, served_graph_sizes
@@ -52,9 +53,6 @@ from scheduler.planning.engine_memory import plan_engine
 from scheduler.planning.step_bytes import prompt_flops
 from transfer.machine import GIB, probe_machine
 
-# Share of tokens that the peer chooses too. In float32 only near-ties differ. In bf16 random weights of 8B differ at
-# every tenth token or so: their two best logits are often closer than bf16 rounds. A wrong step agrees nowhere.
-MIN_AGREEMENT = {torch.float32: 0.99, torch.bfloat16: 0.7}
 _WARMUP_STEPS = 4
 _GRAPH_REPEATS = 50
 _PROMPT_OUTPUT = 2  # tokens of an answer to a prompt that is timed, which ends with its first
@@ -278,7 +276,8 @@ def _against_hugging_face(
         if benchmark.dtype == "float32":
             same = float((decoded.tokens == tokens).mean())
             require(same == 1.0, f"{same:.2%} of our float32 tokens equal transformers' generate; wanted all")
-    agreement = _require_agreement(peer.follow(prompts, decoded.tokens), benchmark.dtype)
+    agreement = peer.follow(prompts, decoded.tokens)
+    require_agreement(agreement, DTYPES[benchmark.dtype])
     return _summary(ours, theirs, "transformers generate", agreement)
 
 
@@ -286,7 +285,8 @@ def _against_plain(
     runner: Runner, peer: PlainDecode, prompts: np.ndarray, benchmark: EngineBenchmark
 ) -> dict[str, Any]:
     decoded = decode(runner, prompts, benchmark.steps)
-    agreement = _require_agreement(peer.follow(prompts, decoded.tokens), benchmark.dtype)
+    agreement = peer.follow(prompts, decoded.tokens)
+    require_agreement(agreement, DTYPES[benchmark.dtype])
     ours, theirs = [], []
     for _ in range(benchmark.rounds):
         ours += decode(runner, prompts, benchmark.steps).step_ms[_WARMUP_STEPS:]
@@ -296,17 +296,11 @@ def _against_plain(
     return _summary(ours, theirs, what, agreement)
 
 
-def _require_agreement(agreement: float, dtype: str) -> float:
-    wanted = MIN_AGREEMENT[DTYPES[dtype]]
-    require(agreement >= wanted, f"the peer chooses {agreement:.2%} of our {dtype} tokens; wanted {wanted:.0%} or more")
-    return agreement
-
-
-def _summary(ours: Sequence[float], theirs: Sequence[float], peer: str, agreement: float) -> dict[str, Any]:
+def _summary(ours: Sequence[float], theirs: Sequence[float], peer: str, agreement: Agreement) -> dict[str, Any]:
     return asdict(summarise(ours)) | {
         "peer": peer,
         "peer_ms": summarise(theirs).ms,
-        "extras": {"agreement": agreement},
+        "extras": {"agreement": agreement.share, "behind": agreement.behind},
     }
 
 

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
+from bench.agreement import Agreement, agree
+
 
 class _Clock(StoppingCriteria):
     """Stops nothing; notes when each token is there."""
@@ -48,14 +50,12 @@ class HuggingFace:
             )
         return out[:, text.shape[1] :].cpu().numpy(), [1e3 * float(gap) for gap in np.diff(clock.marks)]
 
-    def follow(self, prompts: np.ndarray, tokens: np.ndarray) -> float:
-        """Return the share of `tokens` `[batch, steps]` that are this model's choice too, each after all those before
-        it.
-        """
+    def follow(self, prompts: np.ndarray, tokens: np.ndarray) -> Agreement:
+        """Return how far `tokens` `[batch, steps]` are this model's choice too, each after all those before it."""
         text = torch.from_numpy(np.concatenate([prompts, tokens], 1).astype(np.int64)).to(self.device)
         with torch.inference_mode():
-            chosen = self.model(text).logits[:, prompts.shape[1] - 1 : -1].argmax(-1)
-        return float((chosen == text[:, prompts.shape[1] :]).double().mean())
+            logits = self.model(text).logits[:, prompts.shape[1] - 1 : -1]
+        return agree(logits, text[:, prompts.shape[1] :])
 
 
 def load_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> HuggingFace:

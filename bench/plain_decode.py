@@ -4,11 +4,14 @@ Written from the model's definition; shares the weights and the RoPE tables with
 one static tensor a layer with a mask over its whole length, as graphs need it.
 """
 
+from dataclasses import astuple
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.agreement import Agreement, agree
 from gpu.layers.rope import layer_rope_tables
 from gpu.model.architecture import Architecture
 from gpu.model.spec import Activation, Latent, LayerSpec, Recurrent
@@ -59,9 +62,8 @@ class PlainDecode:
             self._compute()
 
     @torch.inference_mode()
-    def follow(self, prompts: np.ndarray, tokens: np.ndarray) -> float:
-        """Return the share of `tokens` `[batch, steps]` that are this model's choice too, each after all those before
-        it.
+    def follow(self, prompts: np.ndarray, tokens: np.ndarray) -> Agreement:
+        """Return how far `tokens` `[batch, steps]` are this model's choice too, each after all those before it.
 
         `prompts` int32 `[batch, tokens]`.
         """
@@ -70,13 +72,13 @@ class PlainDecode:
         for held in self._states.values():
             for one in held:
                 one.zero_()
-        chosen = []
+        found = []
         for column in range(text.shape[1] - 1):
             self.tokens.copy_(text[:, column])
             self.step()
             if column >= prompts.shape[1] - 1:
-                chosen.append(self.tokens.clone())
-        return float((torch.stack(chosen, 1) == text[:, prompts.shape[1] :]).double().mean())
+                found.append(agree(self._logits, text[:, column + 1]))
+        return Agreement(*(float(np.mean(of_steps)) for of_steps in zip(*map(astuple, found), strict=True)))
 
     @torch.inference_mode()
     def _capture(self) -> torch.cuda.CUDAGraph:
@@ -113,7 +115,8 @@ class PlainDecode:
             if layer.scale is not None:
                 hidden = hidden * layer.scale.to(hidden.dtype)
         normed = self._norm(hidden, self.weights.final_norm)
-        self.tokens.copy_(F.linear(normed, self.weights.logits).argmax(1))  # which a cap does not change
+        self._logits = F.linear(normed, self.weights.logits)  # without a cap, which does not change the choice
+        self.tokens.copy_(self._logits.argmax(1))
         self.position.add_(1)
 
     def _mlp(self, hidden: Tensor, layer: LayerWeights, spec: LayerSpec) -> Tensor:

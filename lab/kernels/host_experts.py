@@ -168,6 +168,14 @@ def _max_running(benchmark: HostExpertsBenchmark) -> int:
     return max((*benchmark.batches, *served_graph_sizes(benchmark.batches)))
 
 
+def _num_pages(benchmark: HostExpertsBenchmark, page_tokens: int) -> int:
+    """Return the pages of the longest prompt, or of a step's contexts: all layers have all of theirs in pages here,
+    those with a window, too, which the plan counts apart.
+    """
+    in_steps = max(benchmark.batches) * -(-(PROMPT_TOKENS + benchmark.steps) // page_tokens)
+    return max(in_steps, -(-benchmark.context // page_tokens))
+
+
 def _check(shape: Architecture, weights: Weights, device: torch.device, benchmark: HostExpertsBenchmark) -> bool:
     """Return whether the first layer with experts in host memory, which is put together on the device for a moment,
     gives the same bits with these fetched. Raises GateError where it gives other numbers, any way.
@@ -258,7 +266,7 @@ class _Bench:
             self.shape,
             weights,
             RunnerSettings(
-                num_pages=plan.num_pages,
+                num_pages=_num_pages(self.benchmark, plan.page_tokens),
                 page_tokens=plan.page_tokens,
                 max_running=_max_running(self.benchmark),
                 max_context_tokens=plan.max_context_tokens,

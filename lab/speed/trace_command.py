@@ -30,6 +30,7 @@ def trace(
     from scheduler.engine.load_engine import load_engine
 
     console = Console()
+    console = console if console.is_terminal else Console(width=150)  # for tables whose columns a file has room for
     deployment = load_with_host(config, console)
     plan = measure_floors(deployment).plan
     engine, ready = load_engine(deployment, plan, lambda *_: None)

@@ -11,6 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import bench.engine
+from bench.agreement import Agreement
 from bench.benchmark_rows import GateError, Row
 from bench.cli import app
 from bench.decode_loop import build_runner, decode, served_graph_sizes
@@ -164,8 +165,8 @@ def test_decoding_twice_gives_the_same_tokens_and_the_plain_peer_chooses_them_to
     assert len(first.step_ms) == 19
     assert np.array_equal(first.tokens, second.tokens)
     peer = PlainDecode(TINY, weights, 3, CONTEXT, there)
-    assert peer.follow(prompts, first.tokens) == 1.0
-    assert peer.follow(prompts, (first.tokens + 1) % TINY.vocab_size) == 0.0
+    assert peer.follow(prompts, first.tokens).share == 1.0
+    assert peer.follow(prompts, (first.tokens + 1) % TINY.vocab_size).share == 0.0
 
 
 def test_transformers_steps_are_timed_one_by_one() -> None:
@@ -173,7 +174,7 @@ def test_transformers_steps_are_timed_one_by_one() -> None:
     tokens, step_ms = peer.generate(draw_prompts(2, 8, 8192), 6)
     assert tokens.shape == (2, 7)
     assert len(step_ms) == 6
-    assert peer.follow(draw_prompts(2, 8, 8192), tokens) == 1.0
+    assert peer.follow(draw_prompts(2, 8, 8192), tokens) == Agreement(1.0, 0.0)
 
 
 def test_every_round_over_http_has_prompts_of_its_own() -> None:

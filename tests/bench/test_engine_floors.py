@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 import bench.engine
+from bench.agreement import Agreement, agree, require_agreement
 from bench.benchmark_rows import GateError, Row
 from bench.engine import EngineBenchmark, measure_floor_rates, run_engine_benchmark
 from bench.plain_decode import PlainDecode
@@ -83,11 +84,31 @@ def test_the_floor_has_the_better_rate_of_memory_and_cache(monkeypatch: pytest.M
     assert (rate, asked) == (30.0, [(3, 12345)])
 
 
-@pytest.mark.parametrize(("dtype", "enough", "too_little"), [("float32", 0.995, 0.98), ("bfloat16", 0.75, 0.65)])
-def test_a_peer_that_chooses_other_tokens_yields_no_number(dtype: str, enough: float, too_little: float) -> None:
-    assert bench.engine._require_agreement(enough, dtype) == enough
+@pytest.mark.parametrize(
+    ("dtype", "enough", "too_little"),
+    [
+        (torch.float32, Agreement(0.995, 0.001), Agreement(0.98, 0.001)),
+        (torch.bfloat16, Agreement(0.3, 0.2), Agreement(0.9, 0.6)),
+    ],
+)
+def test_a_peer_that_chooses_other_tokens_yields_no_number(
+    dtype: torch.dtype, enough: Agreement, too_little: Agreement
+) -> None:
+    require_agreement(enough, dtype)
     with pytest.raises(GateError, match="the peer chooses"):
-        bench.engine._require_agreement(too_little, dtype)
+        require_agreement(too_little, dtype)
+
+
+def test_tokens_of_another_model_are_far_behind_and_near_ties_are_not() -> None:
+    logits = torch.randn(64, 10_000, generator=torch.Generator().manual_seed(0))
+    rounded = logits + 0.02 * torch.randn(64, 10_000, generator=torch.Generator().manual_seed(1))
+    assert agree(logits, logits.argmax(-1)) == Agreement(1.0, 0.0)
+    assert agree(logits, rounded.argmax(-1)).behind < 0.01
+    others = agree(logits, torch.arange(64))
+    assert others.share == 0.0
+    assert 3 < others.behind < 5
+    wanted = (logits.max(1).values - logits[torch.arange(64), torch.arange(64)]) / logits.std(1)
+    assert others.behind == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
 def test_prompts_are_different_texts_of_the_length_that_was_asked() -> None:

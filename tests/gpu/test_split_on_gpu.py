@@ -85,7 +85,8 @@ def test_sums_through_peers_memory_are_those_of_nccl_and_of_the_same_bits_on_eac
 
 
 def ask(number: int) -> EngineRequest:
-    return ask_variously(number, (20, 300, 480, 33), ("exact", "offloaded"), 40)
+    """Return one of four: in pages without and with logprobs, and in host memory likewise."""
+    return ask_variously(number, (20, 300, 480, 333), ("exact", "exact", "offloaded", "offloaded"), 40)
 
 
 def told_by(devices: int, host: HostConfig | None) -> dict[str, list[Delta]]:
@@ -98,7 +99,7 @@ def told_by(devices: int, host: HostConfig | None) -> dict[str, list[Delta]]:
     ))  # fmt: skip
     try:
         assert engine._runner.decode_steps._captured
-        engine.submit([ask(number) for number in range(0, 8, 1 if host is not None else 2)])
+        engine.submit([ask(number) for number in range(8) if host is not None or number % 4 < 2])
         return drain(engine)
     finally:
         engine.shutdown()
@@ -111,4 +112,9 @@ def told_by(devices: int, host: HostConfig | None) -> dict[str, list[Delta]]:
 def test_texts_of_two_gpus_are_those_of_one(has_host: bool) -> None:
     host = small_host().model_copy(update={"memory_limit_gib": 0.5}) if has_host else None
     alone, told = told_by(1, host), told_by(2, host)
-    check_told(told, alone, ask)
+    in_pages = {name for name in told if int(name) % 4 < 2}
+    check_told({name: told[name] for name in in_pages}, {name: alone[name] for name in in_pages}, ask)
+    in_host_memory = told.keys() - in_pages  # whose rows are bf16: a sum's last bit may round one to the other side
+    check_told(
+        {name: told[name] for name in in_host_memory}, {name: alone[name] for name in in_host_memory}, ask, within=2e-2
+    )

@@ -73,8 +73,10 @@ def logprobs(deltas: list[Delta]) -> list[Logprob]:
     return [one for delta in deltas for one in delta.logprobs or []]
 
 
-def check_told(told: dict[str, list[Delta]], alone: dict[str, list[Delta]], ask: Asked) -> None:
-    """Texts, logprobs and ends are those of steps of one token; request names are their numbers."""
+def check_told(told: dict[str, list[Delta]], alone: dict[str, list[Delta]], ask: Asked, within: float = 1e-4) -> None:
+    """Texts, logprobs and ends are those of steps of one token; request names are their numbers. within: of each
+    log probability.
+    """
     assert told.keys() == alone.keys()
     for name, deltas in told.items():
         theirs, request = alone[name], ask(int(name))
@@ -83,7 +85,7 @@ def check_told(told: dict[str, list[Delta]], alone: dict[str, list[Delta]], ask:
         assert deltas[-1].finish_reason == theirs[-1].finish_reason == "length"
         mine, others = logprobs(deltas), logprobs(theirs)
         assert len(mine) == (len(text(deltas)) if request.sampling.num_logprobs is not None else 0)
-        assert [one.logprob for one in mine] == pytest.approx([one.logprob for one in others], abs=1e-4)
+        assert [one.logprob for one in mine] == pytest.approx([one.logprob for one in others], abs=within)
         assert [one.top[0][0] for one in mine] == [one.top[0][0] for one in others]
 
 

@@ -1,0 +1,43 @@
+"""How far the tokens of one side are the other's choice too, after the same tokens before each."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.benchmark_rows import require
+
+# In float32 only near-ties differ. In bf16 the two best logits of random weights are often closer than it rounds: 8B
+# differ at every tenth token or so, and a deep mixture of experts, whose router turns a rounding into other experts, at
+# two of three (30 layers of Gemma 4, with a vocabulary of 262,144). So what counts there is by how much the peer likes
+# its own choice better. A wrong step's tokens are to the peer as any other: 3.7 deviations behind, or more.
+_LEAST_SHARE = 0.99
+_MOST_BEHIND = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """share: of the tokens, those that are the peer's choice. behind: by how much the peer's logit of a token is below
+    its best one, on average, in standard deviations of its logits.
+    """
+
+    share: float
+    behind: float
+
+
+def agree(logits: Tensor, tokens: Tensor) -> Agreement:
+    """Return how logits `[..., vocabulary]` agree with the tokens `[...]` that the other side chose there."""
+    logits = logits.float()
+    theirs = logits.gather(-1, tokens[..., None]).squeeze(-1)
+    best, deviation = logits.amax(-1), logits.std(-1)
+    return Agreement(
+        float((logits.argmax(-1) == tokens).double().mean()), float(((best - theirs) / deviation).double().mean())
+    )
+
+
+def require_agreement(agreement: Agreement, dtype: torch.dtype) -> None:
+    """Raise GateError where the tokens of a right step would agree better."""
+    said = f"the peer chooses {agreement.share:.2%} of our {dtype} tokens, and ours are {agreement.behind:.2f} behind"
+    if dtype == torch.float32:
+        require(agreement.share >= _LEAST_SHARE, f"{said}; wanted {_LEAST_SHARE:.0%} or more")
+    require(agreement.behind <= _MOST_BEHIND, f"{said}; wanted {_MOST_BEHIND} deviations of its logits or less")
