@@ -20,7 +20,8 @@ from gpu.operations.linear.packed_matrix import Stored
 from gpu.weights.drawing import draw_packed, random_weights
 from gpu.weights.humming_matrix import UNPACKED_COLUMNS, prepare, require_products
 from gpu.weights.matrix import as_matrix
-from gpu.weights.weights import LayerWeights, Weights, allocate_packed
+from gpu.weights.weight_allocation import allocate_packed
+from gpu.weights.weights import LayerWeights, Weights
 
 LIBRARY_KINDS = ("humming-fp8", "humming-int8", "humming-int4")
 KINDS = ("bfloat16", "fp8", "int8", "int4", "Q8_0", "Q6_K", "Q4_0", "Q4_K", *LIBRARY_KINDS)

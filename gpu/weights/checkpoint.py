@@ -28,7 +28,8 @@ from gpu.weights.safetensors_folder import SafetensorsFolder
 from gpu.weights.shares import own_part
 from gpu.weights.stored import StoredTensor
 from gpu.weights.tensor_places import canonical, family_of, places, wanted_tensors
-from gpu.weights.weights import Progress, Weights, allocate_weights, served
+from gpu.weights.weight_allocation import allocate_weights
+from gpu.weights.weights import Progress, Weights, served
 
 log = logging.getLogger(__name__)
 

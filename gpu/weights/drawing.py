@@ -8,7 +8,8 @@ from gpu.model.matrix_formats import LATENT_UP, OF_EXPERTS
 from gpu.model.spec import Architecture
 from gpu.operations.linear.packed_matrix import EXPONENT_BIAS, Packed, Stored
 from gpu.operations.linear.word_layout import pack_words
-from gpu.weights.weights import LayerWeights, Progress, Weights, allocate_weights, served
+from gpu.weights.weight_allocation import allocate_weights
+from gpu.weights.weights import LayerWeights, Progress, Weights, served
 from transfer.model_constants import FP4_NUMBERS
 
 RANDOM_LOGIT_SPREAD = 3.0  # standard deviation of random weights' logits: neither flat nor one-hot

@@ -18,7 +18,7 @@ from gpu.model.weight_format import find_format
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.operations.linear.word_layout import pack_words
 from gpu.weights.gguf_blocks import Numbers
-from gpu.weights.weights import UNSET
+from gpu.weights.weight_allocation import UNSET
 
 INTEGER = ("I32",)
 SCALES = ("F16", "BF16")

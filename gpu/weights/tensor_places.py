@@ -28,7 +28,8 @@ from gpu.model.spec import Architecture, LayerSpec, Recurrent
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.gguf_blocks import Blocks, widen, widen_blocks
 from gpu.weights.stored import PLAIN, ModuleRows, StoredTensor, stacked_tensors, stored_tensors
-from gpu.weights.weights import LayerWeights, Weights, allocate_weights
+from gpu.weights.weight_allocation import allocate_weights
+from gpu.weights.weights import LayerWeights, Weights
 
 
 @dataclass(frozen=True, slots=True)

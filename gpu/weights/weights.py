@@ -12,22 +12,16 @@ import torch
 from torch import Tensor
 
 from gpu.model.humming_formats import describe_own
-from gpu.model.matrix_format import BITS, MatrixFormat, num_words
-from gpu.model.matrix_formats import LATENT_UP, OF_EXPERTS, layer_formats, matrix_shapes, output_format, why_unpacked
-from gpu.model.spec import Architecture, Experts, LayerSpec, Recurrent
+from gpu.model.matrix_formats import LATENT_UP, layer_formats, why_unpacked
+from gpu.model.spec import Architecture
 from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.operations.recurrent.delta_net import RecurrentWeights
-from gpu.weights.host_experts import HostExperts, in_host_memory
+from gpu.weights.host_experts import HostExperts
 from gpu.weights.humming_matrix import HummingMatrix
 from gpu.weights.matrix import Held, as_matrix
-from transfer.host_pages import advise_huge_pages
 from transfer.simd.features import HAS_VECTORS
 
 log = logging.getLogger(__name__)
-
-_SCALE_DTYPES = {1: torch.uint8, 4: torch.float32}  # by their bytes; of two bytes there are several types
-
-UNSET = -1  # of a column's place, until a checkpoint has said
 
 Progress = Callable[[float], None]
 
@@ -260,160 +254,3 @@ def _lay_out(weights: Weights, architecture: Architecture) -> None:
 
 def _unpacked(held: Held) -> Tensor:
     return as_matrix(held).unpack()
-
-
-def allocate_weights(
-    architecture: Architecture, dtype: torch.dtype, device: torch.device, scales: torch.dtype = torch.bfloat16,
-    experts_on_card: int | None = None,
-) -> Weights:  # fmt: skip
-    """Allocate weights, not yet filled. scales: of integers, 16 bits. On the CPU in huge pages, which are there four
-    times as soon.
-
-    experts_on_card: of each layer's experts; the others lie in host memory, pinned for CUDA; None: all. Raises
-    ModelError where the host refuses that memory.
-    """
-    a = architecture
-
-    def empty(*shape: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        if device.type == "cpu":
-            advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
-        return tensor
-
-    def norm(width: int) -> Tensor:
-        return torch.empty(width, dtype=torch.float32 if a.has_wide_norms else dtype, device=device)
-
-    def matrix(rows: int, inner: int, stored: MatrixFormat | None) -> Stored:
-        return empty(rows, inner) if stored is None else allocate_packed(rows, inner, stored, dtype, device, scales)
-
-    def on_host(index: int, spec: LayerSpec) -> HostExperts | None:
-        """Return a layer's experts in host memory, on the meta device."""
-        if spec.experts is None or experts_on_card is None or experts_on_card >= spec.experts.num_experts:
-            return None
-        count, made = spec.experts.num_experts - experts_on_card, []
-        for name in OF_EXPERTS:
-            (rows, inner), stored = matrix_shapes(a, spec)[name], layer_formats(a, index)[name]
-            rows, meta = rows // spec.experts.num_experts * count, torch.device("meta")
-            made.append(
-                torch.empty(rows, inner, dtype=dtype, device=meta) if stored is None
-                else allocate_packed(rows, inner, stored, dtype, meta, scales)
-            )  # fmt: skip
-        return HostExperts(count, *made)
-
-    hosts = in_host_memory([on_host(index, spec) for index, spec in enumerate(a.layers)], device)
-
-    def beside(held: Experts) -> BesideWeights:
-        gains = torch.empty(held.num_experts, dtype=torch.float32, device=device)
-        return BesideWeights(*(norm(a.hidden) for _ in range(4)), gains)
-
-    def layer_inputs() -> LayerInputWeights | None:
-        own = a.layer_inputs
-        if own is None:
-            return None
-        return LayerInputWeights(empty(own.width, a.hidden), empty(a.hidden, own.width), norm(a.hidden))
-
-    def recurrent(own: Recurrent) -> RecurrentWeights:
-        conv, heads = empty(own.conv_width, 1, own.conv_tokens), own.value_heads if own.gate_rows else 0
-        decay, time_bias, skip = (torch.empty(heads, dtype=torch.float32, device=device) for _ in range(3))
-        gates = empty(0 if own.is_mamba else own.gate_rows, a.hidden)
-        found = RecurrentWeights(gates, conv, decay, time_bias, empty(own.norm_width))
-        return replace(found, conv_bias=torch.zeros_like(conv[:, 0, 0]), skip=skip) if own.is_mamba else found
-
-    def layer(index: int, spec: LayerSpec) -> LayerWeights:
-        heads = a.heads_of(spec)
-        width = (a.num_heads + 2 * heads.count) * heads.dim
-        formats, held, host = layer_formats(a, index), spec.experts, hosts[index]
-        shapes = of_all = matrix_shapes(a, spec)
-        if host is not None and held is not None:
-            on_card = held.num_experts - host.count
-            near = {name: (of_all[name][0] // held.num_experts * on_card, of_all[name][1]) for name in OF_EXPERTS}
-            shapes = of_all | near
-        made = {name: matrix(*shape, formats[name]) for name, shape in shapes.items()}
-        experts = None
-        if held is not None:
-            biases = (held.num_experts, of_all["experts_gate_up"][0], of_all["experts_down"][0])
-            experts = ExpertWeights(
-                empty(held.num_experts, a.hidden), made["experts_gate_up"], made["experts_down"], host,
-                *(empty(rows) if held.has_biases else None for rows in biases),
-                beside=beside(held) if held.beside_mlp else None,
-                shared_share=empty(1, a.hidden) if held.is_shared and not held.is_whole else None,
-                correction=torch.empty(held.num_experts, dtype=torch.float32, device=device)
-                if held.is_sigmoid else None,
-            )  # fmt: skip
-        latent = None
-        if a.latent is not None:
-            rank = a.latent.query_rank
-            latent = LatentWeights(made[LATENT_UP], norm(a.latent.rank), made.get("query_up"), rank and norm(rank))
-        return LayerWeights(
-            attention_norm=norm(a.hidden) if spec.pre_norms and spec.has_mixer else None,
-            qkv=made.get("qkv"),
-            output=made.get("output"),
-            mlp_norm=norm(a.hidden) if spec.pre_norms and spec.has_mlp else None,
-            gate_up=made.get("gate_up"),
-            down=made.get("down"),
-            experts=experts,
-            qkv_bias=empty(width) if spec.qkv_bias else None,
-            output_bias=empty(a.hidden) if spec.output_bias else None,
-            gate_up_bias=empty(spec.first_rows(a.intermediate)) if spec.mlp_bias else None,
-            down_bias=empty(a.hidden) if spec.mlp_bias else None,
-            query_norm=norm(a.num_heads * heads.dim)
-            if spec.wide_qk_norm
-            else norm(heads.dim)
-            if spec.qk_norm
-            else None,
-            key_norm=None
-            if not (spec.qk_norm or spec.wide_qk_norm)
-            else norm(heads.count * heads.dim)
-            if spec.wide_qk_norm
-            else norm(heads.dim)
-            if spec.kv_of is None
-            else layers[spec.kv_of].key_norm,
-            attention_post_norm=norm(a.hidden) if spec.post_norms else None,
-            mlp_post_norm=norm(a.hidden) if spec.post_norms else None,
-            sinks=empty(a.num_heads) if spec.sinks else None,
-            inputs=layer_inputs(),
-            scale=empty(1) if spec.is_scaled else None,
-            recurrent=None if spec.recurrent is None else recurrent(spec.recurrent),
-            latent=latent,
-        )
-
-    embedding = matrix(a.vocab_size, a.hidden, output_format(a) if a.tied_embeddings else None)
-    layers: list[LayerWeights] = []
-    for index, spec in enumerate(a.layers):
-        made = layer(index, spec)
-        if spec.plain_qk_norm and made.query_norm is not None and made.key_norm is not None:
-            made.query_norm.fill_(a.query_gain)
-            made.key_norm.fill_(1.0)
-        layers.append(made)
-    logits = embedding if a.tied_embeddings else matrix(a.logit_rows, a.hidden, output_format(a))
-    if a.share is not None and isinstance(logits, Tensor) and len(logits) > a.logit_rows:
-        logits = logits[a.share.rows(a.vocab_size)]
-    inputs, own = None, a.layer_inputs
-    if own is not None:
-        width = a.num_layers * own.width
-        inputs = InputWeights(empty(own.vocab_size, width), empty(width, a.hidden), norm(own.width))
-    draft = None
-    if a.draft_layers:
-        draft = DraftWeights(empty(a.hidden, 2 * a.hidden), *(norm(a.hidden) for _ in range(3)))
-    return Weights(embedding, layers, norm(a.hidden), logits, inputs, draft)
-
-
-def allocate_packed(
-    rows: int, inner: int, stored: MatrixFormat, dtype: torch.dtype, device: torch.device, scales: torch.dtype
-) -> Packed:
-    """Allocate a packed matrix, not yet filled. scales: of 16 bits, where they have so many."""
-    group = stored.group or inner
-    shape = (-(-rows // stored.row_block), -(-inner // group))
-    words = torch.empty(rows, num_words(inner, BITS[stored.kind]), dtype=torch.int32, device=device)
-    if device.type == "cpu":
-        advise_huge_pages(words.data_ptr(), words.nbytes)
-    if stored.run is not None:
-        scales = torch.int16
-    return Packed(
-        kind=stored.kind, dtype=dtype, inner=inner, group=group, row_block=stored.row_block,
-        words=words,
-        scales=torch.empty(shape, dtype=_SCALE_DTYPES.get(stored.scale_bytes, scales), device=device),
-        zeros=torch.empty(shape, dtype=torch.uint8, device=device) if stored.has_zeros else None,
-        order=torch.full((inner,), UNSET, dtype=torch.int64, device=device) if stored.has_order else None,
-        runs=None if stored.run is None else torch.empty(rows, inner // stored.run, dtype=torch.int32, device=device),
-    )  # fmt: skip

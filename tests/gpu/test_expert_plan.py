@@ -16,7 +16,7 @@ from gpu.model.matrix_formats import OF_EXPERTS, rounded, weight_bytes
 from gpu.model.spec import Architecture
 from gpu.weights.expert_shares import KV_SHARE, PINNED_SHARE, STAGED_STACKS, ExpertShares
 from gpu.weights.host_experts import ALIGN_BYTES, HostExperts, tensors_of
-from gpu.weights.weights import allocate_weights
+from gpu.weights.weight_allocation import allocate_weights
 from transfer.host_config import HostConfig
 from transfer.machine import GIB, MachineProfile, load_machine
 

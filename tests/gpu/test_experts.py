@@ -26,7 +26,8 @@ from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.checkpoint import load_packed, load_weights
 from gpu.weights.drawing import random_weights
 from gpu.weights.matrix import as_matrix
-from gpu.weights.weights import Weights, allocate_weights
+from gpu.weights.weight_allocation import allocate_weights
+from gpu.weights.weights import Weights
 from tests.gpu import kernel_oracles
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.gguf_files import write as write_gguf

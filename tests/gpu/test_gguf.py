@@ -27,7 +27,8 @@ from gpu.weights.checkpoint import load_packed, load_weights
 from gpu.weights.drawing import draw_packed
 from gpu.weights.gguf_blocks import Blocks, widen, widen_blocks
 from gpu.weights.matrix import as_matrix
-from gpu.weights.weights import Weights, allocate_weights
+from gpu.weights.weight_allocation import allocate_weights
+from gpu.weights.weights import Weights
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.gguf_files import BYTES, WIDENED, draw_blocks, wanted_numbers, write
 from tests.tolerances import COMPILED_LOGITS_FLOAT32, GGUF_ROPE_LOGITS, SPREAD_OF_DRAWN

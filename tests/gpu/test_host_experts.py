@@ -13,7 +13,7 @@ from gpu.operations.experts.fetch_experts import list_experts
 from gpu.operations.linear.packed_matrix import Packed, Stored, unpack_reference
 from gpu.weights.expert_shares import STAGED_STACKS
 from gpu.weights.host_experts import HostExperts, pinned_like, tensors_of, with_tensors
-from gpu.weights.weights import allocate_packed
+from gpu.weights.weight_allocation import allocate_packed
 from tests.gpu.kernel_oracles import DEVICES
 
 EXPERTS, ON_CARD, WIDTH, HIDDEN = 7, 2, 64, 256

@@ -111,7 +111,8 @@ from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.sinks import add_sinks
 from gpu.operations.swiglu import swiglu
 from gpu.predictor.predict import PackedNetwork, predict_blocks
-from gpu.weights.weights import BesideWeights, ExpertWeights, allocate_packed
+from gpu.weights.weight_allocation import allocate_packed
+from gpu.weights.weights import BesideWeights, ExpertWeights
 from transfer.allocation import dtype_name
 from transfer.arrays import ArraySpec
 from transfer.exchange import new_slot

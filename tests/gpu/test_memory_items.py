@@ -23,7 +23,7 @@ from gpu.page_layout import page_table
 from gpu.profiles import resolve_profiles
 from gpu.sampling.penalties import PenaltyTable
 from gpu.weights.rounding import BYTES_A_NUMBER, NUMBERS_AT_ONCE
-from gpu.weights.weights import allocate_weights
+from gpu.weights.weight_allocation import allocate_weights
 from tests.gpu.test_predicted_serving import WEIGHTS
 from transfer.host_config import HostConfig
 from transfer.machine import load_machine

@@ -20,7 +20,8 @@ from gpu.weights.file_reader import NUM_BUFFERS
 from gpu.weights.host_experts import tensors_of
 from gpu.weights.matrix import as_matrix
 from gpu.weights.stored import ModuleRows, stored_tensors
-from gpu.weights.weights import Weights, allocate_packed
+from gpu.weights.weight_allocation import allocate_packed
+from gpu.weights.weights import Weights
 from tests.gpu.family_checkpoints import checkpoint, generate, load
 from tests.gpu.live_bytes import LiveBytes
 from tests.gpu.quantised_files import FORMATS, awq, write

@@ -17,7 +17,8 @@ from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.weights.checkpoint import load_packed
 from gpu.weights.drawing import random_packed_weights, random_weights
 from gpu.weights.host_experts import HostExperts, Slots, tensors_of, with_tensors
-from gpu.weights.weights import LayerWeights, Weights, allocate_weights
+from gpu.weights.weight_allocation import allocate_weights
+from gpu.weights.weights import LayerWeights, Weights
 from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load
 from tests.gpu.gguf_files import write as write_gguf
 from tests.gpu.kernel_oracles import DEVICES

@@ -15,7 +15,8 @@ from gpu.step import DecodeGroup, HostRead, StepPlan
 from gpu.weights.checkpoint import load_weights
 from gpu.weights.drawing import random_weights
 from gpu.weights.matrix import as_matrix
-from gpu.weights.weights import Weights, allocate_weights
+from gpu.weights.weight_allocation import allocate_weights
+from gpu.weights.weights import Weights
 from tests.gpu.family_checkpoints import CONFIGS, checkpoint, draw_prompt, generate, load
 from tests.gpu.reference_model import shallow_model
 from tests.gpu.small_runner import load_small
