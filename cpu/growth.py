@@ -38,8 +38,12 @@ class SegmentReservation:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The steps of a reservation. appended: tokens for the open tail; copied_tail: capacity of a copy that replaces it,
-    or 0; seals_tail: no more tokens will come into it; opened: tokens and capacity of new segments.
+    """The steps of a reservation.
+
+    appended: tokens for the open tail.
+    copied_tail: capacity of a copy that replaces it, or 0.
+    seals_tail: no more tokens will come into it.
+    opened: tokens and capacity of new segments.
     """
 
     appended: int

@@ -143,12 +143,14 @@ def _compile_start(version: int) -> Any:
 class HostPartial(NamedTuple):
     """A partial on the host, and its cost. The next call overwrites the arrays.
 
-    out: float32 `[requests, heads, dim]`; lse: float32 `[requests, heads]`, natural log; covered: int32 `[requests,
-    heads]`, tokens that the partial stands for. rows: keys read (as many values), a row shared by a group, and by
-    requests that share pieces, once; keys:
-    scored, over all heads; index_bytes: read of hash tables. lookup_ns, sampled_ns: times of the first thread in the
-    stage of lookups and exact parts, and in that of samples. errors: float32 `[requests, heads, ERRORS]` of
-    `cpu.sample_errors`, or None.
+    out: float32 `[requests, heads, dim]`.
+    lse: float32 `[requests, heads]`, natural log.
+    covered: int32 `[requests, heads]`, tokens that the partial stands for.
+    rows: keys read (as many values), a row shared by a group, and by requests that share pieces, once.
+    keys: scored, over all heads.
+    index_bytes: read of hash tables.
+    lookup_ns, sampled_ns: times of the first thread in the stage of lookups and exact parts, and in that of samples.
+    errors: float32 `[requests, heads, ERRORS]` of `cpu.sample_errors`, or None.
     """
 
     out: np.ndarray
@@ -163,9 +165,13 @@ class HostPartial(NamedTuple):
 
 
 class AnswersCost(NamedTuple):
-    """The cost of answers. host_requests: number answered, fewer than given where one did not come; rows, covered, keys
-    and index_bytes: sums over all of them, as in `HostPartial`, covered over all heads; waited_ns: waiting for host
-    requests; attended_ns: from a host request's arrival to its answer; lookup_ns, sampled_ns: stages of the last one;
+    """The cost of answers.
+
+    host_requests: number answered, fewer than given where one did not come. rows, covered, keys and index_bytes: sums
+        over all of them, as in `HostPartial`, covered over all heads.
+    waited_ns: waiting for host requests.
+    attended_ns: from a host request's arrival to its answer.
+    lookup_ns, sampled_ns: stages of the last one.
     idle_ns: waiting for the first host request before the region starts.
     """
 

@@ -39,9 +39,12 @@ class Merge:
 
 @dataclass(eq=False, slots=True)
 class Context:
-    """A context. version: changes with the pieces, and is never used twice. steps: answered with estimated errors;
-    noted: float32 `[layers, heads]`, the error that each head's last full read found; in_full: bool, heads that go on
-    reading all keys (`cpu.audits`).
+    """A context.
+
+    version: changes with the pieces, and is never used twice.
+    steps: answered with estimated errors.
+    noted: float32 `[layers, heads]`, the error that each head's last full read found.
+    in_full: bool, heads that go on reading all keys (`cpu.audits`).
     """
 
     context_id: int

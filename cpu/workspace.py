@@ -77,11 +77,13 @@ class Batch(NamedTuple):
 class Plan(NamedTuple):
     """The work of one host request.
 
-    reads: int32 `[requests, 3]`: a request's pieces, begin and end, and its place among those that share them;
-    ordinals: int32 `[pieces]`, of a piece among the sampled, or its first exact part's first slot; sampled: int32
-    `[sampled]`, pieces; ids_at: int64 `[sampled, 2]`: first id, and ids per head; parts: int32 `[exact parts, 5]`:
-    piece, KV head, begin, end, first slot; work: int32 `[WORK_ITEMS of sampled * heads + exact parts]`, the
-    items that some head wants: a lookup's number or, behind all lookups, an exact part's.
+    reads: int32 `[requests, 3]`: a request's pieces, begin and end, and its place among those that share them.
+    ordinals: int32 `[pieces]`, of a piece among the sampled, or its first exact part's first slot.
+    sampled: int32 `[sampled]`, pieces.
+    ids_at: int64 `[sampled, 2]`: first id, and ids per head.
+    parts: int32 `[exact parts, 5]`: piece, KV head, begin, end, first slot.
+    work: int32 `[WORK_ITEMS of sampled * heads + exact parts]`, the items that some head wants: a lookup's number or,
+        behind all lookups, an exact part's.
     """
 
     reads: np.ndarray

@@ -54,9 +54,12 @@ class Limits:
 class Rehearsal:
     """Rehearses on a runner's own parts, before it serves and while it is idle.
 
-    launch: carries out a plan; sides: how prefill methods attend, by part; rings: the parts whose methods keep rings;
-    tier: host memory, or None without; is_on_gpu: whether kernels are chosen and graphs captured; ranks: which capture
-    the same graphs, or None.
+    launch: carries out a plan.
+    sides: how prefill methods attend, by part.
+    rings: the parts whose methods keep rings.
+    tier: host memory, or None without.
+    is_on_gpu: whether kernels are chosen and graphs captured.
+    ranks: which capture the same graphs, or None.
     """
 
     launch: Callable[[StepPlan], InFlight]

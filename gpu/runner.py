@@ -66,7 +66,7 @@ from transfer.allocation import dtype_name
 from transfer.copies import Streams
 from transfer.exchange import ExchangeError
 from transfer.expert_exchange import ExpertCounts
-from transfer.host_tier import ContextLostError, ContextRead, HostMemoryError
+from transfer.host_tier import ContextLostError, ContextRead, HostMemoryError, HostTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,37 @@ class ExpertMoves:
     fetched: int
     copied: int
     computed: int
+
+
+def _make_pool(architecture: Architecture, settings: RunnerSettings) -> KvPool:
+    """Return the KV pages of a model; layers that are not offloaded are dense."""
+    offloaded = range(architecture.num_layers) if settings.tier is None else settings.tier.shape.layers
+    shape = PoolShape(
+        settings.num_pages,
+        [layer for layer in range(architecture.num_layers) if layer not in offloaded],
+        settings.page_tokens,
+        settings.max_running,
+        settings.max_context_tokens,
+        settings.dtype,
+        settings.windows,
+        settings.kv,
+        settings.num_states,
+        settings.state_dtype,
+        settings.num_host_states,
+    )
+    return KvPool(architecture, shape, settings.device)
+
+
+def _make_host_reader(
+    served: Architecture, settings: RunnerSettings, tier: HostTier, reads: StepReads, times: HostReadTimes
+) -> HostReader:
+    """Return what asks the tier for attention in decode steps, with an exchange for each part of a step."""
+    excludes = any(part.method.excludes_blocks for part in settings.parts)
+    slot = slot_shape(served, tier.shape.num_tables, dtype_name(settings.dtype), excludes, settings.checks_coverage)
+    exchanges = [SlotExchange(rows, slot, settings.device) for rows in most_rows_of_parts(settings.max_running)]
+    is_whole = settings.device.type == "cpu" or settings.ranks is not None
+    always = 1 if is_whole else None  # the CPU computes both sides; or all ranks must cut steps alike
+    return HostReader(tier, exchanges, Halving(reads, always), times)
 
 
 class Runner:
@@ -97,22 +128,7 @@ class Runner:
         self.weights = weights
         self.device = device
         self.limits = Limits(settings.num_pages, settings.page_tokens, context, max_running, architecture.vocab_size)
-        offloaded = tier.shape.layers if tier is not None else range(architecture.num_layers)
-        dense_layers = [layer for layer in range(architecture.num_layers) if layer not in offloaded]
-        pool_shape = PoolShape(
-            settings.num_pages,
-            dense_layers,
-            settings.page_tokens,
-            max_running,
-            context,
-            dtype,
-            settings.windows,
-            settings.kv,
-            settings.num_states,
-            settings.state_dtype,
-            settings.num_host_states,
-        )
-        self.pool = KvPool(architecture, pool_shape, device)
+        self.pool = _make_pool(architecture, settings)
         adapters = None
         if settings.adapters:
             adapters = Adapters(settings.adapters, architecture, max_running, dtype, device)
@@ -163,13 +179,7 @@ class Runner:
             link = open_link(tier, settings.link_share, decoder.scale, dtype, device)
             assert self._prefill.staging is not None
             self._offloader = Offloader(tier, row_transfer, self.pool, self._prefill.gathered, self._prefill.staging)
-            excludes = any(part.method.excludes_blocks for part in parts)
-            slot = slot_shape(served, tier.shape.num_tables, dtype_name(dtype), excludes, settings.checks_coverage)
-            exchanges = [SlotExchange(rows, slot, device) for rows in most_rows_of_parts(max_running)]
-            is_whole = device.type == "cpu" or settings.ranks is not None
-            always = 1 if is_whole else None  # the CPU computes both sides; or all ranks must cut steps alike
-            halving = Halving(self.reads, always)
-            host_reader = HostReader(tier, exchanges, halving, self.host_read_times)
+            host_reader = _make_host_reader(served, settings, tier, self.reads, self.host_read_times)
         loop = LayerLoop(
             decoder,
             offloaded_layers,

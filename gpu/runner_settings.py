@@ -21,19 +21,28 @@ from transfer.host_tier import HostTier
 class RunnerSettings:
     """The sizes and parts of a runner.
 
-    max_hidden_tokens: of all prefill jobs under way. tier: memory of offloaded contexts, or None; the caller made it.
+    max_hidden_tokens: of all prefill jobs under way.
+    tier: memory of offloaded contexts, or None; the caller made it.
     parts: of the profiles that are served (`gpu.profiles.served_parts`); if the tier has tables, one makes their codes.
-    num_rings: of the parts that keep some; ring_pages: of those whose rings share pages. sink_tokens, window_tokens:
-    what an offloaded context keeps in front and at its end. checks_coverage: count in every decode step who covers
-    which tokens, and end with CoverageError where that is not the whole context; a debug run, without graphs. library:
-    where document chunks are, or None. windows: of layers that keep no more; of the others pages hold all of a context.
-    kv: how pages hold rows; what is no format of codes, in `dtype`. open_experts: the CPU computes experts in host
-    memory for decode steps of up to `computed_rows` rows; None: they are fetched. num_states: of recurrent layers
-    (`gpu.kv.states`), 0: one a slot; state_dtype: of these; num_host_states: copies of them in host memory. disk: where
-    contexts are kept beside, or None. compile_settings: of a child that compiles the CPU's decode step, None: the first
-    step does (`gpu.decode.step_code`). link_share: of what attention reads in full in host memory, read by the device;
-    None: by measured rates. adapters: that prompts may have, numbered from 1 on. ranks: of a model that is split over
-    devices, or None.
+    num_rings: of the parts that keep some.
+    ring_pages: of those whose rings share pages.
+    sink_tokens, window_tokens: what an offloaded context keeps in front and at its end.
+    checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that is not
+        the whole context; a debug run, without graphs.
+    library: where document chunks are, or None.
+    windows: of layers that keep no more; of the others pages hold all of a context.
+    kv: how pages hold rows; what is no format of codes, in `dtype`.
+    open_experts: the CPU computes experts in host memory for decode steps of up to `computed_rows` rows; None: they are
+        fetched.
+    num_states: of recurrent layers (`gpu.kv.states`), 0: one a slot.
+    state_dtype: of these.
+    num_host_states: copies of them in host memory.
+    disk: where contexts are kept beside, or None.
+    compile_settings: of a child that compiles the CPU's decode step, None: the first step does
+        (`gpu.decode.step_code`).
+    link_share: of what attention reads in full in host memory, read by the device; None: by measured rates.
+    adapters: that prompts may have, numbered from 1 on.
+    ranks: of a model that is split over devices, or None.
     """
 
     num_pages: int
@@ -69,11 +78,13 @@ class RunnerSettings:
 class LoadSettings:
     """What the caller of `gpu.load.load_runner` decides; the other settings come from the configuration.
 
-    max_context_tokens: None: the model's. chunk_tokens: most tokens of a prefill unit. num_windows: of `window_pages`
-    pages (`gpu.kv.windows`); 0: all layers have all of every context in pages. experts_on_card: of each layer's, the
-    other experts lie in host memory; None: all are on the card. prefill_graph_sizes: see MemoryPlan. compiles_ahead: a
-    child process compiles the CPU's decode step, where that is to be done. drafts: the checkpoint's head does. Further
-    fields as in RunnerSettings.
+    max_context_tokens: None: the model's.
+    chunk_tokens: most tokens of a prefill unit.
+    num_windows: of `window_pages` pages (`gpu.kv.windows`); 0: all layers have all of every context in pages.
+    experts_on_card: of each layer's, the other experts lie in host memory; None: all are on the card.
+    prefill_graph_sizes: see MemoryPlan.
+    compiles_ahead: a child process compiles the CPU's decode step, where that is to be done.
+    drafts: the checkpoint's head does. Further fields as in RunnerSettings.
     """
 
     max_running: int

@@ -127,11 +127,14 @@ class FusionPlan:
     and from there on what is in no chunk, its last token, and `num_chosen` others, which the policy chooses on the
     device.
 
-    chunks: ascending, disjoint, behind the prompt's `begin`. select_layer: 0 for a policy that looks at nothing.
-    seam_tokens: at the front of each chunk, chosen before all others. `[question_begin, question_end)`: who is asked
-    what matters. num_computed: from `select_layer` on. num_evicted: of tokens between the text in front of the first
-    chunk and what stands behind the last one, which each KV head of each layer evicts once the prompt is done: what
-    is left moves up to the first cells, and the next token's is so much before its position.
+    chunks: ascending, disjoint, behind the prompt's `begin`.
+    select_layer: 0 for a policy that looks at nothing.
+    seam_tokens: at the front of each chunk, chosen before all others.
+    question_begin, question_end: the tokens whose attention says what matters.
+    num_computed: from `select_layer` on.
+    num_evicted: of tokens between the text in front of the first chunk and what stands behind the last one, which each
+        KV head of each layer evicts once the prompt is done: what is left moves up to the first cells, and the next
+        token's is so much before its position.
     """
 
     policy: str
@@ -269,13 +272,15 @@ class PrefillPrompt:
 
     `token_ids` is int32 `[context]`: the prompt, and after a preemption the output so far as well (`num_prompt_tokens`
     tells them apart). `samples` is the number of output tokens drawn before: the next draw is number `samples`.
-    `host`: what of it is offloaded, or None. Its page table then has, for `[sink, released)`, pages of dense layers
-    alone.
-    `pooling`: what is told of it beside the draw, or None.
-    `fused`: what it takes of chunks, or None; such a prompt is alone in its job. `capture`: it is a chunk, in NO_SLOT,
-    whose keys and values are kept under that key; all prompts of its job are. `branches`: windows that it leaves, one
-    at most, or states. `disk`: what of its front comes from the disk, up to `begin`; such a prompt is alone in its job.
-    `adapter`: its number among the runner's, 0: none.
+
+    host: what of it is offloaded, or None. Its page table then has, for `[sink, released)`, pages of dense layers
+        alone.
+    pooling: what is told of it beside the draw, or None.
+    fused: what it takes of chunks, or None; such a prompt is alone in its job.
+    capture: it is a chunk, in NO_SLOT, whose keys and values are kept under that key; all prompts of its job are.
+    branches: windows that it leaves, one at most, or states.
+    disk: what of its front comes from the disk, up to `begin`; such a prompt is alone in its job.
+    adapter: its number among the runner's, 0: none.
     """
 
     slot: int
@@ -496,11 +501,13 @@ class DecodeGroup(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(Frozen):
-    """One engine step, carried out in field order. is_fenced: behind all that was launched before it in any lane.
+    """One engine step, carried out in field order.
+
+    is_fenced: behind all that was launched before it in any lane.
     released_slots: their sequences have left; a prompt of one that is in a job under way is cut out of it, and the
-    others go on: units to come count without its tokens. A job with no prompt left is dropped.
+        others go on: units to come count without its tokens. A job with no prompt left is dropped.
     masked_slots: those that draw in it from some tokens alone, which may not be known before the draws in flight are;
-    with any, all of the step is drawn once masks are given for them (`gpu.runner.Runner.draw`).
+        with any, all of the step is drawn once masks are given for them (`gpu.runner.Runner.draw`).
     limits_prefill_blocks: rows that wait for the host step beside its units, whose attention blocks are to be short.
     """
 

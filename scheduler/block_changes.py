@@ -16,9 +16,12 @@ DISK: Medium = "DISK"
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A chain of blocks that can be found in a medium from now on, each behind the one before it.
 
-    parent: the block in front of the first; None: there is none, or it is not known. tokens: of all blocks, packed
-    (`pack_tokens`); empty where a record on disk was written before this engine began, and nobody has named its tokens.
-    block_tokens: of each. adapter: its number; 0: none. salt: of the blocks' names.
+    parent: the block in front of the first; None: there is none, or it is not known.
+    tokens: of all blocks, packed (`pack_tokens`); empty where a record on disk was written before this engine began,
+        and nobody has named its tokens.
+    block_tokens: of each.
+    adapter: its number; 0: none.
+    salt: of the blocks' names.
     """
 
     medium: Medium

@@ -76,9 +76,12 @@ class ChunkSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fusion(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings by which a prompt with chunks is computed. policy: a name of `gpu.fusion.fusion_plan`; ratio: of all
-    prompt tokens, recomputed, in [0, 1]; select_layer, seam_tokens: of policies that look; keep_tokens: after the first
-    token, of the context, a layer and head (0: all).
+    """The settings by which a prompt with chunks is computed.
+
+    policy: a name of `gpu.fusion.fusion_plan`.
+    ratio: of all prompt tokens, recomputed, in [0, 1].
+    select_layer, seam_tokens: of policies that look.
+    keep_tokens: after the first token, of the context, a layer and head (0: all).
     """
 
     policy: str
@@ -209,9 +212,12 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskSessions(msgspec.Struct, frozen=True, tag=True):
-    """Ask what is kept of an owner's conversations; answered by one `Sessions`. `forget`: a session, of which all that
-    nobody reads is forgotten first; "": nothing is. `forget_slot`: likewise of one conversation; -1: of none.
-    `forget_saved`: a saved context that is deleted first. `of_all`: what is told of saved contexts is of all owners.
+    """Ask what is kept of an owner's conversations; answered by one `Sessions`.
+
+    forget: a session, of which all that nobody reads is forgotten first; "": nothing is.
+    forget_slot: likewise of one conversation; -1: of none.
+    forget_saved: a saved context that is deleted first.
+    of_all: what is told of saved contexts is of all owners.
     """
 
     request_id: str

@@ -32,9 +32,10 @@ class ExchangeError(Exception):
 class Handshake:
     """Flags in host memory by which device and host know which request each is at.
 
-    flags: int32 `[max_rows]`, for each row the stamp of the host request that is there, written after it; answered:
-    int32 `[1]`, the stamp of the last answer, or RELEASED; rows: in use by the current host request; stamp: of the
-    current host request.
+    flags: int32 `[max_rows]`, for each row the stamp of the host request that is there, written after it.
+    answered: int32 `[1]`, the stamp of the last answer, or RELEASED.
+    rows: in use by the current host request.
+    stamp: of the current host request.
     """
 
     flags: Tensor
@@ -67,14 +68,15 @@ class Handshake:
 class ExchangeSlot(Handshake):
     """A step's requests for attention (pinned where the device is CUDA).
 
-    queries: `[max_rows, heads, dim]`, the device's dtype, rotated; codes: uint16 `[max_rows, heads, tables]` or None;
-    wanted: uint8 `[max_rows, heads]`, 0: the head requests nothing, and gets the empty partial; excluded: int32
-    `[max_rows, kv_heads, words]` or None: bit b of word w stands for block 32 w + b of BLOCK_TOKENS offloaded tokens of
-    the row's context, and if it is set, the answer leaves them out; blocks beyond the last word are covered. The choice
-    of blocks must not depend on hash codes, or the sampled mass of the others is biased.
-
-    out: float32 `[max_rows, heads, dim]`; lse: float32 `[max_rows, heads]`; covered: int32 `[max_rows, heads]` or None,
-    tokens that the answer stands for.
+    queries: `[max_rows, heads, dim]`, the device's dtype, rotated.
+    codes: uint16 `[max_rows, heads, tables]` or None.
+    wanted: uint8 `[max_rows, heads]`, 0: the head requests nothing, and gets the empty partial.
+    excluded: int32 `[max_rows, kv_heads, words]` or None: bit b of word w stands for block 32 w + b of BLOCK_TOKENS
+        offloaded tokens of the row's context, and if it is set, the answer leaves them out; blocks beyond the last word
+        are covered. The choice of blocks must not depend on hash codes, or the sampled mass of the others is biased.
+    out: float32 `[max_rows, heads, dim]`.
+    lse: float32 `[max_rows, heads]`.
+    covered: int32 `[max_rows, heads]` or None, tokens that the answer stands for.
     """
 
     queries: Tensor

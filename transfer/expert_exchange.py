@@ -27,9 +27,10 @@ LAYER, ROWS, HOST_REQUEST_COLUMNS = 0, 1, 2  # of a table of host requests
 class ExpertSlot(Handshake):
     """Host memory that the device reads and writes (pinned where it is CUDA).
 
-    hidden: float32 `[max_rows, hidden]`, behind the layer's norm; experts: int32 `[max_rows, per_token]`, numbers of
-    experts among the layer's in host memory, or NOT_HERE; shares: float32 `[max_rows, per_token]`, their weights; out:
-    float32 `[max_rows, hidden]`, for each row the weighted sum of its experts' results.
+    hidden: float32 `[max_rows, hidden]`, behind the layer's norm.
+    experts: int32 `[max_rows, per_token]`, numbers of experts among the layer's in host memory, or NOT_HERE.
+    shares: float32 `[max_rows, per_token]`, their weights.
+    out: float32 `[max_rows, hidden]`, for each row the weighted sum of its experts' results.
     """
 
     hidden: Tensor
@@ -111,8 +112,13 @@ class ExpertRequests:
 
 @dataclass(slots=True)
 class ExpertCounts:
-    """Sums over all host requests. experts: that were read, each once a host request; pairs: of a row and an expert;
-    wait_s: for the device; compute_s: from a host request's arrival to its answer; bytes_read: of matrices.
+    """Sums over all host requests.
+
+    experts: that were read, each once a host request.
+    pairs: of a row and an expert.
+    wait_s: for the device.
+    compute_s: from a host request's arrival to its answer.
+    bytes_read: of matrices.
     """
 
     host_requests: int = 0

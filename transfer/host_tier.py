@@ -68,9 +68,12 @@ class LayerRows:
     """Host memory of one layer of a run of tokens, pinned where the device is CUDA. Views: writes go to the store.
 
     keys, values: bfloat16 or int8 `[kv_heads, tokens, dim]`, or uint8 `[kv_heads, tokens, row_bytes]` that hold int4
-    (`gpu.operations.host_rows.int4_rows`), the last dimension contiguous; codes: uint16 `[kv_heads,
-    tables, tokens]` or None; centre: float32 `[kv_heads, dim]`; key_scale: float32 `[kv_heads]`; value_scale: float32
-    `[kv_heads, dim]` (scales: int8 rows only, else None; row = scale * stored, plus the centre for keys).
+        (`gpu.operations.host_rows.int4_rows`), the last dimension contiguous.
+    codes: uint16 `[kv_heads, tables, tokens]` or None.
+    centre: float32 `[kv_heads, dim]`.
+    key_scale: float32 `[kv_heads]`.
+    value_scale: float32 `[kv_heads, dim]` (scales: int8 rows only, else None; row = scale * stored, plus the centre for
+        keys).
     """
 
     keys: Tensor

@@ -52,9 +52,12 @@ class GpuProfile(_Record):
 
 
 class MachineProfile(_Record):
-    """What a process may use of its machine. `physical_cores` and `memory_bytes`: what it may use; `gpu`: the first one
-    that it would use, of `num_gpus` that are alike (None: not recorded; one, or none). `rates`: by the names of
-    `transfer.machine_rates`, None if not recorded; `rates_from`: their source.
+    """What a process may use of its machine.
+
+    physical_cores and memory_bytes: what it may use.
+    gpu: the first one that it would use, of `num_gpus` that are alike (None: not recorded; one, or none).
+    rates: by the names of `transfer.machine_rates`, None if not recorded.
+    rates_from: their source.
     """
 
     name: str

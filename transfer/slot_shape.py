@@ -13,8 +13,10 @@ ANSWERED = ArraySpec((1,), "int32")
 class SlotShape:
     """A row of a slot in which attention is asked for (`transfer.exchange.ExchangeSlot`).
 
-    num_tables: of the codes beside each query, 0: none. dtype: of queries. exclusion_blocks: of a context, that a row
-    may exclude for each of `kv_heads`, 0: none. is_counted: answers say how many tokens they stand for.
+    num_tables: of the codes beside each query, 0: none.
+    dtype: of queries.
+    exclusion_blocks: of a context, that a row may exclude for each of `kv_heads`, 0: none.
+    is_counted: answers say how many tokens they stand for.
     """
 
     heads: int

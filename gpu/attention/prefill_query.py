@@ -13,10 +13,11 @@ from transfer.partial import Partial
 class PrefillQuery:
     """Queries of one prompt in `layer`: query i sees the keys of positions `[0, positions[i]]`.
 
-    query, pre_rope_query: `[tokens, heads, dim]`, rotated and not; keys, values: `[kv_heads, context, dim]` (strided),
-    rotated, of positions `[0, context)`; all in the pool's dtype. positions: int64 `[tokens]` on the device, ascending.
-    They need be neither consecutive nor the context's last ones; `begin` is the first one's where they are consecutive,
-    else None. num_prompt_tokens: of the whole prefill, computed before and to come, so its last position plus one.
+    query, pre_rope_query: `[tokens, heads, dim]`, rotated and not.
+    keys, values: `[kv_heads, context, dim]` (strided), rotated, of positions `[0, context)`; all in the pool's dtype.
+    positions: int64 `[tokens]` on the device, ascending. They need be neither consecutive nor the context's last ones;
+        `begin` is the first one's where they are consecutive, else None.
+    num_prompt_tokens: of the whole prefill, computed before and to come, so its last position plus one.
     state: what the method made for this job, prompt and layer, or None.
     """
 

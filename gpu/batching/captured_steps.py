@@ -7,9 +7,12 @@ from gpu.batching.halving import FEWEST_ROWS
 
 
 class StepKind(NamedTuple):
-    """A kind of captured step. num_parts: of its request to the CPU, 0 to 2; reuses: whether methods that reuse take
-    part; lends: whether rows read host memory by such methods alone, and request nothing of the CPU; adapts: whether
-    some row may have an adapter.
+    """A kind of captured step.
+
+    num_parts: of its request to the CPU, 0 to 2.
+    reuses: whether methods that reuse take part.
+    lends: whether rows read host memory by such methods alone, and request nothing of the CPU.
+    adapts: whether some row may have an adapter.
     """
 
     num_parts: int

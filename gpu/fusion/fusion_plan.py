@@ -30,10 +30,13 @@ FIGURES = {
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a fusion policy treats tokens of stored chunks. chooses: some tokens are computed again, by the ratio. looks:
-    which ones is known once the whole prompt has passed the layers before `select_layer`. compares: the choice compares
-    values computed in that layer with the stored ones. moves: stored keys are rotated to their place in this prompt;
-    otherwise they keep the rotation of the chunk computed alone.
+    """How a fusion policy treats tokens of stored chunks.
+
+    chooses: some tokens are computed again, by the ratio.
+    looks: which ones is known once the whole prompt has passed the layers before `select_layer`.
+    compares: the choice compares values computed in that layer with the stored ones.
+    moves: stored keys are rotated to their place in this prompt; otherwise they keep the rotation of the chunk computed
+        alone.
     """
 
     chooses: bool = False
@@ -69,10 +72,13 @@ def get_policy(name: str) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class FusionSettings:
-    """How a prompt's chunks are reused. ratio: of all prompt tokens (the paper's r), so many of chunks are computed
-    again. select_layer: where a policy looks. seam_tokens: at the front of each chunk, computed again whatever the
-    ratio is, and counted to it. keep_tokens: that are left once the prompt is done (A3's extension; its C), text in
-    front of the first chunk and behind the last one always among them; 0: all.
+    """How a prompt's chunks are reused.
+
+    ratio: of all prompt tokens (the paper's r), so many of chunks are computed again.
+    select_layer: where a policy looks.
+    seam_tokens: at the front of each chunk, computed again whatever the ratio is, and counted to it.
+    keep_tokens: that are left once the prompt is done (A3's extension; its C), text in front of the first chunk and
+        behind the last one always among them; 0: all.
     """
 
     policy: str

@@ -27,8 +27,13 @@ from transfer.allocation import allocate, dtype_name, dtype_of
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Sizes of a pool. dtype: that computes; kv: how pages hold rows; windows: that are kept by themselves. num_states:
-    of recurrent layers, in state_dtype (0: one a slot); num_host_states: copies of them in host memory.
+    """Sizes of a pool.
+
+    dtype: that computes.
+    kv: how pages hold rows.
+    windows: that are kept by themselves.
+    num_states: of recurrent layers, in state_dtype (0: one a slot).
+    num_host_states: copies of them in host memory.
     """
 
     num_pages: int

@@ -58,11 +58,15 @@ IN_POOL = Target()
 
 @dataclass(slots=True)
 class Carried:
-    """What goes from layer to layer beside hidden states. inputs: of all layers, of one layer alone, or of none
-    (`Projections.inputs`), from `first_layer` on; kept: keys and values `[tokens, 2 * kv_heads * dim]` that later
-    layers have, too, before norms and rotation, by the layer that made them; query_scale: of `Decoder.query_scale`;
-    output_gate `[tokens, heads * dim]`: of the layer that is computed, if it has one; adapters: of the tokens, once a
-    layer has asked for them; adapts: whether some token may have one.
+    """What goes from layer to layer beside hidden states.
+
+    inputs: of all layers, of one layer alone, or of none (`Projections.inputs`), from `first_layer` on.
+    kept: keys and values `[tokens, 2 * kv_heads * dim]` that later layers have, too, before norms and rotation, by the
+        layer that made them.
+    query_scale: of `Decoder.query_scale`; output_gate `[tokens, heads * dim]`: of the layer that is computed, if it has
+        one.
+    adapters: of the tokens, once a layer has asked for them.
+    adapts: whether some token may have one.
     """
 
     inputs: Tensor | None

@@ -29,10 +29,14 @@ from transfer.tier_shape import TierShape, hyperplane_array
 
 @dataclass(frozen=True, slots=True)
 class HostDemand:
-    """One model's host tier. `kept`: the most that stays on the device, of which the layers are not all of the model's;
-    of a profile whose methods need no more, the window is as `config` has it. `window_layers`: of the layers, those
-    that have no pages: windows are kept by themselves, or states, or there is nothing; `kv`: how pages hold rows, None:
-    in the dtype that computes. excludes: a method takes blocks of a run off the host.
+    """One model's host tier.
+
+    kept: the most that stays on the device, of which the layers are not all of the model's; of a profile whose methods
+        need no more, the window is as `config` has it.
+    window_layers: of the layers, those that have no pages: windows are kept by themselves, or states, or there is
+        nothing.
+    kv: how pages hold rows, None: in the dtype that computes.
+    excludes: a method takes blocks of a run off the host.
     """
 
     shape: Architecture

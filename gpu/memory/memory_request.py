@@ -31,9 +31,12 @@ class PlannedSizes:
 class MemoryRequest:
     """What memory is planned for.
 
-    kept: what of contexts that are offloaded stays on the device (`gpu.profiles.find_kept`), None without `host`;
-    states: what attention methods keep for sequences that run (`gpu.profiles.list_states`); documents: how their chunks
-    are kept; disk: how contexts are kept there; computed_rows, draft: see `MemoryPlan`; adapters: beside the weights.
+    kept: what of contexts that are offloaded stays on the device (`gpu.profiles.find_kept`), None without `host`.
+    states: what attention methods keep for sequences that run (`gpu.profiles.list_states`).
+    documents: how their chunks are kept.
+    disk: how contexts are kept there.
+    computed_rows, draft: see `MemoryPlan`.
+    adapters: beside the weights.
     """
 
     architecture: Architecture

@@ -50,8 +50,10 @@ class Share:
 class SavedReads:
     """What a method spared decode steps, and what it cost them.
 
-    keys: that query heads did not read, summed over heads and layers. rows: keys with their values that KV heads did
-    not read. own_bytes: that it read and wrote for this. rows_include_host: `rows` hold those in host memory as well.
+    keys: that query heads did not read, summed over heads and layers.
+    rows: keys with their values that KV heads did not read.
+    own_bytes: that it read and wrote for this.
+    rows_include_host: `rows` hold those in host memory as well.
     """
 
     keys: int = 0

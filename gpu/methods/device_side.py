@@ -27,11 +27,16 @@ from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a method runs. tier_shape: shape of the offloaded rows, or None; sink_tokens: tokens in front of them that
-    stay on the device; max_running: slots; dtype: of the model's activations; stored: dtype of rows in pages
-    (`kv_rows`). window_tokens: that an offloaded context keeps at its end; pages: of each layer its keys, values
-    and page table, as `paged_decode_attention` takes them. ring_pages: that a method's rings share; None: nobody
-    counts them, and each ring has its own.
+    """Where a method runs.
+
+    tier_shape: shape of the offloaded rows, or None.
+    sink_tokens: tokens in front of them that stay on the device.
+    max_running: slots.
+    dtype: of the model's activations.
+    stored: dtype of rows in pages (`kv_rows`).
+    window_tokens: that an offloaded context keeps at its end.
+    pages: of each layer its keys, values and page table, as `paged_decode_attention` takes them.
+    ring_pages: that a method's rings share; None: nobody counts them, and each ring has its own.
     """
 
     architecture: Architecture

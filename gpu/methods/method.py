@@ -27,10 +27,12 @@ class NoSettings(Settings):
 class Footprint:
     """Device memory that a method takes, in bytes.
 
-    sequence_bytes: of a ring, or for each running sequence of a method without rings. sequence_rows: keys and values of
-    one KV head beside that, stored as in KV pages. sequence_numbers: beside both, numbers of the type that computes.
-    work_bytes: that its steps and prompts pass through, for all sequences together. page_bytes: of a page of
-    `page_tokens` tokens, of those that its rings share and take as contexts grow; 0: they share none.
+    sequence_bytes: of a ring, or for each running sequence of a method without rings.
+    sequence_rows: keys and values of one KV head beside that, stored as in KV pages.
+    sequence_numbers: beside both, numbers of the type that computes.
+    work_bytes: that its steps and prompts pass through, for all sequences together.
+    page_bytes: of a page of `page_tokens` tokens, of those that its rings share and take as contexts grow; 0: they
+        share none.
     """
 
     sequence_bytes: int = 0
@@ -45,8 +47,10 @@ class Footprint:
 class ReadCost:
     """What a decode step reads of one row's context in host memory, in tokens of all its KV heads.
 
-    fetched: brought over the link. on_device: read on the device after that. streamed: read by the CPU one behind
-    another. sampled: of which the CPU reads the sample that hash tables choose.
+    fetched: brought over the link.
+    on_device: read on the device after that.
+    streamed: read by the CPU one behind another.
+    sampled: of which the CPU reads the sample that hash tables choose.
     """
 
     fetched: float = 0.0

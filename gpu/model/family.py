@@ -64,14 +64,21 @@ class StackLayout:
 class Family:
     """A model family, in the words of its files.
 
-    model_types: of `config.json`, the first one names the family. parse: returns an Architecture of its keys. tensors:
-    where a layer's go, as LAYER_TENSORS. defaults: what absent keys mean; harmless: keys that change nothing. unwrap:
-    returns the part of a configuration that is the decoder's. prefixes: of names of tensors, taken off; skipped: of
-    tensors that the decoder has no use for. stacks: the layout of a layer's experts that `tensors` calls
-    `experts_gate_up` and `experts_down`, all in one tensor, or of their biases. gguf: how GGUF files have it, None:
-    none does. shapes: configurations by name, for random weights. has_further_layers: a checkpoint may have layers
-    behind the last one, which draft tokens and are not read. texts: model types of `text_config` for which another
-    family reads the whole. calls, reasoning: formats in which its models write calls of tools and reasoning.
+    model_types: of `config.json`, the first one names the family.
+    parse: returns an Architecture of its keys.
+    tensors: where a layer's go, as LAYER_TENSORS.
+    defaults: what absent keys mean.
+    harmless: keys that change nothing.
+    unwrap: returns the part of a configuration that is the decoder's.
+    prefixes: of names of tensors, taken off.
+    skipped: of tensors that the decoder has no use for.
+    stacks: the layout of a layer's experts that `tensors` calls `experts_gate_up` and `experts_down`, all in one
+        tensor, or of their biases.
+    gguf: how GGUF files have it, None: none does.
+    shapes: configurations by name, for random weights.
+    has_further_layers: a checkpoint may have layers behind the last one, which draft tokens and are not read.
+    texts: model types of `text_config` for which another family reads the whole.
+    calls, reasoning: formats in which its models write calls of tools and reasoning.
     """
 
     model_types: tuple[str, ...]

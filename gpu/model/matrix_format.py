@@ -33,11 +33,15 @@ def num_words(inner: int, bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MatrixFormat:
-    """How a packed matrix is stored. group: columns to a scale, None: a row's all. row_block: rows that share their
-    scales. has_zeros: whether a group has a zero point, a byte; has_order: whether a checkpoint's groups are not of
-    neighbours. run: columns to a pair of float16 numbers, which a group's scale and offset, a byte each, are multiples
-    of; None: scales stand for themselves. humming: laid out anew once it is loaded, as that library multiplies it
-    (`gpu.weights.humming_matrix`).
+    """How a packed matrix is stored.
+
+    group: columns to a scale, None: a row's all.
+    row_block: rows that share their scales.
+    has_zeros: whether a group has a zero point, a byte.
+    has_order: whether a checkpoint's groups are not of neighbours.
+    run: columns to a pair of float16 numbers, which a group's scale and offset, a byte each, are multiples of; None:
+        scales stand for themselves.
+    humming: laid out anew once it is loaded, as that library multiplies it (`gpu.weights.humming_matrix`).
     """
 
     kind: Kind

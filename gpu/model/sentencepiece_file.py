@@ -22,11 +22,14 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SentencepieceFile:
-    """A sentencepiece vocabulary. texts, scores, kinds: of each piece; is_bpe: pieces are merged by score, else chosen
-    together (unigram).
+    """A sentencepiece vocabulary.
 
-    unk_id, bos_id, eos_id: None where there is none. charsmap: sentencepiece's compiled normalisation, or empty.
-    adds_prefix: a text is read as if a space stood before it; squeezes_spaces: none at its ends, never two together.
+    texts, scores, kinds: of each piece.
+    is_bpe: pieces are merged by score, else chosen together (unigram).
+    unk_id, bos_id, eos_id: None where there is none.
+    charsmap: sentencepiece's compiled normalisation, or empty.
+    adds_prefix: a text is read as if a space stood before it.
+    squeezes_spaces: none at its ends, never two together.
     """
 
     texts: list[str]

@@ -45,14 +45,18 @@ NO_ROTATION = RopeScaling("none", 1.0, {})  # of layers whose queries and keys s
 class Experts:
     """A layer's MLPs, gated as its activation says, of which a token takes the few with the largest router logits.
 
-    intermediate: columns of one expert. is_normalised: the weights of the experts that a token takes are scaled to sum
-    to 1; they come from a softmax over all experts. has_biases: the router has a bias, and so have gate, up and down of
-    each expert. beside_mlp: the layer has its one MLP as well; both have norms of their own, before and behind, and so
-    has the router, and the output of each expert has a factor. is_shared: it has one of the same normed rows, whose
-    output has the sigmoid of a token's own logit as a factor, or 1 where it is_whole. is_sigmoid: experts are taken by
-    the sigmoids of their logits, each plus a correction of its own, among `groups_taken` of `groups`, those with the
-    largest sum of their best two; weights are the sigmoids alone. gain: of all weights. Where a softmax chooses among
-    groups, these are taken by the sum of their `group_best` largest shares.
+    intermediate: columns of one expert.
+    is_normalised: the weights of the experts that a token takes are scaled to sum to 1; they come from a softmax over
+        all experts.
+    has_biases: the router has a bias, and so have gate, up and down of each expert.
+    beside_mlp: the layer has its one MLP as well; both have norms of their own, before and behind, and so has the
+        router, and the output of each expert has a factor.
+    is_shared: it has one of the same normed rows, whose output has the sigmoid of a token's own logit as a factor, or 1
+        where it is_whole.
+    is_sigmoid: experts are taken by the sigmoids of their logits, each plus a correction of its own, among
+        `groups_taken` of `groups`, those with the largest sum of their best two; weights are the sigmoids alone.
+    gain: of all weights. Where a softmax chooses among groups, these are taken by the sum of their `group_best` largest
+        shares.
     """
 
     num_experts: int
@@ -105,11 +109,13 @@ class Recurrent:
     convolution, `[conv_tokens - 1, conv_width]`. Neighbouring value heads share a key head.
 
     kind: `delta_net`, a gated delta net. `mamba2`, a state space model (`mamba2`): what its papers call C, B and x are
-    queries, keys and values here, key heads are its groups, and the checkpoint's one matrix has the steps of time too.
-    `short_conv`, a short convolution with gates alone, whose state is empty: it has no key elements, and its one value
-    head is as wide as hidden states. is_grouped: the checkpoint has one matrix of queries, keys, values and gates,
-    has_grouped_gates: and one of both gates of the state, key head by key head. is_tiled: value heads that share a key
-    head are `key_heads` apart, and no neighbours. norm_eps: of the norm of its output; None: the model's.
+        queries, keys and values here, key heads are its groups, and the checkpoint's one matrix has the steps of time
+        too. `short_conv`, a short convolution with gates alone, whose state is empty: it has no key elements, and its
+        one value head is as wide as hidden states.
+    is_grouped: the checkpoint has one matrix of queries, keys, values and gates, has_grouped_gates: and one of both
+        gates of the state, key head by key head.
+    is_tiled: value heads that share a key head are `key_heads` apart, and no neighbours.
+    norm_eps: of the norm of its output; None: the model's.
     """
 
     key_heads: int
@@ -171,9 +177,11 @@ class Latent:
     numbers and `rotated` ones that are rotated, of which keys and values of all heads are made.
 
     A head's key has `plain` numbers of the latent and those that are rotated, its value `value` numbers of the latent.
-    query_rank: of the latent that queries are made of, None: they are made of hidden states. logit_gain: of logits of
-    attention, beside `query_dim**-0.5`. has_neighbour_pairs: as in `Architecture`, of what is rotated. is_split: the
-    checkpoint has what makes keys, each head's rows as columns, and what makes values apart.
+
+    query_rank: of the latent that queries are made of, None: they are made of hidden states.
+    logit_gain: of logits of attention, beside `query_dim**-0.5`.
+    has_neighbour_pairs: as in `Architecture`, of what is rotated.
+    is_split: the checkpoint has what makes keys, each head's rows as columns, and what makes values apart.
     """
 
     rank: int
@@ -228,22 +236,32 @@ class LayerSpec:
     """What a layer computes beyond a Llama's: two RMSNorms, projections, rotary attention and a gated MLP.
 
     part: `whole`, or `mixer`: attention alone, or what is recurrent, with its norm; or `mlp`: the MLP or experts alone.
-    A mixer and the MLP behind it are two layers where the checkpoint says so, and not joined: some mixers have no MLP
-    behind them and some MLPs have none before them, and numbers of layers and names of modules stay the checkpoint's.
-    A layer without a mixer has neither keys and values nor a state; one without an MLP ends with its residual.
-    qkv_bias: added to queries, keys and values. output_bias: added to attention's output. mlp_bias: added to gate, up
-    and down. qk_norm: RMSNorm of each query and key head before the rotation; wide_qk_norm: in place of it one of
-    all query heads together, and one of all key heads. pre_norms: RMSNorms of what attention and the MLP get;
-    without them there are no experts. post_norms: RMSNorms of their outputs, before these are added. activation: of
-    the gate, or of an MLP without one (`is_gated`). window_tokens: a token attends to itself and to those before
-    it, so many together; None: to all. rope: its own frequencies; None: the model's. experts: in place of the one
-    MLP; None: there are none. sinks: each query head has one logit more in its softmax, without a value. heads: its
-    own KV heads, only of a layer with a window; None: the model's. intermediate: its own; None: the model's.
-    value_norm: RMSNorm of each value head, without weights. keys_are_values: values are the keys' projection,
-    before norms and rotation. kv_of: the layer whose keys and values are this one's, too. is_scaled: its output has
-    a factor. output_gate: attention's output is multiplied by the sigmoid of a gate, which the projection has
-    behind each query head, or, where it has_gate_apart, behind all of them. plain_qk_norm: the norms of heads have
-    no weights of their own. recurrent: in place of attention; None: it attends.
+        A mixer and the MLP behind it are two layers where the checkpoint says so, and not joined: some mixers have no
+        MLP behind them and some MLPs have none before them, and numbers of layers and names of modules stay the
+        checkpoint's. A layer without a mixer has neither keys and values nor a state; one without an MLP ends with its
+        residual.
+    qkv_bias: added to queries, keys and values.
+    output_bias: added to attention's output.
+    mlp_bias: added to gate, up and down.
+    qk_norm: RMSNorm of each query and key head before the rotation.
+    wide_qk_norm: in place of it one of all query heads together, and one of all key heads.
+    pre_norms: RMSNorms of what attention and the MLP get; without them there are no experts.
+    post_norms: RMSNorms of their outputs, before these are added.
+    activation: of the gate, or of an MLP without one (`is_gated`).
+    window_tokens: a token attends to itself and to those before it, so many together; None: to all.
+    rope: its own frequencies; None: the model's.
+    experts: in place of the one MLP; None: there are none.
+    sinks: each query head has one logit more in its softmax, without a value.
+    heads: its own KV heads, only of a layer with a window; None: the model's.
+    intermediate: its own; None: the model's.
+    value_norm: RMSNorm of each value head, without weights.
+    keys_are_values: values are the keys' projection, before norms and rotation.
+    kv_of: the layer whose keys and values are this one's, too.
+    is_scaled: its output has a factor.
+    output_gate: attention's output is multiplied by the sigmoid of a gate, which the projection has behind each query
+        head, or, where it has_gate_apart, behind all of them.
+    plain_qk_norm: the norms of heads have no weights of their own.
+    recurrent: in place of attention; None: it attends.
 
     New arithmetic is a new field here or in `Architecture`; `docs/MODELS.md` says where it is applied.
     """
@@ -322,20 +340,29 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder's shape. num_kv_heads, dim: of layers that see everything, and of those with a window that do not say
-    otherwise. family: names the adapter. layer_pattern: of the first layers, repeated over all. rotary_dim: of a head's
-    leading elements that are rotated; None: all. has_neighbour_pairs: elements that are rotated together are neighbours
-    in the checkpoint, not halves. norm_weight_offset: added to the checkpoint's norm weights. query_gain: factor of the
-    query norms' weights, for a model that scales its logits by other than dim**-0.5. embedding_scale: factor of the
-    input embedding, in the model's dtype. final_norm_offset: of the last
-    norm; None: as others. post_norm_eps: of norms behind attention and MLP; None: as others. has_normed_embedding:
-    embeddings are normed, without weights. logit_gain: of logits. logit_cap: logits are `cap * tanh(logits / cap)`;
-    None: as they are. layer_inputs: of each layer; None: it has hidden states alone. query_growth: of queries with
-    their positions; None: there is none. latent: all layers have latent attention; num_kv_heads is 1 then, and dim a
-    row's numbers. experts_apart: the checkpoint has tensors of each expert, also in a family that may have one of all.
+    """A decoder's shape.
+
+    num_kv_heads, dim: of layers that see everything, and of those with a window that do not say otherwise.
+    family: names the adapter.
+    layer_pattern: of the first layers, repeated over all.
+    rotary_dim: of a head's leading elements that are rotated; None: all.
+    has_neighbour_pairs: elements that are rotated together are neighbours in the checkpoint, not halves.
+    norm_weight_offset: added to the checkpoint's norm weights.
+    query_gain: factor of the query norms' weights, for a model that scales its logits by other than dim**-0.5.
+    embedding_scale: factor of the input embedding, in the model's dtype.
+    final_norm_offset: of the last norm; None: as others.
+    post_norm_eps: of norms behind attention and MLP; None: as others.
+    has_normed_embedding: embeddings are normed, without weights.
+    logit_gain: of logits.
+    logit_cap: logits are `cap * tanh(logits / cap)`; None: as they are.
+    layer_inputs: of each layer; None: it has hidden states alone.
+    query_growth: of queries with their positions; None: there is none.
+    latent: all layers have latent attention; num_kv_heads is 1 then, and dim a row's numbers.
+    experts_apart: the checkpoint has tensors of each expert, also in a family that may have one of all.
     quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats` says what that weighs).
-    draft_heads: that the checkpoint has, each a layer that guesses a further token. draft_layers: how many of the last
-    of `num_layers` are such heads, which take part in drafting alone (`gpu.model.draft_head_shape`).
+    draft_heads: that the checkpoint has, each a layer that guesses a further token.
+    draft_layers: how many of the last of `num_layers` are such heads, which take part in drafting alone
+        (`gpu.model.draft_head_shape`).
     share: the sizes of heads and MLPs are one device's share of a model's; None: they are the model's.
     """
 

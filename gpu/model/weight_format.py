@@ -99,11 +99,12 @@ class WeightFormat:
     """A weight format.
 
     methods: by each `quant_method` of a `quantization_config` that states it, what reads that; none where files state
-    it in another way. schemes: names in `Quantisation.scheme`, each a layout of tensors. tensors: the module that
-    reads these with torch, by its `stored_tensors(scheme, stored, rows, row_block)`; where experts may stand in one
-    tensor, its `stacked_tensors(stored, experts)`. scale_suffixes: ends of names of tensors of integers' scales, whose
-    type all of a checkpoint's have; scale_dtype: theirs in all files, None: that of
-    the tensors.
+        it in another way.
+    schemes: names in `Quantisation.scheme`, each a layout of tensors.
+    tensors: the module that reads these with torch, by its `stored_tensors(scheme, stored, rows, row_block)`; where
+        experts may stand in one tensor, its `stacked_tensors(stored, experts)`.
+    scale_suffixes: ends of names of tensors of integers' scales, whose type all of a checkpoint's have.
+    scale_dtype: theirs in all files, None: that of the tensors.
     """
 
     methods: Mapping[str, Callable[[QuantisationKeys], Quantisation]]

@@ -40,9 +40,12 @@ CODE_SCALE, CODE_TOP = tl.constexpr(1 / STEPS_PER_OCTAVE), tl.constexpr(TOP_CODE
 
 @dataclass(frozen=True, slots=True)
 class PackedNetwork:
-    """The predictor's weights as its kernel reads them. first: `[16, 64]`, taps of three rows and five columns, and the
-    bias, by sides and their channels. second: `[3, 64, 32]`, rows of taps, by sides and their channels. Both are
-    float32 or bf16, the dtype of the products, with zeros where there is no tap. second_bias, last: float32 `[32]`;
+    """The predictor's weights as its kernel reads them.
+
+    first: `[16, 64]`, taps of three rows and five columns, and the bias, by sides and their channels.
+    second: `[3, 64, 32]`, rows of taps, by sides and their channels. Both are float32 or bf16, the dtype of the
+        products, with zeros where there is no tap.
+    second_bias, last: float32 `[32]`.
     last_bias: float32 `[1]`.
     """
 

@@ -41,11 +41,14 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Attended]
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The kernels that attend to a chunk's past on this machine. whole: the faster kernel that takes any past at once.
+    """The kernels that attend to a chunk's past on this machine.
+
+    whole: the faster kernel that takes any past at once.
     least_past: by padded number of queries, the shortest past from which cuDNN over pieces is faster; none: never.
-    tflop_s: of each candidate, at the most queries and the longest past that were measured; out: why a candidate is
-    none. most_square: the tokens of the largest square that cuDNN takes, 0: none; square_gain: how many times faster
-    than `whole` it takes that one.
+    tflop_s: of each candidate, at the most queries and the longest past that were measured.
+    out: why a candidate is none.
+    most_square: the tokens of the largest square that cuDNN takes, 0: none.
+    square_gain: how many times faster than `whole` it takes that one.
     """
 
     whole: Whole

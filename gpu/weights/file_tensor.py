@@ -21,9 +21,12 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in its file. name: a checkpoint's; dtype: by the name that the format has for it; shape: of numbers;
-    offset: in the file.
+    """A tensor in its file.
 
+    name: a checkpoint's.
+    dtype: by the name that the format has for it.
+    shape: of numbers.
+    offset: in the file.
     change: makes of it, whole, what is placed, a tensor or a GGUF file's Blocks; None: it is placed as it is.
     """
 

@@ -29,7 +29,7 @@ from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.gguf_blocks import Blocks, widen, widen_blocks
 from gpu.weights.stored import PLAIN, ModuleRows, StoredTensor, stacked_tensors, stored_tensors
 from gpu.weights.weight_allocation import allocate_weights
-from gpu.weights.weights import LayerWeights, Weights
+from gpu.weights.weights import ExpertWeights, LatentWeights, LayerWeights, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,23 +323,7 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
                 places[what] = Place(stacks[0][begin : begin + rows])
                 begin += rows
     if layer.experts is not None:
-        places["router"] = Place(layer.experts.router)
-        if layer.experts.router_bias is not None:
-            places["router_bias"] = Place(layer.experts.router_bias)
-        if layer.experts.correction is not None:
-            places["router_correction"] = Place(layer.experts.correction)
-        places |= _stack_places(layer, a, spec)
-        if layer.experts.shared_share is not None:
-            places["shared_share"] = ShapedPlace(layer.experts.shared_share)
-        if layer.experts.beside is not None:
-            beside = layer.experts.beside
-            places |= {
-                "router_norm": Place(beside.router_norm, offset=offset, gain=a.hidden**-0.5),
-                "experts_norm": Place(beside.norm, offset=offset),
-                "experts_post_norm": Place(beside.post_norm, offset=offset),
-                "mlp_own_post_norm": Place(beside.mlp_post_norm, offset=offset),
-                "expert_gains": Place(beside.gains),
-            }
+        places |= _router_places(layer.experts, a) | _stack_places(layer, a, spec)
     if layer.inputs is not None:
         places |= {
             "input_gate": Place(layer.inputs.gate),
@@ -351,13 +335,7 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
     if layer.recurrent is not None and spec.recurrent is not None:
         return places | _recurrent_places(layer, spec.recurrent, heads)
     if layer.latent is not None:
-        places["latent_norm"] = Place(layer.latent.norm, offset=offset)
-        if layer.latent.query_norm is not None:
-            places["query_down_norm"] = Place(layer.latent.query_norm, offset=offset)
-        if a.latent is not None and a.latent.is_split and isinstance(layer.latent.up, Tensor):
-            up = layer.latent.up.unflatten(0, (a.num_heads, -1))
-            places["latent_key_up"] = HeadsPlace(up[:, : a.latent.plain], is_transposed=True)
-            places["latent_value_up"] = HeadsPlace(up[:, a.latent.plain :])
+        places |= _latent_places(layer.latent, a)
     for suffix, rows in (("", layer.qkv), ("_bias", layer.qkv_bias)):
         if isinstance(rows, Tensor) and a.latent is None:
             places["qkv" + suffix] = Place(rows, heads)
@@ -383,6 +361,39 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
     if layer.attention_post_norm is not None and layer.mlp_post_norm is not None:
         places["attention_post_norm"] = Place(layer.attention_post_norm, offset=offset)
         places["mlp_post_norm"] = Place(layer.mlp_post_norm, offset=offset)
+    return places
+
+
+def _router_places(experts: ExpertWeights, a: Architecture) -> dict[str, AnyPlace]:
+    """Return the places of a router, and of what stands beside experts."""
+    places: dict[str, AnyPlace] = {"router": Place(experts.router)}
+    if experts.router_bias is not None:
+        places["router_bias"] = Place(experts.router_bias)
+    if experts.correction is not None:
+        places["router_correction"] = Place(experts.correction)
+    if experts.shared_share is not None:
+        places["shared_share"] = ShapedPlace(experts.shared_share)
+    if experts.beside is not None:
+        beside, offset = experts.beside, a.norm_weight_offset
+        places |= {
+            "router_norm": Place(beside.router_norm, offset=offset, gain=a.hidden**-0.5),
+            "experts_norm": Place(beside.norm, offset=offset),
+            "experts_post_norm": Place(beside.post_norm, offset=offset),
+            "mlp_own_post_norm": Place(beside.mlp_post_norm, offset=offset),
+            "expert_gains": Place(beside.gains),
+        }
+    return places
+
+
+def _latent_places(latent: LatentWeights, a: Architecture) -> dict[str, AnyPlace]:
+    """Return the places of latent attention beside its matrices."""
+    places: dict[str, AnyPlace] = {"latent_norm": Place(latent.norm, offset=a.norm_weight_offset)}
+    if latent.query_norm is not None:
+        places["query_down_norm"] = Place(latent.query_norm, offset=a.norm_weight_offset)
+    if a.latent is not None and a.latent.is_split and isinstance(latent.up, Tensor):
+        up = latent.up.unflatten(0, (a.num_heads, -1))
+        places["latent_key_up"] = HeadsPlace(up[:, : a.latent.plain], is_transposed=True)
+        places["latent_value_up"] = HeadsPlace(up[:, a.latent.plain :])
     return places
 
 

@@ -13,10 +13,12 @@ from gpu.methods.counters import subtract_counts
 class DecodeReads:
     """Sums over the rows of all decode steps; subtract two for what was read between them.
 
-    context_tokens: of each row, its new token included, once whatever the layers. host_tokens: that the host tier
-    covers, and host_keys, those of them whose logit entered the softmax, counted for each of its layers and query
-    heads. host_bytes: of rows and hash tables that the tier read for them. evicted_rows: rows of KV that KV heads did
-    not read, since the prompt gave them up. methods: what the methods counted, by counter (`Method.saved_reads`).
+    context_tokens: of each row, its new token included, once whatever the layers.
+    host_tokens: that the host tier covers, and host_keys, those of them whose logit entered the softmax, counted for
+        each of its layers and query heads.
+    host_bytes: of rows and hash tables that the tier read for them.
+    evicted_rows: rows of KV that KV heads did not read, since the prompt gave them up.
+    methods: what the methods counted, by counter (`Method.saved_reads`).
     """
 
     context_tokens: int

@@ -129,11 +129,13 @@ class HostCapacity:
 class Capacity:
     """KV pages, the longest context, and the tokens whose hidden states fit at once in all prefills together.
 
-    `host`: what offloaded contexts may take, or None where every context stays on the device. `num_rings`: of the parts
-    of profiles that keep some; `ring_pages`: that these share, of those whose rings share some. `num_windows`: of
-    layers that keep no more, or 0: pages hold all; `spare_window_tokens`: that each has beyond the longest window;
-    `snapshot_tokens`: windows are states of recurrent layers, which are copied as often; None: they are not;
-    `num_host_states`: places for copies of them in host memory.
+    host: what offloaded contexts may take, or None where every context stays on the device.
+    num_rings: of the parts of profiles that keep some.
+    ring_pages: that these share, of those whose rings share some.
+    num_windows: of layers that keep no more, or 0: pages hold all.
+    spare_window_tokens: that each has beyond the longest window.
+    snapshot_tokens: windows are states of recurrent layers, which are copied as often; None: they are not.
+    num_host_states: places for copies of them in host memory.
     """
 
     num_pages: int

@@ -22,11 +22,16 @@ class Left:
 
 @dataclass(eq=False, slots=True)
 class Conversation:
-    """What is known of a conversation. `hashes`: of the blocks of its last prompt and answer, of which `num_blocks` are
-    the prompt's. `owner`, `session`: as its requests name them. `work`: operations that computing it again takes.
-    `is_awaited`: its last answer called tools. `used_s`: when it began or left last. `request_id`: of its last request.
-    `slot`: its number among those of its owner. `left`, `records`: where contexts are on disk, and what it has there of
-    turns in no session.
+    """What is known of a conversation.
+
+    hashes: of the blocks of its last prompt and answer, of which `num_blocks` are the prompt's.
+    owner, session: as its requests name them.
+    work: operations that computing it again takes.
+    is_awaited: its last answer called tools.
+    used_s: when it began or left last.
+    request_id: of its last request.
+    slot: its number among those of its owner.
+    left, records: where contexts are on disk, and what it has there of turns in no session.
     """
 
     number: int

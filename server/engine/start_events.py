@@ -10,8 +10,10 @@ from scheduler.messages import Ready
 class Listening:
     """Announce that the API listens, though the model still loads.
 
-    `path`: of a request that generates text; `model`: its name; `needs_key`: whether a request wants a bearer key;
-    `has_page`: whether there is a page at `/`.
+    path: of a request that generates text.
+    model: its name.
+    needs_key: whether a request wants a bearer key.
+    has_page: whether there is a page at `/`.
     """
 
     url: str

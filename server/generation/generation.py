@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec import structs
+
 from gpu.pooling import Pooling
 from gpu.sampling_params import SamplingParams
 from scheduler.messages import (
@@ -71,10 +73,11 @@ def _as_words() -> None:
 class Job:
     """Hold a prompt and how it is answered.
 
-    `fusion`: how its documents are computed (None: like other tokens). `grammar`: constrains each answer
-    (`grammar/structured.py`; "": none). `read` makes the reader of each answer. `pooling`: the vector made of the
-    prompt (None: none). `skip_special_tokens`: special tokens have no text. `prediction`: tokens that answers may
-    repeat.
+    fusion: how its documents are computed (None: like other tokens).
+    grammar: constrains each answer (`grammar/structured.py`; "": none). `read` makes the reader of each answer.
+    pooling: the vector made of the prompt (None: none).
+    skip_special_tokens: special tokens have no text.
+    prediction: tokens that answers may repeat.
     """
 
     prompt: Prompt
@@ -261,11 +264,28 @@ class Generation:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _requests(self, num_logprobs: int | None, num_prompt_logprobs: int | None) -> list[EngineRequest]:
-        body, vocab_size, defaults = self._body, self._limits.vocab_size, self._service.sampling_defaults
-        seed = secrets.randbits(62) if body.seed in (None, ANY_SEED) else body.seed
+    def _sampling(self, num_logprobs: int | None, num_prompt_logprobs: int | None) -> SamplingParams:
+        """Return how tokens are drawn; choices of one prompt add their numbers to the seed."""
+        body, defaults = self._body, self._service.sampling_defaults
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
-        check_token_ids("logit_bias", list(bias), vocab_size)
+        check_token_ids("logit_bias", list(bias), self._limits.vocab_size)
+        return SamplingParams(
+            temperature=_given(body.temperature, defaults.temperature),
+            top_p=_given(body.top_p, defaults.top_p),
+            top_k=max(0, defaults.top_k if body.top_k is None else body.top_k),
+            min_p=_given(body.min_p, defaults.min_p),
+            repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=_given(body.presence_penalty, 0.0),
+            frequency_penalty=_given(body.frequency_penalty, 0.0),
+            logit_bias=bias,
+            seed=secrets.randbits(62) if body.seed in (None, ANY_SEED) else body.seed,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+        )
+
+    def _requests(self, num_logprobs: int | None, num_prompt_logprobs: int | None) -> list[EngineRequest]:
+        body, vocab_size = self._body, self._limits.vocab_size
+        sampling = self._sampling(num_logprobs, num_prompt_logprobs)
         own_stops = body.stop_token_ids or []
         check_token_ids("stop_token_ids", own_stops, vocab_size)
         stop_ids = sorted({*own_stops, *(() if body.ignore_eos else self._service.tokenizer.eos_ids)})
@@ -279,24 +299,11 @@ class Generation:
             job = self.job_of(index)
             if (body.min_tokens or 0) > job.max_tokens:
                 raise invalid("min_tokens", f"got {body.min_tokens}, more than the {job.max_tokens} of max_tokens")
-            sampling = SamplingParams(
-                temperature=_given(body.temperature, defaults.temperature),
-                top_p=_given(body.top_p, defaults.top_p),
-                top_k=max(0, defaults.top_k if body.top_k is None else body.top_k),
-                min_p=_given(body.min_p, defaults.min_p),
-                repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
-                presence_penalty=_given(body.presence_penalty, 0.0),
-                frequency_penalty=_given(body.frequency_penalty, 0.0),
-                logit_bias=bias,
-                seed=(seed + index % self.num_each) & _SEED_MASK,
-                num_logprobs=num_logprobs,
-                num_prompt_logprobs=num_prompt_logprobs,
-            )
             requests.append(
                 EngineRequest(
                     request_id=request_id,
                     prompt=prompts[index // self.num_each],
-                    sampling=sampling,
+                    sampling=structs.replace(sampling, seed=(sampling.seed + index % self.num_each) & _SEED_MASK),
                     max_tokens=job.max_tokens,
                     stop_token_ids=stop_ids,
                     min_tokens=body.min_tokens or 0,

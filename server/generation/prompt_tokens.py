@@ -30,9 +30,12 @@ _DEFAULT_COMPLETION_TOKENS = 16
 class Prompt:
     """Hold the tokens of a prompt. `text` is what `echo` repeats, without its first `num_added` tokens (BOS).
 
-    `chunks`: half-open ranges of tokens that are documents' chunks. `documents`: each document's chunks. `end`: the
-    last text of a chat's prompt. `num_front`: tokens of its first instructions and its tools. `conversation`: a name of
-    the conversation that it is the next turn of, "" if none is known; `turn`: where it parts from the turn before.
+    chunks: half-open ranges of tokens that are documents' chunks.
+    documents: each document's chunks.
+    end: the last text of a chat's prompt.
+    num_front: tokens of its first instructions and its tools.
+    conversation: a name of the conversation that it is the next turn of, "" if none is known.
+    turn: where it parts from the turn before.
     """
 
     token_ids: list[int]

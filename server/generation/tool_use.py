@@ -40,8 +40,10 @@ from server.text.model_tokenizer import Tokenizer
 class ToolUse:
     """Hold the tools of a chat.
 
-    `names`: tools of which at least one must be called; empty if none must. `strict`: tools whose schemas are always
-    enforced. `has_form`: an answer without calls has a form. `places`: the index of each tool in the request, by name.
+    names: tools of which at least one must be called; empty if none must.
+    strict: tools whose schemas are always enforced.
+    has_form: an answer without calls has a form.
+    places: the index of each tool in the request, by name.
     """
 
     conversation: Conversation

@@ -27,9 +27,11 @@ _CALLS = "tool_calls"
 class AnswerFormat:
     """Say how a model marks its answer.
 
-    `known_only`: calls have no marks of their own, so one of an unknown tool is content. `syntax`: how a grammar writes
-    calls, None where it cannot. `reasoning`: its marks, where they are plain texts. `is_own`: the template came with
-    the tokenizer. `channels`: in which it comes.
+    known_only: calls have no marks of their own, so one of an unknown tool is content.
+    syntax: how a grammar writes calls, None where it cannot.
+    reasoning: its marks, where they are plain texts.
+    is_own: the template came with the tokenizer.
+    channels: in which it comes.
     """
 
     template: ResponseTemplate

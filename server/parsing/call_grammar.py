@@ -34,8 +34,10 @@ class ConstrainedValue:
 class ConstrainedArguments:
     """Constrain the arguments of a tool.
 
-    `term`: in Lark, for JSON or marked texts; "" for any text. `rules`: those that the term names. `keys`: of
-    arguments between tags, empty for any. `values`: all of them in this order, if they are constrained.
+    term: in Lark, for JSON or marked texts; "" for any text.
+    rules: those that the term names.
+    keys: of arguments between tags, empty for any.
+    values: all of them in this order, if they are constrained.
     """
 
     term: str

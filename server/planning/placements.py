@@ -41,9 +41,10 @@ BIT_AGREEMENT = 0.5257
 class StepEstimate:
     """Estimate a step of `batch` rows, each with a whole context, in milliseconds by purpose.
 
-    `offloaded_tokens`: of each context, read on the host. `experts_ms`: host experts that the rows take, over the
-    link or on the CPU. `link_ms`: queries and partials. `fetch_ms`: rows that the device reads over the link, if each
-    step chooses other ones.
+    offloaded_tokens: of each context, read on the host.
+    experts_ms: host experts that the rows take, over the link or on the CPU.
+    link_ms: queries and partials.
+    fetch_ms: rows that the device reads over the link, if each step chooses other ones.
     """
 
     batch: int
@@ -69,9 +70,10 @@ class StepEstimate:
 class Placement:
     """Hold a placement.
 
-    `steps`: for each batch asked for, None where so many contexts do not fit. `most_contexts`: that fit at once.
-    `why_not`: the reason why none fits or the placement cannot be had. `method`: says what becomes of a context that
-    outgrows the device.
+    steps: for each batch asked for, None where so many contexts do not fit.
+    most_contexts: that fit at once.
+    why_not: the reason why none fits or the placement cannot be had.
+    method: says what becomes of a context that outgrows the device.
     """
 
     method: Method

@@ -49,11 +49,13 @@ class HasText(Protocol):
 class Translation:
     """Hold a request as a chat.
 
-    `origins[i]`: the path of message i of the chat in the request. `names`: patterns of a chat's fields, and the
-    request's names for them. `new_messages`: those of this request alone without the instructions, which a later
-    request does not take over. `tells_anthropic`: lengths are told in the words that Anthropic's clients read.
-    `most_tokens`: of the answer, which ends with the context if that is sooner. `cuts_history`: the oldest turns are
-    dropped where all are too long.
+    `origins[i]`: the path of message i of the chat in the request.
+
+    names: patterns of a chat's fields, and the request's names for them.
+    new_messages: those of this request alone without the instructions, which a later request does not take over.
+    tells_anthropic: lengths are told in the words that Anthropic's clients read.
+    most_tokens: of the answer, which ends with the context if that is sooner.
+    cuts_history: the oldest turns are dropped where all are too long.
     """
 
     chat: ChatBody

@@ -54,10 +54,15 @@ _TRIES, _HITS, _CELLS, _SKIPPED, _GAPS, _AGES, _READ, _WHOLE, _REFUSED = (tl.con
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a match. sink: cells in front that no summary holds; band: r of the paper; max_distance2: (sqrt(2
-    dim) (1 - tau))^2, eq. (3); max_gap: of m - p; max_age: of m - origin; min_cells: a context shorter than this
-    matches nothing; max_prefix_share: the most of its own attention that a reusable entry's prefix held, 1: any (as in
-    the paper).
+    """The limits of a match.
+
+    sink: cells in front that no summary holds.
+    band: r of the paper.
+    max_distance2: (sqrt(2 dim) (1 - tau))^2, eq. (3).
+    max_gap: of m - p.
+    max_age: of m - origin.
+    min_cells: a context shorter than this matches nothing.
+    max_prefix_share: the most of its own attention that a reusable entry's prefix held, 1: any (as in the paper).
     """
 
     sink: int
@@ -76,10 +81,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The matches of a step in one layer. entries: int32 `[rows, heads]`, of the ring, -1 where nothing matches;
+    """The matches of a step in one layer.
+
+    entries: int32 `[rows, heads]`, of the ring, -1 where nothing matches.
     distances2: float32 `[rows, heads]` of the best candidate, inf: none, and the threshold where a nearer one was
-    refused for its share; bounds: int32 `[3, rows, heads]`, of the attention to what is on the device; wanted: uint8
-    `[rows, heads]`: whether the host is asked, as in the exchange slot.
+        refused for its share.
+    bounds: int32 `[3, rows, heads]`, of the attention to what is on the device.
+    wanted: uint8 `[rows, heads]`: whether the host is asked, as in the exchange slot.
     """
 
     entries: Tensor

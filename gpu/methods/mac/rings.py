@@ -14,10 +14,13 @@ LEAST_NORM = 1e-30  # of a refused entry: its sign is seen, whatever its query
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The rings of one layer. queries: bfloat16 `[rings, heads, capacity, dim]`, pre-RoPE; norms: float32 `[rings,
-    heads, capacity]`, squared, of the stored query, negative: refused for its share; outs: float32 or bfloat16 `[rings,
-    heads, capacity, dim]`, lses: float32 `[rings, heads, capacity]`, natural log: of cells `[sink, p + 1 - band)` of
-    the entry's cell p; origins: int32 `[rings, heads, capacity]`, the cell at which the oldest part was computed;
+    """The rings of one layer.
+
+    queries: bfloat16 `[rings, heads, capacity, dim]`, pre-RoPE.
+    norms: float32 `[rings, heads, capacity]`, squared, of the stored query, negative: refused for its share.
+    outs: float32 or bfloat16 `[rings, heads, capacity, dim]`, lses: float32 `[rings, heads, capacity]`, natural log: of
+        cells `[sink, p + 1 - band)` of the entry's cell p.
+    origins: int32 `[rings, heads, capacity]`, the cell at which the oldest part was computed.
     is_estimate: uint8, likewise shaped: whether it holds sampled mass.
     """
 

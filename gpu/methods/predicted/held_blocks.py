@@ -22,11 +22,15 @@ EMPTY = -1
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The fetched blocks of one layer, in slots. history: uint8 `[places, rows, blocks]` (`gpu.predictor.history`),
-    cell m's row at m % rows; scores: float32 `[places, blocks]`, of the last prediction; ids: int32 `[places, slots]`,
-    or EMPTY; bits: int32 `[places, words]`; keys, values: `[places * slots, 1, BLOCK_TOKENS, dim]`, stored as in pages;
+    """The fetched blocks of one layer, in slots.
+
+    history: uint8 `[places, rows, blocks]` (`gpu.predictor.history`), cell m's row at m % rows.
+    scores: float32 `[places, blocks]`, of the last prediction.
+    ids: int32 `[places, slots]`, or EMPTY.
+    bits: int32 `[places, words]`.
+    keys, values: `[places * slots, 1, BLOCK_TOKENS, dim]`, stored as in pages.
     lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's run, pieces behind its last one empty. All
-    of a layer, or with one axis in front, of layers.
+        of a layer, or with one axis in front, of layers.
     """
 
     history: Tensor

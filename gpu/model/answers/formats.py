@@ -87,11 +87,13 @@ class Channels:
 class CallFormat:
     """Declare how a model writes calls of tools.
 
-    `name`: for `model.tool_parser`. `sign`: a pattern that chat templates of this format match, None where no template
-    asks for it. `before`: names of formats whose signs such templates match as well, though they are not theirs.
-    `known_only`: calls have no marks of their own, so one of an unknown tool is content. `syntax`: how a grammar writes
-    calls, None where it cannot; `syntax_of`: another one, where a chat template has the text. `channels`: in which the
-    whole answer comes.
+    name: for `model.tool_parser`.
+    sign: a pattern that chat templates of this format match, None where no template asks for it.
+    before: names of formats whose signs such templates match as well, though they are not theirs.
+    known_only: calls have no marks of their own, so one of an unknown tool is content.
+    syntax: how a grammar writes calls, None where it cannot.
+    syntax_of: another one, where a chat template has the text.
+    channels: in which the whole answer comes.
     """
 
     name: str

@@ -139,15 +139,20 @@ def _no_keys(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
 class GgufForm:
     """How llama.cpp writes the files of a family.
 
-    architecture: `general.architecture`; others: that it may be as well. claims: whether a file of that architecture is
-    of this family; None: it is where no other family claims it. translate: returns keys of `config.json` from the
-    file's keys and from those that all families have (`as_config`); it wins where both have one. has_experts,
-    has_windows: whether its layers have; None: as a file says. has_neighbour_pairs: rows of queries and keys are in the
-    order in which neighbours are rotated together. end_tokens: control tokens that end its turns and no other family's;
-    inner_tokens: those that end other families' turns and not its own. merges_by_id: tokens are merged in the order of
-    their ids. listed: keys of `as_config` that `translate` reads in its place, since they have a number for each layer,
-    or another meaning; own_names: of a layer's tensors that `gguf` does not know. tensor_names: the architecture of the
-    `gguf` package whose names its tensors have; None: its own.
+    architecture: `general.architecture`.
+    others: that it may be as well.
+    claims: whether a file of that architecture is of this family; None: it is where no other family claims it.
+    translate: returns keys of `config.json` from the file's keys and from those that all families have (`as_config`);
+        it wins where both have one.
+    has_experts, has_windows: whether its layers have; None: as a file says.
+    has_neighbour_pairs: rows of queries and keys are in the order in which neighbours are rotated together.
+    end_tokens: control tokens that end its turns and no other family's.
+    inner_tokens: those that end other families' turns and not its own.
+    merges_by_id: tokens are merged in the order of their ids.
+    listed: keys of `as_config` that `translate` reads in its place, since they have a number for each layer, or another
+        meaning.
+    own_names: of a layer's tensors that `gguf` does not know.
+    tensor_names: the architecture of the `gguf` package whose names its tensors have; None: its own.
     """
 
     architecture: str

@@ -16,9 +16,15 @@ from gpu.model.matrix_format import Kind, MatrixFormat
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """A kind of block. block: columns that lie together in a file, in num_bytes; group: to a scale; run: to d. bits: of
-    a number in the file; stored: the fewest bits that hold one here, None: it is plain here. has_pairs: whether groups
-    have scales and offsets of their own, or d is all; zero: which q is 0 then.
+    """A kind of block.
+
+    block: columns that lie together in a file, in num_bytes.
+    group: to a scale.
+    run: to d.
+    bits: of a number in the file.
+    stored: the fewest bits that hold one here, None: it is plain here.
+    has_pairs: whether groups have scales and offsets of their own, or d is all.
+    zero: which q is 0 then.
     """
 
     block: int

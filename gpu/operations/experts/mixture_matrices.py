@@ -10,8 +10,11 @@ from gpu.operations.linear.packed_matrix import Stored
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """The matrices of all experts of a layer. gate_up, down: as in `weights.ExpertWeights`; far: of the experts that
-    lie elsewhere; None: none do. gate_up_bias, down_bias: of the rows of all experts, of the model's dtype, or None;
+    """The matrices of all experts of a layer.
+
+    gate_up, down: as in `weights.ExpertWeights`.
+    far: of the experts that lie elsewhere; None: none do.
+    gate_up_bias, down_bias: of the rows of all experts, of the model's dtype, or None.
     gains: float32 `[experts]`, factors of each one's output; None: 1.
     """
 

@@ -64,11 +64,14 @@ def run_spans_reference(
 
 @dataclass(frozen=True, slots=True)
 class PlannedSpans:
-    """The spans of a unit on the device, alike for all layers. table: int32 `[chunks, 6]`, of each its first row, its
-    rows, the first one's position, the state, the first row of its sequence, and the state that gets a copy or -1.
+    """The spans of a unit on the device, alike for all layers.
+
+    table: int32 `[chunks, 6]`, of each its first row, its rows, the first one's position, the state, the first row of
+        its sequence, and the state that gets a copy or -1.
     groups: first and last chunk of each, and int32 `[sequences, 2]`, first and last chunk of each of its sequences.
     rings: int64 `[2, rows]`, inputs that stay: their places in the rings of all states, and their rows.
-    ring_copies: states whose rings others begin with; state_copies: states that have further copies.
+    ring_copies: states whose rings others begin with.
+    state_copies: states that have further copies.
     """
 
     num_rows: int
