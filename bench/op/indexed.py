@@ -101,6 +101,10 @@ class Stand:
         layer.held.zero_()
         return self._step(layer, self.step)
 
+    def again(self, layer: Index) -> Partial:
+        """Attend in one layer, with the slots as the last step left them."""
+        return self._step(layer, self.step)
+
     def keep_most(self) -> None:
         """Keep the slots of the last step for `layer_kept`, but for the share whose tokens are new there."""
         is_new = torch.rand(self.index.ids.shape, device=self.query.device) < NEW_SHARE

@@ -17,7 +17,7 @@ from gpu.operations.arguments import INTERPRETED
 ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "offload_rows", "exchange", "merge", "gather", "momo",
            "mac", "fused", "packed", "predictor", "predicted", "scattered", "kv_rows", "experts", "fetch_experts",
-           "far_experts", "expert_request", "indexed", "indexed_errors", "latent",
+           "far_experts", "expert_request", "indexed", "indexed_errors", "indexed_words", "latent",
            "recurrent", "linked")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
@@ -41,6 +41,7 @@ SELECTED = " or ".join(
         "(test_kernels_indexed and cpu and ((grows and 4-int8) or (means and 16-2) or (groups_softmax and 100)))",
         "(test_kernels_indexed_errors and cpu and (64-3-4-2 or halve or (in_full and int8)))",
         "(test_kernels_indexed and cpu and ((in_pages and 64) or (of_pages and int8) or (wrong_token and pages)))",
+        "(test_kernels_indexed_words and cpu and (powers or planes or dimension or centres or 128-4-4-2))",
         "(test_kernels_scattered and cpu and float32 and (shape0 or shape1 or shape3) and 199)",
         "(test_kernels_latent and cpu and float32 and not wide)",
         "(test_partial and cpu and not partition)",

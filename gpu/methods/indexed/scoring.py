@@ -17,15 +17,19 @@ from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.codes import decode_reference, plane_bytes
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.unpacking import FOURFOLD, HALF_STEPS, exp2_of, half_assembly, half_plane_of, half_thirds_of
+from gpu.methods.indexed.words import HALF, ON_CARD, number_places, numbers_of, word_assembly
 from gpu.operations.arguments import runs_on_triton
 
 TILE, WARPS = 128, 2  # tokens that are scored at once, and by how many warps
+ROTATED_COLUMNS = 512  # of a KV head's queries, that one program makes
+BY_WORDS = False  # by `_score_words_kernel`, which no card has timed yet (`lab kernel index-variants`)
+WORD_TILE, WORD_WARPS, WORD_STAGES = 128, 2, 3
 LOG2E = 1.4426950408889634
 BINS_PER_OCTAVE = 20
 LOWEST_OCTAVE = -20  # scores of 2^-20 and less are alike
 
 _SPLIT, _BINS = tl.constexpr(SPLIT_TOKENS), tl.constexpr(BINS)
-_LOG2E = tl.constexpr(LOG2E)
+_LOG2E, _LEAST = tl.constexpr(LOG2E), tl.constexpr(-1e30)
 _PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE)
 
 
@@ -88,19 +92,18 @@ def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, wo
 @triton.jit
 def _rotate_kernel(
     query, rotation, centres, rows, num_tokens, rotated, shifts, histogram, row_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the queries of one place, and clear its histogram."""
+    """Make some columns of the rotated queries of one place; the first program also clears its histogram."""
     place = tl.program_id(0).to(tl.int64)
     ring, kv_head = place // KV_HEADS, place % KV_HEADS
     row = tl.load(rows + ring)
     if (row < 0) | (tl.load(num_tokens + ring) <= 0):
         return
-    tl.store(histogram + place * _BINS + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
-    member, column = tl.arange(0, SIZE), tl.arange(0, WIDE)
+    member, column = tl.arange(0, SIZE), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     own = query + row.to(tl.int64) * row_stride + (kv_head * GROUP + member)[:, None] * DIM
-    out, shift = tl.zeros([SIZE, WIDE], tl.float32), tl.zeros([SIZE], tl.float32)
+    out, shift = tl.zeros([SIZE, COLUMNS], tl.float32), tl.zeros([SIZE], tl.float32)
     for first in range(0, DIM, PART):
         dim = first + tl.arange(0, PART)
         numbers = tl.load(own + dim[None, :], mask=(member < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
@@ -113,7 +116,9 @@ def _rotate_kernel(
     to = place * GROUP + member
     is_number = (member < GROUP)[:, None] & (column < DIM)[None, :]
     tl.store(rotated + to[:, None] * DIM + column[None, :], out.to(tl.float16), mask=is_number)
-    tl.store(shifts + to, shift, mask=member < GROUP)
+    if tl.program_id(1) == 0:
+        tl.store(histogram + place * _BINS + tl.arange(0, _BINS), tl.zeros([_BINS], tl.int32))
+        tl.store(shifts + to, shift, mask=member < GROUP)
 
 
 @triton.jit
@@ -193,6 +198,61 @@ def _score_kernel(
 
 
 @triton.jit
+def _score_words_kernel(
+    rotated, shifts, words, thirds, scales, table, rows, num_tokens, logits, split_lse, tokens, splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr,
+    W: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
+    ASSEMBLY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Score as `_score_kernel`, by words. Codes behind a run's end are read, too, as pages are whole: no token looks at
+    another's. Each token of a tile has a largest logit of its own, so the loop waits for no other warp.
+
+    words, thirds: both are the codes, the latter byte by byte.
+    """
+    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ring = place // KV_HEADS
+    count, begin = tl.load(num_tokens + ring), split * _SPLIT
+    if (tl.load(rows + ring) < 0) | (begin >= count):
+        return
+    page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)
+    member, lane, word = tl.arange(0, SIZE), tl.arange(0, TILE), tl.arange(0, WIDTH)[None, :]
+    dim, is_dim, times = number_places(W, WIDTH, LOW, BITS, MANTISSA)
+    is_number = is_dim[:, None] & (member < GROUP)[None, :]
+    query = tl.load(rotated + (place * GROUP + member)[None, :] * DIM + dim[:, None], mask=is_number, other=0.0)
+    query = (query.to(tl.float32) / times[:, None]).to(tl.float16)
+    STEPS: tl.constexpr = (1 << MANTISSA) if ON_CARD else 1
+    ones = times * ((1 << (BITS - 1)) - 0.5) + (STEPS if ON_CARD else 0)
+    offset = tl.sum(query.to(tl.float32) * ones[:, None], 0)
+    own_words, own_scales = words + page * (_SPLIT * ROW // 2), scales + page * _SPLIT
+    own_thirds = thirds + page * _SPLIT * ROW + 2 * W
+    own_logits = logits + place * tokens * GROUP
+    most = tl.full([TILE, SIZE], _LEAST, tl.float32)
+    mass = tl.zeros([TILE, SIZE], tl.float32)
+    for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
+        token = at + lane
+        is_there, cell = token < count, at - begin + lane
+        packed = tl.load(own_words + cell[:, None] * (ROW // 2) + word, mask=word < W, other=0)
+        highest = packed
+        if BITS == 3:
+            highest = tl.load(own_thirds + cell[:, None] * ROW + word, mask=word < W, other=0)
+        numbers = numbers_of(packed, highest, WIDTH, LOW, TILE, BITS, MANTISSA, ASSEMBLY)
+        product = tl.dot(numbers, query)
+        scale = tl.load(own_scales + cell, mask=is_there, other=0.0).to(tl.float32)
+        rounded = ((product * STEPS - offset[None, :]) * scale[:, None]).to(tl.float16)
+        to = own_logits + token[:, None] * GROUP + member[None, :]
+        tl.store(to, rounded, mask=is_there[:, None] & (member < GROUP)[None, :])
+        logit = tl.where(is_there[:, None], rounded.to(tl.float32) * _LOG2E, float("-inf"))
+        higher = tl.maximum(most, logit)
+        mass = mass * exp2_of(most - higher) + exp2_of(logit - higher)
+        most = higher
+    highest = tl.max(most, 0)
+    mass = tl.sum(mass * exp2_of(most - highest[None, :]), 0)
+    shift = tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
+    to = split_lse + (place * splits + split) * GROUP + member
+    tl.store(to, (highest + tl.log2(mass)) / _LOG2E + shift, mask=member < GROUP)
+
+
+@triton.jit
 def shares_of(logits, less, token, is_there, GROUP: tl.constexpr, SIZE: tl.constexpr):
     """Return tokens' shares of each query head's softmax, float32 `[tokens, SIZE]`, 0 where nothing is there.
 
@@ -258,19 +318,30 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
     _, width = plane_bytes(dim, layout.key_bits)
     splits, size = work.split_lse.shape[1], triton.next_power_of_2(group)
     shape = {"KV_HEADS": layout.kv_heads, "GROUP": group}
-    _rotate_kernel[(places,)](
+    wide = triton.next_power_of_2(dim)
+    columns = min(ROTATED_COLUMNS, wide)
+    _rotate_kernel[(places, wide // columns)](
         query, layout.rotation, index.centres, step.rows, step.num_tokens, work.rotated, work.shift, work.histogram,
-        query.stride(0), SIZE=size, DIM=dim, WIDE=triton.next_power_of_2(dim), PART=max(4, 128 // size), num_warps=4,
-        **shape,
+        query.stride(0), SIZE=size, DIM=dim, COLUMNS=columns, PART=min(wide, max(4, 128 // size) * wide // columns),
+        num_warps=4, **shape,
     )  # fmt: skip
-    _score_kernel[(places, splits)](
-        work.rotated, work.shift, index.codes, index.scales, index.table, step.rows, step.num_tokens, work.logits,
-        work.split_lse, tokens, splits, SIZE=max(8, size), DIM=dim,
-        ROW=index.codes.shape[3], W=width,
-        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits,
-        STEPS=HALF_STEPS[layout.key_bits] if FOURFOLD else 1, TILE=TILE,
-        ASSEMBLY=half_assembly(layout.key_bits), num_warps=WARPS, **shape,
-    )  # fmt: skip
+    given = (index.scales, index.table, step.rows, step.num_tokens, work.logits, work.split_lse, tokens, splits)
+    if BY_WORDS:
+        (mantissa, one), words = HALF, max(16, triton.next_power_of_2(width // 2))
+        _score_words_kernel[(places, splits)](
+            work.rotated, work.shift, index.codes.view(torch.int16), index.codes, *given, SIZE=max(8, size), DIM=dim,
+            ROW=index.codes.shape[3], W=width // 2, WIDTH=words, LOW=words, BITS=layout.key_bits, MANTISSA=mantissa,
+            ASSEMBLY=word_assembly(layout.key_bits, mantissa, one), TILE=WORD_TILE, num_warps=WORD_WARPS,
+            num_stages=WORD_STAGES, **shape,
+        )  # fmt: skip
+    else:
+        _score_kernel[(places, splits)](
+            work.rotated, work.shift, index.codes, *given, SIZE=max(8, size), DIM=dim,
+            ROW=index.codes.shape[3], W=width,
+            WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits,
+            STEPS=HALF_STEPS[layout.key_bits] if FOURFOLD else 1, TILE=TILE,
+            ASSEMBLY=half_assembly(layout.key_bits), num_warps=WARPS, **shape,
+        )  # fmt: skip
     _count_kernel[(places, splits)](
         resident_lse, work.shift, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,
         work.histogram, tokens, splits, SIZE=size, SPLITS=triton.next_power_of_2(splits), num_warps=4, **shape,
