@@ -5,11 +5,13 @@
 | favour | prefill.chunk_tokens | token_gap_target_ms | prefill.share |
 |---|---|---|---|
 | latency | 2,048 | 100 | 0.8 |
-| auto | up to 8,192 | 100 | 0.8, or all that the gap target leaves while many prompts wait |
+| auto | up to 8,192 | 100 | 0.8, or all that the gap target leaves while many prompts wait, or a short one |
 | throughput | up to 8,192 | 4,000 | 0.95 |
 
 Many prompts wait where they are four or more, and at least a quarter of the streams that run. Decode steps between
-their units would have few rows and put off all of them; the gap between tokens stays within its target all the same.
+their units would have few rows and put off all of them. A prompt is short where it takes no longer than the target: it
+is over before streams would notice, and to spread it over their steps would only let it begin later. The gap between
+tokens stays within its target all the same. Beside longer prompts streams keep a fifth of the time.
 
 A larger unit computes more prompts per launch. A stream waits no longer for it: what a unit may take is bounded by the
 gap target, not by its tokens. What it costs is memory, so the plan takes the largest of 8,192, 4,096 and 2,048 tokens
@@ -54,7 +56,7 @@ class PrefillConfig(Settings):
         gt=0,
         lt=1,
         description="of the time while streams run, within the token gap target; default: 0.8, with `favour: auto` all "
-        "that the target leaves while many prompts wait, with `throughput` 0.95",
+        "that the target leaves while many prompts wait, or one that takes no longer than it, with `throughput` 0.95",
     )
     block_us: float | None = Field(
         None,
@@ -75,7 +77,8 @@ class SchedulerConfig(Settings):
     max_context_tokens: int | None = Field(None, gt=0, description="prompt and output; default: the model's")
     favour: Literal["auto", "latency", "throughput"] = Field(
         "auto",
-        description="latency: small units of prefill; auto: large ones, within the same gap between tokens; "
+        description="latency: small units of prefill, spread over steps of streams; auto: large ones, within the same "
+        "gap between tokens; "
         "throughput: large ones, and streams wait longer for prompts (0.4 s in simulated loads, 4 s at most)",
     )
     token_gap_target_ms: float = Field(
@@ -110,15 +113,17 @@ class SchedulerConfig(Settings):
             prefill = prefill.model_copy(update={"share": _THROUGHPUT_SHARE})
         return {"token_gap_target_ms": _THROUGHPUT_GAP_MS} | dict(given) | {"prefill": prefill}
 
-    def prefill_share(self, num_prompts: int, num_running: int) -> float:
+    def prefill_share(self, num_prompts: int, prompt_s: float | None, num_running: int) -> float:
         """Return the share of the time that prefill may have, 1.0: all that the gap target leaves.
 
-        num_prompts: that wait or are under way. num_running: streams that wait for it.
+        num_prompts: that wait or are under way. prompt_s: of work that are left for the next of them; None: unknown.
+        num_running: streams that wait for it.
         """
         if self.prefill.share is not None:
             return self.prefill.share
-        many = max(_MANY_PROMPTS, _PROMPTS_A_STREAM * num_running)
-        return 1.0 if self.favour == "auto" and num_prompts >= many else _SHARE
+        are_many = num_prompts >= max(_MANY_PROMPTS, _PROMPTS_A_STREAM * num_running)
+        is_short = prompt_s is not None and prompt_s <= self.token_gap_target_ms / 1e3
+        return 1.0 if self.favour == "auto" and (are_many or is_short) else _SHARE
 
     @property
     def larger_chunks(self) -> tuple[int, ...]:

@@ -9,16 +9,21 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from lab.speed.load_simulation import DeviceTimes
+    from lab.speed.load_simulation import DeviceTimes, Outcome
+    from lab.speed.token_turns import TokenLoad
 
 Streams = Annotated[int, typer.Option(min=1, help="requests open at once")]
 Requests = Annotated[int | None, typer.Option(min=1, help="requests in all; default: as many as streams")]
 Tokens = Annotated[int, typer.Option(min=1, help="of each prompt")]
 Answer = Annotated[int, typer.Option(min=1, help="tokens of each answer")]
+Rate = Annotated[float | None, typer.Option(min=1e-3, help="arrivals a second, Poisson; default: all at once")]
+Turns = Annotated[int, typer.Option(min=1, help="of each chat, whose prefix comes again")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all of it there")]
 
 _WIDTH = 160  # of tables where the output is no terminal
-_COLUMNS = ("simulated", "seconds", "tokens/s", "prefill", "decode", "few rows", "gap 99 %", "longest", "first ms")
+_COLUMNS = ("simulated", "seconds", "tokens/s", "prefill", "decode", "few rows", "first ms", "99 %", "token ms", "99 %",
+            "gap 99 %", "longest")  # fmt: skip
+_MIXED_CHUNK = 8192
 FAVOURS = ("latency", "auto", "throughput")
 
 
@@ -28,8 +33,8 @@ def load_timeline(
     requests: Requests = None,
     tokens: Tokens = 1000,
     answer: Answer = 256,
-    rate: Annotated[float | None, typer.Option(help="arrivals a second, Poisson; default: all at once")] = None,
-    turns: Annotated[int, typer.Option(min=1, help="of each chat, whose prefix comes again")] = 1,
+    rate: Rate = None,
+    turns: Turns = 1,
     trace: Annotated[float, typer.Option(min=0, help="seconds of kernels to trace, in another run of the load")] = 0.0,
     trace_after: Annotated[float, typer.Option(min=0, help="seconds after that run's begin")] = 0.2,
     start_seconds: Annotated[float, typer.Option(help="the server has to be ready")] = 400.0,
@@ -51,9 +56,9 @@ def load_timeline(
         raise typer.Exit(1) from None
     print_timeline(told, console)
     times = measured_times(told)
-    if times is not None and rate is None and turns == 1:
+    if times is not None:
         console.print(f"simulated with what this run measured: {times}", highlight=False, soft_wrap=True)
-        _print_simulated(config, load.requests, streams, tokens, answer, times, console)
+        _print_simulated(config, load, times, console)
     if json_file is not None:
         json_file.write_text(json.dumps(told, indent=1) + "\n")
 
@@ -64,17 +69,25 @@ def load_simulated(
     requests: Requests = None,
     tokens: Tokens = 1000,
     answer: Answer = 256,
+    rate: Rate = None,
+    turns: Turns = 1,
+    seed: Annotated[int, typer.Option(help="of arrivals")] = 0,
     prompt_rate: Annotated[float, typer.Option(help="prompt tokens a second")] = 27_000,
+    decode_ms: Annotated[
+        tuple[float, float, float],
+        typer.Option(metavar="ONE MANY WEIGHTS", help="of a step of one row, of 64, and of reading the weights"),
+    ] = (5.4, 7.1, 4.8),
     unit_ms: Annotated[float, typer.Option(help="of a unit beside its tokens")] = 0.15,
-    one_row_ms: Annotated[float, typer.Option(help="of a decode step of one row")] = 5.4,
-    most_rows_ms: Annotated[float, typer.Option(help="of a decode step of 64 rows")] = 7.1,
 ) -> None:
-    """Simulate a load by the engine's own scheduler on a device that takes stated times."""
+    """Simulate a load by the engine's own scheduler on a device that takes stated times, and by one that mixes."""
     from lab.speed.load_simulation import DeviceTimes
+    from lab.speed.token_turns import TokenLoad
 
-    times = DeviceTimes(prompt_rate, 1e-3 * unit_ms, 1e-3 * one_row_ms, 1e-3 * most_rows_ms)
+    one_s, most_s, weights_s = (1e-3 * ms for ms in decode_ms)
+    times = DeviceTimes(prompt_rate, 1e-3 * unit_ms, one_s, most_s, weights_s)
     config = Path(shape) if Path(shape).exists() else shape
-    _print_simulated(config, requests or streams, streams, tokens, answer, times, _console())
+    load = TokenLoad(requests or streams, tokens, answer, streams, rate, turns, seed)
+    _print_simulated(config, load, times, _console())
 
 
 def _console() -> Console:
@@ -94,17 +107,15 @@ def measured_times(told: dict[str, Any]) -> "DeviceTimes | None":
     if many["mean rows"] > few["mean rows"]:
         slope = max(0.0, (many["median_ms"] - few["median_ms"]) / (many["mean rows"] - few["mean rows"]))
     one_ms = max(few["median_ms"] - slope * (few["mean rows"] - 1), 1e-3)
-    return DeviceTimes(units["prompt tokens/s"], 0.0, 1e-3 * one_ms, 1e-3 * (one_ms + 63 * slope))
+    one_s = 1e-3 * one_ms
+    return DeviceTimes(units["prompt tokens/s"], 0.0, one_s, one_s + 63e-3 * slope, weights_s=0.8 * one_s)
 
 
-def _print_simulated(
-    config: Path | str, requests: int, streams: int, tokens: int, answer: int, times: "DeviceTimes", console: Console
-) -> None:
-    import numpy as np
-
+def _print_simulated(config: Path | str, load: "TokenLoad", times: "DeviceTimes", console: Console) -> None:
     from gpu.model.architecture import load_architecture
     from gpu.model.shapes import named_shape
-    from lab.speed.load_simulation import Load, simulate
+    from lab.speed.load_simulation import simulate
+    from lab.speed.mixed_steps import simulate_mixed
     from scheduler.engine_config import SchedulerConfig
     from server.deployment import load_deployment
 
@@ -118,15 +129,24 @@ def _print_simulated(
         table.add_column(name, justify="left" if name == "simulated" else "right", no_wrap=True)
     for favour in FAVOURS:
         chunk = 2048 if favour == "latency" else 8192
-        tree = {"prefix_cache": False, "max_running": given.max_running, "max_queue": max(requests, given.max_queue),
-                "favour": favour, "prefill": {"chunk_tokens": chunk}}  # fmt: skip
-        told = simulate(
-            SchedulerConfig.model_validate(tree), architecture, Load(requests, tokens, answer), times, streams
-        )
-        gaps_ms = 1e3 * np.array(told.gaps_s or [0.0])
-        table.add_row(
-            favour, f"{told.seconds:.3f}", f"{requests * answer / told.seconds:,.0f}", f"{told.prefill_s:.3f}",
-            f"{told.decode_s:.3f}", f"{told.num_few_rows}, {told.few_rows_s:.2f} s",
-            f"{np.percentile(gaps_ms, 99):.1f}", f"{gaps_ms.max():.0f}", f"{1e3 * float(np.median(told.firsts_s)):.0f}",
-        )  # fmt: skip
+        tree = {"prefix_cache": load.turns > 1, "max_running": given.max_running, "favour": favour,
+                "max_queue": max(load.requests, given.max_queue), "prefill": {"chunk_tokens": chunk}}  # fmt: skip
+        told = simulate(SchedulerConfig.model_validate(tree), architecture, load, times)
+        table.add_row(favour, *_cells(told))
+    mixed = simulate_mixed(architecture.num_layers, load, times, _MIXED_CHUNK, given.max_running)
+    table.add_row("mixed steps", *_cells(mixed))
     console.print(table)
+
+
+def _cells(told: "Outcome") -> list[str]:
+    from lab.speed.token_turns import summarise_turns
+
+    summary = summarise_turns(told.turns)
+    firsts, tokens, (_, gap_ms, longest_ms) = (
+        [1e3 * summary[f"{name}_s_{kind}"] for kind in ("p50", "p99", "most")] for name in ("first", "token", "gap")
+    )
+    return [
+        f"{told.seconds:.3f}", f"{summary['tokens_per_s']:,.0f}", f"{told.prefill_s:.3f}", f"{told.decode_s:.3f}",
+        f"{told.num_few_rows}, {told.few_rows_s:.2f} s", f"{firsts[0]:.1f}", f"{firsts[1]:.1f}",
+        f"{tokens[0]:.2f}", f"{tokens[1]:.2f}", f"{gap_ms:.1f}", f"{longest_ms:.0f}",
+    ]  # fmt: skip

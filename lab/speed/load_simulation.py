@@ -1,20 +1,20 @@
 """Simulate a load: the engine's own scheduler over a device that takes stated times and computes nothing.
 
 Times are of an 8B in bf16 on a H100 unless told otherwise, each measured alone: 27,000 prompt tokens a second, and
-decode steps of 5.4 ms for one row and 7.1 ms for 64. The host is taken to be never late.
+decode steps of 5.4 ms for one row and 7.1 ms for 64. What attention adds with the context is in none of them. The host
+is taken to be never late; a request takes its time to come in, one after another (`request_s`).
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import pairwise
-
-import numpy as np
 
 from gpu.model.architecture import Architecture
 from gpu.profiles import Profile
 from gpu.sampling_params import SamplingParams
-from gpu.step import HostRead, LogitsUnit, SampledToken, StepPlan, StepResult, Unit
+from gpu.step import HostRead, LogitsUnit, PrefillUnit, SampledToken, StepPlan, StepResult, Unit
+from lab.speed.token_turns import TokenLoad, Turn, draw_tokens
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import SchedulerConfig
 from scheduler.messages import EngineRequest, pack_tokens
@@ -26,37 +26,33 @@ _PAGE = 16
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """Seconds of the device's work. `unit_s`: of a prefill unit beside its tokens; `most_rows_s`: of 64 rows."""
+    """Seconds of the device's work. `unit_s`: of a prefill unit beside its tokens; `most_rows_s`: of 64 rows.
+    `weights_s`: of a decode step's, reading the weights. `request_s`: of the way of a request to the engine.
+    """
 
     prompt_tokens_per_s: float = 27_000
     unit_s: float = 0.15e-3
     one_row_s: float = 5.4e-3
     most_rows_s: float = 7.1e-3
+    weights_s: float = 4.8e-3
+    request_s: float = 0.5e-3
 
     def decode_seconds(self, num_rows: int) -> float:
         return self.one_row_s + (self.most_rows_s - self.one_row_s) * (num_rows - 1) / 63 if num_rows else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Requests that come at once, of so many tokens in and out."""
-
-    requests: int
-    tokens_in: int
-    tokens_out: int
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds of a load. `few_rows_s`: of decode steps while prompts waited, which `num_few_rows` counts."""
+    """Seconds of a load, and its turns. `few_rows_s`: of decode steps while prompts waited, which `num_few_rows`
+    counts.
+    """
 
     seconds: float
     prefill_s: float
     decode_s: float
     few_rows_s: float
     num_few_rows: int
-    gaps_s: list[float]
-    firsts_s: list[float]
+    turns: list[Turn]
 
 
 @dataclass(slots=True)
@@ -67,13 +63,15 @@ class _Launched:
     is_over: bool = True
 
     def collect(self) -> StepResult:
-        self.runner.collected_s = self.ends_s
+        self.runner.collected_s = max(self.runner.collected_s, self.ends_s)
         return self.result
 
 
 @dataclass(slots=True)
 class SimulatedRunner:
-    """A device's clock. `clock_s`: when all that was launched is over; `collected_s`: when the last result was."""
+    """A device's clock. `clock_s`: when all that was launched is over; `collected_s`: the host's time, which is when
+    the last result was, or later.
+    """
 
     times: DeviceTimes
     num_layers: int
@@ -96,7 +94,7 @@ class SimulatedRunner:
     def expert_counts(self) -> None:
         """Return no counts: all experts lie on the device."""
 
-    def draw(self, step: _Launched, masks: dict[int, np.ndarray]) -> None:
+    def draw(self, step: _Launched, masks: dict[int, object]) -> None:
         raise AssertionError("load simulation: no request has a grammar")
 
     def launch(self, plan: StepPlan) -> _Launched:
@@ -111,7 +109,7 @@ class SimulatedRunner:
         self.prefill_s += unit_s
         if slots:
             self.decodes.append((decode_s, len(slots), has_prompts))
-        self.clock_s += unit_s + decode_s
+        self.clock_s = max(self.clock_s, self.collected_s) + unit_s + decode_s
         tokens = [SampledToken(slot, 1, None) for slot in (*slots_begun, *slots)]
         return _Launched(StepResult(tuple(tokens), {}, unit_s, decode_s), self.clock_s, self)
 
@@ -128,34 +126,88 @@ class SimulatedRunner:
         return self._slots.pop(unit.job_id)
 
 
-def simulate(
-    config: SchedulerConfig, architecture: Architecture, load: Load, times: DeviceTimes, concurrency: int
-) -> Outcome:
-    """Run a load, of which `concurrency` requests are open at once, until the last token."""
+class Clients:
+    """Who sends the requests of a load, by times that they are told. Chats have their turns one after another, and no
+    more than `load.concurrency` are open at once.
+    """
+
+    def __init__(self, load: TokenLoad, request_s: float) -> None:
+        arrivals = load.arrivals() or [0.0] * load.requests
+        concurrency = load.concurrency or load.requests
+        self.turns: list[Turn] = []
+        self._load = load
+        self._request_s = request_s
+        self._unopened = deque(enumerate(arrivals))
+        self._sent: list[tuple[float, int, int]] = []  # when it is there, chat, and turn: in order
+        self._open: dict[str, tuple[int, int, Turn]] = {}
+        self._prompts: dict[int, list[int]] = {}
+        self._free_s = 0.0  # when the way to the engine is free
+        for _ in range(min(concurrency, load.requests)):
+            self._open_next(0.0)
+
+    @property
+    def next_s(self) -> float | None:
+        """Return when the next request is there; None: nobody has sent one."""
+        return self._sent[0][0] if self._sent else None
+
+    def take(self, now_s: float) -> list[EngineRequest]:
+        """Return the requests that are there by now."""
+        requests = []
+        while self._sent and self._sent[0][0] <= now_s:
+            _, chat, number = self._sent.pop(0)
+            self._prompts.setdefault(chat, []).extend(draw_tokens(self._load, chat, number))
+            requests.append(make_request(f"{chat}.{number}", self._prompts[chat], self._load.tokens_out))
+        return requests
+
+    def tell(self, request_id: str, token_ids: list[int], is_over: bool, now_s: float) -> None:
+        """Give a client tokens of its answer; at its end a chat goes on, or the next begins."""
+        chat, number, turn = self._open[request_id]
+        turn.times_s.append(now_s)
+        turn.token_ids += token_ids
+        if not is_over:
+            return
+        del self._open[request_id]
+        self._prompts[chat] += turn.token_ids
+        if number + 1 < self._load.turns:
+            self._send(chat, number + 1, now_s)
+        else:
+            del self._prompts[chat]
+            self._open_next(now_s)
+
+    def _open_next(self, now_s: float) -> None:
+        if self._unopened:
+            chat, due_s = self._unopened.popleft()
+            self._send(chat, 0, due_s if self._load.rate is not None else now_s)
+
+    def _send(self, chat: int, number: int, due_s: float) -> None:
+        turn = Turn(due_s, sent_s=due_s)
+        self.turns.append(turn)
+        self._open[f"{chat}.{number}"] = chat, number, turn
+        self._free_s = max(self._free_s, due_s) + self._request_s
+        insort(self._sent, (self._free_s, chat, number))
+
+
+def simulate(config: SchedulerConfig, architecture: Architecture, load: TokenLoad, times: DeviceTimes) -> Outcome:
+    """Run a load until the last token. Its device has room for all of it, with all prefixes."""
     runner = SimulatedRunner(times, architecture.num_layers)
-    chunk_tokens = config.prefill.chunk_tokens
-    hidden_tokens = max(4 * chunk_tokens, load.tokens_in)
-    num_pages = load.requests * (load.tokens_in + load.tokens_out + 2 * _PAGE) // _PAGE
-    capacity = Capacity(num_pages, _PAGE, load.tokens_in + load.tokens_out, hidden_tokens, None, {}, 0, 0)
+    most_tokens = load.turns * (load.tokens_in + load.tokens_out)
+    hidden_tokens = most_tokens + 4 * config.prefill.chunk_tokens
+    num_pages = load.requests * (most_tokens + 2 * _PAGE) // _PAGE
+    capacity = Capacity(num_pages, _PAGE, most_tokens, hidden_tokens, None, {}, 0, 0)
     profile = Profile("exact", kv_key="exact", parts=())
     scheduler = Scheduler(config, architecture, capacity, b"load", {"exact": profile})
+    for num_tokens in (64, config.prefill.chunk_tokens - 1):  # as it is rehearsed while a model is loaded
+        unit = PrefillUnit(0, 0, 0, num_tokens)
+        scheduler.learn_units([unit], [num_tokens], runner.unit_seconds(num_tokens))
     engine = Engine(scheduler, runner, None, is_pipelined=True)  # type: ignore[arg-type]
-    waiting = deque(_requests(load))
-    told_s: dict[str, list[float]] = {}
-    begun_s: dict[str, float] = {}
-
-    def submit(count: int) -> None:
-        for _ in range(min(count, len(waiting))):
-            request = waiting.popleft()
-            begun_s[request.request_id] = runner.collected_s
+    clients = Clients(load, times.request_s)
+    while engine.has_work or clients.next_s is not None:
+        if not engine.has_work and clients.next_s is not None:
+            runner.collected_s = max(runner.collected_s, clients.next_s)
+        for request in clients.take(runner.collected_s):
             engine.submit([request])
-
-    submit(concurrency)
-    while engine.has_work:
-        deltas = engine.step()
-        for delta in deltas:
-            told_s.setdefault(delta.request_id, []).append(runner.collected_s)
-        submit(sum(delta.finish_reason is not None for delta in deltas))
+        for delta in engine.step():
+            clients.tell(delta.request_id, delta.token_ids, delta.finish_reason is not None, runner.collected_s)
     few = [seconds for seconds, _, has_prompts in runner.decodes if has_prompts]
     return Outcome(
         seconds=runner.clock_s,
@@ -163,23 +215,17 @@ def simulate(
         decode_s=sum(seconds for seconds, _, _ in runner.decodes),
         few_rows_s=sum(few),
         num_few_rows=len(few),
-        gaps_s=[after - before for own in told_s.values() for before, after in pairwise(own)],
-        firsts_s=[own[0] - begun_s[name] for name, own in told_s.items()],
+        turns=clients.turns,
     )
 
 
-def _requests(load: Load) -> list[EngineRequest]:
-    random = np.random.default_rng(0)
-    prompts = random.integers(3, 500, (load.requests, load.tokens_in)).tolist()
-    return [
-        EngineRequest(
-            request_id=str(number),
-            prompt=pack_tokens(prompt),
-            sampling=SamplingParams(temperature=0.0),
-            max_tokens=load.tokens_out,
-            stop_token_ids=[],
-            attention_profile="exact",
-            arrival_s=0.0,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
+def make_request(name: str, prompt: list[int], tokens_out: int) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt=pack_tokens(prompt),
+        sampling=SamplingParams(temperature=0.0),
+        max_tokens=tokens_out,
+        stop_token_ids=[],
+        attention_profile="exact",
+        arrival_s=0.0,
+    )

@@ -2,7 +2,8 @@
 
 A unit's time is a sum of three terms: one for itself, one for its projections' FLOPs, one for its attention's FLOPs
 (machines run the two at different rates). The coefficients are the non-negative least squares fit, in relative error,
-to the last steps that had units, for each prefill method; a method that has not run is taken to cost what dense does.
+to the last steps that had units, and to those that were rehearsed, for each prefill method; a method that has not run
+is taken to cost what dense does. Rehearsed ones stay: units of one length alone do not tell the terms apart.
 Units of logits have a fit of their own, and cost what projections do until one has run. A step has units of one kind
 and method.
 """
@@ -26,11 +27,12 @@ _MANY = 1 << 30
 
 
 class _Fit:
-    """What the terms of a sum cost, learnt from sums."""
+    """What the terms of a sum cost, learnt from sums: the last ones, and those that are kept."""
 
     def __init__(self, costs: list[float]) -> None:
-        self._seen = np.empty((0, 0))  # terms a second, [steps, terms]: of the last steps, the oldest is overwritten
+        self._seen = np.empty((0, 0))  # terms a second, [steps, terms]: those kept, then a ring of the last steps
         self._num_seen = 0
+        self._num_kept = 0
         self.costs = costs
 
     @property
@@ -40,11 +42,18 @@ class _Fit:
     def observe(self, terms: np.ndarray, seconds: float) -> None:
         if not self._num_seen:
             self._seen = np.empty((_WINDOW_STEPS, len(terms)))
-        self._seen[self._num_seen % _WINDOW_STEPS] = terms / seconds
+        place = self._num_seen
+        if place >= _WINDOW_STEPS:
+            place = self._num_kept + (place - self._num_kept) % (_WINDOW_STEPS - self._num_kept)
+        self._seen[place] = terms / seconds
         self._num_seen += 1
         relative = self._seen[: self._num_seen]
         scale = np.maximum(relative.max(axis=0), 1e-30)
         self.costs = (fit_non_negative(relative / scale, np.ones(len(relative))) / scale).tolist()
+
+    def keep(self) -> None:
+        """Keep what has been seen so far, a quarter of the window at most."""
+        self._num_kept = min(self._num_seen, _WINDOW_STEPS // 4)
 
 
 class CostModel:
@@ -121,6 +130,11 @@ class CostModel:
         terms = [self._terms(unit.end - unit.begin, end) for unit, end in zip(units, contexts, strict=True)]
         fit = self._layers.setdefault(method, _Fit([]))
         fit.observe(np.sum(terms, axis=0), seconds)
+
+    def learn_units(self, units: Sequence[PrefillUnit], contexts: Sequence[int], seconds: float) -> None:
+        """Learn from rehearsed units, as `observe_units` does, and for good."""
+        self.observe_units(units, contexts, seconds)
+        self._layers[units[0].method].keep()
 
     def room_for_runs(self, rows: Rows, num_rows: int, cells: int, target_seconds: float) -> tuple[int, int]:
         """Return how many rows of known tokens a decode step may add, and how many cells these rows may read.

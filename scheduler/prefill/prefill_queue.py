@@ -1,10 +1,12 @@
 """Prefill jobs under way, and which unit runs next.
 
-The job of the highest priority with the least left runs first, while the oldest gets its share. A job goes through the
-layers one by one; a unit is as long as its time allows and ends at a prompt's end or at the method's alignment. Where
-prompts are scored, units of logits come after the last layer. If a prompt is cut out of a job, the others go on; if
-nothing is left to compute, a unit of no tokens ends the job. Invariant: of the estimated time, the oldest job gets
-`oldest_share`, less at most one unit.
+The job of the highest priority with the least left for each of its prompts runs first, while the oldest gets its share.
+So prompts wait least in the mean (least work by weight: Smith 1956, "Various optimizers for single-stage production"),
+and those that share a job are not passed by each that comes alone. A job goes through the layers one by one; a unit is
+as long as its time allows and ends at a prompt's end or at the method's alignment. Where prompts are scored, units of
+logits come after the last layer. If a prompt is cut out of a job, the others go on; if nothing is left to compute, a
+unit of no tokens ends the job. Invariant: of the estimated time, the oldest job gets `oldest_share`, less at most one
+unit.
 """
 
 from collections.abc import Callable
@@ -52,7 +54,7 @@ class PrefillQueue:
         left_tokens = self._config.chunk_tokens
         kind: PartId | None = None  # of the step's units: their method, or None for logits
         while left_tokens > 0 and (eligible := self._eligible_jobs(seconds, bool(units))):
-            entry = min(eligible, key=lambda one: (one.priority, one.remaining()))
+            entry = min(eligible, key=_turn)
             if not units:
                 if self.jobs[0] in eligible and self._is_oldest_due(seconds):
                     entry = self.jobs[0]
@@ -102,8 +104,18 @@ class PrefillQueue:
     def seconds_left(self, sequence: Sequence) -> float | None:
         """Return the seconds of work until the sequence's job is done, whatever comes between; None if it has none."""
         entry = self.job_of(sequence)
-        if entry is None:
+        return None if entry is None else self._seconds_left_of(entry)
+
+    def seconds_each(self) -> float | None:
+        """Return the seconds of work that are left for each prompt of the job whose turn it is; None: there is none
+        that anybody waits for, or it is scored, and what its logits take is learnt from too few units to rely on.
+        """
+        entry = min((entry for entry in self.jobs if not entry.is_background), key=_turn, default=None)
+        if entry is None or entry.job.num_scored_tokens:
             return None
+        return self._seconds_left_of(entry) / len(entry.job.prompts)
+
+    def _seconds_left_of(self, entry: JobInProgress) -> float:
         prompts, method = entry.job.prompts, entry.method
         whole = sum(self.prompt_seconds(prompt.begin, len(prompt.token_ids), method) for prompt in prompts)
         whole += self._costs.logits_seconds(entry.job.num_scored_tokens)
@@ -172,3 +184,7 @@ class PrefillQueue:
         else:
             share = self._config.oldest_share
             self._owed_seconds += cost * share / (1.0 - share)
+
+
+def _turn(entry: JobInProgress) -> tuple[float, float]:
+    return entry.priority, entry.remaining_each()

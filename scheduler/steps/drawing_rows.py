@@ -35,12 +35,14 @@ class TokenGap:
         self._config = config
         self._costs = costs
 
-    def seconds_left(self, num_prompts: int, num_running: int) -> float:
+    def seconds_left(self, num_prompts: int, prompt_s: float | None, num_running: int) -> float:
         """Return the seconds that prefill has until the next decode step must come.
 
-        num_prompts: that wait or are under way. num_running: streams that wait for it.
+        num_prompts: that wait or are under way. prompt_s: of work that are left for the next of them; None: it is not
+        known. num_running: streams that wait for it.
         """
-        target, share = self._config.token_gap_target_ms / 1e3, self._config.prefill_share(num_prompts, num_running)
+        target = self._config.token_gap_target_ms / 1e3
+        share = self._config.prefill_share(num_prompts, prompt_s, num_running)
         decode = self._costs.decode_seconds[Rows.DEVICE]
         most = decode * share / (1.0 - share) if share < 1.0 else target if decode else 0.0
         seconds = max(min(target - decode, most), _LEAST_PREFILL_SHARE * target)

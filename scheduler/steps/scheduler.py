@@ -173,7 +173,7 @@ class Scheduler:
 
     def learn_units(self, units: list[PrefillUnit], contexts: list[int], seconds: float) -> None:
         """Learn what rehearsed units took; `contexts[i]` is where unit i ended in its prompt."""
-        self._costs.observe_units(units, contexts, seconds)
+        self._costs.learn_units(units, contexts, seconds)
 
     @property
     def num_rows_left_out(self) -> int:
@@ -275,7 +275,9 @@ class Scheduler:
         drawing = [one for one in outline.stepping if one in still and (one.wants_draw or one.num_drafted)]
         if outline.lane is Lane.DEVICE:
             entries = {entry.job.job_id: entry for entry in self._prefill.jobs}
-            budget = self._gap.seconds_left(self._num_prompts, len(drawing)) if drawing else None
+            budget = None
+            if drawing:
+                budget = self._gap.seconds_left(self._num_prompts, self._prefill.seconds_each(), len(drawing))
             outline.units, outline.finished = self._prefill.next_units(budget)
             outline.unit_contexts = [entries[unit.job_id].context_of(unit) for unit in outline.units]
             if budget is not None and self._gap.decode_can_wait(outline.units, outline.unit_contexts, budget, waits):

@@ -46,6 +46,17 @@ def test_the_comparison_sees_attention_over_the_end_of_the_context(model: CostMo
     assert off != pytest.approx(machine_seconds(2048, 2048), rel=10 * COST_MODEL)
 
 
+@pytest.mark.parametrize("tokens", [64, 500, 2000, 8191])
+def test_units_of_one_length_alone_leave_it_known_what_others_take(tokens: int) -> None:
+    """Of theirs alone it cannot be told what is of a unit and what of its tokens; rehearsed ones stay."""
+    model = CostModel(SHAPE)
+    for rehearsed in (64, 8191):
+        model.learn_units([PrefillUnit(0, 0, 0, rehearsed)], [rehearsed], machine_seconds(rehearsed, rehearsed))
+    for _ in range(300):
+        model.observe_units([PrefillUnit(0, 0, 0, 1000)], [1000], machine_seconds(1000, 1000))
+    assert model.unit_seconds(tokens, tokens, DENSE) == pytest.approx(machine_seconds(tokens, tokens), rel=0.05)
+
+
 @pytest.mark.parametrize(("begin", "seconds"), [(0, 0.004), (30_000, 0.02)])
 def test_a_unit_is_the_longest_that_fits_the_time_from_where_it_begins(
     model: CostModel, begin: int, seconds: float

@@ -36,10 +36,17 @@ def test_throughput_stands_for_a_long_gap_and_a_large_share_and_others_for_the_p
 
 def test_auto_gives_prefill_what_the_target_leaves_where_many_prompts_wait() -> None:
     auto, latency = SchedulerConfig(), SchedulerConfig(favour="latency")
-    assert [auto.prefill_share(prompts, 32) for prompts in (7, 8)] == [0.8, 1.0]
-    assert [auto.prefill_share(prompts, 1) for prompts in (3, 4)] == [0.8, 1.0]
-    assert latency.prefill_share(64, 1) == 0.8
-    assert SchedulerConfig(prefill=PrefillConfig(share=0.8)).prefill_share(64, 1) == 0.8
+    assert [auto.prefill_share(prompts, 9.0, 32) for prompts in (7, 8)] == [0.8, 1.0]
+    assert [auto.prefill_share(prompts, None, 1) for prompts in (3, 4)] == [0.8, 1.0]
+    assert latency.prefill_share(64, 9.0, 1) == 0.8
+    assert SchedulerConfig(prefill=PrefillConfig(share=0.8)).prefill_share(64, 9.0, 1) == 0.8
+
+
+def test_auto_gives_a_prompt_that_takes_no_longer_than_the_target_all_that_this_leaves() -> None:
+    auto, latency = (SchedulerConfig(favour=favour, token_gap_target_ms=50) for favour in ("auto", "latency"))
+    assert [auto.prefill_share(1, seconds, 32) for seconds in (0.049, 0.051, None)] == [1.0, 0.8, 0.8]
+    assert latency.prefill_share(1, 0.01, 32) == 0.8
+    assert SchedulerConfig(prefill=PrefillConfig(share=0.8)).prefill_share(1, 0.01, 32) == 0.8
 
 
 @pytest.mark.parametrize("prefill", [{"share": 0.5}, PrefillConfig(share=0.5)], ids=["mapping", "model"])

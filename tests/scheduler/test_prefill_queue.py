@@ -1,9 +1,12 @@
-"""Which prefill unit runs next: the shortest remaining job's, and the oldest's where its share of the time is due."""
+"""Which prefill unit runs next: of the job with the least left a prompt, or the oldest's where its share is due."""
 
-from itertools import pairwise
+from collections.abc import Sequence as Many
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.sampling_params import SamplingParams
@@ -81,6 +84,49 @@ def test_the_job_with_the_least_left_runs_first_though_its_prompt_is_the_longer_
     assert queue.jobs[0].remaining() == CHUNK
     queue.jobs.append(make_job(1, (0, CHUNK)))
     assert [unit.job_id for unit in queue.next_units(None)[0]] == [0]
+
+
+def test_prompts_that_share_a_job_are_passed_by_a_shorter_prompt_and_not_by_one_that_is_no_shorter() -> None:
+    queue = make_queue()
+    queue.jobs += [make_job(0, (0, 40), (0, 40)), make_job(1, (0, 40))]
+    assert [unit.job_id for unit in queue.next_units(None)[0]] == [0]
+    queue.jobs.append(make_job(2, (0, 30)))
+    assert {unit.job_id for unit in queue.next_units(None)[0]} == {2}
+
+
+def mean_wait(jobs: Many[JobInProgress]) -> float:
+    """Return the token-layers until a prompt is done, in the mean, if jobs are computed in this order."""
+    ends, waits = 0, []
+    for entry in jobs:
+        ends += LAYERS * entry.job.num_tokens
+        waits += [ends] * len(entry.job.prompts)
+    return sum(waits) / len(waits)
+
+
+@given(jobs=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=2, max_size=5))
+def test_no_other_order_lets_prompts_wait_less_in_the_mean(jobs: list[list[int]]) -> None:
+    """Of those that are there at once, and whose oldest has no share."""
+    queue = make_queue(oldest_share=0.0)
+    queue.jobs += [make_job(number, *((0, tokens) for tokens in job)) for number, job in enumerate(jobs)]
+    best = min(mean_wait(order) for order in permutations(queue.jobs))
+    done: list[JobInProgress] = []
+    while queue.jobs:
+        done += queue.next_units(None)[1]
+    assert mean_wait(done) == pytest.approx(best)
+
+
+def test_the_seconds_of_the_next_prompt_are_a_part_of_its_job_and_of_what_is_left_of_that() -> None:
+    queue = make_queue(chunk_tokens=1024)
+    assert queue.seconds_each() is None
+    queue.jobs += [make_job(0, (0, 400), (0, 400)), make_job(1, (0, 1000))]
+    whole = queue.prompt_seconds(0, 400, DENSE)
+    assert queue.seconds_each() == pytest.approx(whole)
+    queue.next_units(None)
+    assert queue.seconds_each() == pytest.approx((1 - 1 / LAYERS) * whole)
+    del queue.jobs[0]
+    assert queue.seconds_each() == pytest.approx(queue.prompt_seconds(0, 1000, DENSE))
+    queue.jobs[0].is_background = True
+    assert queue.seconds_each() is None, "nobody waits for it"
 
 
 def test_a_step_without_streams_takes_one_chunk_of_work() -> None:

@@ -492,3 +492,19 @@ def test_a_block_is_found_only_once_its_last_token_has_been_fed() -> None:
         drawn += text(engine.step())
     engine.submit([make_request("b", [*first.prompt_token_ids, *drawn, *prompt_of(5)])])
     assert drain(engine)["b"][0].num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("favour", ["auto", "latency"])
+def test_auto_computes_a_short_prompt_between_two_tokens_of_a_stream_and_latency_shares_the_time(favour: str) -> None:
+    runner = PageRunner(SHAPE.num_layers, PAGE, unit_seconds=20e-6, decode_seconds=5e-3)
+    engine, _ = make_engine(num_pages=1200, chunk_tokens=256, token_gap_target_ms=100.0, runner=runner, favour=favour)
+    engine.submit([make_request("stream", prompt_of(600), max_tokens=1000)])
+    for _ in range(40):
+        engine.step()
+    seconds = 20e-6 * SHAPE.num_layers * 600
+    assert 0.02 < seconds < 0.095, "more than the share leaves, and less than the target does"
+    engine.submit([make_request("short", prompt_of(600, salt=1), max_tokens=1)])
+    deltas = [delta for _ in range(40) for delta in engine.step()]
+    told = [delta.request_id for delta in deltas]
+    # Two steps were in flight when it came, and the last of its units come with a decode step.
+    assert (told.index("short") <= 3) is (favour == "auto")
