@@ -304,10 +304,10 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
-        """Start a step in its lane, in the plan's field order; on the CPU it has run when this returns. On CUDA a
-        thread gives what it asks of the host; only a step that no graph was captured for is launched layer by layer,
-        behind its answers. One with masked slots has everything but its draws, which `draw` adds before anything else
-        is launched in its lane, and before any plan that is fenced or releases slots.
+        """Start a step in its lane, in the plan's field order; on the CPU it has run when this returns. On CUDA another
+        thread answers its host reads. Only a step without a captured graph is launched layer by layer, each behind its
+        answers. A step with masked slots is launched without its draws; `draw` adds them before anything else is
+        launched in its lane, and before any plan that is fenced or releases slots.
         """
         self._num_launched += 1
         self._tell(plan)

@@ -71,12 +71,12 @@ def _freeze(values: list[Any]) -> tuple[Any, ...]:
 
 
 class Lane(Enum):
-    """Steps of one lane are carried out in the order of their launches; those of two run side by side.
+    """One of two streams of steps: those of one lane run in the order of their launches, those of two side by side.
 
-    HOST: of rows that wait for the host's answers. DEVICE: of what needs the device alone: units, and other rows. All
-    of a plan goes in its one lane, and where there is but one that is DEVICE. Steps in which some row has a host read
-    have one set of buffers, whatever their lane, and those in which none does have another: where such steps change
-    lanes, the first in the new one is fenced, or the last in the old one over.
+    HOST: of rows that wait for the host's answers. DEVICE: of prefill units and of rows that need the device alone. A
+    plan is in one lane as a whole; if there is only one lane, it is DEVICE. Steps with a host read in some row share
+    one set of buffers, whatever their lane, and steps without any share another. If steps of one kind change lanes, the
+    first in the new lane is fenced, or the last in the old one is over.
     """
 
     DEVICE = "device"

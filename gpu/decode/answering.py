@@ -1,9 +1,9 @@
 """A thread that answers the host reads of decode steps, so that the launching thread goes on to the next step.
 
 A step that awaits answers on the device is handed over once it is launched; its host reads were frozen before. Steps
-are answered in the order of their launches. This thread counts a slot's stamps as it comes to a step, so a launch
-disturbs no step before it. A step that fails releases its slots, and so does each step behind it until `recover`: no
-device is left waiting, and nothing is answered that follows from a failure. The thread waits for the device alone.
+are answered in the order of their launches. This thread counts a slot's stamps when it comes to a step, so a launch
+disturbs no step before it. A step that fails releases its slots, and so does each step behind it until `recover`. So
+the device never waits for ever, and no answer follows from a failed step. The thread waits for the device alone.
 """
 
 import weakref

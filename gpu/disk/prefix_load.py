@@ -84,16 +84,16 @@ class PrefixLoad:
             self._stage(place + 1)
 
     def end_layer(self, layer: int) -> None:
-        """Begin to read the next offloaded layer where it has the same buffer as this one, which its last unit and the
-        copies to host memory have read.
+        """Begin to read the next offloaded layer into the buffer of this one, which its last unit and the copies to
+        host memory have read, if both have the same.
         """
         place = self._place(layer)
         if place is not None and self._staged is not None and self._staged.staging.num_buffers == 1:
             self._stage(place + 1)
 
     def close(self) -> None:
-        """End it: what has not begun is not read, what is read is not copied, and what follows on the device runs
-        behind what was. The disk is not waited for.
+        """End the load: layers that have not begun are not read, and what was read is not copied. Later work on the
+        device runs behind the copies under way. The disk is not waited for.
         """
         with self._lock:  # a copy that is being launched
             self._is_closed = True

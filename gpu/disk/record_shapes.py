@@ -1,9 +1,9 @@
 """What records of a model's contexts hold. No torch.
 
-A block has a part for each layer that has pages: the block's pages of keys, then those of values, as they lie on the
-device, or with rows in int8 where pages have them in the dtype that computes. Where a model has layers without pages, a
-prefix has an **end** as well: the pages behind its last whole block, in parts of a block's size, and a part for each of
-the other layers that has a window or a state.
+A block has a part for each layer that has pages: its pages of keys, then those of values, as they lie on the device;
+rows may be stored in int8 where pages have the dtype that computes. Where a model has layers without pages, a prefix
+has an **end** as well: the pages behind its last whole block, in parts of a block's size, and a part for each layer
+that has a window or a state.
 """
 
 from typing import Literal

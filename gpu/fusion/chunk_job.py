@@ -1,8 +1,8 @@
 """Chunks that are computed alone, packed one behind another: each from position 0, and none sees another.
 
-A3, section 2.2 (precomputation). They have no slot and no pages: one layer's keys and values stand in a buffer of their
-own while the layer is computed. Invariants: what is kept of a chunk depends on its tokens alone; keys are kept before
-rotation, as they came from the projection, its bias and the key norm.
+A3, section 2.2 (precomputation). They have no slot and no pages: one layer's keys and values stand in a buffer while
+the layer is computed. Invariants: what is kept of a chunk depends on its tokens alone; keys are kept before rotation,
+behind projection, bias and key norm.
 """
 
 from collections.abc import Callable

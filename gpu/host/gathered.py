@@ -52,8 +52,8 @@ class GatheredKv:
         return keys.flatten(1, 2)[:, :end], values.flatten(1, 2)[:, :end]
 
     def gather_exact(self, slot: int, layer: int, end: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield some KV heads after others: which, and keys and values `[their heads, end, dim]` of tokens `[0, end)`
-        as they are stored, codes in float32; valid until the next.
+        """Yield a few KV heads at a time: which they are, and their keys and values `[their heads, end, dim]` of tokens
+        `[0, end)` as they are stored, codes in float32. Valid until the next are yielded.
         """
         self.forget()
         dtype = torch.float32 if self.pool.has_codes else self.pool.dtype

@@ -41,8 +41,8 @@ def activation_bytes(
 
 
 def _attention_columns(architecture: Architecture, spec: LayerSpec, more_outputs: int) -> int:
-    """Return the columns of a token's QKV and of what is as wide as a query; QKV is there twice where a part of it is
-    not the product's.
+    """Return the numbers that attention makes of a token: QKV, and arrays as wide as a query. QKV counts twice where a
+    part of it is copied out of the product.
     """
     if not spec.has_mixer:
         return 0

@@ -122,8 +122,8 @@ def spare_window_tokens(page_tokens: int, host: HostDemand | None) -> int:
 
 
 def count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, context: int | None) -> int:
-    """Return the pages of one window; 0: pages hold all, since there are none, or nobody asked for them and they save
-    less than half. Where the heads of these layers are others than pages have, there are windows in any case.
+    """Return the pages of one window. 0: pages hold such layers too, since there are none, or nobody asked for windows
+    and they would save less than half. Where these layers' heads differ from those of pages, there are always windows.
     """
     longest = max((spec.window_tokens for spec in shape.layer_pattern if spec.window_tokens is not None), default=0)
     num_pages = -(-(longest + spare_tokens) // gpu.page_tokens)

@@ -197,7 +197,7 @@ class Demand:
 
     @property
     def gathered_token_bytes(self) -> int:
-        """Return the bytes of one layer's keys and values, as they are computed with; on the CPU also a copy of one of
+        """Return the bytes of one layer's keys and values in the dtype that computes; on the CPU also a copy of one of
         the two while it is gathered.
         """
         shape = self.shape
@@ -236,8 +236,8 @@ class Demand:
         return (*gathered, self.item("NCCL", NCCL_BYTES, f"buffers between {shape.devices} devices (reserve)"))
 
     def fetching_items(self) -> tuple[MemoryItem, ...]:
-        """Return the items of experts in host memory: they themselves, and what they are fetched to. A captured step
-        has slots, unless the CPU computes what it takes; and so has a step that asks the host and has no graph, since
+        """Return the items of experts in host memory: the experts, and the buffers that they are fetched to. A captured
+        step needs slots, unless the CPU computes its experts; so does a step with host reads and without a graph, since
         it runs beside prefill.
         """
         shares = self.expert_shares

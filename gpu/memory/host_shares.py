@@ -79,8 +79,8 @@ def share_memory(demand: Demand, budget: Budget, context: int | None, longest: i
     """Return the shares for the `context` that was asked for, or else for the longest that fits, `smallest` to
     `longest`.
 
-    Resident pages hold the windows of all sequences that may run or, where that is too much, of one: the others then
-    wait for pages. Raises PlanError where not even that fits.
+    Resident pages hold the windows of all sequences that may run. Where that is too much, they hold those of one, and
+    the others wait for pages. Raises PlanError where not even that fits.
     """
     everyone = _fit(demand, budget, context, longest, smallest, demand.max_running)
     if isinstance(everyone, HostShares):

@@ -148,8 +148,8 @@ def _place(
 
 
 def _find_rows(architecture: Architecture, spec: LayerSpec, what: str) -> tuple[str, int, int] | None:
-    """Return the matrix of a layer that has these rows, where they begin, and how many there are; None: no product of
-    it is served with adapters.
+    """Return the matrix of a layer that has these rows, where they begin, and how many there are; None: adapters of
+    this module are not served.
     """
     served = {"qkv", "output"} if architecture.latent is None and spec.attends else set()
     if spec.experts is None and spec.is_gated:

@@ -180,8 +180,8 @@ def weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: bool) 
 
 
 def step_weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: bool, num_tokens: int) -> int:
-    """Return the bytes of weights that a decode step of so many tokens reads: everything but the input embedding, of
-    which it takes a row a token, and but those experts that no token takes.
+    """Return the bytes of weights that a decode step of so many tokens reads: all but the input embedding, of which it
+    reads a row a token, and the experts that no token takes.
     """
     shares = partial(_share_read, num_tokens)
     saved = sum(_saved(architecture, dtype_bytes, shares)) if is_packed else 0

@@ -100,8 +100,8 @@ class Prefill:
         """Take in a job and its prompts' sampling options; an offloaded prompt gets its room on the host.
 
         Where the host refuses, the slot has failed (`take_failures`), and the job's units do nothing. Raises ValueError
-        for a prompt that computes no token, for more hidden states than `max_hidden_tokens`, and for a prompt that goes
-        down beside others, or while another one does.
+        for a prompt that computes no token, for more hidden states than `max_hidden_tokens`, and for an offloaded
+        prompt that is not alone in its job, or comes while another one is under way.
         """
         under_way = sum(state.job.num_tokens for state in self._jobs.values())
         under_way += sum(state.num_tokens for _, state in self._chunk_jobs.values())

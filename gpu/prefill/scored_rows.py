@@ -1,8 +1,8 @@
 """Cut rows of hidden states into products for prompt logprobs: all at once would be gigabytes of logits.
 
 A row's logits do not depend on where units begin and end. Products are cut out of blocks that begin at multiples of
-`LOGITS_BLOCK_ROWS` of the prompt. A product of few rows may add in another order than one of many, so a unit's product
-never has fewer than `LEAST_ROWS` where its block has more.
+`LOGITS_BLOCK_ROWS` of the prompt. A product of few rows may add its terms in another order than one of many, so a
+unit's product has at least `LEAST_ROWS` rows if its block has.
 """
 
 from collections.abc import Iterator

@@ -232,11 +232,11 @@ class Sampler:
     ) -> Sampled:  # fmt: skip
         """Draw behind the input token of each slot, and behind each token of its draft, as if that had been drawn.
 
-        `slots[i]` has `1 + len(drafts[i])` rows of `logits` (as in `sample`), draws number `samples[i]` and on. Its
-        tokens are those up to the first that differs from the draft; what the rows behind it give counts for nothing.
-        Each draw is a function of its logits, its seed and its number, so these are the tokens that steps of one token
-        draw. Slots with a mask have no draft. drafted: int64, the tokens of all drafts one behind another, where
-        `drafts` say no more than how long they are; None: they say all.
+        `slots[i]` has `1 + len(drafts[i])` rows of `logits` (as in `sample`), for the draws from number `samples[i]`
+        on. Its tokens are the draws up to the first that differs from the draft; later rows do not count. Each draw is
+        a function of its logits, its seed and its number, so steps of one token would draw the same. Slots with a mask
+        have no draft. drafted: int64, the tokens of all drafts one behind another, if `drafts` state their lengths
+        alone; None: `drafts` have them.
         """
         lengths = [1 + len(draft) for draft in drafts]
         owners = [place for place, length in enumerate(lengths) for _ in range(length)]
@@ -289,8 +289,8 @@ class Sampler:
         return self._choose(logits, states, samples, {}, stands).clamp(min=0)
 
     def take(self, logits: torch.Tensor, slots: list[int], runs: list[list[int]], firsts: list[int]) -> Given:
-        """Count tokens that come without a draw as drawn ones are: `runs[i]` behind the input token of `slots[i]`,
-        whose rows of logits (as in `sample`) begin at `firsts[i]`.
+        """Count tokens that were not drawn as if they had been: `runs[i]` follow the input token of `slots[i]`, whose
+        rows of logits (as in `sample`) begin at `firsts[i]`.
         """
         states = [state for slot in slots if (state := self._slots[slot]) is not None]
         assert len(states) == len(slots), f"take: a slot of {slots} is not assigned"

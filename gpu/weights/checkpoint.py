@@ -222,9 +222,9 @@ def _find_scales(source: Source, architecture: Architecture) -> torch.dtype:
 
 
 def _is_passed_over(name: str, architecture: Architecture) -> bool:
-    """Return whether a tensor is one that repeats what is known: RoPE frequencies of old checkpoints, scales of a KV
-    cache in a quantised one, since rows of 8 bits have scales of their own here, and what makes keys and values of a
-    layer that has another one's, and layers that draft tokens.
+    """Return whether a tensor is not needed: RoPE frequencies of old checkpoints; scales of a quantised checkpoint's KV
+    cache, since rows of 8 bits have scales of their own here; projections of keys and values in a layer that uses
+    another one's; layers that draft tokens.
     """
     of_layer = _OF_LAYER.match(name)
     if of_layer is not None and int(of_layer[1]) >= architecture.num_layers:

@@ -222,9 +222,9 @@ def unpacked(weights: Weights) -> Weights:
 
 
 def served(weights: Weights, architecture: Architecture, device: torch.device) -> Weights:
-    """Return the weights as the device multiplies them: on a CPU that has no code for matrices of few bits as they are
-    stored, all are unpacked, and the log says why; on a GPU those that a library multiplies are laid out for it, and
-    the log says which are not. What makes keys and values of latents is unpacked anywhere.
+    """Return the weights as the device multiplies them. A CPU without code for matrices of few bits as they are stored
+    gets all of them unpacked, and the log says why. On a GPU those that a library multiplies are laid out for it, and
+    the log names the others. The matrix that makes keys and values of latents is unpacked everywhere.
     """
     for index, layer in enumerate(weights.layers):
         if layer.latent is not None and isinstance(layer.latent.up, Packed):

@@ -1,10 +1,11 @@
 """Tell, change by change, which blocks can be found on the card, in host memory and on disk.
 
 Pools say when they publish a block by its digest and when they take it back; several may hold one in the same medium.
-The prefix cache describes blocks before they are published, since pools know no tokens. What nobody has described is
-not told: pages that a preempted sequence keeps for itself. A record on disk covers several blocks. They are told of one
-by one; of a record from before this engine began, only the last block is, until a prompt comes that names its tokens.
-Invariant: whoever applies the changes in order has, for each medium, exactly the blocks that `blocks_in` returns.
+The prefix cache describes blocks before they are published, since pools know no tokens. A block that nobody has
+described is not told, such as pages that a preempted sequence keeps for itself. A record on disk covers several blocks,
+which are told one by one. Of a record written before this engine began only the last block is told, until a prompt
+comes that names its tokens. Invariant: whoever applies the changes in order has, for each medium, exactly the blocks
+that `blocks_in` returns.
 """
 
 from collections import deque

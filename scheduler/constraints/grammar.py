@@ -41,7 +41,8 @@ def limits_of(step_fuel: int, num_states: int) -> LLParserLimits:
 def check(grammar: str) -> str:
     """Return why a grammar cannot be compiled, as llguidance says it; empty if it can.
 
-    It is, for a vocabulary of bytes, and so is the first mask behind what must come: what is too complex shows there.
+    It is compiled for a vocabulary of bytes, together with the first mask behind the forced tokens: a grammar that is
+    too complex fails there.
     """
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits())
     if is_error:

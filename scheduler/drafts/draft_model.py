@@ -1,9 +1,9 @@
 """Drafts by a small model of the same vocabulary, which runs on the same device with pages of its own.
 
-It takes in what a request's tokens are: a prompt a chunk a step, so that no stream waits for all of it, and later a few
-tokens at once. Then it draws on from there, with the request's options, seed and draw numbers, so a draft differs from
-what is drawn only where the models do. Its rows behind the last token that both agree on mean nothing, and the next
-tokens are written over them. Penalties are left out, since it draws what is not told.
+It follows a request's tokens: a prompt one chunk a step, so that no stream waits for all of it, and later a few tokens
+at once. Then it draws on from there, with the request's options, seed and draw numbers, so its draft differs from the
+model's own tokens only where the two models do. Its rows behind the last accepted token are overwritten by the next
+tokens. Penalties are left out, since its draws are not part of the answer.
 """
 
 import time

@@ -71,7 +71,7 @@ class _Saving:
 
 
 class DiskContexts:
-    """The choice of what is read and written. side: None: no contexts are on disk, and nothing is. contexts: in host
+    """Chooses what is read from disk and written to it. side: None: there are no contexts on disk. contexts: in host
     memory, behind a sink of `num_sink_blocks` in pages; None: there are none.
     """
 
@@ -323,8 +323,9 @@ class DiskContexts:
         return self.side.store.count_front(self._names_of(hashes), 0) * self.side.store.block_tokens
 
     def forget(self, owner: str, session: str, gone: list[Conversation], kept: set[bytes], is_over: bool) -> None:
-        """Remove all that these conversations of a session have on disk, what is being written, too, but what ends with
-        a KV block of `kept`, or others hold. is_over: nothing of the session is left, and all of its branches go.
+        """Remove what these conversations of a session have on disk, also what is being written. Blocks stay that
+        others hold, or that end with a KV block of `kept`. is_over: nothing of the session is left, and all of its
+        branches are removed.
         """
         if self.side is None:
             return

@@ -160,8 +160,8 @@ def _num_in_host(residence: Residence, one: Conversation) -> int:
 
 
 def _forget_all(residence: Residence, owner: str, session: str, ones: list[Conversation]) -> int:
-    """Forget those conversations of a session that do not run, and return their tokens in both memories; on disk, what
-    no other conversation begins with, and nobody else holds.
+    """Forget the conversations of a session that do not run, and return how many tokens they had in both memories. On
+    disk, blocks stay that another conversation begins with or somebody else holds.
     """
     gone = [one for one in ones if not one.num_running]
     num_tokens = sum(_forget(residence, one) for one in gone)

@@ -87,8 +87,8 @@ class HeadStart:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def take(self) -> tuple[subprocess.Popen[bytes], str] | None:
-        """Return the engine and its folder to who will end them, once; None: there is none, or it was taken, or has
-        just been asked for.
+        """Return the engine and its folder, once, to the caller who will end them; None: there is none, it was taken,
+        or it has just been asked for.
         """
         if not self._lock.acquire(blocking=False):
             return None

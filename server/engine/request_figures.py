@@ -18,9 +18,9 @@ def find_figures() -> dict[str, RequestFigure]:
 
 @cache
 def figure_names(of_prompt: bool) -> dict[str, bool]:
-    """Return the names of those of a prompt, or of those of an answer, and whether all answers have it: those of a
-    method are told where it ran. Without those of places and of what is passed over, which stand together. Kept, since
-    methods are found by reading a folder, and every answer asks.
+    """Return the names of figures of prompts, or of answers, and whether all answers have them: a method's are told
+    only where it ran. Figures of cached places and of passed-over starts are not among them, since they are shown
+    together. Cached, since methods are found by reading a folder, and every answer asks.
     """
     of_methods = list_figures()
     of_places = {messages.cached_figure(place) for place in messages.CACHED_FROM}

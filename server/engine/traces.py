@@ -149,8 +149,8 @@ def open_traces(config: TracingConfig | None, environment: Mapping[str, str] = o
 
 
 def read_carrier(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return those of a request's headers that name the span in front of its own; a `tracestate` that is too long is
-    left out, as W3C Trace Context allows.
+    """Return the headers that name the span which this request continues. A `tracestate` that is too long is left out,
+    as W3C Trace Context allows.
     """
     found = {name: headers[name] for name in (_PARENT, _STATE) if name in headers}
     if len(found.get(_STATE, "")) > _LONGEST_STATE:

@@ -88,9 +88,11 @@ class _Rewriting:
         return schema
 
     def _tell_apart(self, union: dict[str, Any]) -> None:
-        """Note a `oneOf` whose alternatives differ by a tag, each of which is to require it: then any of them is one.
+        """Note a `oneOf` whose alternatives differ by a tag. Each of them is to require its tag; then at most one can
+        match.
 
-        Pydantic's and zod's tags have defaults, so they are not required, but one without is not told from another.
+        Tags of Pydantic and zod have defaults, so they are not required, and an object without its tag would match
+        several.
         """
         branches, told = union["oneOf"], _dict_of(union.get("discriminator")).get("propertyName")
         first = _dict_of(_dict_of(self._resolve(branches[0]) if branches else None).get("properties"))

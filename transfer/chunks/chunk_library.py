@@ -1,7 +1,7 @@
 """Hold chunks that requests wait for: in the store, or computed for them and kept until they have read them.
 
-What a request holds stays until it lets go, whether the disk has room for it or not. A computed chunk is found from
-then on, and keeps memory of its own no longer than it takes to store it, or while the store has no room. Methods may be
+A chunk that a request holds stays until it is released, whether the disk has room for it or not. A computed chunk can
+be found at once. It has memory of its own until it is stored, or as long as the store has no room. Methods may be
 called from any thread.
 """
 

@@ -1,8 +1,8 @@
 """Declare a format of calls or of reasoning: its region in an answer, its sign in a chat template, its grammar.
 
 A region is a field of transformers' response templates, version 1, as `server.parsing.response_template` reads it.
-Names of tools have no more characters than a request may give them, and what a region may begin with has a bound as
-well: an answer that goes on as a beginning does is searched from there with each piece.
+Names of tools are as long as a request may give them at most, and the beginning of a region is bounded as well: text
+that might begin one is searched again from there with each new piece.
 """
 
 from collections.abc import Mapping

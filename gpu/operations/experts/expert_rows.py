@@ -234,8 +234,8 @@ def check_experts(
     op: str, name: str, near: Stored, far: FarExperts | None, there: Stored | None, experts: Experts, num_rows: int,
     x: Tensor,
 ) -> None:  # fmt: skip
-    """Raise ValueError unless the matrices of experts, of so many rows each, are whole: all in one, or in two, of which
-    the far one, `there`, may be somebody else's.
+    """Raise ValueError unless the matrices of experts have so many rows each: in one matrix, or in two, the far one of
+    which, `there`, may be elsewhere.
     """
     if far is None:
         return check_stored(op, name, near, experts.num_experts * num_rows, x)

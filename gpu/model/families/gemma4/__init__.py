@@ -92,8 +92,8 @@ def _windows(keys: ConfigKeys, num_layers: int) -> list[bool]:
 
 
 def _heads(keys: ConfigKeys, is_window: list[bool]) -> tuple[KvHeads, KvHeads]:
-    """Return the KV heads of layers that see everything, and of those with a window: from keys of their own, or as
-    transformers writes them, layer by layer.
+    """Return the KV heads of layers that see everything, and of those with a window. Configurations state them by keys
+    of their own, or layer by layer as transformers writes them.
     """
     local = KvHeads(keys.positive("num_key_value_heads", int), keys.positive("head_dim", int))
     own_count, dim = keys.optional("num_global_key_value_heads", int), keys.positive("global_head_dim", int)
