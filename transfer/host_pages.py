@@ -81,6 +81,15 @@ def advise_huge_pages(address: int, num_bytes: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
+def give_back_heap() -> None:
+    """Give the system what malloc holds and nobody uses: it keeps large pieces, too, once some have been freed, so a
+    long prompt's stay resident. Takes milliseconds. A C library other than GNU's keeps what it has.
+    """
+    system = ctypes.CDLL(None)
+    if hasattr(system, "malloc_trim"):
+        system.malloc_trim(ctypes.c_size_t(0))
+
+
 def pin_pages(pages: Pages) -> None:
     """Register pages with CUDA, so that copies run at the link's speed. Raises OSError with CUDA's reason."""
     code = int(_cuda().cudaHostRegister(pages.ctypes.data, pages.nbytes, _PORTABLE))

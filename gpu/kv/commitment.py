@@ -14,7 +14,7 @@ from transfer.host_pages import populate, reserve_pages
 from transfer.machine import available_memory
 
 SPARE_BYTES = 256 * 2**20  # that nothing here takes: for what steps allocate, and for other programs
-LEAST_COMMITTED_BYTES = 64 * 2**20  # worth a look at what is free
+LEAST_COMMITTED_BYTES = 16 * 2**20  # worth a look at what is free
 
 
 def allocate_arena(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -55,6 +55,7 @@ from scheduler.messages import (
 )
 from scheduler.residence.kept_sessions import SessionDesk
 from scheduler.sequences.capacity import QueueFullError
+from transfer.host_pages import give_back_heap
 from transfer.host_tier import HostMemoryError
 
 log = logging.getLogger("engine")
@@ -77,13 +78,20 @@ class Loop:
         self._sessions = SessionDesk(engine.scheduler.residence)
         self._stats_due = 0.0
         self._progress_due = 0.0
+        self._has_rested = False  # since there was work, or it has loaded
 
     def run(self) -> None:
         """Run until Shutdown comes."""
         while True:
             self._pulse.begin_turn()
-            wait = 0.0 if self._engine.has_work else _STATS_SECONDS
-            for message in self._connection.receive(wait):
+            has_work = self._engine.has_work
+            messages = self._connection.receive(0.0 if has_work else _STATS_SECONDS)
+            if has_work:
+                self._has_rested = False
+            elif not messages and not self._has_rested:
+                give_back_heap()
+                self._has_rested = True
+            for message in messages:
                 if isinstance(message, Shutdown):
                     return
                 self._handle(message)

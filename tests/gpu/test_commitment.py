@@ -100,8 +100,8 @@ def test_whatever_the_system_refuses_memory_with_is_an_answer(code: int, monkeyp
 
 
 def test_the_fewest_rows_committed_at_once_are_worth_a_check() -> None:
-    assert Commitment([allocate_arena((2, 9, 1000), torch.uint8, CPU)], lambda: PLENTY).least_rows == 64 * MIB // 2000
-    assert Commitment([allocate_arena((2, 9, 64 * MIB), torch.uint8, CPU)], lambda: PLENTY).least_rows == 1
+    assert Commitment([allocate_arena((2, 9, 1000), torch.uint8, CPU)], lambda: PLENTY).least_rows == 16 * MIB // 2000
+    assert Commitment([allocate_arena((2, 9, 16 * MIB), torch.uint8, CPU)], lambda: PLENTY).least_rows == 1
     assert Commitment([allocate_arena((0, 9, 10), torch.uint8, CPU)], lambda: PLENTY).least_rows == 1
 
 
