@@ -1,7 +1,8 @@
 """Time `tandem serve` from the command to an answer, and add up the resident memory of all its processes.
 
 `python -m lab.speed.start_and_memory CONFIG [--tokens N]`, with the numba cache that NUMBA_CACHE_DIR names: an empty
-folder is a first start of a machine. `--tokens`: a prompt of so many tokens is read before memory is taken.
+folder is a first start of a machine. `--tokens`: a prompt of so many tokens is read before memory is taken, once behind
+the answer and once when the engine has rested. `pss` shares pages with whoever else has them, other programs too.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import psutil
 QUESTION = "What is the capital of France?"
 _WORDS = " and then one more word"  # five tokens of most vocabularies
 _POLL_S = 0.02
+_REST_S = 1.0  # in which an engine without work gives memory back
 
 
 def main() -> None:
@@ -60,13 +62,25 @@ def measure(server: "subprocess.Popen[bytes]", url: str, began: float, num_token
         cpu_s = sum(sum(one.cpu_times()[:2]) for one in processes)
         if num_tokens:
             ask(client, _WORDS * (num_tokens // 5))
-        memory = {" ".join(one.cmdline()[1:4])[:60]: megabytes(one) for one in processes if one.is_running()}
+        answered = sum_up(memory_of(processes))
+        time.sleep(_REST_S)
+        memory = memory_of(processes)
     return {
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
         "processor_s": round(cpu_s, 1),
+        "answered": answered,
+        "at_rest": sum_up(memory),
         "megabytes": memory,
-        "sum": {kind: round(sum(one[kind] for one in memory.values())) for kind in ("rss", "pss")},
     }
+
+
+def memory_of(processes: list[psutil.Process]) -> dict[str, dict[str, float]]:
+    """Return the megabytes of each process that runs, by its command."""
+    return {" ".join(one.cmdline()[1:4])[:60]: megabytes(one) for one in processes if one.is_running()}
+
+
+def sum_up(memory: dict[str, dict[str, float]]) -> dict[str, float]:
+    return {kind: round(sum(one[kind] for one in memory.values())) for kind in ("rss", "pss")}
 
 
 def ask(client: httpx.Client, text: str) -> None:
