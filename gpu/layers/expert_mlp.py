@@ -16,6 +16,7 @@ from gpu.model.spec import Activation, Experts
 from gpu.operations.arguments import runs_on_triton
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import (
+    FEWEST_PAIRS,
     LEAST_PAIRS,
     down_tiles,
     gate_up_tiles,
@@ -95,7 +96,8 @@ class ExpertMlp:
             product, ids, shares = gate_up_rows(normed, logits, matrices, experts, self.activation)
             return down_rows(product, ids, shares, matrices, base, experts)
         if is_few or taken is None:
-            tiles = pair_few(logits, experts)
+            is_packed = isinstance(weights.gate_up, Packed) and isinstance(weights.down, Packed)
+            tiles = pair_few(logits, experts, is_packed)
         else:
             tiles = pair_up(*taken, experts, has_packed, far is not None)
         product = gate_up_tiles(normed, tiles, matrices, experts, self.activation)
@@ -112,6 +114,7 @@ class ExpertMlp:
         counts = [
             1,
             MOST_ALONE + 1,
+            FEWEST_PAIRS + 1,
             LEAST_PAIRS,
             LEAST_PAIRS + 1,
             MOST_ROUTED + 1,

@@ -351,9 +351,9 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
             logits = x.new_empty(1, experts.num_experts, dtype=torch.float32)
             product = gate_up_rows(x, logits, matrices, experts, activation)
             down_rows(*product, matrices, x, experts)
-        for tokens in {min(max(1, experts.num_experts // experts.per_token - 1), LEAST_PAIRS), LEAST_PAIRS}:
+        for tokens in {1, min(max(1, experts.num_experts // experts.per_token - 1), LEAST_PAIRS), LEAST_PAIRS}:
             x = torch.empty(tokens, shape.hidden, dtype=dtype, device=device)
-            few = pair_few(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts)
+            few = pair_few(x.new_empty(tokens, experts.num_experts, dtype=torch.float32), experts, stored is not None)
             for there in (None, *([far] if isinstance(gate_up, Packed) else []), others):
                 matrices = ExpertMatrices(gate_up, down, there, *biases[1:], gains)
                 down_tiles(gate_up_tiles(x, few, matrices, experts, activation), few, matrices, x, experts)

@@ -14,7 +14,7 @@ from gpu.model.spec import Experts
 from gpu.operations.arguments import runs_on_triton
 from gpu.operations.experts import expert_tiles
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
-from gpu.operations.experts.expert_tiles import LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
+from gpu.operations.experts.expert_tiles import FEWEST_PAIRS, LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
 from gpu.operations.experts.experts_reference import experts_reference, fold_choice
 from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.mixture_matrices import ExpertMatrices
@@ -69,7 +69,7 @@ def computed(path: str, normed: Tensor, logits: Tensor, mixture: Mixture, residu
         product, ids, shares = gate_up_rows(normed, logits, matrices, experts, mixture.activation)
         return down_rows(product, ids, shares, matrices, residual, experts)
     if path == "few":
-        pairs = pair_few(logits, experts)
+        pairs = pair_few(logits, experts, isinstance(weights.gate_up, Packed))
     else:
         pairs = pair_up(*choose(logits, experts), experts, isinstance(weights.gate_up, Packed))
     product = gate_up_tiles(normed, pairs, matrices, experts, mixture.activation)
@@ -108,6 +108,14 @@ def test_experts_without_gates_are_a_squared_relu(dtype, device, name, kind, pat
 @everywhere
 def test_experts_of_few_bits_are_those_of_their_numbers(dtype, device, kind, path, tokens):
     assert_is_mixture(path, tokens, draw_mixture(*MIXTURES["many"], kind, dtype, device), dtype, device)
+
+
+@pytest.mark.parametrize("tokens", [1, FEWEST_PAIRS, FEWEST_PAIRS + 1])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
+@everywhere
+def test_warps_share_the_columns_of_few_tokens(dtype, device, kind, tokens):
+    """Of rows whose units are several turns of a loop, the last of them not whole."""
+    assert_is_mixture("few", tokens, draw_mixture(Experts(4, 2, 1280, True), 640, kind, dtype, device), dtype, device)
 
 
 @pytest.mark.parametrize("name", ["biased words", "beside"])

@@ -46,7 +46,7 @@ def computed(path: str, x: torch.Tensor, logits: torch.Tensor, weights: ExpertWe
         product, ids, shares = gate_up_rows(x, logits, matrices, EXPERTS, "silu")
         return down_rows(product, ids, shares, matrices, x, EXPERTS)
     has_packed = isinstance(weights.gate_up, Packed)
-    pairs = pair_few(logits, EXPERTS) if path == "few" else pair_up(ids, shares, EXPERTS, has_packed)
+    pairs = pair_few(logits, EXPERTS, has_packed) if path == "few" else pair_up(ids, shares, EXPERTS, has_packed)
     product = gate_up_tiles(x, pairs, matrices, EXPERTS, "silu")
     return down_tiles(product, pairs, matrices, x, EXPERTS)
 

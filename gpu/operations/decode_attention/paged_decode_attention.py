@@ -47,6 +47,7 @@ CONFIGS = {
     (4, 512): (16, 4, 1),
 }
 
+REDUCED_DIMS = 128  # of a program that merges splits: all of a head of 512 take it as long as attention does
 DECODED_DIMS = tuple(sorted({dim for _, dim in CONFIGS}))
 
 
@@ -147,13 +148,13 @@ def _reduce_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)  # programs of further dims store the same lse
     context = tl.where(tl.load(slots + request) >= 0, tl.load(context_lens + request), 0)
     num_blocks = tl.cdiv(context, BLOCK_TOKENS)
     split_blocks = tl.maximum(tl.cdiv(num_blocks, num_splits), 1)
     split = tl.arange(0, BLOCK_SPLITS)
     is_used = (split * split_blocks < num_blocks) & (split < num_splits)
-    column = tl.arange(0, BLOCK_DIM)
+    column = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     row = (request * num_splits + split) * HEADS + head
     lse2 = tl.load(split_lse + row, mask=is_used, other=float("-inf"))
     top = tl.max(lse2, 0)
@@ -267,9 +268,10 @@ def merge_splits(
     """
     out, lse, covered = given
     requests, heads, dim = out.shape[-3:]
-    _reduce_kernel[(requests, heads)](
+    block_dim = min(REDUCED_DIMS, triton.next_power_of_2(dim))
+    _reduce_kernel[(requests, heads, triton.cdiv(dim, block_dim))](
         workspace.out, workspace.lse, split_covered, out, lse, slots if covered is None else covered, slots,
         context_lens, splits,
-        HEADS=heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_SPLITS=triton.next_power_of_2(splits),
+        HEADS=heads, DIM=dim, BLOCK_DIM=block_dim, BLOCK_SPLITS=triton.next_power_of_2(splits),
         BLOCK_TOKENS=block_tokens, COUNTED=covered is not None, num_warps=4,
     )  # fmt: skip

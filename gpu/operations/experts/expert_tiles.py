@@ -41,6 +41,7 @@ from gpu.operations.linear.packed_tiles import row_tile, scaled, tensors_of, til
 from gpu.operations.swiglu import activated
 
 LEAST_PAIRS, MOST_PAIRS = 16, 128  # of a tile
+FEWEST_PAIRS = 8  # of a tile of packed matrices alone, whose pairs are the second operand
 MOST_PACKED_PAIRS = 64  # where numbers are widened in registers
 SUM_BLOCK = 1024
 
@@ -228,7 +229,7 @@ def _packed_expert_tiles_kernel(
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
     DTYPE: tl.constexpr, NUM_ROWS: tl.constexpr, PAIRS_OF_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, GATES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     expert, taker = _tile_of_program(
@@ -244,22 +245,28 @@ def _packed_expert_tiles_kernel(
         words = base_of(words, far_words, is_far, HAS_FAR)
         scales = base_of(scales, far_scales, is_far, HAS_FAR)
         zeros = base_of(zeros, far_zeros, is_far, HAS_FAR)
-        source = (number * (2 * NUM_ROWS if GATES else NUM_ROWS) + tl.minimum(row, NUM_ROWS - 1))[:, None]
-        token, is_pair = (pair // PAIRS_OF_ROW).to(tl.int64)[:, None], (taker >= 0)[:, None]
-        sums = tl.zeros([BLOCK_ROWS, BLOCK_PAIRS], tl.float32)
+        source = number * (2 * NUM_ROWS if GATES else NUM_ROWS) + tl.minimum(row, NUM_ROWS - 1)
+        token, is_pair = (pair // PAIRS_OF_ROW).to(tl.int64), taker >= 0
+        if SPLITS > 1:
+            source, token, is_pair = source[None, :, None], token[None, :, None], is_pair[None, :, None]
+            split = tl.arange(0, SPLITS)[:, None, None]
+            sums = tl.zeros([SPLITS, BLOCK_ROWS, BLOCK_PAIRS], tl.float32)
+        else:
+            source, token, is_pair = source[:, None], token[:, None], is_pair[:, None]
+            split = tl.zeros([1, 1], tl.int32)
+            sums = tl.zeros([BLOCK_ROWS, BLOCK_PAIRS], tl.float32)
         up_sums = sums
-        none = tl.zeros([1, 1], tl.int32)
-        scale, zero = beside(scales, zeros, source, none, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK,
+        scale, zero = beside(scales, zeros, source, split * COLUMNS, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK,
                              AHEAD)  # fmt: skip
         up_scale, up_zero = scale, zero
         if GATES:
-            up_scale, up_zero = beside(scales, zeros, source + NUM_ROWS, none, INNER, GROUP, NUM_GROUPS, NUM_RUNS,
-                                       ROW_BLOCK, AHEAD)  # fmt: skip
-        for begin in tl.range(0, STEPS):
-            step = none + begin
+            up_scale, up_zero = beside(scales, zeros, source + NUM_ROWS, split * COLUMNS, INNER, GROUP, NUM_GROUPS,
+                                       NUM_RUNS, ROW_BLOCK, AHEAD)  # fmt: skip
+        for begin in tl.range(0, STEPS, SPLITS):
+            step = begin + split
             now, zero_now, up_now, up_zero_now = scale, zero, up_scale, up_zero
             if AHEAD > 0 and NUM_GROUPS > 1:
-                unit = (step + 1) * COLUMNS
+                unit = (step + SPLITS) * COLUMNS
                 scale, zero = beside(scales, zeros, source, unit, INNER, GROUP, NUM_GROUPS, NUM_RUNS, ROW_BLOCK,
                                      AHEAD)  # fmt: skip
                 if GATES:
@@ -268,18 +275,20 @@ def _packed_expert_tiles_kernel(
             sums = row_tile(
                 sums, x, words, scales, zeros, now, zero_now, source, token, step, is_pair, INNER,
                 INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS, IS_EXACT,
-                AT_ONCE, AHEAD, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
+                AT_ONCE, AHEAD, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_PAIRS,
             )  # fmt: skip
             if GATES:
                 up_sums = row_tile(
                     up_sums, x, words, scales, zeros, up_now, up_zero_now, source + NUM_ROWS, token, step, is_pair,
                     INNER, INNER, COLUMNS, NUM_WORDS, GROUP, NUM_GROUPS, IS_FINE, NUM_RUNS, ROW_BLOCK, KIND, HAS_ZEROS,
-                    IS_EXACT, AT_ONCE, AHEAD, DTYPE, 1, BLOCK_ROWS, BLOCK_PAIRS,
+                    IS_EXACT, AT_ONCE, AHEAD, DTYPE, SPLITS, BLOCK_ROWS, BLOCK_PAIRS,
                 )  # fmt: skip
         sums, up_sums = (
             scaled(sums, scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS, KIND),
             scaled(up_sums, up_scale, NUM_GROUPS, NUM_RUNS, HAS_ZEROS, KIND),
         )
+        if SPLITS > 1:
+            sums, up_sums = tl.sum(sums, 0), tl.sum(up_sums, 0)
         sums, up_sums = tl.trans(sums), tl.trans(up_sums)
         if HAS_BIAS:
             sums, up_sums = _add_bias(sums, up_sums, bias, expert, row, row < NUM_ROWS, NUM_ROWS, GATES)
@@ -326,15 +335,18 @@ def pair_up(ids: Tensor, shares: Tensor, experts: Experts, has_packed: bool, has
     return Tiles(*tile_pairs(ids, experts.num_experts, per_tile), shares, None)
 
 
-def pair_few(logits: Tensor, experts: Experts) -> Tiles:
-    """Return tiles of up to LEAST_PAIRS tokens, which gate and up's programs fill from the router's logits."""
+def pair_few(logits: Tensor, experts: Experts, is_packed: bool = False) -> Tiles:
+    """Return tiles of up to LEAST_PAIRS tokens, which gate and up's programs fill from the router's logits. is_packed:
+    whether both gate_up and down are.
+    """
     tokens = len(logits)
+    per_tile = FEWEST_PAIRS if is_packed and tokens <= FEWEST_PAIRS else LEAST_PAIRS
     check("pair_few", "logits", logits, (tokens, experts.num_experts), torch.float32, logits.device)
     if not 0 < tokens <= LEAST_PAIRS:
         raise ValueError(f"pair_few: logits are of {tokens} tokens; wanted 1 to {LEAST_PAIRS}")
     num_tiles = min(experts.num_experts, tokens * experts.per_token)
     tile_experts = torch.empty(num_tiles, dtype=torch.int32, device=logits.device)
-    takers = torch.empty(num_tiles, LEAST_PAIRS, dtype=torch.int32, device=logits.device)
+    takers = torch.empty(num_tiles, per_tile, dtype=torch.int32, device=logits.device)
     shares = torch.empty(tokens, experts.per_token, dtype=torch.float32, device=logits.device)
     return Tiles(tile_experts, takers, shares, logits.contiguous())
 
@@ -401,11 +413,11 @@ def _launch(
         **taking(experts), "GATES": gates, "ACTIVATION": activation or "none", "BLOCK_PAIRS": tiles.per_tile,
     }  # fmt: skip
     if isinstance(stored, Packed) and isinstance(there, Packed) and tiles.per_tile <= MOST_PACKED_PAIRS:
-        rows, num_warps, num_stages = packed_config(tiles.per_tile, gates, stored.kind, x.dtype)
+        rows, splits, num_warps, num_stages = packed_config(tiles.per_tile, gates, stored.kind, x.dtype)
         _packed_expert_tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
             x, *tensors_of(stored), *tensors_of(there), places, *vectors, *listed, out, len(tiles.shares),
-            **tile_layout(stored), **common, LEAVES_OUT=leaves_out(far), BLOCK_ROWS=rows, num_warps=num_warps,
-            num_stages=num_stages,
+            **tile_layout(stored), **common, LEAVES_OUT=leaves_out(far), BLOCK_ROWS=rows, SPLITS=splits,
+            num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
         return out
     rows, block, num_warps, num_stages = plain_config(tiles.per_tile, gates, x)

@@ -14,21 +14,23 @@ PLAIN = {  # which fit all cards
     (128, True): (128, 32, 8, 4), (128, False): (256, 32, 8, 4),
 }  # fmt: skip
 PLAIN_OF_LARGER_CARDS = {(64, True): (128, 64, 8, 4), (128, True): (128, 64, 8, 4), (128, False): (256, 64, 8, 3)}
-PACKED = {  # without columns: a unit of words
-    (16, True): (64, 4, 3), (16, False): (64, 4, 2),
-    (32, True): (64, 4, 3), (32, False): (64, 4, 4),
-    (64, True): (64, 4, 3), (64, False): (64, 4, 2),
+# Rows, splits (parts of a row's columns that warps share, each a unit of words at once), num_warps, num_stages.
+PACKED = {
+    (8, True): (16, 4, 4, 3), (8, False): (16, 4, 4, 3),
+    (16, True): (16, 4, 4, 3), (16, False): (16, 4, 4, 3),
+    (32, True): (64, 1, 4, 3), (32, False): (64, 1, 4, 4),
+    (64, True): (64, 1, 4, 3), (64, False): (64, 1, 4, 2),
 }  # fmt: skip
-PACKED_FP4 = {(64, True): (64, 4, 2)}  # where it differs
+PACKED_FP4 = {(64, True): (64, 1, 4, 2)}  # where it differs
 LEAST_SHARED_BYTES = 99 * 2**10  # of a block, on the smallest card that is served
 
 
-def packed_config(per_tile: int, gates: bool, kind: Kind, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return rows, num_warps and num_stages of a packed matrix's tiles. gates: whether its product is gated; dtype: of
-    products.
+def packed_config(per_tile: int, gates: bool, kind: Kind, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return rows, splits, num_warps and num_stages of a packed matrix's tiles. gates: whether its product is gated;
+    dtype: of products.
     """
     if dtype == torch.float32:
-        return 16, 4, 1
+        return 16, 1, 4, 1
     key = per_tile, gates
     return PACKED_FP4[key] if kind == "fp4" and key in PACKED_FP4 else PACKED[key]
 
