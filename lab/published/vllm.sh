@@ -4,7 +4,8 @@
 # Rows are written as they are done, and those that the folder has are not run again: a run that was cut goes on.
 # ROWS: names with commas (`python -m lab.speed.vllm_rows -h`), `short` (all but 96K) or `all`. VLLM_PATH: where vLLM lies,
 # if it is not installed: folders, with colons. Arrivals come at 0.7 of the slower side's best rate: in the second of two runs
-# of ours. About 60 s of loads for a side and kind, 25 s for our start and 50 to 125 s for vLLM's.
+# of ours; or at RATE a second: 11.85 is that of docs/PERFORMANCE.md. About 60 s of loads for a side and kind, 25 s for our
+# start and 50 to 125 s for vLLM's.
 set -uo pipefail
 OUT=${1:-build/published}
 mkdir -p "$OUT"
@@ -37,9 +38,9 @@ YAML
         echo "== $kind: $part"
         case $part in
         ours) python -m lab peers-serve "$OUT/tandem-$kind.yaml" "$OUT/tandem-$kind.jsonl" --weights "$kind" --rows "$rows" "${small[@]}" \
-            --rate-of "$OUT/vllm-$kind.jsonl" ;;
+            --rate-of "$OUT/vllm-$kind.jsonl" ${RATE:+--rate "$RATE"} ;;
         theirs) PYTHONPATH="${VLLM_PATH:+$VLLM_PATH:}${PYTHONPATH:-$PWD}" python -m lab.speed.vllm_rows "$kind" "$OUT/vllm-$kind.jsonl" --rows "$rows" \
-            "${small[@]}" --rate-of "$OUT/tandem-$kind.jsonl" ;;
+            "${small[@]}" --rate-of "$OUT/tandem-$kind.jsonl" ${RATE:+--rate "$RATE"} ;;
         esac
     done
 done

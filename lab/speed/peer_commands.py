@@ -20,6 +20,7 @@ def peers_serve(
     rows: Rows = "short",
     small: Annotated[bool, typer.Option("--small", help="all of it much smaller, to see that it runs")] = False,
     rate_of: Annotated[Path | None, typer.Option(help="the other side's rows, for the rate of arrivals")] = None,
+    rate: Annotated[float | None, typer.Option(min=1e-3, help="of arrivals a second; no row is wanted for it")] = None,
     start_seconds: Annotated[float, typer.Option(help="the server has to be ready")] = 400.0,
 ) -> None:
     """Time our server over HTTP at the rows of a peer that the file lacks."""
@@ -31,7 +32,7 @@ def peers_serve(
 
     console, done = Console(), peers.read_rows(file)
     try:
-        wanted = [row for row in peers.choose_rows(rows, small) if row.name not in done]
+        wanted = [row for row in peers.choose_rows(rows, small, rate) if row.name not in done]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--rows") from None
     if all(row.needs_rate for row in wanted) and (rate_of is None or peers.rate_of([file, rate_of]) is None):
@@ -45,10 +46,10 @@ def peers_serve(
         with serving(command, start_seconds) as url:
             asyncio.run(run_load(url, TokenLoad(8, 64, 8, seed=1)))
             for row in wanted:
-                rate = peers.rate_of([file, *([rate_of] if rate_of else [])]) if row.needs_rate else None
-                if row.needs_rate and rate is None:
+                found = peers.rate_of([file, *([rate_of] if rate_of else [])]) if row.needs_rate else None
+                if row.needs_rate and found is None:
                     continue
-                loads = [row.with_repeat(number, rate) for number in range(row.repeats)]
+                loads = [row.with_repeat(number, found) for number in range(row.repeats)]
                 summaries = [peers.summarise_row(row, asyncio.run(run_load(url, load))) for load in loads]
                 line = peers.write_row(file, "tandem", weights, row, summaries)
                 console.print(peers.describe_row(line), highlight=False, markup=False, soft_wrap=True)
@@ -77,7 +78,7 @@ def peers_llama(
     if only_model:
         return
     console, done = Console(), peers.read_rows(file)
-    for row in peers.choose_rows(rows or ",".join(peers.OF_LLAMA_CPP), small):
+    for row in peers.choose_rows(rows or ",".join(peers.OF_LLAMA_CPP), small, None):
         if row.name in done:
             continue
         try:

@@ -42,7 +42,7 @@ class PeerRow:
 
     @property
     def needs_rate(self) -> bool:
-        return self.kind == "arrivals"
+        return self.kind == "arrivals" and self.load.rate is None
 
     @property
     def max_context_tokens(self) -> int:
@@ -57,7 +57,7 @@ class PeerRow:
 
     def with_repeat(self, number: int, rate: float | None = None) -> TokenLoad:
         """Return the load of a repeat, whose prompts begin like no other's."""
-        return replace(self.load, seed=crc32(self.name.encode()) + number, rate=rate)
+        return replace(self.load, seed=crc32(self.name.encode()) + number, rate=rate or self.load.rate)
 
 
 def _rows() -> Iterable[PeerRow]:
@@ -81,13 +81,16 @@ OF_LLAMA_CPP = ("step-1", "step-1-16384", "step-1-98304", "prompt-512", "prompt-
 SHORT = tuple(name for name, row in ROWS.items() if row.max_context_tokens <= 20_000)
 
 
-def choose_rows(names: str, small: bool) -> list[PeerRow]:
-    """Return rows by their names with commas; `short`: all but those of 98,304 tokens. Raises ValueError."""
+def choose_rows(names: str, small: bool, rate: float | None) -> list[PeerRow]:
+    """Return rows by their names with commas; `short`: all but those of 98,304 tokens. rate: of arrivals; None: it
+    follows from other rows. Raises ValueError.
+    """
     wanted = list(SHORT) if names == "short" else list(ROWS) if names == "all" else names.split(",")
     unknown = [name for name in wanted if name not in ROWS]
     if unknown:
         raise ValueError(f"rows: {unknown[0]} is none; wanted some of short, all, {', '.join(ROWS)}")
-    return [ROWS[name].small() if small else ROWS[name] for name in wanted]
+    rows = [ROWS[name].small() if small else ROWS[name] for name in wanted]
+    return [replace(row, load=replace(row.load, rate=rate)) if row.kind == "arrivals" else row for row in rows]
 
 
 def summarise_row(row: PeerRow, turns: Sequence[Turn]) -> dict[str, float]:

@@ -178,13 +178,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--small", action="store_true")
     made.add_argument("--kv", default="auto")
     made.add_argument("--rate-of", type=Path, help="the other side's rows")
+    made.add_argument("--rate", type=float, help="of arrivals a second; no row is wanted for it")
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
     asked = parser().parse_args(arguments)
     done = read_rows(asked.file)
-    rows = [row for row in choose_rows(asked.rows, asked.small) if row.name not in done]
+    rows = [row for row in choose_rows(asked.rows, asked.small, asked.rate) if row.name not in done]
     if not rows:
         return 0
     try:

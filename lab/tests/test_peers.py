@@ -96,8 +96,13 @@ def test_requests_come_when_they_are_due_and_no_more_are_open_than_are_to_be() -
 def test_rows_are_written_as_they_are_done_and_not_run_again(tmp_path: Path) -> None:
     file = tmp_path / "vllm-bf16.jsonl"
     stepper = Stepper(Engine(), lambda tokens, tells_each: (tokens, tells_each))
-    run_rows(stepper, "bf16", choose_rows("step-1,prompt-512,arrivals", small=True), file, [file], "auto")
+    run_rows(stepper, "bf16", choose_rows("step-1,prompt-512,arrivals", True, None), file, [file], "auto")
     assert list(read_rows(file)) == ["step-1", "prompt-512"], "arrivals want a rate"
+    given = tmp_path / "given.jsonl"
+    (row,) = choose_rows("arrivals", True, 500.0)
+    run_rows(stepper, "bf16", [row], given, [given], "auto")
+    assert list(read_rows(given)) == ["arrivals"]
+    assert row.with_repeat(0).arrivals() == replace(row.load, seed=row.with_repeat(0).seed, rate=500.0).arrivals()
     with file.open("a") as out:
         out.write('{"row": "load-1", "summ')
     assert list(read_rows(file)) == ["step-1", "prompt-512"], "the last one was cut"
@@ -164,10 +169,10 @@ def test_a_random_file_has_the_kinds_of_q4_k_m_and_numbers_around_zero(tmp_path:
 
 
 def test_rows_have_names_and_unknown_ones_are_refused() -> None:
-    assert "step-1-98304" not in [row.name for row in choose_rows("short", small=False)]
-    assert max(row.max_context_tokens for row in choose_rows("short", small=False)) < 17_408
+    assert "step-1-98304" not in [row.name for row in choose_rows("short", False, None)]
+    assert max(row.max_context_tokens for row in choose_rows("short", False, None)) < 17_408
     with pytest.raises(ValueError, match="rows: load-9 is none; wanted some of short, all, step-1"):
-        choose_rows("load-9", small=False)
+        choose_rows("load-9", False, None)
 
 
 def test_without_vllm_its_side_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

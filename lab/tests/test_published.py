@@ -32,7 +32,8 @@ def parse(words: list[str]) -> None:
         command = typer.main.get_command(lab)
         resolve(command, words[2:])
     elif words[:2] == ["-m", "lab.speed.vllm_rows"]:
-        choose_rows(vllm_arguments().parse_args(words[2:]).rows, small=False)
+        asked = vllm_arguments().parse_args(words[2:])
+        choose_rows(asked.rows, small=False, rate=asked.rate)
     else:
         parse_tandem(words)
 
@@ -81,3 +82,12 @@ def test_products_by_the_library_are_made_by_it_alone_with_an_empty_folder_first
     for kind in ("int4", "fp8"):
         model = load_deployment(tmp_path / "out" / f"prompt-{kind}-humming.yaml").model
         assert (model.weights, model.products) == (kind, "humming")
+
+
+def test_a_rate_that_is_given_is_that_of_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATE", "11.85")
+    asked = run(ROOT / "lab" / "published" / "vllm.sh", tmp_path, "ours", "theirs")
+    sides = [words for words in asked if "peers-serve" in words or "lab.speed.vllm_rows" in words]
+    assert [words[words.index("--rate") + 1] for words in sides] == ["11.85"] * 2
+    for words in sides:
+        parse(words)
