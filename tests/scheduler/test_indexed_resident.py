@@ -57,3 +57,20 @@ def test_served_answers_from_host_memory_are_exact_with_late_rings_and_shared_pa
         counts = next(one for one in engine._runner.method_counts().values() if "index_read_tokens" in one)
         assert sum(counts["index_read_tokens"]) == sum(counts["index_offloaded_tokens"]) > 0
         assert set(engine.scheduler.rings.num_free_pages.values()) == {2}
+
+
+def test_prompts_whose_attention_was_pruned_are_decoded_by_an_index_as_they_are_read_in_full() -> None:
+    """What `prefill: momo` has written is indexed like any other prompt."""
+    scheduler = SchedulerConfig(max_running=4, max_context_tokens=1024)
+    momo = {"method": "momo", "gamma": 16, "key_block": 16, "query_block": 16, "dense_until_tokens": 128}
+    profiles = {
+        "full": {"prefill": momo, "host": "offloaded"},
+        "own": {"prefill": momo, "host": ALL | {"resident": "full"}},
+    }
+    config = tiered_config(0.125, {"resident_tokens": 256, "residency": "fixed"}, scheduler, profiles)
+    prompt = prompt_of(460, 1)
+    with running_engine(config) as engine:
+        full, own = (text(run(engine, [ask(name, prompt, 12, name)])[name]) for name in ("full", "own"))
+        assert own == full
+        counts = next(one for one in engine._runner.method_counts().values() if "index_read_tokens" in one)
+        assert sum(counts["index_read_tokens"]) == sum(counts["index_offloaded_tokens"]) > 0
