@@ -2,7 +2,7 @@
 
 Each way is some constants of `gpu.methods.indexed`. First its result is held against plain torch; then its calls over
 all layers of a stand are captured in a graph and timed. Behind the parts stands a whole layer whose chosen rows are in
-their slots, with the constants as they are, and with the fastest of each part at that batch. The floor is that of the
+their slots, with the constants as they are, and with the fastest of each kind at that batch. The floor is that of the
 bytes of index, logits and chosen rows.
 """
 
@@ -21,54 +21,53 @@ from bench.op.frame import COLD_BYTES, Asked, capture, relative_error
 from bench.op.indexed import Stand
 from bench.rates import device_name, measure_device_rates
 from gpu.methods.indexed import estimating, scoring
-from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.choosing import choose_tokens, choose_tokens_reference
 from gpu.methods.indexed.estimating import estimate_rest_reference
-from gpu.methods.indexed.ring import new_work
+from gpu.methods.indexed.ring import EMPTY, new_work
 from gpu.methods.indexed.scoring import score_tokens_reference
 from gpu.methods.indexed.settings import IndexedSettings
 
 WARMUPS, REPEATS = 3, 20
 MOST_OFF = 1e-2  # of logits in float16 and of an estimate by weights in bfloat16, relative
-Part = Literal["score", "estimate", "layer"]
+Part = Literal["score", "choose", "estimate", "layer"]
 Constants = tuple[tuple[ModuleType, str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way of a part: `constants` are those that it changes."""
+    """One way of a part: `constants` are those that it changes. Of each `kind` a layer takes one."""
 
     part: Part
+    kind: str
     name: str
     constants: Constants = ()
 
 
 def variants() -> list[Variant]:
-    """Return all ways of scores, rotation and histogram included, and of estimates."""
-    found = [Variant("score", "by bytes"), *(_rotated(columns) for columns in (64, 32))]
-    for tile, warps, stages in (
-        (128, 2, 3),
-        (128, 2, 2),
-        (128, 2, 1),
-        (64, 2, 3),
-        (64, 1, 3),
-        (128, 4, 3),
-        (256, 4, 3),
-    ):
-        found.append(_of(scoring, "score", tile, warps, ("WORD_STAGES", stages)))
-    found.append(Variant("estimate", "by bytes"))
+    """Return all ways of scores, rotation and histogram included, of choices, and of estimates."""
+    quick, direct = (scoring, "QUICK_BINS", True), (scoring, "COUNTED_DIRECTLY", True)
+    found = [
+        Variant("score", "", "as it is"),
+        Variant("score", "rotation", "32 columns a program", ((scoring, "ROTATED_COLUMNS", 32),)),
+        Variant("score", "histogram", "quick", (quick,)),
+        Variant("score", "histogram", "quick, direct", (quick, direct)),
+    ]
+    for tile, warps, stages in ((128, 2, 3), (128, 2, 1), (64, 2, 3), (128, 4, 3)):
+        found.append(_by_words(scoring, "score", tile, warps, ("WORD_STAGES", stages)))
+    found += [
+        Variant("choose", "", "as it is"),
+        Variant("choose", "", "quick", (quick,)),
+        Variant("estimate", "", "as it is"),
+    ]
     for tile, warps, is_prefetched in ((64, 2, False), (64, 2, True), (128, 2, True), (32, 1, True), (64, 1, True)):
-        found.append(_of(estimating, "estimate", tile, warps, ("PREFETCHED", is_prefetched)))
+        found.append(_by_words(estimating, "estimate", tile, warps, ("PREFETCHED", is_prefetched)))
     return found
 
 
-def _rotated(columns: int) -> Variant:
-    return Variant("score", f"by bytes, {columns} columns rotated", ((scoring, "ROTATED_COLUMNS", columns),))
-
-
-def _of(module: ModuleType, part: Part, tile: int, warps: int, last: tuple[str, int]) -> Variant:
+def _by_words(module: ModuleType, part: Part, tile: int, warps: int, last: tuple[str, int]) -> Variant:
     constants = (("BY_WORDS", True), ("WORD_TILE", tile), ("WORD_WARPS", warps), last)
-    name = f"by words, {tile} tokens, {warps} warps, {last[0].removeprefix('WORD_').lower()} {int(last[1])}"
-    return Variant(part, name, tuple((module, *one) for one in constants))
+    name = f"{tile} tokens, {warps} warps, {last[0].removeprefix('WORD_').lower()} {int(last[1])}"
+    return Variant(part, "by words", name, tuple((module, *one) for one in constants))
 
 
 @contextmanager
@@ -100,6 +99,20 @@ def check_scores(stand: Stand) -> None:
     require(moved < 20 * MOST_OFF, f"{moved:.1%} of the scores are in another bin")
 
 
+def check_choice(stand: Stand) -> None:
+    """Hold a choice against that of plain torch, of the same scores, but for a few at an edge. Raises GateError."""
+    layer, chosen = stand.layers[0], []
+    stand.score(layer)
+    for choose in (choose_tokens, choose_tokens_reference):
+        layer.ids.fill_(EMPTY)
+        layer.held.zero_()
+        choose(layer, stand.work, stand.step, stand.layout)
+        ids = layer.ids.tolist()
+        chosen.append({(place, token) for place, own in enumerate(ids) for token in own if token != EMPTY})
+    other = len(chosen[0] ^ chosen[1]) / max(1, len(chosen[1]))
+    require(other < 20 * MOST_OFF, f"{other:.1%} of the choice are others")
+
+
 def check_estimate(stand: Stand) -> None:
     """Hold an estimate against plain torch, of the same scores and choice. Raises GateError."""
     stand.score(stand.layers[0])
@@ -115,13 +128,16 @@ def check_estimate(stand: Stand) -> None:
         require(error < MOST_OFF, f"{name} is off by {error:.1e}")
 
 
+CHECKS = {"score": check_scores, "choose": check_choice, "estimate": check_estimate}
+
+
 def time_us(stand: Stand, part: Part) -> float:
     """Return microseconds of a part of one layer, of which no cache holds anything from the last time. Of a layer,
     chosen rows are in their slots since the first warm-up.
     """
     device = stand.query.device
     is_cuda = device.type == "cuda"
-    calls = {"score": stand.score, "estimate": stand.estimate, "layer": stand.again}
+    calls = {"score": stand.score, "choose": stand.choose, "estimate": stand.estimate, "layer": stand.again}
 
     def call() -> None:
         for layer in stand.layers:
@@ -132,8 +148,8 @@ def time_us(stand: Stand, part: Part) -> float:
 
 
 def floor_us(stand: Stand, part: Part, gb_s: float) -> float:
-    """Return microseconds of a part's bytes: keys in few bits, logits written; values in few bits, logits and scales of
-    keys read; and both with chosen rows.
+    """Return microseconds of a part's bytes: keys in few bits, logits written; logits read; values in few bits, logits
+    and scales of keys read; and all with chosen rows.
     """
     shape, settings = stand.shape, stand.settings
     places = stand.batch * shape.num_kv_heads
@@ -141,7 +157,12 @@ def floor_us(stand: Stand, part: Part, gb_s: float) -> float:
     values = places * stand.tokens * (shape.dim * settings.value_bits // 8 + 4)
     logits = 2 * stand.batch * shape.num_heads * stand.tokens
     rows = 2 * places * int(stand.step.budgets[0]) * shape.dim * stand.query.element_size()
-    moved = {"score": keys + logits, "estimate": values + logits, "layer": keys + values + 2 * logits + rows}
+    moved = {
+        "score": keys + logits,
+        "choose": logits,
+        "estimate": values + logits,
+        "layer": keys + values + 2 * logits + rows,
+    }
     return moved[part] / gb_s / 1e3
 
 
@@ -153,27 +174,22 @@ def variant_rows(asked: Asked, console: Console) -> list[Row]:
         settings = IndexedSettings()
         index_bytes = batch * asked.shape.num_kv_heads * asked.tokens * settings.token_bytes(asked.shape.dim)
         stand = Stand(asked, batch, settings, 1 + COLD_BYTES // index_bytes if asked.device.type == "cuda" else 1)
-        fastest: dict[str, tuple[float, Constants]] = {}
+        fastest: dict[tuple[str, str], tuple[float, Constants]] = {}
         for each in variants():
             with with_constants(each.constants):
-                check_scores(stand) if each.part == "score" else check_estimate(stand)
+                CHECKS[each.part](stand)
                 stand.again(stand.layers[0])
                 time = time_us(stand, each.part)
-            fastest[each.part] = min(fastest.get(each.part, (time, each.constants)), (time, each.constants), key=_time)
-            rows.append(_row(stand, each.part, each.name, time, rates, asked))
-        for name, constants in (
-            ("as it is", ()),
-            ("the fastest of each part", fastest["score"][1] + fastest["estimate"][1]),
-        ):
+            before = fastest.get((each.part, each.kind), fastest.get((each.part, ""), (time, ())))
+            fastest[each.part, each.kind] = (time, each.constants) if time < before[0] else before
+            rows.append(_row(stand, each.part, f"{each.kind}, {each.name}".removeprefix(", "), time, rates, asked))
+        best = tuple(constant for _, constants in fastest.values() for constant in constants)
+        for name, constants in (("as it is", ()), ("the fastest of each kind", best)):
             with with_constants(constants):
                 for layer in stand.layers:
                     stand.again(layer)
                 rows.append(_row(stand, "layer", name, time_us(stand, "layer"), rates, asked))
     return rows
-
-
-def _time(one: tuple[float, Constants]) -> float:
-    return one[0]
 
 
 def _row(stand: Stand, part: Part, name: str, time: float, rates: dict[str, float], asked: Asked) -> Row:

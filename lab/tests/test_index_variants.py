@@ -1,5 +1,7 @@
 """`python -m lab kernel index-variants` on a tiny shape: each way has a row with its floor, a wrong one has none."""
 
+from typing import Any
+
 import pytest
 import torch
 from rich.console import Console
@@ -8,7 +10,8 @@ from bench.benchmark_rows import GateError
 from bench.op.frame import Asked
 from bench.op.indexed import Stand
 from gpu.methods.indexed import estimating, scoring
-from gpu.methods.indexed.ring import Index
+from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.ring import EMPTY, Index
 from lab.kernels import index_variants
 from lab.kernels.index_variants import tabulate, variant_rows, variants
 
@@ -25,7 +28,7 @@ def test_each_way_has_a_row_by_batch_and_leaves_constants_as_they_were() -> None
     rows = variant_rows(TINY, Console(quiet=True))
     assert before == (scoring.BY_WORDS, scoring.WORD_TILE, estimating.BY_WORDS, estimating.PREFETCHED)
     assert len(rows) == 2 * (len(variants()) + 2)
-    one, two = (next(row for row in rows if row.name == "estimate, by bytes" and row.config["batch"] == batch)
+    one, two = (next(row for row in rows if row.name == "estimate, as it is" and row.config["batch"] == batch)
                 for batch in (1, 2))  # fmt: skip
     kv_heads, heads, dim = TINY.shape.num_kv_heads, TINY.shape.num_heads, TINY.shape.dim
     own_bytes = 1100 * (kv_heads * (dim // 4 + 4) + 2 * heads)
@@ -34,7 +37,7 @@ def test_each_way_has_a_row_by_batch_and_leaves_constants_as_they_were() -> None
     assert tabulate(rows).row_count == len(variants()) + 2
 
 
-@pytest.mark.parametrize("part", ["score", "estimate"])
+@pytest.mark.parametrize("part", ["score", "choose", "estimate"])
 def test_a_wrong_result_has_no_number(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     right = getattr(Stand, part)
 
@@ -42,6 +45,13 @@ def test_a_wrong_result_has_no_number(monkeypatch: pytest.MonkeyPatch, part: str
         right(self, layer)
         (self.work.logits if part == "score" else self.work.rest_out)[0, :100] *= 1.5
 
-    monkeypatch.setattr(Stand, part, wrong)
+    def choose_others(layer: Index, *rest: Any) -> None:
+        choose_tokens(layer, *rest)
+        layer.ids[:, ::2] = EMPTY
+
+    if part == "choose":
+        monkeypatch.setattr(index_variants, "choose_tokens", choose_others)
+    else:
+        monkeypatch.setattr(Stand, part, wrong)
     with pytest.raises(GateError, match="no number without a right result"):
         variant_rows(TINY, Console(quiet=True))

@@ -665,7 +665,10 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
             patch.setattr(estimating, "BY_WORDS", True)
             patch.setattr(estimating, "PREFETCHED", True)
             patch.setattr(scoring, "ROTATED_COLUMNS", 32)
+            patch.setattr(scoring, "QUICK_BINS", True)
+            patch.setattr(scoring, "COUNTED_DIRECTLY", True)
             score_tokens(query, lse, own, work, step, layout)
+            choose_tokens(own, work, step, layout)
             estimate_rest(own, work, step, layout)
         for read in (None, *pages):
             attend_chosen(query, own, work, step, layout, counts, read)

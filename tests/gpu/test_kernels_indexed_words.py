@@ -22,6 +22,8 @@ from tests.tolerances import INDEXED_PARTIAL, INDEXED_SCORES, INDEXED_WEIGHTS
 def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "BY_WORDS", True)
     monkeypatch.setattr(scoring, "ROTATED_COLUMNS", 32)
+    monkeypatch.setattr(scoring, "QUICK_BINS", True)
+    monkeypatch.setattr(scoring, "COUNTED_DIRECTLY", True)
     monkeypatch.setattr(estimating, "BY_WORDS", True)
     monkeypatch.setattr(estimating, "PREFETCHED", True)
 

@@ -16,12 +16,22 @@ from torch import Tensor
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.codes import decode_reference, plane_bytes
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.methods.indexed.unpacking import FOURFOLD, HALF_STEPS, exp2_of, half_assembly, half_plane_of, half_thirds_of
+from gpu.methods.indexed.unpacking import (
+    FOURFOLD,
+    HALF_STEPS,
+    exp2_of,
+    half_assembly,
+    half_plane_of,
+    half_thirds_of,
+    log2_of,
+)
 from gpu.methods.indexed.words import HALF, ON_CARD, number_places, numbers_of, word_assembly
 from gpu.operations.arguments import runs_on_triton
 
 TILE, WARPS = 128, 2  # tokens that are scored at once, and by how many warps
 ROTATED_COLUMNS = 512  # of a KV head's queries, that one program makes
+QUICK_BINS = False  # by approximate logarithms, in the choice, too
+COUNTED_DIRECTLY = False  # each token by itself in the histogram in memory, with no histogram of a program before
 BY_WORDS = False  # by `_score_words_kernel`, which no card has timed yet (`lab kernel index-variants`)
 WORD_TILE, WORD_WARPS, WORD_STAGES = 128, 2, 3
 LOG2E = 1.4426950408889634
@@ -266,9 +276,9 @@ def shares_of(logits, less, token, is_there, GROUP: tl.constexpr, SIZE: tl.const
 
 
 @triton.jit
-def bins_of(score):
+def bins_of(score, IS_QUICK: tl.constexpr):
     """Return the histogram's bins of scores, int32."""
-    octave = tl.log2(tl.maximum(score, 4.76837158203125e-07))  # 2^-21
+    octave = log2_of(tl.maximum(score, 4.76837158203125e-07), IS_QUICK)  # 2^-21
     number = tl.floor((octave - _LOWEST) * _PER_OCTAVE)
     return tl.minimum(tl.maximum(number, 0.0), _BINS - 1.0).to(tl.int32)
 
@@ -276,7 +286,8 @@ def bins_of(score):
 @triton.jit
 def _count_kernel(
     resident_lse, shifts, rows, num_tokens, logits, split_lse, total_lse, histogram, tokens, splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, QUICK: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Count one split's scores of one place; the first split's program also stores the lse of the whole softmax."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -298,8 +309,10 @@ def _count_kernel(
     token = begin + tl.arange(0, _SPLIT)
     is_there = token < count
     score = tl.sum(shares_of(logits + place * tokens * GROUP, less, token, is_there, GROUP, SIZE), 1)
-    counted = tl.histogram(bins_of(score), _BINS)
-    number = tl.arange(0, _BINS)
+    number = bins_of(score, QUICK)
+    counted = tl.full([_SPLIT], 1, tl.int32)
+    if not DIRECT:
+        counted, number = tl.histogram(number, _BINS), tl.arange(0, _BINS)
     tl.atomic_add(histogram + place * _BINS + number, counted, mask=(counted > 0) & (number > 0), sem="relaxed")
 
 
@@ -344,5 +357,6 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
         )  # fmt: skip
     _count_kernel[(places, splits)](
         resident_lse, work.shift, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,
-        work.histogram, tokens, splits, SIZE=size, SPLITS=triton.next_power_of_2(splits), num_warps=4, **shape,
+        work.histogram, tokens, splits, SIZE=size, SPLITS=triton.next_power_of_2(splits), QUICK=QUICK_BINS,
+        DIRECT=COUNTED_DIRECTLY, num_warps=4, **shape,
     )  # fmt: skip
