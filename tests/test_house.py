@@ -26,6 +26,7 @@ WIDE = {
     "gpu/operations/recurrent/delta_net.py",
     "gpu/operations/recurrent/delta_step.py",
     "transfer/simd/packed_rows.py",
+    "transfer/simd/row_tiles.py",
     "transfer/simd/vectors.py",
 }
 CODE_BLOCK = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)

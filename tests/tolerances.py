@@ -22,6 +22,20 @@ LOGPROB_FLOAT32 = 1e-5
 # rounded to bf16 are 1e-1 off.
 REAL_MODEL_LOGPROB_ATOL = 3e-5
 
+# Activations rounded to 16 bits. Of one product: half a step of a unit, 2**-16 of its largest number, and float32
+# roundings of the step, of its inverse and of the code (32,767 times 2**-22 of a step in all); and of sums at most
+# `columns / 8 + 8` roundings of 2**-24 of what is added up, by the columns, of which there are 32 or more.
+INTEGERS_HALF_STEP = 0.51
+INTEGERS_SUMS = (1 / 8 + 8 / 32) * 2.0**-24
+# The largest error of logits of three layers by their spread: 13 products, each off by 2.5e-5 of its norm, and small
+# inputs that norms make large (1.1e-3 seen).
+INTEGERS_LOGITS = 3e-3
+# Of a real model beside activations as they are: next-token KL in the mean, perplexity relatively, and what two best
+# log probabilities may differ by where a greedy text parts. As asked for; far less is seen (docs/PERFORMANCE.md).
+INTEGERS_KL = 1e-3
+INTEGERS_PERPLEXITY = 5e-3
+INTEGERS_PARTING = 0.05
+
 # --- gpu: positions, weights, attention of prefill, the runner -------------------------------------------------
 
 # float32 powers and divisions, in another order than Hugging Face's: some units in the last place.

@@ -18,10 +18,11 @@ from gpu.cpu_step.step_kernel import OTHER_STAGES, STAGES_A_LAYER, Buffers, Comp
 from gpu.layers.decoder import Decoder
 from gpu.model.spec import Architecture
 from gpu.operations.linear.numba_linear import ROWS
-from gpu.operations.linear.numba_matrix_table import gains_room, table_row
+from gpu.operations.linear.numba_matrix_table import gains_room, table_row, token_room
 from gpu.operations.linear.numba_packed_linear import widen_address
 from gpu.operations.linear.packed_matrix import Packed
 from transfer.matrix_rows import KINDS
+from transfer.model_constants import TILE
 from transfer.simd.features import HAS_VECTORS
 from transfer.simd.team import COUNTER_INT64, new_counters
 from transfer.simd.vectors import LINE_BYTES
@@ -140,10 +141,9 @@ def _model(decoder: Decoder) -> Model:
 
 
 def _scratch(decoder: Decoder) -> tuple[int, int]:
-    """Return a thread's float32 for reordered columns and for gains of rows that are taken together."""
+    """Return a thread's float32 for a token as matrices take it, and for gains of rows that are taken together."""
     held = decoder.weights.matrices
-    ordered = [m.inner for m in held if isinstance(m, Packed) and m.order is not None]
-    return max(ordered, default=0), max(gains_room(m) for m in held)
+    return max(map(token_room, held)), max(map(gains_room, held))
 
 
 def _buffers(a: Architecture, rows: int, threads: int, ordered: int, gains: int) -> Buffers:
@@ -156,7 +156,7 @@ def _buffers(a: Architecture, rows: int, threads: int, ordered: int, gains: int)
         logits=_floats(*logits_array(a, rows).shape),
         normed=_floats(threads, rows, a.hidden + _PADDING),
         ordered=_floats(threads, rows, ordered + _PADDING),
-        tiles=_floats(threads, 2, rows, ROWS),
+        tiles=_floats(threads, 2, rows, TILE),
         gains=_floats(threads, gains + _PADDING),
         query=_floats(threads, a.group, a.dim),
         scores=_floats(threads, a.group, PART_TOKENS),

@@ -14,8 +14,8 @@ import numpy as np
 from gpu.cpu_step import step_attention as paged_attention
 from gpu.cpu_step.step_attention import attend
 from gpu.operations.linear import numba_linear as product
-from gpu.operations.linear.numba_linear import in_order, normalise, project, project_and_add, project_gated
-from transfer.simd import emission, exp, packed_rows, region, team, vectors
+from gpu.operations.linear.numba_linear import normalise, prepared, project, project_and_add, project_gated
+from transfer.simd import emission, exp, packed_rows, region, row_tiles, team, values, vectors
 from transfer.simd.packed_gains import ROWS as FIRST_ROW
 from transfer.simd.region import Region, call_rows, version
 from transfer.simd.team import Team, claim, end_stage
@@ -64,9 +64,9 @@ class Rows(NamedTuple):
 
 class Buffers(NamedTuple):
     """The buffers of a step. Float32 `[rows, width]` of a step: hidden, qkv, attended, gated, logits; of each thread:
-    normed `[threads, rows, hidden]`, ordered `[threads, rows, inner]` of a matrix in another order, tiles `[threads, 2,
-    rows, 4]`, gains `[threads, num_gains]`, query `[threads, group, dim]`, scores `[threads, group, PART_TOKENS]`.
-    Widths may exceed what is used. counters: of `team`, zero at the start.
+    normed `[threads, rows, hidden]`, ordered `[threads, rows, ...]` of tokens as a matrix takes them, tiles `[threads,
+    2, rows, TILE]`, gains `[threads, num_gains]`, query `[threads, group, dim]`, scores `[threads, group,
+    PART_TOKENS]`. Widths may exceed what is used. counters: of `team`, zero at the start.
     """
 
     hidden: np.ndarray
@@ -107,12 +107,12 @@ def _attention(team, layer, model, shape, rows, buffers, parts):
     stage, normed, ordered = layer * STAGES_A_LAYER, buffers.normed[team.me], buffers.ordered[team.me]
     tokens, gains, width = len(rows.slots), buffers.gains[team.me], (shape.heads + 2 * shape.kv_heads) * shape.dim
     normalise(buffers.hidden, model.norms[2 * layer], model.eps, tokens, normed)
-    project(team, stage, qkv, width, in_order(qkv, normed, tokens, ordered), tokens, gains, buffers.qkv)
+    project(team, stage, qkv, width, prepared(qkv, normed, tokens, ordered), tokens, gains, buffers.qkv)
     attend(
         team, stage + 1, model.row_kind, shape, pages[KEYS], pages[VALUES], buffers.qkv, model.cos, model.sin, rows,
         model.page_table, parts, buffers.query[team.me], buffers.scores[team.me], buffers.attended,
     )  # fmt: skip
-    attended = in_order(output, buffers.attended, tokens, ordered)
+    attended = prepared(output, buffers.attended, tokens, ordered)
     project_and_add(
         team, stage + 2, output, model.hidden, attended, tokens, gains, buffers.tiles[team.me], buffers.hidden
     )  # fmt: skip
@@ -125,9 +125,9 @@ def _mlp(team, layer, model, tokens, buffers):
     normed, ordered = buffers.normed[team.me], buffers.ordered[team.me]
     gains, tile = buffers.gains[team.me], buffers.tiles[team.me]
     normalise(buffers.hidden, model.norms[2 * layer + 1], model.eps, tokens, normed)
-    normed = in_order(gate_up, normed, tokens, ordered)
+    normed = prepared(gate_up, normed, tokens, ordered)
     project_gated(team, stage, gate_up, model.intermediate, normed, tokens, gains, tile, buffers.gated)
-    gated = in_order(down, buffers.gated, tokens, ordered)
+    gated = prepared(down, buffers.gated, tokens, ordered)
     project_and_add(team, stage + 1, down, model.hidden, gated, tokens, gains, tile, buffers.hidden)
 
 
@@ -148,7 +148,7 @@ def _compile(version: int):  # type: ignore[no-untyped-def]
             _mlp(team, layer, model, tokens, buffers)
         normed = buffers.normed[me]
         normalise(buffers.hidden, model.norms[2 * layers], model.eps, tokens, normed)
-        normed = in_order(model.logits, normed, tokens, buffers.ordered[me])
+        normed = prepared(model.logits, normed, tokens, buffers.ordered[me])
         project(team, last, model.logits, model.vocab, normed, tokens, buffers.gains[me], buffers.logits)
 
     return work
@@ -160,10 +160,12 @@ def _together(work, threads, model, shape, rows, buffers, parts):
         work(np.int64(me), threads, model, shape, rows, buffers, parts)
 
 
-_work = _compile(version(paged_attention, product, emission, exp, packed_rows, region, team, vectors))
+_work = _compile(
+    version(paged_attention, product, emission, exp, packed_rows, region, row_tiles, team, values, vectors)
+)
 
 # What a first start compiles for a model, with all that these call.
-COMPILED = (_work, _together, product.multiply_rows, packed_rows.widen_row)
+COMPILED = (_work, _together, product.multiply_rows, product.multiply_tile, packed_rows.widen_row)
 
 
 class CompiledStep(Region):

@@ -14,13 +14,15 @@ PACKAGE, VERSION = "humming-kernels", "0.1.19"
 
 
 def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture:
-    """Return a shape whose matrices of few bits are multiplied as `asked`: by "own" kernels, or by "humming" where it
-    can.
+    """Return a shape whose matrices of few bits are multiplied as `asked`: by "own" kernels, on a CPU in integers, by
+    those of "float", or by "humming" where it can.
 
     Raises ModelError where it can multiply none of them.
     """
-    if asked == "own":
+    if asked == "float" or (asked == "own" and architecture.quantisation is None):
         return architecture
+    if asked == "own" and architecture.quantisation is not None:
+        return replace(architecture, quantisation=replace(architecture.quantisation, integers=True))
     if architecture.quantisation is None:
         raise ModelError(
             f"{key}: asked {asked}, {architecture.name} is in 16 bits; wanted matrices of few bits: set model.weights "

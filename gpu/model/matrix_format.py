@@ -103,6 +103,7 @@ class Quantisation:
         then.
     note: what is printed about them; None: `layers`.
     humming: whether that library multiplies the matrices that it can.
+    integers: whether a CPU rounds tokens to 16 bits and multiplies the matrices that it can in integers.
     """
 
     scheme: str
@@ -112,6 +113,7 @@ class Quantisation:
     matrices: Mapping[tuple[int, str], MatrixFormat | None] | None = field(default=None, hash=False)
     note: str | None = None
     humming: bool = False
+    integers: bool = False
 
     def leaves(self, names: tuple[str, ...]) -> bool:
         """Return whether a module, by any of its names, is plain."""

@@ -5,6 +5,7 @@ and up another.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from gpu.model.humming_formats import describe_own
 from gpu.model.matrix_formats import LATENT_UP, layer_formats, why_unpacked
 from gpu.model.spec import Architecture
-from gpu.operations.linear.packed_matrix import Packed, Stored
+from gpu.operations.linear.packed_matrix import Packed, Stored, lay_in_tiles, why_not_in_tiles
 from gpu.operations.recurrent.delta_net import RecurrentWeights
 from gpu.weights.host_experts import HostExperts
 from gpu.weights.humming_matrix import HummingMatrix
@@ -224,7 +225,8 @@ def unpacked(weights: Weights) -> Weights:
 def served(weights: Weights, architecture: Architecture, device: torch.device) -> Weights:
     """Return the weights as the device multiplies them. A CPU without code for matrices of few bits as they are stored
     gets all of them unpacked, and the log says why. On a GPU those that a library multiplies are laid out for it, and
-    the log names the others. The matrix that makes keys and values of latents is unpacked everywhere.
+    the log names the others. On a CPU those that are multiplied in integers are laid in tiles, and the log names the
+    others, too. The matrix that makes keys and values of latents is unpacked everywhere.
     """
     for index, layer in enumerate(weights.layers):
         if layer.latent is not None and isinstance(layer.latent.up, Packed):
@@ -233,11 +235,34 @@ def served(weights: Weights, architecture: Architecture, device: torch.device) -
     if reason is not None:
         log.info("weights event=unpacked reason=%r", reason)
         return unpacked(weights)
+    if device.type == "cpu" and architecture.quantisation is not None and architecture.quantisation.integers:
+        return _in_tiles(weights)
     if architecture.quantisation is not None and architecture.quantisation.humming:
         log.info("products by=humming own=%r", describe_own(architecture))
         _lay_out(weights, architecture)
         torch.cuda.empty_cache()
     return weights
+
+
+def _in_tiles(weights: Weights) -> Weights:
+    """Lay matrix by matrix in tiles, in the place of the others."""
+    reasons: Counter[str] = Counter()
+
+    def lay(held: Held) -> Held:
+        if not isinstance(held, Packed):
+            return held
+        reason = why_not_in_tiles(held)
+        reasons[reason or "none"] += 1
+        return lay_in_tiles(held) if reason is None else held
+
+    for index, layer in enumerate(weights.layers):
+        weights.layers[index] = layer.changed(lay)
+    logits = lay(weights.logits)
+    assert isinstance(logits, Stored), "as it was"
+    left = "; ".join(f"{count} matrices: {reason}" for reason, count in reasons.items() if reason != "none")
+    log.info("products by=integers matrices=%d own=%r", reasons["none"], left)
+    is_tied = weights.embedding is weights.logits
+    return replace(weights, logits=logits, embedding=logits if is_tied else weights.embedding)
 
 
 def _lay_out(weights: Weights, architecture: Architecture) -> None:

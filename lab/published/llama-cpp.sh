@@ -30,7 +30,7 @@ build() {
     fi
     cmake -S "$OUT/llama.cpp-source/llama.cpp" -B "$OUT/llama.cpp-$device" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF "${cmake[@]}" > "$OUT/build.log" 2>&1 &&
-        cmake --build "$OUT/llama.cpp-$device" --target llama-bench -j "$(nproc)" >> "$OUT/build.log" 2>&1 || tail -n 5 "$OUT/build.log"
+        cmake --build "$OUT/llama.cpp-$device" --target llama-bench llama-batched-bench -j "$(nproc)" >> "$OUT/build.log" 2>&1 || tail -n 5 "$OUT/build.log"
 }
 llama() { python -m lab peers-llama "$bench" "$model" "$OUT/llama-$1.jsonl" --kv "$1" --layers $layers "${small[@]}" "${@:2}"; }
 

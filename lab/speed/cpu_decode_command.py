@@ -10,9 +10,14 @@ def cpu_decode(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="a GGUF file or a folder")],
     threads: Annotated[int, typer.Option(min=1, help="of ours and of llama.cpp's")] = 2,
     batches: Annotated[str, typer.Option(help="rows of a step, with commas")] = "1,4,8",
-    llama_bench: Annotated[Path | None, typer.Option(help="llama.cpp's program, of `llama-cpp.sh cpu build`")] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of a context, before the first step")] = 32,
+    products: Annotated[str, typer.Option(help="as model.products: own or float")] = "own",
+    llama: Annotated[
+        Path | None, typer.Option(help="llama.cpp's llama-batched-bench, of `llama-cpp.sh cpu build`")
+    ] = None,
 ) -> None:
-    """Time decode steps on the CPU by part, beside their floor and llama.cpp's in the same run."""
+    """Time decode steps on the CPU by part, beside their floor and llama.cpp's of as many streams in the same run."""
     from lab.speed.cpu_decode import time_decode
 
-    time_decode(model, threads, [int(size) for size in batches.split(",")], llama_bench)
+    sizes = [int(size) for size in batches.split(",")]
+    time_decode(model, threads, sizes, prompt, products, llama)

@@ -8,8 +8,8 @@ import pytest
 from numba import types
 
 from cpu import row_products
-from transfer.simd import trial
-from transfer.simd.features import HAS_PAIRS
+from transfer.simd import row_tiles, trial
+from transfer.simd.features import HAS_PAIRS, SIMD
 from transfer.simd.trial import compiles
 
 
@@ -18,6 +18,14 @@ def test_products_of_pairs_compile_for_processors_that_have_them_and_an_abort_st
     """Haswell has no vectors of 512 bits."""
     wanted = processor != "haswell" or not HAS_PAIRS
     assert compiles(row_products.__name__, row_products.compile_pairs.__name__, processor) == wanted
+
+
+@pytest.mark.parametrize("processor", ["znver4", "znver5", "sapphirerapids", "haswell"])
+def test_products_of_integers_compile_for_processors_with_vectors_of_512_bits_and_of_256(
+    processor, monkeypatch
+) -> None:
+    monkeypatch.setenv("TANDEM_SIMD", SIMD if processor != "haswell" else "avx2")
+    assert compiles(row_tiles.__name__, row_tiles.compile_products.__name__, processor)
 
 
 def end_by_a_signal() -> None:

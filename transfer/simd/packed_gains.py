@@ -25,7 +25,7 @@ BFLOAT16, FLOAT16, FLOAT32, EXPONENT = range(4)  # the last are bytes, of powers
 
 
 _scale_eight, _scale_one = scaled_pairs(8), scaled_pairs(1)
-_scale_runs, _scale_run = scaled_runs(8), scaled_runs(1)
+scale_eight_runs, _scale_run = scaled_runs(8), scaled_runs(1)
 
 
 @inner
@@ -54,7 +54,7 @@ def _fill(m, line, lines, gains_at, offsets_at):
     if m[RUNS] != 0:
         _of_runs(m, line, lines, gains_at, offsets_at)
     else:
-        _of_scales(m, line, count, gains, offsets)
+        fill_scales(m, line, lines, gains_at, offsets_at)
     times = m[GAINS] // m[GROUPS]
     _spread(gains, count, times)
     if m[RUNS] != 0 or m[ZEROS] != 0 or m[MIDDLE] > 0:
@@ -62,10 +62,13 @@ def _fill(m, line, lines, gains_at, offsets_at):
 
 
 @inner
-def _of_scales(m, line, count, gains, offsets):
+def fill_scales(m, line, lines, gains_at, offsets_at):
+    """Write gains and offsets of so many lines' scales, which lie behind each other, without runs, one of each."""
+    count = lines * m[GROUPS]
+    gains, offsets = _array(gains_at, count, np.float32), _array(offsets_at, count, np.float32)
     item = 4 if m[SCALE_TYPE] == FLOAT32 else 1 if m[SCALE_TYPE] == EXPONENT else 2
     at = m[SCALES] + line * m[GROUPS] * item
-    _fetch_behind(at, count * item)
+    fetch_behind(at, count * item)
     if m[SCALE_TYPE] == EXPONENT:
         exponents = _array(at, count, np.uint8)
         for group in range(count):
@@ -85,7 +88,7 @@ def _of_scales(m, line, count, gains, offsets):
             gains[group] = float_of_half(halves[group])
     if m[ZEROS] != 0:
         zeros = _array(m[ZEROS] + line * m[GROUPS], count, np.uint8)
-        _fetch_behind(m[ZEROS] + line * m[GROUPS], count)
+        fetch_behind(m[ZEROS] + line * m[GROUPS], count)
         for group in range(count):
             offsets[group] = -gains[group] * np.float32(zeros[group])
     elif m[MIDDLE] > 0:
@@ -101,12 +104,12 @@ def _of_scales(m, line, count, gains, offsets):
 def _of_runs(m, line, lines, gains_at, offsets_at):
     runs, count, each = lines * m[NUM_RUNS], lines * m[GROUPS], m[GROUPS] // m[NUM_RUNS]
     runs_at, pairs_at = m[RUNS] + 4 * line * m[NUM_RUNS], m[SCALES] + 2 * line * m[GROUPS]
-    _fetch_behind(runs_at, 4 * runs)
-    _fetch_behind(pairs_at, 2 * count)
+    fetch_behind(runs_at, 4 * runs)
+    fetch_behind(pairs_at, 2 * count)
     if each == 1:
         run = 0
         while run + 8 <= runs:
-            _scale_runs(runs_at + 4 * run, pairs_at + 2 * run, gains_at + 4 * run, offsets_at + 4 * run)
+            scale_eight_runs(runs_at + 4 * run, pairs_at + 2 * run, gains_at + 4 * run, offsets_at + 4 * run)
             run += 8
         while run < runs:
             _scale_run(runs_at + 4 * run, pairs_at + 2 * run, gains_at + 4 * run, offsets_at + 4 * run)
@@ -125,7 +128,7 @@ def _of_runs(m, line, lines, gains_at, offsets_at):
 
 
 @inner
-def _fetch_behind(address, num_bytes):
+def fetch_behind(address, num_bytes):
     """Prefetch what the next call reads: as many bytes, behind these."""
     for byte in range(num_bytes, 2 * num_bytes, LINE_BYTES):
         prefetch_near(address + byte)

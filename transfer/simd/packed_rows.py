@@ -49,6 +49,11 @@ _NUMBERS = {types.uint8: "int4", types.uint16: "int8", types.float32: "fp8", typ
 _HALVES, _WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
 
 
+def number_of(kind: Any) -> str:
+    """Return the name of the numbers of packed rows, of their numba type."""
+    return _NUMBERS[kind.dtype]
+
+
 def places_of(number: str) -> int:
     """Return the number of runs of a unit."""
     return 16 // BITS[number]
@@ -82,7 +87,7 @@ def product_block(rows: int, vectors: int) -> Any:
         def emit(context, builder, signature, arguments):
             _, weights, gains, offsets, gain_stride, x, x_stride, inner, out, out_stride, ahead = arguments
             if isinstance(kind, types.UniTuple):
-                block = _Block(builder, _NUMBERS[kind.dtype], kind.count, rows, vectors)
+                block = _Block(builder, number_of(kind), kind.count, rows, vectors)
                 block.emit(weights, gains, offsets, gain_stride, x, x_stride, inner, out, out_stride, ahead)
             else:
                 emit_dots(builder, size, rows, vectors, weights, inner, x, x_stride, inner, out, out_stride, ahead)
@@ -102,7 +107,7 @@ def widen_row(typing_context, kind, out_kind, words, gains, offsets, inner, out,
 
     def emit(context, builder, signature, arguments):
         _, _, words, gains, offsets, inner, out, ahead = arguments
-        row = _WidenedRow(builder, _NUMBERS[kind.dtype], kind.count, out, size)
+        row = _WidenedRow(builder, number_of(kind), kind.count, out, size)
         row.emit_rows(words, gains, offsets, int64(0), inner, ahead)
         return context.get_dummy_value()
 

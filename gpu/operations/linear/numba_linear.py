@@ -2,15 +2,17 @@
 
 Row vectors are float32 `[tokens, inner]`, matrices `[rows, inner]` of float32, bf16 or few bits. A matrix is
 TABLE_COLUMNS int64: what `transfer.simd.packed_gains` needs of it, and the address of the function that multiplies rows
-of its kind, so that one compiled step serves all mixtures of kinds. An output is one dot product over its own row and
-token, in one order, whatever the batch and the number of threads. Bytes moved: a matrix once for all tokens; four of
-its rows stay in the cache for that long.
+of its kind, so that one compiled step serves all mixtures of kinds. Rows that lie in tiles are multiplied in integers
+(`transfer.simd.row_tiles`). An output is one dot product over its own row and token, in one order, whatever the batch
+and the number of threads. Bytes moved: a matrix once for all tokens; four or TILE of its rows stay in the cache for
+that long.
 """
 
 import numba
 import numpy as np
 
 from gpu.operations.arguments import FINITE_OR_NOT
+from transfer.model_constants import TILE
 from transfer.simd.exp import exp
 from transfer.simd.features import LANES
 from transfer.simd.inner import inner
@@ -18,6 +20,7 @@ from transfer.simd.packed_gains import GAINS, MATRIX_COLUMNS, ROW_BYTES, fill_ga
 from transfer.simd.packed_gains import ROWS as FIRST_ROW
 from transfer.simd.packed_rows import is_packed, product_block
 from transfer.simd.region import call_rows, pointer_to
+from transfer.simd.row_tiles import fill_tile_gains, round_token, tile_products
 from transfer.simd.team import claim, end_stage
 from transfer.simd.vectors import address_of
 
@@ -32,9 +35,16 @@ _dot_four = product_block(ROWS, 4)
 _dot_two = product_block(ROWS, 2)
 _dot_one = product_block(ROWS, 1)
 
-# Of a matrix, behind what `packed_gains` has: columns, the C function that multiplies four of its rows
-# (`multiply_rows`), and where the order of its columns lies, int64 `[inner]`, 0: they are in order.
-INNER, MULTIPLY, ORDER, TABLE_COLUMNS = range(MATRIX_COLUMNS, MATRIX_COLUMNS + 4)
+_tile_wide = tile_products(_WIDE)
+_tile_four = tile_products(4)
+_tile_two = tile_products(2)
+_tile_one = tile_products(1)
+
+# Of a matrix, behind what `packed_gains` has: columns, the C function that multiplies some of its rows
+# (`multiply_rows`, `multiply_tile`), where the order of its columns lies, int64 `[inner]`, 0: they are in order; how
+# many rows are taken together; where rows lie in tiles, and tokens are rounded, the columns of a unit and of a gain,
+# else 0.
+INNER, MULTIPLY, ORDER, TOGETHER, UNIT, GROUP, TABLE_COLUMNS = range(MATRIX_COLUMNS, MATRIX_COLUMNS + 7)
 
 
 @inner
@@ -47,6 +57,32 @@ def multiply_rows(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains
         fill_gains(m, row, ROWS, gains, gains + 4 * ROWS * m[GAINS])
     rows = m[FIRST_ROW] + row * m[ROW_BYTES]
     product(kind, rows, m[ROW_BYTES], gains, m[GAINS], m[INNER], x, x_stride, tokens, out, out_stride, AHEAD_BYTES)
+
+
+@inner
+def multiply_tile(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains):
+    """Compute products of a tile, whose first row is given, as `multiply_rows`; x: of rounded tokens; gains: of room
+    for those of TILE rows.
+    """
+    m = numba.carray(pointer_to(matrix), (TABLE_COLUMNS,), np.int64)
+    offsets, tile, columns = gains + 4 * TILE * m[GAINS], m[FIRST_ROW] + row * m[ROW_BYTES], m[INNER]
+    fill_tile_gains(m, row, gains, offsets)
+    token = 0
+    while tokens - token >= _WIDE:
+        x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
+        _tile_wide(kind, tile, gains, offsets, x_at, x_stride, columns, out_at, out_stride, AHEAD_BYTES)
+        token += _WIDE
+    if tokens - token >= 4:
+        x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
+        _tile_four(kind, tile, gains, offsets, x_at, x_stride, columns, out_at, out_stride, AHEAD_BYTES)
+        token += 4
+    if tokens - token >= 2:
+        x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
+        _tile_two(kind, tile, gains, offsets, x_at, x_stride, columns, out_at, out_stride, AHEAD_BYTES)
+        token += 2
+    if tokens - token >= 1:
+        x_at, out_at = x + 4 * token * x_stride, out + 4 * token * out_stride
+        _tile_one(kind, tile, gains, offsets, x_at, x_stride, columns, out_at, out_stride, AHEAD_BYTES)
 
 
 @inner
@@ -77,7 +113,7 @@ def product(kind, rows, row_bytes, gains, room, inner, x, x_stride, tokens, out,
 
 @inner
 def rows_an_item(row_bytes):
-    return max(ROWS, ITEM_BYTES // row_bytes // ROWS * ROWS)
+    return max(TILE, ITEM_BYTES // row_bytes // TILE * TILE)
 
 
 @inner
@@ -87,8 +123,16 @@ def count_items(rows, row_bytes):
 
 
 @inner
-def in_order(matrix, x, tokens, ordered):
-    """Return x as the matrix has its columns: x itself, or in `ordered`, float32 of this thread with room for it."""
+def prepared(matrix, x, tokens, ordered):
+    """Return x as the matrix takes it, its columns in order or rounded: x itself, or in `ordered`, float32 of this
+    thread with room for it.
+    """
+    if matrix[UNIT] != 0:
+        for token in range(tokens):
+            round_token(
+                address_of(x[token]), matrix[INNER], matrix[UNIT], matrix[GROUP], address_of(ordered[token])
+            )  # fmt: skip
+        return ordered
     if matrix[ORDER] == 0:
         return x
     order = numba.carray(pointer_to(matrix[ORDER]), (matrix[INNER],), np.int64)
@@ -100,16 +144,17 @@ def in_order(matrix, x, tokens, ordered):
 
 @inner
 def project(team, stage, matrix, rows, x, tokens, gains, out):
-    """Compute `out[:, :rows] = x @ matrix.T`; `rows` at least four. x: in the matrix's order, here and below; gains:
-    float32 `[num_gains]` of this thread.
+    """Compute `out[:, :rows] = x @ matrix.T`; `rows` at least four. x: `prepared`, here and below; gains: float32
+    `[num_gains]` of this thread.
     """
     row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
+    together = matrix[TOGETHER]
     items, step = count_items(rows, row_bytes), rows_an_item(row_bytes)
     x_at, out_at, done = address_of(x), address_of(out), 0
     item = claim(team, stage, items)
     while item >= 0:
-        for begin in range(item * step, min(rows, (item + 1) * step), ROWS):
-            row = min(begin, rows - ROWS)  # the last block of an odd vocabulary computes some rows twice
+        for begin in range(item * step, min(rows, (item + 1) * step), together):
+            row = min(begin, rows - together)  # the last block of an odd vocabulary computes some rows twice
             call_rows(multiply, at, row, x_at, x.shape[1], tokens, out_at + 4 * row, out.shape[1], gains_at)
         done += 1
         item = claim(team, stage, items)
@@ -118,18 +163,19 @@ def project(team, stage, matrix, rows, x, tokens, gains, out):
 
 @inner
 def project_and_add(team, stage, matrix, rows, x, tokens, gains, tile, out):
-    """Compute `out[:, :rows] += x @ matrix.T`; `rows` a multiple of four; tile: float32 `[2, tokens, 4]` of this
-    thread.
+    """Compute `out[:, :rows] += x @ matrix.T`; `rows` a multiple of those taken together; tile: float32 `[2, tokens,
+    TILE]` of this thread.
     """
     row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
+    together = matrix[TOGETHER]
     items, step = count_items(rows, row_bytes), rows_an_item(row_bytes)
     x_at, tile_at, done = address_of(x), address_of(tile), 0
     item = claim(team, stage, items)
     while item >= 0:
-        for row in range(item * step, min(rows, (item + 1) * step), ROWS):
-            call_rows(multiply, at, row, x_at, x.shape[1], tokens, tile_at, ROWS, gains_at)
+        for row in range(item * step, min(rows, (item + 1) * step), together):
+            call_rows(multiply, at, row, x_at, x.shape[1], tokens, tile_at, TILE, gains_at)
             for token in range(tokens):
-                for r in range(ROWS):
+                for r in range(together):
                     out[token, row + r] += tile[0, token, r]
         done += 1
         item = claim(team, stage, items)
@@ -138,26 +184,29 @@ def project_and_add(team, stage, matrix, rows, x, tokens, gains, tile, out):
 
 @inner
 def project_gated(team, stage, matrix, rows, x, tokens, gains, tile, out):
-    """Compute `out = silu(gate) * up` of `matrix`, `[2 * rows, inner]` with gates first; `rows` a multiple of four."""
+    """Compute `out = silu(gate) * up` of `matrix`, `[2 * rows, inner]` gates first; `rows` a multiple of those taken
+    together.
+    """
     row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
+    together = matrix[TOGETHER]
     items, step = count_items(rows, 2 * row_bytes), rows_an_item(2 * row_bytes)
     x_at, gate_at, up_at = address_of(x), address_of(tile[0]), address_of(tile[1])
     done = 0
     item = claim(team, stage, items)
     while item >= 0:
-        for row in range(item * step, min(rows, (item + 1) * step), ROWS):
-            call_rows(multiply, at, row, x_at, x.shape[1], tokens, gate_at, ROWS, gains_at)
-            call_rows(multiply, at, rows + row, x_at, x.shape[1], tokens, up_at, ROWS, gains_at)
-            _gate(tile, tokens, row, out)
+        for row in range(item * step, min(rows, (item + 1) * step), together):
+            call_rows(multiply, at, row, x_at, x.shape[1], tokens, gate_at, TILE, gains_at)
+            call_rows(multiply, at, rows + row, x_at, x.shape[1], tokens, up_at, TILE, gains_at)
+            _gate(tile, tokens, row, together, out)
         done += 1
         item = claim(team, stage, items)
     end_stage(team, stage, items, done)
 
 
 @inner
-def _gate(tile, tokens, row, out):
+def _gate(tile, tokens, row, together, out):
     for token in range(tokens):
-        for r in range(ROWS):
+        for r in range(together):
             gate = tile[0, token, r]
             out[token, row + r] = gate / (np.float32(1.0) + exp(-gate)) * tile[1, token, r]
 

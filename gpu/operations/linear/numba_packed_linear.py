@@ -18,25 +18,30 @@ from gpu.operations.linear.numba_linear import (
     INNER,
     ROWS,
     TABLE_COLUMNS,
+    UNIT,
     count_items,
+    prepared,
     project,
     rows_an_item,
 )
-from gpu.operations.linear.numba_matrix_table import SOURCES, Kind, gains_room, rows_of, table_row
+from gpu.operations.linear.numba_matrix_table import SOURCES, Kind, gains_room, kind_of_rows, table_row, token_room
 from gpu.operations.linear.packed_matrix import Packed
 from transfer.host_pages import advise_huge_pages
-from transfer.matrix_rows import KINDS, kind_of
+from transfer.matrix_rows import KINDS
 from transfer.simd import team
 from transfer.simd.features import HAS_VECTORS
 from transfer.simd.inner import inner
-from transfer.simd.packed_gains import GAINS, ROW_BYTES, fill_gains
+from transfer.simd.packed_gains import GAINS, MATRIX_COLUMNS, ROW_BYTES, fill_gains
 from transfer.simd.packed_gains import ROWS as FIRST_ROW
 from transfer.simd.packed_rows import widen_row
 from transfer.simd.region import call_rows, pointer_to, start, version
+from transfer.simd.row_tiles import copy_row
 from transfer.simd.team import COUNTER_INT64, Team, claim, end_stage, new_counters
 
 # The context of a region: addresses, strides and counts.
-MATRIX, NUM_ROWS, X, X_STRIDE, TOKENS, OUT, OUT_STRIDE, SCRATCH, ROOM, COUNTERS, WIDEN, CONTEXT_INT64 = range(12)
+(MATRIX, NUM_ROWS, X, X_STRIDE, TOKENS, OUT, OUT_STRIDE, SCRATCH, ROOM, COUNTERS, WIDEN, ROUNDED, ROUNDED_STRIDE,
+ CONTEXT_INT64) = range(14)  # fmt: skip
+STAGES = 2  # tokens are rounded, if they are, and multiplied
 _LINE_FLOATS = 16  # threads write to lines of their own
 
 
@@ -52,8 +57,11 @@ def packed_product(x: Tensor, packed: Packed) -> Tensor:
     matrix's order. The matrix is one that `multiplies` serves.
     """
     out = torch.empty(len(x), packed.rows)
+    room = -(-token_room(packed) // _LINE_FLOATS) * _LINE_FLOATS if packed.in_tiles else 0
+    rounded = torch.empty(len(x), room)
     _run(_compile_products(version(*SOURCES, team)), packed, {
         X: x.data_ptr(), X_STRIDE: x.shape[1], TOKENS: len(x), OUT: out.data_ptr(), OUT_STRIDE: packed.rows,
+        ROUNDED: rounded.data_ptr(), ROUNDED_STRIDE: room,
     })  # fmt: skip
     return out
 
@@ -73,13 +81,13 @@ def widen_address(packed: Packed, dtype: torch.dtype) -> int:
     """Return the address of a C function that widens rows of such a matrix to `dtype`, to be called by `call_rows`: so
     many `tokens` rows from one on, to `out`, rows `out_stride` bytes apart.
     """
-    return int(_compile_rows(Kind(kind_of(rows_of(packed))), Kind(KINDS[dtype](0)), version(*SOURCES)).address)
+    return int(_compile_rows(Kind(kind_of_rows(packed)), Kind(KINDS[dtype](0)), version(*SOURCES)).address)
 
 
 def _run(work: Any, packed: Packed, given: dict[int, int]) -> None:
     threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     room = -(-gains_room(packed) // _LINE_FLOATS) * _LINE_FLOATS
-    matrix, counters = np.array(table_row(packed), np.int64), new_counters(1, threads)
+    matrix, counters = np.array(table_row(packed), np.int64), new_counters(STAGES, threads)
     scratch, context = np.empty((threads, room), np.float32), np.zeros(CONTEXT_INT64, np.int64)
     for column, value in given.items():
         context[column] = value
@@ -91,7 +99,7 @@ def _run(work: Any, packed: Packed, given: dict[int, int]) -> None:
 
 @inner
 def _team(c, me, threads):
-    return Team(numba.carray(pointer_to(c[COUNTERS]), (1, threads + 1, COUNTER_INT64), np.int64), me, threads)
+    return Team(numba.carray(pointer_to(c[COUNTERS]), (STAGES, threads + 1, COUNTER_INT64), np.int64), me, threads)
 
 
 @inner
@@ -99,6 +107,18 @@ def _given(context):
     """Return the context, and the matrix's row."""
     c = numba.carray(pointer_to(context), (CONTEXT_INT64,), np.int64)
     return c, numba.carray(pointer_to(c[MATRIX]), (TABLE_COLUMNS,), np.int64)
+
+
+@inner
+def _round(team, matrix, x, rounded):
+    """Round all tokens, each by one thread."""
+    items, done = len(x), 0
+    token = claim(team, 0, items)
+    while token >= 0:
+        prepared(matrix, x[token : token + 1], 1, rounded[token : token + 1])
+        done += 1
+        token = claim(team, 0, items)
+    end_stage(team, 0, items, done)
 
 
 @cache
@@ -115,7 +135,12 @@ def _compile_products(version: int) -> Any:
         x = numba.carray(pointer_to(c[X]), (c[TOKENS], c[X_STRIDE]), np.float32)
         out = numba.carray(pointer_to(c[OUT]), (c[TOKENS], c[OUT_STRIDE]), np.float32)
         gains = numba.carray(pointer_to(c[SCRATCH] + 4 * c[ROOM] * me), (c[ROOM],), np.float32)
-        project(_team(c, me, threads), 0, matrix, c[NUM_ROWS], x, c[TOKENS], gains, out)
+        ours = _team(c, me, threads)
+        if matrix[UNIT] != 0:
+            rounded = numba.carray(pointer_to(c[ROUNDED]), (c[TOKENS], c[ROUNDED_STRIDE]), np.float32)
+            _round(ours, matrix, x, rounded)
+            x = rounded
+        project(ours, 1, matrix, c[NUM_ROWS], x, c[TOKENS], gains, out)
 
     return work
 
@@ -151,10 +176,16 @@ def _compile_rows(rows: Kind, numbers: Kind, version: int) -> Any:
         if version < 0:
             return
         m = numba.carray(pointer_to(matrix), (TABLE_COLUMNS,), np.int64)
+        offsets = gains + 4 * m[GAINS]
+        alone = numba.carray(pointer_to(offsets + 4 * m[GAINS]), (MATRIX_COLUMNS,), np.int64)
         for own in range(count):
-            offsets = gains + 4 * m[GAINS]
-            fill_gains(m, row + own, 1, gains, offsets)
-            words = m[FIRST_ROW] + (row + own) * m[ROW_BYTES]
+            if m[UNIT] != 0:
+                copy_row(m, row + own, alone)
+                fill_gains(alone, 0, 1, gains, offsets)
+                words = alone[FIRST_ROW]
+            else:
+                fill_gains(m, row + own, 1, gains, offsets)
+                words = m[FIRST_ROW] + (row + own) * m[ROW_BYTES]
             widen_row(kind, out_kind, words, gains, offsets, m[INNER], out + own * out_bytes, AHEAD_BYTES)
 
     return widen

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gpu.model.matrix_format import BITS, Kind, num_words
 from gpu.operations.linear.word_layout import RUN_COLUMNS, unpack_words
-from transfer.model_constants import FP4_NUMBERS
+from transfer.host_pages import advise_huge_pages
+from transfer.model_constants import FP4_NUMBERS, TILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class Packed:
     words int32 `[rows, num_words]` (`word_layout`); scales bf16, float16 or float32, of FP4 also uint8, `[ceil(rows /
     row_block), ceil(inner / group)]`; zeros uint8 of that shape, None: the middle; order int64 `[inner]`, the column of
     a token that each of ours is multiplied by, None: the same one. runs: int32 `[rows, inner / run]`, the bits of d
-    below those of least; scales are then int16, a scale below an offset, and there are no zeros.
+    below those of least; scales are then int16, a scale below an offset, and there are no zeros. in_tiles: the tensors
+    of each TILE rows have first what is first in every row, then what is second (`transfer.simd.row_tiles`).
     """
 
     kind: Kind
@@ -38,6 +40,7 @@ class Packed:
     zeros: Tensor | None = None
     order: Tensor | None = None
     runs: Tensor | None = None
+    in_tiles: bool = False
 
     @property
     def bits(self) -> int:
@@ -77,7 +80,10 @@ class Packed:
         return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
 
     def take_rows(self, begin: int, end: int) -> "Packed":
-        """Return rows `[begin, end)`, which share this matrix's memory. Both are multiples of row_block, or the end."""
+        """Return rows `[begin, end)`, which share this matrix's memory. Both are multiples of row_block, or the end; of
+        TILE where rows lie in tiles.
+        """
+        assert not self.in_tiles or begin % TILE == end % TILE == 0, "whole tiles"
         whole, scaled = slice(begin, end), slice(begin // self.row_block, -(-end // self.row_block))
         return replace(
             self,
@@ -93,8 +99,45 @@ EXPONENT_BIAS = 127  # of FP4's scales
 Stored = Tensor | Packed  # a matrix, plain or of few bits
 
 
+def lay_in_tiles(packed: Packed) -> Packed:
+    """Return the matrix with its rows in tiles: a copy."""
+    return _laid_out(packed, True)
+
+
+def lay_in_rows(packed: Packed) -> Packed:
+    """Return a matrix in tiles with each row by itself: a copy."""
+    return _laid_out(packed, False)
+
+
+def why_not_in_tiles(packed: Packed) -> str | None:
+    """Return what keeps a matrix out of tiles that the CPU multiplies by rows; None: nothing. Two halves of its rows
+    may be whole tiles.
+    """
+    if packed.kind not in ("int4", "int8"):
+        return f"{packed.kind} is no integer"
+    if packed.order is not None:
+        return "columns are in an order of their own"
+    if packed.row_block > 1:
+        return f"{packed.row_block} rows share scales"
+    return f"{packed.rows} rows are no multiple of {2 * TILE}" if packed.rows % (2 * TILE) else None
+
+
+def _laid_out(packed: Packed, in_tiles: bool) -> Packed:
+    def moved(part: Tensor) -> Tensor:
+        tiles = (-1, TILE, part.shape[1]) if in_tiles else (-1, part.shape[1], TILE)
+        made = torch.empty_like(part)
+        advise_huge_pages(made.data_ptr(), made.nbytes)
+        made.view(-1, *tiles[:0:-1]).copy_(part.view(tiles).transpose(1, 2))
+        return made
+
+    parts = {name: getattr(packed, name) for name in ("words", "scales", "zeros", "runs")}
+    made = {name: moved(part) for name, part in parts.items() if part is not None}
+    return replace(packed, **made, in_tiles=in_tiles)
+
+
 def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:
     """Unpack in plain torch: `[rows, inner]` of `dtype`, in which it computes, columns as tokens have them."""
+    packed = lay_in_rows(packed) if packed.in_tiles else packed
     numbers = unpack_words(packed.words, packed.bits, packed.inner)
     row = torch.arange(packed.rows, device=numbers.device) // packed.row_block
     column = torch.arange(packed.inner, device=numbers.device) // packed.group
@@ -121,12 +164,19 @@ def unpack_rows(packed: Packed, rows: Tensor) -> Tensor:
     rounded once. rows: int64. Plain torch, on any device, and in captured steps.
     """
     assert packed.row_block == 1, "each row has scales of its own"
+
+    def take(part: Tensor) -> Tensor:
+        if not packed.in_tiles:
+            return part.index_select(0, rows)
+        return part.view(-1, part.shape[1], TILE)[rows // TILE, :, rows % TILE]
+
     taken = replace(
         packed,
-        words=packed.words.index_select(0, rows),
-        scales=packed.scales.index_select(0, rows),
-        zeros=None if packed.zeros is None else packed.zeros.index_select(0, rows),
-        runs=None if packed.runs is None else packed.runs.index_select(0, rows),
+        words=take(packed.words),
+        scales=take(packed.scales),
+        zeros=None if packed.zeros is None else take(packed.zeros),
+        runs=None if packed.runs is None else take(packed.runs),
+        in_tiles=False,
     )
     return unpack_reference(taken, torch.float32).to(packed.dtype)
 

@@ -266,6 +266,7 @@ def groups_ahead(packed: Packed) -> int:
 def tensors_of(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
     """Return words, scales, and zero points, or runs; anything, where there are none."""
     beside = packed.zeros if packed.runs is None else packed.runs
+    assert not packed.in_tiles, "the CPU's, whose products take them"
     return packed.words, packed.scales, packed.scales if beside is None else beside
 
 
