@@ -216,7 +216,7 @@ def compile_products() -> None:
     multiply = tile_products(8)
 
     def compile_kind(kind: Any) -> None:
-        def products(tile, gains, offsets, x, inner, out):  # type: ignore[no-untyped-def]
+        def products(tile, gains, offsets, x, inner, out):
             multiply(kind, tile, gains, offsets, x, 1024, inner, out, TILE, 4096)
 
         numba.njit("void(int64, int64, int64, int64, int64, int64)")(products)
