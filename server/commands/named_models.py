@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,18 +13,20 @@ from gpu.memory.plan import PlanError
 from gpu.model.spec import ModelError
 from gpu.profiles import ProfileError
 from server.deployment import HUB_PREFIX, ConfigError, Deployment, is_on_hub, load_deployment, model_name
-from server.hub.hub_models import CachedModel, fetch_model
 from server.hub.hub_name import read_name
 from server.planning.deployment_plan import resolve_plan
 from server.several_models import check_together, load_deployments
 from transfer.machine import GIB, MachineProfile
+
+if TYPE_CHECKING:
+    from server.hub.hub_models import CachedModel
 
 
 @dataclass(frozen=True, slots=True)
 class FittingModel:
     """Hold a model and the longest context that the plan finds room for; None: it does not fit, as `why_not` says."""
 
-    model: CachedModel
+    model: "CachedModel"
     context_tokens: int | None
     why_not: str
 
@@ -47,13 +49,15 @@ def _fetched(deployment: Deployment, is_offline: bool) -> Deployment:
     path = deployment.model.path
     if path is None or not is_on_hub(path):
         return deployment
+    from server.hub.hub_models import fetch_model  # the hub's client takes 12 MB, which few servers want
+
     name = read_name(str(path))
     found = load_deployment(fetch_model(name, is_offline)).model
     update = {"path": found.path, "name": deployment.model.name or name.repository}
     return deployment.model_copy(update={"model": deployment.model.model_copy(update=update)})
 
 
-def plan_models(models: Sequence[CachedModel], machine: MachineProfile) -> list[FittingModel]:
+def plan_models(models: "Sequence[CachedModel]", machine: MachineProfile) -> list[FittingModel]:
     """Return each model with the longest context that the machine has room for."""
     found = []
     for model in models:

@@ -1,12 +1,21 @@
-"""What an engine that has no use for them does not import: it would take their time at each start, and their memory."""
+"""What an engine and its server do not import, where they have no use for it: it would take their time at each start,
+and their memory.
+"""
 
 import subprocess
 import sys
 
-UNUSED = ("scipy.optimize", "cpu", "torch.distributed._symmetric_memory")
+import pytest
+
+ENGINE = "scheduler.engine.engine_process"
+SERVER = "server.commands.named_models, server.http.app"
 
 
-def test_an_engine_process_imports_nothing_that_few_engines_use() -> None:
-    code = f"import sys, scheduler.engine.engine_process; print([name for name in {UNUSED} if name in sys.modules])"
+@pytest.mark.parametrize(
+    ("imported", "unused"),
+    [(ENGINE, ["scipy.optimize", "cpu", "torch.distributed._symmetric_memory"]), (SERVER, ["huggingface_hub"])],
+)
+def test_what_few_use_is_not_imported_by_all(imported: str, unused: list[str]) -> None:
+    code = f"import sys, {imported}; print([name for name in {unused} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
