@@ -148,7 +148,8 @@ class GpuConfig(Settings):
     kv: Literal["auto", "bfloat16", "fp8", "int8"] = Field(
         "auto",
         description="rows of keys and values on the device: in codes of 8 bits, with a scale a token and KV head, or "
-        "as `dtype`, which is auto. Rows in host memory are as `host.rows` says",
+        "as `dtype`, which is auto. Rows in host memory are as `host.rows` says. On a CPU the compiled step reads "
+        "int8, and fp8 goes layer by layer",
     )
     experts_gib: float | Literal["auto"] | None = Field(
         None,
