@@ -24,11 +24,11 @@ from gpu.operations.experts.expert_tiles import (
     pair_up,
     sizes_of_tiles,
 )
-from gpu.operations.experts.experts_reference import experts_reference, fold_choice, route_reference
+from gpu.operations.experts.experts_reference import experts_reference, route_reference
 from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.fetch_experts import list_experts
 from gpu.operations.experts.mixture_matrices import ExpertMatrices
-from gpu.operations.experts.routing import MOST_ROUTED, choose, router_logits
+from gpu.operations.experts.routing import MOST_ROUTED, choose, fold_choice, router_logits
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.operations.rms_norm import rms_norm
 from gpu.weights.weights import ExpertWeights

@@ -67,7 +67,7 @@ from gpu.operations.experts.expert_tiles import LEAST_PAIRS, down_tiles, gate_up
 from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.fetch_experts import fetch_experts, list_experts
 from gpu.operations.experts.mixture_matrices import ExpertMatrices
-from gpu.operations.experts.routing import choose
+from gpu.operations.experts.routing import choose, fold_choice
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.host_rows.chunk_columns import CHUNKS, COLUMNS
 from gpu.operations.host_rows.int4_rows import restore_int4, store_int4
@@ -366,6 +366,13 @@ def _experts(shape: Architecture, dtype: torch.dtype) -> None:
             for there in (None, far, others) if mean == means[1] else (None,):
                 matrices = ExpertMatrices(gate_up, down, there, *biases[1:], gains)
                 down_tiles(gate_up_tiles(x, pairs, matrices, experts, activation), pairs, matrices, x, experts)
+
+
+def _folded(shape: Architecture, dtype: torch.dtype) -> None:
+    for experts in {spec.experts for spec in shape.layers if spec.experts is not None and spec.experts.is_folded}:
+        logits = empty(1, experts.num_experts)
+        for correction in (None, logits[0]):
+            fold_choice(logits, experts, correction)
 
 
 def _race(shape: Architecture, dtype: torch.dtype) -> None:
@@ -743,6 +750,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_unpack_kernel": _packed,
     "_router_logits_kernel": _experts,
     "_choose_kernel": _experts,
+    "_fold_choice_kernel": _folded,
     "_tile_pairs_kernel": _experts,
     "_gate_up_kernel": _experts,
     "_down_kernel": _experts,

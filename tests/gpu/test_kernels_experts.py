@@ -15,10 +15,10 @@ from gpu.operations.arguments import runs_on_triton
 from gpu.operations.experts import expert_tiles
 from gpu.operations.experts.expert_rows import down_rows, gate_up_rows
 from gpu.operations.experts.expert_tiles import FEWEST_PAIRS, LEAST_PAIRS, down_tiles, gate_up_tiles, pair_few, pair_up
-from gpu.operations.experts.experts_reference import experts_reference, fold_choice
+from gpu.operations.experts.experts_reference import experts_reference, fold_choice_reference
 from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.mixture_matrices import ExpertMatrices
-from gpu.operations.experts.routing import choose, router_logits, tile_pairs
+from gpu.operations.experts.routing import choose, fold_choice, router_logits, tile_pairs
 from gpu.operations.linear.packed_matrix import Packed
 from tests.gpu import expert_oracle as oracle
 from tests.gpu import kernel_oracles
@@ -255,6 +255,31 @@ def test_experts_of_the_best_groups_are_taken_with_weights_as_they_are_or_of_sum
         assert sorted(ids[row].tolist()) == sorted(taken.tolist())
         own = score[ids[row].tolist()]
         assert distance(weights[row], own / own.sum() if is_normalised else own) < KERNEL_FLOAT32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("num_experts", "groups"), [(7, 1), (64, 1), (160, 8), (12, 3)])
+@pytest.mark.parametrize("is_sigmoid", [True, False])
+def test_the_kernel_folds_a_choice_as_the_reference_does(device, num_experts, groups, is_sigmoid):
+    """With weights that a correction outweighs, and large ones of either sign."""
+    experts = Experts(num_experts, 4, 8, True, is_sigmoid=is_sigmoid, groups=groups, groups_taken=-(-groups // 2))
+    generator = np.random.default_rng(num_experts)
+    logits = random(generator, (9, num_experts), torch.float32, device) * 20
+    correction = random(generator, (num_experts,), torch.float32, device) if is_sigmoid else None
+    got, wanted = (fold(logits, experts, correction) for fold in (fold_choice, fold_choice_reference))
+    assert (torch.isfinite(got).sum(1) == 4).all()
+    assert torch.equal(torch.isfinite(got), torch.isfinite(wanted))
+    taken = torch.isfinite(wanted)
+    assert torch.allclose(got[taken], wanted[taken], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_equal_weights_the_first_expert_and_group_are_taken(device):
+    if not runs_on_triton(torch.empty(0, device=device)):
+        pytest.skip("of the reference any may be")
+    experts = Experts(12, 3, 8, True, is_sigmoid=True, groups=4, groups_taken=2)
+    folded = fold_choice(torch.zeros(2, 12, device=device), experts, None)
+    assert torch.isfinite(folded).nonzero().tolist() == [[row, one] for row in range(2) for one in range(3)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

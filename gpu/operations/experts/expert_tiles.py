@@ -413,7 +413,8 @@ def _launch(
         **taking(experts), "GATES": gates, "ACTIVATION": activation or "none", "BLOCK_PAIRS": tiles.per_tile,
     }  # fmt: skip
     if isinstance(stored, Packed) and isinstance(there, Packed) and tiles.per_tile <= MOST_PACKED_PAIRS:
-        rows, splits, num_warps, num_stages = packed_config(tiles.per_tile, gates, stored.kind, x.dtype)
+        tokens = len(tiles.shares)
+        rows, splits, num_warps, num_stages = packed_config(tokens, tiles.per_tile, gates, stored.kind, x.dtype)
         _packed_expert_tiles_kernel[triton.cdiv(num_rows, rows), len(tiles.experts)](
             x, *tensors_of(stored), *tensors_of(there), places, *vectors, *listed, out, len(tiles.shares),
             **tile_layout(stored), **common, LEAVES_OUT=leaves_out(far), BLOCK_ROWS=rows, SPLITS=splits,

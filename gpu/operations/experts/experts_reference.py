@@ -16,7 +16,7 @@ from gpu.operations.linear.packed_matrix import Stored, unpack_reference
 from gpu.operations.swiglu import swiglu_reference
 
 
-def fold_choice(logits: Tensor, experts: Experts, correction: Tensor | None) -> Tensor:
+def fold_choice_reference(logits: Tensor, experts: Experts, correction: Tensor | None) -> Tensor:
     """Return the logits of a router by sigmoids, or of one that chooses among groups, as a softmax router would have
     them: the logarithms of the weights for experts that a token takes, -inf for all others.
 
@@ -45,7 +45,9 @@ def route_reference(
     """
     wide = torch.float64 if normed.dtype == torch.float64 else torch.float32
     logits = F.linear(normed.to(wide), router.to(wide), None if bias is None else bias.to(wide))
-    return choose_reference(fold_choice(logits, experts, correction) if experts.is_folded else logits, experts)
+    return choose_reference(
+        fold_choice_reference(logits, experts, correction) if experts.is_folded else logits, experts
+    )
 
 
 def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu.model.spec import Experts
 from gpu.operations.arguments import check, runs_on_triton
-from gpu.operations.experts.experts_reference import choose_reference
+from gpu.operations.experts.experts_reference import choose_reference, fold_choice_reference
 from gpu.operations.linear.plain_linear import logits_linear
 from gpu.operations.rms_norm import check_norm, rms_norm
 
@@ -92,6 +92,43 @@ def take_experts(
 
 
 @triton.jit
+def _fold_choice_kernel(
+    logits, correction, out, IS_SIGMOID: tl.constexpr, HAS_CORRECTION: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    GROUPS_TAKEN: tl.constexpr, GROUP_BEST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    is_expert = expert < NUM_EXPERTS
+    values = tl.load(logits + token * NUM_EXPERTS + expert, mask=is_expert, other=float("-inf"))
+    if IS_SIGMOID:
+        weights = tl.minimum(values, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(values)))
+    else:
+        top = tl.max(values, 0)
+        weights = values - top - tl.log(tl.sum(tl.exp(values - top), 0))
+    wanted = tl.exp(weights)
+    if HAS_CORRECTION:
+        wanted += tl.load(correction + expert, mask=is_expert, other=0.0)
+    keys = keys_of(wanted, is_expert)
+    before = (keys[:, None] > keys[None, :]) | ((keys[:, None] == keys[None, :]) & (expert[:, None] < expert[None, :]))
+    if GROUPS > 1:
+        own = expert // (NUM_EXPERTS // GROUPS)
+        in_group = tl.sum((before & (own[:, None] == own[None, :])).to(tl.int32), 0)
+        group = tl.arange(0, BLOCK_GROUPS)
+        is_best = (own[:, None] == group[None, :]) & (in_group < GROUP_BEST)[:, None] & is_expert[:, None]
+        best = keys_of(tl.sum(tl.where(is_best, wanted[:, None], 0.0), 0), group < GROUPS)
+        ahead = (best[:, None] > best[None, :]) | ((best[:, None] == best[None, :]) & (group[:, None] < group[None, :]))
+        is_taken = tl.sum(ahead.to(tl.int32), 0) < GROUPS_TAKEN
+        is_left = tl.sum(((own[:, None] == group[None, :]) & is_taken[None, :]).to(tl.int32), 1) > 0
+        before = before & is_left[:, None]
+        place = tl.where(is_left, tl.sum(before.to(tl.int32), 0), PER_TOKEN)
+    else:
+        place = tl.sum(before.to(tl.int32), 0)
+    folded = tl.where(place < PER_TOKEN, weights, float("-inf"))
+    tl.store(out + token * NUM_EXPERTS + expert, folded, mask=is_expert)
+
+
+@triton.jit
 def _choose_kernel(
     logits, ids, weights, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     SLOTS: tl.constexpr, WEIGHTS: tl.constexpr,
@@ -158,6 +195,30 @@ def router_logits(
         BLOCK=triton.next_power_of_2(hidden), num_warps=4,
     )  # fmt: skip
     return normed, logits
+
+
+def fold_choice(logits: Tensor, experts: Experts, correction: Tensor | None) -> Tensor:
+    """Return `fold_choice_reference` of logits, new. Of equal weights, or sums of a group's, the first is taken.
+
+    logits float32 `[tokens, experts]`; correction float32 `[experts]` or None. Raises ValueError for another shape,
+    dtype or device.
+    """
+    tokens = len(logits)
+    check("fold_choice", "logits", logits, (tokens, experts.num_experts), torch.float32, logits.device)
+    if correction is not None:
+        check("fold_choice", "correction", correction, (experts.num_experts,), torch.float32, logits.device)
+    if not runs_on_triton(logits) or tokens == 0:
+        return fold_choice_reference(logits, experts, correction)
+    logits = logits.contiguous()
+    out = torch.empty_like(logits)
+    _fold_choice_kernel[(tokens,)](
+        logits, logits if correction is None else correction, out, IS_SIGMOID=experts.is_sigmoid,
+        HAS_CORRECTION=correction is not None, NUM_EXPERTS=experts.num_experts,
+        BLOCK_EXPERTS=triton.next_power_of_2(experts.num_experts), PER_TOKEN=experts.per_token, GROUPS=experts.groups,
+        BLOCK_GROUPS=triton.next_power_of_2(experts.groups), GROUPS_TAKEN=experts.groups_taken,
+        GROUP_BEST=experts.group_best, num_warps=8,
+    )  # fmt: skip
+    return out
 
 
 def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

@@ -16,21 +16,26 @@ PLAIN = {  # which fit all cards
 PLAIN_OF_LARGER_CARDS = {(64, True): (128, 64, 8, 4), (128, True): (128, 64, 8, 4), (128, False): (256, 64, 8, 3)}
 # Rows, splits (parts of a row's columns that warps share, each a unit of words at once), num_warps, num_stages.
 PACKED = {
-    (8, True): (16, 4, 4, 3), (8, False): (16, 4, 4, 3),
-    (16, True): (16, 4, 4, 3), (16, False): (16, 4, 4, 3),
+    (8, True): (64, 1, 4, 3), (8, False): (64, 1, 4, 3),
+    (16, True): (64, 1, 4, 3), (16, False): (64, 1, 4, 3),
     (32, True): (64, 1, 4, 3), (32, False): (64, 1, 4, 4),
     (64, True): (64, 1, 4, 3), (64, False): (64, 1, 4, 2),
 }  # fmt: skip
+PACKED_ALONE = (16, 2, 2, 4)  # of one token: more programs, each with fewer rows, whose warps share the columns
 PACKED_FP4 = {(64, True): (64, 1, 4, 2)}  # where it differs
 LEAST_SHARED_BYTES = 99 * 2**10  # of a block, on the smallest card that is served
 
 
-def packed_config(per_tile: int, gates: bool, kind: Kind, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def packed_config(
+    tokens: int, per_tile: int, gates: bool, kind: Kind, dtype: torch.dtype
+) -> tuple[int, int, int, int]:  # fmt: skip
     """Return rows, splits, num_warps and num_stages of a packed matrix's tiles. gates: whether its product is gated;
     dtype: of products.
     """
     if dtype == torch.float32:
         return 16, 1, 4, 1
+    if tokens == 1:
+        return PACKED_ALONE
     key = per_tile, gates
     return PACKED_FP4[key] if kind == "fp4" and key in PACKED_FP4 else PACKED[key]
 
