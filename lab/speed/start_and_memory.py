@@ -76,7 +76,12 @@ def measure(server: "subprocess.Popen[bytes]", url: str, began: float, num_token
 
 def memory_of(processes: list[psutil.Process]) -> dict[str, dict[str, float]]:
     """Return the megabytes of each process that runs, by its command."""
-    return {" ".join(one.cmdline()[1:4])[:60]: megabytes(one) for one in processes if one.is_running()}
+    return {" ".join(one.cmdline()[1:4])[:60]: megabytes(one) for one in processes if runs(one)}
+
+
+def runs(process: psutil.Process) -> bool:
+    """Return whether a process has not ended, as one that compiled may have."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def sum_up(memory: dict[str, dict[str, float]]) -> dict[str, float]:
