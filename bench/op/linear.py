@@ -24,7 +24,8 @@ from gpu.weights.weight_allocation import allocate_packed
 from gpu.weights.weights import LayerWeights, Weights
 
 LIBRARY_KINDS = ("humming-fp8", "humming-int8", "humming-int4")
-KINDS = ("bfloat16", "fp8", "int8", "int4", "Q8_0", "Q6_K", "Q4_0", "Q4_K", *LIBRARY_KINDS)
+_OF_FILES = tuple(name for name, kind in BLOCK_KINDS.items() if kind.stored is not None)
+KINDS = ("bfloat16", "fp8", "int8", "int4", *_OF_FILES, *LIBRARY_KINDS)
 DEFAULT_KINDS = ("bfloat16", "fp8", "int8", "int4")
 MOST_ERROR = 1.5e-2  # of a product behind a norm, against float64
 GATED = 1, 5  # tokens of products that are compared before any is timed
