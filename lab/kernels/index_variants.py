@@ -29,7 +29,7 @@ from gpu.methods.indexed.settings import IndexedSettings
 
 WARMUPS, REPEATS = 3, 20
 MOST_OFF = 1e-2  # of logits in float16 and of an estimate by weights in bfloat16, relative
-# Of sums of random values, which are near zero beside their terms: 98,304 of them magnify what their weights round alike
+# Of sums of random values, near zero beside their terms: 98,304 of them magnify what their weights round alike
 # by 300.
 MOST_OFF_OF_SUMS = 5e-2
 Part = Literal["score", "choose", "estimate", "layer"]
