@@ -6,6 +6,7 @@ and packed neighbours change nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -16,15 +17,11 @@ from gpu.layers.projections import Projections
 from gpu.model.spec import Architecture
 from gpu.operations.arguments import runs_on_triton
 from gpu.operations.recurrent.delta_net import RecurrentWeights
-from gpu.operations.recurrent.delta_prefill import (
-    PlannedSpans,
-    Span,
-    delta_prefill,
-    plan_spans,
-    run_spans_reference,
-)
+from gpu.operations.recurrent.delta_prefill import Span, delta_prefill, plan_spans, run_spans_reference
 from gpu.operations.recurrent.delta_step import delta_commit, delta_commit_reference, delta_step, stack
 from gpu.step import WindowBranch
+
+MOST_PLANNED = 1024  # units whose spans are kept on the device, some 2 KiB each: those of half a million tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,8 @@ class DeltaLayers:
         self.states = states
         self._eps = self.own.norm_eps or architecture.rms_norm_eps
         self._projections = projections
-        self._planned: tuple[tuple[Span, ...], PlannedSpans] | None = None  # of the last unit, for the next layer
+        ring_length, device = states.of_layer(states.layers[0]).rings.shape[1], states.device
+        self._plan = lru_cache(MOST_PLANNED)(partial(plan_spans, ring_length=ring_length, device=device))
         on_triton = runs_on_triton(states.of_slot)
         has_kernels = on_triton and not self.own.is_short
         self._stacked = stack([self._weights(layer) for layer in states.layers]) if has_kernels else None
@@ -88,14 +86,15 @@ class DeltaLayers:
 
     def prefill(self, layer: int, hidden: Tensor, parts: Sequence[StatePart]) -> Tensor:
         """Return the same of a unit's tokens `[tokens, hidden]`, which are those of `parts`, in order."""
+        return self.take_in(layer, *self._projections.mixed(layer, hidden), parts)
+
+    def take_in(self, layer: int, mixed: Tensor, gates: Tensor, parts: Sequence[StatePart]) -> Tensor:
+        """Return what `prefill` does, of what `Projections.mixed` has made of the tokens."""
         weights, held = self._weights(layer), self.states.of_layer(layer)
-        mixed, gates = self._projections.mixed(layer, hidden)
         spans = tuple(span for part in parts for span in part.spans())
         if self._stacked is None or mixed.dtype == torch.float64:
             return run_spans_reference(mixed, gates, weights, self.own, self._eps, held, spans)
-        if self._planned is None or self._planned[0] != spans:
-            self._planned = spans, plan_spans(spans, held.rings.shape[1], mixed.device)
-        return delta_prefill(mixed, gates, weights, self.own, self._eps, held, self._planned[1])
+        return delta_prefill(mixed, gates, weights, self.own, self._eps, held, self._plan(spans))
 
     def _weights(self, layer: int) -> RecurrentWeights:
         weights = self._projections.weights.layers[layer].recurrent

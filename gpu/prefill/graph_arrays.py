@@ -11,8 +11,8 @@ LAYER_GRAPH_BYTES = 2**19
 
 
 def layers_in_graphs(architecture: Architecture) -> list[int]:
-    """Return the layers whose parts before and behind attention get nothing beside hidden states, so that graphs hold
-    them (`gpu.prefill.layer_graphs`).
+    """Return the layers whose parts before and behind attention, or a recurrent state, get nothing of other layers
+    beside hidden states, so that graphs hold them (`gpu.prefill.layer_graphs`).
     """
     a = architecture
     if a.latent is not None or a.layer_inputs is not None:
@@ -21,18 +21,21 @@ def layers_in_graphs(architecture: Architecture) -> list[int]:
     return [
         layer
         for layer, spec in enumerate(a.layers)
-        if spec.attends and not spec.output_gate and layer not in carrying and layer < a.main_layers
+        if (spec.attends or spec.recurrent is not None) and layer not in carrying and layer < a.main_layers
     ]
 
 
 def graph_arrays(architecture: Architecture, num_tokens: int, dtype_bytes: int) -> dict[str, ArraySpec]:
     """Return what graphs of layers read and write for units of up to so many tokens. wide: attention's output of a
-    layer with sinks, which are merged in float32.
+    layer with sinks, which are merged in float32. mixed, gates, made: what a recurrent layer's state takes in, and what
+    it gives.
     """
-    a, dtype = architecture, FLOATS[dtype_bytes]
+    a, dtype, own = architecture, FLOATS[dtype_bytes], architecture.recurrent
     query = a.num_heads * max(a.heads_of(spec).dim for spec in a.layer_pattern)
     has_sinks = any(spec.sinks for spec in a.layer_pattern)
     rows = {"hidden": a.hidden, "out": a.hidden, "query": query, "pre_rope_query": query, "attended": query}
+    widths = (0, 0, 0) if own is None else (own.projected_width, own.gate_rows, own.value_width)
+    rows |= dict(zip(("mixed", "gates", "made"), widths, strict=True))
     return {
         **{name: ArraySpec((num_tokens, columns), dtype) for name, columns in rows.items()},
         "wide": ArraySpec((num_tokens * has_sinks, query), "float32"),

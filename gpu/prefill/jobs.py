@@ -270,9 +270,11 @@ class Prefill:
             )
             for part in state.parts(chunk.start, chunk.stop)
         ]  # fmt: skip
-        hidden = state.hidden[chunk]
+        hidden, slots = state.hidden[chunk], state.slots[chunk]
+        if state.fused is None and self._graphs.covers(layer, len(slots), None):
+            return self._graphs.run_recurrent(layer, hidden, slots, parts)
         made = delta.prefill(layer, hidden, parts)
-        return self.decoder.leave(layer, hidden, made, None, state.slots[chunk], carried=carried)
+        return self.decoder.leave(layer, hidden, made, None, slots, carried=carried)
 
     def _compute_windowed(
         self, windows: WindowPrefill, state: JobState, layer: int, chunk: slice, carried: Carried

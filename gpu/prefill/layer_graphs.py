@@ -1,7 +1,8 @@
 """Layers of short prefill units as CUDA graphs: what comes before attention is one graph, what comes behind another.
 
 For a few hundred tokens the host takes longer to launch a layer's kernels than the device takes to run them. Attention
-follows each prompt's past, so it is launched between the two. A unit takes the graph of the smallest size that holds
+follows each prompt's past, so it is launched between the two, and so is what takes tokens into a recurrent layer's
+state. A unit takes the graph of the smallest size that holds
 its tokens. Rows beyond them are in no slot: they write no keys, and their outputs are not read.
 
 Invariant: graphs read and write only the buffers here, weights, KV pages and the windows' buffer, and run on one
@@ -18,11 +19,14 @@ import torch
 from torch import Tensor
 
 from gpu.batching.capture import record
-from gpu.layers.decoder import Attend, Decoder, Pages
+from gpu.layers.decoder import Attend, Carried, Decoder, Pages
+from gpu.layers.delta_layers import StatePart
 from gpu.prefill.graph_arrays import graph_arrays, layers_in_graphs
 from transfer.allocation import allocate
 
 log = logging.getLogger(__name__)
+
+_Work = Callable[[], None]
 
 
 class Replayed(Protocol):
@@ -101,12 +105,9 @@ class LayerGraphs:
             cells: Tensor | None = None) -> Tensor:  # fmt: skip
         """Compute one layer as `Decoder.layer` does, of a number of tokens that `covers` names."""
         num, graphs = len(hidden), self._layers[layer, self._size_of(len(hidden))]
-        self._hidden[:num].copy_(hidden)
         self._positions[:num].copy_(positions)
         self._cells[:num].copy_(positions if cells is None else cells)
-        self._fill_slots(slots)
-        self._decoder.projections.widened.forget()  # graphs widen in its memory
-        graphs.before.replay()
+        self._begin(graphs, hidden, slots)
         query, pre_rope_query = (self._rows(buffer, layer, num) for buffer in (self._query, self._pre_rope_query))
         attended = attend(query, pre_rope_query)
         self._rows(self._attended_of(layer), layer, num).copy_(attended.out)
@@ -114,6 +115,22 @@ class LayerGraphs:
             self._lse[:num].copy_(attended.partial_lse)
         graphs.behind.replay()
         return self._out[:num].clone()
+
+    def run_recurrent(self, layer: int, hidden: Tensor, slots: Tensor, parts: Sequence[StatePart]) -> Tensor:
+        """Compute a recurrent layer likewise, of tokens `[tokens, hidden]` that are those of `parts`, in order."""
+        delta, num, graphs = self._decoder.delta, len(hidden), self._layers[layer, self._size_of(len(hidden))]
+        assert delta is not None, "a recurrent layer has states"
+        self._begin(graphs, hidden, slots)
+        self._made[:num].copy_(delta.take_in(layer, self._mixed[:num], self._gates[:num], parts))
+        graphs.behind.replay()
+        return self._out[:num].clone()
+
+    def _begin(self, graphs: _LayerGraphs, hidden: Tensor, slots: Tensor) -> None:
+        """Compute what comes before attention, or the state."""
+        self._hidden[: len(hidden)].copy_(hidden)
+        self._fill_slots(slots)
+        self._decoder.projections.widened.forget()  # graphs widen in its memory
+        graphs.before.replay()
 
     @property
     def _device(self) -> torch.device:
@@ -126,6 +143,7 @@ class LayerGraphs:
         self._hidden, self._out = buffers["hidden"], buffers["out"]
         self._query, self._pre_rope_query = buffers["query"], buffers["pre_rope_query"]
         self._attended, self._wide, self._lse = buffers["attended"], buffers["wide"], buffers["lse"]
+        self._mixed, self._gates, self._made = buffers["mixed"], buffers["gates"], buffers["made"]
         self._positions, self._cells = buffers["positions"], buffers["cells"]
         self._slots = buffers["slots"].fill_(-1)
 
@@ -157,22 +175,46 @@ class LayerGraphs:
         self._num_filled = num
 
     def _capture_layer(self, layer: int, size: int, pages: Pages | None, pool: tuple[int, int] | None) -> None:
+        is_recurrent = self._decoder.specs[layer].recurrent is not None
+        before, behind = self._state_work(layer, size) if is_recurrent else self._attention_work(layer, size, pages)
+        self._fill_slots(self._slots[:0])
+        with self._decoder.projections.widened.in_place():
+            for work in (before, behind):
+                work()  # its kernels are compiled now: no module may be loaded in a capture
+            self._layers[layer, size] = _LayerGraphs(record(before, pool)[0], record(behind, pool)[0], pages)
+
+    def _attention_work(self, layer: int, size: int, pages: Pages | None) -> tuple[_Work, _Work]:
+        """Return what comes before attention and behind it. What is carried from one to the other, gates of the output,
+        lies in memory of the graphs: between the two no other graph of that memory is replayed.
+        """
         decoder, hidden, slots = self._decoder, self._hidden[:size], self._slots[:size]
         positions, cells = self._positions[:size], self._cells[:size]
         query, pre_rope_query = (self._rows(buffer, layer, size) for buffer in (self._query, self._pre_rope_query))
         attended = self._rows(self._attended_of(layer), layer, size)
         lse = self._lse[:size] if self._has_sinks(layer) else None
+        carried: list[Carried] = []
 
         def before() -> None:
-            made = decoder.enter(layer, hidden, positions, cells, slots, pages)
+            carried[:] = [Carried(None, layer, {}, decoder.query_scale(positions))]
+            made = decoder.enter(layer, hidden, positions, cells, slots, pages, None, carried[0])
             query.copy_(made[0])
             pre_rope_query.copy_(made[1])
 
         def behind() -> None:
-            self._out[:size].copy_(decoder.leave(layer, hidden, attended, lse, slots))
+            self._out[:size].copy_(decoder.leave(layer, hidden, attended, lse, slots, None, carried[0]))
 
-        self._fill_slots(slots[:0])
-        with decoder.projections.widened.in_place():
-            for work in (before, behind):
-                work()  # its kernels are compiled now: no module may be loaded in a capture
-            self._layers[layer, size] = _LayerGraphs(record(before, pool)[0], record(behind, pool)[0], pages)
+        return before, behind
+
+    def _state_work(self, layer: int, size: int) -> tuple[_Work, _Work]:
+        """Return what comes before a recurrent layer's state and behind it."""
+        decoder, hidden, slots, made = self._decoder, self._hidden[:size], self._slots[:size], self._made[:size]
+
+        def before() -> None:
+            mixed, gates = decoder.projections.mixed(layer, hidden)
+            self._mixed[:size].copy_(mixed)
+            self._gates[:size].copy_(gates)
+
+        def behind() -> None:
+            self._out[:size].copy_(decoder.leave(layer, hidden, made, None, slots))
+
+        return before, behind

@@ -43,7 +43,8 @@ class PrefillQueue:
         """Return units for one step, and the jobs that they complete (taken off the queue).
 
         `seconds` bounds their time if given (at least one small unit comes all the same). Without a bound a step takes
-        one whole chunk, or as many whole layers of shorter jobs as are no more: an arrival never waits for more.
+        units until they are a chunk together, so an arrival waits for less than two. Units are whole then, and each
+        layer of a job is cut at the same places: what was planned, chosen or allocated for a unit serves all layers.
         """
         finished = [entry for entry in self.jobs if not entry.remaining()]
         if finished:  # what was left of them was cut out
@@ -63,11 +64,12 @@ class PrefillQueue:
             if units and entry_kind != kind:
                 break
             kind, rest = entry_kind, entry.num_left
-            if units and entry.begin == 0 and left_tokens < rest <= self._config.chunk_tokens:
+            most = self._config.chunk_tokens if seconds is None else left_tokens
+            if units and entry.begin == 0 and most < rest <= self._config.chunk_tokens:
                 break  # what fits of it would be a launch more
-            whole = min(left_tokens, rest)
-            length, cost = self._next_unit(entry, left_tokens, seconds)
-            if units and length > left_tokens:
+            whole = min(most, rest)
+            length, cost = self._next_unit(entry, most, seconds)
+            if units and length > most:
                 break
             if seconds is not None:
                 if units and cost > seconds:

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from bench.decode_loop import build_runner
+from gpu.layers import delta_layers
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import rounded
+from gpu.operations.recurrent.delta_prefill import Span, run_spans_reference
 from gpu.prefill import layer_graphs
 from gpu.prefill.graph_arrays import graph_arrays, layers_in_graphs
 from gpu.runner import Runner
@@ -24,7 +26,8 @@ from tests.gpu.poison import poison_buffers, poison_pool
 from tests.gpu.reference_model import layer_units
 
 SIZES = (8, 32, 64)
-NAMES = ["tiny", "tiny int4", "tiny-qwen3-moe", "tiny-gpt-oss", "tiny-gemma3", "tiny-gemma4", "tiny-ministral3"]
+HYBRIDS = ["tiny-qwen3.5", "tiny-qwen3.5 int4", "tiny-qwen3-next", "tiny-nemotron-h", "tiny-granite-hybrid", "tiny-lfm2"]
+NAMES = ["tiny", "tiny int4", "tiny-qwen3-moe", "tiny-gpt-oss", "tiny-gemma3", "tiny-gemma4", "tiny-ministral3", *HYBRIDS]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PAGE_TOKENS, CONTEXT, SLOTS = 16, 128, 4
 CPU_ATOL, BF16_ATOL = 2e-4, 0.15  # of log probabilities
@@ -113,6 +116,34 @@ def test_prompts_by_graphs_are_told_what_they_are_kernel_by_kernel(
     assert device == "cuda" or all(graph.count for graph in stand_ins)
 
 
+def test_graphs_hold_all_layers_of_a_hybrid_but_those_that_are_an_mlp_alone() -> None:
+    assert layers_in_graphs(named_shape("tiny-qwen3.5")) == list(range(named_shape("tiny-qwen3.5").num_layers))
+    shape = named_shape("tiny-nemotron-h")
+    mixers = [layer for layer, spec in enumerate(shape.layers) if spec.has_mixer]
+    assert 0 < len(mixers) < shape.num_layers
+    assert layers_in_graphs(shape) == mixers
+
+
+def test_a_units_spans_are_planned_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a layer has several units, which take turns."""
+    planned: list[tuple[Span, ...]] = []
+
+    def plan(spans: tuple[Span, ...], ring_length: int, device: torch.device) -> tuple[Span, ...]:
+        planned.append(spans)
+        return spans
+
+    monkeypatch.setattr(delta_layers, "plan_spans", plan)
+    monkeypatch.setattr(delta_layers, "delta_prefill", run_spans_reference)
+    runner = runner_of("tiny-qwen3.5", "cpu")
+    wanted = logprobs(runner, [50], 20)
+    assert not planned
+    assert runner._prefill.decoder.delta is not None
+    assert len(runner._prefill.decoder.delta.states.layers) > 1
+    runner._prefill.decoder.delta._stacked = ()  # as if there were kernels
+    np.testing.assert_array_equal(logprobs(runner, [50], 20), wanted)
+    assert [(spans[0].begin, spans[0].first, spans[-1].end) for spans in planned] == [(0, 0, 20), (0, 20, 20), (0, 40, 10)]
+
+
 def test_jobs_that_take_turns_keep_their_own_hidden_states(stand_ins: list[Again]) -> None:
     """Both by graphs, layer by layer."""
     runner = runner_of("tiny", "cpu")
@@ -166,7 +197,7 @@ def test_no_size_and_no_plain_layer_means_no_graphs(stand_ins: list[Again]) -> N
     runner = runner_of("tiny", "cpu")
     capture(runner, [])
     assert not runner._prefill._graphs.covers(0, 1, None)
-    assert layers_in_graphs(named_shape("tiny-qwen3.5")) == []
+    assert layers_in_graphs(named_shape("tiny-glm4-moe-lite")) == []  # it attends to latents
     assert not stand_ins
 
 

@@ -129,21 +129,23 @@ def test_the_seconds_of_the_next_prompt_are_a_part_of_its_job_and_of_what_is_lef
     assert queue.seconds_each() is None, "nobody waits for it"
 
 
-def test_a_step_without_streams_takes_one_chunk_of_work() -> None:
+def test_without_streams_every_layer_is_cut_at_the_same_places() -> None:
+    """A step goes on until its units are a chunk together, so a rest takes no step of its own."""
     queue = make_queue()
     queue.jobs.append(make_job(0, (0, CHUNK + 24)))
-    steps = [queue.next_units(None)[0] for _ in range(2)]
-    assert [(unit.layer, unit.begin, unit.end) for unit in steps[0]] == [(0, 0, CHUNK)]
-    assert [(unit.layer, unit.begin, unit.end) for unit in steps[1]] == [(0, CHUNK, CHUNK + 24), (1, 0, CHUNK - 24)]
+    steps = [[(unit.layer, unit.begin, unit.end) for unit in queue.next_units(None)[0]] for _ in range(LAYERS + 1)]
+    assert steps[0] == [(0, 0, CHUNK)]
+    for layer, step in enumerate(steps[1:-1]):
+        assert step == [(layer, CHUNK, CHUNK + 24), (layer + 1, 0, CHUNK)]
+    assert steps[-1] == [(LAYERS - 1, CHUNK, CHUNK + 24)]
 
 
-def test_a_step_without_streams_takes_as_many_whole_layers_of_short_jobs_as_are_no_more_than_a_chunk() -> None:
-    """A third of 24 tokens would be cut in two, and launched twice."""
+def test_a_step_without_streams_takes_whole_layers_of_short_jobs_until_they_are_a_chunk() -> None:
     queue = make_queue()
     queue.jobs += [make_job(job_id, (0, 24)) for job_id in range(4)]
     units, finished = queue.next_units(None)
-    assert 2 * 24 <= CHUNK < 3 * 24
-    assert [(unit.layer, unit.begin, unit.end) for unit in units] == [(0, 0, 24), (1, 0, 24)]
+    assert 2 * 24 < CHUNK <= 3 * 24
+    assert [(unit.layer, unit.begin, unit.end) for unit in units] == [(0, 0, 24), (1, 0, 24), (2, 0, 24)]
     assert not finished
 
 
