@@ -43,8 +43,9 @@ class PrefillQueue:
         """Return units for one step, and the jobs that they complete (taken off the queue).
 
         `seconds` bounds their time if given (at least one small unit comes all the same). Without a bound a step takes
-        units until they are a chunk together, so an arrival waits for less than two. Units are whole then, and each
-        layer of a job is cut at the same places: what was planned, chosen or allocated for a unit serves all layers.
+        one whole chunk, with the rest of the layer in front of it if there is one, or as many whole layers of shorter
+        jobs as are no more than a chunk. So an arrival waits for less than two chunks, and each layer of a job is cut
+        at the same places: what was planned, chosen or allocated for a unit serves all layers.
         """
         finished = [entry for entry in self.jobs if not entry.remaining()]
         if finished:  # what was left of them was cut out
@@ -65,7 +66,7 @@ class PrefillQueue:
                 break
             kind, rest = entry_kind, entry.num_left
             most = self._config.chunk_tokens if seconds is None else left_tokens
-            if units and entry.begin == 0 and most < rest <= self._config.chunk_tokens:
+            if units and entry.begin == 0 and left_tokens < rest <= self._config.chunk_tokens:
                 break  # what fits of it would be a launch more
             whole = min(most, rest)
             length, cost = self._next_unit(entry, most, seconds)

@@ -130,7 +130,7 @@ def test_the_seconds_of_the_next_prompt_are_a_part_of_its_job_and_of_what_is_lef
 
 
 def test_without_streams_every_layer_is_cut_at_the_same_places() -> None:
-    """A step goes on until its units are a chunk together, so a rest takes no step of its own."""
+    """The rest of a layer takes no step of its own: a whole chunk of the next one follows."""
     queue = make_queue()
     queue.jobs.append(make_job(0, (0, CHUNK + 24)))
     steps = [[(unit.layer, unit.begin, unit.end) for unit in queue.next_units(None)[0]] for _ in range(LAYERS + 1)]
@@ -140,12 +140,13 @@ def test_without_streams_every_layer_is_cut_at_the_same_places() -> None:
     assert steps[-1] == [(LAYERS - 1, CHUNK, CHUNK + 24)]
 
 
-def test_a_step_without_streams_takes_whole_layers_of_short_jobs_until_they_are_a_chunk() -> None:
+def test_a_step_without_streams_takes_as_many_whole_layers_of_short_jobs_as_are_no_more_than_a_chunk() -> None:
+    """A third of 24 tokens would be cut in two, and launched twice."""
     queue = make_queue()
     queue.jobs += [make_job(job_id, (0, 24)) for job_id in range(4)]
     units, finished = queue.next_units(None)
-    assert 2 * 24 < CHUNK <= 3 * 24
-    assert [(unit.layer, unit.begin, unit.end) for unit in units] == [(0, 0, 24), (1, 0, 24), (2, 0, 24)]
+    assert 2 * 24 <= CHUNK < 3 * 24
+    assert [(unit.layer, unit.begin, unit.end) for unit in units] == [(0, 0, 24), (1, 0, 24)]
     assert not finished
 
 
