@@ -43,9 +43,9 @@ class PrefillQueue:
         """Return units for one step, and the jobs that they complete (taken off the queue).
 
         `seconds` bounds their time if given (at least one small unit comes all the same). Without a bound a step takes
-        one whole chunk, with the rest of the layer in front of it if there is one, or as many whole layers of shorter
-        jobs as are no more than a chunk. So an arrival waits for less than two chunks, and each layer of a job is cut
-        at the same places: what was planned, chosen or allocated for a unit serves all layers.
+        one whole chunk, or as many whole layers of shorter jobs as are no more: an arrival never waits for more. Where
+        a job is alone, the rest of a layer comes with a whole chunk of the next one. So an arrival may wait for two,
+        but all layers are cut at the same places: what was planned, chosen or allocated for a unit serves all of them.
         """
         finished = [entry for entry in self.jobs if not entry.remaining()]
         if finished:  # what was left of them was cut out
@@ -65,7 +65,8 @@ class PrefillQueue:
             if units and entry_kind != kind:
                 break
             kind, rest = entry_kind, entry.num_left
-            most = self._config.chunk_tokens if seconds is None else left_tokens
+            is_alone = seconds is None and len(self.jobs) == 1
+            most = self._config.chunk_tokens if is_alone else left_tokens
             if units and entry.begin == 0 and left_tokens < rest <= self._config.chunk_tokens:
                 break  # what fits of it would be a launch more
             whole = min(most, rest)

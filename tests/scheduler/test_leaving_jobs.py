@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpu.step import PrefillJob, PrefillPrompt
 from scheduler.engine.engine import Engine
 from scheduler.messages import Delta, EngineRequest
-from tests.scheduler.engines import check_empty, check_output, make_engine, make_request, prompt_of
+from tests.scheduler.engines import SHAPE, check_empty, check_output, make_engine, make_request, prompt_of
 from tests.scheduler.page_runner import PageRunner
 
 SHORT = 12  # tokens: three of these and more share a job, which takes several steps
@@ -125,12 +125,15 @@ def steps_to_first_token(engine: Engine, name: str, *, has_client: bool, is_pack
 
 @pytest.mark.parametrize(("is_packed", "most_times"), [(True, 1), (False, 3)])
 def test_a_client_that_submits_and_disconnects_in_each_step_starves_nobody(is_packed: bool, most_times: int) -> None:
-    """A prompt of a chunk gets its token as soon as without; one of more, as soon as a third of the time allows."""
+    """A prompt of a chunk gets its token as soon as without; one of more, as soon as a third of the time allows: alone it
+    may have two chunks a step, beside others one.
+    """
     alone, beside = (
         steps_to_first_token(make_engine(chunk_tokens=SHORT * 3)[0], "short", has_client=has, is_packed=is_packed)
         for has in (False, True)
     )
-    assert beside <= most_times * alone + 1
+    num_chunks = SHAPE.num_layers * (1 if is_packed else 5) / 3
+    assert beside <= most_times * max(alone, num_chunks) + 1
 
 
 @pytest.mark.parametrize("num_steps", range(1, 10))
