@@ -125,8 +125,8 @@ def steps_to_first_token(engine: Engine, name: str, *, has_client: bool, is_pack
 
 @pytest.mark.parametrize(("is_packed", "most_times"), [(True, 1), (False, 3)])
 def test_a_client_that_submits_and_disconnects_in_each_step_starves_nobody(is_packed: bool, most_times: int) -> None:
-    """A prompt of a chunk gets its token as soon as without; one of more, as soon as a third of the time allows: alone it
-    may have two chunks a step, beside others one.
+    """A prompt of a chunk gets its token as soon as without; one of more, as soon as a third of the time allows. Alone
+    it may have two chunks a step, beside others one.
     """
     alone, beside = (
         steps_to_first_token(make_engine(chunk_tokens=SHORT * 3)[0], "short", has_client=has, is_packed=is_packed)
