@@ -36,13 +36,12 @@ class ModelConfig(Settings):
         description="matrices of a plain checkpoint are rounded to this as they are loaded, and stay so on a GPU; "
         "bfloat16: as they are. Leave it out for a quantised checkpoint, which is served as it is",
     )
-    products: Literal["own", "float", "humming"] = Field(
+    products: Literal["own", "integers", "humming"] = Field(
         "own",
-        description="kernels for quantised matrices. own: Tandem's; on a CPU those of 4 and 8 bits round activations "
-        "to 16 bits and multiply integers. float: Tandem's, with activations as they are, which is slower on a CPU and "
-        "the same on a GPU. humming: on a GPU the library humming-kernels (the extra `humming`), as far as it has "
-        "them. The log names what is left out. Its kernels are compiled at the first start and kept in the user's "
-        "cache folder",
+        description="kernels for quantised matrices. own: Tandem's. integers: Tandem's, and on a CPU those of 4 and 8 "
+        "bits round activations to 16 bits and multiply integers, which is faster. humming: on a GPU the library "
+        "humming-kernels (the extra `humming`), as far as it has them. The log names what is left out. Its kernels are "
+        "compiled at the first start and kept in the user's cache folder",
     )
     rope: dict[str, int | float | bool | str | list[float]] | None = Field(
         None,

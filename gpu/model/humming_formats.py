@@ -14,20 +14,20 @@ PACKAGE, VERSION = "humming-kernels", "0.1.19"
 
 
 def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture:
-    """Return a shape whose matrices of few bits are multiplied as `asked`: by "own" kernels, on a CPU in integers, by
-    those of "float", or by "humming" where it can.
+    """Return a shape whose matrices of few bits are multiplied as `asked`: by "own" kernels, by those which on a CPU
+    multiply "integers", or by "humming" where it can.
 
     Raises ModelError where it can multiply none of them.
     """
-    if asked == "float" or (asked == "own" and architecture.quantisation is None):
+    if asked == "own":
         return architecture
-    if asked == "own" and architecture.quantisation is not None:
-        return replace(architecture, quantisation=replace(architecture.quantisation, integers=True))
     if architecture.quantisation is None:
         raise ModelError(
             f"{key}: asked {asked}, {architecture.name} is in 16 bits; wanted matrices of few bits: set model.weights "
             "to int4, int8 or fp8, or leave it out"
         )
+    if asked == "integers":
+        return replace(architecture, quantisation=replace(architecture.quantisation, integers=True))
     shape = replace(architecture, quantisation=replace(architecture.quantisation, humming=True))
     if not any(humming_names(shape, layer) for layer in range(shape.num_layers)):
         raise ModelError(

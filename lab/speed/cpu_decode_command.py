@@ -11,7 +11,7 @@ def cpu_decode(
     threads: Annotated[int, typer.Option(min=1, help="of ours and of llama.cpp's")] = 2,
     batches: Annotated[str, typer.Option(help="rows of a step, with commas")] = "1,4,8",
     prompt: Annotated[int, typer.Option(min=1, help="tokens of a context, before the first step")] = 32,
-    products: Annotated[str, typer.Option(help="as model.products: own or float")] = "own",
+    products: Annotated[str, typer.Option(help="as model.products: own or integers")] = "own",
     llama: Annotated[
         Path | None, typer.Option(help="llama.cpp's llama-batched-bench, of `llama-cpp.sh cpu build`")
     ] = None,

@@ -67,21 +67,21 @@ def test_probabilities_and_greedy_texts_are_those_of_products_of_floats() -> Non
     rows = np.array(tokens).reshape(ROWS, ROW_TOKENS)
     prompts = [encode_turn(tokenizer, question) for question in QUESTIONS]
     said, texts, gaps = {}, {}, {}
-    for products in ("float", "own"):
+    for products in ("own", "integers"):
         with step_of(Path(MODEL), products) as step:
             said[products] = logprobs_of(step, rows)
             answers = [greedy(step, prompt) for prompt in prompts]
             texts[products], gaps[products] = [text for text, _ in answers], [gap for _, gap in answers]
-    right, ours = said["float"].double(), said["own"].double()
+    right, ours = said["own"].double(), said["integers"].double()
     assert not torch.equal(right, ours), "power: the two are different products"
     kl = (right.exp() * (right - ours)).sum(-1)
     behind = torch.from_numpy(rows.T[1:].copy())[..., None]
     perplexity = [float(one[:-1].gather(-1, behind).mean().neg().exp()) for one in (right, ours)]
     parted = []
-    for number, (theirs, mine) in enumerate(zip(texts["float"], texts["own"], strict=True)):
+    for number, (theirs, mine) in enumerate(zip(texts["own"], texts["integers"], strict=True)):
         place = next((at for at, pair in enumerate(zip(theirs, mine, strict=True)) if pair[0] != pair[1]), None)
         if place is not None:
-            parted.append(gaps["float"][number][place])
+            parted.append(gaps["own"][number][place])
     alike = float((right.argmax(-1) == ours.argmax(-1)).double().mean())
     print(
         f"\n{kl.numel()} tokens: KL {kl.mean():.1e}, at most {kl.max():.1e}; perplexity {perplexity}; likeliest tokens "

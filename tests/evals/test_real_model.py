@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evals.serving import Answer, DecodeRequest, load_serving_engine, make_deployment
+from evals.serving import Answer, DecodeRequest, load_serving_engine
 from evals.tokenizer import load_tokenizer
 from gpu.model.architecture import read_architecture
 from tests.gpu.family_checkpoints import checkpoint
@@ -46,12 +46,9 @@ def numbers_of(folder: Path, dtype: torch.dtype = torch.float32) -> Callable[[li
 
 
 def ask(file: Path, prompts: list[list[int]], max_new_tokens: int, stops: list[int], top: int | None) -> list[Answer]:
-    """What the profile `exact` of the engine says of the file's model, with activations as they are."""
-    longest = max(map(len, prompts)) + max_new_tokens
-    made = make_deployment(file, "cpu", longest, None)
-    floats = made.model_copy(update={"model": made.model.model_copy(update={"products": "float"})})
+    """What the profile `exact` of the engine says of the file's model."""
     asks = [DecodeRequest(str(number), prompt, max_new_tokens, stops, top) for number, prompt in enumerate(prompts)]
-    with load_serving_engine(file, "cpu", longest, floats) as engine:
+    with load_serving_engine(file, "cpu", max(map(len, prompts)) + max_new_tokens, None) as engine:
         return sorted(engine.answer(asks, "exact"), key=lambda answer: int(answer.key))
 
 

@@ -180,15 +180,15 @@ def test_the_compiled_step_multiplies_matrices_in_tiles_and_in_rows(tied: bool) 
     assert spread(step.run(*batch), wanted) > INTEGERS_LOGITS, "power: rows of one matrix one further"
 
 
-def test_own_products_are_integers_on_a_cpu_and_the_log_names_what_is_left_out(caplog) -> None:
+def test_products_are_integers_where_that_is_asked_and_the_log_names_what_is_left_out(caplog) -> None:
     shape = stored_as(replace(TINY, vocab_size=TINY.vocab_size - 16), "Q4_0")
     with caplog.at_level(logging.INFO, "gpu.weights.weights"):
-        own, floats = (
+        integers, own = (
             random_weights(multiplied(shape, asked, "key"), 1, torch.float32, CPU, lambda _: None)
-            for asked in ("own", "float")
+            for asked in ("integers", "own")
         )
     rows = shape.vocab_size
     assert f"products by=integers matrices=12 own='1 matrices: {rows} rows are no multiple of 32'" in caplog.text
-    assert all(one.in_tiles for layer in own.layers for one in layer.matrices.values())
-    assert not own.logits.in_tiles
-    assert not any(one.in_tiles for one in floats.matrices)
+    assert all(one.in_tiles for layer in integers.layers for one in layer.matrices.values())
+    assert not integers.logits.in_tiles
+    assert not any(one.in_tiles for one in own.matrices)
