@@ -51,28 +51,6 @@ def host_experts(
     run_kernel(device, json_file, lambda resolved, console: host_expert_rows(asked, resolved, console))
 
 
-@app.command("index-variants")
-def index_variants(
-    shape: Annotated[str, typer.Option(help="a named shape; queries and rows are random")] = "llama-3.1-8b",
-    batch: Batch = "1,4",
-    tokens: Annotated[int, typer.Option(min=1, help="with an index, of each request")] = 98_304,
-    device: Device = "auto",
-    json_file: JsonFile = None,
-) -> None:
-    """Time the ways in which an index is scored and estimated, each held against plain torch first."""
-    import torch
-
-    from bench.op.frame import Asked
-    from lab.kernels.index_variants import tabulate, variant_rows
-
-    def measured(resolved: torch.device, console: Console) -> "list[Row]":
-        rows = variant_rows(Asked(shape, parse_batches(batch), tokens, (), 1, resolved), console)
-        Console().print(tabulate(rows))
-        return rows
-
-    run_kernel(device, json_file, measured)
-
-
 def run_kernel(
     device: str, json_file: Path | None, measure_rows: "Callable[[torch.device, Console], list[Row]]"
 ) -> None:

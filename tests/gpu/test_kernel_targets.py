@@ -25,7 +25,7 @@ import gpu.operations
 import gpu.predictor
 import transfer.merge
 from gpu.layers.expert_mlp import ExpertMlp
-from gpu.methods.indexed import estimating, page_arrays, report_arrays, ring_arrays, scoring, work_arrays
+from gpu.methods.indexed import page_arrays, report_arrays, ring_arrays, work_arrays
 from gpu.methods.indexed.attending import NUM_COUNTS as NUM_INDEX_COUNTS
 from gpu.methods.indexed.attending import attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens
@@ -667,16 +667,6 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
         score_tokens(query, lse, own, work, step, layout)
         choose_tokens(own, work, step, layout)
         estimate_rest(own, work, step, layout)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scoring, "BY_WORDS", True)
-            patch.setattr(estimating, "BY_WORDS", True)
-            patch.setattr(estimating, "PREFETCHED", True)
-            patch.setattr(scoring, "ROTATED_COLUMNS", 32)
-            patch.setattr(scoring, "QUICK_BINS", True)
-            patch.setattr(scoring, "COUNTED_DIRECTLY", True)
-            score_tokens(query, lse, own, work, step, layout)
-            choose_tokens(own, work, step, layout)
-            estimate_rest(own, work, step, layout)
         for read in (None, *pages):
             attend_chosen(query, own, work, step, layout, counts, read)
         found = join_parts(work, numbers, wanted, step, layout, (rows, shape.num_heads, shape.dim), counts)
@@ -796,11 +786,9 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_copy_pieces_kernel": _index,
     "_rotate_kernel": _index,
     "_score_kernel": _index,
-    "_score_words_kernel": _index,
     "_count_kernel": _index,
     "_choose_tokens_kernel": _index,
     "_estimate_kernel": _index,
-    "_estimate_words_kernel": _index,
     "_slots_kernel": _index,
     "_attend_kernel": _index,
     "_join_kernel": _index,
@@ -898,7 +886,6 @@ FAMILY_KERNELS = (
     "_encode_kernel", "_query_sparse_kernel", "_block_sparse_kernel", "_pack_kernel", "_gather_pages_kernel",
     "_merge_kernel", "_merge_attended_kernel", "_fuse_kernel", "_widen_kernel", "_scattered_attention_kernel",
     "_index_kernel", "_score_kernel", "_choose_tokens_kernel", "_estimate_kernel", "_attend_kernel",
-    "_score_words_kernel", "_estimate_words_kernel",
 )  # fmt: skip
 WIDE_KERNELS = (
     "_rope_kv_write_kernel", "_split_kernel", "_reduce_kernel", "_balanced_kernel", "_merge_pieces_kernel",

@@ -1,5 +1,5 @@
-"""Scores and estimates by words of 16 bits: against float64 numpy, as the kernels that go byte by byte, and what the
-card alone does, its instructions and its powers of two, in numpy and in the interpreter.
+"""Estimates by words of 16 bits: against float64 numpy, and what the card alone does, its instructions and its powers
+of two, in numpy and in the interpreter.
 """
 
 import re
@@ -10,22 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.methods.indexed import estimating, scoring, words
+from gpu.methods.indexed import estimating, words
 from gpu.methods.indexed.building import index_tokens, index_tokens_reference
 from gpu.operations.arguments import INTERPRETED
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
 from tests.gpu.test_kernels_indexed import LENGTHS, TOKENS, draw_query, expected, make_stand
 from tests.tolerances import INDEXED_PARTIAL, INDEXED_SCORES, INDEXED_WEIGHTS
-
-
-@pytest.fixture
-def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "BY_WORDS", True)
-    monkeypatch.setattr(scoring, "ROTATED_COLUMNS", 32)
-    monkeypatch.setattr(scoring, "QUICK_BINS", True)
-    monkeypatch.setattr(scoring, "COUNTED_DIRECTLY", True)
-    monkeypatch.setattr(estimating, "BY_WORDS", True)
-    monkeypatch.setattr(estimating, "PREFETCHED", True)
 
 
 def check_estimate(device: str, dim: int, group: int, key_bits: int, value_bits: int) -> None:
@@ -51,7 +41,6 @@ def check_estimate(device: str, dim: int, group: int, key_bits: int, value_bits:
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 2), (2, 4), (3, 2), (8, 2)])
 @pytest.mark.parametrize(("dim", "group"), [(64, 3), (96, 1), (128, 4), (128, 16)])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.usefixtures("by_words")
 def test_a_step_by_words_is_that_of_its_codes(
     device: str, dim: int, group: int, key_bits: int, value_bits: int
 ) -> None:
@@ -59,7 +48,6 @@ def test_a_step_by_words_is_that_of_its_codes(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.usefixtures("by_words")
 def test_equal_values_have_centres_and_are_estimated_nearly_exactly_by_words(device: str) -> None:
     stand = make_stand(64, 3, [1100], device, builds=False)
     for run in stand.runs:
@@ -76,58 +64,46 @@ def test_equal_values_have_centres_and_are_estimated_nearly_exactly_by_words(dev
 
 
 @triton.jit
-def _plane_on_a_card(
-    words, thirds, PLANE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, ASSEMBLY: tl.constexpr
-):
+def _plane_on_a_card(words, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Return what the card's instructions make of a plane."""
-    lowest = PLANE % (MANTISSA // BITS) * BITS
+    lowest = PLANE % (7 // BITS) * BITS
     code = (words.to(tl.int32) >> (PLANE * BITS)) & ((1 << BITS) - 1)
-    if BITS == 3:
-        code = ((words.to(tl.int32) >> (2 * PLANE)) & 3) | (((thirds >> PLANE) & 1).to(tl.int32) << 2)
-        lowest = 0
-    number = 1 + (code << lowest).to(tl.float32) / (1 << MANTISSA)
-    return number.to(tl.float16 if MANTISSA == 10 else tl.float32)
+    return 1 + (code << lowest).to(tl.float32) / 128
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="stands in for the card's instructions under the interpreter")
-@pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 2), (2, 4), (3, 2), (8, 2)])
-@pytest.mark.usefixtures("by_words")
+@pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 2), (2, 4)])
 def test_powers_of_two_and_ones_are_taken_off_again_as_on_a_card_cpu(
     monkeypatch: pytest.MonkeyPatch, key_bits: int, value_bits: int
 ) -> None:
     monkeypatch.setattr(words, "_plane_of", _plane_on_a_card)
-    monkeypatch.setattr(estimating, "PREFETCHED", False)
-    for module in (words, scoring, estimating):
+    for module in (words, estimating):
         monkeypatch.setattr(module, "ON_CARD", tl.constexpr(True))
     check_estimate("cpu", 64, 3, key_bits, value_bits)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("kind", ["half", "bfloat"])
-def test_a_planes_instructions_make_one_and_a_part_of_each_code_cpu(kind: str, bits: int) -> None:
-    """Of two words at once, for all words; bfloat16 has no room for 8 bits."""
-    (mantissa, one), dtype = (words.HALF, torch.float16) if kind == "half" else (words.BFLOAT, torch.bfloat16)
-    if bits > mantissa:
-        pytest.skip("codes of 8 bits are keys', which are read as float16")
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_planes_instructions_make_one_and_a_part_of_each_code_cpu(bits: int) -> None:
+    """Of two words at once, for all words."""
     low = np.arange(2**16, dtype=np.uint32)
     high = np.random.default_rng(1).permutation(low)
-    for plane, assembly in enumerate(words.word_assembly(bits, mantissa, one)):
+    for plane, assembly in enumerate(words.word_assembly(bits)):
         found = re.search(r"shr\.b32 codes, \$1, (\d+); lop3\.b32 \$0, codes, 0x(\w+), 0x(\w+), 0xEA;", assembly)
         assert found is not None, assembly
         by, mask, ones = int(found[1]), int(found[2], 16), int(found[3], 16)
         made = (((low | high << 16) >> by) & mask) | ones
         for half, own in ((made & 0xFFFF, low), (made >> 16, high)):
-            number = torch.from_numpy(half.astype(np.int16)).view(dtype).double().numpy()
-            lowest = plane % (mantissa // bits) * bits
+            number = torch.from_numpy(half.astype(np.int16)).view(torch.bfloat16).double().numpy()
+            lowest = plane % (words.MANTISSA // bits) * bits
             code = (own >> (plane * bits)) & (2**bits - 1)
-            assert (number == 1 + code * 2.0**lowest / 2**mantissa).all()
+            assert (number == 1 + code * 2.0**lowest / 2**words.MANTISSA).all()
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize(("w", "width", "low"), [(8, 8, 8), (12, 16, 8), (16, 16, 8), (16, 32, 32), (32, 32, 32)])
 @pytest.mark.skipif(not INTERPRETED, reason="a kernel of this test alone")
 def test_each_dimension_has_one_number_cpu(bits: int, w: int, width: int, low: int) -> None:
-    planes = 16 // (2 if bits == 3 else bits)
+    planes = 16 // bits
     found = torch.full((2, planes * width), -1, dtype=torch.int32)
     _places_kernel[(1,)](found, W=w, WIDTH=width, LOW=low, BITS=bits, NUMBERS=planes * width)
     own = found[0][found[1] != 0]
@@ -138,7 +114,7 @@ def test_each_dimension_has_one_number_cpu(bits: int, w: int, width: int, low: i
 def _places_kernel(
     found, W: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, BITS: tl.constexpr, NUMBERS: tl.constexpr
 ):
-    dim, is_dim, _ = words.number_places(W, WIDTH, LOW, BITS, 10)
+    dim, is_dim, _ = words.number_places(W, WIDTH, LOW, BITS)
     number = tl.arange(0, NUMBERS)
     tl.store(found + number, dim)
     tl.store(found + NUMBERS + number, is_dim.to(tl.int32))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.methods.indexed import BINS, SPLIT_TOKENS, scoring
+from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.ring import EMPTY, Index, Layout, Work
 from gpu.methods.indexed.scoring import RingStep, bin_of, bins_of, shares_of
 from gpu.operations.arguments import runs_on_triton
@@ -85,7 +85,7 @@ def _threshold(histogram, place, count, budget):
 def _choose_tokens_kernel(
     held, rows, num_tokens, budgets, shifts, logits, total_lse, histogram, chosen, coming, num_coming, tokens, splits,
     words,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, QUICK: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Choose among one split's tokens of one place."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -100,7 +100,7 @@ def _choose_tokens_kernel(
     token = begin + tl.arange(0, _SPLIT)
     is_there = token < count
     share = shares_of(logits + place * tokens * GROUP, less, token, is_there, GROUP, SIZE)
-    is_chosen = is_there & (bins_of(tl.sum(share, 1), QUICK) > threshold)
+    is_chosen = is_there & (bins_of(tl.sum(share, 1)) > threshold)
 
     word, bit = begin // _WORD + tl.arange(0, _SPLIT // _WORD), tl.arange(0, _WORD)[None, :]
     own_bits = tl.sum(tl.reshape(is_chosen.to(tl.int32), [_SPLIT // _WORD, _WORD]) << bit, 1)
@@ -167,7 +167,7 @@ def choose_tokens(index: Index, work: Work, step: RingStep, layout: Layout) -> N
     _choose_tokens_kernel[(places, splits)](
         index.held, step.rows, step.num_tokens, step.budgets, work.shift, work.logits, work.total_lse, work.histogram,
         work.chosen, work.coming, work.num_coming, tokens, splits, words,
-        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group), QUICK=scoring.QUICK_BINS,
+        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group),
         num_warps=4,
     )  # fmt: skip
     _slots_kernel[(places,)](

@@ -18,15 +18,12 @@ from gpu.methods.indexed.choosing import has_bits
 from gpu.methods.indexed.codes import VALUE_LOSS, decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.scoring import LOG2E, RingStep, page_of, shares_of
-from gpu.methods.indexed.unpacking import BFLOAT_STEPS, FOURFOLD, bfloat_assembly, bfloat_plane_of, exp2_of
-from gpu.methods.indexed.words import BFLOAT, ON_CARD, number_places, numbers_of, prefetch, word_assembly
+from gpu.methods.indexed.unpacking import exp2_of
+from gpu.methods.indexed.words import MANTISSA_STEPS, ON_CARD, number_places, numbers_of, word_assembly
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
 TILE, WARPS = 64, 2  # tokens that are estimated at once, and by how many warps
-BY_WORDS = False  # by `_estimate_words_kernel`, which no card has timed yet (`lab kernel index-variants`)
-WORD_TILE, WORD_WARPS = 64, 2
-PREFETCHED = False  # a program's codes and scales are on their way to the second cache from its start on
 KEY_VARIANCE = 12.0  # of a rounded number: its step's square over this
 MOST_VARIANCE = 4.0  # of a logit; beyond that the estimate is a guess anyway
 
@@ -62,91 +59,16 @@ def estimate_rest_reference(index: Index, work: Work, step: RingStep, layout: La
 
 
 @triton.jit
-def _numbers_of(packed, TILE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return all codes as `bfloat_plane_of`, `[TILE, 8 / BITS * WIDTH]`, the planes of a byte beside each other."""
-    first = bfloat_plane_of(packed, 0, BITS, ASSEMBLY)
-    second = bfloat_plane_of(packed, 1, BITS, ASSEMBLY)
-    if BITS == 2:
-        first = tl.join(first, bfloat_plane_of(packed, 2, BITS, ASSEMBLY))
-        second = tl.join(second, bfloat_plane_of(packed, 3, BITS, ASSEMBLY))
-    return tl.reshape(tl.join(first, second), [TILE, 8 // BITS * WIDTH])
-
-
-@triton.jit
 def _estimate_kernel(
-    value_codes, value_scales, value_centres, key_scales, table, rotated, rows, num_tokens, shifts, logits, total_lse,
-    chosen, rest_out, rest_mass, rest_square, tokens, splits, words, value_loss,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """Estimate what is not chosen of one split of one place. Codes stand for numbers around 0, as in the scores."""
-    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring = place // KV_HEADS
-    count, begin = tl.load(num_tokens + ring), split * _SPLIT
-    if (tl.load(rows + ring) < 0) | (begin >= count):
-        return
-    page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)
-    member, byte, lane = tl.arange(0, SIZE), tl.arange(0, WIDTH)[None, :], tl.arange(0, TILE)
-    is_head = member < GROUP
-    less = tl.load(total_lse + place * GROUP + member, mask=is_head, other=0.0)
-    less -= tl.load(shifts + place * GROUP + member, mask=is_head, other=0.0)
-    column = tl.arange(0, WIDE)[None, :]
-    is_query = is_head[:, None] & (column < DIM)
-    query = tl.load(rotated + (place * GROUP + member)[:, None] * DIM + column, mask=is_query, other=0.0)
-    key_noise = tl.sum(query.to(tl.float32) * query.to(tl.float32), 1) / _KEY_VARIANCE
-    PLANES: tl.constexpr = 8 // BITS
-    number = tl.arange(0, PLANES * WIDTH)
-    dim, is_dim = number % PLANES * W + number // PLANES, number // PLANES < W
-    codes, scales, steps = value_codes + page * _SPLIT * W, value_scales + page * _SPLIT, key_scales + page * _SPLIT
-    centres = value_centres + page * (_SPLIT // _BLOCK) * DIM
-    own_chosen, own_logits = chosen + place * words, logits + place * tokens * GROUP
-    out = tl.zeros([PLANES * WIDTH, SIZE], tl.float32)
-    mass, weights = tl.zeros([TILE, SIZE], tl.float32), tl.zeros([TILE, SIZE], tl.float32)
-    square = tl.zeros([TILE, SIZE], tl.float32)
-    for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
-        token = at + lane
-        is_there = token < count
-        cell = at - begin + lane
-        bits = tl.load(own_chosen + token // _WORD, mask=is_there, other=0)
-        is_rest = is_there & (((bits >> (token % _WORD)) & 1) == 0)
-        share = shares_of(own_logits, less, token, is_rest, GROUP, SIZE)
-        mass += share
-        scale = tl.load(scales + cell, mask=is_there, other=0.0).to(tl.float32)
-        if tl.min(scale, 0) < 0:
-            for near in tl.static_range(TILE // _BLOCK):
-                block = (at - begin) // _BLOCK + near + tl.zeros_like(dim)
-                is_some = is_dim & (begin + block * _BLOCK < count)
-                centre = tl.load(centres + block * DIM + dim, mask=is_some, other=0.0).to(tl.float32)
-                of_block = tl.sum(tl.where((lane // _BLOCK == near)[:, None], share, 0.0), 0)
-                out += centre[:, None] * (of_block / STEPS)[None, :]
-            scale = tl.abs(scale)
-        weight = share * scale[:, None]
-        key_scale = tl.load(steps + cell, mask=is_there, other=0.0).to(tl.float32)
-        variance = tl.minimum((key_scale * key_scale)[:, None] * key_noise[None, :], _MOST_VARIANCE)
-        square += weight * weight * (exp2_of(variance * _LOG2E) + (value_loss - 1.0))
-        weight = weight.to(tl.bfloat16)
-        weights += weight.to(tl.float32)
-        if not FOURFOLD:
-            weight = weight.to(tl.float32)
-        packed = tl.load(codes + cell[:, None] * W + byte, mask=is_there[:, None] & (byte < W), other=0)
-        out = tl.dot(tl.trans(_numbers_of(packed, TILE, WIDTH, BITS, ASSEMBLY)), weight, out)
-    out = out * STEPS - (tl.sum(weights, 0) * ((1 << (BITS - 1)) - 0.5 + (STEPS if FOURFOLD else 0)))[None, :]
-    to = (place * splits + split) * GROUP + member
-    tl.store(rest_out + to[None, :] * DIM + dim[:, None], out, mask=is_head[None, :] & is_dim[:, None])
-    tl.store(rest_mass + to, tl.sum(mass, 0), mask=is_head)
-    tl.store(rest_square + to, tl.sum(square, 0), mask=is_head)
-
-
-@triton.jit
-def _estimate_words_kernel(
     words, value_scales, value_centres, key_scales, table, rotated, rows, num_tokens, shifts, logits, total_lse,
     chosen, rest_out, rest_mass, rest_square, tokens, splits, num_words, value_loss,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr, LOW: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, ASSEMBLY: tl.constexpr,
-    TILE: tl.constexpr, WIDE: tl.constexpr, PREFETCHED: tl.constexpr,
+    WIDTH: tl.constexpr, LOW: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Estimate as `_estimate_kernel`, by words; what centres add is found behind the loop, if any block has one."""
+    """Estimate what is not chosen of one split of one place. Codes stand for numbers around 0, as in the scores. What
+    centres add is found behind the loop, if any block has one.
+    """
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ring = place // KV_HEADS
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
@@ -154,10 +76,6 @@ def _estimate_words_kernel(
         return
     page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)
     own_words, scales, steps = words + page * _SPLIT * W, value_scales + page * _SPLIT, key_scales + page * _SPLIT
-    if PREFETCHED:
-        prefetch(own_words, _SPLIT * W * 2, _SPLIT * WIDTH * 2 // 128)
-        prefetch(scales, _SPLIT * 2, _SPLIT * 2 // 128)
-        prefetch(steps, _SPLIT * 2, _SPLIT * 2 // 128)
     member, lane, word = tl.arange(0, SIZE), tl.arange(0, TILE), tl.arange(0, WIDTH)[None, :]
     is_head = member < GROUP
     less = tl.load(total_lse + place * GROUP + member, mask=is_head, other=0.0)
@@ -166,7 +84,7 @@ def _estimate_words_kernel(
     is_query = is_head[:, None] & (column < DIM)
     query = tl.load(rotated + (place * GROUP + member)[:, None] * DIM + column, mask=is_query, other=0.0)
     key_noise = tl.sum(query.to(tl.float32) * query.to(tl.float32), 1) / _KEY_VARIANCE
-    dim, is_dim, times = number_places(W, WIDTH, LOW, BITS, MANTISSA)
+    dim, is_dim, times = number_places(W, WIDTH, LOW, BITS)
     own_chosen, own_logits = chosen + place * num_words, logits + place * tokens * GROUP
     end = tl.minimum(begin + _SPLIT, count)
     out = tl.zeros([16 // BITS * WIDTH, SIZE], tl.float32)
@@ -189,9 +107,9 @@ def _estimate_words_kernel(
         weight = weight.to(tl.bfloat16)
         weights += weight.to(tl.float32)
         packed = tl.load(own_words + cell[:, None] * W + word, mask=word < W, other=0)
-        numbers = numbers_of(packed, packed, WIDTH, LOW, TILE, BITS, MANTISSA, ASSEMBLY)
+        numbers = numbers_of(packed, WIDTH, LOW, TILE, BITS, ASSEMBLY)
         out = tl.dot(tl.trans(numbers), weight.to(numbers.dtype), out)
-    STEPS: tl.constexpr = (1 << MANTISSA) if ON_CARD else 1
+    STEPS: tl.constexpr = MANTISSA_STEPS if ON_CARD else 1
     ones = (1 << (BITS - 1)) - 0.5 + (STEPS / times if ON_CARD else times * 0.0)
     out = out * (STEPS / times)[:, None] - tl.sum(weights, 0)[None, :] * ones[:, None]
     if tl.min(least, 0) < 0:
@@ -220,23 +138,11 @@ def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> N
     places, tokens, width = *work.logits.shape[:2], index.value_codes.shape[3]
     splits, group, dim = work.rest_out.shape[1:]
     size, bits = max(4, triton.next_power_of_2(group)), layout.value_bits
-    given = (
-        index.value_scales, index.value_centres, index.scales, index.table, work.rotated, step.rows, step.num_tokens,
-        work.shift, work.logits, work.total_lse, work.chosen, work.rest_out, work.rest_mass, work.rest_square, tokens,
-        splits, work.chosen.shape[1], VALUE_LOSS[bits],
+    _estimate_kernel[(places, splits)](
+        index.value_codes.view(torch.int16), index.value_scales, index.value_centres, index.scales, index.table,
+        work.rotated, step.rows, step.num_tokens, work.shift, work.logits, work.total_lse, work.chosen, work.rest_out,
+        work.rest_mass, work.rest_square, tokens, splits, work.chosen.shape[1], VALUE_LOSS[bits],
+        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=size, DIM=dim, W=width // 2,
+        WIDTH=max(8, triton.next_power_of_2(width // 2)), LOW=8, BITS=bits, ASSEMBLY=word_assembly(bits), TILE=TILE,
+        WIDE=triton.next_power_of_2(dim), num_warps=WARPS, num_stages=1,
     )  # fmt: skip
-    shape = {"KV_HEADS": layout.kv_heads, "GROUP": group, "SIZE": size, "DIM": dim, "BITS": bits}
-    if BY_WORDS:
-        mantissa, one = BFLOAT
-        _estimate_words_kernel[(places, splits)](
-            index.value_codes.view(torch.int16), *given, W=width // 2,
-            WIDTH=max(8, triton.next_power_of_2(width // 2)), LOW=8, MANTISSA=mantissa, TILE=WORD_TILE,
-            ASSEMBLY=word_assembly(bits, mantissa, one), WIDE=triton.next_power_of_2(dim), PREFETCHED=PREFETCHED,
-            num_warps=WORD_WARPS, num_stages=1, **shape,
-        )  # fmt: skip
-    else:
-        _estimate_kernel[(places, splits)](
-            index.value_codes, *given, W=width, WIDTH=max(16, triton.next_power_of_2(width)),
-            STEPS=BFLOAT_STEPS[bits] if FOURFOLD else 1, TILE=TILE, ASSEMBLY=bfloat_assembly(bits),
-            WIDE=triton.next_power_of_2(dim), num_warps=WARPS, num_stages=1, **shape,
-        )  # fmt: skip

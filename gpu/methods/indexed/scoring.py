@@ -25,21 +25,16 @@ from gpu.methods.indexed.unpacking import (
     half_thirds_of,
     log2_of,
 )
-from gpu.methods.indexed.words import HALF, ON_CARD, number_places, numbers_of, word_assembly
 from gpu.operations.arguments import runs_on_triton
 
 TILE, WARPS = 128, 2  # tokens that are scored at once, and by how many warps
-ROTATED_COLUMNS = 512  # of a KV head's queries, that one program makes
-QUICK_BINS = False  # by approximate logarithms, in the choice, too
-COUNTED_DIRECTLY = False  # each token by itself in the histogram in memory, with no histogram of a program before
-BY_WORDS = False  # by `_score_words_kernel`, which no card has timed yet (`lab kernel index-variants`)
-WORD_TILE, WORD_WARPS, WORD_STAGES = 128, 2, 3
+ROTATED_COLUMNS = 32  # of a KV head's queries, that one program makes
 LOG2E = 1.4426950408889634
 BINS_PER_OCTAVE = 20
 LOWEST_OCTAVE = -20  # scores of 2^-20 and less are alike
 
 _SPLIT, _BINS = tl.constexpr(SPLIT_TOKENS), tl.constexpr(BINS)
-_LOG2E, _LEAST = tl.constexpr(LOG2E), tl.constexpr(-1e30)
+_LOG2E = tl.constexpr(LOG2E)
 _PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE)
 
 
@@ -208,61 +203,6 @@ def _score_kernel(
 
 
 @triton.jit
-def _score_words_kernel(
-    rotated, shifts, words, thirds, scales, table, rows, num_tokens, logits, split_lse, tokens, splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr,
-    W: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
-    ASSEMBLY: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Score as `_score_kernel`, by words. Codes behind a run's end are read, too, as pages are whole: no token looks at
-    another's. Each token of a tile has a largest logit of its own, so the loop waits for no other warp.
-
-    words, thirds: both are the codes, the latter byte by byte.
-    """
-    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring = place // KV_HEADS
-    count, begin = tl.load(num_tokens + ring), split * _SPLIT
-    if (tl.load(rows + ring) < 0) | (begin >= count):
-        return
-    page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)
-    member, lane, word = tl.arange(0, SIZE), tl.arange(0, TILE), tl.arange(0, WIDTH)[None, :]
-    dim, is_dim, times = number_places(W, WIDTH, LOW, BITS, MANTISSA)
-    is_number = is_dim[:, None] & (member < GROUP)[None, :]
-    query = tl.load(rotated + (place * GROUP + member)[None, :] * DIM + dim[:, None], mask=is_number, other=0.0)
-    query = (query.to(tl.float32) / times[:, None]).to(tl.float16)
-    STEPS: tl.constexpr = (1 << MANTISSA) if ON_CARD else 1
-    ones = times * ((1 << (BITS - 1)) - 0.5) + (STEPS if ON_CARD else 0)
-    offset = tl.sum(query.to(tl.float32) * ones[:, None], 0)
-    own_words, own_scales = words + page * (_SPLIT * ROW // 2), scales + page * _SPLIT
-    own_thirds = thirds + page * _SPLIT * ROW + 2 * W
-    own_logits = logits + place * tokens * GROUP
-    most = tl.full([TILE, SIZE], _LEAST, tl.float32)
-    mass = tl.zeros([TILE, SIZE], tl.float32)
-    for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
-        token = at + lane
-        is_there, cell = token < count, at - begin + lane
-        packed = tl.load(own_words + cell[:, None] * (ROW // 2) + word, mask=word < W, other=0)
-        highest = packed
-        if BITS == 3:
-            highest = tl.load(own_thirds + cell[:, None] * ROW + word, mask=word < W, other=0)
-        numbers = numbers_of(packed, highest, WIDTH, LOW, TILE, BITS, MANTISSA, ASSEMBLY)
-        product = tl.dot(numbers, query)
-        scale = tl.load(own_scales + cell, mask=is_there, other=0.0).to(tl.float32)
-        rounded = ((product * STEPS - offset[None, :]) * scale[:, None]).to(tl.float16)
-        to = own_logits + token[:, None] * GROUP + member[None, :]
-        tl.store(to, rounded, mask=is_there[:, None] & (member < GROUP)[None, :])
-        logit = tl.where(is_there[:, None], rounded.to(tl.float32) * _LOG2E, float("-inf"))
-        higher = tl.maximum(most, logit)
-        mass = mass * exp2_of(most - higher) + exp2_of(logit - higher)
-        most = higher
-    highest = tl.max(most, 0)
-    mass = tl.sum(mass * exp2_of(most - highest[None, :]), 0)
-    shift = tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
-    to = split_lse + (place * splits + split) * GROUP + member
-    tl.store(to, (highest + tl.log2(mass)) / _LOG2E + shift, mask=member < GROUP)
-
-
-@triton.jit
 def shares_of(logits, less, token, is_there, GROUP: tl.constexpr, SIZE: tl.constexpr):
     """Return tokens' shares of each query head's softmax, float32 `[tokens, SIZE]`, 0 where nothing is there.
 
@@ -276,9 +216,9 @@ def shares_of(logits, less, token, is_there, GROUP: tl.constexpr, SIZE: tl.const
 
 
 @triton.jit
-def bins_of(score, IS_QUICK: tl.constexpr):
+def bins_of(score):
     """Return the histogram's bins of scores, int32."""
-    octave = log2_of(tl.maximum(score, 4.76837158203125e-07), IS_QUICK)  # 2^-21
+    octave = log2_of(tl.maximum(score, 4.76837158203125e-07))  # 2^-21
     number = tl.floor((octave - _LOWEST) * _PER_OCTAVE)
     return tl.minimum(tl.maximum(number, 0.0), _BINS - 1.0).to(tl.int32)
 
@@ -286,8 +226,7 @@ def bins_of(score, IS_QUICK: tl.constexpr):
 @triton.jit
 def _count_kernel(
     resident_lse, shifts, rows, num_tokens, logits, split_lse, total_lse, histogram, tokens, splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, QUICK: tl.constexpr,
-    DIRECT: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Count one split's scores of one place; the first split's program also stores the lse of the whole softmax."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -309,10 +248,7 @@ def _count_kernel(
     token = begin + tl.arange(0, _SPLIT)
     is_there = token < count
     score = tl.sum(shares_of(logits + place * tokens * GROUP, less, token, is_there, GROUP, SIZE), 1)
-    number = bins_of(score, QUICK)
-    counted = tl.full([_SPLIT], 1, tl.int32)
-    if not DIRECT:
-        counted, number = tl.histogram(number, _BINS), tl.arange(0, _BINS)
+    counted, number = tl.histogram(bins_of(score), _BINS), tl.arange(0, _BINS)
     tl.atomic_add(histogram + place * _BINS + number, counted, mask=(counted > 0) & (number > 0), sem="relaxed")
 
 
@@ -338,25 +274,14 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
         query.stride(0), SIZE=size, DIM=dim, COLUMNS=columns, PART=min(wide, max(4, 128 // size) * wide // columns),
         num_warps=4, **shape,
     )  # fmt: skip
-    given = (index.scales, index.table, step.rows, step.num_tokens, work.logits, work.split_lse, tokens, splits)
-    if BY_WORDS:
-        (mantissa, one), words = HALF, max(16, triton.next_power_of_2(width // 2))
-        _score_words_kernel[(places, splits)](
-            work.rotated, work.shift, index.codes.view(torch.int16), index.codes, *given, SIZE=max(8, size), DIM=dim,
-            ROW=index.codes.shape[3], W=width // 2, WIDTH=words, LOW=words, BITS=layout.key_bits, MANTISSA=mantissa,
-            ASSEMBLY=word_assembly(layout.key_bits, mantissa, one), TILE=WORD_TILE, num_warps=WORD_WARPS,
-            num_stages=WORD_STAGES, **shape,
-        )  # fmt: skip
-    else:
-        _score_kernel[(places, splits)](
-            work.rotated, work.shift, index.codes, *given, SIZE=max(8, size), DIM=dim,
-            ROW=index.codes.shape[3], W=width,
-            WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits,
-            STEPS=HALF_STEPS[layout.key_bits] if FOURFOLD else 1, TILE=TILE,
-            ASSEMBLY=half_assembly(layout.key_bits), num_warps=WARPS, **shape,
-        )  # fmt: skip
+    _score_kernel[(places, splits)](
+        work.rotated, work.shift, index.codes, index.scales, index.table, step.rows, step.num_tokens, work.logits,
+        work.split_lse, tokens, splits, SIZE=max(8, size), DIM=dim, ROW=index.codes.shape[3], W=width,
+        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits,
+        STEPS=HALF_STEPS[layout.key_bits] if FOURFOLD else 1, TILE=TILE, ASSEMBLY=half_assembly(layout.key_bits),
+        num_warps=WARPS, **shape,
+    )  # fmt: skip
     _count_kernel[(places, splits)](
         resident_lse, work.shift, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,
-        work.histogram, tokens, splits, SIZE=size, SPLITS=triton.next_power_of_2(splits), QUICK=QUICK_BINS,
-        DIRECT=COUNTED_DIRECTLY, num_warps=4, **shape,
+        work.histogram, tokens, splits, SIZE=size, SPLITS=triton.next_power_of_2(splits), num_warps=4, **shape,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Turn packed codes into numbers for products, four at once on a card.
 
-A code at the top of a number's mantissa, behind the high byte 0x3C in float16 or 0x3F in bfloat16, is 1 + code / steps.
+A code at the top of a number's mantissa, behind the high byte 0x3C of float16, is 1 + code / steps.
 So a shift, a mask and two byte permutations turn four bytes into four numbers. The ones are taken off the products,
 next to which they are small enough that sums of many lose nothing.
 """
@@ -14,7 +14,6 @@ FOURFOLD = tl.constexpr(not INTERPRETED)
 
 
 HALF_STEPS = {2: 16, 3: 1024, 4: 64, 8: 1024}
-BFLOAT_STEPS = {2: 4, 4: 16}
 """What codes of so many bits are over: 2 to the power of the bits of a mantissa from a code's lowest on."""
 
 
@@ -23,21 +22,11 @@ def half_assembly(bits: int) -> tuple[str, ...]:
     byte has one code by then.
     """
     bits = 8 if bits == 3 else bits
-    return _assembly(bits, 8 - bits, 0, 0x3C)
+    return _assembly(bits, 8 - bits, 0x3C)
 
 
-def bfloat_assembly(bits: int) -> tuple[str, ...]:
-    """Return for each plane the PTX that makes 1 + code / BFLOAT_STEPS, bfloat16, of four bytes with codes.
-
-    The high bit of the low byte belongs to the exponent.
-    """
-    return _assembly(bits, 7 - bits, 0x80, 0x3F)
-
-
-def _assembly(bits: int, lowest: int, low: int, high: int) -> tuple[str, ...]:
-    """Return each plane's PTX, which moves a code to bit `lowest` of its byte, sets the bits `low`, and puts `high` in
-    front.
-    """
+def _assembly(bits: int, lowest: int, high: int) -> tuple[str, ...]:
+    """Return each plane's PTX, which moves a code to bit `lowest` of its byte and puts `high` in front."""
     ones = 0x01010101
     mask = f"0x{(((1 << bits) - 1) << lowest) * ones:08X}"
     planes = []
@@ -45,7 +34,7 @@ def _assembly(bits: int, lowest: int, low: int, high: int) -> tuple[str, ...]:
         by = plane * bits - lowest
         shift = f"shr.b32 codes, $2, {by};" if by >= 0 else f"shl.b32 codes, $2, {-by};"
         planes.append(
-            f"{{ .reg .b32 codes; {shift} and.b32 codes, codes, {mask}; or.b32 codes, codes, 0x{low * ones:08X}; "
+            f"{{ .reg .b32 codes; {shift} and.b32 codes, codes, {mask}; "
             f"prmt.b32 $0, codes, 0x{high * ones:08X}, 0x4140; prmt.b32 $1, codes, 0x{high * ones:08X}, 0x4342; }}"
         )
     return tuple(planes)
@@ -68,15 +57,6 @@ def half_thirds_of(packed, thirds, byte, PLANE: tl.constexpr, ASSEMBLY: tl.const
 
 
 @triton.jit
-def bfloat_plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return one plane's codes as 1 + code / BFLOAT_STEPS, bfloat16; interpreted, as they are, float32."""
-    if FOURFOLD:
-        return tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
-    else:  # noqa: RET505
-        return ((packed >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
-
-
-@triton.jit
 def exp2_of(number):
     """Return 2^number, float32; on a card, results below 2^-126 are 0."""
     if FOURFOLD:
@@ -88,9 +68,9 @@ def exp2_of(number):
 
 
 @triton.jit
-def log2_of(number, IS_QUICK: tl.constexpr):
-    """Return the binary logarithm, float32; quick, on a card: in one instruction, off by 2^-22 of it at most."""
-    if FOURFOLD and IS_QUICK:
+def log2_of(number):
+    """Return the binary logarithm, float32; on a card in one instruction, off by 2^-22 of it at most."""
+    if FOURFOLD:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [number], dtype=tl.float32, is_pure=True, pack=1
         )
