@@ -168,7 +168,7 @@ class GpuConfig(Settings):
         "auto",
         description="CUDA graphs of layers of short prefill units, by their tokens; a size that is not faster on this "
         "machine than launching kernels one by one is dropped at start. auto: 128, 256, 512 and 1,024, or as many of "
-        "the first as cost under 3 % of the KV pages. []: none",
+        "the first as cost under 3 % of the KV pages, and none of a model with recurrent layers. []: none",
     )
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")
     check_coverage: bool = Field(
