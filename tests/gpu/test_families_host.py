@@ -37,6 +37,8 @@ from transfer.reading import Reading
 LAYERS = {"qwen3": 3, "glm4": 3, "gemma3": 6, "qwen2": 3, "qwen3_moe": 3,
           "gpt_oss": 4, "gemma4": 6, "gemma4 with inputs": 8, "qwen3_5": 4, "qwen3_next": 4,
           "phi3": 3}  # fmt: skip
+# whose logits alone are compared: what they do in attention others do as well, or they do beside it
+OTHERS = {"ministral3": 3, "smollm3": 5, "granite": 3, "olmo3": 5, "muse_glimmer": 5}
 # Where all layers have the same heads, so that the oracle may have all of them in pages.
 ALIKE = {"gemma4": {"head_dim": 64, "global_head_dim": 64, "num_key_value_heads": 1},
          "gemma4 with inputs": {"head_dim": 64, "global_head_dim": 64}}  # fmt: skip
@@ -51,7 +53,7 @@ def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int]
              reading: Reading = Reading.WHOLE, rows: Literal["bfloat16", "int8"] = "bfloat16",
              make: Callable[..., Twins] = Twins, **more: Any) -> Iterator[Twins]:  # fmt: skip
     """tables: of the tier that serves, or None: the plain one, with such rows; make, more: of the twins."""
-    known = checkpoint(name, num_hidden_layers=LAYERS[name], **ALIKE.get(name, {}))
+    known = checkpoint(name, num_hidden_layers=(LAYERS | OTHERS)[name], **ALIKE.get(name, {}))
     shape = read_architecture(known.folder)
     replaced = {
         "NUM_LAYERS": shape.num_layers,
@@ -84,7 +86,7 @@ def decode(twins: Twins, steps: int) -> float:
     return most
 
 
-@pytest.mark.parametrize("name", [*list(LAYERS)[:-1], pytest.param("phi3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", [*list(LAYERS)[:-1], *OTHERS, pytest.param("phi3", marks=pytest.mark.long)])
 def test_offloaded_logits_are_those_of_the_exact_profile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with twins_of(name, monkeypatch) as twins:
         assert decode(twins, 20) < FAMILY_LOGITS
