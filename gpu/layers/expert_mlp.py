@@ -113,7 +113,9 @@ class ExpertMlp:
         """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""
         counts = [
             1,
+            2,
             MOST_ALONE + 1,
+            FEWEST_PAIRS,
             FEWEST_PAIRS + 1,
             LEAST_PAIRS,
             LEAST_PAIRS + 1,

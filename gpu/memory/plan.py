@@ -192,8 +192,9 @@ def _find_demand(asked: MemoryRequest) -> tuple[Demand, Literal["bfloat16", "flo
     architecture, gpu, sizes, machine = asked.architecture, asked.gpu, asked.sizes, asked.machine
     device = resolve_device(gpu, machine)
     dtype = resolve_dtype(gpu, device)
-    if architecture.quantisation is not None and architecture.quantisation.humming:
-        reason = why_not_here(device, dtype)
+    if architecture.quantisation is not None:
+        own = architecture.quantisation
+        reason = why_not_here("integers" if own.integers else "humming" if own.humming else "own", device, dtype)
         if reason is not None:
             raise PlanError(reason)
     kv = resolve_kv(gpu, dtype, architecture)

@@ -37,8 +37,12 @@ def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture
     return shape
 
 
-def why_not_here(device: str, dtype: str) -> str | None:
-    """Return what keeps a device from multiplying by that library; None: nothing. It may not be installed."""
+def why_not_here(products: str, device: str, dtype: str) -> str | None:
+    """Return what keeps a device from `model.products`; None: nothing. A library may not be installed."""
+    if products == "integers" and device == "cuda":
+        return "model.products: asked integers, the device is a CUDA device; wanted the CPU, or own"
+    if products != "humming":
+        return None
     if device != "cuda":
         return "model.products: asked humming, the device is the CPU; wanted a CUDA device, or own"
     if dtype != "bfloat16":

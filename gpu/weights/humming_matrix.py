@@ -48,13 +48,12 @@ Progress = Callable[[float], None]
 
 
 def require_products(asked: str, device: str, dtype: str) -> None:
-    """Raise ModelError where the library asked for cannot multiply on this device; own kernels always can."""
-    if asked != "humming":
-        return
-    reason = why_not_here(device, dtype)
+    """Raise ModelError where what is asked for cannot multiply on this device; own kernels always can."""
+    reason = why_not_here(asked, device, dtype)
     if reason is not None:
         raise ModelError(reason)
-    require_installed()
+    if asked == "humming":
+        require_installed()
 
 
 def kernel_folder(gpu: str) -> Path:

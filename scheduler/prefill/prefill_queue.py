@@ -31,6 +31,7 @@ class PrefillQueue:
         self.num_layers = num_layers
         self._costs = costs
         self._owed_seconds = 0.0  # to the oldest job, by the shorter ones that passed it
+        self._owed_to: JobInProgress | None = None
         self.is_loaded: Callable[[int, int], bool] = lambda job_id, layer: True
         self.is_read: Callable[[int, int], bool] = lambda job_id, layer: True
         self.jobs: list[JobInProgress] = []
@@ -58,8 +59,8 @@ class PrefillQueue:
         while left_tokens > 0 and (eligible := self._eligible_jobs(seconds, bool(units))):
             entry = min(eligible, key=_turn)
             if not units:
-                if self.jobs[0] in eligible and self._is_oldest_due(seconds):
-                    entry = self.jobs[0]
+                if self._is_oldest_due(eligible, seconds):
+                    entry = self._find_oldest()
                 left_tokens = self._most_tokens(entry, seconds)
             entry_kind = None if entry.is_scoring else entry.unit_method
             if units and entry_kind != kind:
@@ -101,8 +102,6 @@ class PrefillQueue:
         return next((entry for entry in self.jobs if sequence in entry.sequences), None)
 
     def drop(self, entry: JobInProgress) -> None:
-        if entry is self.jobs[0]:
-            self._owed_seconds = 0.0
         self.jobs.remove(entry)
 
     def seconds_left(self, sequence: Sequence) -> float | None:
@@ -114,7 +113,8 @@ class PrefillQueue:
         """Return the seconds of work that are left for each prompt of the job whose turn it is; None: there is none
         that anybody waits for, or it is scored, and what its logits take is learnt from too few units to rely on.
         """
-        entry = min((entry for entry in self.jobs if not entry.is_background), key=_turn, default=None)
+        eligible = [entry for entry in self._eligible_jobs(0.0, False) if not entry.is_background]
+        entry = self._find_oldest() if self._is_oldest_due(eligible, 0.0) else min(eligible, key=_turn, default=None)
         if entry is None or entry.job.num_scored_tokens:
             return None
         return self._seconds_left_of(entry) / len(entry.job.prompts)
@@ -148,15 +148,24 @@ class PrefillQueue:
         is_loaded = self.is_read if entry.is_from_disk else self.is_loaded
         return entry.is_scoring or is_loaded(entry.job.job_id, entry.layer)
 
-    def _is_oldest_due(self, seconds: float | None) -> bool:
-        """Return whether what the oldest job is owed pays for its next unit.
+    def _find_oldest(self) -> JobInProgress:
+        """Return the job that is owed its share: the first that somebody waits for. A new one is owed nothing yet."""
+        oldest = next((entry for entry in self.jobs if not entry.is_background), self.jobs[0])
+        if oldest is not self._owed_to:
+            self._owed_to, self._owed_seconds = oldest, 0.0
+        return oldest
+
+    def _is_oldest_due(self, eligible: list[JobInProgress], seconds: float | None) -> bool:
+        """Return whether the oldest job may have a unit now and what it is owed pays for it.
 
         This is asked once a step, and a step of shorter jobs owes it less than a step, so two whole units of it never
         come in a row while a shorter one waits.
         """
-        if self._owed_seconds <= 0:
+        if not eligible:
             return False
-        oldest = self.jobs[0]
+        oldest = self._find_oldest()
+        if oldest not in eligible or self._owed_seconds <= 0:
+            return False
         return self._owed_seconds >= self._next_unit(oldest, self._most_tokens(oldest, seconds), seconds)[1]
 
     def _most_tokens(self, entry: JobInProgress, seconds: float | None) -> int:
@@ -183,7 +192,7 @@ class PrefillQueue:
         return length, self._costs.unit_seconds(length, begin + length, method)
 
     def _charge(self, entry: JobInProgress, cost: float) -> None:
-        if entry is self.jobs[0]:
+        if entry is self._find_oldest():
             self._owed_seconds = max(0.0, self._owed_seconds - cost)
         else:
             share = self._config.oldest_share

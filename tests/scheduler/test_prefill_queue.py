@@ -60,6 +60,32 @@ def test_the_oldest_job_gets_its_share_of_the_time_and_never_before_it_is_due(sh
     assert sum(is_oldest for is_oldest, _ in ran) > 5
 
 
+def test_a_background_job_in_front_takes_no_share_from_the_oldest_that_is_waited_for() -> None:
+    """Nor does what is owed to the oldest go to the one behind it, once it is done."""
+    queue = make_queue()
+    stored, waited = make_job(-1, (0, 10 * CHUNK)), make_job(0, (0, 100 * CHUNK))
+    stored.is_background = True
+    queue.jobs += [stored, waited]
+    ran = run_steps(queue, 100)
+    assert sum(is_oldest for is_oldest, _ in ran) > 5
+    assert stored.begin == 0 and stored.layer == 0
+    queue.drop(waited)
+    assert not queue._is_oldest_due(queue._eligible_jobs(None, False), None)
+
+
+def test_the_seconds_of_the_next_prompt_are_of_one_that_may_go_on() -> None:
+    """Not of a short one whose layer is on its way, nor of any while the oldest is due."""
+    queue = make_queue(oldest_share=0.5)
+    queue.jobs += [make_job(0, (0, 100 * CHUNK)), make_job(1, (0, CHUNK))]
+    short = queue.prompt_seconds(0, CHUNK, DENSE)
+    assert queue.seconds_each() == pytest.approx(short)
+    queue.is_loaded = lambda job_id, layer: job_id == 0
+    assert queue.seconds_each() > 50 * short
+    queue.is_loaded = lambda job_id, layer: True
+    queue._owed_seconds = 10 * short
+    assert queue.seconds_each() > 50 * short
+
+
 def test_the_oldest_job_without_a_share_waits_for_the_others() -> None:
     queue = make_queue(oldest_share=0.0)
     queue.jobs.append(make_job(0, (0, 100 * CHUNK)))
