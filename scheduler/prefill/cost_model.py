@@ -191,9 +191,9 @@ def fit_non_negative(terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
     terms, as where there are fewer steps than terms. SciPy's takes 36 MB, for three terms.
     """
     num_terms = terms.shape[1]
-    costs, _, rank, _ = np.linalg.lstsq(terms, sums)
-    if rank == num_terms and (costs >= 0).all():
-        return costs  # no constraint holds it back
+    whole, _, rank, _ = np.linalg.lstsq(terms, sums)
+    if rank == num_terms and (whole >= 0).all():
+        return np.asarray(whole)  # no constraint holds it back
     best, least, total = np.zeros(num_terms), np.inf, float(sums @ sums)
     for count in range(num_terms):
         for chosen in map(list, combinations(range(num_terms), count)):

@@ -388,7 +388,7 @@ def test_a_plan_counts_what_is_held_and_a_matrix_twice_more_and_says_by_whom_it_
         _plan(shape, device="cpu")
     with pytest.raises(PlanError, match=r"model\.products: asked humming, which multiplies in bfloat16"):
         _plan(shape, dtype="float32")
-    with pytest.raises(PlanError, match=r"model\.products: asked integers, the device is a CUDA device; wanted the CPU"):
+    with pytest.raises(PlanError, match=r"model\.products: asked integers, the device is a CUDA device"):
         _plan(multiplied(own, "integers", "key"))
 
 

@@ -68,7 +68,7 @@ def test_a_background_job_in_front_takes_no_share_from_the_oldest_that_is_waited
     queue.jobs += [stored, waited]
     ran = run_steps(queue, 100)
     assert sum(is_oldest for is_oldest, _ in ran) > 5
-    assert stored.begin == 0 and stored.layer == 0
+    assert (stored.begin, stored.layer) == (0, 0)
     queue.drop(waited)
     assert not queue._is_oldest_due(queue._eligible_jobs(None, False), None)
 
