@@ -150,10 +150,11 @@ class DecodeSteps:
         self._host_read_stream = host_read_stream
         self._captured: dict[tuple[StepKind, int], _Captured] = {}  # by kind and size
         self._drafts: dict[int, tuple[StepRows, torch.cuda.CUDAGraph, Tensor]] = {}  # by the checkpoint's head, by size
-        has_code = _has_compiled_step(loop)
-        dtypes = loop.decoder.weights.embedding.dtype, loop.decoder.pool.key_pages[0].dtype
-        self._code = StepCode(dtypes, compile_settings) if has_code else None
-        self._compiled = CpuStep(loop.decoder) if has_code else None  # compiles functions of matrices meanwhile
+        self._code, self._compiled = None, None
+        if _has_compiled_step(loop):
+            dtypes = loop.decoder.weights.embedding.dtype, loop.decoder.pool.key_pages[0].dtype
+            self._code = StepCode(dtypes, compile_settings)
+            self._compiled = CpuStep(loop.decoder)  # compiles functions of matrices meanwhile
         self._answering = None if host_reader is None else Answering(host_reader.exchanges, self._observe)
         self._experts = experts
         self._expert_answering = [Answering([one], lambda *told: None) for one in experts]

@@ -269,7 +269,7 @@ def test_an_engine_whose_memory_is_not_pinned_does_not_start_and_says_why(monkey
         raise OSError(2, "cudaHostRegister failed with CUDA error 2; locked memory is 64 KiB (ulimit -l)")
 
     open_tier = cpu.cpu_tier.open_tier
-    monkeypatch.setattr("scheduler.engine.load_device.open_tier", open_refusing)
+    monkeypatch.setattr("cpu.cpu_tier.open_tier", open_refusing)
     monkeypatch.setattr("cpu.cpu_tier.pin_pages", pin)
     config = EngineConfig(
         model=ModelConfig(random_weights="tiny"),

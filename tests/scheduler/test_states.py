@@ -182,7 +182,7 @@ def test_one_that_is_preempted_goes_on_with_its_own_state_and_computes_nothing_a
     prompts = [prompt for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts]
     resumed = [prompt for prompt in prompts if prompt.samples]
     assert len(resumed) > 12
-    assert {prompt.begin % PAGE for prompt in resumed} > {0}
+    assert any(prompt.begin % PAGE for prompt in resumed)
     assert all(prompt.num_computed_tokens == 1 for prompt in resumed)
     assert engine.stats().recomputed_tokens == 0
     check_empty(engine)
