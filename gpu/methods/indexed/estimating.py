@@ -19,7 +19,7 @@ from gpu.methods.indexed.codes import VALUE_LOSS, decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.scoring import LOG2E, RingStep, page_of, shares_of
 from gpu.methods.indexed.unpacking import exp2_of
-from gpu.methods.indexed.words import MANTISSA_STEPS, ON_CARD, number_places, numbers_of, word_assembly
+from gpu.methods.indexed.words import ON_CARD, number_places, numbers_of, word_assembly
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
@@ -109,7 +109,7 @@ def _estimate_kernel(
         packed = tl.load(own_words + cell[:, None] * W + word, mask=word < W, other=0)
         numbers = numbers_of(packed, WIDTH, LOW, TILE, BITS, ASSEMBLY)
         out = tl.dot(tl.trans(numbers), weight.to(numbers.dtype), out)
-    STEPS: tl.constexpr = MANTISSA_STEPS if ON_CARD else 1
+    STEPS: tl.constexpr = 128 if ON_CARD else 1  # 2 to the power of MANTISSA
     ones = (1 << (BITS - 1)) - 0.5 + (STEPS / times if ON_CARD else times * 0.0)
     out = out * (STEPS / times)[:, None] - tl.sum(weights, 0)[None, :] * ones[:, None]
     if tl.min(least, 0) < 0:

@@ -17,8 +17,6 @@ from gpu.operations.arguments import INTERPRETED
 
 ON_CARD = tl.constexpr(not INTERPRETED)
 MANTISSA = 7  # bits of a bfloat16's
-MANTISSA_STEPS = tl.constexpr(1 << MANTISSA)
-_MANTISSA = tl.constexpr(MANTISSA)
 _ONE = 0x3F80  # the bits of the number 1
 
 
@@ -76,5 +74,5 @@ def number_places(W: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, BITS:
     dim = plane % (PLANES // 2) * (2 * W) + 2 * word + plane // (PLANES // 2)
     lowest = number * 0
     if ON_CARD:
-        lowest = plane % (_MANTISSA // BITS) * BITS
+        lowest = plane % (7 // BITS) * BITS  # MANTISSA
     return dim, word < W, (1 << lowest).to(tl.float32)
