@@ -529,7 +529,7 @@ def test_restarts_damage_and_little_room_in_any_order_change_no_text(tmp_path: P
             again = structs.replace(request, request_id="cold")
             assert told == serve(cold, [again])[0][0], (turn, name)
             history = [*histories[name], *told, *draw(random.randrange(90), turn)]
-            histories[name] = history if len(history) < 900 else draw(200, 100 + turn)
+            histories[name] = history if len(history) < 790 else draw(200, 100 + turn)  # with what is lost: 1,024
         if random.random() < 0.5:
             engine.shutdown()
             for path in random.sample(records(tmp_path), min(2, len(records(tmp_path)))):
