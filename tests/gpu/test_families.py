@@ -304,6 +304,7 @@ def test_a_ministral3_that_sees_pictures_loads_its_text_and_refuses_mac(is_defau
     whole = {"model_type": "mistral3", "text_config": text, "vision_config": {"hidden_size": 4}}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert off(generate(load(tmp_path), prompt, 2)[1][:1], known.logits(prompt)[-1:]) < FAMILY_LOGITS
+    assert replace(read_architecture(tmp_path), name="") == replace(read_architecture(known.folder), name="")
     (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text | {"model_type": "qwen3"}}))
     with pytest.raises(ModelError, match=r"a mistral3 whose text_config\.model_type is 'qwen3'; served"):
         read_architecture(tmp_path)
