@@ -25,6 +25,7 @@ GREEDY = SamplingParams(temperature=0.0)
 MIN_STEPS = 4  # measured, however long they take
 READY_S = 120.0  # until tables of all contexts stand, at most
 _WARMUP_STEPS = 4
+_NO_HOST = HostStats(**dict.fromkeys(HostStats.__struct_fields__, 0))
 _WARM_UP_STEPS = 16  # where they are short: rows have found whom they step with
 
 
@@ -197,11 +198,9 @@ class Client:
         self._num_drawn -= batch
 
     def host_stats(self) -> HostStats:
-        """Return the host tier's counters, with all that was launched so far."""
+        """Return the host tier's counters, with all that was launched so far; without a tier, none has counted."""
         self.engine._runner.decode_steps.drain()
-        stats = self.engine.stats().host
-        assert stats is not None, "the deployment has a host section"
-        return stats
+        return self.engine.stats().host or _NO_HOST
 
     def seconds(self) -> dict[str, float]:
         """Return seconds so far, on the host: of the tier's threads, and of each part of the steps that have a part on

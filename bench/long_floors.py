@@ -36,12 +36,14 @@ class Floor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LongFloors:
-    """The floors of one deployment on this machine. stream_gb_s: the rate at which the device reads its weights."""
+    """The floors of one deployment on this machine. stream_gb_s: the rate at which the device reads its weights. shape,
+    capacity: None where the deployment has no host memory.
+    """
 
     architecture: Architecture
     plan: MemoryPlan
-    shape: TierShape
-    capacity: HostCapacity
+    shape: TierShape | None
+    capacity: HostCapacity | None
     rates: dict[str, float]
     stream_gb_s: float
 
@@ -62,10 +64,8 @@ class LongFloors:
     def _decode(
         self, profile: Profile, context: int, batch: int, rows_read: float | None, kept_tokens: int, host_gb_s: float
     ) -> Floor:
-        weight_bytes, kept_bytes = (
-            self.step.weights(batch),
-            kept_tokens * len(self.shape.layers) * self.step.layer_token,
-        )
+        weight_bytes = self.step.weights(batch)
+        kept_bytes = kept_tokens * len(self.shape.layers) * self.step.layer_token if self.shape else 0
         kv_bytes = batch * self.step.device_kv(context, self._offloaded(profile, context)) + kept_bytes
         ms = (weight_bytes + kv_bytes) / self.stream_gb_s / 1e6
         text = f"{weight_bytes / 1e9:.3f} GB of weights, {kv_bytes / 1e9:.3f} of KV over {self.stream_gb_s:.0f} GB/s"
@@ -80,6 +80,8 @@ class LongFloors:
             )
         if rows_read is None:
             return Floor(f"{text}; the rows that the CPU reads come on top, once counted", ms)
+        if not self.shape:
+            return Floor(text, ms)
         ms += rows_read * self.step.host_row / host_gb_s / 1e6
         return Floor(f"{text}, {rows_read:,.0f} rows over {host_gb_s:.0f} GB/s", ms)
 
@@ -87,16 +89,20 @@ class LongFloors:
         """Return the floor of a prompt of `num_tokens`: its products, or the offload of its rows and codes, whichever
         takes longer.
         """
-        code_bytes = self.shape.num_tables * CODE_BYTES if profile.reading.has_tables else 0
-        down_rows = self._offloaded(profile, num_tokens) * self.step.host_rows_of_token
-        num_bytes = down_rows * (self.step.host_row + code_bytes)
+        num_bytes = 0
+        if self.shape:
+            code_bytes = self.shape.num_tables * CODE_BYTES if profile.reading.has_tables else 0
+            down_rows = self._offloaded(profile, num_tokens) * self.step.host_rows_of_token
+            num_bytes = down_rows * (self.step.host_row + code_bytes)
         return self._slower(self.step.flops(0, num_tokens), num_bytes, "down", "device_to_host_gb_s")
 
     def next_turn(self, profile: Profile, first_prompt: int, begin: int, end: int) -> Floor:
         """Return the floor of tokens `[begin, end)` over an offloaded prefix: products, or the rows on their
         way back.
         """
-        num_bytes = self._offloaded(profile, first_prompt) * self.step.host_rows_of_token * self.step.host_row
+        num_bytes = 0
+        if self.shape:
+            num_bytes = self._offloaded(profile, first_prompt) * self.step.host_rows_of_token * self.step.host_row
         return self._slower(self.step.flops(begin, end), num_bytes, "up", "host_to_device_gb_s")
 
     @property
@@ -105,7 +111,7 @@ class LongFloors:
 
     def _offloaded(self, profile: Profile, num_tokens: int) -> int:
         """Return the tokens of a prompt that are offloaded."""
-        if not profile.offloads:
+        if not profile.offloads or self.capacity is None:
             return 0
         return self.capacity.of(profile.name).most_run_tokens(num_tokens)
 
@@ -125,21 +131,21 @@ def measure_floors(config: EngineConfig) -> LongFloors:
 
     Takes several seconds, and GiB that are free again after. Raises ModelError or PlanError.
     """
-    assert config.host is not None, "long floors: a deployment with a host section"
     architecture = load_architecture(config.model)
     plan = plan_engine(config, architecture, probe_machine())
-    shape = find_tier_shape(config, architecture, plan)
+    shape = find_tier_shape(config, architecture, plan) if config.host else None
     weight_bytes = step_weight_bytes(architecture, plan.dtype_bytes, plan.is_packed, 1)
     rates = measure_host_rates(count_physical_cores())
-    threads = config.host.threads or plan.threads
-    rates["host_attend_gb_s"] = measure_attend_rate(shape, DTYPES[plan.dtype], threads, default_gib())
+    if config.host and shape:
+        threads = config.host.threads or plan.threads
+        rates["host_attend_gb_s"] = measure_attend_rate(shape, DTYPES[plan.dtype], threads, default_gib())
     if plan.device == "cuda":
         rates |= measure_device_rates(torch.device("cuda"))
         stream = rates["device_stream_gb_s"]
     else:
         rates |= _measure_cpu_device(plan, weight_bytes)
         stream = max(rates["host_stream_gb_s"], rates["host_weights_gb_s"])
-    return LongFloors(architecture, plan, shape, host_capacity(plan, shape), rates, stream)
+    return LongFloors(architecture, plan, shape, host_capacity(plan, shape) if shape else None, rates, stream)
 
 
 def _measure_cpu_device(plan: MemoryPlan, weight_bytes: int) -> dict[str, float]:
