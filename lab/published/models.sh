@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Models of 2026 with random weights on one card, held to what a smaller one has: prompts, decode steps, the next turn
 # and the most memory at each length. `models.sh FOLDER PART...` runs some parts alone; `plan` before them prints what
-# is planned (for the machine profile MACHINE, if that is set), and nothing runs.
+# is planned (for the machine profile MACHINE, if that is set), and nothing runs. CONTEXTS in place of a part's own lengths.
 set -uo pipefail
 OUT=${1:-build/published}
 mkdir -p "$OUT"
@@ -20,13 +20,13 @@ host: {rows: int8, $4}
 YAML
     [[ "$5" != *indexed* ]] || echo "profiles: {indexed: {host: {method: indexed, rings: 1, budget_share: 0.02}}}" >> "$OUT/$1.yaml"
 }
-lengths() { # name options
+lengths() { # name contexts options
     echo "== $1"
     if [ $mode = plan ]; then
         tandem plan "$OUT/$1.yaml" ${MACHINE:+--machine "$MACHINE"} 2>&1
         return
     fi
-    python -m lab.speed.lengths "$OUT/$1.yaml" "${@:2}" --json "$OUT/$1.json" > "$OUT/$1.txt" 2>&1 || failed=1
+    python -m lab.speed.lengths "$OUT/$1.yaml" --contexts "${CONTEXTS:-$2}" "${@:3}" --json "$OUT/$1.json" > "$OUT/$1.txt" 2>&1 || failed=1
     grep -E '^(prompt|decode|next)|^error|Error' "$OUT/$1.txt" || tail -n 3 "$OUT/$1.txt"
 }
 dense='random_weights: qwen3.5-27b, weights: int4' mixture='random_weights: qwen3.5-35b-a3b, weights: int4'
@@ -37,24 +37,24 @@ for part in "${parts[@]}"; do
     case $part in
     # Rows on the card; 128K of the 27B do not fit into 23 GiB with their prompt's hidden states (106,160 tokens do)
     27b) deployment 27b "$dense" "memory_limit_gib: 25, $one${GRAPHS:+, prefill_graph_sizes: [$GRAPHS]}" "" "max_running: 1, max_context_tokens: 132608" "${CHUNK:-512}" &&
-        lengths 27b --contexts "${CONTEXTS:-4096,131072}" ;;
-    27b-four) deployment 27b-four "$dense" "memory_limit_gib: 23, $four" "" "max_running: 4, max_context_tokens: 8192" 512 && lengths 27b-four --contexts 4096 --batch 1,4 ;;
-    35b-a3b) deployment 35b-a3b "$mixture" "memory_limit_gib: 23, $one" "" "max_running: 1, max_context_tokens: 196608" 512 && lengths 35b-a3b --contexts 4096,131072,190000 ;;
-    35b-a3b-four) deployment 35b-a3b-four "$mixture" "memory_limit_gib: 23, $four" "" "max_running: 4, max_context_tokens: 8192" 512 && lengths 35b-a3b-four --contexts 4096 --batch 1,4 ;;
+        lengths 27b 4096,131072 ;;
+    27b-four) deployment 27b-four "$dense" "memory_limit_gib: 23, $four" "" "max_running: 4, max_context_tokens: 8192" 512 && lengths 27b-four 4096 --batch 1,4 ;;
+    35b-a3b) deployment 35b-a3b "$mixture" "memory_limit_gib: 23, $one" "" "max_running: 1, max_context_tokens: 196608" 512 && lengths 35b-a3b 4096,131072,190000 ;;
+    35b-a3b-four) deployment 35b-a3b-four "$mixture" "memory_limit_gib: 23, $four" "" "max_running: 4, max_context_tokens: 8192" 512 && lengths 35b-a3b-four 4096 --batch 1,4 ;;
     # Rows in host memory, in 8 bits, of 23 GiB: by an index of 4 bits on the card, and all read
     27b-host) deployment 27b-host "$dense" "memory_limit_gib: 23, $one" "memory_limit_gib: 40, $down" "max_running: 1, max_context_tokens: 132608, default_profile: indexed" 512 &&
-        lengths 27b-host --contexts 131072 --profiles indexed ;;
+        lengths 27b-host 131072 --profiles indexed ;;
     27b-host-four) deployment 27b-host-four "$dense" "memory_limit_gib: 23, $four" "memory_limit_gib: 60, $down" "max_running: 4, max_context_tokens: 132608, default_profile: offloaded" 512 &&
-        lengths 27b-host-four --contexts 131072 --batch 1,4 --profiles offloaded --question 0 ;;
+        lengths 27b-host-four 131072 --batch 1,4 --profiles offloaded --question 0 ;;
     35b-a3b-host) deployment 35b-a3b-host "$mixture" "memory_limit_gib: 23, $one" "memory_limit_gib: 40, $down" "max_running: 1, max_context_tokens: 262144, default_profile: offloaded" 512 &&
-        lengths 35b-a3b-host --contexts 260000 --profiles offloaded ;;
+        lengths 35b-a3b-host 260000 --profiles offloaded ;;
     35b-a3b-host-four) deployment 35b-a3b-host-four "$mixture" "memory_limit_gib: 23, $four" "memory_limit_gib: 60, $down" "max_running: 4, max_context_tokens: 132608, default_profile: offloaded" 512 &&
-        lengths 35b-a3b-host-four --contexts 131072 --batch 1,4 --profiles offloaded --question 0 ;;
+        lengths 35b-a3b-host-four 131072 --batch 1,4 --profiles offloaded --question 0 ;;
     gemma-4) deployment gemma-4 "random_weights: gemma-4-26b-a4b, weights: int4" "memory_limit_gib: 22.5, graph_batch_sizes: [1, 2, 4]" \
-        "" "max_running: 4, max_context_tokens: 135168" 2048 && lengths gemma-4 --contexts 131072 --batch 1,2 ;;
+        "" "max_running: 4, max_context_tokens: 135168" 2048 && lengths gemma-4 131072 --batch 1,2 ;;
     gpt-oss-16g) deployment gpt-oss-16g "random_weights: gpt-oss-20b" "memory_limit_gib: 15.2, experts_gib: auto, graph_batch_sizes: [1]" \
         "" "max_running: 1, max_context_tokens: 131072" 512 &&
-        lengths gpt-oss-16g --contexts 4096,129000 ;;
+        lengths gpt-oss-16g 4096,129000 ;;
     *) echo "models.sh: no part is called $part" >&2 && exit 2 ;;
     esac
 done
