@@ -100,6 +100,29 @@ def announce(console: Console, name: str, floor: str, floor_ms: float) -> None:
     console.print(f"{name}: at best [bold]{floor_ms:.3f} ms[/] ({floor})", highlight=False)
 
 
+class Stages:
+    """Print what a benchmark does, with the seconds since it began, so that who waits sees what for."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began = time.perf_counter()
+        self._stage = ""
+
+    def begin(self, stage: str) -> None:
+        """Print a stage, if it is another one."""
+        if stage != self._stage:
+            self._stage = stage
+            self._print(stage)
+
+    def tell(self, row: Row, more: str = "") -> None:
+        """Print a row as it is measured, and `more` of it."""
+        beside = "" if row.times_faster is None else f", {row.times_faster:.2f} times as fast as {row.peer}"
+        self._print(f"{row.name}, {row.shape}: {row.ms:.3f} ms{beside}{f'; {more}' if more else ''}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(f"{time.perf_counter() - self._began:6.1f} s  {text}", highlight=False)
+
+
 def report(rows: Sequence[Row], json_path: Path | None, console: Console) -> None:
     """Print a table, write the rows to `json_path`, and print the same JSON as stdout's last line."""
     console.print(_tabulate(rows))

@@ -1,18 +1,17 @@
 """Run `tandem bench drafts`: steps of 1, 2, 4 and 8 rows a stream, and streams with and without drafts.
 
-Weights are random, so a text says nothing of acceptance. Streams that draft are biased to one token, which their text
-then is; a source proposes it, each token wrong at a stated rate, and all else runs at its full cost. Streams of free
-text have no bias and the n-grams that serve. With and without take turns, and the text without drafts must be the text
-with them. Of a head that comes with a checkpoint (mtp), its steps run, and such tokens take the place of its guesses.
+Weights are random, so acceptance comes from elsewhere (`bench.replay`): each stream's text is recorded without drafts,
+the n-grams or the head that comes with a checkpoint (mtp) run at their full cost, and the record's tokens, spoilt at a
+real model's rate or a stated one, take the place of theirs. Streams of free text have what the source drafts itself.
+With and without take turns. Each draw is compared with the record, with drafts and without.
 
 Floor of a step: the weights that so many rows read, over the measured rate of reading them.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -21,19 +20,18 @@ import torch
 from rich.console import Console
 
 from bench.as_served import interpreter_as_served
-from bench.benchmark_rows import Row, announce, require, summarise
+from bench.benchmark_rows import Row, Stages, announce, require, summarise
 from bench.engine import measure_floor_rates
-from bench.engine_patches import note_results, replace_guesses, switch_drafts
+from bench.engine_patches import note_results, switch_drafts
 from bench.long_client import GREEDY, Client
 from bench.rates import device_name
+from bench.replay import RIGHT, Acceptance, Partings, Recorded, Replayed
 from gpu.config import Composition, DraftConfig, GpuConfig, ModelConfig
 from gpu.load import DTYPES
 from gpu.model.architecture import load_architecture
 from gpu.model.matrix_formats import step_weight_bytes
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
-from gpu.sampling_params import SamplingParams
 from gpu.step import StepResult
-from scheduler.drafts.draft_source import Proposal
 from scheduler.drafts.drafter import make_source
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
@@ -42,16 +40,15 @@ from transfer.machine import GIB, probe_machine
 
 WIDTHS = (1, 2, 4, 8)
 PROFILE = "drafting"
-TOKEN = 7  # that biased streams write
-BIASED = SamplingParams(temperature=0.0, logit_bias={TOKEN: 100.0})
 _WARM_UP = 8  # tokens of each stream
+_SPARE = 64  # tokens that a stream may be ahead of the slowest one
 _KV_ROOM = 1.25  # times the rows of all streams
 
 
 @dataclass(frozen=True, slots=True)
 class DraftsBenchmark:
-    """What to measure: `tokens` of each stream, behind `prompt_tokens`; accepted: rates at which a proposed token is
-    right. mtp: the model's head drafts.
+    """What to measure: `tokens` of each stream, behind `prompt_tokens`; accepted: how often a proposed token is right.
+    mtp: the model's head drafts.
     """
 
     random_weights: str
@@ -62,40 +59,22 @@ class DraftsBenchmark:
     prompt_tokens: int
     tokens: int
     rounds: int
-    accepted: tuple[float, ...]
+    accepted: tuple[Acceptance, ...]
     threads: int
     mtp: bool = False
 
 
-class Constant:
-    """Propose one token, wrong at the rate `1 - accepted`."""
-
-    def __init__(self, accepted: float, draw: Random) -> None:
-        self.num_observed = 0
-        self._accepted = accepted
-        self._draw = draw
-
-    def observe(self, token_ids: np.ndarray) -> None:
-        """Count further tokens."""
-        self.num_observed += len(token_ids)
-
-    def propose(self, most_tokens: int) -> Proposal:
-        """Return `most_tokens` tokens; how much speaks for them is always alike."""
-        right = [self._draw.random() < self._accepted for _ in range(most_tokens)]
-        return Proposal([TOKEN if one else TOKEN + 1 for one in right], 1)
-
-    def forget(self) -> None:
-        """Keep nothing."""
-
-
 @dataclass(slots=True)
 class _Streams:
-    """Hold what streams of one length took. seconds: of all their tokens but the first ones; device_ms: of steps."""
+    """Hold what streams of one length took. seconds: of all their tokens but the first ones; device_ms: of steps;
+    partings: of all their draws from the record.
+    """
 
     seconds: float = 0.0
     num_tokens: int = 0
     device_ms: list[float] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
+    partings: Partings = field(default_factory=Partings)
 
     @property
     def tokens_per_s(self) -> float:
@@ -103,14 +82,18 @@ class _Streams:
 
 
 def run_drafts_benchmark(benchmark: DraftsBenchmark, console: Console) -> list[Row]:
-    """Return a row for each batch and width, and for each batch and rate of acceptance. Raises GateError."""
+    """Return a row for each batch and width, and for each batch and acceptance; each is printed as it is measured.
+    Raises GateError.
+    """
     torch.set_num_threads(benchmark.threads)
+    stages = Stages(console)
     config = _config_of(benchmark)
     architecture = load_architecture(config.model)
     plan = plan_engine(config, architecture, probe_machine())
     device, dtype = torch.device(plan.device), DTYPES[plan.dtype]
-    engine, ready = load_engine(config, plan, lambda stage, fraction: None)
+    engine, ready = load_engine(config, plan, lambda stage, fraction: stages.begin(f"loading: {stage}"))
     is_packed, rows = engine._runner.weights.is_packed, list[Row]()
+    stages.begin("rates of the machine")
     rates, rate = measure_floor_rates(
         step_weight_bytes(architecture, dtype.itemsize, is_packed, 1), benchmark.threads, device
     )
@@ -118,10 +101,12 @@ def run_drafts_benchmark(benchmark: DraftsBenchmark, console: Console) -> list[R
                               "config": asdict(benchmark) | {"torch": torch.__version__}}  # fmt: skip
     try:
         with interpreter_as_served():
-            bench = _Bench(benchmark, Client(engine, ready.vocab_size, ready.profiles))
+            bench = _Bench(benchmark, Client(engine, ready.vocab_size, ready.profiles), plan.dtype == "float32")
             for batch in benchmark.batches:
                 what = f"{architecture.name} {benchmark.weights or plan.dtype}, batch {batch}, " \
                        f"{benchmark.prompt_tokens:,} tokens"  # fmt: skip
+                stages.begin(f"recording texts of batch {batch}")
+                bench.record(batch)
                 most = MOST_STEP_ROWS if architecture.recurrent is not None else max(WIDTHS)
                 widths = [one for one in WIDTHS if one <= most and batch * one <= engine.scheduler.drafts.most_rows]
                 for width in widths:
@@ -130,21 +115,29 @@ def run_drafts_benchmark(benchmark: DraftsBenchmark, console: Console) -> list[R
                     announce(console, f"step, {what}, {width} rows a stream", floor, floor_ms)
                     streams = bench.of_width(batch, width)
                     extras = {"tokens_per_s": streams.tokens_per_s, "rows": batch * width,
-                              "wall_ms": 1e3 * batch * width / streams.tokens_per_s}  # fmt: skip
+                              "wall_ms": 1e3 * batch * width / streams.tokens_per_s,
+                              "partings": asdict(streams.partings)}  # fmt: skip
                     rows.append(Row(name="verify step", shape=f"{what}, {width} rows each", floor=floor,
                                     floor_ms=floor_ms, peer=None, peer_ms=None, extras=extras,
                                     **asdict(summarise(streams.device_ms)), **common))  # fmt: skip
+                    stages.tell(rows[-1], str(streams.partings))
                 for accepted in (*benchmark.accepted, None):
                     source = "the head" if benchmark.mtp else "n-grams"
-                    name = f"free text, {source}" if accepted is None else f"drafts right at {accepted:g} a token"
-                    rows.append(_compare(bench, batch, accepted, f"{what}, {name}", common))
+                    name = f"free text, {source}" if accepted is None else f"drafts right: {accepted.name}"
+                    row, partings = _compare(bench, batch, accepted, f"{what}, {name}", common)
+                    rows.append(row)
+                    stages.tell(row, str(partings))
     finally:
         engine.shutdown()
     return rows
 
 
-def _compare(bench: "_Bench", batch: int, accepted: float | None, what: str, common: dict[str, Any]) -> Row:
-    """Return a row of milliseconds a token with drafts, beside those without. accepted: None: of free text."""
+def _compare(
+    bench: "_Bench", batch: int, accepted: Acceptance | None, what: str, common: dict[str, Any]
+) -> tuple[Row, Partings]:
+    """Return a row of milliseconds a token with drafts, beside those without, and where draws with drafts parted from
+    the record. accepted: None: of free text.
+    """
     bench.stream(batch, accepted, is_on=True)  # times of widths are learnt
     took: dict[bool, list[_Streams]] = {False: [], True: []}
     before = bench.client.engine.stats().drafts
@@ -152,27 +145,34 @@ def _compare(bench: "_Bench", batch: int, accepted: float | None, what: str, com
         for is_on in (False, True):
             took[is_on].append(bench.stream(batch, accepted, is_on))
     after = bench.client.engine.stats().drafts
-    if accepted is not None:
-        wrong = [text for one in took[True] for text in one.texts if set(text) != {TOKEN}]
-        require(not wrong, "a text with drafts is the text without")
+    partings = {is_on: add_partings([one.partings for one in took[is_on]]) for is_on in (False, True)}
     proposed, drawn = after.proposed - before.proposed, after.accepted - before.accepted
     steps = after.steps - before.steps
     with_ms, without_ms = ([1e3 / one.tokens_per_s for one in took[is_on]] for is_on in (True, False))
     extras = {
         "proposed": proposed, "accepted": drawn, "steps": steps, "saved_s": after.saved_seconds - before.saved_seconds,
-        "equal_texts": [a.texts == b.texts for a, b in zip(took[True], took[False], strict=True)],
+        "partings": asdict(partings[True]), "partings_without": asdict(partings[False]),
     }  # fmt: skip
-    return Row(name="token with drafts", shape=what, floor="none: a share of what the batch takes without",
-               floor_ms=None, peer="without drafts", peer_ms=summarise(without_ms).ms, extras=extras,
-               **asdict(summarise(with_ms)), **common)  # fmt: skip
+    row = Row(name="token with drafts", shape=what, floor="none: a share of what the batch takes without",
+              floor_ms=None, peer="without drafts", peer_ms=summarise(without_ms).ms, extras=extras,
+              **asdict(summarise(with_ms)), **common)  # fmt: skip
+    return row, partings[True]
+
+
+def add_partings(partings: Sequence[Partings]) -> Partings:
+    """Return those of all draws together."""
+    draws, level, beyond = (sum(getattr(one, name) for one in partings) for name in ("draws", "level", "beyond"))
+    return Partings(draws, level, beyond, max((one.most_steps for one in partings), default=0.0))
 
 
 class _Bench:
-    """Run streams of one engine, and note what their steps take on the device."""
+    """Run streams of one engine, and note what their steps take on the device. is_exact: it computes in float32."""
 
-    def __init__(self, benchmark: DraftsBenchmark, client: Client) -> None:
+    def __init__(self, benchmark: DraftsBenchmark, client: Client, is_exact: bool) -> None:
         self.benchmark = benchmark
         self.client = client
+        self._is_exact = is_exact
+        self._recorded = Recorded(client.engine._runner)
         self._device_ms: list[float] = []
         note_results(client.engine.scheduler, self._note)
 
@@ -180,25 +180,43 @@ class _Bench:
         if result.decode_seconds and not result.unit_seconds:
             self._device_ms.append(1e3 * result.decode_seconds)
 
+    def record(self, batch: int) -> None:
+        """Keep what a batch of streams writes without drafts."""
+        self._recorded.records.clear()
+        prompts = self._prompts(batch)
+        switch_drafts(self.client.engine.scheduler.drafts, False)
+        most = self.benchmark.tokens + _SPARE
+        ids = [self.client.submit(prompt.tolist(), most, PROFILE, GREEDY) for prompt in prompts]
+        streams = _Streams(texts=[[] for _ in prompts])
+        while min(map(len, streams.texts)) < most:
+            self._advance(ids, streams)
+        self.client.drain(ids)
+        self._recorded.records = {
+            prompt.tobytes(): text for prompt, text in zip(prompts, streams.texts, strict=True)
+        }  # fmt: skip
+
     def of_width(self, batch: int, width: int) -> _Streams:
         """Run streams whose drafts are always right, and always of so many rows."""
         with self._chosen(lambda looks, num_fed, times: [width - 1] * len(looks)):
-            return self.stream(batch, 1.0, is_on=width > 1)
+            return self.stream(batch, RIGHT, is_on=width > 1)
 
-    def stream(self, batch: int, accepted: float | None, is_on: bool) -> _Streams:
-        """Run `batch` streams. accepted: None: of free text, drafted by n-grams."""
-        drafts, draw = self.client.engine.scheduler.drafts, Random(batch)
+    def stream(self, batch: int, accepted: Acceptance | None, is_on: bool) -> _Streams:
+        """Run `batch` streams. accepted: None: of free text, as the source drafts it. Raises GateError where a text is
+        not the record's.
+        """
+        drafts, draw, vocab_size = self.client.engine.scheduler.drafts, Random(batch), self.client.vocab_size
         switch_drafts(drafts, is_on)
-        drafts.make_source = make_source if accepted is None else lambda config, sequence: Constant(accepted, draw)
+        drafts.make_source = make_source if accepted is None else lambda config, sequence: Replayed(
+            make_source(config, sequence), sequence.num_prompt_tokens,
+            self._recorded.records[sequence.prompt.astype(np.int32).tobytes()], accepted, vocab_size, draw,
+        )  # fmt: skip
         if self.benchmark.mtp:
-            change = None if accepted is None else partial(_spoil, accepted, draw)
-            replace_guesses(self.client.engine._runner, change)
-        sampling = GREEDY if accepted is None else BIASED
-        prompts = [np.random.default_rng(place).integers(0, self.client.vocab_size, self.benchmark.prompt_tokens)
-                   for place in range(batch)]  # fmt: skip
-        most = self.benchmark.prompt_tokens + self.benchmark.tokens + 64
+            self._recorded.replace_guesses(accepted, draw)
+        self._recorded.take_partings()
+        prompts = self._prompts(batch)
         streams = _Streams(texts=[[] for _ in prompts])
-        ids = [self.client.submit(prompt.tolist(), most - len(prompt), PROFILE, sampling) for prompt in prompts]
+        most = self.benchmark.tokens + _SPARE
+        ids = [self.client.submit(prompt.tolist(), most, PROFILE, GREEDY) for prompt in prompts]
         while min(map(len, streams.texts)) < _WARM_UP:
             self._advance(ids, streams)
         began, first = time.perf_counter(), sum(map(len, streams.texts))
@@ -210,7 +228,19 @@ class _Bench:
         streams.device_ms = list(self._device_ms)
         self.client.drain(ids)
         streams.texts = [text[: self.benchmark.tokens] for text in streams.texts]
+        streams.partings = self._recorded.take_partings()
+        streams.partings.check(self._is_exact, f"batch {batch}")
+        written = [self._recorded.records[prompt.tobytes()][: self.benchmark.tokens] for prompt in prompts]
+        require(streams.texts == written, f"batch {batch}: the text is the record's")
         return streams
+
+    def _prompts(self, batch: int) -> list[np.ndarray]:
+        return [
+            np.random.default_rng(place).integers(
+                0, self.client.vocab_size, self.benchmark.prompt_tokens, dtype=np.int32
+            )
+            for place in range(batch)
+        ]
 
     def _advance(self, ids: list[str], streams: _Streams) -> None:
         for delta in self.client.advance():
@@ -227,25 +257,21 @@ class _Bench:
             drafts.choose_lengths = kept
 
 
-def _spoil(accepted: float, draw: Random, tokens: torch.Tensor) -> torch.Tensor:
-    """Return other guesses in place of these: TOKEN, wrong at the rate `1 - accepted`."""
-    guesses = [TOKEN if draw.random() < accepted else TOKEN + 1 for _ in range(len(tokens))]
-    return torch.tensor(guesses, dtype=tokens.dtype, device=tokens.device)
-
-
 def _config_of(benchmark: DraftsBenchmark) -> EngineConfig:
     """Return the settings of an engine with pages for all streams."""
     model = ModelConfig(random_weights=benchmark.random_weights, weights=benchmark.weights)  # type: ignore[arg-type]
     shape = load_architecture(model)
-    context = benchmark.prompt_tokens + benchmark.tokens + 128
+    context = benchmark.prompt_tokens + benchmark.tokens + 2 * _SPARE
     row_bytes = shape.rows_of_head * (shape.num_layers + benchmark.mtp) * shape.num_kv_heads * shape.dim * 4
-    most = max(benchmark.batches)
+    most, widest = max(benchmark.batches), max(WIDTHS)
+    sizes = sorted({batch * width for batch in benchmark.batches for width in WIDTHS})  # no graph that nothing replays
     return EngineConfig(
         model=model,
         gpu=GpuConfig(
             device=benchmark.device, dtype=benchmark.dtype, threads=benchmark.threads,  # type: ignore[arg-type]
             kv_cache_gib=_KV_ROOM * most * context * row_bytes / GIB,
+            graph_batch_sizes=tuple(sizes), prefill_graph_sizes=(),
         ),
         profiles={PROFILE: Composition(draft=DraftConfig(source="mtp") if benchmark.mtp else DraftConfig())},
-        scheduler=SchedulerConfig(max_running=max(64, most), max_context_tokens=context, prefix_cache=False),
+        scheduler=SchedulerConfig(max_running=most * widest, max_context_tokens=context, prefix_cache=False),
     )  # fmt: skip

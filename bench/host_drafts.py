@@ -6,9 +6,8 @@ bytes, over the rate at which the host reads in order, and of the arithmetic, ov
 square matrices.
 
 Then steps that draft by `indexed` and verify: what they take more is the drafting. Then streams. Weights are random, so
-a text says nothing of acceptance: every stream is biased to one token, which its text then is. `verified` drafts at its
-full cost, and what it has drafted is replaced by that token, or by another at a stated rate. Its text must be the one
-of `offloaded`.
+the text of `offloaded` is recorded, and every stream draws it (`bench.replay`). `verified` drafts at its full cost, and
+what it has drafted is replaced by the record's tokens, spoilt at a real model's rate or a stated one.
 """
 
 import time
@@ -23,12 +22,14 @@ import torch
 from rich.console import Console
 
 from bench.as_served import interpreter_as_served
-from bench.benchmark_rows import Row, announce, require, summarise
-from bench.drafts import BIASED, TOKEN, Constant
-from bench.engine_patches import note_results, replace_guesses
+from bench.benchmark_rows import Row, Stages, announce, require, summarise
+from bench.drafts import add_partings
+from bench.engine_patches import note_results
 from bench.host_rate import attend_alike_rows
-from bench.long_client import Client
+from bench.long_client import GREEDY, Client
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
+from bench.replay import RIGHT as ALL_RIGHT
+from bench.replay import Acceptance, Partings, Recorded, Replayed
 from cpu.memory_rates import measure_host_rates
 from gpu.config import Composition, DraftConfig, GpuConfig, MethodChoice, ModelConfig
 from gpu.load import DTYPES
@@ -56,8 +57,8 @@ _CHUNK_TOKENS = 512
 @dataclass(frozen=True, slots=True)
 class HostDraftsBenchmark:
     """What to measure: `tokens` of each stream, behind `prompt_tokens`. memory_limit_gib: of the card, None: all of it;
-    resident_tokens: above which contexts go to host memory and leave the card; accepted: rates at which a drafted token
-    is right.
+    resident_tokens: above which contexts go to host memory and leave the card; accepted: how often a drafted token is
+    right.
     """
 
     random_weights: str
@@ -70,19 +71,22 @@ class HostDraftsBenchmark:
     prompt_tokens: int
     tokens: int
     rounds: int
-    accepted: tuple[float, ...]
+    accepted: tuple[Acceptance, ...]
     threads: int
 
 
 @dataclass(slots=True)
 class _Stream:
-    """One stream. seconds: of its tokens behind the first; host_ms, step_ms: of each step, attending and in all."""
+    """One stream. seconds: of its tokens behind the first; host_ms, step_ms: of each step, attending and in all;
+    partings: of all its draws from the record.
+    """
 
     seconds: float = 0.0
     num_tokens: int = 0
     text: list[int] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
+    partings: Partings = field(default_factory=Partings)
 
     @property
     def token_ms(self) -> float:
@@ -92,6 +96,8 @@ class _Stream:
 def run_host_drafts_benchmark(benchmark: HostDraftsBenchmark, console: Console) -> list[Row]:
     """Return rows of V(n) by the kernel, then by steps, then of streams. Raises GateError."""
     torch.set_num_threads(benchmark.threads)
+    stages = Stages(console)
+    stages.begin("rates of the machine")
     config = _config_of(benchmark)
     architecture = load_architecture(config.model)
     plan = plan_engine(config, architecture, probe_machine())
@@ -105,11 +111,12 @@ def run_host_drafts_benchmark(benchmark: HostDraftsBenchmark, console: Console) 
            f"{benchmark.prompt_tokens:,} tokens"  # fmt: skip
     floors = _Floors(shape, benchmark.prompt_tokens, rates)
     rows = _time_kernel(benchmark, shape, DTYPES[plan.dtype], floors, what, common, console)
-    engine, ready = load_engine(config, plan, lambda stage, fraction: None)
+    engine, ready = load_engine(config, plan, lambda stage, fraction: stages.begin(f"loading: {stage}"))
     try:
         with interpreter_as_served():
-            bench = _Bench(benchmark, Client(engine, ready.vocab_size, ready.profiles))
-            bench.stream("offloaded")  # a first one, whose context the others find
+            bench = _Bench(benchmark, Client(engine, ready.vocab_size, ready.profiles), plan.dtype == "float32")
+            stages.begin("recording the text of `offloaded`")  # a first one, whose context the others find
+            bench.record()
             verify_ms: dict[int, float] = {}
             for width in (one for one in WIDTHS if one <= engine.scheduler.drafts.most_rows):
                 floor, floor_ms = floors.of(width)
@@ -117,12 +124,19 @@ def run_host_drafts_benchmark(benchmark: HostDraftsBenchmark, console: Console) 
                 with bench.of_width(width):
                     stream = bench.stream(RIGHT)
                 verify_ms[width] = summarise(stream.step_ms).ms
-                extras = {"rows": width, "step_ms": verify_ms[width], "token_ms": stream.token_ms}
+                extras = {"rows": width, "step_ms": verify_ms[width], "token_ms": stream.token_ms,
+                          "partings": asdict(stream.partings)}  # fmt: skip
                 rows.append(Row(name="host attention, step", shape=f"{what}, {width} rows", floor=floor,
                                 floor_ms=floor_ms, peer=None, peer_ms=None, extras=extras,
                                 **asdict(summarise(stream.host_ms)), **common))  # fmt: skip
-            rows += [bench.of_draft(width, verify_ms[width], what, common) for width in DRAFTED if width in verify_ms]
-            rows += [bench.compare(accepted, what, common, console) for accepted in benchmark.accepted]
+                stages.tell(rows[-1], str(stream.partings))
+            for width in (one for one in DRAFTED if one in verify_ms):
+                rows.append(bench.of_draft(width, verify_ms[width], what, common))
+                stages.tell(rows[-1])
+            for accepted in benchmark.accepted:
+                row, partings = bench.compare(accepted, what, common, console)
+                rows.append(row)
+                stages.tell(row, str(partings))
     finally:
         engine.shutdown()
     return rows
@@ -173,16 +187,24 @@ def _time_kernel(
 
 
 class _Bench:
-    """Run streams of one engine, all with the same prompt, and note what the host takes in their steps."""
+    """Run streams of one engine, all with the same prompt, and note what the host takes in their steps. is_exact: it
+    computes in float32.
+    """
 
-    def __init__(self, benchmark: HostDraftsBenchmark, client: Client) -> None:
+    def __init__(self, benchmark: HostDraftsBenchmark, client: Client, is_exact: bool) -> None:
         self.benchmark = benchmark
         self.client = client
+        self._is_exact = is_exact
         self._draw = Random(0)
+        rng = np.random.default_rng(1)
+        self._prompt = rng.integers(0, client.vocab_size, benchmark.prompt_tokens, dtype=np.int32)
+        self._recorded = Recorded(client.engine._runner)
         self._stream = _Stream()
         self._attended_s = 0.0
         scheduler = client.engine.scheduler
-        scheduler.drafts.make_source = lambda config, sequence: Constant(1.0, self._draw)
+        scheduler.drafts.make_source = lambda config, sequence: Replayed(
+            None, sequence.num_prompt_tokens, self._record, ALL_RIGHT, client.vocab_size, self._draw
+        )
         note_results(scheduler, self._note)
 
     def _note(self, result: StepResult) -> None:
@@ -209,26 +231,31 @@ class _Bench:
             drafts.choose_lengths = kept
 
     @contextmanager
-    def _right_at(self, accepted: float) -> Iterator[None]:
-        """Have what the device drafts be right at this rate, until the block ends."""
-        runner = self.client.engine._runner
-
-        def replace(tokens: torch.Tensor) -> torch.Tensor:
-            wrong = [int(self._draw.random() >= accepted) for _ in range(len(tokens))]
-            return tokens.fill_(TOKEN).add_(torch.tensor(wrong, device=tokens.device))
-
-        replace_guesses(runner, replace)
+    def _right_at(self, accepted: Acceptance) -> Iterator[None]:
+        """Have what the device drafts be right so often, until the block ends."""
+        self._recorded.replace_guesses(accepted, self._draw)
         try:
             yield
         finally:
-            replace_guesses(runner, None)
+            self._recorded.replace_guesses(None, self._draw)
+
+    @property
+    def _record(self) -> list[int]:
+        return self._recorded.records[self._prompt.tobytes()]
+
+    def record(self) -> None:
+        """Keep what `offloaded` writes, to its end."""
+        most = self.benchmark.tokens + 2 * _MOST_RUNNING
+        request_id = self.client.submit(self._prompt.tolist(), most, "offloaded", GREEDY)
+        self._recorded.records[self._prompt.tobytes()] = self.client.finish(request_id)
 
     def stream(self, profile: str) -> _Stream:
-        """Run one stream of `tokens` tokens behind the prompt that all have."""
-        rng, benchmark = np.random.default_rng(1), self.benchmark
-        prompt = rng.integers(0, self.client.vocab_size, benchmark.prompt_tokens).tolist()
-        most = benchmark.tokens + 2 * _MOST_RUNNING
-        request_id = self.client.submit(prompt, most, profile, BIASED)
+        """Run one stream of `tokens` tokens behind the prompt that all have. Raises GateError where its text is not
+        the record.
+        """
+        benchmark = self.benchmark
+        self._recorded.take_partings()
+        request_id = self.client.submit(self._prompt.tolist(), len(self._record), profile, GREEDY)
         self._stream = stream = _Stream()
         while len(stream.text) < _WARM_UP:
             self._advance(stream)
@@ -240,7 +267,9 @@ class _Bench:
         stream.seconds, stream.num_tokens = time.perf_counter() - began, len(stream.text) - first
         kept = replace_lists(stream)
         self.client.drain([request_id])
-        require(set(kept.text) == {TOKEN}, f"{profile}: the text is the one that the bias makes")
+        kept.partings = self._recorded.take_partings()
+        kept.partings.check(self._is_exact, profile)
+        require(kept.text == self._record[: len(kept.text)], f"{profile}: the text is the record's")
         return kept
 
     def _advance(self, stream: _Stream) -> None:
@@ -249,7 +278,7 @@ class _Bench:
 
     def of_draft(self, width: int, verify_ms: float, what: str, common: dict[str, Any]) -> Row:
         """Return a row of steps that draft `width - 1` tokens and verify them, beside those that verify alone."""
-        with self.of_width(width), self._right_at(1.0):
+        with self.of_width(width), self._right_at(ALL_RIGHT):
             stream = self.stream(VERIFIED)
         timing = summarise(stream.step_ms)
         extras = {
@@ -260,10 +289,14 @@ class _Bench:
                    floor_ms=None, peer="verifying alone", peer_ms=verify_ms, extras=extras, **asdict(timing),
                    **common)  # fmt: skip
 
-    def compare(self, accepted: float, what: str, common: dict[str, Any], console: Console) -> Row:
-        """Return a row of milliseconds a token of `verified` at a rate, beside those of `offloaded`."""
+    def compare(
+        self, accepted: Acceptance, what: str, common: dict[str, Any], console: Console
+    ) -> tuple[Row, Partings]:
+        """Return a row of milliseconds a token of `verified`, beside those of `offloaded`, and where draws of the
+        former parted from the record.
+        """
         floor = "none: a share of what `offloaded` takes"
-        console.print(f"verified, drafts right at {accepted:g} a token, {what} ({floor})", highlight=False)
+        console.print(f"verified, drafts right: {accepted.name}, {what} ({floor})", highlight=False)
         took: dict[str, list[_Stream]] = {"offloaded": [], VERIFIED: []}
         stats = self.client.engine.stats
         with self._right_at(accepted):
@@ -284,10 +317,12 @@ class _Bench:
             "drafted_a_step": proposed / max(steps, 1), "host_ms": host_ms, "step_ms": step_ms,
             "offloaded_host_ms": summarise([ms for one in took["offloaded"] for ms in one.host_ms]).ms,
             "saved_s": after.saved_seconds - before.saved_seconds,
+            "partings": asdict(partings := add_partings([one.partings for one in took[VERIFIED]])),
         }  # fmt: skip
-        return Row(name="token, verified", shape=f"{what}, drafts right at {accepted:g}", floor=floor, floor_ms=None,
-                   peer="offloaded", peer_ms=summarise(theirs).ms, extras=extras, **asdict(summarise(mine)),
-                   **common)  # fmt: skip
+        row = Row(name="token, verified", shape=f"{what}, drafts right: {accepted.name}", floor=floor, floor_ms=None,
+                  peer="offloaded", peer_ms=summarise(theirs).ms, extras=extras, **asdict(summarise(mine)),
+                  **common)  # fmt: skip
+        return row, partings
 
 
 def replace_lists(stream: _Stream) -> _Stream:

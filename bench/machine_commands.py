@@ -107,17 +107,23 @@ def engine(
 
 
 def drafts(
-    random_weights: Annotated[str, typer.Option(help="a named shape")] = "llama-3.1-8b",
+    random_weights: Annotated[
+        str | None, typer.Option(help="a named shape; left out: llama-3.1-8b, with --mtp qwen3.5-9b")
+    ] = None,
     weights: Annotated[
         Literal["none", "fp8", "int8", "int4"], typer.Option(help="rounded to this; none: as `dtype`")
     ] = "int4",
-    batch: Annotated[str, typer.Option(help="streams, with commas")] = "1,8",
+    batch: Annotated[str | None, typer.Option(help="streams, with commas; left out: 1,8, with --mtp 1")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=16)] = 2048,
-    tokens: Annotated[int, typer.Option(min=32, help="of each stream")] = 512,
+    tokens: Annotated[int | None, typer.Option(min=32, help="of each stream; left out: 512, with --mtp 128")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="times that streams with and without drafts take turns")] = 3,
     accepted: Annotated[
-        str, typer.Option(help="rates at which a drafted token is right, with commas")
-    ] = "0.5,0.8,0.95",
+        str | None,
+        typer.Option(
+            help="how often a drafted token is right, with commas: rates, or a real model's `questions`, `summaries`, "
+            "`edits`, `indexed`; left out: questions,edits,0.8,0.95, over host memory indexed,0.95, with --mtp 0.8"
+        ),
+    ] = None,
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option()] = "auto",
     dtype: Annotated[Literal["auto", "bfloat16", "float32"], typer.Option()] = "auto",
     threads: Threads = None,
@@ -135,31 +141,37 @@ def drafts(
     json_file: JsonFile = None,
 ) -> None:
     """Time steps of 1, 2, 4 and 8 rows a stream, and streams with drafts of stated acceptance beside those without.
+    All write the texts that are recorded without drafts; draws that would have been others are counted.
 
     With --over-host, a context in host memory: the CPU's attention for 1 to 16 rows, and `verified` beside `offloaded`.
     """
     from bench.benchmark_rows import GateError, report
     from bench.drafts import DraftsBenchmark, run_drafts_benchmark
     from bench.host_drafts import HostDraftsBenchmark, run_host_drafts_benchmark
+    from bench.replay import parse_acceptance
     from transfer.machine import count_physical_cores
 
     console = Console()
     warn_if_busy(console)
-    rates = tuple(float(part) for part in accepted.split(","))
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise typer.BadParameter(f"got {accepted}; wanted rates from 0 to 1, with commas", param_hint="--accepted")
+    few = "indexed,0.95" if over_host else "0.8" if mtp else "questions,edits,0.8,0.95"
+    try:
+        rates = parse_acceptance(accepted or few)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--accepted") from None
+    shape, streams = random_weights or ("qwen3.5-9b" if mtp else "llama-3.1-8b"), batch or ("1" if mtp else "1,8")
+    most = tokens or (128 if mtp else 512)
     num_threads = threads or count_physical_cores()
     try:
         if over_host:
             over = HostDraftsBenchmark(
-                random_weights, None if weights == "none" else weights, device, dtype, host_rows, memory_limit_gib,
-                resident_tokens, prompt_tokens, tokens, rounds, rates, num_threads,
+                shape, None if weights == "none" else weights, device, dtype, host_rows, memory_limit_gib,
+                resident_tokens, prompt_tokens, most, rounds, rates, num_threads,
             )  # fmt: skip
             report(run_host_drafts_benchmark(over, console), json_file, console)
             return
         benchmark = DraftsBenchmark(
-            random_weights, None if weights == "none" else weights, device, dtype, parse_batches(batch), prompt_tokens,
-            tokens, rounds, rates, num_threads, mtp,
+            shape, None if weights == "none" else weights, device, dtype, parse_batches(streams), prompt_tokens,
+            most, rounds, rates, num_threads, mtp,
         )  # fmt: skip
         report(run_drafts_benchmark(benchmark, console), json_file, console)
     except GateError as error:

@@ -98,10 +98,13 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
             f"drafts: of {architecture.name} a step has up to {MOST_STEP_ROWS} rows of a sequence, so it drafts up to "
             f"{MOST_STEP_ROWS - 1} tokens for it and not {most_drafted}"
         )
-    if most_drafted >= max_running:
+    sizes = config.gpu.graph_batch_sizes if plan.device == "cuda" else ()
+    most_rows = min([max_running, *([max(sizes)] if sizes else [])])
+    if most_drafted >= most_rows:
+        key = "scheduler.max_running" if most_rows == max_running else "the most of gpu.graph_batch_sizes"
+        drafts = f"drafts up to {most_rows - 1} tokens and not {most_drafted}" if most_rows > 1 else "has no drafts"
         notes.append(
-            f"drafts: a step has up to {max_running} rows, scheduler.max_running, so it drafts up to {max_running - 1} "
-            f"tokens and not {most_drafted}; raise it to {most_drafted + 1}"
+            f"drafts: a step has up to {most_rows} rows, {key}, so it {drafts}; raise it to {most_drafted + 1}"
         )
     return replace(plan, notes=(*plan.notes, *notes))
 

@@ -6,6 +6,8 @@ import pytest
 from rich.console import Console
 
 from bench.host_drafts import DRAFTED, WIDTHS, HostDraftsBenchmark, run_host_drafts_benchmark
+from bench.replay import RIGHT
+from tests.bench.test_drafts import NEVER
 from tests.bench.test_long_context import measure_little
 
 
@@ -14,7 +16,7 @@ def test_widths_and_rates_are_timed_and_drafts_are_drawn_at_the_rate_that_was_as
 ) -> None:
     measure_little(monkeypatch)
     benchmark = HostDraftsBenchmark(
-        "tiny", None, "cpu", "float32", "bfloat16", None, 128, 1100, 24, 1, (0.0, 1.0), 1
+        "tiny", None, "cpu", "float32", "bfloat16", None, 128, 1100, 24, 1, (NEVER, RIGHT), 1
     )  # fmt: skip
     rows = run_host_drafts_benchmark(benchmark, Console(file=StringIO()))
     kernel, steps, drafting = (
@@ -31,3 +33,5 @@ def test_widths_and_rates_are_timed_and_drafts_are_drawn_at_the_rate_that_was_as
     assert none.extras["accepted"] == 0
     assert all_right.extras["accepted"] == all_right.extras["proposed"]
     assert all(row.peer == "offloaded" and row.peer_ms for row in streams)
+    assert all(row.extras["partings"]["draws"] >= 24 for row in (*steps, *streams))
+    assert not any(row.extras["partings"]["most_steps"] for row in (*steps, *streams))

@@ -112,14 +112,20 @@ def test_a_method_whose_blocks_are_longer_than_a_unit_is_refused(monkeypatch: py
 
 
 def test_a_plan_says_how_many_tokens_a_step_has_room_to_draft() -> None:
-    def notes(max_running: int) -> list[str]:
+    def notes(max_running: int, graphs: tuple[int, ...] = (1,), machine: str = "laptop") -> list[str]:
         tree = DEPLOYMENT.model_dump() | {
             "profiles": {"drafting": {"draft": {"most_tokens": 5}}},
             "scheduler": {"max_running": max_running, "max_context_tokens": 256},
         }
-        plan = resolve_plan(Deployment.model_validate(tree), load_machine(MACHINES / "laptop.json")).memory
+        tree["gpu"] |= {"graph_batch_sizes": graphs}
+        plan = resolve_plan(Deployment.model_validate(tree), load_machine(MACHINES / f"{machine}.json")).memory
         return [note for note in plan.notes if note.startswith("drafts: ")]
 
     assert notes(6) == []
     (note,) = notes(2)
-    assert note.endswith("so it drafts up to 1 tokens and not 5; raise it to 6")
+    assert note.endswith("scheduler.max_running, so it drafts up to 1 tokens and not 5; raise it to 6")
+    assert notes(6, (1, 6), "rtx4090") == notes(6, (), "rtx4090") == []
+    (note,) = notes(6, (1, 4), "rtx4090")
+    assert note.endswith("the most of gpu.graph_batch_sizes, so it drafts up to 3 tokens and not 5; raise it to 6")
+    (note,) = notes(6, (1,), "rtx4090")
+    assert note.endswith("the most of gpu.graph_batch_sizes, so it has no drafts; raise it to 6")
