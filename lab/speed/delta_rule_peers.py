@@ -218,9 +218,10 @@ def _peer(module: str, name: str) -> Callable[..., Any]:
 
 
 def prompt_work(own: Recurrent, tokens: int) -> Work:
-    """Return the bytes of rows in and out, and the operations of chunks of C tokens: of each value head five products
-    of C by C by D (keys by keys, queries by keys, what is written and what is read by the inverse, outputs) and three of C
-    by D by D (reads by keys, reads by queries, what a state takes in).
+    """Return the bytes of rows in and out, and the operations of chunks of C tokens.
+
+    Of each value head five products are of C by C by D (keys by keys, queries by keys, what is written and what is read
+    by the inverse, outputs), and three of C by D by D (reads by keys, reads by queries, what a state takes in).
     """
     num_bytes = 2 * tokens * (own.projected_width + own.gate_rows + own.value_width)
     num_bytes += 4 * own.value_width * own.key_dim
