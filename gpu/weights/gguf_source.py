@@ -22,6 +22,7 @@ from gpu.weights.file_tensor import FileTensor
 from gpu.weights.gguf_blocks import Blocks
 
 _DECAY, _OWN_NORM = ".A_log", "linear_attn.norm.weight"  # which llama.cpp negates and exponentiates; leaves
+_LAST_NORM = "model.norm.weight"
 _QUERY, _KEY = "q_proj", "k_proj"
 
 
@@ -67,8 +68,11 @@ class GgufSource:
         if name.endswith(_DECAY):
             return lambda decay: (-decay.float()).log()
         is_norm = name.endswith("norm.weight") and not name.endswith(_OWN_NORM)
-        if len(tensor.shape) == 1 and a.norm_weight_offset and is_norm:
-            return lambda norm: norm.float() - a.norm_weight_offset
+        offset = a.norm_weight_offset
+        if name == _LAST_NORM and a.final_norm_offset is not None:
+            offset = a.final_norm_offset
+        if len(tensor.shape) == 1 and offset and is_norm:
+            return lambda norm: norm.float() - offset
         return None if order is None else lambda rows: rows.index_select(0, order.to(rows.device))
 
 

@@ -67,6 +67,7 @@ MLA_NAMES = {
     "self_attn.kv_b_proj": "attn_kv_b", "self_attn.k_b_proj": "attn_k_b", "self_attn.v_b_proj": "attn_v_b",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp", "mlp.gate.e_score_correction_bias": "exp_probs_b",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
 }  # fmt: skip
 MAMBA_NAMES = {
     "in_proj": "ssm_in", "conv1d": "ssm_conv1d", "A_log": "ssm_a", "D": "ssm_d", "norm": "ssm_norm",
@@ -96,8 +97,10 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen
                  "gpt_oss": "gpt-oss", "gemma4_text": "gemma4", "smollm3": "smollm3", "granite": "granite",
                  "ministral3": "mistral3", "granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h_moe",
                  "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
-                 "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2"}  # fmt: skip
-OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")  # architectures whose norms have one added
+                 "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2",
+                 "mistral4": "mistral4", "olmo3": "olmo2", "muse_glimmer_text": "muse-glimmer"}  # fmt: skip
+OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next", "muse-glimmer")  # architectures whose norms have one added
+OFFSET_NORMS = {"muse-glimmer": "layernorm.weight"}  # not the last one
 NEIGHBOUR_PAIRS = {
     "llama",
     "smollm3",
@@ -106,6 +109,7 @@ NEIGHBOUR_PAIRS = {
     "nemotron_h",
     "nemotron_h_moe",
     "mistral3",
+    "muse-glimmer",
 }  # architectures whose query and key rows are in the order of neighbours
 Kinds = Callable[[str], str]
 
@@ -206,7 +210,9 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
     tensors = _apart(tensors) if architecture == "gpt-oss" else tensors
     tensors = _apart_granite(tensors, config) if architecture == "granitehybrid" else tensors
     tensors = _canonical(tensors) if architecture.startswith("nemotron") else tensors
-    tensors = {_with_end(name): array for name, array in tensors.items()} if architecture == "gemma4" else tensors
+    tensors = _muse(tensors, config) if architecture == "muse-glimmer" else tensors
+    if architecture in ("gemma4", "mistral4"):
+        tensors = {_with_end(name): array for name, array in tensors.items()}
     for name, array in sorted(_stacked(tensors).items()):
         module, end = name.rsplit(".", 1)
         is_own_end = name.split(".", 3)[-1] in QWEN35_ENDS
@@ -244,7 +250,7 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         if name.endswith("shared_expert_gate.weight"):
             stored = stored.reshape(-1)
         is_offset = architecture in OFFSET and ".linear_attn." not in name
-        if array.ndim == 1 and is_offset and name.endswith("norm.weight"):
+        if array.ndim == 1 and is_offset and name.endswith(OFFSET_NORMS.get(architecture, "norm.weight")):
             stored = stored + 1
         if architecture in NEIGHBOUR_PAIRS and module.endswith(("q_proj", "k_proj")):
             heads = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
@@ -335,6 +341,16 @@ def _apart_granite(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> di
     return found
 
 
+def _muse(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """A Muse Glimmer's decoder alone, with norms of queries and keys that have its factor of queries and ones."""
+    found = {name.replace("language_model.", ""): array for name, array in tensors.items() if ".vision_" not in name}
+    for layer in range(config["num_hidden_layers"]):
+        for what, gain in (("q", config["qk_scale_factor"]), ("k", 1.0)):
+            norm = np.full(config["head_dim"], gain, np.float32)
+            found[f"model.layers.{layer}.self_attn.{what}_norm.weight"] = norm
+    return found
+
+
 def _canonical(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """By the names that other checkpoints have."""
     instead = {"backbone.embeddings": "model.embed_tokens", "backbone.norm_f": "model.norm", "backbone.": "model."}
@@ -380,13 +396,17 @@ def _name(module: str, architecture: str) -> str:
     if module in WHOLE | GEMMA4_WHOLE:
         return (WHOLE | GEMMA4_WHOLE)[module]
     _, _, layer, part = module.split(".", 3)
-    names = NAMES | EXPERT_NAMES | (GEMMA_NAMES if architecture in ("gemma3", "gemma4") else {})
+    names = (
+        NAMES | EXPERT_NAMES | (GEMMA_NAMES if architecture in ("gemma3", "gemma4", "olmo2", "muse-glimmer") else {})
+    )
     if architecture == "gemma4":
         names |= GEMMA4_NAMES
     if architecture.startswith("qwen3"):
         names |= QWEN35_NAMES if architecture.startswith(("qwen35", "qwen3next")) else {}
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "mistral4"):
         names |= MLA_NAMES
+    if architecture == "muse-glimmer":
+        names |= {"self_attn.gate_proj": "attn_gate"}
     if architecture == "granitehybrid":
         names |= GRANITE_NAMES
     if architecture.startswith("nemotron"):
@@ -431,8 +451,8 @@ def _latent_metadata(config: dict[str, Any], is_old: bool) -> dict[str, Any]:
     rows = own if is_old else {"key_length": rank + rotated, "value_length": rank}
     found = {f"attention.{name}": size for name, size in rows.items()}
     found |= {} if is_old else {f"attention.{name}_mla": size for name, size in own.items()}
-    scaling = config.get("rope_scaling") or {}
-    is_sigmoid = config["model_type"] != "deepseek_v2"
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    is_sigmoid = config["model_type"] not in ("deepseek_v2", "mistral4")
     return found | {
         "attention.head_count_kv": config["num_attention_heads"] if is_old else 1,
         "attention.kv_lora_rank": rank, "attention.q_lora_rank": config["q_lora_rank"],
@@ -441,8 +461,8 @@ def _latent_metadata(config: dict[str, Any], is_old: bool) -> dict[str, Any]:
         "expert_shared_count": config["n_shared_experts"], "expert_weights_scale": config["routed_scaling_factor"],
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"],
-        "expert_weights_norm": True if is_sigmoid else None,
-        "expert_gating_func": 2 if is_sigmoid else None if is_old else 1,
+        "expert_weights_norm": True if config["norm_topk_prob"] else None,
+        "expert_gating_func": 2 if is_sigmoid else None if is_old or config["model_type"] == "mistral4" else 1,
         "rope.scaling.yarn_log_multiplier": 0.1 * scaling["mscale_all_dim"] if scaling else None,
     }  # fmt: skip
 
@@ -479,7 +499,7 @@ def _metadata(
         rotated = int(dim * rope["partial_rotary_factor"])
         found |= {"rope.freq_base": rope["rope_theta"], "rope.dimension_count": rotated,
                   "rope.dimension_sections": [*rope["mrope_section"], 0]}  # fmt: skip
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "mistral4"):
         found |= _latent_metadata(config, is_old)
     if config["model_type"].startswith(("qwen3_5", "qwen3_next")):
         found |= {
@@ -504,12 +524,24 @@ def _metadata(
         found |= {"attention.scale": config["attention_multiplier"], "embedding_scale": config["embedding_multiplier"],
                   "residual_scale": config["residual_multiplier"], "logit_scale": config["logits_scaling"]}  # fmt: skip
     scaling = config.get("rope_scaling") or {}
-    if config["model_type"] == "ministral3":
+    if config["model_type"] in ("ministral3", "mistral4"):
         scaling = config["rope_parameters"]
         found |= {"rope.freq_base": scaling["rope_theta"], "rope.scaling.yarn_beta_fast": scaling["beta_fast"],
                   "rope.scaling.yarn_beta_slow": scaling["beta_slow"],
-                  "rope.scaling.yarn_log_multiplier": scaling["mscale_all_dim"],
                   "attention.temperature_scale": scaling["llama_4_scaling_beta"]}  # fmt: skip
+    if config["model_type"] == "ministral3":
+        found["rope.scaling.yarn_log_multiplier"] = scaling["mscale_all_dim"]
+    if config["model_type"] in ("olmo3", "muse_glimmer_text"):
+        types = config["layer_types"]
+        found["attention.sliding_window_pattern"] = [one == "sliding_attention" for one in types]
+    if config["model_type"] == "olmo3":
+        found |= {"rope.scaling.yarn_beta_fast": scaling["beta_fast"],
+                  "rope.scaling.yarn_beta_slow": scaling["beta_slow"],
+                  "rope.scaling.yarn_attn_factor": scaling["attention_factor"]}  # fmt: skip
+    if config["model_type"] == "muse_glimmer_text":
+        found |= {"final_logit_softcapping": config["final_logit_softcapping"],
+                  "logit_scale": config["output_multiplier"],
+                  "rope.freq_base": config["rope_parameters"]["rope_theta"]}  # fmt: skip
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in ("linear", "yarn"):
         found |= {"rope.scaling.type": kind, "rope.scaling.factor": scaling["factor"]}

@@ -29,8 +29,8 @@ from gpu.weights.gguf_blocks import Blocks, widen, widen_blocks
 from gpu.weights.matrix import as_matrix
 from gpu.weights.weight_allocation import allocate_weights
 from gpu.weights.weights import Weights
-from tests.gpu.family_checkpoints import checkpoint, generate, load
-from tests.gpu.gguf_files import BYTES, WIDENED, draw_blocks, wanted_numbers, write
+from tests.gpu.family_checkpoints import CONFIGS, checkpoint, generate, load
+from tests.gpu.gguf_files import ARCHITECTURES, BYTES, WIDENED, draw_blocks, wanted_numbers, write
 from tests.tolerances import COMPILED_LOGITS_FLOAT32, GGUF_ROPE_LOGITS, SPREAD_OF_DRAWN
 
 CPU = torch.device("cpu")
@@ -176,12 +176,15 @@ FAMILIES = {
     "qwen3_5": {}, "qwen3_5_moe": {}, "qwen3_next": {"mlp_only_layers": ()}, "glm4_moe_lite": {}, "deepseek_v3": {},
     "deepseek_v2": {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
     "granitemoehybrid": {}, "granitemoehybrid dense": {}, "nemotron_h": {}, "nemotron_h dense": {},
+    "mistral4": {}, "olmo3": {},
+    "muse_glimmer": {"post_norm_eps": 1e-8, "layer_rope_theta": (0, 50_000.0, 50_000.0, 50_000.0, 0)},
 }  # fmt: skip
 
 
 # Sizes of which all rows are whole blocks.
 BLOCKWISE = {"qwen3_next": {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64},
              "deepseek_v3": {"qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64},
+             "mistral4": {"qk_nope_head_dim": 96, "qk_rope_head_dim": 64, "v_head_dim": 32, "q_lora_rank": 64},
              "nemotron_h": {"moe_shared_expert_intermediate_size": 64}}  # fmt: skip
 # Where products are summed in another order, or rotations are rounded: value heads stand elsewhere in files of Qwen3.5.
 # Decays are exponentials in files, whose logarithms may differ from the checkpoint's in the last bit.
@@ -226,7 +229,7 @@ def test_every_family_is_the_checkpoint_that_its_file_was_made_of(family: str, w
     for field in ("family", "num_heads", "num_kv_heads", "dim", "rotary_dim", "layer_pattern", "query_gain",
                   "logit_cap", "layer_inputs", "query_growth", "logit_gain", "latent",
                   "embedding_scale", "norm_weight_offset", "tied_embeddings", "rms_norm_eps",
-                  "max_context_tokens"):  # fmt: skip
+                  "post_norm_eps", "max_context_tokens"):  # fmt: skip
         assert _as_stored(getattr(ours, field)) == _as_stored(getattr(theirs, field)), field
     prompt = np.random.default_rng(1).integers(0, 320, 150).astype(np.int32)
     (tokens, logits), (others, wanted) = (generate(load(one), prompt, 4) for one in (path, plain.folder))
@@ -333,6 +336,56 @@ def test_what_a_ministral3_computes_otherwise_is_refused_by_its_key(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "value", "words"),
+    [
+        ("mistral4", "expert_gating_func", 2, "wanted 1, a softmax"),
+        ("mistral4", "attention.temperature_length", 100, "wanted 64, the positions before YaRN"),
+        ("mistral4", "rope.scaling.yarn_log_multiplier", None, "wanted a positive number beside YaRN"),
+        ("olmo3", "rope.scaling.attn_factor", 1.3, "wanted 1.0 beside 'yarn', or 1.20794"),
+        ("olmo3", "rope.scaling.yarn_attn_factor", 1.3, "wanted 1.0 beside 'yarn', or 1.20794"),
+        ("muse_glimmer", "attention.sliding_window_pattern", None, "wanted one entry for each layer"),
+    ],
+)
+def test_what_a_file_of_windows_or_growth_says_otherwise_is_refused_by_its_key(
+    family: str, key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    plain = checkpoint(family, **FAMILIES[family]).folder
+    prefix = ARCHITECTURES[CONFIGS[family]["model_type"]]
+    path = write(plain, tmp_path / "model.gguf", lambda name: "F32", {f"{prefix}.{key}": value}, is_alone=True)
+    with pytest.raises(ModelError, match=rf"{prefix}\.{key} is .*{words}"):
+        read_architecture(path)
+
+
+def test_a_factor_of_attention_that_is_yarns_own_is_served_and_a_file_without_windows_is_an_olmo_2s(
+    tmp_path: Path,
+) -> None:
+    plain = checkpoint("olmo3").folder
+    keys = {"rope.scaling.yarn_attn_factor": None, "rope.scaling.attn_factor": 1.2079441,
+            "attention.sliding_window": None, "attention.sliding_window_pattern": None}  # fmt: skip
+    path = write(plain, tmp_path / "model.gguf", lambda name: "F32",
+                 {f"olmo2.{key}": value for key, value in keys.items()}, is_alone=True)  # fmt: skip
+    shape = read_architecture(path)
+    assert {spec.window_tokens for spec in shape.layers} == {None}
+    assert {spec.rope for spec in shape.layers} == {None}, "that of the model"
+    assert shape.rope.kind == "yarn"
+
+
+def test_a_glimmers_factor_of_queries_is_that_of_all_its_norms_or_refused(tmp_path: Path) -> None:
+    plain = checkpoint("muse_glimmer", **FAMILIES["muse_glimmer"]).folder
+    path = write(plain, tmp_path / "model.gguf", lambda name: "F32", is_alone=True)
+    norm = read_gguf(path).tensors["blk.3.attn_q_norm.weight"]
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<f", data, norm.offset + 8, 3.5)
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"attn_q_norm\.weight have several numbers; wanted one, the same everywhere"):
+        read_architecture(path)
+    struct.pack_into("<f", data, norm.offset + 8, float("nan"))
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"blk\.3\.attn_q_norm\.weight holds numbers that are not finite"):
+        read_architecture(path)
+
+
 def test_multipliers_and_growth_that_a_file_does_not_have_are_none(tmp_path: Path) -> None:
     names = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
     granite = write(checkpoint("granite").folder, tmp_path / "granite.gguf", lambda name: "F32",
@@ -346,6 +399,10 @@ def test_multipliers_and_growth_that_a_file_does_not_have_are_none(tmp_path: Pat
                     {f"mistral3.{name}": None for name in names}, is_alone=True)  # fmt: skip
     shape = read_architecture(mistral)
     assert (shape.query_growth, shape.rope.kind) == (None, "default")
+    latents = write(checkpoint("mistral4").folder, tmp_path / "mistral4.gguf", lambda name: "F32",
+                    {"mistral4.attention.temperature_scale": None}, is_alone=True)  # fmt: skip
+    shape = read_architecture(latents)
+    assert (shape.query_growth, shape.rope.kind) == (None, "yarn"), "as llama.cpp's converter writes them"
 
 
 def test_an_expert_too_many_or_too_few_is_told(tmp_path: Path) -> None:
@@ -370,7 +427,7 @@ def test_other_families_rows_are_put_in_order_in_blocks_too(family: str, tmp_pat
         assert torch.equal(ours.attention_norm, theirs.attention_norm)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "mistral4", "granitemoehybrid", "nemotron_h"])
 def test_blocks_of_hybrids_and_latents_give_the_logits_of_their_numbers(family: str, tmp_path: Path) -> None:
     """Of latents what makes keys lies transposed, head by head, so its blocks are widened as it is placed."""
     plain = checkpoint(family, **FAMILIES[family], **BLOCKWISE.get(family, {})).folder

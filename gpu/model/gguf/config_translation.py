@@ -4,6 +4,7 @@ A key is translated here or by its family (`GgufForm`), or passed on by its own 
 of the wrong type, and a count that the file's tensors contradict, is refused by its key.
 """
 
+import math
 from typing import Any
 
 from gpu.model.family import Family, family_folders
@@ -157,10 +158,20 @@ def _rope(file: GgufFile, keys: GgufKeys, config: dict[str, Any]) -> dict[str, A
             "attention_factor": attention or 1.0, "original_max_position_embeddings": original,
         }  # fmt: skip
         return {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}
-    if attention not in (None, 1.0):
-        raise keys.refused("rope.scaling.attn_factor", attention, f"1.0 beside {kind!r}")
+    _check_attention_factor(keys, kind, factor, attention)
     if kind == "none":
         return {}
     betas = {key: keys.number(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
     scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original} | betas
     return {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}
+
+
+def _check_attention_factor(keys: GgufKeys, kind: str, factor: Any, attention: Any) -> None:
+    """Check that a factor of attention is none, or the one that YaRN has by itself, which converters copy from a
+    `config.json`. Raises ModelError.
+    """
+    own = 0.1 * math.log(factor) + 1.0 if kind == "yarn" and factor and factor > 1 else 1.0
+    copied = keys.number("rope.scaling.yarn_attn_factor") if kind == "yarn" else None
+    for key, found in (("attn_factor", attention), ("yarn_attn_factor", copied)):
+        if found not in (None, 1.0) and abs(found - own) > 1e-4:
+            raise keys.refused(f"rope.scaling.{key}", found, f"1.0 beside {kind!r}" + (f", or {own:g}" * (own != 1)))

@@ -52,7 +52,7 @@ ALIASES = {
     "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "pixtral": "llama-bpe",
     "dbrx": "llama-bpe", "smaug-bpe": "llama-bpe", "glm4": "llama-bpe", "chatglm-bpe": "llama-bpe",
     "deepseek-r1-qwen": "qwen2", "megrez": "qwen2", "phi-2": "gpt-2", "mpt": "gpt-2", "olmo": "gpt-2",
-    "jina-es": "gpt-2", "refact": "smollm", "starcoder": "smollm",
+    "llama4": "gpt-4o", "jina-es": "gpt-2", "refact": "smollm", "starcoder": "smollm",
 }  # fmt: skip
 # In these a word that is a token is not merged, and a text has its begin token where a file does not say.
 WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")

@@ -153,6 +153,7 @@ class GgufForm:
         meaning.
     own_names: of a layer's tensors that `gguf` does not know.
     tensor_names: the architecture of the `gguf` package whose names its tensors have; None: its own.
+    read_before: ends of names of tensors that `translate` reads, and no layer.
     """
 
     architecture: str
@@ -168,6 +169,7 @@ class GgufForm:
     tensor_names: str | None = None
     listed: tuple[str, ...] = ()
     own_names: Mapping[str, str] = field(default_factory=dict)
+    read_before: tuple[str, ...] = ()
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ A tensor that no layer wants keeps its own name, so that the check of a checkpoi
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -24,6 +25,7 @@ TIED_KINDS = ("int4", "int8")  # of few bits, of an output matrix whose rows are
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
 _OF_ONE_AXIS = (".A_log", ".D", "mixer.norm.weight", "mamba.norm.weight")  # numbers, which files have in groups
 _OF_HEADS = ("self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight")  # whose rows of heads are one axis here
+_GATE_UP = "_gate_up_exps.weight"  # of all experts: rows of gate, and behind them those of up
 _WHOLE = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 _INPUTS = (
     "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight",
@@ -34,17 +36,40 @@ _INPUTS = (
 def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, GgufTensor]:
     """Return tensors by canonical names, in the file's order, without those of the rotation."""
     names = {theirs: ours for ours, theirs in stored_names(architecture).items()}
+    form = families()[architecture.family].gguf
+    read_before = ROPE_TENSORS if form is None else (*ROPE_TENSORS, *form.read_before)
     found: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():
-        if name in ROPE_TENSORS:
+        if name.endswith(read_before):
             continue
         one = _OF_ONE_EXPERT.fullmatch(name)
         all_of_layer = f"{one[1]}_exps.weight" if one else name
         if one and all_of_layer in names and all_of_layer not in file.tensors:
             found[names[all_of_layer].replace(EACH, one[2])] = tensor
+        elif name not in names and (parts := _gate_and_up(name, tensor, names)):
+            found |= parts
         else:
             found |= _each_expert(names.get(name, name), tensor)
     return found
+
+
+def _gate_and_up(name: str, tensor: GgufTensor, names: Mapping[str, str]) -> dict[str, GgufTensor]:
+    """Return each expert's gate and up, of a file that has both in one tensor and a family that has them apart; none of
+    another tensor.
+    """
+    stem = name.removesuffix(_GATE_UP)
+    ours = [names.get(f"{stem}_{what}_exps.weight") for what in ("gate", "up")]
+    if stem == name or None in ours or len(tensor.shape) != 3 or tensor.shape[1] % 2:
+        return {}
+    experts, rows, columns = tensor.shape
+    num_bytes = tensor.num_bytes // experts // 2
+    return {
+        str(ours[half]).replace(EACH, str(expert)): replace(
+            tensor, shape=(rows // 2, columns), offset=tensor.offset + (2 * expert + half) * num_bytes,
+            num_bytes=num_bytes,
+        )
+        for expert in range(experts) for half in (0, 1)
+    }  # fmt: skip
 
 
 def _each_expert(name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:

@@ -80,23 +80,25 @@ SKIPPED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "mo
 
 
 def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read how queries grow, and YaRN's factor of attention: llama.cpp's `mscale` is 1, `mscale_all_dim` the file's.
+    """Read how queries grow, and YaRN's factor of attention: llama.cpp's `mscale` is 1, `mscale_all_dim` the file's."""
+    scaling = growing_scaling(keys, config)
+    of_all = keys.number("rope.scaling.yarn_log_multiplier")
+    if of_all and scaling["rope_type"] != "yarn":
+        raise keys.refused("rope.scaling.yarn_log_multiplier", of_all, f"0 beside {scaling['rope_type']!r}")
+    return {"rope_scaling": scaling | ({"mscale": 1.0, "mscale_all_dim": of_all} if of_all else {})}
 
-    As there, queries grow by the positions before YaRN, unless the file says by how many.
+
+def growing_scaling(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotation with how queries grow: as in llama.cpp by the positions before YaRN, unless the file says by
+    how many. Growth that it does not have is none.
     """
     scaling: dict[str, Any] = config.get("rope_scaling") or {"rope_type": "default"}
     original = scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings")
     tokens = keys.size("attention.temperature_length", 1)
     if tokens not in (None, original):
         raise keys.refused("attention.temperature_length", tokens, f"{original}, the positions before YaRN")
-    of_all = keys.number("rope.scaling.yarn_log_multiplier")
-    if of_all and scaling["rope_type"] != "yarn":
-        raise keys.refused("rope.scaling.yarn_log_multiplier", of_all, f"0 beside {scaling['rope_type']!r}")
-    growth = {
-        "llama_4_scaling_beta": keys.number("attention.temperature_scale", 0.0),
-        "original_max_position_embeddings": original,
-    }
-    return {"rope_scaling": scaling | growth | ({"mscale": 1.0, "mscale_all_dim": of_all} if of_all else {})}
+    growth = {_BETA: keys.number("attention.temperature_scale", 0.0), _ORIGINAL: original}
+    return scaling | growth
 
 
 # Called in files as the models are that see pictures, too.

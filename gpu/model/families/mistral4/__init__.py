@@ -4,13 +4,15 @@ Of a checkpoint that sees pictures, too, the decoder alone is read. All experts 
 by itself, as those of few bits have them.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from gpu.model.answers.mistral import MISTRAL, MISTRAL_THINK
 from gpu.model.config_keys import ConfigKeys
-from gpu.model.families.ministral3 import PREFIXES, SKIPPED, parse_growing_rope, unwrap_text
+from gpu.model.families.ministral3 import PREFIXES, SKIPPED, growing_scaling, parse_growing_rope, unwrap_text
 from gpu.model.family import Family
+from gpu.model.gguf.keys import GgufKeys
 from gpu.model.latent_config import (
     count_dense,
     dense_first,
@@ -19,6 +21,8 @@ from gpu.model.latent_config import (
     parse_latent_model,
     parse_shared_experts,
 )
+from gpu.model.latent_gguf import SOFTMAX, gating, latent_form
+from gpu.model.latent_gguf import translate as translate_latents
 from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, ModelError
 
@@ -41,6 +45,19 @@ def tensors(shape: Architecture) -> dict[str, str]:
     if shape.experts_apart:
         return table
     return {name: what for name, what in table.items() if ".experts." not in name} | _STACKED
+
+
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Read the keys of latents, and how queries grow. Raises ModelError as `latent_gguf.translate`."""
+    if gating(keys) != SOFTMAX:
+        raise keys.refused("expert_gating_func", gating(keys), f"{SOFTMAX}, a softmax")
+    found = translate_latents(keys, config)
+    scaling = found.get("rope_scaling") or config.get("rope_scaling")
+    without = {key: value for key, value in found.items() if key not in ("scoring_func", "topk_method")}
+    return without | {"rope_scaling": growing_scaling(keys, config | {"rope_scaling": scaling})}
+
+
+GGUF = replace(latent_form(), architecture="mistral4", translate=translate_gguf)
 
 
 def unwrap(config: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +125,7 @@ FAMILY = Family(
     unwrap=unwrap,
     prefixes=PREFIXES,
     skipped=SKIPPED,
+    gguf=GGUF,
     shapes=SHAPES,
     calls=(MISTRAL,),
     reasoning=(MISTRAL_THINK,),

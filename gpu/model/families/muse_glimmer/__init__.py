@@ -8,10 +8,13 @@ import logging
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
 from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
 from gpu.model.gguf.header import shown
+from gpu.model.gguf.keys import GgufForm, GgufKeys
 from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import NO_ROTATION, Architecture, LayerSpec, ModelError
 
@@ -77,6 +80,47 @@ def tensors(shape: Architecture) -> dict[str, str]:
     }
 
 
+_QUERY_NORM, _KEY_NORM = ".attn_q_norm.weight", ".attn_k_norm.weight"
+
+
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Read windows, which say what rotates, and the factor of queries, which files have as weights of their norm.
+
+    Files do not say the epsilon of norms behind attention and MLP, which is llama.cpp's, 1e-8.
+    """
+    types = config.get("layer_types")
+    if not isinstance(types, list) or len(types) != keys.num_layers:
+        raise keys.refused("attention.sliding_window_pattern", types, "one entry for each layer")
+    theta, dim = keys.number("rope.freq_base_swa", config["rope_theta"]), config["head_dim"]
+    return {
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0),
+        "output_multiplier": keys.number("logit_scale", 0.0),
+        "qk_scale_factor": _gain(keys, _QUERY_NORM, dim) * _gain(keys, _KEY_NORM, dim),
+        "rope_theta": theta,
+        "layer_rope_theta": [theta if one == "sliding_attention" else 0 for one in types],
+        "post_norm_eps": 1e-8,
+    }
+
+
+def _gain(keys: GgufKeys, end: str, dim: int) -> float:
+    """Return the number that all weights of all layers' norms of queries, or of keys, are. Raises ModelError."""
+    found: set[float] = set()
+    for layer in range(keys.num_layers):
+        tensor = keys.file.tensors.get(f"blk.{layer}{end}")
+        if tensor is None or tensor.shape != (dim,):
+            raise ModelError(f"model: {keys.path}: tensor blk.{layer}{end} is missing or no row of {dim} numbers")
+        found |= set(tensor.read_numbers())
+    if len(found) != 1 or min(found) <= 0:
+        raise ModelError(f"model: {keys.path}: tensors {end[1:]} have several numbers; wanted one, the same everywhere")
+    return float(str(np.float32(found.pop())))
+
+
+# The `gguf` package does not know the architecture, whose names are Gemma 3's, and of gates AFMoE's.
+GGUF = GgufForm(
+    "muse-glimmer", translate=translate_gguf, has_windows=True, has_neighbour_pairs=True, tensor_names="gemma3",
+    own_names={"self_attn.gate_proj.weight": "attn_gate.weight"}, read_before=(_QUERY_NORM, _KEY_NORM),
+)  # fmt: skip
+
 _shape = partial(published_sizes, model_type="muse_glimmer_text")
 SHAPES = {
     "tiny-muse-glimmer": _shape(
@@ -109,5 +153,6 @@ FAMILY = Family(
     unwrap=unwrap,
     prefixes=(("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", "")),
     skipped=("model.vision_", "vision_"),
+    gguf=GGUF,
     shapes=SHAPES,
 )

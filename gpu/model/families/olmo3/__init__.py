@@ -11,6 +11,7 @@ from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
 from gpu.model.family import LAYER_TENSORS, OUTPUT_BIAS, QK_NORMS, QKV_BIASES, Family, find_windows, parse_sizes
+from gpu.model.gguf.keys import GgufForm, GgufKeys
 from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError, RopeScaling
 
@@ -67,6 +68,18 @@ def tensors(shape: Architecture) -> dict[str, str]:
     return names | norms | QK_NORMS | biases
 
 
+def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    """Read windows and rotations. A file without windows is an OLMo 2's, whose layers are the same otherwise."""
+    theta = keys.number("rope.freq_base_swa", config["rope_theta"])
+    rotations = {"rope_theta": None, "rope_parameters": {"sliding_attention": {"rope_theta": theta}}}
+    rotations["rope_parameters"] |= {"full_attention": {"rope_theta": config["rope_theta"]}}
+    if config.get("sliding_window"):
+        return rotations
+    return rotations | {"layer_types": ["full_attention"] * keys.num_layers}
+
+
+GGUF = GgufForm("olmo2", translate=translate_gguf, has_windows=True)
+
 YARN = {
     "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
     "attention_factor": 1.2079441541679836, "beta_slow": 1.0,
@@ -94,6 +107,7 @@ FAMILY = Family(
         "sliding_window": 4096,
         "vocab_size": 50_304,
     },
+    gguf=GGUF,
     shapes=SHAPES,
     reasoning=(THINK,),
 )
