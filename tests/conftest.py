@@ -23,6 +23,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import lazy_files
+
 ROOT = Path(__file__).parents[1]
 SEED_VARIABLE = "TANDEM_TEST_SEED"
 _stderr = 2
@@ -42,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_ci and config.getoption("--hypothesis-seed") is None:
         seed = os.environ.setdefault(SEED_VARIABLE, str(secrets.randbelow(2**32)))  # processes of xdist inherit it
         config.option.hypothesis_seed = int(seed)
+    config.pluginmanager.register(lazy_files)
     if config.getoption("numprocesses", None):  # read when numpy and torch are loaded, so for processes still to come
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -101,10 +104,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        from tests.file_order import sort_items
-
-        sort_items(items, ROOT)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch finds none")

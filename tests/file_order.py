@@ -98,6 +98,11 @@ def sort_items(items: list[pytest.Item], root: Path) -> None:
 class FromBothEnds(LoadFileScheduling):
     """File by file; the first process takes the next, the others the last."""
 
+    def _reschedule(self, node: WorkerController) -> None:
+        """Give a process its next file with the last but one test: xdist wants to know what comes after each."""
+        if self._pending_of(self.assigned_work[node]) <= 1 or not self.workqueue:
+            super()._reschedule(node)
+
     def _assign_work_unit(self, node: WorkerController) -> None:
         if self.nodes.index(node) > 0:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
