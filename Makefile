@@ -3,6 +3,8 @@
 
 EXTRA ?= cpu
 export PYTHON
+# Programs that tests start would compile every module anew where it is set.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 # Nothing is compiled: wheels, and the few packages of plain Python that have none.
