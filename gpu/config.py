@@ -120,7 +120,7 @@ class GpuConfig(Settings):
         None,
         ge=1,
         description="windows of layers that keep no more, of `kv_cache_gib`; default: two a running sequence, "
-        "in half of what there is",
+        "in half of what there is, or more (up to 64) where these take 2 % of it",
     )
     states_gib: float | None = Field(
         None,
@@ -168,7 +168,7 @@ class GpuConfig(Settings):
         "auto",
         description="CUDA graphs of layers of short prefill units, by their tokens; a size that is not faster on this "
         "machine than launching kernels one by one is dropped at start. auto: 128, 256, 512 and 1,024, or as many of "
-        "the first as cost under 3 % of the KV pages, and none of a model with recurrent layers. []: none",
+        "the first as cost under 3 % of the KV pages. []: none",
     )
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")
     check_coverage: bool = Field(

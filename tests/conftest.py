@@ -44,7 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_ci and config.getoption("--hypothesis-seed") is None:
         seed = os.environ.setdefault(SEED_VARIABLE, str(secrets.randbelow(2**32)))  # processes of xdist inherit it
         config.option.hypothesis_seed = int(seed)
-    config.pluginmanager.register(lazy_files)
+    if not config.pluginmanager.is_registered(lazy_files):  # `lab/tests` configures by this function as well
+        config.pluginmanager.register(lazy_files)
     if config.getoption("numprocesses", None):  # read when numpy and torch are loaded, so for processes still to come
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

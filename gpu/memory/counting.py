@@ -19,7 +19,9 @@ RING_SHARE = 1 / 8  # of what weights and workspaces leave, where nobody says ho
 RINGS_PER_CONTEXT = 4  # which share the pages of a longest one, where nobody says
 WINDOW_SHARE = 1 / 2  # likewise, at most, for windows of layers that keep no more, where other layers have pages
 ONLY_WINDOWS_SHARE = 3 / 4  # and where none has: the rest is for prompts under way
-WINDOWS_PER_SEQUENCE = 2  # at most: its own, and one that is kept for the next turn
+WINDOWS_PER_SEQUENCE = 2  # its own, and one that is kept for the next turn
+SPARE_WINDOW_SHARE = 1 / 50  # of what is left: where windows are small, more ends of prefixes are kept,
+MOST_SPARE_WINDOWS = 64  # up to so many in all
 
 
 def count_experts(demand: Demand, limit: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None) -> Demand:
@@ -179,4 +181,5 @@ def _num_windows(demand: Demand, left: int, gpu: GpuConfig) -> int:
         return int(gpu.states_gib * GIB) // demand.window_bytes
     share = WINDOW_SHARE if demand.kv_token_bytes else ONLY_WINDOWS_SHARE
     count = max(1, int(max(0, left) * share) // demand.window_bytes)
-    return min(count, WINDOWS_PER_SEQUENCE * demand.max_running)
+    cheap = min(int(max(0, left) * SPARE_WINDOW_SHARE) // demand.window_bytes, MOST_SPARE_WINDOWS)
+    return min(count, max(WINDOWS_PER_SEQUENCE * demand.max_running, cheap))

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Models of 2026 with random weights on one card, held to what a smaller one has: prompts, decode steps, the next turn
 # and the most memory at each length. `models.sh FOLDER PART...` runs some parts alone; `plan` before them prints what
-# is planned (for the machine profile MACHINE, if that is set), and nothing runs. CONTEXTS in place of a part's own lengths.
+# is planned (for the machine profile MACHINE, if that is set), and nothing runs. CONTEXTS and CHUNK in place
+# of a part's own; GRAPHS: sizes of prefill units that are captured.
 set -uo pipefail
 OUT=${1:-build/published}
 mkdir -p "$OUT"
@@ -12,8 +13,8 @@ mode=run parts=("${@:2}")
 deployment() { # name model gpu host scheduler chunk-tokens
     cat > "$OUT/$1.yaml" <<YAML
 model: {$2, tokenizer: "$PWD/deploy/models/reference"}
-gpu: {device: cuda, kv: int8, $3}
-scheduler: {$5, prefill: {chunk_tokens: $6}}
+gpu: {device: cuda, kv: int8, $3${GRAPHS:+, prefill_graph_sizes: [$GRAPHS]}}
+scheduler: {$5, prefill: {chunk_tokens: ${CHUNK:-$6}}}
 YAML
     [ -z "$4" ] || cat >> "$OUT/$1.yaml" <<YAML
 host: {rows: int8, $4}
@@ -36,7 +37,7 @@ failed=0
 for part in "${parts[@]}"; do
     case $part in
     # Rows on the card; 128K of the 27B do not fit into 23 GiB with their prompt's hidden states (106,160 tokens do)
-    27b) deployment 27b "$dense" "memory_limit_gib: 25, $one${GRAPHS:+, prefill_graph_sizes: [$GRAPHS]}" "" "max_running: 1, max_context_tokens: 132608" "${CHUNK:-512}" &&
+    27b) deployment 27b "$dense" "memory_limit_gib: 25, $one" "" "max_running: 1, max_context_tokens: 132608" 512 &&
         lengths 27b 4096,131072 ;;
     27b-four) deployment 27b-four "$dense" "memory_limit_gib: 23, $four" "" "max_running: 4, max_context_tokens: 8192" 512 && lengths 27b-four 4096 --batch 1,4 ;;
     35b-a3b) deployment 35b-a3b "$mixture" "memory_limit_gib: 23, $one" "" "max_running: 1, max_context_tokens: 196608" 512 && lengths 35b-a3b 4096,131072,190000 ;;

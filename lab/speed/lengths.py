@@ -2,10 +2,12 @@
 
 `python -m lab.speed.lengths CONFIG --contexts 4096,131072 --batch 1,4 --question 500` loads the deployment once, holds
 this process to the plan's limit of the card, and for each length asks one prompt, times steps of its answer, has more
-requests with the same prompt join up to each batch size (they begin from its cached prefix), and asks a next turn.
+requests with the same prompt join up to each batch size (they begin from its cached prefix), and asks three more turns,
+of which the third is timed.
 Nothing is compared with full attention here: `tandem bench long` does that, and the tests.
 """
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +28,7 @@ from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment, load_deployment
 from transfer.machine import GIB
 
+_TURN_ANSWER = 16  # tokens of a turn
 _MOST_ANSWER = 1024  # tokens: more than any batch is stepped for
 
 
@@ -80,10 +83,10 @@ class _Length:
         prompt = client.prompt(length)
         running: list[str] = []
         rows = []
-        answer = min(_MOST_ANSWER, client.longest_tokens[name] - length - question)
+        answer_tokens = min(_MOST_ANSWER, client.longest_tokens[name] - length)
         for batch in batches:
             while len(running) < batch:
-                running.append(client.submit(prompt, answer, name, GREEDY))
+                running.append(client.submit(prompt, answer_tokens, name, GREEDY))
                 first_s = client.until_first_token(running[-1])
                 if len(running) == 1:
                     rows.append(self._row("prompt", "", self._floors.prefill(self._profile, length), [1e3 * first_s]))
@@ -93,13 +96,28 @@ class _Length:
         client.drain(running)
         if question:
             turn_s = []
-            for _ in range(2):  # the first one may compile kernels for its length
-                request = client.submit([*prompt, *client.prompt(question)], 2, name, GREEDY)
-                turn_s.append(client.until_first_token(request))
-                client.drain([request])
+            for _ in range(3):  # the first one may compile kernels for its length
+                prompt = [*prompt, *client.prompt(question)]
+                first_s, answer = self._ask(prompt)
+                prompt += answer
+                turn_s.append(first_s)
             floor = self._floors.next_turn(self._profile, length, length, length + question)
             rows.append(self._row(f"next turn of {question}", "", floor, [1e3 * turn_s[-1]], first_ms=1e3 * turn_s[0]))
         return rows
+
+    def _ask(self, prompt: list[int]) -> tuple[float, list[int]]:
+        """Return the seconds until the first token of a prompt's answer, and the answer."""
+        client, answer, first_s = self._client, list[int](), 0.0
+        request = client.submit(prompt, _TURN_ANSWER, self._profile.name, GREEDY)
+        began = time.perf_counter()
+        while True:
+            for delta in client.advance():
+                if delta.request_id == request:
+                    if not answer and delta.token_ids:
+                        first_s = time.perf_counter() - began
+                    answer += delta.token_ids
+                    if delta.finish_reason is not None:
+                        return first_s, answer
 
     def _row(self, name: str, shape: str, floor: Floor, times: list[float], **extras: float) -> Row:
         """Return a row, and print it."""

@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench.context_commands import Config, load_with_host
+from bench.machine_commands import warn_if_busy
 
 
 def trace(
-    config: Config,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment")],
     context: Annotated[int, typer.Option(min=64, help="tokens of each prompt")] = 98_304,
     batch: Annotated[int, typer.Option(min=1, help="requests that decode together")] = 1,
     profile: Annotated[str, typer.Option(help="a serving profile")] = "sampled",
@@ -28,10 +28,12 @@ def trace(
     from lab.speed.prefill_trace import tabulate_groups, trace_prefill
     from lab.speed.step_trace import tabulate_parts, trace_steps
     from scheduler.engine.load_engine import load_engine
+    from server.deployment import load_deployment
 
     console = Console()
     console = console if console.is_terminal else Console(width=150)  # for tables whose columns a file has room for
-    deployment = load_with_host(config, console)
+    warn_if_busy(console)
+    deployment = load_deployment(config)
     plan = measure_floors(deployment).plan
     engine, ready = load_engine(deployment, plan, lambda *_: None)
     try:

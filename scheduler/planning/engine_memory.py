@@ -161,8 +161,8 @@ def _with_graphs(gpu: GpuConfig, request: MemoryRequest) -> PlannedSizes:
         asked = tuple(size for size in gpu.prefill_graph_sizes if size <= sizes.chunk_tokens)
         return sizes if gpu.check_coverage else replace(sizes, prefill_graph_sizes=asked)
     least = plan_memory(request)
-    if gpu.check_coverage or least.device != "cuda" or request.architecture.recurrent is not None:
-        return sizes  # of layers with a state, which no card has captured yet, where they are asked for
+    if gpu.check_coverage or least.device != "cuda":
+        return sizes
     own = [size for size in _GRAPH_SIZES if size <= sizes.chunk_tokens]
     for count in range(len(own), 0, -1):
         captured = replace(sizes, prefill_graph_sizes=tuple(own[:count]))

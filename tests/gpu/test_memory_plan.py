@@ -195,6 +195,18 @@ def test_formats_that_cannot_be_are_told() -> None:
         GpuConfig.model_validate({"kv": "int4"})
 
 
+def test_small_windows_are_kept_of_more_prefixes_for_a_fiftieth_of_what_there_is() -> None:
+    """One conversation has more ends of prefixes than one, and 2 MB each: without its window a prefix is computed."""
+    shape = named_shape("gpt-oss-20b")
+    alone = make_plan(shape, "rtx4090", GpuConfig.model_validate({"kv": "int8"}), 65_536, max_running=1)
+    assert alone.num_windows == 64
+    assert find_bytes(alone, "KV windows") < find_bytes(alone, "KV pages") / 20
+    tight = GpuConfig.model_validate({"kv": "int8", "kv_cache_gib": 0.5})
+    plan = make_plan(shape, "rtx4090", tight, 16_384, max_running=1)
+    assert plan.num_windows == int(0.5 * GIB / 50) // plan.window_bytes < 64
+    assert make_plan(named_shape("mistral-7b-v0.1"), "a100-80g", GpuConfig(), max_running=8).num_windows == 16
+
+
 def test_windows_are_charged_and_may_be_counted_by_hand() -> None:
     shape = named_shape("mistral-7b-v0.1")
     plan = make_plan(shape, "a100-80g", GpuConfig(kv_windows=3), 8000)

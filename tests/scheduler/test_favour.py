@@ -114,8 +114,8 @@ def test_layers_of_short_units_are_captured_where_that_costs_next_to_no_pages(
     assert any(item.name == "prefill graphs" for item in plan.items) is bool(wanted)
 
 
-def test_layers_with_a_state_are_captured_where_that_is_asked_for() -> None:
+def test_layers_with_a_state_are_captured_likewise() -> None:
     machine, shape = read_machine("a100-80g"), named_shape("qwen3.5-9b")
-    for asked, wanted in (({}, ()), ({"prefill_graph_sizes": [128]}, (128,))):
+    for asked, wanted in (({}, (128, 256, 512, 1024)), ({"prefill_graph_sizes": [128]}, (128,))):
         tree = {"model": {"random_weights": "qwen3.5-9b"}, "gpu": asked}
         assert plan_engine(EngineConfig.model_validate(tree), shape, machine).prefill_graph_sizes == wanted
