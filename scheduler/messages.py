@@ -47,6 +47,13 @@ PASSED_OVER = {
 }  # fmt: skip
 """Figures of a prompt's tokens that are on disk and were computed all the same, by the reason: they stand together."""
 
+COMPUTED_AGAIN = "computed_again_tokens"
+AGAIN = RequestFigure(
+    "prompt tokens whose keys and values are cached and that were computed again, since no state or window is kept "
+    "behind them", True, "cached_tokens_computed_again",
+)  # fmt: skip
+"""The figure of what a prompt computed again in layers that keep no rows of all tokens, by the name COMPUTED_AGAIN."""
+
 
 def cached_figure(place: str) -> str:
     """Return the figure's name of tokens that were there."""

@@ -15,7 +15,7 @@ from gpu.step import PageWrite, PrefillJob, PrefillPrompt
 from scheduler.admission.admission_round import Admitted, Batches, Round
 from scheduler.cache.ring_pool import Rings
 from scheduler.engine_config import SchedulerConfig
-from scheduler.messages import cached_figure, passed_figure
+from scheduler.messages import COMPUTED_AGAIN, cached_figure, passed_figure
 from scheduler.prefill.document_chunks import Documents
 from scheduler.prefill.job_in_progress import JobInProgress
 from scheduler.prefill.prefill_queue import PrefillQueue
@@ -261,6 +261,8 @@ class Admission:
             for place, number in self._residence.cached_from(start).items():
                 sequence.figures[cached_figure(place)] = number
             sequence.figures |= {passed_figure(why): number for why, number in sequence.passed_over.items()}
+            again = self._residence.num_computed_again(sequence, start)
+            sequence.figures |= {COMPUTED_AGAIN: again} if again else {}
         else:
             self._note_resumed(sequence, start.first_computed)
         this.batches.add(sequence, start, sequence.profile.prefill_method)

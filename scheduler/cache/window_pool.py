@@ -9,10 +9,10 @@ the next one. Invariants: a window is free, held or kept. A kept one has, for ea
 sees from there on. A copy lacks what its source had overwritten.
 
 States of recurrent layers are windows of another kind, with one end each: the token behind which they stand. So a
-prompt leaves a copy at its last block's end, a **snapshot**, and a sequence that draws leaves one every
-`snapshot_tokens`. A preempted sequence leaves the state itself, by the name of its last page
-(`PrefixCache.leave_live`), for itself alone. All of these are copied to host memory as well, where there is room for
-some (`HostSnapshots`).
+prompt leaves a copy at its last block's end, a **snapshot**, and one at its front's end, where that has none yet; a
+sequence that draws leaves one every `snapshot_tokens`. A preempted sequence leaves the state itself, by the name of its
+last page (`PrefixCache.leave_live`), for itself alone. All of these are copied to host memory as well, where there is
+room for some (`HostSnapshots`).
 """
 
 from dataclasses import dataclass, field
@@ -136,12 +136,16 @@ class Windows:
         if is_on_disk and self.snapshot_tokens is None:  # it ended there, whatever of the cells behind had been written
             written += self._spare_tokens
         self._give(sequence, source, place, written, sequence.hashes[0] if sequence.hashes else b"")
-        ends = set() if is_on_disk and self.snapshot_tokens is None else {num_seen_blocks}
+        ends = [] if is_on_disk and self.snapshot_tokens is None else [num_seen_blocks]
         if self.snapshot_tokens is not None:
             sequence.snapshot_cell = sequence.num_tokens
             last = (sequence.run_end or sequence.num_tokens - 1) // self._page_tokens  # offloaded, others find its run
-            ends.add(min(last, sequence.num_final_blocks, len(sequence.hashes)))
-        for end in sorted(ends):
+            last = min(last, sequence.num_final_blocks, len(sequence.hashes))
+            if num_blocks and num_seen_blocks - num_blocks < _LONG_BRANCH_BLOCKS:
+                ends = []  # a short answer, which is computed again where a turn is taken back
+            front = 0 if sequence.front is None else sequence.front.num_blocks
+            ends += [last, front if front <= last else 0]  # what others begin with goes without first
+        for end in dict.fromkeys(ends):
             if end > num_blocks and self._keeps:
                 self._branch(sequence, source, num_blocks, end)
 

@@ -115,15 +115,27 @@ class Residence:
 
     def num_uncached_tokens(self, sequence: Sequence) -> int:
         """Count the tokens of a waiting sequence that are neither in pages nor in host memory now."""
-        end = max(sequence.num_known_blocks, sequence.num_usable_blocks)
-        known = self.pages.count_known(sequence.hashes, sequence.num_known_blocks, end)
-        if sequence.run_end and self.contexts is not None:
-            last = min(sequence.run_end // self.page_tokens, end)
-            source, shared = self.contexts.find(sequence.hashes, self.num_sink_blocks, max(self.num_sink_blocks, last))
-            known = 0 if source is None else self.num_sink_blocks + shared
         return sequence.num_tokens - self.page_tokens * self.windows.last_end(
-            sequence.hashes, known, sequence.border_blocks
+            sequence.hashes, self._count_rows(sequence), sequence.border_blocks
         )
+
+    def _count_rows(self, sequence: Sequence) -> int:
+        """Count the blocks in front whose keys and values are in pages or in host memory, as the prompt has them."""
+        end = max(sequence.num_known_blocks, sequence.num_usable_blocks)
+        if not sequence.run_end or self.contexts is None:
+            return self.pages.count_known(sequence.hashes, sequence.num_known_blocks, end)
+        last = min(sequence.run_end // self.page_tokens, end)
+        source, shared = self.contexts.find(sequence.hashes, self.num_sink_blocks, max(self.num_sink_blocks, last))
+        return 0 if source is None else self.num_sink_blocks + shared
+
+    def num_computed_again(self, sequence: Sequence, start: Start) -> int:
+        """Count the tokens that a prompt computes though their keys and values are there, since no window or state is
+        kept behind them.
+        """
+        if not self.windows.count:
+            return 0
+        rows = self._count_rows(sequence) // sequence.border_blocks * sequence.border_blocks
+        return max(0, rows * self.page_tokens - start.first_computed)
 
     def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
         """Give the sequence what its prompt needs, if that leaves `num_spare` pages; else nothing.

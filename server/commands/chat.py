@@ -179,6 +179,8 @@ def describe_cached(details: dict[str, Any]) -> str:
     told = f"{details.get('cached_tokens') or 0:,} of them cached"
     passed = (details.get("passed_over_on_disk") or {}).get("computing_is_faster") or 0
     computed = [f"{passed:,} on disk that were faster to compute"] if passed else []
+    again = details.get("computed_again_tokens") or 0
+    computed += [f"{again:,} cached and computed again for want of a state"] if again else []
     return ", ".join(
         [told, *(f"{number:,} {places.get(place, place)}" for place, number in by_place.items()), *computed]
     )

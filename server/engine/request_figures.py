@@ -13,18 +13,19 @@ def find_figures() -> dict[str, RequestFigure]:
     """Return all figures by name."""
     places = {messages.cached_figure(place): figure for place, figure in messages.CACHED_FROM.items()}
     passed = {messages.passed_figure(why): figure for why, figure in messages.PASSED_OVER.items()}
-    return {**FIGURES, **messages.FIGURES, **places, **passed, **list_figures()}
+    again = {messages.COMPUTED_AGAIN: messages.AGAIN}
+    return {**FIGURES, **messages.FIGURES, **places, **passed, **again, **list_figures()}
 
 
 @cache
 def figure_names(of_prompt: bool) -> dict[str, bool]:
     """Return the names of figures of prompts, or of answers, and whether all answers have them: a method's are told
-    only where it ran. Figures of cached places and of passed-over starts are not among them, since they are shown
-    together. Cached, since methods are found by reading a folder, and every answer asks.
+    only where it ran. Figures of cached places, of passed-over starts and of what is computed again are not among
+    them, since they are shown together. Cached, since methods are found by reading a folder, and every answer asks.
     """
     of_methods = list_figures()
     of_places = {messages.cached_figure(place) for place in messages.CACHED_FROM}
-    of_places |= {messages.passed_figure(why) for why in messages.PASSED_OVER}
+    of_places |= {messages.passed_figure(why) for why in messages.PASSED_OVER} | {messages.COMPUTED_AGAIN}
     return {
         name: name not in of_methods
         for name, figure in find_figures().items()

@@ -17,6 +17,7 @@ from gpu.pooling import Pooling
 from gpu.sampling_params import SamplingParams
 from scheduler.messages import (
     CACHED_FROM,
+    COMPUTED_AGAIN,
     PASSED_OVER,
     ChunkSpan,
     Delta,
@@ -233,10 +234,18 @@ class Generation:
         choices = self.choices[:: self.num_each]
         return {why: sum(choice.figures.get(passed_figure(why), 0) for choice in choices) for why in PASSED_OVER}
 
-    def cache_usage(self) -> dict[str, dict[str, int]]:
-        """Return the usage's fields of where cached tokens were, and of what was passed over, if anything was."""
-        told, passed = {"cached_tokens_from": self.cached_from()}, self.passed_over()
-        return told | ({"passed_over_on_disk": passed} if any(passed.values()) else {})
+    def computed_again(self) -> dict[str, int]:
+        """Return the prompts' tokens that were computed though their keys and values are cached, if there are any."""
+        again = sum(choice.figures.get(COMPUTED_AGAIN, 0) for choice in self.choices[:: self.num_each])
+        return {COMPUTED_AGAIN: again} if again else {}
+
+    def cache_usage(self) -> dict[str, dict[str, int] | int]:
+        """Return the usage's fields of where cached tokens were, and of what was passed over or computed again, if
+        anything was.
+        """
+        passed = self.passed_over()
+        told = {"passed_over_on_disk": passed} if any(passed.values()) else {}
+        return {"cached_tokens_from": self.cached_from(), **told, **self.computed_again()}
 
     def figures(self, of_prompt: bool) -> dict[str, int]:
         """Return the figures of the prompts, each prompt counted once, or of all answers; those of methods that ran."""
@@ -249,7 +258,8 @@ class Generation:
 
     def _cached_figures(self) -> dict[str, int]:
         passed = {passed_figure(why): number for why, number in self.passed_over().items() if number}
-        return {cached_figure(place): number for place, number in self.cached_from().items()} | passed
+        places = {cached_figure(place): number for place, number in self.cached_from().items()}
+        return places | passed | self.computed_again()
 
     def seconds_taken(self) -> SecondsTaken:
         now = time.monotonic()

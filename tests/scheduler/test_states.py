@@ -9,7 +9,7 @@ from msgspec import structs
 
 from scheduler.cache.eviction_order import EvictionOrder
 from scheduler.engine.engine import Engine
-from scheduler.messages import Delta, EngineRequest
+from scheduler.messages import COMPUTED_AGAIN, Delta, EngineRequest
 from tests.scheduler.engines import (
     PAGE,
     answer,
@@ -21,14 +21,21 @@ from tests.scheduler.engines import (
     prompt_of,
     text,
 )
+from tests.scheduler.page_runner import PageRunner
 
 
 def serve(engine, request: EngineRequest) -> tuple[list[int], int]:
     """Its text, and how many of its tokens were not computed."""
+    said, cached, _ = serve_counted(engine, request)
+    return said, cached
+
+
+def serve_counted(engine, request: EngineRequest) -> tuple[list[int], int, int]:
+    """Return its text, how many of its tokens were not computed, and how many others have rows in pages."""
     engine.submit([request])
     deltas = drain(engine)[request.request_id]
     check_output(request, deltas)
-    return text(deltas), deltas[0].num_cached_tokens
+    return text(deltas), deltas[0].num_cached_tokens, deltas[0].figures.get(COMPUTED_AGAIN, 0)
 
 
 def test_the_next_turn_computes_the_last_answer_and_what_is_new() -> None:
@@ -69,11 +76,65 @@ def test_choices_of_one_prompt_begin_behind_it_while_the_first_goes_on() -> None
 
 def test_prompts_that_part_in_the_middle_begin_there_from_the_third_one_on() -> None:
     engine, _ = make_engine(num_states=8, num_pages=300)
-    cached = [
-        serve(engine, make_request(f"r{number}", prompt_of(160) + prompt_of(60, salt=10 + number)))[1]
+    found = [
+        serve_counted(engine, make_request(f"r{number}", prompt_of(160) + prompt_of(60, salt=10 + number)))[1:]
         for number in range(4)
     ]
-    assert cached == [0, 0, 160, 160]
+    assert found == [(0, 0), (0, 160), (160, 0), (160, 0)], "what is computed again for want of a state is told"
+    check_empty(engine)
+
+
+def branches_of(runner: PageRunner) -> list[list[int]]:
+    """Return behind which tokens prompts left states, prompt by prompt."""
+    jobs = [job for plan in runner.plans for job in plan.new_jobs]
+    return [[branch.end for branch in prompt.branches] for job in jobs for prompt in job.prompts]
+
+
+def converse(engine, name: str, front: int, num_turns: int) -> list[int]:
+    """Return how many tokens of each turn of a conversation were not computed, whose first `front` tokens others
+    have.
+    """
+    history, cached = prompt_of(163), []
+    for turn in range(num_turns):
+        history = history + prompt_of(40, salt=ord(name) + turn)
+        request = make_request(f"{name}{turn}", history, max_tokens=12)
+        said, found = serve(engine, structs.replace(request, front_tokens=front))
+        cached.append(found)
+        history = history + said
+    return cached
+
+
+@pytest.mark.parametrize("front", [0, 163])
+def test_the_first_prompt_leaves_a_state_behind_what_the_system_says(front: int) -> None:
+    """One more state for all conversations that begin alike, none a turn; without it the second one begins anew."""
+    engine, runner = make_engine(num_states=30, num_pages=400)
+    cached = [converse(engine, name, front, 4) for name in "ab"]
+    own = [192, 240, 304]  # the last whole block of the turn in front
+    assert cached == [[0, *own], [160 if front else 0, *own]]
+    left = branches_of(runner)
+    assert left[0] == ([192, 160] if front else [192])
+    assert sum(map(len, left)) == 2 * 4 + 1, "the second conversation leaves it where the first did not"
+    check_empty(engine)
+
+
+@pytest.mark.parametrize(("said", "wanted"), [(100, [352]), (300, [448, 560])])
+def test_behind_a_long_answer_alone_the_next_turn_leaves_a_state_for_who_takes_it_back(
+    said: int, wanted: list[int]
+) -> None:
+    engine, runner = make_engine(num_states=8, num_pages=200, snapshot_tokens=1024)
+    first = make_request("a", prompt_of(163), max_tokens=said)
+    told, _ = serve(engine, first)
+    serve(engine, make_request("b", first.prompt_token_ids + told + prompt_of(100, salt=2)))
+    assert branches_of(runner) == [[160], wanted]
+    check_empty(engine)
+
+
+@pytest.mark.parametrize(("num_states", "wanted"), [(2, [[192]]), (3, [[192, 160]])])
+def test_where_one_state_is_left_it_is_the_prompts_own_end(num_states: int, wanted: list[list[int]]) -> None:
+    """So a budget for one conversation serves it as it would without a front."""
+    engine, runner = make_engine(num_states=num_states)
+    assert converse(engine, "a", 163, 1) == [0]
+    assert branches_of(runner) == wanted
     check_empty(engine)
 
 

@@ -372,6 +372,8 @@ class FakeEngine:
             prompt_logprobs = [logprob_of(token, sampling.num_prompt_logprobs) for token in prompt[1:]]
         if first:
             running.reused, running.num_cached = self.reuse(request), self.count_cached(prompt)
+            if "computed_again" in self.settings:
+                running.reused["computed_again_tokens"] = int(self.settings["computed_again"])
             if "passed_over" in self.settings:
                 running.reused["passed_over_computing_is_faster"] = int(self.settings["passed_over"])
         common = {

@@ -1,4 +1,4 @@
-"""What an answer's usage tells of tokens on disk that were computed all the same, on each route."""
+"""What an answer's usage tells of tokens that were computed though they were there, on each route."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,7 +18,7 @@ PASSED = {"computing_is_faster": 512, "reads_paused": 0}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def passing() -> AsyncIterator[Running]:
-    async with running_server(make_deployment(), fake_command(disk=1, passed_over=512)) as live:
+    async with running_server(make_deployment(), fake_command(disk=1, passed_over=512, computed_again=48)) as live:
         yield live
 
 
@@ -32,16 +32,20 @@ async def passing() -> AsyncIterator[Running]:
         ("/v1/responses", {"input": "Hi there, you."}, ResponseUsage, "input_tokens_details"),
     ],
 )
-async def test_tokens_that_are_passed_over_on_disk_are_told_with_the_reason(
+async def test_tokens_that_are_computed_though_they_are_there_are_told_with_the_reason(
     passing: Running, path: str, body: dict[str, Any], usage: Any, details: str
 ) -> None:
     most = {"max_output_tokens": 16} if path == "/v1/responses" else {"max_tokens": 4}
-    name = "tandem_disk_tokens_passed_over_computing_is_faster_total"
-    before = await passing.metric(name)
+    numbers = {"tandem_disk_tokens_passed_over_computing_is_faster_total": 512,
+               "tandem_cached_tokens_computed_again_total": 48}  # fmt: skip
+    before = {name: await passing.metric(name) for name in numbers}
     told = (await passing.http.post(path, json=body | most)).json()["usage"]
     msgspec.convert(told, usage)
-    assert (told[details] if details else told)["passed_over_on_disk"] == PASSED
-    assert await passing.metric(name) == before + 512
+    of_prompt = told[details] if details else told
+    assert (of_prompt["passed_over_on_disk"], of_prompt["computed_again_tokens"]) == (PASSED, 48)
+    assert {name: await passing.metric(name) for name in numbers} == {
+        name: before[name] + number for name, number in numbers.items()
+    }
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -55,4 +59,4 @@ async def test_a_restore_tells_them_too(passing: Running) -> None:
 
 async def test_where_nothing_was_passed_over_nothing_is_told(live: Running) -> None:
     told = (await live.http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 4})).json()["usage"]
-    assert "passed_over_on_disk" not in told["prompt_tokens_details"]
+    assert not {"passed_over_on_disk", "computed_again_tokens"} & told["prompt_tokens_details"].keys()

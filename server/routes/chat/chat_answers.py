@@ -22,11 +22,14 @@ def _declare_figures(name: str, of_prompt: bool) -> Any:
 
 
 class PromptTokensDetails(_declare_figures("PromptFigures", of_prompt=True)):  # type: ignore[misc]
-    """Count tokens of a prompt. `reused`: of documents, computed before; `recomputed`: of these, computed again."""
+    """Count tokens of a prompt. `reused`: of documents, computed before; `recomputed`: of these, computed again.
+    `computed_again_tokens`: cached ones, for want of a state or window behind them.
+    """
 
     cached_tokens: Count
     cached_tokens_from: CachedFrom
     passed_over_on_disk: PassedOver | None = None
+    computed_again_tokens: Count | None = None
 
 
 class CompletionTokensDetails(_declare_figures("CompletionFigures", of_prompt=False)):  # type: ignore[misc]

@@ -16,6 +16,7 @@ class MessageUsage(Answer):
     cached_tokens_from: CachedFrom
     output_tokens: Count
     passed_over_on_disk: PassedOver | None = None
+    computed_again_tokens: Count | None = None
 
 
 class MessageBlock(Answer):

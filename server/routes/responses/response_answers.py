@@ -10,6 +10,7 @@ class InputDetails(Answer):
     cached_tokens_from: CachedFrom
     cache_write_tokens: Count
     passed_over_on_disk: PassedOver | None = None
+    computed_again_tokens: Count | None = None
 
 
 class OutputDetails(Answer):

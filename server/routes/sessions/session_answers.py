@@ -106,4 +106,5 @@ class SlotDone(Answer):
     n_erased: Count | None = None
     cached_tokens_from: CachedFrom | None = None
     passed_over_on_disk: PassedOver | None = None
+    computed_again_tokens: Count | None = None
     timings: SlotTimings | None = None
