@@ -114,7 +114,7 @@ def write_channels(calls: ConstrainedCalls, channels: Channels, is_reasoning: bo
     """
     spell = speller(tokenizer)
     channel, message, end = (spell(mark) for mark in (channels.begin, channels.message, channels.end))
-    if not all(mark.startswith("<[") for mark in (channel, message, end)):
+    if not all(mark.startswith("<[") for mark in (message, end)):  # which free text cannot write
         return ""
     inner = " | ".join(map(json.dumps, channels.inner))
     rules = [

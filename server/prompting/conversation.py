@@ -14,6 +14,8 @@ from server.bodies.generation_bodies import ChatBody
 from server.bodies.json_size import MOST_LEVELS, count_levels
 
 Tree = dict[str, Any]
+
+_STRENGTHS = {"none": "low", "minimal": "low", "max": "xhigh"}  # of an effort, where a template knows low to xhigh
 Spell = Callable[[str], str]
 
 
@@ -62,6 +64,7 @@ def read_conversation(body: ChatBody) -> Conversation:
     if body.reasoning_effort is not None:
         reasons = body.reasoning_effort != "none"
         variables = {"reasoning_effort": body.reasoning_effort, "enable_thinking": reasons, "thinking": reasons}
+        variables["reasoning_strength"] = _STRENGTHS.get(body.reasoning_effort, body.reasoning_effort)  # Muse Glimmer's
     return Conversation(
         body.messages, tools, variables | (body.chat_template_kwargs or {}), bool(body.continue_final_message)
     )

@@ -216,7 +216,7 @@ def test_an_answer_in_a_format_of_a_new_family_is_read() -> None:
 
 def test_a_format_that_no_family_declares_is_refused_with_those_that_are() -> None:
     model = ModelConfig(random_weights="x", tool_parser="arrow")
-    with pytest.raises(ValidationError, match=r"tool_parser: got 'arrow'; wanted one of auto, none, gemma, .*hermes"):
+    with pytest.raises(ValidationError, match=r"tool_parser: got 'arrow'; wanted one of auto, none, atem, .*hermes"):
         Deployment(model=model)
     assert choose_by_sign(call_formats(), "->") is None
 

@@ -50,6 +50,15 @@ def test_arguments_that_are_no_object_are_one_argument(text: str) -> None:
     assert read_arguments('{"a": {"b": 1}}') == {"a": {"b": 1}}
 
 
+@pytest.mark.parametrize(
+    ("effort", "strength"), [("none", "low"), ("minimal", "low"), ("xhigh", "xhigh"), ("max", "xhigh")]
+)
+def test_an_effort_is_a_strength_where_a_template_calls_it_so(effort: str, strength: str) -> None:
+    template = ChatTemplate("{{ reasoning_strength if reasoning_strength is defined else 'high' }}", {})
+    assert template.render(converse(tools=[], messages=[HI], reasoning_effort=effort), str) == strength
+    assert template.render(converse(tools=[], messages=[HI]), str) == "high"
+
+
 def test_reasoning_effort_and_variables_are_the_templates():
     template = ChatTemplate("{{ reasoning_effort }} {{ enable_thinking }} {{ thinking }} {{ mine }}", {})
     given = converse(tools=[], messages=[HI], reasoning_effort="high", chat_template_kwargs={"mine": "x"})

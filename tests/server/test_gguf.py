@@ -190,6 +190,15 @@ def test_a_message_of_gpt_oss_ends_no_answer(tmp_path: Path) -> None:
     assert end_token_ids(path) == (0, 5)
 
 
+def test_a_message_of_a_muse_glimmer_ends_no_answer_and_its_turn_does(tmp_path: Path) -> None:
+    tokens = ["<|end_of_text|>", "b", "<|eot|>", "bc", "c", "<|eom|>", *(f"{i}x" for i in range(314))]
+    path = small(
+        tmp_path, general__architecture="muse-glimmer", tokenizer__ggml__tokens=tokens, tokenizer__ggml__eos_token_id=0,
+        tokenizer__ggml__eom_token_id=5, tokenizer__ggml__token_type=[3, 1, 3, 1, 1, 3, *[1] * 314],
+    )  # fmt: skip
+    assert end_token_ids(path) == (0, 2)
+
+
 def test_a_plan_says_what_is_repacked_and_the_file_alone_is_a_deployment(tmp_path: Path) -> None:
     path = write(REFERENCE, tmp_path / "reference.gguf", kinds, vocabulary(REFERENCE), is_alone=True)
     deployment = load_deployment(path)

@@ -30,6 +30,7 @@ IN_TAGS = SCHEMA | {"$defs": {"city": {"type": "string"}}}  # texts between tags
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 ADA = '{"name": "Ada", "age": 36}'
 HARMONY = "<|channel|>"
+ATEM = "<atem:invoke"
 # The sign of each template, and a call in its form.
 CALLS = {
     "<tool_call>": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>',
@@ -37,6 +38,9 @@ CALLS = {
     "<function=": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
     "</parameter>\n</function>\n</tool_call>",
     HARMONY: '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome", "days": 2}',
+    ATEM: ' to=weather<|message|><atem:function_calls>\n<atem:invoke name="weather">\n'
+    '<atem:parameter name="city">Rome</atem:parameter>\n<atem:parameter name="days">2</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls>",
     "[ARGS]": '[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 2}',
     "<arg_key>": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>2</arg_value>\n</tool_call>",
@@ -47,10 +51,11 @@ BETWEEN = {
     '{"name": "x", "parameters": {}}': "; ",
     "[ARGS]": "",
     HARMONY: "<|call|><|start|>assistant",
+    ATEM: "<|eom|><|start|>assistant",
     "<|tool_call>": "",
     "<start_function_call>": "",
 }
-BEFORE_CONTENT = {HARMONY: "<|channel|>final<|message|>"}
+BEFORE_CONTENT = {HARMONY: "<|channel|>final<|message|>", ATEM: " to=user<|message|>"}
 
 
 def read(reader: Any, text: str) -> ReadAnswer:
@@ -130,6 +135,34 @@ async def test_a_strict_call_in_a_channel_is_held_to_its_schema(tmp_path: Path) 
     assert not may(must, hm + final, is_whole=False)
 
 
+async def test_a_strict_call_to_a_recipient_is_held_to_its_schema(tmp_path: Path) -> None:
+    """Where a message's marks are special tokens, as in a Muse Glimmer; what is said to itself and the user is free."""
+    tokenizer = Tokenizer(make_model(tmp_path / "m", "", ["<|message|>", "<|start|>", "<|eom|>", "<|eot|>"]), REFERENCE)
+    service = Service(f"{ATEM} to=self", tokenizer)
+    (ends,) = tokenizer.encode("<|eot|>", False)
+    vocabulary = LLTokenizer(tokenizer.vocabulary.to_str(), n_vocab=8192 + 4, eos_token=[ends])
+    call, hm = CALLS[ATEM], " to=self<|message|>hm to=you 9<|eom|><|start|>assistant"
+    final = " to=user<|message|>Well, <atem: it is."
+
+    def may(grammar: str, text: str, is_whole: bool = True) -> bool:
+        ids = tokenizer.encode(text, False)
+        matcher = LLMatcher(vocabulary, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.try_consume_tokens(ids) == len(ids) and (not is_whole or matcher.is_accepting())
+
+    grammar, make_reader = await hold(service, tools=strict("clock"), tool_choice="auto")
+    for text in (call, hm + call, hm + call + BETWEEN[ATEM] + call, hm + final, final, hm + hm + final):
+        assert may(grammar, text), text
+    for wrong in (call.replace("2", "9"), call.replace("days", "years"), call.replace("weather", "wether")):
+        assert not may(grammar, hm + wrong, is_whole=False), wrong
+    assert not may(grammar, (hm + call)[:-3]), "a call that begins must end"
+    answer = read(make_reader(), hm + call + BETWEEN[ATEM] + call)
+    assert (answer.reasoning, answer.content) == ("hm to=you 9", "")
+    assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == [
+        ("weather", {"city": "Rome", "days": 2})
+    ] * 2
+
+
 async def test_calls_of_a_list_are_one_list() -> None:
     call = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
     grammar, make_reader = await hold_form(Service("[TOOL_CALLS]"))
@@ -174,7 +207,7 @@ def strict(*others: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": one} for one in (function, *({"name": name} for name in others))]
 
 
-@pytest.mark.parametrize("source", [*(source for source in CALLS if source != HARMONY), "<|observation|>"])
+@pytest.mark.parametrize("source", [*(source for source in CALLS if source not in BEFORE_CONTENT), "<|observation|>"])
 async def test_a_strict_tool_is_held_to_its_schema_wherever_a_call_of_it_begins(source: str) -> None:
     grammar, make_reader = await hold(Service(source), tools=strict("clock"), tool_choice="auto")
     call = CALLS.get(source, '\nweather\n{"city": "Rome", "days": 2}')

@@ -64,6 +64,33 @@ WHOLE: list[tuple[str, str, Read]] = [
     ),
     ("harmony", "<|channel|>analysis to=python code<|message|>1 + 1<|call|>", ("", "1 + 1", [])),
     ("harmony", "words alone", ("words alone", "", [])),
+    (
+        "atem",
+        " to=self<|message|>hm, 2 < 3<|eom|><|start|>assistant to=user<|message|>Yes, to=day.<|eot|>",
+        ("Yes, to=day.", "hm, 2 < 3", []),
+    ),
+    (
+        "atem",
+        ' to=self<|message|>a <atem:invoke name="f"><|eom|><|start|>assistant to=f.f<|message|>'
+        '<atem:function_calls>\n<atem:invoke name="f.f">\n<atem:parameter name="text"> 5\n<|eom|> </atem:parameter>\n'
+        '<atem:parameter name="tree">{"a": [1]}</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eom|>'
+        '<|start|>assistant to=g-2<|message|><atem:function_calls>\n<atem:invoke name="g-2">\n</atem:invoke>\n'
+        "</atem:function_calls>",
+        ("", 'a <atem:invoke name="f">', [("f", {"text": " 5\n<|eom|> ", "tree": {"a": [1]}}), ("g-2", {})]),
+    ),
+    (
+        "atem",
+        ' to=x.f<|message|><atem:function_calls><atem:invoke name="x.f"></atem:invoke>\n'
+        '<atem:invoke name="f"><atem:parameter name="n">1</atem:parameter></atem:invoke></atem:function_calls><|eot|>',
+        ("", "", [("x.f", {}), ("f", {"n": 1})]),
+    ),
+    (
+        "atem",
+        ' to=user<|message|>Write <atem:invoke name="f">, to=f.<|eot|>',
+        ('Write <atem:invoke name="f">, to=f.', "", []),
+    ),
+    ("atem", "<|message|>bare words", ("bare words", "", [])),
+    ("atem", " to=self<|message|>no end<|start|>assistant to=user<|message|>so", ("so", "no end", [])),
     ("hermes", '<tool_call>{"arguments": {"n": 1}, "name": "f"}</tool_call>', ("", "", [("f", {"n": 1})])),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", {})])),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>', ("", "", [("f", {"n": 1})])),
@@ -169,7 +196,7 @@ def read(answer_format: AnswerFormat, pieces: list[str], opening: str = "", tool
 
 
 def format_of(name: str) -> AnswerFormat:
-    made = make_format(name, "harmony" if name == "harmony" else "think")
+    made = make_format(name, {"harmony": "harmony", "atem": "to_self"}.get(name, "think"))
     assert made is not None
     return made
 
@@ -368,6 +395,20 @@ def test_a_template_of_channels_is_read_as_harmony() -> None:
     assert found.opening(f"<|start|>assistant{begun}", None).endswith(begun)
 
 
+def test_a_template_of_recipients_is_read_as_atem_and_what_a_prompt_has_begun_goes_on() -> None:
+    source = (
+        "{{ '<|start|>assistant to=self<|message|>' }} <atem:function_calls>\n<atem:invoke name=\"$FUNCTION_NAME\">"
+    )
+    found = choose_format(ModelConfig(random_weights="x"), source, True, {})
+    assert found == make_format("atem", "to_self")
+    assert found.opening("<|start|>assistant", None) == ""
+    assert read(found, ["hm<|eom|><|start|>assistant", " to=user<|message|>so"], " to=self<|message|>") == (
+        "so",
+        "hm",
+        [],
+    )
+
+
 def test_a_template_without_tools_is_read_as_what_is_written_in_its_place() -> None:
     found = choose_format(ModelConfig(random_weights="x"), "[TOOL_CALLS]", False, {})
     assert found.template.fields["tool_calls"] == format_of("hermes").template.fields["tool_calls"]
@@ -383,8 +424,8 @@ def test_a_setting_goes_before_the_template() -> None:
 
 
 def test_every_parser_that_may_be_set_is_there() -> None:
-    assert {"hermes", "llama3_json", "harmony", "gemma", "glm", "glm4", "mistral_json"} <= {*call_formats()}
-    assert {"think", "harmony", "gemma", "mistral"} <= {*reasoning_formats()}
+    assert {"hermes", "llama3_json", "harmony", "gemma", "glm", "glm4", "mistral_json", "atem"} <= {*call_formats()}
+    assert {"think", "harmony", "gemma", "mistral", "to_self"} <= {*reasoning_formats()}
     for name in call_formats():
         assert make_format(name, "none") is not None
     for name in reasoning_formats():
@@ -519,7 +560,7 @@ def test_a_long_argument_is_not_read_again_with_each_piece_of_it(name: str) -> N
     assert json.loads(call.arguments)["text"].strip() == LONG.strip()
 
 
-@pytest.mark.parametrize("name", ["llama3_json", "qwen3_xml", "mistral", "glm", "glm4", "gemma", "harmony"])
+@pytest.mark.parametrize("name", ["llama3_json", "qwen3_xml", "mistral", "glm", "glm4", "gemma", "harmony", "atem"])
 @pytest.mark.parametrize(
     "begun", [" \n", " to=functions.a", "<function=", "[TOOL_CALLS]a", "<tool_call>a", " ;", "\na"]
 )

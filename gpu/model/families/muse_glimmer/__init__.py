@@ -12,6 +12,7 @@ import numpy as np
 
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import parse_rope
+from gpu.model.families.muse_glimmer.answers import ATEM, TO_SELF
 from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
 from gpu.model.gguf.header import shown
 from gpu.model.gguf.keys import GgufForm, GgufKeys
@@ -119,6 +120,7 @@ def _gain(keys: GgufKeys, end: str, dim: int) -> float:
 GGUF = GgufForm(
     "muse-glimmer", translate=translate_gguf, has_windows=True, has_neighbour_pairs=True, tensor_names="gemma3",
     own_names={"self_attn.gate_proj.weight": "attn_gate.weight"}, read_before=(_QUERY_NORM, _KEY_NORM),
+    end_tokens=frozenset({"<|eot|>"}), inner_tokens=frozenset({"<|eom|>"}),
 )  # fmt: skip
 
 _shape = partial(published_sizes, model_type="muse_glimmer_text")
@@ -155,4 +157,6 @@ FAMILY = Family(
     skipped=("model.vision_", "vision_"),
     gguf=GGUF,
     shapes=SHAPES,
+    calls=(ATEM,),
+    reasoning=(TO_SELF,),
 )
