@@ -246,7 +246,7 @@ def tell(
     made = [one.clone() for one in call()]
     torch.cuda.synchronize()
     first_s = time.perf_counter() - began
-    errors = [relative_error(one, other) for one, other in zip(made, wanted, strict=True)]
+    errors = [relative_error(one.reshape(other.shape), other) for one, other in zip(made, wanted, strict=True)]
     device = wanted[0].device
     eager = measure(call, device, 2, 10).ms / times
     torch.cuda.synchronize()
