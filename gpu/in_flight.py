@@ -7,6 +7,7 @@ it. A slot that another sequence has taken meanwhile is not meant.
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
@@ -91,6 +92,16 @@ class InFlight:
     @property
     def drawings(self) -> list[Drawing]:
         return [*(job.drawing for job in self.finished_jobs), *self.decoded]
+
+    def drafted(self) -> dict[int, list[int]]:
+        """Return the tokens of drafts by slot, where the device drafted some. It waits for the step on the device."""
+        drafts: dict[int, list[int]] = {}
+        for one in self.decoded:
+            if one.drafted is not None:
+                known = iter(one.drafted.tolist())
+                drafts |= {slot: [*islice(known, len(draft))]
+                           for slot, draft in zip(one.slots, one.drafts or (), strict=True)}  # fmt: skip
+        return drafts
 
     def end(self) -> None:
         """Start the copies to the host on the current stream, once all is drawn, and mark where the step is over."""

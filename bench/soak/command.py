@@ -45,7 +45,7 @@ def soak(
     from rich.console import Console
 
     from bench.gate_error import GateError
-    from bench.soak.requests import Mix
+    from bench.soak.requests import EXACT_PROFILES, Mix
     from bench.soak.run import SoakPlan, run_soak
     from bench.soak.table import judge_memory, print_result, write_result
     from server.deployment import ConfigError
@@ -55,8 +55,8 @@ def soak(
         raise typer.BadParameter("give a CONFIG or --url, not both", param_hint="--url")
     names = tuple(profiles.split(",")) if profiles else None
 
-    def plan_for(address: str) -> SoakPlan:
-        mix = Mix(prompts, longest, answer, names)
+    def plan_for(address: str, judged: tuple[str, ...] = EXACT_PROFILES) -> SoakPlan:
+        mix = Mix(prompts, longest, answer, names, judged)
         return SoakPlan(address, api_key, seconds, kill_every, clients, mix, level, seed)
 
     console = Console()
@@ -76,17 +76,23 @@ def soak(
         raise typer.Exit(1)
 
 
-def _soak_own_server(config: Path, plan_for: "Callable[[str], SoakPlan]") -> "SoakResult":
+def _soak_own_server(config: Path, plan_for: "Callable[[str, tuple[str, ...]], SoakPlan]") -> "SoakResult":
     """Serve a deployment whose documents and contexts lie in a folder of this run, and soak it."""
     import asyncio
 
     import yaml
 
     from bench.server_process import serving
+    from bench.soak.requests import EXACT_PROFILES
     from bench.soak.run import run_soak
+    from gpu.profiles import resolve_profiles
     from server.deployment import load_deployment
 
     deployment = load_deployment(config)
+    profiles = resolve_profiles(deployment.all_profiles, deployment.host)
+    judged = tuple(
+        name for name, one in profiles.items() if all(part.method.name in EXACT_PROFILES for part in one.parts)
+    )
     tree = deployment.model_dump(mode="json", exclude_unset=True)
     tree.setdefault("server", {})["max_engine_failures"] = 10**6  # those that are killed within a minute count
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as name:
@@ -98,7 +104,7 @@ def _soak_own_server(config: Path, plan_for: "Callable[[str], SoakPlan]") -> "So
         served.write_text(yaml.safe_dump(tree))
         program = [sys.executable, "-m", "server.commands", "serve", str(served), "--host", "127.0.0.1", "--port"]
         with serving(lambda port: [*program, str(port)], _LOAD_S, log) as url:
-            result = asyncio.run(run_soak(plan_for(url)))
+            result = asyncio.run(run_soak(plan_for(url, judged)))
         if "Traceback" in (text := log.read_text(errors="replace")):
             result.blame(f"the server logged a traceback: {text[text.index('Traceback') :][:2000]}")
     return result

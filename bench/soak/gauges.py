@@ -59,6 +59,12 @@ async def read_gauges(client: httpx.AsyncClient) -> Gauges:
     return Gauges(values, _page_bytes((await client.get("/v1/activity")).json(), values["tandem_pages_capacity"]))
 
 
+async def read_drafted(client: httpx.AsyncClient) -> tuple[int, int]:
+    """Return how many tokens drafts have proposed, and how many of these were drawn."""
+    values = (await read_gauges(client)).values
+    return int(values.get("tandem_draft_proposed_total", 0)), int(values.get("tandem_draft_accepted_total", 0))
+
+
 def _page_bytes(activity: dict[str, Any], num_pages: float) -> float:
     """Return the bytes of a KV page in host memory: 0 where pages lie on a card."""
     items = [item for place in activity["memory"] if place["place"] == "host" for item in place["items"]]

@@ -10,7 +10,8 @@ _CHARS_A_TOKEN = 3  # of prose, at least, so that no prompt is longer than wante
 _SHORTEST_TOKENS = 20
 _TOOL_CALL_TOKENS = 96
 _BESIDE_TOKENS = 512  # that a chat template with tools adds, and an answer
-_EXACT_PROFILES = ("exact", "offloaded")  # read every token, so a text does not depend on where the tokens lie
+EXACT_PROFILES = ("exact", "offloaded", "verified")  # a text does not depend on where the tokens lie
+LEFT_SESSIONS = tuple(f"soak-left-{number}" for number in range(8))  # of clients that leave
 _Built = tuple[str, dict[str, Any]]  # a path, and fields of a body
 TOOLS = [
     {
@@ -56,13 +57,14 @@ class Served:
 @dataclass(frozen=True, slots=True)
 class Mix:
     """How many prompts a kind has, the tokens of the longest, the tokens of an answer, and the profiles that are
-    asked for; None: all that the server has.
+    asked for; None: all that the server has. judged: profiles of methods that read every token, whoever drafts.
     """
 
     prompts: int
     longest_tokens: int
     answer_tokens: int
     profiles: tuple[str, ...] | None
+    judged: tuple[str, ...] = EXACT_PROFILES
 
 
 def make_requests(served: Served, mix: Mix) -> list[Ask]:
@@ -85,7 +87,7 @@ def make_requests(served: Served, mix: Mix) -> list[Ask]:
                 "stream": number % 3 != 1, "attention_profile": profile, "session_id": f"soak-{index}-{number}",
             }  # fmt: skip
             path, changes = build(text, number)
-            asks.append(Ask(kind, path, body | changes, profile in _EXACT_PROFILES and build is not _drawn))
+            asks.append(Ask(kind, path, body | changes, profile in mix.judged and build is not _drawn))
     return asks
 
 
@@ -120,9 +122,11 @@ def _fused(text: str, number: int) -> _Built:
     return path, chat | {"documents": [{"title": f"Report {number}", "text": text}]}
 
 
-def make_short_lived(served: Served, random: Random) -> dict[str, Any]:
-    """Return the body of a completion whose client leaves before its end."""
+def make_short_lived(served: Served, mix: Mix, random: Random) -> dict[str, Any]:
+    """Return the body of a completion whose client leaves before its end, in any of the profiles and LEFT_SESSIONS."""
+    profile = random.choice(mix.profiles or [*served.profiles])
     return {
-        "model": served.model, "prompt": write_prose(random.randrange(10**6), random.choice((60, 600, 3000))),
-        "max_tokens": 300, "ignore_eos": True, "stream": True,
+        "model": served.model, "attention_profile": profile,
+        "prompt": write_prose(random.randrange(10**6), random.choice((60, 600, 3000))),
+        "max_tokens": 300, "ignore_eos": True, "stream": True, "session_id": random.choice(LEFT_SESSIONS),
     }  # fmt: skip

@@ -13,9 +13,9 @@ import psutil
 
 from bench.soak import gauges
 from bench.soak.answers import Answer, RefusedError, compare, read_answer
-from bench.soak.gauges import read_gauges, read_served, wait_for_rest
+from bench.soak.gauges import read_drafted, read_gauges, read_served, wait_for_rest
 from bench.soak.processes import ServerProcesses, find_server
-from bench.soak.requests import Ask, Mix, Served, make_requests, make_short_lived
+from bench.soak.requests import LEFT_SESSIONS, Ask, Mix, Served, make_requests, make_short_lived
 
 _RETRY_S = 0.5
 _SAMPLE_S = 1.0
@@ -52,7 +52,7 @@ class Kill:
 class SoakResult:
     """What a soak saw. counts: by kind of request; memory: (seconds, bytes) by role and number of the engine, without
     what gauges account for; at_rest: gauges after the end that should be 0; faults: promises that were broken, and how
-    often.
+    often; drafted: tokens that drafts proposed, and that were drawn of these, in the last engine.
     """
 
     seconds: float = 0.0
@@ -62,6 +62,7 @@ class SoakResult:
     at_rest: dict[str, float] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
+    drafted: tuple[int, int] = (0, 0)
 
     def blame(self, what: str) -> None:
         self.faults[what] += 1
@@ -83,7 +84,9 @@ async def run_soak(plan: SoakPlan, transport: httpx.AsyncBaseTransport | None = 
         await soak.run()
         result = soak.result
         try:
-            result.at_rest = await wait_for_rest(client, [str(ask.body["session_id"]) for ask in asks])
+            result.drafted = await read_drafted(client)
+            sessions = [*LEFT_SESSIONS, *(str(ask.body["session_id"]) for ask in asks)]
+            result.at_rest = await wait_for_rest(client, sessions)
         except httpx.TransportError as error:
             result.blame(f"the server does not answer at the end: {error or type(error).__name__}")
         for name, value in result.at_rest.items():
@@ -174,7 +177,7 @@ class _Soak:
         while time.monotonic() < self._ends:
             kind, most_s, num_lines = self._random.choice(ways)
             self.result.counts[kind]["asked"] += 1
-            body = make_short_lived(self._served, self._random)
+            body = make_short_lived(self._served, self._plan.mix, self._random)
             seconds = most_s if num_lines else self._random.uniform(0, most_s)
             with suppress(TimeoutError, httpx.HTTPError):  # it leaves, or its engine was killed
                 async with asyncio.timeout(seconds):

@@ -47,6 +47,8 @@ def print_result(result: SoakResult, trends: dict[str, Trend], console: Console)
         console.print(f"memory of the {role}: {trend.last_bytes / _MIB:,.0f} MiB, {slope}", highlight=False)
     held = ", ".join(f"{name.removeprefix('tandem_')} {value:,.0f}" for name, value in result.at_rest.items())
     console.print(f"at rest: {held}", highlight=False)
+    if result.drafted[0]:
+        console.print("drafted by the last engine: {:,} tokens, {:,} drawn".format(*result.drafted), highlight=False)
     for note in result.notes:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
     for fault, number in result.faults.most_common(_MOST_FAULTS):
@@ -64,6 +66,7 @@ def write_result(result: SoakResult, trends: dict[str, Trend], path: Path) -> No
     tree = {
         "seconds": round(result.seconds, 1), "kills": len(result.kills),
         "requests": {kind: dict(counts) for kind, counts in sorted(result.counts.items())},
+        "drafted": dict(zip(("proposed", "accepted"), result.drafted, strict=True)),
         "memory": memory, "at_rest": result.at_rest, "broken": dict(result.faults),
     }  # fmt: skip
     path.write_text(json.dumps(tree, indent=1) + "\n")

@@ -27,7 +27,9 @@ from gpu.upload import upload
 __all__ = ["NO_MASKS", "Drawing", "Masks", "Sampled", "Sampler", "gather_logprobs"]
 
 Masks = Mapping[int, np.ndarray]
-"""By slot, the tokens that may be drawn: uint32 `[ceil(vocab / 32)]`, bit `i % 32` of word `i // 32` for token i."""
+"""By slot, the tokens that may be drawn: uint32 `[ceil(vocab / 32)]`, bit `i % 32` of word `i // 32` for token i. Of a
+slot with a draft one for each of its rows: `[1 + drafted, ceil(vocab / 32)]`.
+"""
 
 NO_MASKS: Masks = MappingProxyType({})
 
@@ -234,9 +236,9 @@ class Sampler:
 
         `slots[i]` has `1 + len(drafts[i])` rows of `logits` (as in `sample`), for the draws from number `samples[i]`
         on. Its tokens are the draws up to the first that differs from the draft; later rows do not count. Each draw is
-        a function of its logits, its seed and its number, so steps of one token would draw the same. Slots with a mask
-        have no draft. drafted: int64, the tokens of all drafts one behind another, if `drafts` state their lengths
-        alone; None: `drafts` have them.
+        a function of its logits, its seed, its mask and its number, so steps of one token would draw the same. drafted:
+        int64, the tokens of all drafts one behind another, if `drafts` state their lengths alone; None: `drafts` have
+        them.
         """
         lengths = [1 + len(draft) for draft in drafts]
         owners = [place for place, length in enumerate(lengths) for _ in range(length)]
@@ -244,8 +246,8 @@ class Sampler:
         states = [state for place in owners if (state := self._slots[slots[place]]) is not None]
         assert len(states) == len(owners), f"verify: a slot of {slots} is not assigned"
         numbers = [samples[place] + step for place, step in zip(owners, steps, strict=True)]
-        given = {owners.index(place): masks[slot] for place, slot in enumerate(slots) if slot in masks}
-        assert not any(slot in masks and draft for slot, draft in zip(slots, drafts, strict=True)), "verify: masked"
+        given = {row: np.atleast_2d(masks[slots[place]])[step] for row, (place, step) in enumerate(zip(owners, steps,
+                 strict=True)) if slots[place] in masks}  # fmt: skip
         expected = [token_id for draft in drafts for token_id in (*draft, _NO_TOKEN)]
         firsts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
         there = upload(np.array([owners, expected, [firsts[place] for place in owners]], np.int64), self.device)

@@ -1,10 +1,12 @@
 """Make the token masks of draws: grammars, allowed and banned tokens, and ends that may not come yet.
 
 Grammars are compiled in threads, each once for all requests that have the same. Where only one token may follow, the
-mask is that token, and it is known before it is drawn. Invariants: a matcher has consumed its request's output and what
-must follow in the steps in flight; a matcher that fails fails its own request alone.
+mask is that token, and it is known before it is drawn. Along a draft each row has the mask that it would have if all
+drafted tokens in front were drawn, by a copy that goes ahead. Invariants: a matcher has consumed its request's output
+and what must follow in the steps in flight; a matcher that fails fails its own request alone.
 """
 
+import copy
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -69,8 +71,13 @@ class Constraint:
         """Return why nothing more can be drawn as the grammar asks; empty while it can, and while tokens are on their
         way.
         """
-        failed = self.matcher is not None and not self._taken and self.matcher.is_error()
+        failed = self.has_failed and not self._taken
         return grammar.shorten(self.matcher.get_error()) if failed and self.matcher is not None else ""
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the grammar cannot go on behind what is taken."""
+        return self.matcher is not None and self.matcher.is_error()
 
     @property
     def is_over(self) -> bool:
@@ -122,6 +129,30 @@ class Constraint:
             run.append(token_id)
         return run
 
+    def go_ahead(self) -> "Constraint":
+        """Return a copy that may take drafted tokens, some 2 us."""
+        ahead = copy.copy(self)
+        ahead.matcher = None if self.matcher is None else self.matcher.deep_copy()
+        ahead._forced = None if self._forced is None else self._forced.copy()
+        ahead._taken = self._taken.copy()
+        return ahead
+
+    def suppose(self, token_id: int, number: int, output: Sequence[int]) -> bool:
+        """Take a drafted token as if it were drawn as number `number`. Returns False where another token must come."""
+        if not self.needs_output:
+            return True
+        place = number - len(output)
+        if place < len(self._taken):
+            return self._taken[place] == token_id
+        if self.matcher is not None:
+            self._advance(token_id)
+        self._taken.append(token_id)
+        return True
+
+    def allows(self, token_id: int, words: np.ndarray) -> bool:
+        """Return whether a mask has a token, and the grammar goes on behind what is taken."""
+        return _has(words, token_id) and not self.has_stopped
+
     def _advance(self, token_id: int) -> None:
         assert self.matcher is not None, "consume: this constraint has no grammar"
         if self._forced is not None and len(self._forced) > 1 and self._forced[0] == token_id:
@@ -133,8 +164,7 @@ class Constraint:
     def _allows(self, token_id: int, number: int, output: Sequence[int]) -> bool:
         """Return whether no rule beside the grammar forbids it."""
         words = self._before_end if number < self._min_tokens else self._allowed
-        is_in = words[token_id // _WORD_BITS] >> np.uint32(token_id % _WORD_BITS) & 1
-        return bool(is_in) and token_id not in self._banned(output)
+        return _has(words, token_id) and token_id not in self._banned(output)
 
     def _banned(self, output: Sequence[int]) -> list[int]:
         """Return the tokens banned after the request's output and the tokens taken ahead."""
@@ -148,6 +178,10 @@ class Constraint:
         """Clear the tokens that draw number `number` behind `output` may not be from `words`, uint32 `[words]`."""
         words &= self._before_end if number < self._min_tokens else self._allowed
         _clear(words, self._banned(output))
+
+
+# The constraint, the number of the draw, the output before it, and the draft behind the input token.
+MaskedRow = tuple[Constraint, int, Sequence[int], Sequence[int]]
 
 
 class Constraints:
@@ -196,30 +230,27 @@ class Constraints:
         self._seconds += time.perf_counter() - began
         return run
 
-    def fill(self, rows: Sequence[tuple[Constraint, int, Sequence[int]]]) -> list[np.ndarray]:
-        """Return a mask for each constraint, number of the draw, and output so far: uint32 `[ceil(vocab / 32)]`. One
-        that fails, or is over, has all tokens: nobody reads what it draws. The next call writes over them.
+    def fill(self, rows: Sequence[MaskedRow]) -> list[np.ndarray]:
+        """Return a mask for each, uint32 `[ceil(vocab / 32)]`, or of one with a draft `[1 + drafted, ..]`. One that
+        fails, or is over, has all tokens: nobody reads what it draws. The next call writes over them.
         """
         began = time.perf_counter()
-        if len(self._words) < len(rows):
-            self._words = np.empty((len(rows), -(-self._vocab_size // _WORD_BITS)), np.uint32)
-        words = self._words[: len(rows)]  # fresh memory of 16 KiB a row would cost its first touch in every step
+        num_words = sum(1 + len(draft) for *_, draft in rows)
+        if len(self._words) < num_words:
+            self._words = np.empty((num_words, -(-self._vocab_size // _WORD_BITS)), np.uint32)
+        words = self._words[:num_words]  # fresh memory of 16 KiB a row would cost its first touch in every step
         words.fill(0xFFFFFFFF)
-        for row, (one, number, output) in enumerate(rows):
-            token_id = one.take_next(number, output)
-            if token_id is not None:
-                words[row] = 0
-                words[row, token_id // _WORD_BITS] = 1 << token_id % _WORD_BITS
-                continue
-            if one.matcher is not None and not one.has_stopped:
-                # one after another: a mask takes 26 us, and waking threads for them ten times that
-                fill_next_token_bitmask(one.matcher, words.view(np.int32), row)
-                if one.matcher.is_error():  # it failed in this mask
-                    words[row] = 0xFFFFFFFF
-            one.narrow(words[row], number, output)
-        self._num_masks += len(rows)
+        masks, first = [], 0
+        for one, number, output, draft in rows:
+            own = words[first : first + 1 + len(draft)]
+            _fill(own[0], one, number, output)
+            if draft:
+                _fill_along(own, one.go_ahead(), number, output, draft)
+            masks.append(own if draft else own[0])
+            first += len(own)
+        self._num_masks += num_words
         self._seconds += time.perf_counter() - began
-        return list(words)
+        return masks
 
     def stats(self) -> MaskStats:
         return MaskStats(
@@ -288,6 +319,39 @@ def read_tokens(model: ModelConfig, vocab_size: int) -> LLTokenizer:
         return LLTokenizer(vocabulary.to_str(), n_vocab=vocab_size, eos_token=ends)
     except ValueError as error:
         raise GrammarError(f"grammar: {folder}: {grammar.shorten(str(error))}") from None
+
+
+def _fill(words: np.ndarray, one: Constraint, number: int, output: Sequence[int]) -> None:
+    """Narrow a mask of all tokens, uint32 `[words]`, to what draw number `number` may be."""
+    token_id = one.take_next(number, output)
+    if token_id is not None:
+        words[:] = 0
+        words[token_id // _WORD_BITS] = 1 << token_id % _WORD_BITS
+        return
+    if one.matcher is not None and not one.has_stopped:
+        # one after another: a mask takes 26 us, and waking threads for them ten times that
+        fill_next_token_bitmask(one.matcher, words[None].view(np.int32))
+        if one.matcher.is_error():  # it failed in this mask
+            words[:] = 0xFFFFFFFF
+    one.narrow(words, number, output)
+
+
+def _fill_along(words: np.ndarray, ahead: Constraint, number: int, output: Sequence[int], draft: Sequence[int]) -> None:
+    """Narrow the masks behind each token of a draft, up to the first that may not come: rows behind that one are drawn,
+    and do not count. words: uint32 `[1 + drafted, words]`, whose first is narrowed. A grammar that fails on the way
+    leaves nothing to draw there.
+    """
+    for step, token_id in enumerate(draft):
+        if not ahead.allows(token_id, words[step]) or not ahead.suppose(token_id, number + step, output):
+            return
+        _fill(words[step + 1], ahead, number + step + 1, output)
+        if ahead.has_failed:
+            words[step + 1] = 0
+            return
+
+
+def _has(words: np.ndarray, token_id: int) -> bool:
+    return bool(words[token_id // _WORD_BITS] >> np.uint32(token_id % _WORD_BITS) & 1)
 
 
 def _has_any(request: EngineRequest) -> bool:

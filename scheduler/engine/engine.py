@@ -252,7 +252,7 @@ class Engine:
 
     def _draw(self, lane: Lane) -> None:
         """Draw a lane's newest step, if all of its masks are known."""
-        masks = self.scheduler.masks(lane)
+        masks = self.scheduler.masks(lane, self._undrawn[lane].drafted)
         if masks is not None:
             self._runner.draw(self._undrawn.pop(lane), masks)
 

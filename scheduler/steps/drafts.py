@@ -4,13 +4,14 @@ A step with drafts is expected to draw `rows + sum of chances` tokens. It is tak
 step without draws, by `LEAST_GAIN`, with the times that such steps were seen to take: the wait for its result, which
 the next step cannot be launched without, is in them. Of all drafted tokens of a step the likeliest are computed, as
 many as fill a size that steps are known by. Invariants: a sequence has at most one draft in flight, and steps in no
-other step meanwhile. A row of a draft has its page. What steps by a ring or draws from a mask has no draft. A profile
-drafts what reads host memory, of sequences that hold a ring for it; everything else would take it as long.
+other step meanwhile. A row of a draft has its page. What steps by a ring, or has tokens that must follow, has no draft.
+A profile drafts what reads host memory, of sequences that hold a ring for it; everything else would take it as long.
 """
 
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
+from itertools import repeat
 
 from gpu.config import DraftConfig
 from gpu.step import HostRead, Lane, PageWrite
@@ -65,7 +66,11 @@ class Drafts:
         num_fed = len(rows) + sum(map(len, runs or ()))
         if num_fed >= self.most_rows:
             return None, []
-        looks = [self._look(sequence, host_read, num_running) for sequence, host_read in rows]
+        has_run = map(bool, runs or repeat(()))
+        looks = [
+            ([], []) if has else self._look(sequence, host_read, num_running)
+            for (sequence, host_read), has in zip(rows, has_run, strict=False)
+        ]
         lengths = self.choose_lengths(looks, num_fed, self.times[lane])
         self._declined += any(token_ids for token_ids, _ in looks) and not any(lengths)
         self._put_off(rows, lengths)
@@ -139,7 +144,7 @@ class Drafts:
 
     def _look(self, sequence: Sequence, host_read: HostRead | None, num_running: int) -> tuple[list[int], list[float]]:
         config = sequence.profile.draft
-        if config is None or sequence.constraint is not None or sequence.steps_by_ring:
+        if config is None or sequence.steps_by_ring:
             return [], []
         if config.profile is not None and (host_read is None or not self._rings.may_draft(sequence)):
             return [], []

@@ -1,17 +1,15 @@
 """A launched plan, with what is needed to read its result."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
-from gpu.step import Unit
-from scheduler.constraints.constraints import Constraint
+from gpu.step import TO_DRAFT, Unit
+from scheduler.constraints.constraints import MaskedRow
 from scheduler.sequences.lane_fences import Rows
 from scheduler.sequences.offloaded_context import HostContext
 from scheduler.sequences.sequence import Sequence, State
 from scheduler.steps.grouping import Load
-
-MaskedRow = tuple[Constraint, int, Many[int]]  # the constraint, the number of the draw, and the output before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class LaunchedPlan:
 
     slots: who held each slot. drawing: who draws in it; numbers: as which of their draws, where masked. rows, load: the
     kind of its rows and what they read; num_rows: all of its rows; num_known: those of known and drafted tokens;
-    drafted: tokens of drafts, by slot. unit_contexts: where each unit ended in its prompt. offloaded: what it offloads.
+    drafts: tokens of drafts, by slot. unit_contexts: where each unit ended in its prompt. offloaded: what it offloads.
     fetches: whether it reloads pages.
     """
 
@@ -46,14 +44,20 @@ class LaunchedPlan:
     load: Load
     num_known: int
     num_rows: int
-    drafted: Mapping[int, int]
+    drafts: Mapping[int, tuple[int, ...]]
     units: tuple[Unit, ...]
     unit_contexts: tuple[int, ...]
     offloaded: tuple[OffloadedRun, ...]
     fetches: bool
 
-    def masked_rows(self) -> dict[int, MaskedRow] | None:
-        """Return the masked rows by slot. None: a mask depends on a draw whose result is not in."""
+    @property
+    def num_drafted(self) -> int:
+        return sum(map(len, self.drafts.values()))
+
+    def masked_rows(self, drafted: Callable[[], Mapping[int, Many[int]]]) -> dict[int, MaskedRow] | None:
+        """Return the masked rows by slot. None: a mask depends on a draw whose result is not in. drafted: tells the
+        tokens of drafts that the device made, by slot.
+        """
         rows: dict[int, MaskedRow] = {}
         for slot, one in self.drawing.items():
             if one.constraint is None or one.state is State.FINISHED:
@@ -61,5 +65,8 @@ class LaunchedPlan:
             number = self.numbers[slot]
             if one.constraint.needs_output and len(one.output) + one.constraint.num_taken < number:
                 return None
-            rows[slot] = one.constraint, number, one.output
+            draft: Many[int] = self.drafts.get(slot, ())
+            if TO_DRAFT in draft and one.constraint.needs_output:
+                draft = drafted()[slot]
+            rows[slot] = one.constraint, number, one.output, draft
         return rows

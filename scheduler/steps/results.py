@@ -69,13 +69,13 @@ class Results:
         """Take back what was in flight and is not drawn; return each draft's sequence, its tokens, and those drawn, up
         to one that ends its text.
         """
-        told: dict[int, list[int]] = {slot: [] for slot in launched.drafted}
+        told: dict[int, list[int]] = {slot: [] for slot in launched.drafts}
         for token in result.tokens if told else ():
             if token.slot in told:
                 told[token.slot].append(token.token_id)
         settled = []
-        for slot, num_drafted in launched.drafted.items():
-            sequence, own = launched.drawing[slot], told[slot]
+        for slot, draft in launched.drafts.items():
+            sequence, own, num_drafted = launched.drawing[slot], told[slot], len(draft)
             sequence.num_in_flight -= 1 + num_drafted - len(own)
             sequence.num_drafted = 0
             self._residence.settle_draft(sequence)

@@ -6,7 +6,7 @@ since the device works in plan order. Invariant: a row that draws has a page for
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
@@ -322,12 +322,14 @@ class Scheduler:
         launched = LaunchedPlan(
             slots=slots,
             drawing=drawn,
-            numbers={slot: one.num_drawn - 1 for slot, one in drawn.items() if one.constraint is not None},
+            numbers={
+                slot: one.num_drawn - 1 - one.num_drafted for slot, one in drawn.items() if one.constraint is not None
+            },
             rows=rows_of(plan.lane, [host_read for group in plan.decode for host_read in group.host_reads or [None]]),
             load=self._load_of(plan),
             num_known=num_more,
             num_rows=num_rows,
-            drafted={one.slot: len(draft) for (one, _), draft in zip(outline.taken, drafts, strict=True) if draft},
+            drafts={one.slot: draft for (one, _), draft in zip(outline.taken, drafts, strict=True) if draft},
             units=plan.units,
             unit_contexts=tuple(outline.unit_contexts),
             offloaded=tuple(outline.offloaded),
@@ -340,12 +342,15 @@ class Scheduler:
         refused, self._refused = self._refused, []
         return refused
 
-    def masks(self, lane: Lane = Lane.DEVICE) -> dict[int, np.ndarray] | None:
+    def masks(
+        self, lane: Lane = Lane.DEVICE, drafted: Callable[[], Mapping[int, list[int]]] = dict
+    ) -> dict[int, np.ndarray] | None:
         """Return, by slot, the tokens that a lane's newest plan may draw, as `Runner.draw` takes them.
 
-        None: some mask depends on a draw whose result is not in.
+        None: some mask depends on a draw whose result is not in. drafted: tells, by slot, what the device drafted in
+        that plan; it may wait for the device.
         """
-        rows = self._launched[lane][-1].masked_rows()
+        rows = self._launched[lane][-1].masked_rows(drafted)
         return None if rows is None else dict(zip(rows, self.constraints.fill(list(rows.values())), strict=True))
 
     def postprocess(self, result: StepResult, lane: Lane = Lane.DEVICE) -> list[Delta]:
@@ -353,7 +358,7 @@ class Scheduler:
         launched = self._launched[lane].popleft()
         self.drafts.end(lane)
         drafted = self._results.settle_drafts(result, launched)
-        num_slots = launched.num_rows - sum(launched.drafted.values())
+        num_slots = launched.num_rows - launched.num_drafted
         self.drafts.tell(lane, drafted, num_slots, launched.num_rows)
         deltas = self._results.tell(result, launched)
         if result.decode_seconds and len(self.lanes) > 1:

@@ -13,7 +13,7 @@ import pytest
 from bench.soak import gauges, run
 from bench.soak.answers import Answer, compare
 from bench.soak.processes import fit_trend
-from bench.soak.requests import Mix, Served, make_requests
+from bench.soak.requests import LEFT_SESSIONS, Mix, Served, make_requests
 from bench.soak.run import Kill, SoakPlan, SoakResult, run_soak
 from bench.soak.table import FLAT_BYTES, judge_memory, write_result
 
@@ -55,7 +55,7 @@ async def soak(answers: Answers, monkeypatch: pytest.MonkeyPatch, **held: float)
         if path != "/v1/completions":
             return httpx.Response(200, json={})
         body = json.loads(request.content)
-        return answers(next(numbers), body) if "session_id" in body else say(body)
+        return say(body) if body["session_id"] in LEFT_SESSIONS else answers(next(numbers), body)
 
     return await run_soak(PLAN, httpx.MockTransport(handle))
 

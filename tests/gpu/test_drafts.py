@@ -202,6 +202,43 @@ def test_what_the_device_drafts_is_judged_as_what_the_host_says() -> None:
     assert torch.equal(samplers[0]._penalties.counts, samplers[1]._penalties.counts)
 
 
+@pytest.mark.parametrize("params", [QUIET, DRAWN, PENALISED, SamplingParams(temperature=0.9, min_p=0.02, top_k=9)])
+def test_each_row_of_a_draft_draws_from_its_own_mask(params: SamplingParams) -> None:
+    """As steps of one token do: one slot has a mask for each row, one has none, and one has a mask and no draft."""
+    vocab, draw = 70, np.random.default_rng(6)
+    held, alone = (Sampler(3, vocab, torch.device("cpu")) for _ in range(2))
+    for sampler in (held, alone):
+        for slot in range(3):
+            sampler.assign(slot, replace_seed(params, slot), np.array([1, 2], np.int32), np.zeros(0, np.int32))
+    numbers, refused, accepted = [0] * 3, 0, 0
+    for _ in range(40):
+        logits = torch.from_numpy(draw.normal(0, 2, (3, 4, vocab)).astype(np.float32))
+        masks = draw.integers(0, 2**32, (3, 4, -(-vocab // 32)), dtype=np.uint64).astype(np.uint32)
+        lengths = [int(draw.integers(1, 4)), int(draw.integers(1, 4)), 0]
+        told: list[list[int]] = []
+        for slot, length in enumerate(lengths):
+            told.append([])
+            for step in range(1 + length):
+                mask = {} if slot == 1 else {slot: masks[slot, step]}
+                one = alone.sample(logits[slot, step : step + 1], [slot], [numbers[slot] + step], mask)
+                told[slot].append(int(one.tokens[0]))
+                if draw.random() < 0.4:
+                    break  # the draft is wrong from here on
+        drafts = []
+        for length, own in zip(lengths, told, strict=True):
+            wrong = [(own[-1] + 1) % vocab] * (length - len(own) + 1)
+            drafts.append(tuple([*own, *wrong[1:]][:length] if len(own) > length else [*own[:-1], *wrong]))
+        rows = torch.cat([logits[slot, : 1 + length] for slot, length in enumerate(lengths)])
+        given = {0: masks[0, : 1 + lengths[0]], 2: masks[2, 0]}
+        sampled = held.verify(rows, [0, 1, 2], numbers, drafts, given)
+        sampled.copy_to_host()
+        assert [[token.token_id for token in own] for own in sampled.by_slot()] == told
+        refused += sum(len(own) <= length for own, length in zip(told, lengths, strict=True))
+        accepted += sum(len(own) - 1 for own in told)
+        numbers = [number + len(own) for number, own in zip(numbers, told, strict=True)]
+    assert min(refused, accepted) > 20
+
+
 def replace_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return SamplingParams(**{name: getattr(params, name) for name in params.__struct_fields__} | {"seed": seed})
 

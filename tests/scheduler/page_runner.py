@@ -206,7 +206,8 @@ class PageRunner:
                     self._check_context(slot, ask)
                 self._check_window(slot, position)
                 assert not ((run or draft) and slot in self.ring_of), "who holds a ring looks at it with each token"
-                assert not (draft and (run or slot in masks)), "a draft is of who draws freely"
+                assert not (draft and run), "what must follow is no draft"
+                assert slot not in masks or not draft or len(masks[slot]) == 1 + len(draft), "a mask for each row"
                 for place, token_id in enumerate([self.last[slot], *run, *draft], position):
                     self._write(slot, place, token_id)
                 for place in range(position, position + 1 + len(run) + len(draft)):  # rows read behind all writes
@@ -216,11 +217,11 @@ class PageRunner:
                 last = position + len(run)
                 self.num_cells[slot] = last + 1
                 tokens.append(self._draw(slot, last + 1))
-                for drafted in draft:
+                for step, drafted in enumerate(draft, 1):
                     if tokens[-1].token_id != drafted:
                         break
                     last += 1
-                    tokens.append(self._draw(slot, last + 1))
+                    tokens.append(self._draw(slot, last + 1, step))
                     self.num_cells[slot] = last + 1
                 if draft and self.windows is not None:
                     self.windows.settle(slot, last + 1)
@@ -446,7 +447,7 @@ class PageRunner:
             return self.logits_seconds * (unit.end - unit.begin)
         return self.unit_seconds * (unit.end - unit.begin) * (1.0 + unit.end / 10_000)
 
-    def _draw(self, slot: int, context: int) -> SampledToken:
+    def _draw(self, slot: int, context: int, step: int = 0) -> SampledToken:
         if slot in self.broken | self.failed:
             return SampledToken(slot, NOT_FINITE, None)
         if slot in self.exhausted:
@@ -455,7 +456,8 @@ class PageRunner:
         assert None not in tokens, "a context is read before it is written"
         banned = []
         if slot in self.masks:
-            bits = np.unpackbits(self.masks[slot].view(np.uint8)[: VOCAB // 8 + 1], bitorder="little")
+            words = np.atleast_2d(self.masks[slot])[step]
+            bits = np.unpackbits(words.view(np.uint8)[: VOCAB // 8 + 1], bitorder="little")
             banned = [token for token in range(VOCAB) if not bits[token]]
         if len(banned) == VOCAB:
             return SampledToken(slot, NOTHING_LEFT, None)
@@ -498,6 +500,10 @@ class PageRunner:
 class Done:
     result: StepResult | None
     plan: StepPlan
+
+    def drafted(self) -> dict[int, list[int]]:
+        """Nothing drafts on this device."""
+        return {}
 
     def collect(self) -> StepResult:
         assert self.result is not None, "a step is collected that was not drawn"

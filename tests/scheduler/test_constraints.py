@@ -369,7 +369,7 @@ def test_text_that_must_come_has_its_own_tokens_alone(monkeypatch: pytest.Monkey
         (one,) = held.prepare([request], lambda: None)
         output: list[int] = []
         for wanted in allowed:
-            (words,) = held.fill([(one, len(output), output)])
+            (words,) = held.fill([(one, len(output), output, ())])
             assert bits_of(words) == wanted
             if wanted:
                 output.append(max(wanted))
@@ -387,6 +387,6 @@ def test_a_run_of_bad_tokens_is_banned_behind_all_of_it_alone() -> None:
     request = msgspec.structs.replace(make_request("r", prompt_of(4, 0), 8), bad_token_ids=[[1, 2, 3]])
     (one,) = held.prepare([request], lambda: None)
     for output, is_banned in (([1, 2], True), ([5, 2], False), ([2], False), ([1], False), ([1, 2, 5, 1, 2], True)):
-        (words,) = held.fill([(one, len(output), output)])
+        (words,) = held.fill([(one, len(output), output, ())])
         assert (3 not in bits_of(words)) == is_banned
     held.shutdown()

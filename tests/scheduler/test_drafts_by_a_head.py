@@ -104,7 +104,7 @@ def test_drafts_that_are_right_take_no_step_and_are_told(engine: Engine) -> None
 
 
 def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine) -> None:
-    check_giving_way(engine, ask, lambda is_on: setattr(engine.scheduler.drafts, "is_on", is_on))
+    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on))
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3.5-moe", "tiny-qwen3-next"])

@@ -124,7 +124,7 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> 
 def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine) -> None:
     if not engine._is_pipelined:
         pytest.skip("once is enough: results are known later there")
-    check_giving_way(engine, ask, lambda is_on: setattr(engine.scheduler.drafts, "is_on", is_on))
+    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on))
     assert model_of(engine).num_pages_held == 0
 
 

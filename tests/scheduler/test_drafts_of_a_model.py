@@ -59,7 +59,7 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> 
 
 @pytest.mark.parametrize("engine", [True], indirect=True)
 def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine) -> None:
-    check_giving_way(engine, ask, lambda is_on: setattr(engine.scheduler.drafts, "is_on", is_on))
+    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on))
 
 
 HYBRIDS = ["tiny-qwen3.5", "tiny-qwen3.5-moe", "tiny-qwen3-next"]
