@@ -94,7 +94,7 @@ class InFlight:
         return [*(job.drawing for job in self.finished_jobs), *self.decoded]
 
     def drafted(self) -> dict[int, list[int]]:
-        """Return the tokens of drafts by slot, where the device drafted some. It waits for the step on the device."""
+        """Return the tokens of drafts by slot, where the device drafted some. It waits for the current stream."""
         drafts: dict[int, list[int]] = {}
         for one in self.decoded:
             if one.drafted is not None:

@@ -327,6 +327,13 @@ class Runner:
                 self._draw(drawing, masks)
             step.end()
 
+    def drafted(self, step: InFlight) -> dict[int, list[int]]:
+        """Return the tokens of drafts by slot, where the device drafted some for a step: it waits for what was
+        launched in the step's lane.
+        """
+        with self._lanes.enter(step.lane, is_fenced=False):
+            return step.drafted()
+
     def lead(self, tell: Callable[[StepPlan | dict[int, np.ndarray] | Collected], None]) -> None:
         """Report from now on each plan that is launched, the masks of the newest one's draws, and the tokens of each
         step that is collected: other ranks carry out the same, and compare.

@@ -9,6 +9,7 @@ reported behind all that were launched before it.
 import logging
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -252,7 +253,7 @@ class Engine:
 
     def _draw(self, lane: Lane) -> None:
         """Draw a lane's newest step, if all of its masks are known."""
-        masks = self.scheduler.masks(lane, self._undrawn[lane].drafted)
+        masks = self.scheduler.masks(lane, partial(self._runner.drafted, self._undrawn[lane]))
         if masks is not None:
             self._runner.draw(self._undrawn.pop(lane), masks)
 

@@ -30,10 +30,6 @@ class Launched:
         self.runner.run_some()
         return self.result is not None
 
-    def drafted(self) -> dict[int, list[int]]:
-        """Nothing drafts on this device."""
-        return {}
-
     def collect(self) -> StepResult:
         while self.result is None:
             self.runner.run_some()

@@ -158,6 +158,10 @@ class PageRunner:
         assert step is self.undrawn
         step.result, self.undrawn = self._carry_out(step.plan, masks), None
 
+    def drafted(self, step: "Done") -> dict[int, list[int]]:
+        """Nothing drafts on this device."""
+        return {}
+
     def _carry_out(self, plan: StepPlan, masks: dict[int, np.ndarray]) -> StepResult:
         self.plans.append(plan)
         self.masks = masks
@@ -500,10 +504,6 @@ class PageRunner:
 class Done:
     result: StepResult | None
     plan: StepPlan
-
-    def drafted(self) -> dict[int, list[int]]:
-        """Nothing drafts on this device."""
-        return {}
 
     def collect(self) -> StepResult:
         assert self.result is not None, "a step is collected that was not drawn"
