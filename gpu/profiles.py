@@ -221,7 +221,7 @@ def _compose(
     _check_together(name, parts)
     draft, draft_part = composition.draft, None
     if draft is not None:
-        _check_draft(name, parts, host)
+        _check_draft(name, draft, parts, host)
         if draft.profile is not None:
             draft_part = _find_drafting(name, draft.profile, parts, methods, host, named)
     keys = [key for part in parts if (key := _kv_key(part, host))]
@@ -276,12 +276,12 @@ def _check_together(name: str, parts: Iterable[ProfilePart]) -> None:
                 )
 
 
-def _check_draft(name: str, parts: Iterable[ProfilePart], host: HostConfig | None) -> None:
+def _check_draft(name: str, draft: DraftConfig, parts: Iterable[ProfilePart], host: HostConfig | None) -> None:
     """Refuse drafts beside methods that keep something of each token or step."""
     for part in parts:
-        method, why = part.method, ""
-        if method.has_rings:
-            why = "its rings would keep tokens that are not drawn"
+        method, why = part.method, part.method.why_no_draft(part.settings, draft.most_tokens)
+        if not why and method.has_rings and draft.profile is not None:
+            why = "a sequence holds one ring, and what drafts has it"
         elif method.reading is Reading.SAMPLE and host is not None and host.sampled.errors is not None:
             why = "host.sampled.errors counts steps, and which heads it has read in full goes by their number"
         if why:

@@ -471,7 +471,7 @@ class DecodeGroup(Frozen):
     cells long. `samples[i]` numbers the draw. `host_reads[i]`: what the row reads in host memory; None: nothing, or for
     the whole group, no row reads anything there. `runs[i]`: tokens that are known to follow the input token; None: no
     slot has any. Each is computed in a row of its own behind it, at the positions and cells that follow, with the same
-    host read; the draw is behind the last. Such a slot holds no ring. `drafts[i]`: tokens that may follow the input
+    host read; the draw is behind the last. Such a slot steps by no ring. `drafts[i]`: tokens that may follow the input
     token of a slot without a run; None: no slot has any. They have rows as a run has, and behind each of them another
     token is drawn, with the number that follows: 1 + n draws. The draws up to the first that differs from the draft
     are told, and the last of these is the slot's last token; what the rows behind it wrote means nothing. A draft of

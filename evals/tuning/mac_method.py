@@ -45,6 +45,7 @@ class Mac(DecodeMethod):
     band: int = _DEFAULT.band
     sink: int = _DEFAULT.sink_tokens
     max_gap: int | None = None
+    min_gap: int = 1
     max_age: int = _DEFAULT.max_age
     seed_tokens: int | None = None
     summaries: Literal["float32", "bfloat16"] = _DEFAULT.summaries
@@ -60,16 +61,18 @@ class Mac(DecodeMethod):
         """Return the settings that serve it."""
         return MacSettings(
             tau=self.tau, max_prefix_share=self.max_prefix_share, capacity=self.capacity, band=self.band,
-            sink_tokens=self.sink, max_gap=self.max_gap, max_age=self.max_age, seed_tokens=self.seed_tokens,
-            summaries=self.summaries, min_context_tokens=self.min_context, stops_matching=False,
+            sink_tokens=self.sink, max_gap=self.max_gap, min_gap=self.min_gap, max_age=self.max_age,
+            seed_tokens=self.seed_tokens, summaries=self.summaries, min_context_tokens=self.min_context,
+            stops_matching=False,
         )  # fmt: skip
 
     def limits(self, dim: int) -> Limits:
         served = self.served
         distance2 = 2 * dim * (1 - self.tau) ** 2
         return Limits(
-            self.sink, self.band, distance2, served.most_gap, self.max_age, self.min_context, self.max_prefix_share
-        )
+            self.sink, self.band, distance2, served.most_gap, self.max_age, self.min_context, self.max_prefix_share,
+            self.min_gap,
+        )  # fmt: skip
 
     def begin(self, prompt: PromptLayer) -> MacState:
         requests, heads, _, dim = prompt.queries.shape

@@ -118,6 +118,10 @@ class Method:
         """Return why these settings cannot stand beside a `host` section, or None where they can."""
         return None
 
+    def why_no_draft(self, settings: Any, most_tokens: int) -> str:
+        """Return why a profile with it has no drafts of so many tokens; empty: it has."""
+        return ""
+
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept | None:
         """Return what it needs on the device of a context in host memory, or None where it needs nothing."""
         return None
@@ -187,6 +191,9 @@ class RingMethod(Method):
 
     has_rings = True
     token_outputs = 8  # summaries in two precisions, copies of queries, partials
+
+    def why_no_draft(self, settings: Any, most_tokens: int) -> str:
+        return "its rings would keep tokens that are not drawn"
 
     def count_rings(self, settings: Any) -> int | None:
         return settings.rings

@@ -207,7 +207,8 @@ class Rings:
         if part.id in self._free_pages:
             page_tokens = part.method.ring_page_tokens(part.settings)
             pages = tuple(other.ring_pages[: max(begin - self._sink_tokens, 0) // page_tokens])
-        return _Source(other.ring[1], begin, max(other.next_position, sequence.num_tokens), pages)
+        drafted = 0 if other.profile.draft is None else other.profile.draft.most_tokens  # what a refused one wrote
+        return _Source(other.ring[1], begin, max(other.next_position + drafted, sequence.num_tokens), pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ A step with drafts is expected to draw `rows + sum of chances` tokens. It is tak
 step without draws, by `LEAST_GAIN`, with the times that such steps were seen to take: the wait for its result, which
 the next step cannot be launched without, is in them. Of all drafted tokens of a step the likeliest are computed, as
 many as fill a size that steps are known by. Invariants: a sequence has at most one draft in flight, and steps in no
-other step meanwhile. A row of a draft has its page. What steps by a ring, or has tokens that must follow, has no draft.
+other step meanwhile. A row of a draft has its page. What has tokens that must follow has no draft.
 A profile drafts what reads host memory, of sequences that hold a ring for it; everything else would take it as long.
 """
 
@@ -144,7 +144,7 @@ class Drafts:
 
     def _look(self, sequence: Sequence, host_read: HostRead | None, num_running: int) -> tuple[list[int], list[float]]:
         config = sequence.profile.draft
-        if config is None or sequence.steps_by_ring:
+        if config is None:
             return [], []
         if config.profile is not None and (host_read is None or not self._rings.may_draft(sequence)):
             return [], []

@@ -22,6 +22,7 @@ class Rule:
     max_age: int
     min_cells: int = 0
     max_prefix_share: float = 1.0
+    min_gap: int = 1
 
     def threshold(self, dim: int) -> float:
         """Eq. (3): the distance below which two queries match."""
@@ -72,7 +73,7 @@ class Head:
             return None, least, False
         for p, summary in sorted(self.summaries.items()):
             end = p + 1 - self.rule.band
-            is_near_in_time = m - p <= min(self.rule.max_gap, self.rule.capacity)
+            is_near_in_time = self.rule.min_gap <= m - p <= min(self.rule.max_gap, self.rule.capacity)
             if not is_near_in_time or m - summary.origin > self.rule.max_age or end <= self.rule.sink or end < released:
                 continue
             distance = float(np.linalg.norm(query - summary.query))

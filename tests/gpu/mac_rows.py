@@ -85,8 +85,9 @@ class MacRows:
         rule = self.rule
         distance2 = rule.threshold(self.shape.dim) ** 2
         return Limits(
-            rule.sink, rule.band, distance2, rule.max_gap, rule.max_age, rule.min_cells, rule.max_prefix_share
-        )
+            rule.sink, rule.band, distance2, rule.max_gap, rule.max_age, rule.min_cells, rule.max_prefix_share,
+            rule.min_gap,
+        )  # fmt: skip
 
     def draw(self, cells: np.ndarray, repeats: np.ndarray, noise: float) -> Tensor:
         """Queries before the rotation, `[rows, heads, dim]`, such as bfloat16 holds, as a view of something wider."""

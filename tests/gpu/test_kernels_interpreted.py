@@ -31,7 +31,7 @@ SELECTED = " or ".join(
         "(test_kernels_simhash and cpu and float32 and not 8193 and not random_rows)",
         "(test_kernels_offload_rows and cpu and float32 and not shape3 and not shape4)",
         "(test_kernels_exchange and cpu and float32 and not another_ask and not 32-128-150)",
-        "(test_kernels_mac and cpu and float32 and (not_match or turned_now or heads_of_96 or refused))",
+        "(test_kernels_mac and cpu and float32 and (not_match or turned_now or heads_of_96 or refused or least_gap))",
         "(test_kernels_momo and cpu and float32 and (one or group3 or every_block or group4 or dim96))",
         "(test_kernels_momo and cpu and float32 and union and not 32-8-12)",
         "(test_kernels_predictor and cpu and float32 and (few-in8 or (step_by_step and in8) or made_again))",

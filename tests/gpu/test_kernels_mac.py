@@ -129,6 +129,14 @@ def test_a_gap_or_a_context_beyond_the_limits_matches_nothing(dtype, device):
     assert rows.counts[Count.TRIES] == 4 * 13
 
 
+def test_what_is_nearer_than_the_least_gap_matches_nothing(dtype, device):
+    rule = Rule(sink=4, band=8, capacity=16, tau=0.45, max_gap=11, max_age=40, min_gap=5)
+    rows = MacRows(SMALL, rule, [44], 28, dtype, device)
+    hits = run(rows, 28, lambda row, head, step: (4, 5, 11, 12)[head])
+    assert 0 < rows.counts[Count.HITS] == hits
+    assert rows.counts[Count.GAPS] >= 5 * hits
+
+
 def test_a_layer_that_does_not_match_reads_all_and_still_fills_its_rings(dtype, device):
     rows = MacRows(SMALL, RULE, [40], 12, dtype, device)
     rows.is_matching.zero_()

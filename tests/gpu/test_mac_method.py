@@ -91,7 +91,7 @@ def test_a_model_of_nothing_but_windows_is_refused_in_one_line() -> None:
 CHANGES = [
     {"tau": 0.5}, {"max_prefix_share": 1.0}, {"capacity": 512}, {"band": 128}, {"sink_tokens": 8}, {"max_gap": 99},
     {"max_age": 99}, {"seed_tokens": 99}, {"summaries": "float32"}, {"min_context_tokens": 1}, {"layer_tau": {1: 0.7}},
-    {"stops_matching": False},
+    {"stops_matching": False}, {"min_gap": 9},
 ]  # fmt: skip
 
 

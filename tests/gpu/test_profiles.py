@@ -58,8 +58,13 @@ def test_what_may_draft_and_what_is_refused_says_why() -> None:
     assert profiles["fast"].kv_key == profiles["exact"].kv_key, "they share prefixes"
     assert "draft: ngram" in profiles["fast"].composition
     assert profiles["exact"].draft is None
-    with pytest.raises(ProfileError, match=r"profiles\.fast\.draft: is not served with 'mac': its rings"):
+    with pytest.raises(ProfileError, match=r"profiles\.fast\.draft: is not served with 'mac': .* set min_gap to 8 and"):
         resolve_profiles({"fast": Composition(draft="ngram", reuse={"method": "mac"})}, None)
+    reuse = {"method": "mac", "min_gap": 8, "max_gap": 1016}
+    assert resolve_profiles({"fast": Composition(draft="ngram", reuse=reuse)}, None)["fast"].ring_part is not None
+    verified = Composition(host="offloaded", draft={"profile": "indexed"}, reuse=reuse)
+    with pytest.raises(ProfileError, match=r"is not served with 'mac': a sequence holds one ring"):
+        resolve_profiles({"fast": verified}, HostConfig())
     for host in ("offloaded", "sampled"):
         fast = Composition(draft="ngram", host={"method": host})
         assert resolve_profiles({"fast": fast}, HostConfig())["fast"].draft == DraftConfig()

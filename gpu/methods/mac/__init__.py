@@ -75,6 +75,7 @@ class Mac(RingMethod):
         "r": "band",
         "sink": "sink_tokens",
         "gap": "most_gap",
+        "near": "min_gap",
         "age": "max_age",
         "seeds": "num_seeds",
         "summaries": "summaries",
@@ -102,6 +103,17 @@ class Mac(RingMethod):
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
         """Return a window with a band in front of the oldest match, so that a hit asks the host for nothing."""
         return Kept(settings.sink_tokens, settings.capacity + settings.band, ())
+
+    def why_no_draft(self, settings: Any, most_tokens: int) -> str:
+        """Refuse drafts whose rows would look at one another's entries, or at those that a refused row wrote: a row of
+        `n` drafted tokens finds neither where a match is more than n positions back, and more than n short of the ring.
+        """
+        if settings.min_gap > most_tokens and settings.most_gap < settings.capacity - most_tokens:
+            return ""
+        return (
+            f"a row of a draft would match what is not drawn; set min_gap to {most_tokens + 1} and max_gap to "
+            f"{settings.capacity - most_tokens - 1} at most"
+        )
 
     def works_in(self, settings: Any, architecture: Architecture) -> bool:
         return bool(settings.layers(architecture))

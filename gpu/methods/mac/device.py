@@ -160,7 +160,7 @@ class Mac(RingSide):
         distance2 = 2 * dim * (1 - settings.tau_of(layer)) ** 2
         return Limits(
             self.sink, settings.band, distance2, settings.most_gap, settings.max_age, settings.min_context_tokens,
-            settings.max_prefix_share,
+            settings.max_prefix_share, settings.min_gap,
         )  # fmt: skip
 
     def _rows_of(self, reads: LayerReads) -> _RingRows:

@@ -59,7 +59,7 @@ class Limits:
     sink: cells in front that no summary holds.
     band: r of the paper.
     max_distance2: (sqrt(2 dim) (1 - tau))^2, eq. (3).
-    max_gap: of m - p.
+    max_gap, min_gap: of m - p.
     max_age: of m - origin.
     min_cells: a context shorter than this matches nothing.
     max_prefix_share: the most of its own attention that a reusable entry's prefix held, 1: any (as in the paper).
@@ -72,6 +72,7 @@ class Limits:
     max_age: int
     min_cells: int
     max_prefix_share: float
+    min_gap: int = 1
 
     @property
     def max_log_share(self) -> float:
@@ -109,7 +110,7 @@ def match_reference(
     is_kept, norms = norms >= 0, norms.abs()
     gaps = (cells[:, None] - 1 - torch.arange(capacity, device=cells.device)) % capacity + 1  # [rows, capacity]
     prefix_ends = cells[:, None] - gaps + 1 - limits.band
-    is_in_reach = is_tried[:, None] & (gaps <= limits.max_gap) & (gaps <= cells[:, None])
+    is_in_reach = is_tried[:, None] & (gaps >= limits.min_gap) & (gaps <= limits.max_gap) & (gaps <= cells[:, None])
     is_in_reach &= (prefix_ends > limits.sink) & (prefix_ends >= skips[1, :, None])
     is_candidate = is_in_reach[:, None] & (cells[:, None, None] - origins <= limits.max_age) & norms.isfinite()
     rounded = query.to(torch.bfloat16).to(wide)
@@ -170,7 +171,7 @@ def _read_cells(bounds: Tensor, cells: Tensor, kv_heads: int) -> Tensor:
 @triton.jit
 def _match_kernel(
     query, queries, norms, origins, rings, cells, skips, is_matching, best, query_row, query_head, skips_plane,
-    sink, band, max_distance2, max_gap, max_age, min_cells, split_entries,
+    sink, band, max_distance2, max_gap, min_gap, max_age, min_cells, split_entries,
     HEADS: tl.constexpr, CAPACITY: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -193,7 +194,7 @@ def _match_kernel(
         entry = begin + tl.arange(0, ENTRIES)
         gap = (cell % CAPACITY + CAPACITY - 1 - entry) % CAPACITY + 1
         prefix_end = cell - gap + 1 - band
-        is_in_reach = (entry < CAPACITY) & (gap <= max_gap) & (gap <= cell)
+        is_in_reach = (entry < CAPACITY) & (gap >= min_gap) & (gap <= max_gap) & (gap <= cell)
         is_in_reach = is_in_reach & (prefix_end > sink) & (prefix_end >= released)
         norm = tl.load(norms + first + entry, mask=is_in_reach, other=float("inf"))
         origin = tl.load(origins + first + entry, mask=is_in_reach, other=0)
@@ -320,7 +321,7 @@ def match(
     _match_kernel[(rows, heads, splits)](
         query, ring.queries, ring.norms, ring.origins, rings, cells, skips, is_matching, best, query.stride(0),
         query.stride(1), skips.stride(0), limits.sink, limits.band, limits.max_distance2, limits.max_gap,
-        limits.max_age, limits.min_cells, split_entries,
+        limits.min_gap, limits.max_age, limits.min_cells, split_entries,
         HEADS=heads, CAPACITY=capacity, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), ENTRIES=BLOCK_ENTRIES,
         num_warps=MATCH_WARPS,
     )  # fmt: skip

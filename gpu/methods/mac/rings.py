@@ -35,7 +35,8 @@ class Ring:
 @dataclass(frozen=True, slots=True)
 class RowRings:
     """The rows of a step beside one layer's rings. rings: int32 `[rows]`, the ring of each row, -1: none; cells: int64
-    `[rows]`, the last of each row's context. No two rows have one ring.
+    `[rows]`, the last of each row's context. Rows that have one ring write cells that follow one another, fewer than
+    any match is positions back, and fewer than it is short of the whole ring (`gpu.methods.mac.Mac.why_no_draft`).
     """
 
     ring: Ring

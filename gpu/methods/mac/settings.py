@@ -26,6 +26,8 @@ class MacSettings(Settings):
     sink_tokens: int = Field(4, ge=0, le=1024, description="in front, always read; with a `host` section, "
                              "rounded up to whole pages")  # fmt: skip
     max_gap: int | None = Field(None, ge=1, description="positions back to a match, at most; default: capacity")
+    min_gap: int = Field(1, ge=1, description="positions back to a match, at least; beside drafts more than they have "
+                         "tokens")  # fmt: skip
     max_age: int = Field(4096, ge=1, description="positions back to where the oldest part of a summary was read")
     seed_tokens: int | None = Field(None, ge=0, description="of a prompt's end that can be matched; default: capacity")
     summaries: Literal["float32", "bfloat16"] = Field("bfloat16", description="what earlier attention is kept in")
@@ -48,6 +50,8 @@ class MacSettings(Settings):
             asked = getattr(self, name)
             if asked is not None and asked > self.capacity:
                 raise ValueError(f"{name} is {asked}; wanted no more than capacity ({self.capacity})")
+        if self.min_gap > self.most_gap:
+            raise ValueError(f"min_gap is {self.min_gap}; wanted no more than max_gap ({self.most_gap})")
         for layer, tau in self.layer_tau.items():
             if layer < 0 or (tau != "off" and not 0 <= tau < 1):
                 raise ValueError(
