@@ -16,6 +16,7 @@ from gpu.model.family import families, parse_config
 from gpu.model.gguf.config_translation import as_config
 from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.model.gguf.folder import name_gguf_files
+from gpu.model.gguf.keys import HEADS
 from gpu.model.gguf.tensors import find_quantisation
 from gpu.model.humming_formats import multiplied
 from gpu.model.json_files import read_object
@@ -89,8 +90,13 @@ def shape_with_rope(name: str, rope: Mapping[str, Any] | None) -> Architecture:
 def _read_gguf(path: Path, rope: Mapping[str, Any] | None, ignored_keys: Sequence[str]) -> Architecture:
     file = read_gguf(path)
     shape = parse_config(as_config(file), file.name, str(path), ignored_keys, rope, has_other_code=True)
-    shape = replace(shape, experts_apart=True, draft_heads=0)  # what drafts has other names there, and is not read
-    return replace(shape, eos_token_ids=end_token_ids(path), quantisation=find_quantisation(file, shape))
+    shape = replace(shape, experts_apart=True)
+    heads = file.metadata.get(f"{file.metadata['general.architecture']}.{HEADS}")
+    if heads and not shape.draft_heads:
+        log.info("model event=heads_left_out file=%s layers=%s reason='%s: of such files they are not read'",
+                 path, heads, HEADS)  # fmt: skip
+    whole = with_draft_head(shape) if shape.draft_heads == 1 else shape
+    return replace(shape, eos_token_ids=end_token_ids(path), quantisation=find_quantisation(file, whole))
 
 
 def parse_architecture(

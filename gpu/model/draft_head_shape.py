@@ -20,6 +20,15 @@ TENSORS = {
     "mtp.pre_fc_norm_hidden.weight": "hidden_norm",
     "mtp.norm.weight": "norm",
 }
+GGUF_TENSORS = {
+    MARK: "eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
+    "mtp.norm.weight": "shared_head_norm.weight",
+    "mtp.embed_tokens.weight": "embed_tokens.weight",  # which the model's own are where a file has none
+    "mtp.shared_head.head.weight": "shared_head_head.weight",
+}
+"""What llama.cpp calls its tensors, behind the name of its layer, the first behind the model's, and `nextn.`"""
 
 
 def with_draft_head(shape: Architecture) -> Architecture:

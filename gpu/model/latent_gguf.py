@@ -32,8 +32,7 @@ def translate(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a model with latent attention. Raises ModelError for sizes that contradict each other, and for
     what no such model computes.
     """
-    if keys.number("nextn_predict_layers", 0):
-        raise keys.refused("nextn_predict_layers", 1, "0: layers that guess tokens are not used; take a file without")
+    own = {"num_hidden_layers": keys.num_layers - keys.count_heads()}
     given, chosen = keys.number("expert_gating_func", 0), gating(keys)
     if chosen not in (SOFTMAX, SIGMOID):
         raise keys.refused("expert_gating_func", given, f"{SOFTMAX}, a softmax, or {SIGMOID}, sigmoids")
@@ -49,7 +48,8 @@ def translate(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
         "scoring_func": "sigmoid" if chosen == SIGMOID else "softmax",
         "topk_method": "noaux_tc" if chosen == SIGMOID else "greedy" if groups == 1 else "group_limited_greedy",
     }
-    return _attention(keys, config.get("num_attention_heads")) | of_experts | _scaling(keys, config.get("rope_scaling"))
+    own |= _attention(keys, config.get("num_attention_heads")) | of_experts
+    return own | _scaling(keys, config.get("rope_scaling"))
 
 
 def _attention(keys: GgufKeys, heads: int | None) -> dict[str, Any]:

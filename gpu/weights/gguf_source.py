@@ -1,8 +1,8 @@
 """A GGUF file's tensors as a checkpoint's: by its names, rows in its order, norms as it has them.
 
 llama.cpp writes a Llama's queries and keys in the order in which neighbours are rotated together, adds to Gemma's and
-Qwen3.5's norms what these add when they run, and has decays as they are multiplied with: all are undone here. Of what
-is not rotated rows are in that order, too.
+Qwen3.5's norms what these add when they run, those of a head that drafts among them, and has decays as they are
+multiplied with: all are undone here. Of what is not rotated rows are in that order, too.
 """
 
 import re
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gpu.model.draft_head_shape import TENSORS as HEAD_TENSORS
 from gpu.model.family import EACH, families
 from gpu.model.gguf.file import read_gguf
 from gpu.model.gguf.kinds import BLOCK_KINDS
@@ -67,7 +68,7 @@ class GgufSource:
             return partial(_as_blocks, tensor.kind, order)
         if name.endswith(_DECAY):
             return lambda decay: (-decay.float()).log()
-        is_norm = name.endswith("norm.weight") and not name.endswith(_OWN_NORM)
+        is_norm = (name.endswith("norm.weight") and not name.endswith(_OWN_NORM)) or name in HEAD_TENSORS
         offset = a.norm_weight_offset
         if name == _LAST_NORM and a.final_norm_offset is not None:
             offset = a.final_norm_offset

@@ -60,7 +60,11 @@ QWEN35_NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_qkvz": "ssm_in",
+    "eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
 }  # fmt: skip
+HEAD_NAMES = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+              "norm": "shared_head.norm"}  # fmt: skip
 MLA_NAMES = {
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
@@ -202,7 +206,11 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
     if architecture == "nemotron_h_moe" and not any(".experts." in name for name in tensors):
         architecture = "nemotron_h"
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
+    tensors, heads = _behind_the_layers(tensors, config)
     tensors = tensors if is_old else _split_latents(_ungrouped(tensors, config), config)
+    if heads:
+        further = {"block_count": config["num_hidden_layers"] + heads, "nextn_predict_layers": heads}
+        metadata = {f"{architecture}.{key}": value for key, value in further.items()} | dict(metadata or {})
     for key, value in (_metadata(config, tensors, architecture, is_old) | dict(metadata or {})).items():
         _add(writer, key, value)
     for name, array in _rope_factors(config).items():
@@ -273,6 +281,22 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         shutil.copy(file, folder)
     save_file(meant, folder / "model.safetensors")
     return path
+
+
+def _behind_the_layers(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> tuple[dict[str, np.ndarray], int]:
+    """With a head that guesses tokens as one more layer, and how many there are."""
+    found, heads = {}, 0
+    for name, array in tensors.items():
+        if not name.startswith("mtp."):
+            found[name] = array
+            continue
+        heads, layer = 1, f"model.layers.{config['num_hidden_layers']}."
+        own = name.removeprefix("mtp.")
+        if own.startswith("layers.0."):
+            found[layer + own.removeprefix("layers.0.")] = array
+        else:
+            found[f"{layer}{HEAD_NAMES[own.removesuffix('.weight')]}.weight"] = array
+    return found, heads
 
 
 def _tiled(

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench.engine_patches import replace_guesses
+from bench.op.frame import relative_error
 from gpu.config import GpuConfig, ModelConfig
 from gpu.load import load_runner
 from gpu.model.architecture import ModelError, load_architecture, read_architecture
@@ -26,7 +27,9 @@ from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
 from gpu.sampling_params import SamplingParams
 from gpu.step import TO_DRAFT, DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillUnit, StepPlan, WindowWrite
+from gpu.weights.matrix import as_matrix
 from tests.gpu.family_checkpoints import PAGE_TOKENS, Checkpoint, checkpoint, draw_prompt
+from tests.gpu.gguf_files import write
 from tests.gpu.poison import poison_pool
 
 HEADS = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
@@ -256,6 +259,54 @@ def test_a_head_is_read_where_a_profile_drafts_by_it_and_is_passed_over_elsewher
     assert without_draft_head(whole).layers == plain.layers
     assert with_draft_head(plain) == whole
     assert whole.num_weights > plain.num_weights
+
+
+@cache
+def file_with_head(name: str, kind: str = "F32") -> tuple[Path, Head, TemporaryDirectory]:
+    """Return the same as one file, as llama.cpp writes it, with the head as one more layer."""
+    folder, head, _ = with_head(name, **({"mlp_only_layers": ()} if name == "qwen3_next" else {}))
+    owner = TemporaryDirectory(prefix="tandem-head-")
+    path = write(folder, Path(owner.name) / "model.gguf", lambda theirs: kind, is_alone=True)
+    return path, head, owner
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_of_a_gguf_file_guesses_what_its_description_says(name: str) -> None:
+    """And the file is served without it, by the layers that are the model's."""
+    path, head, _ = file_with_head(name)
+    plain = load_architecture(ModelConfig(path=path))
+    assert (plain.num_layers, plain.draft_heads, plain.draft_layers) == (4, 1, 0)
+    prompt, text = draw_prompt(70, 256), Decoding(load(path, drafts=False), draw_prompt(70, 256))
+    for _ in range(30):
+        text.step()
+    assert follow(Decoding(load(path), prompt), head, prompt, text.text) < 2e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_a_head_in_blocks_is_what_its_file_was_rounded_from(name: str) -> None:
+    """Q8_0, matrix by matrix, of the layer and of the head; norms are the checkpoint's."""
+    (ours, _, _), (theirs, _, _) = file_with_head(name, "Q8_0"), file_with_head(name)
+    packed, plain = load(ours).weights, load(theirs).weights
+    assert packed.draft is not None
+    assert plain.draft is not None
+    pairs = [(packed.draft.mix, plain.draft.mix)]
+    for matrix, stored in packed.layers[-1].matrices.items():
+        pairs.append((as_matrix(stored).unpack(), as_matrix(plain.layers[-1].matrices[matrix]).unpack()))
+    assert all(1e-3 < relative_error(got, wanted) < 1e-2 for got, wanted in pairs)
+    folder = load(with_head(name)[0]).weights.draft
+    assert folder is not None
+    for norm in ("embedding_norm", "hidden_norm", "norm"):
+        assert torch.allclose(getattr(packed.draft, norm), getattr(folder, norm), atol=1e-6)
+
+
+def test_a_gguf_file_of_heads_alone_and_one_without_are_refused_by_name(tmp_path: Path) -> None:
+    folder = with_head("qwen3_5")[0]
+    own = {"qwen35.nextn_predict_layers": 5}
+    with pytest.raises(ModelError, match=r"nextn_predict_layers is 5; wanted less than 5, all layers that the file"):
+        read_architecture(write(folder, tmp_path / "many.gguf", lambda theirs: "F32", own, is_alone=True))
+    without = write(checkpoint("qwen3_5").folder, tmp_path / "none.gguf", lambda theirs: "F32", is_alone=True)
+    with pytest.raises(ModelError, match=r"draft: mtp: .* has no head that guess tokens"):
+        load_architecture(ModelConfig(path=without), drafts=True)
 
 
 def test_a_checkpoint_without_a_head_is_refused_by_name(tmp_path: Path) -> None:

@@ -446,7 +446,6 @@ def test_blocks_of_hybrids_and_latents_give_the_logits_of_their_numbers(family: 
         ("attention.key_length", 47, "wanted 48, of the rows that tokens leave"),
         ("attention.head_count_kv", 2, "wanted 1 or 4, as many as query heads"),
         ("expert_gating_func", 3, "wanted 1, a softmax, or 2, sigmoids"),
-        ("nextn_predict_layers", 1, "wanted 0: layers that guess tokens are not used"),
         ("rope.scaling.yarn_log_multiplier", 0.0, "wanted a positive number beside YaRN"),
         ("attention.temperature_scale", 0.5, "and this key is not known"),
     ],
@@ -465,7 +464,6 @@ def test_what_a_file_of_latents_contradicts_is_refused_by_its_key(
     ("family", "key", "value", "words"),
     [
         ("nemotron_h", "moe_latent_size", 32, "wanted 0: experts of a latent are not served"),
-        ("nemotron_h", "nextn_predict_layers", 1, "wanted 0: layers that guess tokens are not used"),
         ("nemotron_h", "expert_gating_func", 1, "wanted 2, sigmoids"),
         ("nemotron_h", "attention.value_length", 16, "wanted as many as keys have, 32"),
         ("nemotron_h", "attention.head_count_kv", [0, 0, 0, 2, 0, 0, 1, 0, 0], "wanted a positive number, the same in"),
@@ -484,6 +482,29 @@ def test_what_a_file_of_mamba_layers_says_otherwise_is_refused_by_its_key(
     with pytest.raises(ModelError, match=rf"{name}\.{key} is .*{words}") as caught:
         read_architecture(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "nemotron_h"])
+def test_layers_that_guess_tokens_are_left_out_where_no_head_is_read_and_the_log_names_them(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last layer is said to be one: what is left is the model of the others."""
+    plain = checkpoint(family).folder
+    name = {"deepseek_v3": "deepseek2", "nemotron_h": "nemotron_h_moe"}[family]
+    path, whole_path = (
+        write(plain, tmp_path / f"{heads}.gguf", lambda tensor: "F32", {f"{name}.nextn_predict_layers": heads},
+              is_alone=True)
+        for heads in (1, 0)
+    )  # fmt: skip
+    with caplog.at_level("INFO"):
+        shape = read_architecture(path)
+    assert "event=heads_left_out" in caplog.text
+    assert "layers=1" in caplog.text
+    whole_shape = read_architecture(whole_path)
+    assert (shape.num_layers, shape.draft_heads) == (whole_shape.num_layers - 1, 0)
+    assert shape.layers == whole_shape.layers[:-1]
+    (_, logits), (_, others) = (generate(load(one), np.arange(3, 60, dtype=np.int32), 4) for one in (path, whole_path))
+    assert not torch.allclose(logits, others), "the last layer is not computed"
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])

@@ -11,7 +11,8 @@ from gpu.model.gguf.file import GgufFile
 from gpu.model.gguf.header import shown
 from gpu.model.spec import ModelError
 
-_OF_LAYER = re.compile(r"blk\.(\d{1,6})\.")
+HEADS = "nextn_predict_layers"
+OF_LAYER = re.compile(r"blk\.(\d{1,6})\.")
 _OF_EXPERT = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)\.(\d{1,6})\.weight")  # of one, as files had them first
 _OF_ALL_EXPERTS = "_exps.weight"
 # Values that change nothing, since every model served here computes so.
@@ -67,6 +68,16 @@ class GgufKeys:
         if value is None:
             raise self.refused(key, value, "a whole number of 1 or more")
         return value
+
+    def count_heads(self) -> int:
+        """Return how many of the last layers guess further tokens, in place of going through the decoder.
+
+        Raises ModelError where no other is left.
+        """
+        count = self.size(HEADS, 0) or 0
+        if count >= self.num_layers:
+            raise self.refused(HEADS, count, f"less than {self.num_layers}, all layers that the file has tensors of")
+        return count
 
     def positive_of_some(self, key: str) -> int:
         """Return a count of 1 or more: a file has one number, or one a layer, 0 for layers that have none of it.
@@ -124,7 +135,7 @@ def _count_layers(file: GgufFile, key: str) -> int:
 
     It comes first: a file that claims a billion layers is refused before anything is made for each.
     """
-    numbers = {int(found[1]) for name in file.tensors if (found := _OF_LAYER.match(name))}
+    numbers = {int(found[1]) for name in file.tensors if (found := OF_LAYER.match(name))}
     stated, num_layers = file.metadata.get(key), max(numbers, default=-1) + 1
     if stated is not None and (isinstance(stated, bool) or stated != num_layers):
         raise ModelError(f"model: {file.path}: {key} is {shown(stated)}; the file has tensors of {num_layers} layers")

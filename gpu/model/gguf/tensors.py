@@ -11,9 +11,11 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from gpu.model.draft_head_shape import GGUF_TENSORS, PREFIXES
 from gpu.model.family import EACH, families
 from gpu.model.gguf.config_translation import ROPE_TENSORS
 from gpu.model.gguf.file import GgufFile, GgufTensor
+from gpu.model.gguf.keys import OF_LAYER
 from gpu.model.gguf.kinds import BLOCK_KINDS, format_of
 from gpu.model.matrix_format import MatrixFormat, Quantisation
 from gpu.model.matrix_formats import matrix_shapes, module_names
@@ -34,13 +36,17 @@ _INPUTS = (
 
 
 def checkpoint_names(file: GgufFile, architecture: Architecture) -> dict[str, GgufTensor]:
-    """Return tensors by canonical names, in the file's order, without those of the rotation."""
+    """Return tensors by canonical names, in the file's order, without those of the rotation, and of layers that guess
+    tokens and that no family of theirs has.
+    """
     names = {theirs: ours for ours, theirs in stored_names(architecture).items()}
+    num_layers = architecture.main_layers + architecture.draft_heads
     form = families()[architecture.family].gguf
     read_before = ROPE_TENSORS if form is None else (*ROPE_TENSORS, *form.read_before)
     found: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():
-        if name.endswith(read_before):
+        of_layer = OF_LAYER.match(name)
+        if name.endswith(read_before) or (of_layer and int(of_layer[1]) >= num_layers):
             continue
         one = _OF_ONE_EXPERT.fullmatch(name)
         all_of_layer = f"{one[1]}_exps.weight" if one else name
@@ -99,6 +105,8 @@ def stored_names(architecture: Architecture) -> dict[str, str]:
     Those of all experts of a layer are one, EACH in a name.
     """
     family = families()[architecture.family]
+    first, heads = architecture.main_layers, architecture.draft_heads
+    num_layers = first + heads
     table, form = family.tensors(architecture), family.gguf
     assert form is not None, "a GGUF file's architecture was read by its form"
     experts = [spec.experts for spec in architecture.layer_pattern if spec.experts is not None]
@@ -107,13 +115,22 @@ def stored_names(architecture: Architecture) -> dict[str, str]:
     dense = ("gate", "up", "down") if is_alone else ()
     layer_names = tuple(name for name, what in table.items() if EACH in name or what not in dense)
     known = _names(
-        form.tensor_names or form.architecture, architecture.num_layers,
+        form.tensor_names or form.architecture, num_layers,
         tuple(name for name in layer_names if name not in form.own_names), architecture.layer_inputs is not None,
     )  # fmt: skip
-    return known | {
+    known |= {
         f"model.layers.{layer}.{name}": f"blk.{layer}.{form.own_names[name]}"
-        for layer in range(architecture.num_layers) for name in layer_names if name in form.own_names
+        for layer in range(num_layers) for name in layer_names if name in form.own_names
     }  # fmt: skip
+    for head in range(heads):
+        begin, own = f"model.layers.{first + head}.", f"{PREFIXES[0]}layers.{head}."
+        known = {own + name[len(begin) :] if name.startswith(begin) else name: theirs for name, theirs in known.items()}
+        further = PREFIXES[0] if head == 0 else f"{PREFIXES[0]}{head}."  # of which none is read
+        known |= {
+            further + name.removeprefix(PREFIXES[0]): f"blk.{first + head}.nextn.{theirs}"
+            for name, theirs in GGUF_TENSORS.items()
+        }
+    return known
 
 
 def find_quantisation(file: GgufFile, architecture: Architecture) -> Quantisation | None:

@@ -24,11 +24,8 @@ _NAMES = {
 
 
 def translate(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a Nemotron-H. Raises ModelError for heads that guess tokens, experts of a latent, and sizes
-    that contradict others.
-    """
-    if keys.number("nextn_predict_layers", 0):
-        raise keys.refused("nextn_predict_layers", 1, "0: layers that guess tokens are not used; take a file without")
+    """Return the keys of a Nemotron-H. Raises ModelError for experts of a latent, and sizes that contradict others."""
+    num_layers = keys.num_layers - keys.count_heads()
     latent = keys.number("moe_latent_size", 0)
     if latent:
         raise keys.refused("moe_latent_size", latent, "0: experts of a latent are not served")
@@ -38,8 +35,9 @@ def translate(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
         raise keys.refused("attention.value_length", value_dim, f"as many as keys have, {dim}")
     for unused in ("rope.dimension_count", "feed_forward_length", "attention.layer_norm_epsilon"):
         keys.take(unused)  # nothing is rotated, tensors say how wide they are, and norms have no means
-    kinds, own = [_kind(keys, layer) for layer in range(keys.num_layers)], read_mamba(keys)
+    kinds, own = [_kind(keys, layer) for layer in range(num_layers)], read_mamba(keys)
     found = {
+        "num_hidden_layers": num_layers,
         "layers_block_type": kinds,
         "head_dim": dim,
         "num_key_value_heads": keys.positive_of_some("attention.head_count_kv"),

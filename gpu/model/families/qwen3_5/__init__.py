@@ -15,6 +15,7 @@ from gpu.model.draft_head_shape import PREFIXES as MTP
 from gpu.model.families.qwen3_next import (
     GGUF_LISTED,
     GGUF_NAMES,
+    HEADS,
     HYBRID_DEFAULTS,
     RECURRENT_TENSORS,
     parse_hybrid,
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
-HEADS = "mtp_num_hidden_layers"
 HARMLESS = frozenset({"mamba_ssm_dtype", HEADS, "mtp_use_dedicated_embeddings"})
 SKIPPED = (*MTP, "model.visual.", "visual.")
 

@@ -22,6 +22,7 @@ from gpu.model.gguf.keys import GgufForm, GgufKeys
 from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError, Recurrent
 
+HEADS = "mtp_num_hidden_layers"
 _RECURRENT, _ATTENDS = "linear_attention", "full_attention"
 _PATTERN = 4  # one layer of so many attends, where `layer_types` is absent
 RECURRENT_TENSORS = {
@@ -71,12 +72,14 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
     ]
     shared = keys.positive("shared_expert_intermediate_size", int)
     is_grouped = not keys.flag("projections_are_apart")
-    return parse_hybrid(keys, name, of_layers, shared, is_grouped, has_grouped_gates=True)
+    heads = keys.optional(HEADS, int)
+    published = 1 if heads is None else heads
+    return parse_hybrid(keys, name, of_layers, shared, is_grouped, has_grouped_gates=True, draft_heads=published)
 
 
 def parse_hybrid(
     keys: ConfigKeys, name: str, experts: Sequence[Experts | None], shared: int | None = None, is_grouped: bool = False,
-    has_grouped_gates: bool = False, draft_heads: int = 1,
+    has_grouped_gates: bool = False, draft_heads: int = 0,
 ) -> Architecture:  # fmt: skip
     """Return an Architecture of recurrent layers and others. experts: of each layer; None: it has its one MLP. shared:
     columns of the MLP beside experts. is_grouped, has_grouped_gates: as in `Recurrent`. draft_heads: that published
@@ -141,15 +144,16 @@ GGUF_LISTED = ("attention.head_count_kv",)
 
 
 def translate_recurrent(keys: GgufKeys) -> dict[str, Any]:
-    """Return what hybrids have. Raises ModelError for heads that guess tokens, and for sizes that contradict others."""
-    if keys.number("nextn_predict_layers", 0):
-        raise keys.refused("nextn_predict_layers", 1, "0: heads that guess tokens are not used; take a file without")
+    """Return what hybrids have. Raises ModelError for sizes that contradict others."""
+    heads = keys.count_heads()
     keys.take("full_attention_interval")  # tensors say which layers attend
     value_heads, inner = keys.positive("ssm.time_step_rank"), keys.positive("ssm.inner_size")
     if inner % value_heads:
         raise keys.refused("ssm.inner_size", inner, f"a multiple of {value_heads}, ssm.time_step_rank")
-    is_recurrent = [f"blk.{layer}.ssm_a" in keys.file.tensors for layer in range(keys.num_layers)]
+    is_recurrent = [f"blk.{layer}.ssm_a" in keys.file.tensors for layer in range(keys.num_layers - heads)]
     return {
+        "num_hidden_layers": len(is_recurrent),
+        HEADS: heads,
         "num_key_value_heads": keys.positive_of_some("attention.head_count_kv"),
         "layer_types": ["linear_attention" if own else "full_attention" for own in is_recurrent],
         "linear_num_key_heads": keys.positive("ssm.group_count"),
