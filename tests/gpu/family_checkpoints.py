@@ -362,6 +362,11 @@ def generate(runner: Runner, prompt: np.ndarray, steps: int) -> tuple[list[int],
     """Greedy tokens `[1 + steps]`, and the logits that each was chosen by, float32 `[1 + steps, vocab]`; the prompt in
     chunks of CHUNK_TOKENS.
     """
+    return generate_each(runner, [prompt], steps)[0]
+
+
+def generate_each(runner: Runner, prompts: list[np.ndarray], steps: int) -> list[tuple[list[int], torch.Tensor]]:
+    """As `generate`, of up to two prompts, which are decoded as one batch."""
     seen: list[torch.Tensor] = []
     sampler = runner._sampler
     sample = sampler.sample
@@ -371,24 +376,33 @@ def generate(runner: Runner, prompt: np.ndarray, steps: int) -> tuple[list[int],
         return sample(logits, *rest)
 
     sampler.sample = recording
-    length = len(prompt)
-    pages = list(range(-(-(length + steps) // PAGE_TOKENS)))[::-1]
-    job = PrefillJob(0, [PrefillPrompt(0, prompt, 0, length, SamplingParams(temperature=0.0), "exact")])
-    units = [
-        PrefillUnit(0, layer, begin, min(begin + CHUNK_TOKENS, length))
-        for layer in range(runner.architecture.num_layers)
-        for begin in range(0, length, CHUNK_TOKENS)
-    ]
     has_windows = runner.pool.windows.shape.count or runner.pool.states is not None
-    windows = [WindowWrite(1, None, 0)] if has_windows else []
-    plan = StepPlan(page_writes=[PageWrite(0, 0, pages)], window_writes=windows, new_jobs=[job], units=units)
-    tokens = [runner.launch(plan).collect().tokens[0].token_id]
+    slots, taken, firsts = list(range(len(prompts))), 0, []
+    for slot, prompt in enumerate(prompts):
+        length = len(prompt)
+        num_pages = -(-(length + steps) // PAGE_TOKENS)
+        pages = list(range(taken, taken + num_pages))[::-1]
+        taken += num_pages
+        job = PrefillJob(slot, [PrefillPrompt(slot, prompt, 0, length, SamplingParams(temperature=0.0), "exact")])
+        units = [
+            PrefillUnit(slot, layer, begin, min(begin + CHUNK_TOKENS, length))
+            for layer in range(runner.architecture.num_layers)
+            for begin in range(0, length, CHUNK_TOKENS)
+        ]
+        windows = [WindowWrite(1 - slot, None, slot)] if has_windows else []
+        plan = StepPlan(page_writes=[PageWrite(slot, 0, pages)], window_writes=windows, new_jobs=[job], units=units)
+        firsts.append(runner.launch(plan).collect().tokens[0].token_id)
+    tokens = [[first] for first in firsts]
     for step in range(steps):
-        group = DecodeGroup([0], [length + step], [1 + step])
-        tokens.append(runner.launch(StepPlan(decode=[group])).collect().tokens[0].token_id)
-    runner.launch(StepPlan(released_slots=[0])).collect()
+        group = DecodeGroup(slots, [len(prompt) + step for prompt in prompts], [1 + step] * len(slots))
+        for token in runner.launch(StepPlan(decode=[group])).collect().tokens:
+            tokens[token.slot].append(token.token_id)
+    runner.launch(StepPlan(released_slots=slots)).collect()
     sampler.sample = sample
-    return tokens, torch.cat(seen)
+    firsts_seen, steps_seen = seen[: len(slots)], seen[len(slots) :]
+    return [
+        (tokens[slot], torch.cat([firsts_seen[slot], *(one[slot : slot + 1] for one in steps_seen)])) for slot in slots
+    ]
 
 
 def draw_prompt(length: int, vocab: int = SIZES["vocab_size"]) -> np.ndarray:
