@@ -262,7 +262,7 @@ ON_CARD = {"resident": "indexed"}
 NEVER = 100_000  # tokens of an offload block, so that nothing is offloaded
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("kv", ["auto", "int8", pytest.param("fp8", marks=pytest.mark.long)])
 def test_a_resident_context_read_by_an_index_with_a_budget_of_everything_is_exact_while_it_grows(kv: Any) -> None:
     twins = IndexedTwins(ALL | ON_CARD, offload_block_tokens=NEVER, kv=kv)
     twins.prefill([PROMPT])

@@ -80,8 +80,7 @@ def test_where_nothing_matches_the_logits_are_the_exact_profiles(goes_down: bool
     assert sum(twins.counts.hits) == 0
 
 
-@pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
-@pytest.mark.parametrize("kept_tokens", [0, 96])
+@pytest.mark.parametrize(("kept_tokens", "reading"), [(0, Reading.WHOLE), (96, Reading.SAMPLE)])
 def test_hits_and_misses_cover_every_cell_once_wherever_it_lies(reading: Reading, kept_tokens: int) -> None:
     """Coverage is checked in each layer of each step; heads that hit ask the host for nothing."""
     twins = MacTwins(LOOSE, reading=reading, check_coverage=True, kept_tokens=kept_tokens)

@@ -61,7 +61,9 @@ def converse_cold(name: str) -> tuple[list[list[int]], list[int]]:
     return converse(make_engine(None, name, prefix_cache=False), answers=answers_of(name))
 
 
-@pytest.mark.parametrize("name", [*MODELS, "tiny-nemotron-h", "tiny-gemma4", "tiny-gpt-oss"])
+@pytest.mark.parametrize(
+    "name", [*MODELS, "tiny-nemotron-h", "tiny-gemma4", pytest.param("tiny-gpt-oss", marks=pytest.mark.long)]
+)
 def test_a_conversation_goes_on_after_a_restart_at_each_turn(name: str, tmp_path: Path) -> None:
     cold, engine = make_engine(None, name, prefix_cache=False), None
     history, answer = draw(300, 1), answers_of(name)[0]
@@ -96,7 +98,7 @@ def test_of_a_session_that_is_forgotten_no_end_is_left_on_disk(name: str, is_wri
     assert list(tmp_path.glob("*/*.*")) == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["tiny-qwen3.5", pytest.param("tiny-gemma3", marks=pytest.mark.long)])
 def test_turns_and_forks_with_a_restart_between_give_the_text_of_a_cold_server(name: str, tmp_path: Path) -> None:
     engine = make_engine(tmp_path, name)
     assert converse(engine, answers=answers_of(name))[0] == converse_cold(name)[0]

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,38 +66,37 @@ def test_the_routes_are_those_that_are_documented() -> None:
     assert {path for _, path in ROUTES} == OPEN | GUARDED
 
 
-@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first"}])
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_no_route_but_the_open_ones_answers_without_a_key(
-    method: str, path: str, headers: dict[str, str]
-) -> None:
+async def test_no_route_but_the_open_ones_answers_without_a_key(subtests: pytest.Subtests) -> None:
     async with client_of(APP) as client:
-        answer = await client.request(method, path, headers=headers)
-    assert (answer.status_code == 401) == (path not in OPEN)
-    if path not in OPEN:
-        assert kind_of(answer) in ("invalid_api_key", "authentication_error")
+        for (method, path), given in product(ROUTES, (None, "Bearer wrong", "Basic first")):
+            with subtests.test(method=method, path=path, given=given):
+                answer = await client.request(method, path, headers={"authorization": given} if given else {})
+                assert (answer.status_code == 401) == (path not in OPEN)
+                if path not in OPEN:
+                    assert kind_of(answer) in ("invalid_api_key", "authentication_error")
 
 
-@pytest.mark.parametrize("key", ["first", "second"])
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_every_route_answers_with_any_of_the_keys(method: str, path: str, key: str) -> None:
+async def test_every_route_answers_with_any_of_the_keys(subtests: pytest.Subtests) -> None:
     async with client_of(APP) as client:
-        answer = await client.request(method, path, headers={"authorization": f"bearer {key}"})
-    assert answer.status_code not in (401, 500)
+        for (method, path), key in product(ROUTES, ("first", "second")):
+            with subtests.test(method=method, path=path, key=key):
+                answer = await client.request(method, path, headers={"authorization": f"bearer {key}"})
+                assert answer.status_code not in (401, 500)
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_no_route_but_the_open_ones_answers_while_the_server_drains(method: str, path: str) -> None:
+async def test_no_route_but_the_open_ones_answers_while_the_server_drains(subtests: pytest.Subtests) -> None:
     app = make_app(make_deployment(retry_after_seconds=4), fake_command())
     app.state.service.draining = True
     async with client_of(app) as client:
-        answer = await client.request(method, path)
-        if path in OPEN:
-            assert path == "/health" or answer.status_code == 200
-            return
-    assert answer.status_code == 503
-    assert kind_of(answer) in ("draining", "overloaded_error")
-    assert answer.headers["retry-after"] == "4"
+        for method, path in ROUTES:
+            with subtests.test(method=method, path=path):
+                answer = await client.request(method, path)
+                if path in OPEN:
+                    assert path == "/health" or answer.status_code == 200
+                    continue
+                assert answer.status_code == 503
+                assert kind_of(answer) in ("draining", "overloaded_error")
+                assert answer.headers["retry-after"] == "4"
 
 
 async def test_a_draining_server_says_that_it_is_not_healthy() -> None:

@@ -25,36 +25,37 @@ async def sessions(live: Running, **headers: str) -> list[dict[str, Any]]:
     return answer.json()["data"]
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "fields", "name"),
-    [
-        (CHAT, {"X-Session-Id": "ses_1"}, {"prompt_cache_key": "other"}, "ses_1"),
-        (CHAT, {"x-session-affinity": "ses_2"}, {}, "ses_2"),
-        (CHAT, {}, {"prompt_cache_key": "key"}, "key"),
-        (CHAT, {}, {"session_id": "body"}, "body"),
-        (CHAT, {}, {"prompt_cache_key": "k" * 1000}, "k" * MOST_CHARS),
-        (MESSAGES, {"X-Claude-Code-Session-Id": UUID}, {}, UUID),
-        (MESSAGES, {}, {"metadata": {"user_id": CLAUDE}}, UUID),
-        (MESSAGES, {}, {"metadata": {"user_id": f"user_19f2_account_a9_session_{UUID}"}}, UUID),
-        (MESSAGES, {}, {"metadata": {"user_id": "somebody"}}, "somebody"),
-        (RESPONSES, {"session-id": UUID}, {}, UUID),
-        (RESPONSES, {}, {"prompt_cache_key": "key"}, "key"),
-        ("/v1/completions", {"x-session-id": "text"}, {}, "text"),
-        (CHAT, {}, {"metadata": {"a": "b"}}, "conversation-1"),
-        (MESSAGES, {}, {"metadata": {}}, "conversation-1"),
-    ],
-)
-async def test_clients_name_their_session_each_in_its_own_way(
-    live: Running, path: str, headers: dict[str, str], fields: dict[str, Any], name: str
-) -> None:
-    body: dict[str, Any] = {"messages": HI, "max_tokens": 4}
-    if path == RESPONSES:
-        body = {"input": "Hi"}
-    if path == "/v1/completions":
-        body = {"prompt": "Hi"}
-    answer = await live.http.post(path, json=body | fields, headers=headers)
-    assert answer.status_code == 200, answer.text
-    assert [one["id"] for one in await sessions(live)] == [name]
+NAMED: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
+    (CHAT, {"X-Session-Id": "ses_1"}, {"prompt_cache_key": "other"}, "ses_1"),
+    (CHAT, {"x-session-affinity": "ses_2"}, {}, "ses_2"),
+    (CHAT, {}, {"prompt_cache_key": "key"}, "key"),
+    (CHAT, {}, {"session_id": "body"}, "body"),
+    (CHAT, {}, {"prompt_cache_key": "k" * 1000}, "k" * MOST_CHARS),
+    (MESSAGES, {"X-Claude-Code-Session-Id": UUID}, {}, UUID),
+    (MESSAGES, {}, {"metadata": {"user_id": CLAUDE}}, UUID),
+    (MESSAGES, {}, {"metadata": {"user_id": f"user_19f2_account_a9_session_{UUID}"}}, UUID),
+    (MESSAGES, {}, {"metadata": {"user_id": "somebody"}}, "somebody"),
+    (RESPONSES, {"session-id": UUID}, {}, UUID),
+    (RESPONSES, {}, {"prompt_cache_key": "key"}, "key"),
+    ("/v1/completions", {"x-session-id": "text"}, {}, "text"),
+    (CHAT, {}, {"metadata": {"a": "b"}}, "conversation-1"),
+    (MESSAGES, {}, {"metadata": {}}, "conversation-2"),
+]
+
+
+async def test_clients_name_their_session_each_in_its_own_way(live: Running, subtests: pytest.Subtests) -> None:
+    for path, headers, fields, name in NAMED:
+        with subtests.test(path=path, headers=headers, fields=fields):
+            body: dict[str, Any] = {"messages": HI, "max_tokens": 4}
+            if path == RESPONSES:
+                body = {"input": "Hi"}
+            if path == "/v1/completions":
+                body = {"prompt": "Hi"}
+            before = [one["id"] for one in await sessions(live)]
+            answer = await live.http.post(path, json=body | fields, headers=headers)
+            assert answer.status_code == 200, answer.text
+            assert [one["id"] for one in await sessions(live) if one["id"] not in before] == [name]
+            await live.http.delete(f"/v1/sessions/{name}")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"session_id": 3}', "[" * 100_000])
@@ -165,13 +166,15 @@ async def test_a_conversation_is_saved_listed_restored_erased_and_deleted_by_nam
         assert await slot(live, 0, "restore", filename="first") == (404, "context_not_found")
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "a/b", "a\\b", "/etc/passwd", "a\0b", "a\n", " a", "a.", "x" * 256, "é" * 128, None]
-)
-async def test_names_that_are_paths_or_cannot_be_read_are_refused(live: Running, name: str | None) -> None:
-    for action in ("save", "restore"):
-        answer = await live.http.post(f"/slots/0?action={action}", json={"filename": name})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "filename")
+NO_NAMES = ("", ".", "..", "../x", "a/b", "a\\b", "/etc/passwd", "a\0b", "a\n", " a", "a.", "x" * 256, "é" * 128, None)
+
+
+async def test_names_that_are_paths_or_cannot_be_read_are_refused(live: Running, subtests: pytest.Subtests) -> None:
+    for name in NO_NAMES:
+        for action in ("save", "restore"):
+            with subtests.test(name=name, action=action):
+                answer = await live.http.post(f"/slots/0?action={action}", json={"filename": name})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "filename")
 
 
 async def test_without_a_disk_saving_says_which_section_to_add(live: Running) -> None:
