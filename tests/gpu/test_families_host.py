@@ -26,6 +26,7 @@ from tests.gpu.test_families import off
 from tests.gpu.test_indexed_serving import ALL as ALL_TOKENS
 from tests.gpu.test_indexed_serving import FEW, IndexedTwins
 from tests.gpu.test_mac_serving import STRICT, MacTwins
+from tests.gpu.test_predicted_serving import WIDE, PredictedTwins
 from tests.gpu.twin_runners import Twins, tier_shape
 from tests.reference_tier import ReferenceTier
 from tests.tolerances import FAMILY_LOGITS, FAMILY_OFFLOADED
@@ -130,7 +131,13 @@ def mac(settings: dict[str, Any], **own: Any) -> Twins:
     return MacTwins(settings, **own)
 
 
+def predicted(settings: dict[str, Any], **own: Any) -> Twins:
+    own.pop("reading")
+    return PredictedTwins(settings, **own)
+
+
 SINKS = {
+    "predicted, all": (partial(predicted, WIDE), FAMILY_LOGITS),
     "indexed, all": (partial(indexed, ALL_TOKENS), FAMILY_LOGITS),
     "indexed, some": (partial(indexed, FEW), INDEXED_SOME),
     "mac": (partial(mac, STRICT), FAMILY_LOGITS),
