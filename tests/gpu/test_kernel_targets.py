@@ -753,6 +753,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_short_step_kernel": _short,
     "_delta_step_kernel": _recurrent,
     "_delta_commit_kernel": _recurrent,
+    "_delta_inputs_kernel": _recurrent_prompts,
     "_delta_chunk_kernel": _recurrent_prompts,
     "_delta_scan_kernel": _recurrent_prompts,
     "_delta_out_kernel": _recurrent_prompts,

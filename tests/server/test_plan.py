@@ -353,7 +353,7 @@ def test_hybrids_in_4_bits_hold_what_their_files_say(
 
 
 @pytest.mark.parametrize(("name", "context", "taken"), [
-    ("qwen3.5-27b-24g", 98_304, "indexed"), ("qwen3.5-35b-a3b-24g", 163_840, "indexed"),
+    ("qwen3.5-27b-24g", 90_112, "indexed"), ("qwen3.5-35b-a3b-24g", 131_072, "indexed"),
 ])  # fmt: skip
 def test_host_memory_holds_contexts_of_a_model_with_states(name: str, context: int, taken: str, tmp_path: Path) -> None:
     """Its recurrent layers have no pages, so none of them keeps a context on the card."""

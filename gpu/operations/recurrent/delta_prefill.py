@@ -1,12 +1,13 @@
-"""Prompts through a gated delta net, in chunks, on a GPU: three kernels for all sequences of a unit (`delta_net` and
+"""Prompts through a gated delta net, in chunks, on a GPU: four kernels for all sequences of a unit (`delta_net` and
 `delta_rule` have the formulas).
 
-The first has one program for each chunk and value head: convolution, norms and gates, the products of keys and queries,
-and the inverse of I + A. Of that, blocks of 16 on the diagonal are solved row by row, all at once, and what is left is
-nilpotent: with T their inverse and N = T L, (I + A)^-1 = (I + N^2) (I - N) T. The second has one program for each
-sequence, value head and part of the values. It goes through the chunks with the state in registers, and leaves copies
-of it where a prompt is to leave some. The third norms outputs and multiplies them by their gates. What the first leaves
-for the others is of CHUNKS_AT_ONCE chunks, in float32, so that a prompt's memory does not grow with it.
+The first convolves and norms queries, keys and values, for each chunk and value head in a part of its own. The second
+has one program for each part: gates, the products of keys and queries, and the inverse of I + A. Where T is that of its
+blocks of n on the diagonal, and L what lies below these within blocks of 2 n, the inverse of blocks of 2 n is
+T - T L T: six doublings invert 64 rows, each as exactly as substitution. The third has one program for each sequence,
+value head and share of the values. It goes through the chunks with the state in registers, and leaves copies of it
+where a prompt is to leave some. The last norms outputs and multiplies them by their gates. Parts are of CHUNKS_AT_ONCE
+chunks, in float32, so that a prompt's memory does not grow with it.
 
 Mamba-2 (`mamba2`) goes the same way without a system to solve: what it writes is a token's step of time times its
 value. Its outputs, in float32, begin as the values' own shares, and are normed when all are there.
@@ -31,6 +32,10 @@ from transfer.allocation import allocate_empty
 
 _COLUMNS = 64  # of a chunk's rows, multiplied at once
 _VALUES = 32  # of a program that goes through the chunks
+_SCAN_WARPS = 4
+_WARPS = 8  # of a program that inverts a chunk
+_INVERSE = "tf32x3"  # its products, of a model in bf16
+_PRODUCTS = "tf32"  # those of keys and with the inverse, and of states
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,49 +141,71 @@ def _convolved_tile(
 
 
 @triton.jit
-def _delta_chunk_kernel(
-    mixed, gates, conv, conv_bias, decay, time_bias, skip, rings, table, parts, fades, out, first_chunk, mixed_row,
-    gates_row, ring_stride, head_eps, scale,
+def _delta_inputs_kernel(
+    mixed, conv, conv_bias, rings, table, parts, first_chunk, mixed_row, ring_stride, head_eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr,
-    LENGTH: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, IS_TILED: tl.constexpr, IS_MAMBA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr,
+    CHUNK: tl.constexpr, IS_TILED: tl.constexpr, IS_MAMBA: tl.constexpr,
 ):  # fmt: skip
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    chunk, head, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = table + (first_chunk + chunk) * 6
     row, count, cell = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     number, first = tl.load(entry + 3).to(tl.int64), tl.load(entry + 4)
     width: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    at, column = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
+    at, k_at, v_at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
     is_row = at < count
     rows, cells = (row + at).to(tl.int64), cell + at
     key_head = head % KEY_HEADS if IS_TILED else head // (VALUE_HEADS // KEY_HEADS)
     ring = rings + number * ring_stride
+    size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
+    part = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size
+    if kind == 2:
+        inside = is_row[:, None] & (v_at < VALUE_DIM)[None, :]
+        channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_at
+        v = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
+                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
+        places = part + CHUNK * (3 * BLOCK_KEY + CHUNK) + at[:, None] * BLOCK_VALUE + v_at[None, :]
+        tl.store(places, v)
+    else:
+        inside = is_row[:, None] & (k_at < KEY_DIM)[None, :]
+        channels = (kind * KEY_HEADS + key_head) * KEY_DIM + k_at
+        made = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
+                               TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
+        if not IS_MAMBA:
+            made = made * (tl.rsqrt(tl.sum(made * made, 1) + head_eps) * tl.where(kind == 0, scale, 1.0))[:, None]
+        places = part + (2 - kind) * CHUNK * BLOCK_KEY + at[:, None] * BLOCK_KEY + k_at[None, :]
+        tl.store(places, made)
+
+
+@triton.jit
+def _delta_chunk_kernel(
+    gates, decay, time_bias, skip, table, parts, fades, out, first_chunk, gates_row,
+    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DOUBLINGS: tl.constexpr, IS_MAMBA: tl.constexpr,
+    PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    entry = table + (first_chunk + chunk) * 6
+    row, count = tl.load(entry), tl.load(entry + 1)
+    at, column = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
+    is_row = at < count
+    rows = (row + at).to(tl.int64)
+    size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
+    part = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size
+    own_key = part + CHUNK * BLOCK_KEY
+    own_query = own_key + CHUNK * BLOCK_KEY
+    square = own_query + CHUNK * BLOCK_KEY
     keys = tl.zeros([CHUNK, CHUNK], tl.float32)
     attended = tl.zeros([CHUNK, CHUNK], tl.float32)
-    k_square = tl.zeros([CHUNK], tl.float32)
-    q_square = tl.zeros([CHUNK], tl.float32)
     for begin in range(0, BLOCK_KEY, COLUMNS):
-        inside = is_row[:, None] & (begin + column < KEY_DIM)[None, :]
-        channels = key_head * KEY_DIM + begin + column
-        q = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
-                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
-        channels += KEY_HEADS * KEY_DIM
-        k = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
-                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
+        cells = at[:, None] * BLOCK_KEY + (begin + column)[None, :]
+        q, k = tl.load(own_query + cells), tl.load(own_key + cells)
         if not IS_MAMBA:
             keys = tl.dot(k, tl.trans(k), keys, input_precision=PRECISION)
         attended = tl.dot(q, tl.trans(k), attended, input_precision=PRECISION)
-        k_square += tl.sum(k * k, 1)
-        q_square += tl.sum(q * q, 1)
     share = tl.load(gates + rows * gates_row + head, mask=is_row, other=0.0).to(tl.float32)
     time = share
-    if IS_MAMBA:
-        k_norm = tl.full([CHUNK], 1.0, tl.float32)
-        q_norm = k_norm
-    else:
-        k_norm = tl.rsqrt(k_square + head_eps)
-        q_norm = tl.rsqrt(q_square + head_eps) * scale
+    if not IS_MAMBA:
         time = tl.load(gates + rows * gates_row + VALUE_HEADS + head, mask=is_row, other=0.0).to(tl.float32)
     time += tl.load(time_bias + head)
     soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
@@ -187,51 +214,34 @@ def _delta_chunk_kernel(
     summed, last = tl.cumsum(steps, 0), tl.sum(steps, 0)
     is_behind = at[:, None] > at[None, :]
     is_own = at[:, None] == at[None, :]
-    since = tl.where(is_behind, summed[:, None] - summed[None, :], 0.0)
-    fading = tl.where(is_behind | is_own, tl.exp(since), 0.0)
+    fading = tl.where(is_behind, tl.exp(tl.where(is_behind, summed[:, None] - summed[None, :], 0.0)), 0.0)
+    tl.store(square + at[:, None] * CHUNK + at[None, :], attended * tl.where(is_own, 1.0, fading))
     if not IS_MAMBA:
-        system = tl.where(is_behind, keys * fading * (share * k_norm)[:, None] * k_norm[None, :], 0.0)
-
-        is_near = (at // PART)[:, None] == (at // PART)[None, :]
-        near = tl.where(is_near, system, 0.0)
+        system = keys * fading * share[:, None]
         solved = tl.where(is_own, 1.0, 0.0)
-        for place in range(1, PART):
-            is_picked = at % PART == place
-            wanted = tl.sum(tl.where(is_picked[:, None], near, 0.0), 0)
-            made = tl.sum(wanted[:, None] * solved, 0)
-            is_made = is_picked[:, None] & is_near & is_behind
-            solved = tl.where(is_made, -made[None, :], solved)
-        step = tl.dot(solved, system - near, input_precision=PRECISION)
-        twice = tl.dot(step, step, input_precision=PRECISION)
-        solved = solved - tl.dot(step, solved, input_precision=PRECISION)
-        solved = solved + tl.dot(twice, solved, input_precision=PRECISION)
-
-    size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
-    part = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size
-    square = part + 3 * CHUNK * BLOCK_KEY
-    tl.store(square + at[:, None] * CHUNK + at[None, :], attended * fading * q_norm[:, None] * k_norm[None, :])
+        for doubling in tl.static_range(DOUBLINGS):
+            place = at >> doubling
+            is_pair = (place[:, None] ^ 1) == place[None, :]
+            across = tl.where(is_pair & is_behind, system, 0.0)
+            if doubling == 0:
+                solved -= across
+            else:
+                made = tl.dot(solved, across, input_precision=INVERSE)
+                solved -= tl.dot(made, solved, input_precision=INVERSE)
     for begin in range(0, BLOCK_KEY, COLUMNS):
-        inside = is_row[:, None] & (begin + column < KEY_DIM)[None, :]
-        channels = key_head * KEY_DIM + begin + column
-        places = part + at[:, None] * BLOCK_KEY + (begin + column)[None, :]
-        q = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
-                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
-        tl.store(places + 2 * CHUNK * BLOCK_KEY, q * (q_norm * tl.exp(summed))[:, None])
-        channels += KEY_HEADS * KEY_DIM
-        k = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
-                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
-        tl.store(places + CHUNK * BLOCK_KEY, k * (k_norm * tl.exp(last - summed))[:, None])
+        cells = at[:, None] * BLOCK_KEY + (begin + column)[None, :]
+        q, k = tl.load(own_query + cells), tl.load(own_key + cells)
+        tl.store(own_query + cells, q * tl.exp(summed)[:, None])
+        tl.store(own_key + cells, k * tl.exp(last - summed)[:, None])
         if not IS_MAMBA:
-            read = tl.dot(solved, k * (k_norm * share * tl.exp(summed))[:, None], input_precision=PRECISION)
-            tl.store(places, read)
+            read = tl.dot(solved, k * (share * tl.exp(summed))[:, None], input_precision=PRECISION)
+            tl.store(part + cells, read)
     for begin in range(0, BLOCK_VALUE, COLUMNS):
-        inside = is_row[:, None] & (begin + column < VALUE_DIM)[None, :]
-        channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + begin + column
-        v = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
-                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
         places = square + CHUNK * CHUNK + at[:, None] * BLOCK_VALUE + (begin + column)[None, :]
+        v = tl.load(places)
         if IS_MAMBA:
             written = v * share[:, None]
+            inside = is_row[:, None] & (begin + column < VALUE_DIM)[None, :]
             own_out = out + rows[:, None] * (VALUE_HEADS * VALUE_DIM) + (head * VALUE_DIM + begin + column)[None, :]
             tl.store(own_out, v * tl.load(skip + head), mask=inside)
         else:
@@ -265,14 +275,16 @@ def _delta_scan_kernel(
         square = part + 3 * CHUNK * BLOCK_KEY
         made = square + CHUNK * CHUNK + v_cells
         rows = tl.load(made)
+        queries = tl.load(part + 2 * CHUNK * BLOCK_KEY + k_cells)  # all are asked for before a product waits
+        keys = tl.load(part + CHUNK * BLOCK_KEY + k_cells)
+        attended = tl.load(square + at[:, None] * CHUNK + at[None, :])
+        fade = tl.load(fades + chunk * VALUE_HEADS + head)
         if not IS_MAMBA:
             rows -= tl.dot(tl.load(part + k_cells), state, input_precision=PRECISION)
-        attended = tl.load(square + at[:, None] * CHUNK + at[None, :])
-        out = tl.dot(tl.load(part + 2 * CHUNK * BLOCK_KEY + k_cells), state, input_precision=PRECISION)
+        out = tl.dot(queries, state, input_precision=PRECISION)
         out = tl.dot(attended, rows, out, input_precision=PRECISION)
         tl.store(made, out)
-        keys = tl.load(part + CHUNK * BLOCK_KEY + at[None, :] * BLOCK_KEY + k_at[:, None])
-        state = tl.dot(keys, rows, state * tl.load(fades + chunk * VALUE_HEADS + head), input_precision=PRECISION)
+        state = tl.dot(tl.trans(keys), rows, state * fade, input_precision=PRECISION)
         copy = tl.load(table + (first_chunk + chunk) * 6 + 5)
         if copy >= 0:
             kept = states + copy.to(tl.int64) * state_stride + places
@@ -325,27 +337,30 @@ def delta_prefill(
     out = torch.empty(tokens, own.value_width, dtype=torch.float32 if is_mamba else mixed.dtype, device=device)
     arrays = {name: allocate_empty(one, device) for name, one in chunk_arrays(own, len(planned.table)).items()}
     parts, fades = arrays["parts"], arrays["fades"]
-    sizes = {"KEY_DIM": own.key_dim, "VALUE_DIM": own.value_dim, "VALUE_HEADS": heads, "CHUNK": CHUNK_TOKENS,
+    sizes = {"VALUE_DIM": own.value_dim, "VALUE_HEADS": heads, "CHUNK": CHUNK_TOKENS,
              "BLOCK_KEY": padded(own.key_dim), "BLOCK_VALUE": padded(own.value_dim),
              "IS_MAMBA": is_mamba}  # fmt: skip
     conv_bias, skip = (weights.conv_bias, weights.skip) if is_mamba else (weights.conv, weights.decay)
-    values = min(_VALUES, sizes["BLOCK_VALUE"])
+    values, precision = min(_VALUES, sizes["BLOCK_VALUE"]), "ieee" if is_wide else _PRODUCTS
     for begin, end, sequences in planned.groups:
+        _delta_inputs_kernel[(end - begin, heads, 3)](
+            mixed, weights.conv, conv_bias, held.rings, planned.table, parts, begin, mixed.stride(0),
+            held.rings.stride(0), HEAD_EPS, own.key_dim**-0.5, KEY_HEADS=own.key_heads, KEY_DIM=own.key_dim,
+            TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], IS_TILED=own.is_tiled, **sizes, num_warps=8,
+        )  # fmt: skip
         _delta_chunk_kernel[(end - begin, heads)](
-            mixed, gates, weights.conv, conv_bias, weights.decay, weights.time_bias, skip, held.rings, planned.table,
-            parts, fades, out, begin, mixed.stride(0), gates.stride(0), held.rings.stride(0), HEAD_EPS,
-            own.key_dim**-0.5,
-            KEY_HEADS=own.key_heads, TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], PART=16, IS_TILED=own.is_tiled,
-            COLUMNS=min(_COLUMNS, sizes["BLOCK_KEY"], sizes["BLOCK_VALUE"]),
-            PRECISION="ieee" if is_wide else "tf32x3", **sizes, num_warps=8, num_stages=1,
+            gates, weights.decay, weights.time_bias, skip, planned.table, parts, fades, out, begin, gates.stride(0),
+            COLUMNS=min(_COLUMNS, sizes["BLOCK_KEY"], sizes["BLOCK_VALUE"]), DOUBLINGS=CHUNK_TOKENS.bit_length() - 1,
+            PRECISION=precision, INVERSE="ieee" if is_wide else _INVERSE, **sizes, num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
         _delta_scan_kernel[(len(sequences), heads, sizes["BLOCK_VALUE"] // values)](
             planned.table, sequences, parts, fades, held.states, begin, held.states.stride(0), VALUES=values,
-            PRECISION="ieee" if is_wide else "tf32", **sizes, num_warps=4, num_stages=1,
+            KEY_DIM=own.key_dim,
+            PRECISION=precision, **sizes, num_warps=_SCAN_WARPS, num_stages=1,
         )  # fmt: skip
         _delta_out_kernel[(end - begin, heads)](
             mixed, weights.norm, planned.table, parts, out, begin, mixed.stride(0), eps, KEY_HEADS=own.key_heads,
-            **sizes, num_warps=4,
+            KEY_DIM=own.key_dim, **sizes, num_warps=4,
         )  # fmt: skip
     for source, target in planned.ring_copies:
         held.rings[target].copy_(held.rings[source])
