@@ -353,7 +353,7 @@ def test_hybrids_in_4_bits_hold_what_their_files_say(
 
 
 @pytest.mark.parametrize(("name", "context", "taken"), [
-    ("qwen3.5-27b-24g", 90_112, "indexed"), ("qwen3.5-35b-a3b-24g", 131_072, "indexed"),
+    ("qwen3.5-27b-24g", 90_112, "indexed"), ("qwen3.5-35b-a3b-24g", 131_072, "offloaded"),
 ])  # fmt: skip
 def test_host_memory_holds_contexts_of_a_model_with_states(name: str, context: int, taken: str, tmp_path: Path) -> None:
     """Its recurrent layers have no pages, so none of them keeps a context on the card."""
@@ -366,7 +366,7 @@ def test_host_memory_holds_contexts_of_a_model_with_states(name: str, context: i
     found = compare_placements(given, plan, find_rates(machine, tmp_path / "none"))
     assert found.get("offloaded").most_contexts == 2
     assert found.taken == taken
-    assert found.get("indexed").most_contexts == 1
+    assert found.get("indexed").most_contexts == (1 if taken == "indexed" else 0)
 
 
 def test_documents_of_a_model_with_states_are_refused_by_name() -> None:
