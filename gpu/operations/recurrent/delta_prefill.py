@@ -31,11 +31,7 @@ from gpu.upload import upload
 from transfer.allocation import allocate_empty
 
 _COLUMNS = 64  # of a chunk's rows, multiplied at once
-_VALUES = 32  # of a program that goes through the chunks
-_SCAN_WARPS = 4
-_WARPS = 8  # of a program that inverts a chunk
-_INVERSE = "tf32x3"  # its products, of a model in bf16
-_PRODUCTS = "tf32"  # those of keys and with the inverse, and of states
+_VALUES = 64  # of a program that goes through the chunks; of Mamba-2, whose heads are narrower, half as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +155,12 @@ def _delta_inputs_kernel(
     ring = rings + number * ring_stride
     size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
     part = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size
-    if kind == 2:
-        inside = is_row[:, None] & (v_at < VALUE_DIM)[None, :]
-        channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_at
-        v = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
+    if kind == 2:  # names of its own: a branch may not give one another shape
+        v_inside = is_row[:, None] & (v_at < VALUE_DIM)[None, :]
+        v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_at
+        v = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, v_channels, v_inside,
                             TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
-        places = part + CHUNK * (3 * BLOCK_KEY + CHUNK) + at[:, None] * BLOCK_VALUE + v_at[None, :]
-        tl.store(places, v)
+        tl.store(part + CHUNK * (3 * BLOCK_KEY + CHUNK) + at[:, None] * BLOCK_VALUE + v_at[None, :], v)
     else:
         inside = is_row[:, None] & (k_at < KEY_DIM)[None, :]
         channels = (kind * KEY_HEADS + key_head) * KEY_DIM + k_at
@@ -182,7 +177,7 @@ def _delta_chunk_kernel(
     gates, decay, time_bias, skip, table, parts, fades, out, first_chunk, gates_row,
     VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DOUBLINGS: tl.constexpr, IS_MAMBA: tl.constexpr,
-    PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
     entry = table + (first_chunk + chunk) * 6
@@ -226,8 +221,8 @@ def _delta_chunk_kernel(
             if doubling == 0:
                 solved -= across
             else:
-                made = tl.dot(solved, across, input_precision=INVERSE)
-                solved -= tl.dot(made, solved, input_precision=INVERSE)
+                made = tl.dot(solved, across, input_precision=PRECISION)
+                solved -= tl.dot(made, solved, input_precision=PRECISION)
     for begin in range(0, BLOCK_KEY, COLUMNS):
         cells = at[:, None] * BLOCK_KEY + (begin + column)[None, :]
         q, k = tl.load(own_query + cells), tl.load(own_key + cells)
@@ -275,16 +270,14 @@ def _delta_scan_kernel(
         square = part + 3 * CHUNK * BLOCK_KEY
         made = square + CHUNK * CHUNK + v_cells
         rows = tl.load(made)
-        queries = tl.load(part + 2 * CHUNK * BLOCK_KEY + k_cells)  # all are asked for before a product waits
-        keys = tl.load(part + CHUNK * BLOCK_KEY + k_cells)
-        attended = tl.load(square + at[:, None] * CHUNK + at[None, :])
-        fade = tl.load(fades + chunk * VALUE_HEADS + head)
         if not IS_MAMBA:
             rows -= tl.dot(tl.load(part + k_cells), state, input_precision=PRECISION)
-        out = tl.dot(queries, state, input_precision=PRECISION)
+        attended = tl.load(square + at[:, None] * CHUNK + at[None, :])
+        out = tl.dot(tl.load(part + 2 * CHUNK * BLOCK_KEY + k_cells), state, input_precision=PRECISION)
         out = tl.dot(attended, rows, out, input_precision=PRECISION)
         tl.store(made, out)
-        state = tl.dot(tl.trans(keys), rows, state * fade, input_precision=PRECISION)
+        keys = tl.load(part + CHUNK * BLOCK_KEY + at[None, :] * BLOCK_KEY + k_at[:, None])
+        state = tl.dot(keys, rows, state * tl.load(fades + chunk * VALUE_HEADS + head), input_precision=PRECISION)
         copy = tl.load(table + (first_chunk + chunk) * 6 + 5)
         if copy >= 0:
             kept = states + copy.to(tl.int64) * state_stride + places
@@ -341,7 +334,7 @@ def delta_prefill(
              "BLOCK_KEY": padded(own.key_dim), "BLOCK_VALUE": padded(own.value_dim),
              "IS_MAMBA": is_mamba}  # fmt: skip
     conv_bias, skip = (weights.conv_bias, weights.skip) if is_mamba else (weights.conv, weights.decay)
-    values, precision = min(_VALUES, sizes["BLOCK_VALUE"]), "ieee" if is_wide else _PRODUCTS
+    values, precision = min(_VALUES // (1 + is_mamba), sizes["BLOCK_VALUE"]), "ieee" if is_wide else "tf32"
     for begin, end, sequences in planned.groups:
         _delta_inputs_kernel[(end - begin, heads, 3)](
             mixed, weights.conv, conv_bias, held.rings, planned.table, parts, begin, mixed.stride(0),
@@ -351,12 +344,12 @@ def delta_prefill(
         _delta_chunk_kernel[(end - begin, heads)](
             gates, weights.decay, weights.time_bias, skip, planned.table, parts, fades, out, begin, gates.stride(0),
             COLUMNS=min(_COLUMNS, sizes["BLOCK_KEY"], sizes["BLOCK_VALUE"]), DOUBLINGS=CHUNK_TOKENS.bit_length() - 1,
-            PRECISION=precision, INVERSE="ieee" if is_wide else _INVERSE, **sizes, num_warps=_WARPS, num_stages=1,
+            PRECISION=precision, **sizes, num_warps=4, num_stages=1,
         )  # fmt: skip
         _delta_scan_kernel[(len(sequences), heads, sizes["BLOCK_VALUE"] // values)](
             planned.table, sequences, parts, fades, held.states, begin, held.states.stride(0), VALUES=values,
             KEY_DIM=own.key_dim,
-            PRECISION=precision, **sizes, num_warps=_SCAN_WARPS, num_stages=1,
+            PRECISION=precision, **sizes, num_warps=4, num_stages=1,
         )  # fmt: skip
         _delta_out_kernel[(end - begin, heads)](
             mixed, weights.norm, planned.table, parts, out, begin, mixed.stride(0), eps, KEY_HEADS=own.key_heads,
