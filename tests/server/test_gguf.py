@@ -1,6 +1,7 @@
 """A GGUF file in place of a model's folder: its texts, template, ends, plan and answers, and what is refused."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Regex, pre_tokenizers
+from transformers import GemmaTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from evals.tokenizer import load_tokenizer as load_for_evals
@@ -104,6 +106,46 @@ def test_sentencepieces_pieces_give_its_ids(name: str, piece_files: dict[str, Pa
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == processor.encode(text)
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@cache
+def gemmas() -> tuple[Any, dict[str, Any]]:
+    """Transformers' tokenizer of a Gemma with merges of characters, and the metadata of a file of it."""
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|channel>", "<channel|>", "mine"]
+    words += [f"<0x{byte:02X}>" for byte in range(256)] + [*"▁\nabcdehlorwtn,.é"]
+    merges = [("\n", "\n"), ("\n\n", "\n"), ("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "hello"),
+              ("▁", "▁"),
+              ("o", "r"), ("w", "or"), ("▁", "wor"), ("l", "d"), ("▁▁", "▁▁"), ("é", "t")]  # fmt: skip
+    words += [left + right for left, right in merges]
+    words += [f"<unused{i}>" for i in range(320 - len(words))]
+    theirs = GemmaTokenizer(vocab={word: place for place, word in enumerate(words)}, merges=merges)
+    theirs.add_special_tokens({"additional_special_tokens": ["<|channel>", "<channel|>"]})
+    theirs.add_tokens(["mine"])
+    types = [3, 3, 3, 3, 3, 4, 4, 4, *[6] * 256, *[1] * (320 - 264)]
+    return theirs, {
+        "tokenizer__ggml__model": "gemma4", "tokenizer__ggml__pre": None, "tokenizer__ggml__tokens": words,
+        "tokenizer__ggml__token_type": types, "tokenizer__ggml__merges": [" ".join(pair) for pair in merges],
+        "tokenizer__ggml__bos_token_id": 2, "tokenizer__ggml__eos_token_id": 1, "tokenizer__ggml__unknown_token_id": 3,
+        "tokenizer__ggml__padding_token_id": 0, "tokenizer__ggml__add_bos_token": True,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_characters(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(small(tmp_path_factory.mktemp("characters"), **gemmas()[1]), None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=ANY_TEXT | st.text(" \nhelowrdé,", max_size=30)
+       | st.sampled_from(["<|channel>hello world<channel|>\n\n\n", "mine  hello", "   a<bos>é ☃"]))  # fmt: skip
+def test_merges_of_characters_give_the_ids_of_transformers(of_characters: Tokenizer, text: str) -> None:
+    theirs, ours = gemmas()[0], of_characters
+    ids = ours.encode(text, add_special_tokens=True)
+    assert ids == [2, *theirs.encode(text, add_special_tokens=False)]
+    assert b"".join(map(ours.token_bytes, ids[1:])) == text.encode()
+    assert {5, 6} < set(ours.special_ids), "marks of channels, which files call a user's"
+    for skips in (False, True):
+        assert ours.decode(ids, skip_special_tokens=skips) == theirs.decode(ids, skip_special_tokens=skips)
 
 
 def test_begin_and_end_tokens_stand_where_the_file_says(piece_files: dict[str, Path], tmp_path: Path) -> None:
@@ -247,7 +289,10 @@ WRONG_TOKENS = {
     "begin": ({"tokenizer__ggml__add_bos_token": "yes"}, "add_bos_token is 'yes'; wanted true or false"),
     "pre": ({"tokenizer__ggml__pre": "viking"}, "pre is 'viking'; served: chatglm-bpe, dbrx"),
     "no pre": ({"tokenizer__ggml__pre": None}, "pre is None; served: "),
-    "model": ({"tokenizer__ggml__model": "bert"}, "model is 'bert'; served: 'gpt2', 'llama'; set model.tokenizer"),
+    "model": (
+        {"tokenizer__ggml__model": "bert"},
+        "model is 'bert'; served: 'gpt2', 'llama', 'gemma4'; set model.tokenizer",
+    ),
     "no merges": ({"tokenizer__ggml__merges": None}, "has no tokenizer.ggml.merges"),
     "merge": ({"tokenizer__ggml__merges": ["bc"]}, "merges has 'bc'; wanted two tokens and a space"),
     "strange merge": ({"tokenizer__ggml__merges": ["b zz"]}, "merges do not fit its tokens"),

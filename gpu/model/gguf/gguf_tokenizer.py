@@ -1,10 +1,10 @@
 """Read a GGUF file's tokenizer: its vocabulary as `tokenizers` has it, and what `tokenizer_config.json` would say.
 
-Served are byte-level merges (`gpt2`), with the cuts that llama.cpp names, and sentencepiece's pieces (`llama`). A
-vocabulary whose lists disagree, or whose cuts are not known here, is refused by name.
+Served are byte-level merges (`gpt2`), with the cuts that llama.cpp names, sentencepiece's pieces (`llama`), and merges
+of characters (`gemma4`). A vocabulary whose lists disagree, or whose cuts are not known here, is refused by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,11 @@ def read_gguf_vocabulary(path: Path) -> tuple[Vocabulary, dict[str, Any]]:
         return assemble_vocabulary(_pieces(file, tokens, kinds), {}, str(file.path), settings), settings
     if model == "gpt2":
         return _byte_level(file, tokens, kinds, settings), settings
+    if model == "gemma4":
+        return _of_characters(file, tokens, kinds, settings), settings
     raise ModelError(
-        f"model: {file.path}: {_GGML}model is {shown(model)}; served: 'gpt2', 'llama'; set model.tokenizer to a "
-        "folder that has a tokenizer.json"
+        f"model: {file.path}: {_GGML}model is {shown(model)}; served: 'gpt2', 'llama', 'gemma4'; set "
+        "model.tokenizer to a folder that has a tokenizer.json"
     )
 
 
@@ -156,36 +158,67 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[Kind], settings: 
             f"model: {file.path}: {_GGML}pre is {shown(named)}; served: {', '.join(sorted((*CUTS, *ALIASES)))}; set "
             "model.tokenizer to a folder that has a tokenizer.json"
         )
-    if len(set(tokens)) != len(tokens):
-        raise ModelError(f"model: {file.path}: {_GGML}tokens has a token twice; wanted each once")
-    vocab, merges = {token: place for place, token in enumerate(tokens)}, _merges(file)
-    try:
-        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=named in WHOLE_FIRST)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ModelError(f"model: {file.path}: {_GGML}merges do not fit its tokens: {shown(str(error))}") from None
-    vocabulary = Vocabulary(model)
+    vocabulary = Vocabulary(_merging(file, tokens, ignore_merges=named in WHOLE_FIRST))
     if cuts == CUTS["qwen2"]:
         vocabulary.normalizer = normalizers.NFC()
     parts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocabulary.pre_tokenizer = pre_tokenizers.Sequence([*parts, byte_level])
     vocabulary.decoder = decoders.ByteLevel()
-    added = [
-        AddedToken(token, normalized=False, special=kind != Kind.USER_DEFINED)
-        for token, kind in zip(tokens, kinds, strict=True)
-        if kind in (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)
-    ]
-    vocabulary.add_tokens(added)
-    begins = settings.get("add_bos_token", named in WHOLE_FIRST)
-    end = settings.get("eos_token") if settings.get("add_eos_token") else None
-    frame_texts(vocabulary, settings.get("bos_token") if begins else None, end)
+    _add_tokens(vocabulary, tokens, kinds, lambda token: False)
+    _frame(vocabulary, settings, named in WHOLE_FIRST)
     return vocabulary
+
+
+def _of_characters(file: GgufFile, tokens: list[str], kinds: list[Kind], settings: dict[str, Any]) -> Vocabulary:
+    """Return a vocabulary that merges characters, in which spaces are `▁` and those that it lacks their bytes.
+
+    Files have marks of channels and calls as a user's tokens, so that llama.cpp writes them; they are the model's.
+    """
+    unknown = settings.get("unk_token")
+    vocabulary = Vocabulary(_merging(file, tokens, fuse_unk=True, unk_token=unknown, byte_fallback=Kind.BYTE in kinds))
+    vocabulary.normalizer = normalizers.Replace(" ", "▁")
+    vocabulary.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    _add_tokens(vocabulary, tokens, kinds, lambda token: token.startswith("<|") or token.endswith("|>"))
+    _frame(vocabulary, settings, begins=True)
+    return vocabulary
+
+
+def _merging(file: GgufFile, tokens: list[str], **how: Any) -> models.Model:
+    """Return the model of merges. Raises ModelError for lists that do not fit each other."""
+    if len(set(tokens)) != len(tokens):
+        raise ModelError(f"model: {file.path}: {_GGML}tokens has a token twice; wanted each once")
+    vocab, merges = {token: place for place, token in enumerate(tokens)}, _merges(file)
+    try:
+        return models.BPE(vocab=vocab, merges=merges, **how)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"model: {file.path}: {_GGML}merges do not fit its tokens: {shown(str(error))}") from None
+
+
+def _add_tokens(
+    vocabulary: Vocabulary, tokens: list[str], kinds: list[Kind], is_special: Callable[[str], bool]
+) -> None:
+    """Add the tokens that are no pieces of text. is_special: of one that the file calls a user's."""
+    vocabulary.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind != Kind.USER_DEFINED or is_special(token))
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)
+        ]
+    )
+
+
+def _frame(vocabulary: Vocabulary, settings: dict[str, Any], begins: bool) -> None:
+    """Put the file's begin and end tokens around texts. begins: where it does not say."""
+    has_begin = settings.get("add_bos_token", begins)
+    end = settings.get("eos_token") if settings.get("add_eos_token") else None
+    frame_texts(vocabulary, settings.get("bos_token") if has_begin else None, end)
 
 
 def _merges(file: GgufFile) -> list[tuple[str, str]]:
     merges = file.metadata.get(_GGML + "merges")
     if not isinstance(merges, list) or not merges:
-        raise ModelError(f"model: {file.path} has no {_GGML}merges; wanted them beside {_GGML}model 'gpt2'")
+        raise ModelError(f"model: {file.path} has no {_GGML}merges; wanted them beside {_GGML}model 'gpt2' or 'gemma4'")
     pairs = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else () for merge in merges]
     broken = [place for place, pair in enumerate(pairs) if len(pair) != 2]
     if broken:
