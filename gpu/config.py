@@ -36,10 +36,11 @@ class ModelConfig(Settings):
         description="matrices of a plain checkpoint are rounded to this as they are loaded, and stay so on a GPU; "
         "bfloat16: as they are. Leave it out for a quantised checkpoint, which is served as it is",
     )
-    products: Literal["own", "integers", "humming"] = Field(
-        "own",
-        description="kernels for quantised matrices. own: Tandem's. integers: Tandem's, and on a CPU those of 4 and 8 "
-        "bits round activations to 16 bits and multiply integers, which is faster. humming: on a GPU the library "
+    products: Literal["auto", "own", "integers", "humming"] = Field(
+        "auto",
+        description="kernels for quantised matrices. own: Tandem's, which multiply floats. integers: Tandem's, and on a "
+        "CPU those of 4 and 8 bits round activations to 16 bits and multiply integers: faster, and next tokens' "
+        "distributions within 3e-7 (KL) of floats'. auto: integers on a CPU, own on a GPU. humming: on a GPU the library "
         "humming-kernels (the extra `humming`), as far as it has them. The log names what is left out. Its kernels are "
         "compiled at the first start and kept in the user's cache folder",
     )
@@ -144,11 +145,13 @@ class GpuConfig(Settings):
     state_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="states of recurrent layers; bfloat16 takes half the memory, and rounds in every step"
     )
-    kv: Literal["auto", "bfloat16", "fp8", "int8"] = Field(
+    kv: Literal["auto", "bfloat16", "float32", "fp8", "int8"] = Field(
         "auto",
         description="rows of keys and values on the device: in codes of 8 bits, with a scale a token and KV head, or "
-        "as `dtype`, which is auto. Rows in host memory are as `host.rows` says. On a CPU the compiled step reads "
-        "int8, and fp8 goes layer by layer",
+        "as `dtype`. auto: as `dtype`, but in bfloat16 on a CPU that computes in float32, of models that the compiled "
+        "step computes, without `host` and `documents`: half of the bytes, and next tokens' distributions within 5e-5 "
+        "(KL). Rows in host memory are as `host.rows` says. On a CPU the compiled step reads all but fp8, which goes "
+        "layer by layer",
     )
     experts_gib: float | Literal["auto"] | None = Field(
         None,

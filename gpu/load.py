@@ -99,7 +99,7 @@ def load_runner(
             tier=asked.tier, parts=asked.parts, num_rings=asked.num_rings, ring_pages=asked.ring_pages,
             sink_tokens=asked.sink_tokens, window_tokens=asked.window_tokens,
             checks_coverage=gpu.check_coverage, library=asked.library, disk=asked.disk,
-            kv=gpu.kv if gpu.kv != "auto" else "bfloat16",
+            kv=None if gpu.kv == "auto" else gpu.kv,
             windows=WindowShape(architecture.window_layers, asked.num_windows, asked.window_pages)
             if asked.num_windows and architecture.window_layers else NO_WINDOWS,
             open_experts=asked.open_experts, computed_rows=asked.computed_rows,

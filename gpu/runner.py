@@ -125,6 +125,7 @@ class Runner:
         self._tell: Callable[[StepPlan | dict[int, np.ndarray] | Collected], None] = lambda message: None
         self._num_launched = 0
         served = replace(architecture, max_context_tokens=context)  # of which methods keep something
+        kv = settings.kv or dtype_name(dtype)
         self.weights = weights
         self.device = device
         self.limits = Limits(settings.num_pages, settings.page_tokens, context, max_running, architecture.vocab_size)
@@ -139,7 +140,7 @@ class Runner:
         self._sampler = Sampler(max_running, architecture.vocab_size, device)
         shape = None if tier is None else tier.shape
         site = Site(
-            served, shape, settings.sink_tokens, max_running, dtype, stored_dtype(settings.kv, dtype), device,
+            served, shape, settings.sink_tokens, max_running, dtype, stored_dtype(kv), device,
             settings.window_tokens,
             [(*own, self.pool.table_of(layer))
              for layer, own in enumerate(zip(self.pool.key_pages, self.pool.value_pages, strict=True))],
@@ -173,7 +174,7 @@ class Runner:
         self._offloader: Offloader | None = None
         self.host_read_times = HostReadTimes()
         offloaded_layers = () if tier is None else tuple(tier.shape.layers)
-        self.reads = StepReads(architecture, dtype.itemsize, weights.is_packed, settings.kv, len(offloaded_layers))
+        self.reads = StepReads(architecture, dtype.itemsize, weights.is_packed, kv, len(offloaded_layers))
         host_reader, link = None, None
         if tier is not None and row_transfer is not None:
             link = open_link(tier, settings.link_share, decoder.scale, dtype, device)

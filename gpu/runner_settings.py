@@ -31,7 +31,7 @@ class RunnerSettings:
         the whole context; a debug run, without graphs.
     library: where document chunks are, or None.
     windows: of layers that keep no more; of the others pages hold all of a context.
-    kv: how pages hold rows; what is no format of codes, in `dtype`.
+    kv: how pages hold rows; None: in `dtype`.
     open_experts: the CPU computes experts in host memory for decode steps of up to `computed_rows` rows; None: they are
         fetched.
     num_states: of recurrent layers (`gpu.kv.states`), 0: one a slot.
@@ -62,7 +62,7 @@ class RunnerSettings:
     library: ChunkLibrary | None = None
     disk: ContextStore | None = None
     windows: WindowShape = NO_WINDOWS
-    kv: KvFormat = "bfloat16"
+    kv: KvFormat | None = None
     open_experts: OpenExperts | None = None
     computed_rows: int = 0
     adapters: Sequence[AdapterFile] = ()

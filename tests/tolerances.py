@@ -442,3 +442,5 @@ INDEXED_FLIPS = 3e-4
 # --- a model that is split over devices ---
 # Logits in float32, of the largest: sums over columns in two parts, layer after layer. 2.2e-6 was seen.
 SPLIT_LOGITS = 2e-5
+# A partial of 45 rows of order one beside float64, with products and sums in float32.
+CPU_ATTENTION_FLOAT32 = 1e-5

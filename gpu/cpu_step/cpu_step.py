@@ -4,7 +4,6 @@ A row's logits are the same to the last bit in every batch up to MAX_ROWS and on
 are used in place.
 """
 
-from dataclasses import fields
 from typing import Any
 
 import numba
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.cpu_step.step_arrays import PART_TOKENS, logits_array, num_step_rows, part_arrays
+from gpu.cpu_step.step_arrays import PART_TOKENS, has_plain_layers, logits_array, num_step_rows, part_arrays
 from gpu.cpu_step.step_attention import COLUMN_BLOCK, Parts, Shape
 from gpu.cpu_step.step_kernel import OTHER_STAGES, STAGES_A_LAYER, Buffers, CompiledStep, Model, Rows
 from gpu.layers.decoder import Decoder
@@ -31,21 +30,11 @@ _ROW_KINDS = KINDS | {torch.int8: np.int8}  # of pages
 _PADDING = 16  # columns between rows: widths that are powers of two would all share a few sets of the cache
 
 
-# Fields of an architecture that the step computes whatever their values are: sizes, or what loading has applied to
-# weights and rotation tables. All others must have their defaults, and so must all fields of each layer.
-COMPUTED = frozenset({
-    "name", "family", "hidden", "intermediate", "num_layers", "num_heads", "num_kv_heads", "dim", "vocab_size",
-    "max_context_tokens", "rms_norm_eps", "tied_embeddings", "rope", "rotary_dim", "has_neighbour_pairs",
-    "bos_token_id", "eos_token_ids", "quantisation", "experts_apart", "draft_heads",
-})  # fmt: skip
-
-
 def serves(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the compiled step computes this model here: plain Llama layers, whole lines of weights, whole
     blocks of a head. Whether it multiplies matrices of few bits, `numba_packed_linear.multiplies` says of each.
     """
-    others = (field for field in fields(architecture) if field.name not in COMPUTED)
-    if any(getattr(architecture, field.name) != field.default for field in others):
+    if not has_plain_layers(architecture):
         return False
     if device.type != "cpu" or dtype not in KINDS or not HAS_VECTORS:
         return False

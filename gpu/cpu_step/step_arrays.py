@@ -1,10 +1,27 @@
-"""Arrays of the compiled decode step that grow with contexts and vocabulary. No torch."""
+"""Which models the compiled decode step computes, and its arrays that grow with contexts and vocabulary. No torch."""
+
+from dataclasses import fields
 
 from gpu.model.architecture import Architecture
 from transfer.arrays import ArraySpec
 
 MAX_ROWS = 32  # of a batch; with larger ones a library's products draw level (lab/LAB.md)
 PART_TOKENS = 1024  # of a context, in each part that a thread attends to
+HALF_ROW_STEP = 64  # elements: heads of a multiple of these have rows in bf16 that vectors of every size read
+
+# Fields of an architecture that the step computes whatever their values are: sizes, or what loading has applied to
+# weights and rotation tables. All others must have their defaults, and so must all fields of each layer.
+COMPUTED = frozenset({
+    "name", "family", "hidden", "intermediate", "num_layers", "num_heads", "num_kv_heads", "dim", "vocab_size",
+    "max_context_tokens", "rms_norm_eps", "tied_embeddings", "rope", "rotary_dim", "has_neighbour_pairs",
+    "bos_token_id", "eos_token_ids", "quantisation", "experts_apart", "draft_heads",
+})  # fmt: skip
+
+
+def has_plain_layers(architecture: Architecture) -> bool:
+    """Return whether a model is of plain Llama layers alone, which the compiled step computes."""
+    others = (field for field in fields(architecture) if field.name not in COMPUTED)
+    return all(getattr(architecture, field.name) == field.default for field in others)
 
 
 def num_step_rows(max_running: int) -> int:

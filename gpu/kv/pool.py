@@ -30,7 +30,7 @@ class PoolShape:
     """Sizes of a pool.
 
     dtype: that computes.
-    kv: how pages hold rows.
+    kv: how pages hold rows; None: in dtype.
     windows: that are kept by themselves.
     num_states: of recurrent layers, in state_dtype (0: one a slot).
     num_host_states: copies of them in host memory.
@@ -43,7 +43,7 @@ class PoolShape:
     max_context_tokens: int
     dtype: torch.dtype
     windows: WindowShape = NO_WINDOWS
-    kv: KvFormat = "bfloat16"
+    kv: KvFormat | None = None
     num_states: int = 0
     state_dtype: torch.dtype = torch.float32
     num_host_states: int = 0
@@ -51,8 +51,8 @@ class PoolShape:
 
 class KvPool:
     """The KV pages of one model and the page tables of its slots. arenas: of keys, of values. key_pages, value_pages: a
-    `[pages, kv_heads, page_tokens, dim]` for each layer, in `dtype` or, as `kv` says, of codes (`kv_rows`), views of
-    the arena by page id: `num_pages` resident ones and, in a dense layer, all ids behind them; of a layer whose window
+    `[pages, kv_heads, page_tokens, dim]` for each layer, in a dtype or of codes (`kv_rows`) as `kv` says, views of the
+    arena by page id: `num_pages` resident ones and, in a dense layer, all ids behind them; of a layer whose window
     is kept by itself, its rows in `windows`; of a recurrent one nothing: `states` has what it keeps.
 
     latent_rank: of latent attention, whose rows are keys and values at once: there is one arena then, and both lists
@@ -62,22 +62,21 @@ class KvPool:
     """
 
     def __init__(self, architecture: Architecture, shape: PoolShape, device: torch.device) -> None:
-        kv, dtype, num_pages, page_tokens = shape.kv, shape.dtype, shape.num_pages, shape.page_tokens
+        dtype, num_pages, page_tokens = shape.dtype, shape.num_pages, shape.page_tokens
         windows, max_slots = shape.windows, shape.max_slots
-        row = row_array(
-            kv if kv in CODE_FORMATS else dtype_name(dtype), architecture.dim, architecture.latent is not None
-        )
+        kv = shape.kv or dtype_name(dtype)
+        row = row_array(kv, architecture.dim, architecture.latent is not None)
         stored = dtype_of(row)
         page_shape = (architecture.num_kv_heads, page_tokens, *row.shape)
         own = architecture.window_heads
-        own_row = row_array(kv if kv in CODE_FORMATS else dtype_name(dtype), own.dim)
+        own_row = row_array(kv, own.dim)
         if architecture.has_own_window_heads and set(architecture.window_layers) - set(windows.layers):
             raise ValueError(
                 f"pages hold {architecture.num_kv_heads} KV heads of {architecture.dim}; layers with a window have "
                 f"{own.count} of {own.dim}, and wanted are windows that are kept by themselves"
             )
         self.dtype = dtype
-        self.has_codes = stored != dtype
+        self.has_codes = kv in CODE_FORMATS
         self.latent_rank = None if architecture.latent is None else architecture.latent.rank
         self.num_kv_heads, self.dim = architecture.num_kv_heads, architecture.dim
         recurrent, self._without_kv = architecture.recurrent_layers, architecture.layers_without_kv

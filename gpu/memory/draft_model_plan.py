@@ -12,6 +12,7 @@ from gpu.memory.machine_limits import resolve_device, resolve_dtype, resolve_kv
 from gpu.memory.refusals import check_latents
 from gpu.model.architecture import Architecture
 from gpu.model.matrix_formats import why_unpacked
+from gpu.page_layout import KvFormat
 from transfer.machine import MachineProfile
 
 _SHARED_RESERVES = ("processes", "CUDA runtime")
@@ -20,13 +21,14 @@ _SHARED_RESERVES = ("processes", "CUDA runtime")
 @dataclass(frozen=True, slots=True)
 class DraftModelPlan:
     """A model that drafts. context_tokens: of the longest context that it drafts for, all of them in `num_pages` pages.
-    chunk_tokens: most tokens of a unit of its prefill.
+    chunk_tokens: most tokens of a unit of its prefill. kv: how pages hold rows.
     """
 
     path: Path
     context_tokens: int
     num_pages: int
     chunk_tokens: int
+    kv: KvFormat
     items: tuple[MemoryItem, ...]
 
 
@@ -49,7 +51,7 @@ def plan_draft_model(
         )
     device = resolve_device(gpu, machine)
     dtype = resolve_dtype(gpu, device)
-    kv = resolve_kv(gpu, dtype, draft)
+    kv = resolve_kv(gpu, machine, dtype, draft)
     check_latents(draft, None, ())
     context = min(context_tokens, draft.max_context_tokens, cache_tokens)
     page = gpu.page_tokens
@@ -68,4 +70,4 @@ def plan_draft_model(
         ),
         demand.item("draft model's KV", num_pages * demand.page_bytes, f"{num_pages * page:,} tokens"),
     )
-    return DraftModelPlan(path, context, num_pages, chunk, items)
+    return DraftModelPlan(path, context, num_pages, chunk, kv, items)

@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 from gpu.config import GpuConfig
+from gpu.cpu_step.step_arrays import HALF_ROW_STEP, has_plain_layers
 from gpu.memory.demand import Place, PlanError
 from gpu.model.architecture import Architecture
 from gpu.page_layout import CODE_FORMATS, KvFormat
@@ -61,14 +62,24 @@ def resolve_dtype(gpu: GpuConfig, device: str) -> Literal["bfloat16", "float32"]
     return gpu.dtype
 
 
-def resolve_kv(gpu: GpuConfig, dtype: Literal["bfloat16", "float32"], shape: Architecture) -> KvFormat:
-    """Return how pages hold rows. Raises PlanError."""
+def resolve_kv(
+    gpu: GpuConfig, machine: MachineProfile, dtype: Literal["bfloat16", "float32"], shape: Architecture,
+    leaves_pages: bool = False,
+) -> KvFormat:  # fmt: skip
+    """Return how pages hold rows. leaves_pages: rows go to host memory or to documents, too. Raises PlanError."""
+    on_cpu = resolve_device(gpu, machine) == "cpu"
+    holds_halves = on_cpu and not leaves_pages and shape.latent is None
     if gpu.kv == "auto":
-        return dtype
-    if gpu.kv == "bfloat16" and dtype != "bfloat16":
+        is_read = machine.has_vectors and has_plain_layers(shape) and shape.dim % HALF_ROW_STEP == 0
+        return "bfloat16" if holds_halves and is_read else dtype
+    if gpu.kv == "bfloat16" and dtype == "float32" and not holds_halves:
+        of = "on a GPU" if not on_cpu else "of latents" if shape.latent is not None else "beside `host` or `documents`"
         raise PlanError(
-            f"gpu.kv: asked bfloat16, gpu.dtype is {dtype} here; wanted auto, fp8 or int8, or dtype: bfloat16"
+            f"gpu.kv: asked bfloat16, gpu.dtype is {dtype} here, whose rows {of} are in it; wanted auto, fp8 or int8, "
+            "or dtype: bfloat16"
         )
+    if gpu.kv == "float32" and dtype != "float32":
+        raise PlanError(f"gpu.kv: asked float32, gpu.dtype is {dtype} here; wanted auto, fp8 or int8")
     odd = [dim for dim in (shape.dim, shape.window_heads.dim) if dim % CODES_DIM_STEP]
     if gpu.kv in CODE_FORMATS and odd:
         raise PlanError(

@@ -194,10 +194,10 @@ def _find_demand(asked: MemoryRequest) -> tuple[Demand, Literal["bfloat16", "flo
     dtype = resolve_dtype(gpu, device)
     if architecture.quantisation is not None:
         own = architecture.quantisation
-        reason = why_not_here("integers" if own.integers else "humming" if own.humming else "own", device, dtype)
+        reason = why_not_here("integers" if own.wants_cpu else "humming" if own.humming else "own", device, dtype)
         if reason is not None:
             raise PlanError(reason)
-    kv = resolve_kv(gpu, dtype, architecture)
+    kv = resolve_kv(gpu, machine, dtype, architecture, asked.host is not None or asked.documents is not None)
     check_latents(architecture, asked.host, asked.states)
     check_states(architecture, gpu)
     tier = _find_tier(asked, kv, dtype)

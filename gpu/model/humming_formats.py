@@ -15,19 +15,20 @@ PACKAGE, VERSION = "humming-kernels", "0.1.19"
 
 def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture:
     """Return a shape whose matrices of few bits are multiplied as `asked`: by "own" kernels, by those which on a CPU
-    multiply "integers", or by "humming" where it can.
+    multiply "integers" ("auto": the same, where the device is a CPU), or by "humming" where it can.
 
-    Raises ModelError where it can multiply none of them.
+    Raises ModelError where it can multiply none of them, but for "auto".
     """
-    if asked == "own":
+    if asked == "own" or (asked == "auto" and architecture.quantisation is None):
         return architecture
     if architecture.quantisation is None:
         raise ModelError(
             f"{key}: asked {asked}, {architecture.name} is in 16 bits; wanted matrices of few bits: set model.weights "
             "to int4, int8 or fp8, or leave it out"
         )
-    if asked == "integers":
-        return replace(architecture, quantisation=replace(architecture.quantisation, integers=True))
+    if asked in ("auto", "integers"):
+        own = replace(architecture.quantisation, integers=True, wants_cpu=asked == "integers")
+        return replace(architecture, quantisation=own)
     shape = replace(architecture, quantisation=replace(architecture.quantisation, humming=True))
     if not any(humming_names(shape, layer) for layer in range(shape.num_layers)):
         raise ModelError(

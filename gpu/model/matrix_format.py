@@ -104,6 +104,7 @@ class Quantisation:
     note: what is printed about them; None: `layers`.
     humming: whether that library multiplies the matrices that it can.
     integers: whether a CPU rounds tokens to 16 bits and multiplies the matrices that it can in integers.
+    wants_cpu: whether that was asked by name, and another device is a mistake.
     """
 
     scheme: str
@@ -114,6 +115,7 @@ class Quantisation:
     note: str | None = None
     humming: bool = False
     integers: bool = False
+    wants_cpu: bool = False
 
     def leaves(self, names: tuple[str, ...]) -> bool:
         """Return whether a module, by any of its names, is plain."""

@@ -152,6 +152,7 @@ def load_draft_model(
         max_hidden_tokens=draft.chunk_tokens,
         num_pages=draft.num_pages,
     )
+    gpu = gpu.model_copy(update={"kv": draft.kv})
     with reporting_stage(on_progress, "draft_model"):
         runner = load_runner(ModelConfig(path=draft.path), gpu, settings, lambda stage, fraction: None)
     num_layers = runner.architecture.num_layers

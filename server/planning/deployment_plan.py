@@ -88,7 +88,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
         update={
             "device": memory.device,
             "dtype": memory.dtype,
-            "kv": "auto" if memory.kv == memory.dtype else memory.kv,
+            "kv": deployment.gpu.kv if memory.kv == memory.dtype else memory.kv,
             "memory_limit_gib": memory.limit_bytes[place] / GIB,
             "kv_cache_gib": memory.kv_bytes / GIB,
             "kv_windows": memory.num_windows if memory.window_pages else None,

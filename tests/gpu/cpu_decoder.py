@@ -22,7 +22,7 @@ PAGE_TOKENS = 16
 
 
 def cpu_decoder(
-    shape: Architecture, dtype: torch.dtype, num_pages: int, max_slots: int, max_pages: int, kv: KvFormat = "bfloat16"
+    shape: Architecture, dtype: torch.dtype, num_pages: int, max_slots: int, max_pages: int, kv: KvFormat | None = None
 ) -> Decoder:
     """Slots share no page; all pages are NaN. `num_pages` is at least `max_slots * max_pages`, or tables stay zero."""
     weights = random_weights(shape, 3, dtype, CPU, lambda fraction: None)

@@ -82,7 +82,7 @@ def encode(text: str) -> np.ndarray:
 def reference_runner(dtype: str = "float32", device: str = "cpu", max_running: int = 24, num_pages: int = 5000,
                      max_context_tokens: int = 9216, graph_batch_sizes: tuple[int, ...] = (),
                      max_hidden_tokens: int = 65_536,
-                     kv: Literal["auto", "fp8", "int8"] = "auto") -> Runner:  # fmt: skip
+                     kv: Literal["auto", "bfloat16", "fp8", "int8"] = "auto") -> Runner:  # fmt: skip
     """A runner of the reference model whose pages are NaN until written, and whose prompts' kernel is not chosen by
     times: bits follow from it.
     """

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.cpu_step.cpu_step import COMPUTED, CpuStep, reads_rows, serves
-from gpu.cpu_step.step_arrays import MAX_ROWS, PART_TOKENS
+from gpu.cpu_step.cpu_step import CpuStep, reads_rows, serves
+from gpu.cpu_step.step_arrays import COMPUTED, MAX_ROWS, PART_TOKENS
 from gpu.decode.loop import LayerLoop
 from gpu.decode.steps import DecodeSteps
 from gpu.decode.workspaces import StepWorkspaces
@@ -33,9 +33,9 @@ SHAPES = [
 LONG = PART_TOKENS + 300
 RAGGED = [0, 1, 15, 16, 17, 200, LONG, 31, 5, 0, 63, 64, 100, 2, 3, 47]
 MAX_PAGES = LONG // 16 + 1
-PLAIN = "bfloat16"  # rows in pages as the dtype that computes
 TOLERANCES = {
-    (torch.float32, PLAIN): COMPILED_LOGITS_FLOAT32, (torch.bfloat16, PLAIN): COMPILED_LOGITS_BFLOAT16,
+    (torch.float32, "float32"): COMPILED_LOGITS_FLOAT32, (torch.bfloat16, "bfloat16"): COMPILED_LOGITS_BFLOAT16,
+    (torch.float32, "bfloat16"): COMPILED_LOGITS_BFLOAT16,
     (torch.float32, "int8"): COMPILED_LOGITS_INT8, (torch.bfloat16, "int8"): COMPILED_LOGITS_INT8,
 }  # fmt: skip
 KINDS = tuple(TOLERANCES)
@@ -57,7 +57,7 @@ def make_batch(rows: int, vocab: int) -> Batch:
 
 
 def filled(
-    shape=TINY, dtype: torch.dtype = torch.float32, rows: int = len(RAGGED), kv: KvFormat = "bfloat16"
+    shape=TINY, dtype: torch.dtype = torch.float32, rows: int = len(RAGGED), kv: KvFormat | None = None
 ) -> tuple[Decoder, Batch]:
     pages = rows * MAX_PAGES + 1
     decoder = cpu_decoder(shape, dtype, num_pages=pages, max_slots=rows, max_pages=MAX_PAGES, kv=kv)

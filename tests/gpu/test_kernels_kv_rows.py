@@ -9,6 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu.operations.arguments import INTERPRETED
+from gpu.operations.decode_attention.decode_launch import PagedReads
+from gpu.operations.decode_attention.paged_decode_attention import (
+    paged_decode_attention,
+    paged_decode_attention_reference,
+    workspace_for,
+)
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import (
     make_codes,
@@ -25,7 +32,15 @@ from tests.gpu.packed_oracle import e4m3
 from tests.gpu.paged_rows import RawPages, draw_rows, read_raw
 from tests.gpu.poison import poison
 from tests.gpu.test_kernels_elementwise import Rope
-from tests.tolerances import KV_FP8_STEP, KV_INT8_STEP, KV_ROW_FP8, KV_ROW_INT8, KV_SCALE_FLOAT32, ROUNDING_BFLOAT16
+from tests.tolerances import (
+    CPU_ATTENTION_FLOAT32,
+    KV_FP8_STEP,
+    KV_INT8_STEP,
+    KV_ROW_FP8,
+    KV_ROW_INT8,
+    KV_SCALE_FLOAT32,
+    ROUNDING_BFLOAT16,
+)
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
 on_dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -216,3 +231,36 @@ def test_pages_of_another_width_or_kind_are_refused(stored):
     with pytest.raises(ValueError, match=r"read_rows: out is \(3, 60\).*wanted \(3, 64\)"):
         read_rows(rope.key_pages, torch.zeros(3, dtype=torch.int64), torch.zeros(3, 60))
     assert scales_of(rope.key_pages).shape == rope.key_pages.shape[:3]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels take rows in the dtype that computes, or in codes")
+def test_on_a_cpu_float32_rows_are_in_bf16_pages_as_the_nearest_numbers():
+    kv_heads, page_tokens, dim, num_pages, tokens = 2, 16, 64, 6, 48
+    rows = [torch.randn(kv_heads, tokens, dim, generator=torch.manual_seed(seed)) for seed in range(2)]
+    ids = torch.tensor([4, 0, 5])
+    pages = [torch.full((num_pages, kv_heads, page_tokens, dim), torch.nan, dtype=torch.bfloat16) for _ in rows]
+    for own, to in zip(rows, pages, strict=True):
+        write_rows(own[:, :32], ids[:2], None, to)
+        cells = torch.arange(32, tokens)
+        write_rows(own[:, 32:], ids[cells // page_tokens], cells % page_tokens, to)
+    nearest_rows = [own.bfloat16().float() for own in rows]
+    assert not torch.equal(nearest_rows[0], rows[0]), "power"
+    gathered = [torch.empty(kv_heads, 3, page_tokens, dim) for _ in rows]
+    gather_pages(*pages, ids, *gathered)
+    for got, wanted in zip(gathered, nearest_rows, strict=True):
+        assert torch.equal(got.flatten(1, 2), wanted)
+    places = (ids[1] * kv_heads + 1) * page_tokens + torch.arange(page_tokens)
+    read = torch.empty(page_tokens, dim)
+    read_rows(pages[0], places, read)
+    assert torch.equal(read, nearest_rows[0][1, 16:32])
+    query, lens = torch.randn(1, 4, dim), torch.tensor([tokens - 3], dtype=torch.int32)
+    table, slots = ids.int().view(1, 3), torch.zeros(1, dtype=torch.int32)
+    workspace = workspace_for(1, 4, kv_heads, dim, tokens, "cpu")
+    got = paged_decode_attention(PagedReads(query, *pages, table, slots, lens, 0.125), workspace).near
+    wide_pages = [one.double() for one in pages]
+    wanted = paged_decode_attention_reference(PagedReads(query.double(), *wide_pages, table, slots, lens, 0.125)).near
+    assert float((got.out - wanted.out).abs().max()) < CPU_ATTENTION_FLOAT32
+    exact = [own.double().unflatten(1, (3, page_tokens)).transpose(0, 1) for own in rows]
+    own_table = torch.arange(3, dtype=torch.int32).view(1, 3)
+    unrounded = paged_decode_attention_reference(PagedReads(query.double(), *exact, own_table, slots, lens, 0.125)).near
+    assert float((got.out - unrounded.out).abs().max()) > CPU_ATTENTION_FLOAT32, "power: rows that were not rounded"

@@ -132,10 +132,11 @@ def test_the_reference_model_finds_what_it_is_asked_for(kv: Kv) -> None:
     assert texts[0] == texts[1]
 
 
-def test_texts_of_the_compiled_step_over_int8_are_those_of_the_layers() -> None:
+@pytest.mark.parametrize("kv", ["int8", "bfloat16"])
+def test_texts_of_the_compiled_step_over_int8_and_over_bf16_are_those_of_the_layers(kv: Kv) -> None:
     prompts, texts = [needle_prompt(300, 2), document_prompt(70, 1)], []
     for is_compiled in (True, False):
-        runner = reference_runner(kv="int8", num_pages=60)
+        runner = reference_runner(kv=kv, num_pages=60)
         assert runner.decode_steps._compiled is not None
         if not is_compiled:
             runner.decode_steps._compiled = None

@@ -29,7 +29,7 @@ from gpu.methods.method import MethodState, ProfilePart
 from gpu.methods.predicted import Predicted
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.hyperplanes import draw_projections
-from gpu.model.architecture import NAMED_SHAPES, Architecture, named_shape, read_architecture
+from gpu.model.architecture import NAMED_SHAPES, Architecture, LayerSpec, named_shape, read_architecture
 from gpu.model.split import split_over
 from gpu.operations.decode_attention.split_rows import most_rows, num_rows
 from gpu.operations.recurrent.state_arrays import state_arrays
@@ -177,6 +177,23 @@ def test_codes_of_8_bits_leave_room_for_almost_twice_the_tokens(kv: str) -> None
     assert find_bytes(coded, "gathered KV") == find_bytes(plain, "gathered KV")
 
 
+def test_a_cpu_that_computes_in_float32_has_rows_in_bf16_where_the_compiled_step_reads_them() -> None:
+    def kv_of(shape: Architecture, **gpu: object) -> tuple[str, int]:
+        plan = make_plan(shape, "laptop", GpuConfig.model_validate({"device": "cpu"} | gpu))
+        return plan.kv, find_bytes(plan, "KV pages") // plan.num_pages // plan.page_tokens // shape.num_layers
+
+    elements = 2 * SHAPE_TINY.num_kv_heads * SHAPE_TINY.dim
+    assert kv_of(SHAPE_TINY) == ("bfloat16", 2 * elements)
+    assert kv_of(SHAPE_TINY, kv="float32") == ("float32", 4 * elements)
+    normed = replace(SHAPE_TINY, layer_pattern=(LayerSpec(qk_norm=True),))  # goes layer by layer
+    assert kv_of(normed) == ("float32", 4 * elements)
+    assert kv_of(normed, kv="bfloat16") == ("bfloat16", 2 * elements)
+    narrow = replace(SHAPE_TINY, dim=32, num_heads=2 * SHAPE_TINY.num_heads)
+    assert kv_of(narrow)[0] == "float32"
+    host = make_plan(SHAPE_TINY, "laptop", GpuConfig(device="cpu"), host=HostConfig())
+    assert host.kv == "float32"
+
+
 def test_windows_in_codes_take_as_much_less() -> None:
     shape, asked = named_shape("mistral-7b-v0.1"), [{"kv_windows": 3, "kv": kv} for kv in ("bfloat16", "int8")]
     plain, coded = (make_plan(shape, "a100-80g", GpuConfig.model_validate(one), 8000) for one in asked)
@@ -184,14 +201,16 @@ def test_windows_in_codes_take_as_much_less() -> None:
 
 
 def test_formats_that_cannot_be_are_told() -> None:
-    with pytest.raises(
-        PlanError, match=r"gpu\.kv: asked bfloat16, gpu\.dtype is float32 here; wanted auto, fp8 or int8"
-    ):
-        make_plan(SHAPE_TINY, "laptop", GpuConfig(device="cpu", kv="bfloat16"))
+    with pytest.raises(PlanError, match=r"gpu\.kv: asked bfloat16, gpu\.dtype is float32 here, whose rows on a GPU"):
+        make_plan(SHAPE_TINY, "rtx4090", GpuConfig(dtype="float32", kv="bfloat16"))
+    with pytest.raises(PlanError, match=r"gpu\.kv: asked bfloat16, .*, whose rows beside `host` or `documents` are in"):
+        make_plan(SHAPE_TINY, "laptop", GpuConfig(device="cpu", kv="bfloat16"), documents=DocumentsConfig())
+    with pytest.raises(PlanError, match=r"gpu\.kv: asked float32, gpu\.dtype is bfloat16 here; wanted auto, fp8 or"):
+        make_plan(SHAPE_TINY, "rtx4090", GpuConfig(kv="float32"))
     narrow = replace(SHAPE_TINY, name="odd", dim=72, num_heads=4)
     with pytest.raises(PlanError, match=r"gpu\.kv: fp8 rows are of a multiple of 16 elements, heads of odd have 72"):
         make_plan(narrow, "laptop", GpuConfig(device="cpu", kv="fp8"))
-    with pytest.raises(ValidationError, match=r"kv\n.*'auto', 'bfloat16', 'fp8' or 'int8'"):
+    with pytest.raises(ValidationError, match=r"kv\n.*'auto', 'bfloat16', 'float32', 'fp8' or 'int8'"):
         GpuConfig.model_validate({"kv": "int4"})
 
 

@@ -53,7 +53,7 @@ DEFAULT_DENSE = (0, NUM_LAYERS // 2)
 MAX_CONTEXT = 1024
 NUM_PAGES = 512
 BITS, NUM_TABLES = 6, 5
-Kv = Literal["auto", "fp8", "int8"]
+Kv = Literal["auto", "bfloat16", "fp8", "int8"]
 PROFILES = {
     Reading.WHOLE: "offloaded",
     Reading.BLOCKS: "offloaded",

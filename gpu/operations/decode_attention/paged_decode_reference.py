@@ -128,4 +128,4 @@ def _whole_pages(pages: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Return pages with a page's tokens of one KV head as one row: `[rows, page_tokens, dim]` of these."""
     by_head = pages.flatten(0, 1)
     own = by_head.index_select(0, rows)
-    return read_codes(codes_of(own), scales_of(own), dtype) if has_codes(pages) else own
+    return read_codes(codes_of(own), scales_of(own), dtype) if has_codes(pages) else own.to(dtype)

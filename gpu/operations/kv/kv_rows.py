@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.operations.arguments import INTERPRETED, check, check_contiguous, check_dtype, runs_on_triton
-from gpu.page_layout import SCALE_BYTES, KvFormat
+from gpu.page_layout import SCALE_BYTES, row_array
+from transfer.allocation import dtype_of
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
 LARGEST_CODE = {torch.int8: 127.0, torch.uint8: 448.0}
@@ -65,9 +66,9 @@ _FP8_TO_BF16 = tl.constexpr(
 )
 
 
-def stored_dtype(kv: KvFormat, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of pages in this format; dtype: that computes."""
-    return CODE_DTYPES.get(kv, dtype)
+def stored_dtype(kv: str) -> torch.dtype:
+    """Return the dtype of pages in this format, or of another dtype's name."""
+    return CODE_DTYPES.get(kv) or dtype_of(row_array(kv, 1))
 
 
 def width_of(stored: torch.dtype, dim: int) -> int:
@@ -94,9 +95,13 @@ def kind_of(pages: Tensor) -> int:
 
 def check_pages(op: str, name: str, pages: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
                 device: torch.device) -> None:  # fmt: skip
-    """Raise ValueError unless `pages` hold rows of `shape[-1]` elements as `shape` says, of this dtype or in codes."""
+    """Raise ValueError unless `pages` hold rows of `shape[-1]` elements as `shape` says, of this dtype, in codes or,
+    for plain torch, in bf16.
+    """
     if has_codes(pages):
         shape, dtype = (*shape[:-1], shape[-1] + SCALE_BYTES), pages.dtype
+    elif pages.dtype == torch.bfloat16 and not runs_on_triton(pages):
+        dtype = pages.dtype
     check(op, name, pages, shape, dtype, device)
 
 
@@ -222,7 +227,10 @@ def read_rows(pages: Tensor, rows: Tensor, out: Tensor) -> None:
     check(op, "out", out, (len(rows), dim), out.dtype, pages.device)
     check_contiguous(op, "pages", pages)
     if not has_codes(pages):
-        torch.index_select(pages.view(-1, dim), 0, rows, out=out)
+        if pages.dtype == out.dtype:
+            torch.index_select(pages.view(-1, dim), 0, rows, out=out)
+        else:
+            out.copy_(pages.view(-1, dim).index_select(0, rows))
         return
     page_tokens, by_head = pages.shape[2], pages.flatten(0, 1)
     if not runs_on_triton(out) or out.numel() == 0:
@@ -278,10 +286,11 @@ def write_rows(rows: Tensor, page_ids: Tensor, offsets: Tensor | None, pages: Te
     check_pages(op, "pages", pages, (len(pages), kv_heads, page_tokens, dim), rows.dtype, rows.device)
     check(op, "rows", rows, (kv_heads, tokens, dim), rows.dtype, pages.device)
     if not has_codes(pages):
+        own = rows.to(pages.dtype)
         if offsets is None:
-            pages.index_copy_(0, page_ids, rows.unflatten(1, (-1, page_tokens)).transpose(0, 1))
+            pages.index_copy_(0, page_ids, own.unflatten(1, (-1, page_tokens)).transpose(0, 1))
         else:
-            pages[page_ids, :, offsets] = rows.transpose(0, 1)
+            pages[page_ids, :, offsets] = own.transpose(0, 1)
         return
     if not runs_on_triton(rows) or rows.numel() == 0:
         for own, to in _parts(rows, pages):

@@ -65,7 +65,7 @@ def rope_kv_write_reference(
             codes, scales = make_codes(rows, written.dtype)
             codes_of(written)[pages, :, offsets], scales_of(written)[pages, :, offsets] = codes, scales
         else:
-            written[pages, :, offsets] = rows
+            written[pages, :, offsets] = rows.to(written.dtype)
     return query
 
 
