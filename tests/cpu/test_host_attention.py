@@ -27,13 +27,14 @@ from tests.cpu.rows_model import (
     table_of,
     to_bf16,
 )
+from tests.narrow_vectors import run_with_narrow_vectors, where_vectors_are_wide
 from tests.tolerances import (
     HOST_ATTENTION_FLOAT32,
     HOST_ATTENTION_INT8,
     HOST_THREADS,
     UNBIASED_SIGMAS,
 )
-from transfer.simd.features import LANES, missing_features
+from transfer.simd.features import missing_features
 
 BITS, TABLES = 4, 12
 THREADS = int(os.environ.get("NUMBA_NUM_THREADS", "2"))
@@ -363,16 +364,11 @@ NARROW = [
 ]
 
 
-@pytest.mark.skipif(LANES == 8, reason="this process has the narrow vectors already")
+@where_vectors_are_wide
 @pytest.mark.parametrize("names", NARROW, ids=["bf16", "other types"])
 def test_the_narrow_vectors_compute_the_same(names: str) -> None:
     assert not missing_features("avx2")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", names],
-        env=os.environ | {"TANDEM_SIMD": "avx2"}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "[100%]" in done.stdout
+    run_with_narrow_vectors(__file__, names)
 
 
 def test_an_unknown_vector_width_is_refused() -> None:

@@ -1,8 +1,5 @@
 """Experts of few bits computed on the CPU as they lie there: a float64 oracle of every format, and what is refused."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +14,11 @@ from tests.cpu.packed_experts import CPU, FORMATS, Format, draw_experts, draw_ro
 from tests.cpu.test_experts import TAKEN, answer, draw_layer, fill, off
 from tests.cpu.test_experts import oracle as plain_oracle
 from tests.gpu.packed_oracle import e2m1
+from tests.narrow_vectors import run_with_narrow_vectors, where_vectors_are_wide
 from tests.tolerances import HOST_EXPERTS_FLOAT32, HOST_EXPERTS_SHARE
 from transfer.expert_exchange import NOT_HERE, LayerExperts, PackedRows, new_expert_slot
 from transfer.matrix_rows import columns_of, num_gains
 from transfer.simd import packed_gains
-from transfer.simd.features import LANES
 from transfer.simd.packed_gains import fill_gains
 
 COUNT, PER_TOKEN, MOST_ROWS = 11, 4, 9
@@ -251,13 +248,8 @@ def test_a_matrix_is_as_many_columns_as_the_context_has_room_for() -> None:
 NARROW = ["make_of_them and Q4_0 or gpt_oss and MXFP4", pytest.param("make_of_them or threads", marks=pytest.mark.long)]
 
 
-@pytest.mark.skipif(LANES == 8, reason="this process has the narrow vectors already")
+@where_vectors_are_wide
 @pytest.mark.parametrize("names", NARROW, ids=["4 bits", "every format"])
 def test_the_narrow_vectors_compute_the_same(names: str) -> None:
     """Which convert 4 bits where wide ones look them up."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", names],
-        env=os.environ | {"TANDEM_SIMD": "avx2"}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "[100%]" in done.stdout
+    run_with_narrow_vectors(__file__, names)

@@ -333,7 +333,7 @@ def load(folder: Path, max_context_tokens: int = 4096, dtype: str = "float32", i
     """
     windows = [spec.window_tokens for spec in read_architecture(folder).layer_pattern if spec.window_tokens is not None]
     runner = load_runner(
-        ModelConfig(path=folder),
+        ModelConfig(path=folder, products="own"),  # multiplies floats, as its peers do
         GpuConfig(device="cpu", dtype=dtype, threads=None, page_tokens=PAGE_TOKENS, check_coverage=is_counted),
         LoadSettings(
             max_running=2,

@@ -1,9 +1,6 @@
 """Matrices of few bits in tiles on the CPU device: tokens are rounded to 16 bits and multiplied in integers."""
 
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -27,9 +24,9 @@ from gpu.weights.drawing import random_weights
 from gpu.weights.weights import Weights
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, reference_logits
 from tests.gpu.test_cpu_packed import TINY, batch_of, draw, spread
+from tests.narrow_vectors import run_with_narrow_vectors, where_vectors_are_wide
 from tests.tolerances import COMPILED_LOGITS_FLOAT32, INTEGERS_HALF_STEP, INTEGERS_LOGITS, INTEGERS_SUMS
 from transfer.simd import row_tiles
-from transfer.simd.features import LANES
 from transfer.simd.packed_rows import unit_columns
 
 # kind, group (0: a row), rows that share scales, has_zeros, has_order, run; beside them the kinds of GGUF's they are
@@ -116,16 +113,11 @@ def test_a_matrix_in_tiles_has_the_numbers_that_it_had_in_rows(name: str) -> Non
 NARROW = ["zeros or 8_bits", pytest.param("near or zeros or mixed or step", marks=pytest.mark.long)]
 
 
-@pytest.mark.skipif(LANES == 8, reason="this process has the narrow vectors already")
+@where_vectors_are_wide
 @pytest.mark.parametrize("names", NARROW, ids=["two kinds", "every kind"])
 def test_narrow_vectors_compute_the_same(names: str) -> None:
     """A tile is two of them, and no processor that has no more multiplies and adds at once."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", names],
-        env=os.environ | {"TANDEM_SIMD": "avx2"}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "[100%]" in done.stdout
+    run_with_narrow_vectors(__file__, names)
 
 
 def test_rows_of_zeros_are_zero_and_a_number_that_is_not_finite_stays_in_its_row() -> None:
