@@ -18,6 +18,7 @@ from gpu.cpu_step.cpu_step import CpuStep
 from gpu.kv.pool import KvPool, PoolShape
 from gpu.layers.decoder import Decoder
 from gpu.model.architecture import Architecture, read_architecture
+from gpu.page_layout import KvFormat
 from gpu.weights.checkpoint import load_weights
 from gpu.weights.weights import Weights
 from server.text.model_tokenizer import load_tokenizer
@@ -25,9 +26,7 @@ from server.text.model_tokenizer import load_tokenizer
 PAGE_TOKENS, STEP_TOKENS = 16, 32
 FIRST_TOKENS = 64  # of a text, that are not compared
 CONTEXTS, ROWS, REPEATS = (256, 6000), (1, 4), 30
-FORMATS = {"float32": (torch.float32, "float32"), "bfloat16": (torch.bfloat16, "bfloat16"),
-           "int8": (torch.float32, "int8")}  # fmt: skip
-"""By name: the dtype that a pool is told, and its format."""
+FORMATS: tuple[KvFormat, ...] = ("float32", "bfloat16", "int8")
 
 
 def main() -> None:
@@ -47,11 +46,10 @@ def main() -> None:
     print(json.dumps({"differences": differences, "best_ms": time_steps(architecture, weights)}, indent=1))
 
 
-def make_step(architecture: Architecture, weights: Weights, name: str, num_slots: int, context: int) -> CpuStep:
+def make_step(architecture: Architecture, weights: Weights, name: KvFormat, num_slots: int, context: int) -> CpuStep:
     """Return a step of up to STEP_TOKENS rows over empty pages in a format; that many slots have so many cells each."""
-    dtype, kv = FORMATS[name]
     pages = -(-context // PAGE_TOKENS)
-    shape = PoolShape(num_slots * pages, (), PAGE_TOKENS, STEP_TOKENS, pages * PAGE_TOKENS, dtype, kv=kv)
+    shape = PoolShape(num_slots * pages, (), PAGE_TOKENS, STEP_TOKENS, pages * PAGE_TOKENS, torch.float32, kv=name)
     pool = KvPool(architecture, shape, torch.device("cpu"))
     for arena in pool.arenas:
         arena.view(torch.uint8).zero_()
