@@ -1,8 +1,11 @@
-"""Compile the CPU's decode step into numba's cache: `python -m gpu.compile_step SETTINGS`, a `GpuConfig` in JSON.
+"""Compile the CPU's decode step into numba's cache: `python -m gpu.compile_step SETTINGS KINDS`, a `GpuConfig` and
+pairs of `compile_widening` in JSON.
 
-Loads a tiny model, whose step has the types of any other's, and runs it. Ends when its standard input does.
+Loads a tiny model, whose step has the types of any other's, and runs it; then compiles what embeddings and prompts of
+packed matrices take. Ends when its standard input does.
 """
 
+import json
 import os
 import sys
 import threading
@@ -11,10 +14,11 @@ _NICE = 5  # answers come first
 _TOKENS = 64
 
 
-def main(settings: str) -> None:
+def main(settings: str, kinds: str) -> None:
     threading.Thread(target=_end_with_input, daemon=True).start()  # before the imports, which take seconds
     os.nice(_NICE)
     compile_step(settings)
+    compile_kinds(json.loads(kinds))
     os._exit(0)  # the thread waits for input
 
 
@@ -35,6 +39,16 @@ def compile_step(settings: str) -> None:
     load_runner(ModelConfig(random_weights="tiny"), gpu, asked, lambda stage, fraction: None).shutdown()
 
 
+def compile_kinds(kinds: list[tuple[str, int]]) -> None:
+    """Compile what widens packed rows of these kinds to float32."""
+    import torch
+
+    from gpu.operations.linear.numba_packed_linear import compile_widening
+
+    for number, gains_per_unit in kinds:
+        compile_widening(number, gains_per_unit, torch.float32)
+
+
 def _end_with_input() -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
@@ -42,4 +56,4 @@ def _end_with_input() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -81,10 +81,10 @@ class CpuStep:
         buffers = self._buffers_for(threads)
         parts = self._parts_for(int(context_lens.max()))
         buffers.counters.fill(0)
-        arguments = (self._model, self._shape, rows, buffers, parts)
         if self._compiled is None:
-            self._compiled = CompiledStep(*arguments)
-        self._compiled.run(threads, *arguments)
+            self._model = self._model._replace(widen=_widening(self._decoder))
+            self._compiled = CompiledStep(self._model, self._shape, rows, buffers, parts)
+        self._compiled.run(threads, self._model, self._shape, rows, buffers, parts)
         return torch.from_numpy(buffers.logits[: len(slots)])
 
     def _buffers_for(self, threads: int) -> Buffers:
@@ -121,12 +121,18 @@ def _model(decoder: Decoder) -> Model:
         pages=np.array(pages, np.int64),
         norms=torch.stack([*norms, weights.final_norm]).float().numpy(),
         embedding=np.array(table_row(embedding), np.int64),
-        widen=widen_address(embedding, torch.float32) if isinstance(embedding, Packed) else 0,
+        widen=0,
         logits=np.array(table_row(weights.logits), np.int64),
         cos=decoder.cos.numpy(),
         sin=decoder.sin.numpy(),
         page_table=pool.page_table.numpy(),
     )
+
+
+def _widening(decoder: Decoder) -> int:
+    """Return what widens rows of the embedding: compiled for the first step, since nothing else needs it by then."""
+    embedding = decoder.weights.embedding
+    return widen_address(embedding, torch.float32) if isinstance(embedding, Packed) else 0
 
 
 def _scratch(decoder: Decoder) -> tuple[int, int]:

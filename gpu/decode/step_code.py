@@ -4,10 +4,12 @@ Numba's cache has the code then, and a next step takes it from there. A compiler
 alone.
 """
 
+import json
 import logging
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import numba
 import torch
@@ -31,16 +33,20 @@ def is_cached(dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
 class StepCode:
     """The code of a compiled step: there, under way, or not to be had."""
 
-    def __init__(self, dtypes: tuple[torch.dtype, torch.dtype], settings: str | None) -> None:
+    def __init__(
+        self, dtypes: tuple[torch.dtype, torch.dtype], settings: str | None, kinds: Sequence[tuple[str, int]] = ()
+    ) -> None:
         """Start a child, unless the code is there, or could be kept nowhere, or nobody wants one: then the first step
-        compiles it, if that is to be done. dtypes: of embedding and rows in pages; settings: of `gpu.compile_step`,
-        None: without a child.
+        compiles it, if that is to be done. dtypes: of embedding and rows in pages; settings, kinds: of
+        `gpu.compile_step`, settings None: without a child.
         """
         self._dtypes, self._began_s = dtypes, time.monotonic()
         self._child: subprocess.Popen[bytes] | None = None
         self._is_ready = settings is None or is_cached(dtypes) or not can_save(WORK)
         if not self._is_ready and settings is not None:
-            self._child = subprocess.Popen([*COMPILE, settings], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            self._child = subprocess.Popen(
+                [*COMPILE, settings, json.dumps(kinds)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+            )
             log.info("decode event=compiling effect='steps go layer by layer until that is done, once a machine'")
 
     def is_ready(self) -> bool:

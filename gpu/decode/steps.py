@@ -43,7 +43,7 @@ from gpu.decode.step_code import StepCode
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
 from gpu.host.footprint import MOST_LINKED_ROWS
-from gpu.operations.linear.numba_packed_linear import multiplies
+from gpu.operations.linear.numba_packed_linear import multiplies, widened_kinds
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.step import HostRead
 from gpu.upload import upload
@@ -153,7 +153,7 @@ class DecodeSteps:
         self._code, self._compiled = None, None
         if _has_compiled_step(loop):
             dtypes = loop.decoder.weights.embedding.dtype, loop.decoder.pool.key_pages[0].dtype
-            self._code = StepCode(dtypes, compile_settings)
+            self._code = StepCode(dtypes, compile_settings, widened_kinds(loop.decoder.weights.matrices))
             self._compiled = CpuStep(loop.decoder)  # compiles functions of matrices meanwhile
         self._answering = None if host_reader is None else Answering(host_reader.exchanges, self._observe)
         self._experts = experts

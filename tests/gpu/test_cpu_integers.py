@@ -26,6 +26,7 @@ from tests.gpu.cpu_decoder import CPU, cpu_decoder, reference_logits
 from tests.gpu.test_cpu_packed import TINY, batch_of, draw, spread
 from tests.narrow_vectors import run_with_narrow_vectors, where_vectors_are_wide
 from tests.tolerances import COMPILED_LOGITS_FLOAT32, INTEGERS_HALF_STEP, INTEGERS_LOGITS, INTEGERS_SUMS
+from transfer.model_constants import TILE
 from transfer.simd import row_tiles
 from transfer.simd.packed_rows import unit_columns
 
@@ -110,7 +111,23 @@ def test_a_matrix_in_tiles_has_the_numbers_that_it_had_in_rows(name: str) -> Non
     assert torch.equal(unpack_reference(part, torch.float32), unpack_reference(packed, torch.float32)[16:48])
 
 
-NARROW = ["zeros or 8_bits", pytest.param("near or zeros or mixed or step", marks=pytest.mark.long)]
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_1", "Q4_K"])
+def test_scales_that_are_all_alike_are_read_once(name: str) -> None:
+    drawn, _ = draw(IN_TILES[name], 64, 512, torch.float32)
+    x = torch.randn(3, 512)
+    for scales in (drawn.scales, torch.full_like(drawn.scales, 5 * 256 + 3)):
+        packed = replace(drawn, scales=scales)
+        tiled = lay_in_tiles(packed)
+        assert tiled.has_equal_pairs == (scales is not drawn.scales)
+        wanted = x.double() @ unpack_reference(packed, torch.float64).t()
+        assert bool(((packed_product(x, tiled).double() - wanted).abs() <= most_off(x, packed)).all())
+        assert torch.equal(widen_packed(tiled), widen_packed(packed))
+    tiled.scales.view(-1)[TILE:] = 0
+    assert bool(((packed_product(x, tiled).double() - wanted).abs() <= most_off(x, packed)).all()), "power: unread"
+    assert not lay_in_rows(tiled).has_equal_pairs
+
+
+NARROW = ["zeros or alike or 8_bits", pytest.param("near or zeros or mixed or step", marks=pytest.mark.long)]
 
 
 @where_vectors_are_wide

@@ -72,7 +72,7 @@ def test_no_child_where_code_can_be_kept_nowhere_or_none_is_asked_for(monkeypatc
 
 def test_the_child_ends_with_who_started_it(tmp_path):
     """Its input ends then, and nothing is in the cache that it is given."""
-    command = [*COMPILE, SETTINGS]
+    command = [*COMPILE, SETTINGS, "[]"]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, cwd=Path(__file__).parents[2])
     child.stdin.close()

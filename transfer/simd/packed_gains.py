@@ -22,10 +22,11 @@ ROWS, ROW_BYTES, SCALES, ZEROS, RUNS, SCALE_TYPE, MIDDLE, GROUPS, NUM_RUNS, GAIN
 MATRIX_COLUMNS = 11
 NO_OFFSET = -1  # as MIDDLE: FP4, whose numbers are looked up; 0: FP8
 BFLOAT16, FLOAT16, FLOAT32, EXPONENT = range(4)  # the last are bytes, of powers of two less 127; 0 counts as 0
+EQUAL_PAIRS = 4  # as SCALE_TYPE of runs in tiles: all pairs are the first one
 
 
 _scale_eight, _scale_one = scaled_pairs(8), scaled_pairs(1)
-scale_eight_runs, _scale_run = scaled_runs(8), scaled_runs(1)
+_scale_eight_runs, _scale_run = scaled_runs(8), scaled_runs(1)
 
 
 @inner
@@ -109,7 +110,7 @@ def _of_runs(m, line, lines, gains_at, offsets_at):
     if each == 1:
         run = 0
         while run + 8 <= runs:
-            scale_eight_runs(runs_at + 4 * run, pairs_at + 2 * run, gains_at + 4 * run, offsets_at + 4 * run)
+            _scale_eight_runs(runs_at + 4 * run, pairs_at + 2 * run, gains_at + 4 * run, offsets_at + 4 * run)
             run += 8
         while run < runs:
             _scale_run(runs_at + 4 * run, pairs_at + 2 * run, gains_at + 4 * run, offsets_at + 4 * run)

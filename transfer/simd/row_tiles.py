@@ -39,6 +39,7 @@ from transfer.simd.features import LANES, SIMD
 from transfer.simd.inner import inner
 from transfer.simd.memory import copy_bytes, load_int32, load_uint16, store_float32, store_int16, store_int32
 from transfer.simd.packed_gains import (
+    EQUAL_PAIRS,
     FLOAT32,
     GAINS,
     GROUPS,
@@ -52,9 +53,8 @@ from transfer.simd.packed_gains import (
     ZEROS,
     fetch_behind,
     fill_scales,
-    scale_eight_runs,
 )
-from transfer.simd.packed_rows import BITS, RUN, number_of, packed_kind, places_of, unit_columns
+from transfer.simd.packed_rows import BITS, RUN, number_of, packed_kind, places_of, scaled_runs, unit_columns
 from transfer.simd.values import FLOATS, greater, lane_max, lane_sum, load_lanes, multiply_add, spread
 from transfer.simd.vectors import LINE_BYTES, address_of
 
@@ -65,6 +65,7 @@ _LEAST = np.float32(2.0**-100)  # numbers of a unit that has none above this cou
 _SUMS_AT_ONCE = LANES  # integer vectors of sums that stay in registers
 _TO_INTEGER = np.float32(1.5 * 2**23)  # added, it leaves an integer in a float32's low bits
 _UNIT_WORDS = LINE_BYTES // 4  # words of a unit
+_scale_tile = scaled_runs(TILE)
 _HALVES, _WORDS = ir.VectorType(I16, 2 * LANES), ir.VectorType(I32, LANES)
 _MULTIPLY_PAIRS = {"avx512": "llvm.x86.avx512.pmaddw.d.512", "avx2": "llvm.x86.avx2.pmadd.wd"}[SIMD]
 
@@ -275,14 +276,16 @@ def round_token(x, inner, unit, group, out):
 @inner
 def fill_tile_gains(m, row, gains, offsets):
     """Write gains and offsets of the tile from a row on, float32 `[GAINS, TILE]`. m: the matrix's columns."""
-    count = TILE * m[GROUPS]
     if m[RUNS] != 0:
         each, runs, pairs = m[GROUPS] // m[NUM_RUNS], m[RUNS] + 4 * row * m[NUM_RUNS], m[SCALES] + 2 * row * m[GROUPS]
+        pair_bytes = 2 * TILE  # of a group
+        if m[SCALE_TYPE] == EQUAL_PAIRS:
+            pairs, pair_bytes = m[SCALES], 0
         fetch_behind(runs, 4 * TILE * m[NUM_RUNS])
-        fetch_behind(pairs, 2 * count)
-        for first in range(0, count, 8):
-            run = first // TILE // each * TILE + first % TILE
-            scale_eight_runs(runs + 4 * run, pairs + 2 * first, gains + 4 * first, offsets + 4 * first)
+        fetch_behind(pairs, pair_bytes * m[GROUPS])
+        for group in range(m[GROUPS]):
+            to, run = 4 * TILE * group, TILE * (group // each)
+            _scale_tile(runs + 4 * run, pairs + pair_bytes * group, gains + to, offsets + to)
     else:
         fill_scales(m, row, TILE, gains, offsets)
     times = m[GAINS] // m[GROUPS]

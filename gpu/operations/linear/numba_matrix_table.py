@@ -27,7 +27,7 @@ from transfer.expert_exchange import PackedRows
 from transfer.matrix_rows import Rows, columns_of, inner_of, kind_of, num_gains
 from transfer.model_constants import TILE
 from transfer.simd import emission, memory, packed_gains, packed_rows, region, row_tiles, values, vectors
-from transfer.simd.packed_gains import GAINS, MATRIX_COLUMNS
+from transfer.simd.packed_gains import EQUAL_PAIRS, GAINS, MATRIX_COLUMNS, SCALE_TYPE
 from transfer.simd.packed_rows import packed_kind, unit_columns
 from transfer.simd.region import version
 from transfer.simd.row_tiles import GROUP_COLUMNS, token_floats
@@ -55,6 +55,8 @@ def table_row(stored: Stored) -> list[int]:
     if isinstance(stored, Packed) and stored.in_tiles:
         row[TOGETHER], row[GAINS] = TILE, _num_gains(stored)
         row[UNIT], row[GROUP] = unit_columns(stored.kind), tile_group(stored)
+        if stored.has_equal_pairs:
+            row[SCALE_TYPE] = EQUAL_PAIRS
     row[MULTIPLY] = multiply_address(kind_of_rows(stored), row[UNIT] != 0)
     if isinstance(stored, Packed) and stored.order is not None:
         row[ORDER] = stored.order.data_ptr()

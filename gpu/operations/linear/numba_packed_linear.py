@@ -4,6 +4,7 @@ One parallel region a call, of torch's threads. A product is that of the compile
 number is rounded once. Bytes moved: words and scales once; a widened matrix is written, too.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -33,7 +34,7 @@ from transfer.simd.features import HAS_VECTORS
 from transfer.simd.inner import inner
 from transfer.simd.packed_gains import GAINS, MATRIX_COLUMNS, ROW_BYTES, fill_gains
 from transfer.simd.packed_gains import ROWS as FIRST_ROW
-from transfer.simd.packed_rows import widen_row
+from transfer.simd.packed_rows import packed_kind, widen_row
 from transfer.simd.region import call_rows, pointer_to, start, version
 from transfer.simd.row_tiles import copy_row
 from transfer.simd.team import COUNTER_INT64, Team, claim, end_stage, new_counters
@@ -82,6 +83,17 @@ def widen_address(packed: Packed, dtype: torch.dtype) -> int:
     many `tokens` rows from one on, to `out`, rows `out_stride` bytes apart.
     """
     return int(_compile_rows(Kind(kind_of_rows(packed)), Kind(KINDS[dtype](0)), version(*SOURCES)).address)
+
+
+def widened_kinds(matrices: Iterable[object]) -> list[tuple[str, int]]:
+    """Return the kinds of packed rows among matrices, as `compile_widening` takes them."""
+    return sorted({(one.kind, len(kind_of_rows(one))) for one in matrices if isinstance(one, Packed)})
+
+
+def compile_widening(number: str, gains_per_unit: int, dtype: torch.dtype) -> None:
+    """Compile what widens rows of a kind (`packed_kind`) to `dtype`, into numba's cache."""
+    _compile_widening(version(*SOURCES, team))
+    _compile_rows(Kind(packed_kind(number, gains_per_unit)), Kind(KINDS[dtype](0)), version(*SOURCES))
 
 
 def _run(work: Any, packed: Packed, given: dict[int, int]) -> None:

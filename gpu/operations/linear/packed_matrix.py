@@ -28,6 +28,7 @@ class Packed:
     a token that each of ours is multiplied by, None: the same one. runs: int32 `[rows, inner / run]`, the bits of d
     below those of least; scales are then int16, a scale below an offset, and there are no zeros. in_tiles: the tensors
     of each TILE rows have first what is first in every row, then what is second (`transfer.simd.row_tiles`).
+    has_equal_pairs: of tiles with runs, whether all scales are alike, as where a run is a group: those of one are read.
     """
 
     kind: Kind
@@ -41,6 +42,7 @@ class Packed:
     order: Tensor | None = None
     runs: Tensor | None = None
     in_tiles: bool = False
+    has_equal_pairs: bool = False
 
     @property
     def bits(self) -> int:
@@ -132,7 +134,8 @@ def _laid_out(packed: Packed, in_tiles: bool) -> Packed:
 
     parts = {name: getattr(packed, name) for name in ("words", "scales", "zeros", "runs")}
     made = {name: moved(part) for name, part in parts.items() if part is not None}
-    return replace(packed, **made, in_tiles=in_tiles)
+    has_equal_pairs = in_tiles and packed.runs is not None and bool((packed.scales == packed.scales[0, 0]).all())
+    return replace(packed, **made, in_tiles=in_tiles, has_equal_pairs=has_equal_pairs)
 
 
 def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:
