@@ -206,7 +206,7 @@ def load_serving_engine(model: Path, device: str, longest_tokens: int, deploymen
 def _told(config: EngineConfig) -> dict[str, str]:
     """Return whatever of the model and of its rows changes answers, where it is said."""
     said = {"weights": config.model.weights, "kv": config.gpu.kv, "rope": config.model.rope}
-    plain = {"weights": (None, "bfloat16"), "kv": ("auto",), "rope": (None,)}
+    plain = {"weights": (None, "bfloat16"), "kv": ("auto", "float32"), "rope": (None,)}
     return {name: str(value) for name, value in said.items() if value not in plain[name]}
 
 
@@ -229,7 +229,7 @@ def make_deployment(model: Path, device: str, longest_tokens: int, host: HostCon
     else:
         prompts, scheduler = CPU_PROMPTS, SchedulerConfig(max_running=CPU_PROMPTS)
         gib = prompts * longest_tokens * shape.kv_bytes_per_token(FLOAT32_BYTES) / GIB
-        gpu = GpuConfig(kv_cache_gib=max(0.25, gib))
+        gpu = GpuConfig(kv_cache_gib=max(0.25, gib), kv="float32")  # what differs is a method's
     if host is not None:
         limit = prompts * context_bytes(host, shape, longest_tokens) / GIB
         host = host.model_copy(update={"memory_limit_gib": limit})
