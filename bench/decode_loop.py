@@ -16,6 +16,7 @@ from gpu.in_flight import InFlight
 from gpu.kv.windows import NO_WINDOWS, WindowShape
 from gpu.model.adapter_file import AdapterFile
 from gpu.model.architecture import Architecture
+from gpu.page_layout import KvFormat
 from gpu.runner import Runner
 from gpu.runner_settings import RunnerSettings
 from gpu.sampling_params import SamplingParams
@@ -49,11 +50,11 @@ def served_graph_sizes(batches: Iterable[int]) -> tuple[int, ...]:
 
 def build_runner(
     architecture: Architecture, weights: Weights, max_batch: int, context: int, dtype: torch.dtype,
-    device: torch.device, adapters: Sequence[AdapterFile] = (),
+    device: torch.device, adapters: Sequence[AdapterFile] = (), kv: KvFormat | None = None,
 ) -> Runner:  # fmt: skip
-    """Return a Runner with pages for `max_batch` sequences of `context` tokens, and, where layers have a window, as
-    many windows; on CUDA it is warm and not yet captured. Prompts that are timed want an engine: this one has chosen
-    its prefill kernels for short chunks.
+    """Return a Runner with pages for `max_batch` sequences of `context` tokens, which hold rows as `kv` says (None: in
+    dtype), and, where layers have a window, as many windows; on CUDA it is warm and not yet captured. Prompts that are
+    timed want an engine: this one has chosen its prefill kernels for short chunks.
     """
     windows = [spec.window_tokens for spec in architecture.layer_pattern if spec.window_tokens is not None]
     runner = Runner(
@@ -73,6 +74,7 @@ def build_runner(
             if windows
             else NO_WINDOWS,
             adapters=adapters,
+            kv=kv,
         ),
     )
     runner.rehearsal.warm_up(min(context, 128), lambda fraction: None)

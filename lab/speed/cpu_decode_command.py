@@ -1,7 +1,7 @@
 """Run `python -m lab cpu-decode`: decode steps on this CPU by part, beside their floor and llama.cpp's."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -11,13 +11,15 @@ def cpu_decode(
     threads: Annotated[int, typer.Option(min=1, help="of ours and of llama.cpp's")] = 2,
     batches: Annotated[str, typer.Option(help="rows of a step, with commas")] = "1,4,8",
     prompt: Annotated[int, typer.Option(min=1, help="tokens of a context, before the first step")] = 32,
-    products: Annotated[str, typer.Option(help="as model.products: own or integers")] = "own",
+    products: Annotated[str, typer.Option(help="as model.products: own or integers")] = "integers",
+    kv: Annotated[str, typer.Option(help="as gpu.kv: bfloat16, float32 or int8")] = "bfloat16",
     llama: Annotated[
         Path | None, typer.Option(help="llama.cpp's llama-batched-bench, of `llama-cpp.sh cpu build`")
     ] = None,
 ) -> None:
     """Time decode steps on the CPU by part, beside their floor and llama.cpp's of as many streams in the same run."""
+    from gpu.page_layout import KvFormat
     from lab.speed.cpu_decode import time_decode
 
     sizes = [int(size) for size in batches.split(",")]
-    time_decode(model, threads, sizes, prompt, products, llama)
+    time_decode(model, threads, sizes, prompt, products, cast(KvFormat, kv), llama)
