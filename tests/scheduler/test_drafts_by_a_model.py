@@ -37,7 +37,7 @@ SAME, SMALLER = Path(shallow_model(4).name), Path(shallow_model(3).name)
 def config_of(draft: DraftConfig, **scheduler: int) -> EngineConfig:
     return EngineConfig(
         model=shallow_config(),
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv="float32", kv_cache_gib=0.05, threads=1),
         profiles={"drafting": Composition(draft=draft)},
         scheduler=SchedulerConfig(
             max_running=16,

@@ -23,7 +23,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """It counts in every layer of every step who reads what, or goes without a loop where it can."""
     config = EngineConfig(
         model=shallow_config(),
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param),
+        gpu=GpuConfig(
+            device="cpu", dtype="float32", kv="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param
+        ),
         profiles={"drafting": Composition(draft=DraftConfig(least_match=2))},
         scheduler=SchedulerConfig(max_running=24, max_context_tokens=2600, prefix_cache=False),
     )
@@ -73,7 +75,7 @@ def test_texts_of_other_layers_are_the_same_with_drafts(shape: str, spoilt: floa
     """Latent rows, windows, experts with attention sinks, and states that take in no more than what is drawn."""
     config = EngineConfig(
         model=ModelConfig(random_weights=shape),
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv="float32", kv_cache_gib=0.05, threads=1),
         profiles={"drafting": Composition(draft=DraftConfig())},
         scheduler=SchedulerConfig(max_running=16, max_context_tokens=512, prefix_cache=False),
     )
@@ -111,7 +113,7 @@ def test_what_a_first_draft_would_have_others_wait_for_is_compiled_at_the_start(
     monkeypatch.setattr(NGrams, "propose", lambda self, _: proposed.append(self))
     config = EngineConfig(
         model=ModelConfig(random_weights="tiny"),
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv="float32", kv_cache_gib=0.05, threads=1),
         profiles={"drafting": Composition(draft=DraftConfig())} if drafts else {},
     )
     load(config).shutdown()

@@ -30,7 +30,7 @@ def engine() -> Iterator[Engine]:
     """N-grams on the device and over host memory, an index that reads all, and a smaller model draft."""
     config = EngineConfig(
         model=shallow_config(),
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv="float32", kv_cache_gib=0.05, threads=1),
         host=small_host(),
         profiles={
             "ngrams": Composition(draft=DraftConfig(least_match=2)),

@@ -15,7 +15,7 @@ from transfer.machine import load_machine
 LAPTOP = Path(__file__).parents[2] / "deploy" / "machines" / "laptop.json"
 DEPLOYMENT = Deployment.model_validate({
     "model": {"random_weights": "tiny"},
-    "gpu": {"dtype": "float32", "kv_cache_gib": 0.02, "graph_batch_sizes": [1]},
+    "gpu": {"dtype": "float32", "kv": "float32", "kv_cache_gib": 0.02, "graph_batch_sizes": [1]},
     "scheduler": {"max_running": 6, "max_context_tokens": 256, "prefix_cache": False, "prefill": {"chunk_tokens": 64}},
 })  # fmt: skip
 

@@ -36,7 +36,9 @@ MOST = 40
 
 
 def config_of(devices: int, **more: Any) -> EngineConfig:
-    gpu = GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05 / devices, threads=1, devices=devices)
+    gpu = GpuConfig(
+        device="cpu", dtype="float32", kv="float32", kv_cache_gib=0.05 / devices, threads=1, devices=devices
+    )
     return EngineConfig(
         model=shallow_config(),
         gpu=gpu,
