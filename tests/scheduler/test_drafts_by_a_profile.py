@@ -35,9 +35,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     index = {"method": "indexed", "min_context_tokens": 0, "rings": 4, "index_tokens": 16_384}
     config = EngineConfig(
         model=shallow_config(),
-        gpu=GpuConfig(
-            device="cpu", dtype="float32", kv="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param
-        ),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param),
         host=HostConfig(memory_limit_gib=0.05, threads=1, resident_tokens=128, residency="fixed"),
         profiles={
             "all": Composition(host=index | {"budget_share": 1.0, "budget_tokens": 8192}),

@@ -39,9 +39,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """It counts in every layer of every step who reads what, or goes without a loop where it can."""
     config = EngineConfig(
         model=shallow_config(),
-        gpu=GpuConfig(
-            device="cpu", dtype="float32", kv="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param
-        ),
+        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.05, threads=1, check_coverage=request.param),
         host=small_host(),
         scheduler=SchedulerConfig(max_running=24, max_context_tokens=2600, prefix_cache=False),
     )
