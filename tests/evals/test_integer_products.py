@@ -1,4 +1,4 @@
-"""A real chat model whose activations are rounded to 16 bits beside the same one with activations as they are.
+"""A real chat model as a CPU serves it by default, in integers and over rows in bf16, beside floats and float32 rows.
 
 Needs TANDEM_REAL_MODEL, a Llama's GGUF file, and takes a minute.
 """
@@ -18,6 +18,7 @@ from gpu.kv.pool import KvPool, PoolShape
 from gpu.layers.decoder import Decoder
 from gpu.model.architecture import read_architecture
 from gpu.model.humming_formats import multiplied
+from gpu.page_layout import KvFormat
 from gpu.weights.checkpoint import load_weights
 from tests.evals.test_real_model import ANSWER_TOKENS, QUESTIONS, TEXT, encode_turn
 from tests.tolerances import INTEGERS_KL, INTEGERS_PARTING, INTEGERS_PERPLEXITY
@@ -27,12 +28,12 @@ CPU, ROWS, ROW_TOKENS, PAGE_TOKENS = torch.device("cpu"), 8, 128, 16
 
 
 @contextmanager
-def step_of(file: Path, products: str) -> Iterator[CpuStep]:
+def step_of(file: Path, products: str, kv: KvFormat) -> Iterator[CpuStep]:
     """The compiled step over pages of its own, a slot a row."""
     shape = multiplied(read_architecture(file), products, "products")
     weights = load_weights(file, shape, torch.float32, CPU, lambda fraction: None)
     pages = 256 // PAGE_TOKENS
-    pool = KvPool(shape, PoolShape(ROWS * pages, (), PAGE_TOKENS, ROWS, 256, torch.float32), CPU)
+    pool = KvPool(shape, PoolShape(ROWS * pages, (), PAGE_TOKENS, ROWS, 256, torch.float32, kv=kv), CPU)
     pool.page_table.copy_(torch.arange(ROWS * pages).view(ROWS, pages))
     yield CpuStep(Decoder(shape, weights, pool, 256))
 
@@ -60,7 +61,8 @@ def greedy(step: CpuStep, prompt: list[int]) -> tuple[list[int], list[float]]:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(MODEL is None, reason="needs TANDEM_REAL_MODEL: a Llama's GGUF file")
-def test_probabilities_and_greedy_texts_are_those_of_products_of_floats() -> None:
+@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+def test_probabilities_and_greedy_texts_are_those_of_products_of_floats(kv: KvFormat) -> None:
     assert MODEL is not None
     tokenizer = load_tokenizer(Path(MODEL))
     tokens = tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)[: ROWS * ROW_TOKENS]
@@ -68,7 +70,7 @@ def test_probabilities_and_greedy_texts_are_those_of_products_of_floats() -> Non
     prompts = [encode_turn(tokenizer, question) for question in QUESTIONS]
     said, texts, gaps = {}, {}, {}
     for products in ("own", "integers"):
-        with step_of(Path(MODEL), products) as step:
+        with step_of(Path(MODEL), products, "float32" if products == "own" else kv) as step:
             said[products] = logprobs_of(step, rows)
             answers = [greedy(step, prompt) for prompt in prompts]
             texts[products], gaps[products] = [text for text, _ in answers], [gap for _, gap in answers]
