@@ -183,9 +183,18 @@ def _write_pieces(folder: Path, proto: bytes, processor: SentencePieceProcessor)
 
 def test_cuts_are_those_that_others_know_by_the_same_names() -> None:
     shared = [name for name in (*CUTS, *ALIASES) if name in GGUF_PRE_TOKENIZER_SPLITS]
-    assert {"llama-bpe", "qwen2", "tekken", "gpt-4o", "smaug-bpe"} <= set(shared)
+    assert {"llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "smaug-bpe"} <= set(shared)
     for name in shared:
         assert CUTS[ALIASES.get(name, name)] == (GGUF_PRE_TOKENIZER_SPLITS[name],), name
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen35"])
+def test_accents_of_their_own_are_joined_to_letters_where_the_tokenizers_of_that_name_do(
+    name: str, tmp_path: Path
+) -> None:
+    tokens = ["<|a|>", "b", "<|end|>", "bc", "c", "Ã", "©", *(f"{i}x" for i in range(313))]
+    tokenizer = Tokenizer(small(tmp_path, tokenizer__ggml__pre=name, tokenizer__ggml__tokens=tokens), None)
+    assert tokenizer.encode("e\u0301", False) == tokenizer.encode("é", False) == [5, 6]
 
 
 @pytest.mark.parametrize(("name", "words"), [

@@ -12,6 +12,8 @@ _CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_SHORT}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_SHORT}|{_WORDS}|\p{{N}}|{_REST}"
+_WITH_MARKS = _REST.replace(r"\p{L}", r"\p{L}\p{M}")
+_QWEN35 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|{_WITH_MARKS}"
 _BY_NEWLINE = r"[\r\n]"
 _EAST_ASIAN = "[一-龥ࠀ-一가-퟿]+"
 # Letters that have a case. The tokenizer of DeepSeek's first models lists those of Unicode 11, without Georgian's.
@@ -44,6 +46,7 @@ CUTS = {
     "gpt-2": (_GPT2,),
     "llama-bpe": (_LLAMA3,),
     "qwen2": (_QWEN2,),
+    "qwen35": (_QWEN35,),
     "tekken": (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_REST}",),
     "gpt-4o": (rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_CASED_REST}",),
     "smollm": (r"\p{N}", _GPT2),

@@ -159,7 +159,7 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[Kind], settings: 
             "model.tokenizer to a folder that has a tokenizer.json"
         )
     vocabulary = Vocabulary(_merging(file, tokens, ignore_merges=named in WHOLE_FIRST))
-    if cuts == CUTS["qwen2"]:
+    if cuts in (CUTS["qwen2"], CUTS["qwen35"]):
         vocabulary.normalizer = normalizers.NFC()
     parts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
