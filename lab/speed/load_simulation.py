@@ -18,8 +18,9 @@ from lab.speed.token_turns import TokenLoad, Turn, draw_tokens
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import SchedulerConfig
 from scheduler.messages import EngineRequest, pack_tokens
+from scheduler.prefill.prefill_queue import QUIET_STEP_SECONDS
 from scheduler.sequences.capacity import Capacity
-from scheduler.steps.scheduler import Scheduler
+from scheduler.steps.scheduler import Device, Scheduler
 
 _PAGE = 16
 
@@ -195,7 +196,8 @@ def simulate(config: SchedulerConfig, architecture: Architecture, load: TokenLoa
     num_pages = load.requests * (most_tokens + 2 * _PAGE) // _PAGE
     capacity = Capacity(num_pages, _PAGE, most_tokens, hidden_tokens, None, {}, 0, 0)
     profile = Profile("exact", kv_key="exact", parts=())
-    scheduler = Scheduler(config, architecture, capacity, b"load", {"exact": profile})
+    device = Device(quiet_step_seconds=QUIET_STEP_SECONDS)
+    scheduler = Scheduler(config, architecture, capacity, b"load", {"exact": profile}, device)
     for num_tokens in (64, config.prefill.chunk_tokens - 1):  # as it is rehearsed while a model is loaded
         unit = PrefillUnit(0, 0, 0, num_tokens)
         scheduler.learn_units([unit], [num_tokens], runner.unit_seconds(num_tokens))

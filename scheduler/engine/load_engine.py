@@ -30,7 +30,7 @@ from scheduler.engine.rank_processes import OnEnd, RankProcesses, await_cause, e
 from scheduler.engine_config import EngineConfig, EngineStart, SchedulerConfig
 from scheduler.messages import Ready
 from scheduler.prefill.document_chunks import Documents
-from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS
+from scheduler.prefill.prefill_queue import LEAST_UNIT_TOKENS, QUIET_STEP_SECONDS
 from scheduler.residence.disk_contexts import DiskSide
 from scheduler.sequences.capacity import plan_capacity
 from scheduler.steps.scheduler import Device, Scheduler, Sources
@@ -104,7 +104,14 @@ def _make_engine(
         capacity,
         model_key(digest, config.model, gpu, rope_key(architecture, plan.max_context_tokens)),
         profiles,
-        Device(lanes, runner.most_rows, runner.reads, runner.page_memory, runner.window_memory),
+        Device(
+            lanes,
+            runner.most_rows,
+            runner.reads,
+            runner.page_memory,
+            runner.window_memory,
+            QUIET_STEP_SECONDS if plan.device == "cuda" else 0.0,
+        ),
         Sources(
             None if library is None else make_documents(library, config, architecture, plan, runner),
             Constraints(architecture.vocab_size, partial(read_tokens, config.model, architecture.vocab_size)),

@@ -11,13 +11,14 @@ unit.
 
 from collections.abc import Callable
 
-from gpu.step import PartId, Unit
+from gpu.step import PartId, PrefillUnit, Unit
 from scheduler.engine_config import PrefillConfig
 from scheduler.prefill.cost_model import CostModel
 from scheduler.prefill.job_in_progress import JobInProgress
 from scheduler.sequences.sequence import Sequence
 
 LEAST_UNIT_TOKENS = 64
+QUIET_STEP_SECONDS = 8e-3  # of units in one step on a GPU while no stream runs: an arrival waits for two such steps
 MOST_SCORED_TOKENS = 512  # of a unit: the logits of one may take what several layers of it do
 
 
@@ -40,13 +41,15 @@ class PrefillQueue:
     def num_hidden_tokens(self) -> int:
         return sum(entry.job.num_tokens for entry in self.jobs)
 
-    def next_units(self, seconds: float | None) -> tuple[list[Unit], list[JobInProgress]]:
+    def next_units(self, seconds: float | None, least_seconds: float = 0.0) -> tuple[list[Unit], list[JobInProgress]]:
         """Return units for one step, and the jobs that they complete (taken off the queue).
 
         `seconds` bounds their time if given (at least one small unit comes all the same). Without a bound a step takes
         one whole chunk, or as many whole layers of shorter jobs as are no more: an arrival never waits for more. Where
         a job is alone, the rest of a layer comes with a whole chunk of the next one. So an arrival may wait for two,
         but all layers are cut at the same places: what was planned, chosen or allocated for a unit serves all of them.
+        `least_seconds`: without a bound more such chunks come while they are estimated to end within so long, up to the
+        end of a job: to plan a step takes what a short unit takes.
         """
         finished = [entry for entry in self.jobs if not entry.remaining()]
         if finished:  # what was left of them was cut out
@@ -54,8 +57,20 @@ class PrefillQueue:
                 self.drop(entry)
             return [entry.take_unit(0) for entry in finished], finished
         units: list[Unit] = []
-        left_tokens = self._config.chunk_tokens
-        kind: PartId | None = None  # of the step's units: their method, or None for logits
+        spent = cost = self._take_chunk(seconds, units, finished)
+        while seconds is None and units and not finished and spent + cost <= least_seconds:
+            cost = self._take_chunk(seconds, units, finished)
+            spent += cost
+            if not cost:
+                break  # what comes next is of another kind, or not there yet
+        return units, finished
+
+    def _take_chunk(self, seconds: float | None, units: list[Unit], finished: list[JobInProgress]) -> float:
+        """Append a chunk's units to those of a step, of the same kind, and the jobs that they complete; return what
+        they take, as estimated.
+        """
+        spent, left_tokens = 0.0, self._config.chunk_tokens
+        kind = units[0].method if units and isinstance(units[0], PrefillUnit) else None  # or None for logits
         while left_tokens > 0 and (eligible := self._eligible_jobs(seconds, bool(units))):
             entry = min(eligible, key=_turn)
             if not units:
@@ -80,13 +95,14 @@ class PrefillQueue:
                 seconds -= cost
             units.append(entry.take_unit(length))
             self._charge(entry, cost)
+            spent += cost
             if entry.remaining() == 0:
                 self.drop(entry)
                 finished.append(entry)
             left_tokens -= length
             if length < whole:
                 break
-        return units, finished
+        return spent
 
     def cut(self, sequence: Sequence) -> None:
         """Take a sequence's prompt out of its job; one of no other prompt is dropped."""

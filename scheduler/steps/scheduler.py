@@ -65,6 +65,7 @@ class Device:
 
     lanes: those it has. most_rows: of a step with known tokens; None: `max_running`. reads: of decode steps; None: of
     plain weights and rows of two bytes. page_memory, window_memory: how pages and windows are allocated; None: all are.
+    quiet_step_seconds: of prefill units that a step has while no stream runs, at least.
     """
 
     lanes: tuple[Lane, ...] = (Lane.DEVICE,)
@@ -72,6 +73,7 @@ class Device:
     reads: StepReads | None = None
     page_memory: Memory | None = None
     window_memory: Memory | None = None
+    quiet_step_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ class Scheduler:
         self._admission = Admission(
             config, capacity.max_hidden_tokens, self.residence, self._prefill, self.rings, documents
         )
+        self._quiet_step_seconds = device.quiet_step_seconds
         self._lanes = Lanes(device.lanes)
         self.lanes = device.lanes
         self._reads = device.reads or StepReads(architecture, 2, False, "bfloat16", architecture.num_layers)
@@ -278,7 +281,8 @@ class Scheduler:
             budget = None
             if drawing:
                 budget = self._gap.seconds_left(self._num_prompts, self._prefill.seconds_each(), len(drawing))
-            outline.units, outline.finished = self._prefill.next_units(budget)
+            least = 0.0 if self.roster.running else self._quiet_step_seconds
+            outline.units, outline.finished = self._prefill.next_units(budget, least)
             outline.unit_contexts = [entries[unit.job_id].context_of(unit) for unit in outline.units]
             if budget is not None and self._gap.decode_can_wait(outline.units, outline.unit_contexts, budget, waits):
                 drawing = []

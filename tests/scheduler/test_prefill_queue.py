@@ -203,3 +203,39 @@ def test_at_least_one_small_unit_comes_however_little_time_there_is() -> None:
     queue.jobs.append(make_job(0, (0, 1000)))
     units, _ = queue.next_units(-1.0)
     assert [(unit.begin, unit.end) for unit in units] == [(0, LEAST_UNIT_TOKENS)]
+
+
+def test_a_step_that_nobody_waits_for_takes_chunks_for_so_long_up_to_the_end_of_a_job() -> None:
+    """As without it, unit by unit, but in fewer steps; none is estimated to take longer."""
+    costs = CostModel(SHAPE)
+    one = costs.unit_seconds(CHUNK, 10 * CHUNK, DENSE)
+    apart, together = make_queue(), make_queue()
+    for queue in (apart, together):
+        queue.jobs += [make_job(0, (0, 10 * CHUNK)), make_job(1, (0, 10 * CHUNK))]
+        queue._config = queue._config.model_copy(update={"oldest_share": 0.0})  # it is asked for once a step
+    wanted = []
+    while apart.jobs:
+        wanted += apart.next_units(None)[0]
+    made, ends = [], []
+    while together.jobs:
+        units, finished = together.next_units(None, 4 * one)
+        assert len(finished) < 2
+        spent = sum(costs.unit_seconds(unit.end - unit.begin, unit.end, DENSE) for unit in units)
+        assert len(units) <= 2 or spent <= 5 * one  # the last one may have a longer past than the one before
+        made += units
+        ends.append(len(units))
+    assert made == wanted
+    assert max(ends) >= 4
+    assert len(ends) < len(wanted) / 3
+
+
+def test_a_step_of_many_chunks_has_units_of_one_kind_and_waits_for_no_layer() -> None:
+    queue = make_queue()
+    job = make_job(0, (0, 4 * CHUNK))
+    queue.jobs.append(job)
+    queue.is_loaded = lambda job_id, layer: layer == 0
+    units, _ = queue.next_units(None, 1e3)
+    assert [unit.layer for unit in units] == [0] * 4
+    bounded = make_queue()
+    bounded.jobs.append(make_job(0, (0, 4 * CHUNK)))
+    assert sum(unit.end - unit.begin for unit in bounded.next_units(1e-9, 1e3)[0]) <= CHUNK
