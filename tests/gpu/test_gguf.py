@@ -21,7 +21,7 @@ from gpu.model.gguf.file import read_gguf
 from gpu.model.gguf.kinds import BLOCK_KINDS
 from gpu.model.gguf.tensors import stored_as
 from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
-from gpu.model.spec import Latent, RopeScaling
+from gpu.model.spec import NO_ROTATION, Latent, RopeScaling
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.weights.checkpoint import load_packed, load_weights
 from gpu.weights.drawing import draw_packed
@@ -344,7 +344,8 @@ def test_what_a_ministral3_computes_otherwise_is_refused_by_its_key(
         ("mistral4", "rope.scaling.yarn_log_multiplier", None, "wanted a positive number beside YaRN"),
         ("olmo3", "rope.scaling.attn_factor", 1.3, "wanted 1.0 beside 'yarn', or 1.20794"),
         ("olmo3", "rope.scaling.yarn_attn_factor", 1.3, "wanted 1.0 beside 'yarn', or 1.20794"),
-        ("muse_glimmer", "attention.sliding_window_pattern", None, "wanted one entry for each layer"),
+        ("muse_glimmer", "attention.sliding_window_pattern", [True, False], "wanted one entry for each layer"),
+        ("olmo3", "attention.sliding_window_pattern", 0, "wanted a whole number of 1 or more"),
     ],
 )
 def test_what_a_file_of_windows_or_growth_says_otherwise_is_refused_by_its_key(
@@ -369,6 +370,19 @@ def test_a_factor_of_attention_that_is_yarns_own_is_served_and_a_file_without_wi
     assert {spec.window_tokens for spec in shape.layers} == {None}
     assert {spec.rope for spec in shape.layers} == {None}, "that of the model"
     assert shape.rope.kind == "yarn"
+
+
+@pytest.mark.parametrize("family", ["olmo3", "muse_glimmer"])
+def test_one_layer_of_so_many_has_no_window_where_a_file_says_a_number_or_none(family: str, tmp_path: Path) -> None:
+    plain = checkpoint(family, **FAMILIES[family]).folder
+    prefix = ARCHITECTURES[CONFIGS[family]["model_type"]]
+    for said, whole in ((None, [3]), (2, [1, 3])):
+        path = write(plain, tmp_path / f"{said}.gguf", lambda name: "F32",
+                     {f"{prefix}.attention.sliding_window_pattern": said}, is_alone=True)  # fmt: skip
+        layers = read_architecture(path).layers
+        assert [place for place, spec in enumerate(layers) if spec.window_tokens is None] == whole
+        turns = [place for place, spec in enumerate(layers) if spec.rope == NO_ROTATION]
+        assert turns == (whole if family == "muse_glimmer" else [])
 
 
 def test_a_glimmers_factor_of_queries_is_that_of_all_its_norms_or_refused(tmp_path: Path) -> None:

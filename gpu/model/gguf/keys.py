@@ -130,6 +130,22 @@ class GgufKeys:
         return value
 
 
+def read_window_layers(keys: GgufKeys, config: dict[str, Any], period: int) -> dict[str, Any]:
+    """Return `layer_types`: which layers have a window, as the file says, or of so many one has none. period: how many,
+    where it does not say. Raises ModelError.
+    """
+    types, every = config.get("layer_types"), config.get("sliding_window_pattern", period)
+    if types is None and (type(every) is not int or every < 1):
+        raise keys.refused("attention.sliding_window_pattern", every, "a whole number of 1 or more")
+    if types is None:
+        types = [
+            "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(keys.num_layers)
+        ]
+    if len(types) != keys.num_layers:
+        raise keys.refused("attention.sliding_window_pattern", types, "one entry for each layer")
+    return {"layer_types": types, "sliding_window_pattern": None}
+
+
 def _count_layers(file: GgufFile, key: str) -> int:
     """Return how many layers the file has tensors of, which its metadata must state as well. Raises ModelError.
 

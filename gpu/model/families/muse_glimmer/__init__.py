@@ -15,7 +15,7 @@ from gpu.model.config_rope import parse_rope
 from gpu.model.families.muse_glimmer.answers import ATEM, TO_SELF
 from gpu.model.family import LAYER_TENSORS, Family, find_windows, parse_sizes
 from gpu.model.gguf.header import shown
-from gpu.model.gguf.keys import GgufForm, GgufKeys
+from gpu.model.gguf.keys import GgufForm, GgufKeys, read_window_layers
 from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import NO_ROTATION, Architecture, LayerSpec, ModelError
 
@@ -89,16 +89,14 @@ def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
 
     Files do not say the epsilon of norms behind attention and MLP, which is llama.cpp's, 1e-8.
     """
-    types = config.get("layer_types")
-    if not isinstance(types, list) or len(types) != keys.num_layers:
-        raise keys.refused("attention.sliding_window_pattern", types, "one entry for each layer")
+    windows = read_window_layers(keys, config, _PATTERN)
     theta, dim = keys.number("rope.freq_base_swa", config["rope_theta"]), config["head_dim"]
-    return {
+    return windows | {
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0),
         "output_multiplier": keys.number("logit_scale", 0.0),
         "qk_scale_factor": _gain(keys, _QUERY_NORM, dim) * _gain(keys, _KEY_NORM, dim),
         "rope_theta": theta,
-        "layer_rope_theta": [theta if one == "sliding_attention" else 0 for one in types],
+        "layer_rope_theta": [theta if one == "sliding_attention" else 0 for one in windows["layer_types"]],
         "post_norm_eps": 1e-8,
     }
 

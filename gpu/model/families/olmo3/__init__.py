@@ -11,10 +11,11 @@ from gpu.model.answers.think import THINK
 from gpu.model.config_keys import ConfigKeys
 from gpu.model.config_rope import make_rope
 from gpu.model.family import LAYER_TENSORS, OUTPUT_BIAS, QK_NORMS, QKV_BIASES, Family, find_windows, parse_sizes
-from gpu.model.gguf.keys import GgufForm, GgufKeys
+from gpu.model.gguf.keys import GgufForm, GgufKeys, read_window_layers
 from gpu.model.published_sizes import published_sizes
 from gpu.model.spec import Architecture, LayerSpec, ModelError, RopeScaling
 
+_PATTERN = 4  # one layer of so many sees everything
 _KINDS = ("full_attention", "sliding_attention")
 
 
@@ -27,7 +28,7 @@ def parse(keys: ConfigKeys, name: str) -> Architecture:
         original = whole.settings["original_max_position_embeddings"]
         max_positions = max(max_positions, int(whole.settings["factor"] * original))
     types = keys.get("layer_types")
-    is_local = [(layer + 1) % 4 != 0 for layer in range(num_layers)]
+    is_local = [(layer + 1) % _PATTERN != 0 for layer in range(num_layers)]
     windows = find_windows(keys, keys.optional("sliding_window", int), is_local, max_positions)
     if types is not None:
         is_local = [one == "sliding_attention" for one in types]
@@ -74,7 +75,7 @@ def translate_gguf(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
     rotations = {"rope_theta": None, "rope_parameters": {"sliding_attention": {"rope_theta": theta}}}
     rotations["rope_parameters"] |= {"full_attention": {"rope_theta": config["rope_theta"]}}
     if config.get("sliding_window"):
-        return rotations
+        return rotations | read_window_layers(keys, config, _PATTERN)
     return rotations | {"layer_types": ["full_attention"] * keys.num_layers}
 
 
