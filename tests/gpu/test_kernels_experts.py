@@ -115,7 +115,7 @@ def test_experts_of_few_bits_are_those_of_their_numbers(dtype, device, kind, pat
 @everywhere
 def test_warps_share_the_columns_of_few_tokens(dtype, device, kind, tokens):
     """Of rows whose units are several turns of a loop, the last of them not whole."""
-    assert_is_mixture("few", tokens, draw_mixture(Experts(4, 2, 1280, True), 640, kind, dtype, device), dtype, device)
+    assert_is_mixture("few", tokens, draw_mixture(Experts(2, 1, 640, True), 640, kind, dtype, device), dtype, device)
 
 
 @pytest.mark.parametrize("name", ["biased words", "beside"])
