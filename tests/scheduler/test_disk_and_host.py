@@ -68,9 +68,7 @@ def cold() -> list[list[int]]:
     return converse(None, "exact", restarts=False, prefix_cache=False)[0]
 
 
-@pytest.mark.parametrize(
-    ("residency", "pages_gib"), [("adaptive", 0.02), ("adaptive", 0.0105), ("fixed", 0.02)], ids=str
-)
+@pytest.mark.parametrize(("residency", "pages_gib"), [("adaptive", 0.0105), ("fixed", 0.02)], ids=str)
 def test_after_restarts_a_context_goes_on_from_the_disk(
     residency: str, pages_gib: float, tmp_path: Path, cold: list[list[int]]
 ) -> None:

@@ -247,7 +247,7 @@ def test_a_damaged_block_is_a_miss_and_never_another_text(damage: str, tmp_path:
     seed_folder(tmp_path, prompt)
     wanted = serve(cold, [ask("b", prompt, 8)])[0][0]
     assert len(records(tmp_path)) == 7
-    for number in (0, 3, 6):
+    for number in (0, 3, 6) if damage == "flip" else (3,):
         engine = make_engine(tmp_path)
         path = records(tmp_path)[number]
         sound = path.read_bytes()

@@ -149,7 +149,7 @@ def test_a_damaged_end_is_a_miss(name: str, tmp_path: Path) -> None:
     engine.shutdown()
 
 
-@pytest.mark.parametrize("residency", ["fixed", "adaptive"])
+@pytest.mark.parametrize("residency", [pytest.param("fixed", marks=pytest.mark.long), "adaptive"])
 def test_states_of_contexts_in_host_memory_are_on_disk_too(residency: str, tmp_path: Path) -> None:
     host = HostConfig(memory_limit_gib=0.25, resident_tokens=256, residency=residency, threads=1)
     cold = make_engine(None, "tiny-qwen3.5", prefix_cache=False, max_context_tokens=4096)
