@@ -33,6 +33,14 @@ FEW_SPLITS = 3 * 8192  # of three splits: the interpreter runs each
 CONTEXTS = [1, 16, 0, 17, 255, 700, 64, 5]
 
 
+def in_pairs(contexts: dict[str, list[int]]) -> pytest.MarkDecorator:
+    """The first contexts in all shapes, and the others in the first, second and last of them."""
+    few, first = (0, 1, len(SHAPES) - 1), next(iter(contexts))
+    pairs = [(name, number) for name in contexts for number in (range(len(SHAPES)) if name == first else few)]
+    cases = [pytest.param(contexts[name], SHAPES[number], id=f"{name}-shape{number}") for name, number in pairs]
+    return pytest.mark.parametrize(("contexts", "shape"), cases)
+
+
 def lse_tolerance(lse: np.ndarray, dim: int, dtype: torch.dtype) -> np.ndarray:
     """Of each lse, or logit, of products over `dim`; bf16 ones have room for these roundings."""
     return np.maximum(LSE_TOLERANCE[dtype], LSE_DOT_FLOAT32 * dim**0.5 * np.abs(lse))
@@ -41,8 +49,9 @@ def lse_tolerance(lse: np.ndarray, dim: int, dtype: torch.dtype) -> np.ndarray:
 @on_devices
 @on_dtypes
 @on_codes
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("contexts", [CONTEXTS, [33], [300], [5, 5, 5], [0, 1500]])
+@in_pairs(
+    {"contexts0": CONTEXTS, "contexts1": [33], "contexts2": [300], "contexts3": [5, 5, 5], "contexts4": [0, 1500]}
+)
 def test_attention_equals_its_formula_over_ragged_paged_contexts(shape, contexts, stored, dtype, device):
     paged = Paged(dtype, device, shape, contexts, stored=stored)
     partial = paged.run()
@@ -174,10 +183,7 @@ def assert_equal_partials(partial: Partial, wanted: tuple[np.ndarray, np.ndarray
 @on_devices
 @on_dtypes
 @on_codes
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "contexts", [[1, 0, 17, 255, 64], [300], [0, 1500]], ids=["bounds_many", "bounds_one", "bounds_long"]
-)
+@in_pairs({"bounds_many": [1, 0, 17, 255, 64], "bounds_one": [300], "bounds_long": [0, 1500]})
 def test_near_and_far_are_read_by_each_heads_own_bounds_and_nothing_else_is(shape, contexts, stored, dtype, device):
     paged = Paged(dtype, device, shape, contexts, max_context=FEW_SPLITS, stored=stored)
     bounds = random_bounds(contexts, shape[0], seed=sum(shape))
