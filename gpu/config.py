@@ -140,7 +140,8 @@ class GpuConfig(Settings):
         2048,
         ge=64,
         description="tokens of an answer between two snapshots, which a next turn computes again at most if there is "
-        "room for all; prompts leave one at their last block's end, and where the system message ends",
+        "room for all; prompts leave one at their last block's end, where the system message ends, and long ones so "
+        "many tokens in front of their end",
     )
     state_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="states of recurrent layers; bfloat16 takes half the memory, and rounds in every step"

@@ -10,9 +10,10 @@ sees from there on. A copy lacks what its source had overwritten.
 
 States of recurrent layers are windows of another kind, with one end each: the token behind which they stand. So a
 prompt leaves a copy at its last block's end, a **snapshot**, and one at its front's end, where that has none yet; a
-sequence that draws leaves one every `snapshot_tokens`. A preempted sequence leaves the state itself, by the name of its
-last page (`PrefixCache.leave_live`), for itself alone. All of these are copied to host memory as well, where there is
-room for some (`HostSnapshots`).
+long one also `snapshot_tokens` in front of its end, for prompts that ask something else about the same text, if a
+window is free. A sequence that draws leaves one every `snapshot_tokens`. A preempted sequence leaves the state itself,
+by the name of its last page (`PrefixCache.leave_live`), for itself alone. All of these are copied to host memory as
+well, where there is room for some (`HostSnapshots`).
 """
 
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from scheduler.cache.page_pool import Memory, commit_more
 from scheduler.sequences.sequence import Sequence
 
 _SPOILT = 1 << 62  # cells that were written: none that a prefix ends with is left
+_MANY_STEPS = 8  # times `snapshot_tokens`, of what a prompt computes, for one more snapshot that far from its end
 _LONG_BRANCH_BLOCKS = 16  # computed again at least, for a branch to take the place of what is kept
 
 
@@ -136,7 +138,7 @@ class Windows:
         if is_on_disk and self.snapshot_tokens is None:  # it ended there, whatever of the cells behind had been written
             written += self._spare_tokens
         self._give(sequence, source, place, written, sequence.hashes[0] if sequence.hashes else b"")
-        ends = [] if is_on_disk and self.snapshot_tokens is None else [num_seen_blocks]
+        ends, near = [] if is_on_disk and self.snapshot_tokens is None else [num_seen_blocks], 0
         if self.snapshot_tokens is not None:
             sequence.snapshot_cell = sequence.num_tokens
             last = (sequence.run_end or sequence.num_tokens - 1) // self._page_tokens  # offloaded, others find its run
@@ -145,9 +147,13 @@ class Windows:
                 ends = []  # a short answer, which is computed again where a turn is taken back
             front = 0 if sequence.front is None else sequence.front.num_blocks
             ends += [last, front if front <= last else 0]  # what others begin with goes without first
+            step = self.snapshot_tokens // self._page_tokens
+            near = last - step if last - num_blocks > _MANY_STEPS * step else 0
         for end in dict.fromkeys(ends):
             if end > num_blocks and self._keeps:
                 self._branch(sequence, source, num_blocks, end)
+        if near > num_blocks and self._keeps and self._has_spare(False):  # nothing is given up for it
+            self._branch(sequence, source, num_blocks, near)
 
     def _give(self, sequence: Sequence, source: int | None, place: int | None, written: int, root: bytes) -> None:
         """Give a sequence a window with what `source` has, or what lies in host memory at `place`, or anything."""

@@ -117,6 +117,31 @@ def test_the_first_prompt_leaves_a_state_behind_what_the_system_says(front: int)
     check_empty(engine)
 
 
+@pytest.mark.parametrize(("num_states", "wanted"), [(2, [[848]]), (3, [[848, 784]])])
+def test_another_question_about_a_long_text_begins_near_it_where_a_state_was_free_for_that(
+    num_states: int, wanted: list[list[int]]
+) -> None:
+    """64 tokens, `snapshot_tokens`, in front of the first prompt's last whole block. A text that is not long leaves
+    none there: see the prompts of 220 tokens above.
+    """
+    engine, runner = make_engine(num_states=num_states, num_pages=300)
+    prompts = [prompt_of(800) + prompt_of(60, salt=10 + number) for number in range(2)]
+    serve(engine, make_request("a", prompts[0]))
+    assert branches_of(runner) == wanted
+    found = serve_counted(engine, make_request("b", prompts[1]))[1:]
+    assert found == ((784, 16) if num_states > 2 else (0, 800))
+    check_empty(engine)
+
+
+def test_nothing_is_given_up_for_a_snapshot_that_nobody_may_ask_for() -> None:
+    """Of three states one runs; the last two prompts' ends stay, and of the long one's nothing else."""
+    engine, runner = make_engine(num_states=3, num_pages=400)
+    for name, length in (("a", 200), ("b", 230), ("c", 900)):
+        serve(engine, make_request(name, prompt_of(length, salt=ord(name))))
+    assert branches_of(runner) == [[192], [224], [896]]
+    check_empty(engine)
+
+
 @pytest.mark.parametrize(("said", "wanted"), [(100, [352]), (300, [448, 560])])
 def test_behind_a_long_answer_alone_the_next_turn_leaves_a_state_for_who_takes_it_back(
     said: int, wanted: list[int]
