@@ -101,7 +101,7 @@ def run_drafts_benchmark(benchmark: DraftsBenchmark, console: Console) -> list[R
                               "config": asdict(benchmark) | {"torch": torch.__version__}}  # fmt: skip
     try:
         with interpreter_as_served():
-            bench = _Bench(benchmark, Client(engine, ready.vocab_size, ready.profiles), plan.dtype == "float32")
+            bench = _Bench(benchmark, Client(engine, ready.vocab_size, ready.profiles), plan.kv == "float32")
             for batch in benchmark.batches:
                 what = f"{architecture.name} {benchmark.weights or plan.dtype}, batch {batch}, " \
                        f"{benchmark.prompt_tokens:,} tokens"  # fmt: skip

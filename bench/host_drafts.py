@@ -114,7 +114,7 @@ def run_host_drafts_benchmark(benchmark: HostDraftsBenchmark, console: Console) 
     engine, ready = load_engine(config, plan, lambda stage, fraction: stages.begin(f"loading: {stage}"))
     try:
         with interpreter_as_served():
-            bench = _Bench(benchmark, Client(engine, ready.vocab_size, ready.profiles), plan.dtype == "float32")
+            bench = _Bench(benchmark, Client(engine, ready.vocab_size, ready.profiles), plan.kv == "float32")
             stages.begin("recording the text of `offloaded`")  # a first one, whose context the others find
             bench.record()
             verify_ms: dict[int, float] = {}

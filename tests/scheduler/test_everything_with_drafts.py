@@ -19,7 +19,9 @@ MODULES = (
 # These say in which step something comes, or how many there are, which drafts change.
 OF_STEPS = {
     "constraints": ("a_step_is_launched_before_what_its_rows_are_held_to", "what_depends_on_no_draw_is_drawn_at_once"),
-    "documents": ("a_prompt_that_is_done_keeps_what_the_question_looks_at",),
+    "documents": (
+        "a_prompt_that_is_done_keeps_what_the_question_looks_at", "those_that_wait_for_long_have_no_chunks_computed"
+    ),
     "giving_way": ("idle_contexts_give_their_pages_before", "an_idle_context_whose_pages_others_hold"),
     "host": ("prompts_that_go_down_leave_each_other_the_pages", "who_gives_way_to_a_lack_of_pages_forks"),
     "lanes": ("rows_that_ask_step_apart", "rows_that_ask_nothing_join", "rows_part_again_where_a_joint_step"),
