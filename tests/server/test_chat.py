@@ -19,6 +19,7 @@ from server.commands.chat import (
     Conversation,
     ask,
     check_key,
+    describe_cached,
     find_model,
     read_document,
 )
@@ -119,6 +120,15 @@ def test_an_answer_is_printed_as_it_comes_and_remembered(scripted: ScriptedServe
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "Hello [bold]"},
     ]
+
+
+def test_what_was_computed_though_it_was_there_is_told_behind_an_answer() -> None:
+    details = {"cached_tokens": 1500, "cached_tokens_from": {"card": 1500, "host": 0, "disk": 0}}
+    passed = {"passed_over_on_disk": {"computing_is_faster": 512, "reads_paused": 0}, "computed_again_tokens": 48}
+    assert describe_cached(details) == "1,500 of them cached, 1,500 on the card"
+    assert describe_cached(details | passed).endswith(
+        "on the card, 512 on disk that were faster to compute, 48 cached and computed again for want of a state"
+    )
 
 
 def test_a_request_carries_the_conversation_its_key_and_its_profile(scripted: ScriptedServer) -> None:
