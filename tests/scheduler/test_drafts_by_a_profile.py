@@ -27,7 +27,9 @@ BLOCKS = {"method": "predicted", "weights": str(WEIGHTS), "budget_tokens": 32, "
           "local_tokens": 32, "history": 8, "rings": 4}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["counted by nobody", "counted"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, marks=pytest.mark.long), True], ids=["counted by nobody", "counted"]
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Two profiles verify what others draft: one by an index, which reads all, and one by a few tokens, those that the
     index chooses or blocks that are predicted.
@@ -78,7 +80,11 @@ def alone(engine: Engine) -> dict[str, list[Delta]]:
     return drain(engine)
 
 
-@pytest.mark.parametrize(("engine", "rate"), [(False, 0.3), (True, 0.0), (True, 0.3), (True, 1.0)], indirect=["engine"])
+@pytest.mark.parametrize(
+    ("engine", "rate"),
+    [pytest.param(False, 0.3, marks=pytest.mark.long), (True, 0.0), (True, 0.3), (True, 1.0)],
+    indirect=["engine"],
+)
 def test_what_is_drawn_and_told_is_what_full_attention_draws(
     engine: Engine, alone: dict[str, list[Delta]], rate: float
 ) -> None:
@@ -102,7 +108,7 @@ def test_what_is_drawn_and_told_is_what_full_attention_draws(
     assert sum(one.get(ACCEPTED, 0) + one.get(REJECTED, 0) for one in figures) == proposed
 
 
-@pytest.mark.parametrize("engine", [False], indirect=True)
+@pytest.mark.parametrize("engine", [True], indirect=True)
 def test_every_number_of_drafted_tokens_is_accepted_and_refused(
     engine: Engine, alone: dict[str, list[Delta]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,9 @@ MOST = 64
 DRAFT = DraftConfig()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["counted by nobody", "counted"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, marks=pytest.mark.long), True], ids=["counted by nobody", "counted"]
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """It counts in every layer of every step who reads what, or goes without."""
     config = EngineConfig(
@@ -67,7 +69,9 @@ def drain_once(engine: Engine) -> dict[str, list[Delta]]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "spoilt"), [(False, 0.3), (True, 0.0), (True, 0.3), (True, 1.0)], indirect=["engine"]
+    ("engine", "spoilt"),
+    [pytest.param(False, 0.3, marks=pytest.mark.long), (True, 0.0), (True, 0.3), (True, 1.0)],
+    indirect=["engine"],
 )
 def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine, spoilt: float) -> None:
     alone = drain_without(engine)
@@ -105,7 +109,7 @@ class SpoiltAt:
         """Keep nothing."""
 
 
-@pytest.mark.parametrize("engine", [False], indirect=True)
+@pytest.mark.parametrize("engine", [True], indirect=True)
 def test_every_number_of_drafted_tokens_is_accepted_and_refused(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +137,7 @@ def test_every_number_of_drafted_tokens_is_accepted_and_refused(
     assert seen >= wanted
 
 
-@pytest.mark.parametrize("engine", [False], indirect=True)
+@pytest.mark.parametrize("engine", [True], indirect=True)
 def test_the_host_reads_a_context_once_for_all_rows_of_a_draft(engine: Engine) -> None:
     """Of a draft that is right throughout: rows read of contexts go by steps, not by tokens."""
     read, tokens = {}, {}
