@@ -29,7 +29,7 @@ OF_STEPS = {
     "residency": (
         "what_fixed_residence_asks_for_depends", "sampled_ones_are_written_down_first", "one_that_gives_way_in_the_plan"
     ),
-    "scheduler": ("auto_computes_a_short_prompt_between",),
+    "scheduler": ("auto_computes_a_short_prompt_between", "a_block_is_found_only_once_its_last_token"),
     "states": ("one_that_is_preempted_finds_its_state", "one_that_is_preempted_goes_on_with_its_own_state"),
 }  # fmt: skip
 
