@@ -47,6 +47,7 @@ from gpu.operations.linear.numba_packed_linear import multiplies, widened_kinds
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.step import HostRead
 from gpu.upload import upload
+from gpu.weights.weights import Weights
 from transfer.copies import PASSED, Event
 from transfer.expert_exchange import ROWS, ExpertRequests
 from transfer.host_tier import Answered, Attention, ContextRead, HostTier, Loan
@@ -153,7 +154,7 @@ class DecodeSteps:
         self._code, self._compiled = None, None
         if _has_compiled_step(loop):
             dtypes = loop.decoder.weights.embedding.dtype, loop.decoder.pool.key_pages[0].dtype
-            self._code = StepCode(dtypes, compile_settings, widened_kinds(loop.decoder.weights.matrices))
+            self._code = StepCode(dtypes, compile_settings, _widened_kinds(loop.decoder.weights))
             self._compiled = CpuStep(loop.decoder)  # compiles functions of matrices meanwhile
         self._answering = None if host_reader is None else Answering(host_reader.exchanges, self._observe)
         self._experts = experts
@@ -546,6 +547,12 @@ def _logits_of(step: Step) -> Tensor:
 
 def _context_read(host_read: HostRead | None) -> ContextRead:
     return NOTHING if host_read is None else ContextRead(host_read.context_id, host_read.end - host_read.begin)
+
+
+def _widened_kinds(weights: Weights) -> list[tuple[str, int]]:
+    """Return the kinds of rows that are widened: the embedding's, and those of matrices that prompts widen."""
+    plain = [one for one in weights.matrices if isinstance(one, Packed) and not one.in_tiles]
+    return widened_kinds([weights.embedding, *plain])
 
 
 def _has_compiled_step(loop: LayerLoop) -> bool:

@@ -19,7 +19,7 @@ from gpu.model.matrix_format import MOST_MULTIPLIED_TOKENS, MatrixFormat, Quanti
 from gpu.model.matrix_formats import rounded
 from gpu.operations.linear import packed_linear
 from gpu.operations.linear.numba_packed_linear import multiplies, packed_product, widen_packed
-from gpu.operations.linear.packed_matrix import Packed, Stored, unpack_reference
+from gpu.operations.linear.packed_matrix import Packed, Stored, lay_in_tiles, unpack_reference
 from gpu.weights.drawing import random_packed_weights, random_weights
 from gpu.weights.weights import Weights, unpacked
 from tests.gpu.cpu_decoder import CPU, cpu_decoder, fill_contexts, reference_logits
@@ -167,6 +167,7 @@ def test_a_widened_matrix_has_each_number_rounded_once(kind: tuple, dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_few_tokens_widen_nothing_and_more_do_once_and_logits_never(dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a matrix in tiles no number of tokens does, in float32."""
     packed, wanted = draw(KINDS[0], 32, 256, dtype)
     most, widened = MOST_MULTIPLIED_TOKENS[dtype.itemsize], []
 
@@ -180,6 +181,9 @@ def test_few_tokens_widen_nothing_and_more_do_once_and_logits_never(dtype, monke
         got = packed_linear.packed_linear(x[:tokens], packed, None, widen)
         assert len(widened) == count
         assert distance(got, (x[:tokens].double() @ wanted.t()).numpy()) < KERNEL_TOLERANCE[dtype]
+        widened.clear()
+        packed_linear.packed_linear(x[:tokens], lay_in_tiles(packed), None, widen)
+        assert len(widened) == (count if dtype == torch.bfloat16 else 0)
     monkeypatch.setattr(packed_linear, "widen", None)
     assert distance(packed_linear.packed_logits(x, packed), (x.double() @ wanted.t()).numpy()) < KERNEL_FLOAT32
 
