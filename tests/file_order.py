@@ -103,6 +103,16 @@ class FromBothEnds(LoadFileScheduling):
         if self._pending_of(self.assigned_work[node]) <= 1 or not self.workqueue:
             super()._reschedule(node)
 
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Return the test, or file, at which a process ended, or None. It does not run again, as it would in xdist."""
+        units = self.assigned_work[node]
+        crashed = next((test for unit in units.values() for test, is_done in unit.items() if not is_done), None)
+        if crashed is not None:
+            units[self._split_scope(crashed)][crashed] = True
+        self.assigned_work[node] = {scope: unit for scope, unit in units.items() if not all(unit.values())}
+        super().remove_node(node)
+        return crashed
+
     def _assign_work_unit(self, node: WorkerController) -> None:
         if self.nodes.index(node) > 0:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)

@@ -44,3 +44,14 @@ def test_the_first_process_takes_files_from_the_front_and_another_from_the_back(
     for node in ("gw0", "gw1", "gw1", "gw0"):
         scheduler._assign_work_unit(node)
     assert taken == [("gw0", "a"), ("gw1", "d"), ("gw1", "c"), ("gw0", "b")]
+
+
+def test_what_a_process_ended_in_is_not_run_again_and_what_it_had_left_is() -> None:
+    scheduler = Scheduler()
+    left = {"c.py": {"c.py::1": True}, "d.py": {"d.py::1": False, "d.py::2": False}, "e.py": {"e.py": False}}
+    scheduler.assigned_work = {"gw1": left}
+    scheduler.workqueue = OrderedDict()
+    assert scheduler.remove_node("gw1") == "d.py::1"
+    assert scheduler.workqueue == {"d.py": {"d.py::1": True, "d.py::2": False}, "e.py": {"e.py": False}}
+    scheduler.assigned_work = {"gw0": {"f.py": {"f.py": False}}, "gw1": {"e.py": {"e.py": True}}}
+    assert scheduler.remove_node("gw1") is None
