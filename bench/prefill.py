@@ -48,6 +48,7 @@ def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, c
     """
     served = resolve_profiles(deployment.profiles, deployment.host)
     profiles = [get_profile(name, served, "--profiles") for name in benchmark.profiles]
+    assert deployment.host is not None, "prefill: a deployment with a host section"
     floors = measure_floors(deployment)
     for profile in profiles:
         for length in benchmark.lengths:
@@ -55,7 +56,6 @@ def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, c
     engine, ready = load_engine(deployment, floors.plan, lambda *_: None)
     try:
         client = Client(engine, ready.vocab_size, ready.profiles)
-        assert deployment.host is not None, "prefill: a deployment with a host section"
         offloading = [profile for profile in profiles if profile.offloads]
         if offloading:
             with client.fixed_residence():

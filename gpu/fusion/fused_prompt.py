@@ -158,8 +158,11 @@ class FusedPrompt:
     # --- what is not --------------------------------------------------------------------------------------------------
 
     def is_loaded(self, layer: int) -> bool:
-        """Return whether the layer could begin without a wait for the disk."""
-        return all(read is None or read.done() for _, read in self._reads.get(layer, []))
+        """Return whether the layer could begin without a wait for the disk; not while its reads have not begun."""
+        if layer < self._first_layer or layer >= self._documents.shape.num_layers or layer in self._copied:
+            return True
+        reads = self._reads.get(layer)
+        return reads is not None and all(read is None or read.done() for _, read in reads)
 
     def begin_layer(self, layer: int, pages: Pages | None) -> None:
         """Bring rows of chunks to the device before the layer's first unit, and to their place where few tokens are

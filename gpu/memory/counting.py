@@ -20,8 +20,8 @@ RINGS_PER_CONTEXT = 4  # which share the pages of a longest one, where nobody sa
 WINDOW_SHARE = 1 / 2  # likewise, at most, for windows of layers that keep no more, where other layers have pages
 ONLY_WINDOWS_SHARE = 3 / 4  # and where none has: the rest is for prompts under way
 WINDOWS_PER_SEQUENCE = 2  # its own, and one that is kept for the next turn
-SPARE_WINDOW_SHARE = 1 / 50  # of what is left: where windows are small, more ends of prefixes are kept,
-MOST_SPARE_WINDOWS = 64  # up to so many in all
+SPARE_WINDOW_SHARE = 1 / 50  # of what is left beside one context of the length that is asked for: where windows are
+MOST_SPARE_WINDOWS = 64  # small, more ends of prefixes are kept, up to so many windows in all
 
 
 def count_experts(demand: Demand, limit: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None) -> Demand:
@@ -181,5 +181,6 @@ def _num_windows(demand: Demand, left: int, gpu: GpuConfig) -> int:
         return int(gpu.states_gib * GIB) // demand.window_bytes
     share = WINDOW_SHARE if demand.kv_token_bytes else ONLY_WINDOWS_SHARE
     count = max(1, int(max(0, left) * share) // demand.window_bytes)
-    cheap = min(int(max(0, left) * SPARE_WINDOW_SHARE) // demand.window_bytes, MOST_SPARE_WINDOWS)
+    unasked = left - (demand.asked_context or 0) * demand.kv_token_bytes
+    cheap = min(int(max(0, unasked) * SPARE_WINDOW_SHARE) // demand.window_bytes, MOST_SPARE_WINDOWS)
     return min(count, max(WINDOWS_PER_SEQUENCE * demand.max_running, cheap))

@@ -262,6 +262,7 @@ class Admission:
                 sequence.figures[cached_figure(place)] = number
             sequence.figures |= {passed_figure(why): number for why, number in sequence.passed_over.items()}
             again = self._residence.num_computed_again(sequence, start)
+            sequence.figures.pop(COMPUTED_AGAIN, None)  # of a start that was given up
             sequence.figures |= {COMPUTED_AGAIN: again} if again else {}
         else:
             self._note_resumed(sequence, start.first_computed)

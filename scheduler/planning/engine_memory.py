@@ -8,6 +8,7 @@ from dataclasses import replace
 from operator import itemgetter
 
 from gpu.config import GpuConfig, ModelConfig
+from gpu.memory.counting import WINDOWS_PER_SEQUENCE
 from gpu.memory.draft_model_plan import DraftModelPlan, plan_draft_model
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
@@ -149,7 +150,7 @@ def _choose_sizes(scheduler: SchedulerConfig, request: MemoryRequest) -> Planned
             plan = plan_memory(replace(request, sizes=larger))
         except PlanError:
             continue
-        if _has_room_of(plan, least):
+        if _has_room_of(plan, least, request.sizes.max_running):
             return larger
     return sizes
 
@@ -170,20 +171,20 @@ def _with_graphs(gpu: GpuConfig, request: MemoryRequest) -> PlannedSizes:
             plan = plan_memory(replace(request, sizes=captured))
         except PlanError:
             continue
-        if _has_room_of(plan, least, _LEAST_PAGES):
+        if _has_room_of(plan, least, sizes.max_running, _LEAST_PAGES):
             return captured
     return sizes
 
 
-def _has_room_of(plan: MemoryPlan, least: MemoryPlan, context_share: float = 1.0) -> bool:
-    """Return whether a plan has the rings and windows of another, so much of its longest context, and nearly its pages
-    and experts.
+def _has_room_of(plan: MemoryPlan, least: MemoryPlan, max_running: int, context_share: float = 1.0) -> bool:
+    """Return whether a plan has the rings and windows of another, spare windows aside, so much of its longest context,
+    and nearly its pages and experts.
     """
     return (
         plan.max_context_tokens >= context_share * least.max_context_tokens
         and plan.num_pages >= _LEAST_PAGES * least.num_pages
         and (plan.rings, plan.ring_pages) == (least.rings, least.ring_pages)
-        and plan.num_windows == least.num_windows
+        and plan.num_windows >= min(least.num_windows, WINDOWS_PER_SEQUENCE * max_running)
         and (plan.experts_on_card or 0) >= _LEAST_PAGES * (least.experts_on_card or 0)
     )
 

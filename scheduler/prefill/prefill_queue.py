@@ -69,14 +69,15 @@ class PrefillQueue:
         """Append a chunk's units to those of a step, of the same kind, and the jobs that they complete; return what
         they take, as estimated.
         """
-        spent, left_tokens = 0.0, self._config.chunk_tokens
+        spent, left_tokens, is_first = 0.0, self._config.chunk_tokens, True
         kind = units[0].method if units and isinstance(units[0], PrefillUnit) else None  # or None for logits
         while left_tokens > 0 and (eligible := self._eligible_jobs(seconds, bool(units))):
             entry = min(eligible, key=_turn)
-            if not units:
+            if is_first:
                 if self._is_oldest_due(eligible, seconds):
                     entry = self._find_oldest()
                 left_tokens = self._most_tokens(entry, seconds)
+                is_first = False
             entry_kind = None if entry.is_scoring else entry.unit_method
             if units and entry_kind != kind:
                 break
@@ -174,8 +175,8 @@ class PrefillQueue:
     def _is_oldest_due(self, eligible: list[JobInProgress], seconds: float | None) -> bool:
         """Return whether the oldest job may have a unit now and what it is owed pays for it.
 
-        This is asked once a step, and a step of shorter jobs owes it less than a step, so two whole units of it never
-        come in a row while a shorter one waits.
+        This is asked once a chunk, and a chunk of shorter jobs owes it less than a chunk, so two whole units of it
+        never come in a row while a shorter one waits.
         """
         if not eligible:
             return False

@@ -189,12 +189,13 @@ def _block(kind: str, block: bytes) -> list[float]:
 
 def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | None = None, seed: int = 3,
           split_tensors: int = 0, is_alone: bool = False, one_each: bool = False,
-          is_old: bool = False) -> Path:  # fmt: skip
+          is_old: bool = False, head_marks: int = 0) -> Path:  # fmt: skip
     """A file of a plain checkpoint whose matrices are of `kinds` of their names in the file; beside it, in a folder of
     the same name with `-plain`, the checkpoint that it means, unless it is to be alone. Returns the file. metadata: in
     place of what is derived, None: left out. split_tensors: of a part, 0: there is one. one_each: experts have tensors
     of their own, as in files of early 2024. is_old: what makes keys and values of latents is one matrix, and so are a
-    Qwen3-Next's projections, as in files of early 2025.
+    Qwen3-Next's projections, as in files of early 2025. head_marks: so many last layers have a tensor of a head that
+    guesses tokens.
     """
     config = json.loads((plain / "config.json").read_text())
     tensors = {name: tensor.float().numpy() for name, tensor in load_file(plain / "model.safetensors").items()}
@@ -215,6 +216,8 @@ def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | N
         _add(writer, key, value)
     for name, array in _rope_factors(config).items():
         writer.add_tensor(name, array)
+    for layer in range(config["num_hidden_layers"] - head_marks, config["num_hidden_layers"]):
+        writer.add_tensor(f"blk.{layer}.nextn.enorm.weight", np.ones(4, np.float32))
     tensors = _apart(tensors) if architecture == "gpt-oss" else tensors
     tensors = _apart_granite(tensors, config) if architecture == "granitehybrid" else tensors
     tensors = _canonical(tensors) if architecture.startswith("nemotron") else tensors

@@ -507,7 +507,7 @@ def test_layers_that_guess_tokens_are_left_out_where_no_head_is_read_and_the_log
     name = {"deepseek_v3": "deepseek2", "nemotron_h": "nemotron_h_moe"}[family]
     path, whole_path = (
         write(plain, tmp_path / f"{heads}.gguf", lambda tensor: "F32", {f"{name}.nextn_predict_layers": heads},
-              is_alone=True)
+              is_alone=True, head_marks=heads)
         for heads in (1, 0)
     )  # fmt: skip
     with caplog.at_level("INFO"):
@@ -519,6 +519,18 @@ def test_layers_that_guess_tokens_are_left_out_where_no_head_is_read_and_the_log
     assert shape.layers == whole_shape.layers[:-1]
     (_, logits), (_, others) = (generate(load(one), np.arange(3, 60, dtype=np.int32), 4) for one in (path, whole_path))
     assert not torch.allclose(logits, others), "the last layer is not computed"
+
+
+@pytest.mark.parametrize(("heads", "marks", "words"), [(1, 0, "of no layer"), (1, 2, "of 1, 2"), (0, 1, "of 2")])
+def test_a_count_of_heads_that_is_not_that_of_layers_with_their_tensors_is_refused(
+    heads: int, marks: int, words: str, tmp_path: Path
+) -> None:
+    """Or a layer of the model would go with them."""
+    metadata = {"deepseek2.nextn_predict_layers": heads}
+    path = write(checkpoint("glm4_moe_lite").folder, tmp_path / "model.gguf", lambda tensor: "F32", metadata,
+                 is_alone=True, head_marks=marks)  # fmt: skip
+    with pytest.raises(ModelError, match=rf"nextn_predict_layers is {heads}; wanted as many as .*these are {words}"):
+        read_architecture(path)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])

@@ -114,6 +114,18 @@ def test_layers_of_short_units_are_captured_where_that_costs_next_to_no_pages(
     assert any(item.name == "prefill graphs" for item in plan.items) is bool(wanted)
 
 
+def test_spare_windows_give_way_to_captured_layers_and_to_a_context_that_is_asked_for() -> None:
+    """They are counted by what is left, so anything else takes some of them."""
+    tree = {"model": {"random_weights": "gpt-oss-20b"}, "scheduler": {"max_running": 4}}
+    config, shape, machine = EngineConfig.model_validate(tree), named_shape("gpt-oss-20b"), read_machine("rtx4090")
+    plan = plan_engine(config, shape, machine)
+    assert plan.prefill_graph_sizes
+    assert plan.num_windows > 8
+    tight = {"scheduler": {"max_running": 1, "max_context_tokens": 27_520}, "gpu": {"memory_limit_gib": 15.5}}
+    plan = plan_engine(EngineConfig.model_validate(tree | tight), shape, machine)
+    assert plan.max_context_tokens == 27_520
+
+
 def test_layers_with_a_state_are_captured_likewise() -> None:
     machine, shape = read_machine("a100-80g"), named_shape("qwen3.5-9b")
     for asked, wanted in (({}, (128, 256, 512, 1024)), ({"prefill_graph_sizes": [128]}, (128,))):

@@ -212,7 +212,6 @@ def test_a_step_that_nobody_waits_for_takes_chunks_for_so_long_up_to_the_end_of_
     apart, together = make_queue(), make_queue()
     for queue in (apart, together):
         queue.jobs += [make_job(0, (0, 10 * CHUNK)), make_job(1, (0, 10 * CHUNK))]
-        queue._config = queue._config.model_copy(update={"oldest_share": 0.0})  # it is asked for once a step
     wanted = []
     while apart.jobs:
         wanted += apart.next_units(None)[0]
@@ -227,6 +226,20 @@ def test_a_step_that_nobody_waits_for_takes_chunks_for_so_long_up_to_the_end_of_
     assert made == wanted
     assert max(ends) >= 4
     assert len(ends) < len(wanted) / 3
+
+
+@pytest.mark.parametrize("share", [1 / 3, 0.5])
+@pytest.mark.parametrize("chunks", [1, 4, 16])
+def test_the_oldest_job_gets_its_share_however_many_chunks_a_step_has(share: float, chunks: int) -> None:
+    queue, costs = make_queue(oldest_share=share), CostModel(SHAPE)
+    queue.jobs += [make_job(0, (0, 400 * CHUNK)), make_job(1, (0, 200 * CHUNK))]
+    whole = costs.unit_seconds(CHUNK, CHUNK, DENSE)
+    seconds = [0.0, 0.0]
+    for _ in range(160 // chunks):
+        for unit in queue.next_units(None, chunks * whole)[0]:
+            seconds[unit.job_id] += costs.unit_seconds(unit.end - unit.begin, unit.end, DENSE)
+    longest = costs.unit_seconds(CHUNK, 160 * CHUNK, DENSE)
+    assert seconds[0] == pytest.approx(share * sum(seconds), abs=3 * longest)
 
 
 def test_a_step_of_many_chunks_has_units_of_one_kind_and_waits_for_no_layer() -> None:

@@ -13,6 +13,7 @@ from gpu.model.spec import ModelError
 
 HEADS = "nextn_predict_layers"
 OF_LAYER = re.compile(r"blk\.(\d{1,6})\.")
+OF_HEAD = re.compile(r"blk\.(\d{1,6})\.nextn\.")
 _OF_EXPERT = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)\.(\d{1,6})\.weight")  # of one, as files had them first
 _OF_ALL_EXPERTS = "_exps.weight"
 # Values that change nothing, since every model served here computes so.
@@ -72,11 +73,16 @@ class GgufKeys:
     def count_heads(self) -> int:
         """Return how many of the last layers guess further tokens, in place of going through the decoder.
 
-        Raises ModelError where no other is left.
+        Raises ModelError where no other is left, and where these are not the layers that have a head's tensors.
         """
         count = self.size(HEADS, 0) or 0
         if count >= self.num_layers:
             raise self.refused(HEADS, count, f"less than {self.num_layers}, all layers that the file has tensors of")
+        found = sorted({int(one[1]) for name in self.file.tensors if (one := OF_HEAD.match(name))})
+        if found != list(range(self.num_layers - count, self.num_layers)):
+            listed = ", ".join(map(str, found)) or "no layer"
+            wanted = f"as many as the last layers with tensors of a head, and these are of {listed}"
+            raise self.refused(HEADS, count, wanted)
         return count
 
     def positive_of_some(self, key: str) -> int:
