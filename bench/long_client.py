@@ -104,6 +104,8 @@ class Client:
             for delta in self.advance():
                 if delta.request_id == request_id and delta.token_ids:
                     return time.perf_counter() - began
+                over = delta.request_id == request_id and delta.finish_reason
+                require(not over, f"a request ended ({delta.finish_reason}) without a token")
 
     def until_ready(self) -> float:
         """Return the seconds until the tables of all rows are built. Until then a row is left out of steps: a 96K

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from bench.as_served import interpreter_as_served
-from bench.benchmark_rows import Row, report, summarise
+from bench.benchmark_rows import Row, report, require, summarise
 from bench.context_commands import failures_told
 from bench.long_client import GREEDY, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
@@ -29,6 +29,7 @@ from server.deployment import Deployment, load_deployment
 from transfer.machine import GIB
 
 _TURN_ANSWER = 16  # tokens of a turn
+_MOST_STEPS = 64  # that warm up, beside those that are timed
 _MOST_ANSWER = 1024  # tokens: more than any batch is stepped for
 
 
@@ -55,6 +56,9 @@ def lengths(
     try:
         with failures_told(), interpreter_as_served():
             client = Client(engine, ready.vocab_size, ready.profiles)
+            for name in profiles.split(","):
+                longest = max(parse_batches(contexts)) + max(_MOST_STEPS + steps, 3 * (question + _TURN_ANSWER))
+                require(longest <= ready.profiles[name], f"--contexts: {longest:,} tokens with answers fit {name}")
             for length in sorted(parse_batches(contexts)):
                 for name in profiles.split(","):
                     profile = get_profile(name, served, "--profiles")

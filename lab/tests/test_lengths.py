@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import typer
 
 from lab.speed.lengths import lengths
 from tests.bench.test_long_context import SMALL_GIB
@@ -28,3 +29,13 @@ def test_each_length_has_a_prompt_steps_by_batch_and_a_next_turn(tmp_path, monke
     assert [row["shape"] for row in rows[:3]] == ["tiny, 300 tokens", *(f"tiny, 300 tokens, batch {n}" for n in (1, 2))]
     assert all(row["floor_ms"] < row["ms"] for row in rows)
     assert rows[5]["floor_ms"] > rows[1]["floor_ms"]  # longer contexts read more
+
+
+def test_a_length_without_room_for_its_answers_is_refused_before_anything_is_timed(tmp_path, monkeypatch, capsys):
+    for module in ("cpu.memory_rates", "bench.long_floors"):
+        monkeypatch.setattr(f"{module}.default_gib", lambda: SMALL_GIB)
+    config = tmp_path / "tiny.yaml"
+    config.write_text(json.dumps(CONFIG))
+    with pytest.raises(typer.Exit):
+        lengths(config, "300,2048", "1", "exact", 40, 8, 0.1, None)
+    assert "--contexts: 2,216 tokens with answers fit exact" in capsys.readouterr().err

@@ -130,7 +130,9 @@ class Constraint:
         return run
 
     def go_ahead(self) -> "Constraint":
-        """Return a copy that may take drafted tokens, some 2 us."""
+        """Return a copy that may take drafted tokens. It takes 2 to 10 us up to 1,000 tokens of an answer and 0.2 ms at
+        5,000, since the grammar's state grows with it.
+        """
         ahead = copy.copy(self)
         ahead.matcher = None if self.matcher is None else self.matcher.deep_copy()
         ahead._forced = None if self._forced is None else self._forced.copy()
@@ -244,7 +246,10 @@ class Constraints:
         for one, number, output, draft in rows:
             own = words[first : first + 1 + len(draft)]
             _fill(own[0], one, number, output)
-            if draft:
+            if draft and not one.needs_output:  # by number alone, whatever is drafted
+                for step in range(1, len(own)):
+                    _fill(own[step], one, number + step, output)
+            elif draft:
                 _fill_along(own, one.go_ahead(), number, output, draft)
             masks.append(own if draft else own[0])
             first += len(own)
@@ -338,15 +343,15 @@ def _fill(words: np.ndarray, one: Constraint, number: int, output: Sequence[int]
 
 def _fill_along(words: np.ndarray, ahead: Constraint, number: int, output: Sequence[int], draft: Sequence[int]) -> None:
     """Narrow the masks behind each token of a draft, up to the first that may not come: rows behind that one are drawn,
-    and do not count. words: uint32 `[1 + drafted, words]`, whose first is narrowed. A grammar that fails on the way
-    leaves nothing to draw there.
+    and do not count. words: uint32 `[1 + drafted, words]`, whose first is narrowed. Where a grammar fails on the way,
+    any token may be drawn: taking it fails, and says why.
     """
     for step, token_id in enumerate(draft):
         if not ahead.allows(token_id, words[step]) or not ahead.suppose(token_id, number + step, output):
             return
         _fill(words[step + 1], ahead, number + step + 1, output)
         if ahead.has_failed:
-            words[step + 1] = 0
+            words[step + 1] = 0xFFFFFFFF
             return
 
 

@@ -59,6 +59,7 @@ class LaunchedPlan:
         tokens of drafts that the device made, by slot.
         """
         rows: dict[int, MaskedRow] = {}
+        on_device: Mapping[int, Many[int]] | None = None  # asked for once: it waits for the device
         for slot, one in self.drawing.items():
             if one.constraint is None or one.state is State.FINISHED:
                 continue
@@ -67,6 +68,7 @@ class LaunchedPlan:
                 return None
             draft: Many[int] = self.drafts.get(slot, ())
             if TO_DRAFT in draft and one.constraint.needs_output:
-                draft = drafted()[slot]
+                on_device = drafted() if on_device is None else on_device
+                draft = on_device[slot]
             rows[slot] = one.constraint, number, one.output, draft
         return rows

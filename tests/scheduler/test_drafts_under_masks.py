@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from msgspec import structs
 
-from gpu.step import StepPlan
+from gpu.step import TO_DRAFT, StepPlan
 from scheduler.constraints import constraints
 from scheduler.constraints.constraints import Constraints
 from scheduler.engine.engine import Engine
@@ -168,7 +169,27 @@ def test_what_must_come_is_drafted_by_nobody_and_what_may_follows_it() -> None:
     assert max(map(len, WORDS)) > 20
 
 
-def test_a_grammar_that_fails_along_a_draft_leaves_nothing_to_draw_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_no_draw_changes_holds_every_row_of_a_draft_that_the_device_makes() -> None:
+    """Nobody has read what was drafted by then."""
+    made = Constraints(SHAPE.vocab_size, letters)
+    plain = held("1", "free", prompt_of(8, 1), 40)
+    late = structs.replace(plain, stop_token_ids=[60], min_tokens=2)
+    for request, wanted in (
+        (structs.replace(plain, allowed_token_ids=[1, 2, 3]), [{1, 2, 3}] * 4),
+        (structs.replace(plain, bad_token_ids=[[60]]), [EVERYTHING - {60}] * 4),
+        (late, [EVERYTHING - {60}] * 2 + [EVERYTHING] * 2),
+    ):
+        (one,) = made.prepare([request], lambda: None)
+        assert one is not None
+        assert not one.needs_output
+        (masks,) = made.fill([(one, 0, [], (TO_DRAFT,) * 3)])
+        assert [bits_of(words) & EVERYTHING for words in masks] == wanted
+    made.shutdown()
+
+
+def test_a_grammar_that_fails_along_a_draft_leaves_all_to_draw_there_so_that_the_draw_tells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = Constraints(SHAPE.vocab_size, letters)
     request = held("1", "grammar", prompt_of(8, 1), 40)
     (one,) = made.prepare([request], lambda: None)
@@ -184,7 +205,7 @@ def test_a_grammar_that_fails_along_a_draft_leaves_nothing_to_draw_there(monkeyp
 
     monkeypatch.setattr(constraints, "fill_next_token_bitmask", failing)
     (masks,) = made.fill([(one, 0, [], [0, 1, 0])])
-    assert [bits_of(words) & EVERYTHING for words in masks[:3]] == [{0, 1}, {1}, set()]
+    assert [bits_of(words) & EVERYTHING for words in masks[:3]] == [{0, 1}, {1}, EVERYTHING]
     assert not one.error, "the request's own goes on"
     (words,) = made.fill([(one, 0, [], [])])
     assert bits_of(words) & EVERYTHING == {0, 1}
