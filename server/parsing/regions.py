@@ -14,6 +14,7 @@ from server.parsing.json_scanner import ValuesScanner
 from server.parsing.response_template import Field
 from server.parsing.tags import CUT, MORE, OVER, Argument, Ends, Pattern, Step, TagScanner, find_mark
 
+_KEPT_CHARS = 32  # of the text before, behind which a mark may have to stand
 _IS_MARK = regex.compile(r"[^\s\w.-]")  # what a beginning of a mark has, and a beginning of a word has not
 
 
@@ -83,8 +84,15 @@ def choose_scanner(field: Field) -> Scanner:
     return TextScanner(field)
 
 
+def _apart(pattern: Pattern) -> Pattern:
+    """Return what a mark's pattern matches where no region has just closed: nothing that `\\G` begins."""
+    return regex.compile(pattern.pattern.replace(r"\G", "(?!)"), pattern.flags) if r"\G" in pattern.pattern else pattern
+
+
 class RegionReader:
-    """Read regions: `feed` until the text ends, then `finish`. Positions count from the beginning of all text."""
+    """Read regions: `feed` until the text ends, then `finish`. Positions count from the beginning of all text. In a
+    mark's pattern, `\\G` stands right behind a region.
+    """
 
     def __init__(self, fields: Iterable[Field]) -> None:
         fields = list(fields)
@@ -95,13 +103,14 @@ class RegionReader:
             for field in fields
             if field.opens is None and field.closes is not None
         ]
+        self._apart_marks = [(_apart(pattern), can_grow, field) for pattern, can_grow, field in self._marks]
         self._text = ""
         self._base = 0  # where `_text` begins
         self._at = 0  # in `_text`: what lies before is in some event
         self._field: Field | None = None
         self._scanner: Scanner | None = None
         self._ends = MORE
-        self._opened_at = self._barren_at = -1
+        self._opened_at = self._barren_at = self._closed_at = -1
 
     @property
     def position(self) -> int:
@@ -111,8 +120,8 @@ class RegionReader:
         return self._text[begin - self._base : end - self._base]
 
     def release(self, position: int) -> None:
-        """Release the text before a position, except one character, behind which a mark may have to stand."""
-        cut = position - self._base - 1
+        """Release the text before a position, except a few characters, behind which a mark may have to stand."""
+        cut = position - self._base - _KEPT_CHARS
         if cut > len(self._text) // 2:
             self._text = self._text[cut:]
             self._base, self._at = self._base + cut, self._at - cut
@@ -126,17 +135,19 @@ class RegionReader:
 
     def open_no_more(self) -> None:
         """Open no more regions; all that is not in an open one is outside."""
-        self._marks = []
+        self._marks = self._apart_marks = []
 
     def next(self) -> Event | None:
         """Return the next event, None if more text is needed."""
         return self._outside() if self._scanner is None else self._in_region(self._scanner)
 
     def _outside(self) -> Event | None:
-        begin = self._at + (self.position == self._barren_at)  # a region without any text is not opened there again
+        is_barren = self.position == self._barren_at  # a region without any text is not opened there again
+        begin = self._at + is_barren
+        is_behind = self.position == self._closed_at and not is_barren
         held = len(self._text)
         found: tuple[int, int, Field | None, dict[str, str]] | None = None
-        for pattern, can_grow, field in self._marks:
+        for pattern, can_grow, field in self._marks if is_behind else self._apart_marks:
             mark = find_mark(pattern, can_grow, self._text, begin, self._ends)
             if mark is None:
                 continue
@@ -184,5 +195,6 @@ class RegionReader:
     def _close(self, end: int, is_cut: bool) -> Closed:
         begin, self._at = self.position, end
         self._field = self._scanner = None
+        self._closed_at = self.position
         self._barren_at = self.position if self.position == self._opened_at else -1
         return Closed(begin, self.position, is_cut)

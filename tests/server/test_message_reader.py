@@ -89,6 +89,32 @@ WHOLE: list[tuple[str, str, Read]] = [
         ' to=user<|message|>Write <atem:invoke name="f">, to=f.<|eot|>',
         ('Write <atem:invoke name="f">, to=f.', "", []),
     ),
+    (
+        "atem",
+        ' to=user<|message|>Write <b>so</b>\n<atem:invoke name="f"></atem:invoke>\n<atem:invoke name="f"></atem:invoke>'
+        "\n</atem:function_calls> and go on.<|eot|>",
+        (
+            'Write <b>so</b>\n<atem:invoke name="f"></atem:invoke>\n<atem:invoke name="f"></atem:invoke>\n'
+            "</atem:function_calls> and go on.",
+            "",
+            [],
+        ),
+    ),
+    (
+        "atem",
+        ' to=user<|message|><atem:function_calls>\n<atem:invoke name="f"></atem:invoke> is how.<|eot|>',
+        ('<atem:function_calls>\n<atem:invoke name="f"></atem:invoke> is how.', "", []),
+    ),
+    (
+        "atem",
+        ' to=self<|message|>a</atem:invoke><|eom|><atem:invoke name="f"></atem:invoke><|eot|>',
+        ('<atem:invoke name="f"></atem:invoke>', "a</atem:invoke>", []),
+    ),
+    (
+        "atem",
+        ' to=f<|message|><atem:invoke name="f"></atem:invoke> then </atem:invoke><atem:invoke name="f"></atem:invoke>',
+        ('then </atem:invoke><atem:invoke name="f"></atem:invoke>', "", [("f", {})]),
+    ),
     ("atem", "<|message|>bare words", ("bare words", "", [])),
     ("atem", " to=self<|message|>no end<|start|>assistant to=user<|message|>so", ("so", "no end", [])),
     ("hermes", '<tool_call>{"arguments": {"n": 1}, "name": "f"}</tool_call>', ("", "", [("f", {"n": 1})])),

@@ -1,6 +1,7 @@
 """Messages to recipients, the format of Muse Glimmer: to itself, to the user, or to a tool, with tags around arguments.
 
-What stands in front of content outside of all regions, and behind it, means nothing.
+What stands in front of content outside of all regions, and behind it, means nothing. A call is read where a message to
+a tool begins, or right behind another call. In text to the user, or behind words to a tool, it is content.
 """
 
 from gpu.model.answers.formats import NAMED_CALL, CallFormat, CallSyntax, Channels, Marks, ReasoningFormat, Tags
@@ -19,15 +20,15 @@ _CHANNELS = Channels(
     final="user",
     content={
         "close_pattern": rf"{_TURN}(?:[ ]{{0,2}}to=(?!self<)[\w.-]{{1,257}})?<\|message\|>|{_END}"
-        r"|(?<=>)\s{0,4}</atem:function_calls>"
+        r"|\G(?<=</atem:invoke>)\s{0,4}</atem:function_calls>"
     },
 )
 
 ATEM = CallFormat(
     name="atem",
     region={
-        "open_pattern": rf"(?:{_TO}(?!self<|user<)[\w.-]{{1,257}}<\|message\|>\s{{0,4}}<atem:function_calls>|(?<=>))"
-        rf'\s{{0,4}}<atem:invoke name="{_NAME}">',
+        "open_pattern": rf"(?:{_TO}(?!self<|user<)[\w.-]{{1,257}}<\|message\|>\s{{0,4}}(?:<atem:function_calls>)?"
+        rf'|\G(?<=</atem:invoke>))\s{{0,4}}<atem:invoke name="{_NAME}">',
         "close": "</atem:invoke>",
         "content": "xml-inline",
         "content_args": {
