@@ -149,9 +149,10 @@ class GpuConfig(Settings):
     kv: Literal["auto", "bfloat16", "float32", "fp8", "int8"] = Field(
         "auto",
         description="rows of keys and values on the device: in codes of 8 bits, with a scale a token and KV head, or "
-        "as `dtype`. auto: as `dtype`, but in bfloat16 on a CPU that computes in float32, of models that the compiled "
-        "step computes, without `host` and `documents`: half of the bytes, and next tokens' distributions within 5e-5 "
-        "(KL). Rows in host memory are as `host.rows` says. On a CPU the compiled step reads all but fp8, which goes "
+        "as `dtype`. auto: as `dtype`, but in bfloat16 on a CPU where `dtype` is auto, too, of models that the "
+        "compiled step computes, without `host` and `documents`: half of the bytes, and next tokens' distributions "
+        "within 5e-5 (KL). A model that drafts has rows alike, but none in bfloat16 where auto would take float32 for "
+        "it. Rows in host memory are as `host.rows` says. On a CPU the compiled step reads all but fp8, which goes "
         "layer by layer",
     )
     experts_gib: float | Literal["auto"] | None = Field(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpu.config import GpuConfig
 from gpu.memory.demand import Demand, MemoryItem, PlanError
-from gpu.memory.machine_limits import resolve_device, resolve_dtype, resolve_kv
+from gpu.memory.machine_limits import resolve_device, resolve_draft_kv, resolve_dtype
 from gpu.memory.refusals import check_latents
 from gpu.model.architecture import Architecture
 from gpu.model.matrix_formats import why_unpacked
@@ -33,11 +33,12 @@ class DraftModelPlan:
 
 
 def plan_draft_model(
-    path: Path, draft: Architecture, gpu: GpuConfig, machine: MachineProfile, *, max_running: int, chunk_tokens: int,
-    context_tokens: int, cache_tokens: int,
+    path: Path, draft: Architecture, gpu: GpuConfig, machine: MachineProfile, *, max_running: int,
+    chunk_tokens: int, context_tokens: int, cache_tokens: int,
 ) -> DraftModelPlan:  # fmt: skip
     """Return a plan for a model at `path` that drafts for contexts of up to `context_tokens`, of which its pages hold
-    `cache_tokens` together. Raises PlanError for a model whose steps change what cannot be taken back.
+    `cache_tokens` together. gpu: its `kv` is resolved for the other model. Raises PlanError for a model whose steps
+    change what cannot be taken back.
     """
     if draft.recurrent is not None:
         raise PlanError(
@@ -51,7 +52,7 @@ def plan_draft_model(
         )
     device = resolve_device(gpu, machine)
     dtype = resolve_dtype(gpu, device)
-    kv = resolve_kv(gpu, machine, dtype, draft)
+    kv = resolve_draft_kv(gpu, machine, dtype, draft)
     check_latents(draft, None, ())
     context = min(context_tokens, draft.max_context_tokens, cache_tokens)
     page = gpu.page_tokens

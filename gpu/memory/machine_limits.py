@@ -66,17 +66,19 @@ def resolve_kv(
     gpu: GpuConfig, machine: MachineProfile, dtype: Literal["bfloat16", "float32"], shape: Architecture,
     leaves_pages: bool = False,
 ) -> KvFormat:  # fmt: skip
-    """Return how pages hold rows. leaves_pages: rows go to host memory or to documents, too. Raises PlanError."""
+    """Return how pages hold rows; in the dtype that was asked for by name, where they may choose. leaves_pages: rows go
+    to host memory or to documents, too. Raises PlanError.
+    """
     on_cpu = resolve_device(gpu, machine) == "cpu"
     holds_halves = on_cpu and not leaves_pages and shape.latent is None
     if gpu.kv == "auto":
         is_read = machine.has_vectors and has_plain_layers(shape) and shape.dim % HALF_ROW_STEP == 0
-        return "bfloat16" if holds_halves and is_read else dtype
+        return "bfloat16" if gpu.dtype == "auto" and holds_halves and is_read else dtype
     if gpu.kv == "bfloat16" and dtype == "float32" and not holds_halves:
         of = "on a GPU" if not on_cpu else "of latents" if shape.latent is not None else "beside `host` or `documents`"
         raise PlanError(
-            f"gpu.kv: asked bfloat16, gpu.dtype is {dtype} here, whose rows {of} are in it; wanted auto, fp8 or int8, "
-            "or dtype: bfloat16"
+            f"gpu.kv: asked bfloat16, gpu.dtype is {dtype} here, whose rows {of} are in it; wanted auto, float32, fp8 "
+            "or int8, or dtype: bfloat16"
         )
     if gpu.kv == "float32" and dtype != "float32":
         raise PlanError(f"gpu.kv: asked float32, gpu.dtype is {dtype} here; wanted auto, fp8 or int8")
@@ -87,6 +89,19 @@ def resolve_kv(
             f"{odd[0]}; use auto"
         )
     return gpu.kv
+
+
+def resolve_draft_kv(
+    gpu: GpuConfig, machine: MachineProfile, dtype: Literal["bfloat16", "float32"], draft: Architecture
+) -> KvFormat:
+    """Return how pages of a model that drafts hold rows, where those of the other model are in `gpu.kv`: alike, but in
+    bfloat16 beside float32 only where "auto" would take it. So it is the same for settings that were resolved before.
+    Raises PlanError.
+    """
+    if gpu.kv == dtype:
+        return dtype
+    asked = {} if gpu.kv in CODE_FORMATS else {"kv": "auto", "dtype": "auto"}
+    return resolve_kv(gpu.model_copy(update=asked), machine, dtype, draft)
 
 
 def resolve_limits(gpu: GpuConfig, device: str, machine: MachineProfile) -> dict[Place, int]:

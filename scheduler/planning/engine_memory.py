@@ -12,6 +12,7 @@ from gpu.memory.counting import WINDOWS_PER_SEQUENCE
 from gpu.memory.draft_model_plan import DraftModelPlan, plan_draft_model
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.host_shares import resolve_host
+from gpu.memory.machine_limits import resolve_device, resolve_dtype, resolve_kv
 from gpu.memory.plan import MemoryPlan, MemoryRequest, PlanError, PlannedSizes, plan_memory
 from gpu.methods.kept import Kept
 from gpu.model.architecture import Architecture, ModelError, load_architecture
@@ -274,9 +275,12 @@ def _plan_draft_model(
     if why is not None:
         raise PlanError(f"profiles.{name}.draft.model: {why}; wanted a model of the same vocabulary")
     longest = scheduler.max_context_tokens or architecture.max_context_tokens
+    dtype = resolve_dtype(config.gpu, resolve_device(config.gpu, machine))
+    leaves_pages = config.host is not None or config.documents is not None
+    gpu = config.gpu.model_copy(update={"kv": resolve_kv(config.gpu, machine, dtype, architecture, leaves_pages)})
     try:
         return plan_draft_model(
-            path, shape, config.gpu, machine, max_running=scheduler.max_running,
+            path, shape, gpu, machine, max_running=scheduler.max_running,
             chunk_tokens=scheduler.prefill.chunk_tokens, context_tokens=longest, cache_tokens=first.cache_tokens,
         )  # fmt: skip
     except PlanError as error:

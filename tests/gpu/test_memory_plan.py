@@ -186,6 +186,8 @@ def test_a_cpu_that_computes_in_float32_has_rows_in_bf16_where_the_compiled_step
     elements = 2 * SHAPE_TINY.num_kv_heads * SHAPE_TINY.dim
     assert kv_of(SHAPE_TINY) == ("bfloat16", 2 * elements)
     assert kv_of(SHAPE_TINY, kv="float32") == ("float32", 4 * elements)
+    assert kv_of(SHAPE_TINY, dtype="float32") == ("float32", 4 * elements), "asked for by name"
+    assert kv_of(SHAPE_TINY, dtype="float32", kv="bfloat16") == ("bfloat16", 2 * elements)
     normed = replace(SHAPE_TINY, layer_pattern=(LayerSpec(qk_norm=True),))  # goes layer by layer
     assert kv_of(normed) == ("float32", 4 * elements)
     assert kv_of(normed, kv="bfloat16") == ("bfloat16", 2 * elements)
@@ -202,7 +204,7 @@ def test_windows_in_codes_take_as_much_less() -> None:
 
 
 def test_formats_that_cannot_be_are_told() -> None:
-    with pytest.raises(PlanError, match=r"gpu\.kv: asked bfloat16, gpu\.dtype is float32 here, whose rows on a GPU"):
+    with pytest.raises(PlanError, match=r"gpu\.kv: asked bfloat16, .*, whose rows on a GPU .*auto, float32"):
         make_plan(SHAPE_TINY, "rtx4090", GpuConfig(dtype="float32", kv="bfloat16"))
     with pytest.raises(PlanError, match=r"gpu\.kv: asked bfloat16, .*, whose rows beside `host` or `documents` are in"):
         make_plan(SHAPE_TINY, "laptop", GpuConfig(device="cpu", kv="bfloat16"), documents=DocumentsConfig())

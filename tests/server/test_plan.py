@@ -16,6 +16,7 @@ from server.deployment import Deployment, load_deployment
 from server.planning.deployment_plan import find_architecture, resolve_plan
 from server.planning.placements import compare_placements
 from server.planning.resolved_plan import ResolvedPlan
+from tests.gpu.family_checkpoints import CONFIGS, SIZES
 from tests.gpu.toy_method import add_toy
 from transfer.machine import GIB, load_machine
 from transfer.machine_rates import find_rates
@@ -49,6 +50,37 @@ def test_a_shipped_configuration_fits_its_recorded_machine(config: str, machine:
 def test_resolving_twice_changes_nothing(config: str, machine: str) -> None:
     once = plan_recorded(config, machine)
     twice = resolve_plan(once.deployment, once.machine)
+    assert twice.deployment == once.deployment
+    assert twice.memory.items == once.memory.items
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "gpu", "kv"),
+    [
+        ("deepseek_v3", {}, {}, ("bfloat16", "float32")),  # latents have no rows in halves
+        ("deepseek_v3", {}, {"kv": "bfloat16"}, ("bfloat16", "float32")),
+        ("deepseek_v3", {}, {"kv": "int8"}, ("int8", "int8")),
+        ("llama2", {}, {}, ("bfloat16", "float32")),  # heads of 16
+        ("llama2", {"head_dim": 64}, {}, ("bfloat16", "bfloat16")),
+        ("llama2", {"head_dim": 64}, {"dtype": "float32"}, ("float32", "float32")),
+    ],
+)
+def test_resolving_twice_changes_nothing_of_a_model_that_drafts(
+    family: str, changes: dict[str, int], gpu: dict[str, str], kv: tuple[str, str], tmp_path: Path
+) -> None:
+    draft = SIZES | CONFIGS[family] | {"vocab_size": named_shape("tiny").vocab_size} | changes
+    (tmp_path / "config.json").write_text(json.dumps(draft))
+    tree = {
+        "model": {"random_weights": "tiny"},
+        "gpu": {"device": "cpu"} | gpu,
+        "profiles": {"drafting": {"draft": {"model": str(tmp_path)}}},
+    }
+    laptop = load_machine(DEPLOY / "machines" / "laptop.json")
+    once = resolve_plan(Deployment.model_validate(tree), laptop)
+    twice = resolve_plan(Deployment.model_validate(once.deployment.model_dump(mode="json")), laptop)
+    for plan in (once, twice):
+        assert plan.memory.draft is not None
+        assert (plan.memory.kv, plan.memory.draft.kv) == kv
     assert twice.deployment == once.deployment
     assert twice.memory.items == once.memory.items
 
