@@ -51,6 +51,19 @@ def why_not_here(products: str, device: str, dtype: str) -> str | None:
     return None
 
 
+def products_key(architecture: Architecture, device: str, is_packed: bool) -> str:
+    """Return what names a model's products on a device ("cuda", "cpu") in keys of what they made: "integers" or
+    "humming", whose numbers are not those of our own of floats, which are "". is_packed: whether matrices of few bits
+    stay as they are stored.
+    """
+    own = architecture.quantisation
+    if own is None:
+        return ""
+    if device == "cpu":
+        return "integers" if own.integers and is_packed else ""
+    return "humming" if own.humming else ""
+
+
 def require_installed() -> None:
     """Raise ModelError, one line, where the library is not there, or is another version."""
     try:

@@ -15,6 +15,7 @@ from gpu.layers.rope import rope_key
 from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture, ModelError, load_architecture
+from gpu.model.humming_formats import products_key
 from gpu.profiles import Profile, resolve_profiles, served_parts
 from gpu.ranks import ProcessRanks
 from gpu.runner import Runner
@@ -194,7 +195,8 @@ def open_contexts(config: DiskConfig, digest: str, architecture: Architecture, p
     kv = kv_record(architecture, plan.window_layers, stored, config.block_tokens)
     end = end_record(architecture, plan.window_bytes, kv)
     rope = rope_key(architecture, plan.max_context_tokens)
-    made = plan.device, plan.dtype, plan.kv, rope, *(() if stored == plan.kv else (stored,))
+    products = products_key(architecture, plan.device, plan.is_packed)
+    made = plan.device, plan.dtype, plan.kv, rope, *(() if stored == plan.kv else (stored,)), *filter(None, (products,))
     model = name_model(digest, *made, plan.page_tokens, config.block_tokens, plan.window_pages, plan.window_bytes)
     try:
         store = ContextStore(config, model, kv, end)

@@ -15,6 +15,7 @@ from gpu.memory.plan import MemoryPlan, require_device
 from gpu.method_times import learn_times
 from gpu.model.architecture import Architecture
 from gpu.model.draft_head_shape import without_draft_head
+from gpu.model.humming_formats import products_key
 from gpu.profiles import get_profile, resolve_profiles, served_parts
 from gpu.ranks import RankError
 from gpu.rehearsal import Rehearsal
@@ -102,7 +103,13 @@ def _make_engine(
         scheduler_config,
         without_draft_head(architecture),
         capacity,
-        model_key(digest, config.model, gpu, rope_key(architecture, plan.max_context_tokens)),
+        model_key(
+            digest,
+            config.model,
+            gpu,
+            rope_key(architecture, plan.max_context_tokens),
+            products_key(architecture, plan.device, plan.is_packed),
+        ),
         profiles,
         Device(
             lanes,
@@ -206,21 +213,23 @@ def make_documents(
 ) -> Documents:
     """Make the documents of a library. A chunk is no longer than a unit of prefill."""
     windows = tuple(spec.window_tokens for spec in architecture.layers)
-    key = chunk_kv_key(architecture, plan.dtype, plan.max_context_tokens)
+    products = products_key(architecture, plan.device, plan.is_packed)
+    key = chunk_kv_key(architecture, plan.dtype, plan.max_context_tokens, products)
     most_tokens = min(plan.chunk_tokens, plan.max_hidden_tokens)
     return Documents(library, key, windows, most_tokens, runner.is_loaded)
 
 
-def chunk_kv_key(architecture: Architecture, dtype: str, max_context_tokens: int) -> str:
+def chunk_kv_key(architecture: Architecture, dtype: str, max_context_tokens: int, products: str) -> str:
     """Return what a chunk's keys and values depend on beside weights and tokens: the type that computes, what attends,
-    and the rotation inside the chunk.
+    the rotation inside the chunk, and `products_key`.
     """
-    return f"{dtype}:{DENSE.method}:{rope_key(architecture, max_context_tokens)}"
+    return ":".join(filter(None, (dtype, DENSE.method, rope_key(architecture, max_context_tokens), products)))
 
 
-def model_key(digest: str | None, model: ModelConfig, gpu: GpuConfig, rope: str) -> bytes:
+def model_key(digest: str | None, model: ModelConfig, gpu: GpuConfig, rope: str, products: str) -> bytes:
     """Return the seed of prefix hashes: weights (by their digest where hashes outlive the process), their precision,
-    that of rows in pages, and the rotation (`rope_key`).
+    that of rows in pages, the rotation (`rope_key`), and the products (`products_key`).
     """
-    source = f"{digest or model.path or model.random_weights}:{model.weights}:{gpu.dtype}:{gpu.kv}:{rope}"
+    parts = [str(digest or model.path or model.random_weights), str(model.weights), gpu.dtype, gpu.kv, rope]
+    source = ":".join([*parts, products] if products else parts)
     return hashlib.blake2b(source.encode(), digest_size=16).digest()

@@ -20,7 +20,7 @@ from gpu.memory.plan import MemoryRequest, PlanError, PlannedSizes, plan_memory
 from gpu.model import humming_formats
 from gpu.model.architecture import load_architecture, named_shape
 from gpu.model.gguf.tensors import stored_as
-from gpu.model.humming_formats import laying_out_bytes, multiplied
+from gpu.model.humming_formats import laying_out_bytes, multiplied, products_key
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.matrix_formats import rounded, weight_bytes
 from gpu.model.spec import ModelError
@@ -99,6 +99,19 @@ def _tokens(tokens: int, matrix: HummingMatrix, device: str) -> tuple[torch.Tens
     x = poisoned(random(generator, (tokens, matrix.inner), torch.bfloat16, device), nan)
     gain = poisoned(random(generator, (matrix.inner,), torch.bfloat16, device), nan)
     return x, gain, random(generator, (tokens, matrix.rows), torch.bfloat16, device)
+
+
+def test_products_are_named_where_they_change_numbers() -> None:
+    few = rounded(named_shape("llama-3.1-8b"), "int4", "weights")
+    found = {
+        (asked, device): products_key(multiplied(few, asked, "products"), device, is_packed=True)
+        for asked in ("own", "auto", "integers", "humming")
+        for device in ("cpu", "cuda")
+    }
+    named = {("auto", "cpu"): "integers", ("integers", "cpu"): "integers", ("humming", "cuda"): "humming"}
+    assert {key: name for key, name in found.items() if name} == named
+    assert products_key(multiplied(few, "auto", "products"), "cpu", is_packed=False) == "", "floats, as all is unpacked"
+    assert products_key(named_shape("llama-3.1-8b"), "cpu", is_packed=True) == ""
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

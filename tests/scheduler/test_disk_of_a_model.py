@@ -30,6 +30,7 @@ from tests.scheduler.test_states_of_a_model import FEW_TOKENS, ask, converse, dr
 from transfer.disk.context_store import ContextStore
 from transfer.disk.disk_config import DiskConfig
 from transfer.machine import probe_machine
+from transfer.simd.features import HAS_VECTORS
 
 BLOCK, PAGE = 64, 16
 FEW_PAGES_GIB = 0.0045  # 1,152 tokens, where the longest context has 1,024 and several run
@@ -37,9 +38,9 @@ FEW_PAGES_GIB = 0.0045  # 1,152 tokens, where the longest context has 1,024 and 
 
 def make_engine(
     folder: Path | None, pages_gib: float = 0.05, name: str = "tiny", prefix_cache: bool = True, device: str = "cpu",
-    kv: str = "auto", dtype: str = "float32", **disk: Any,
+    kv: str = "auto", dtype: str = "float32", quantised: dict[str, str] | None = None, **disk: Any,
 ) -> Engine:  # fmt: skip
-    model = ModelConfig(random_weights=name)
+    model = ModelConfig(random_weights=name, **(quantised or {}))
     settings = {"folder": folder, "block_tokens": BLOCK, "choose": "always"} | disk
     config = EngineConfig(
         model=model,
@@ -81,6 +82,15 @@ def test_rows_of_latents_and_of_codes_come_back_as_they_were(name: str, kv: str,
         assert found == wanted
         engine.shutdown()
     assert texts[0] == texts[1]
+
+
+@pytest.mark.skipif(not HAS_VECTORS, reason="needs a processor whose kernels multiply matrices of few bits")
+def test_contexts_of_products_of_floats_are_not_those_of_products_of_integers(tmp_path: Path) -> None:
+    prompt = draw(300, 1)
+    for products, wanted in (("own", 0), ("auto", 0), ("own", 256), ("integers", 256)):
+        engine = make_engine(tmp_path, quantised={"weights": "int8", "products": products})
+        assert serve(engine, [ask("a", prompt, 4)])[0][1] == wanted, products
+        engine.shutdown()
 
 
 def pages_of(engine: Engine, prompt: list[int], num_blocks: int) -> list[torch.Tensor]:

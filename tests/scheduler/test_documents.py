@@ -697,13 +697,14 @@ def test_one_that_gives_way_is_fused_again(tmp_path: Path) -> None:
 
 def test_chunks_are_named_by_what_their_keys_depend_on() -> None:
     shape = named_shape("tiny")
-    plain = chunk_kv_key(shape, "float32", 2048)
-    assert chunk_kv_key(shape, "float32", 4096) == plain
-    assert chunk_kv_key(shape, "bfloat16", 2048) != plain
+    plain = chunk_kv_key(shape, "float32", 2048, "")
+    assert chunk_kv_key(shape, "float32", 4096, "") == plain
+    assert chunk_kv_key(shape, "bfloat16", 2048, "") != plain
+    assert chunk_kv_key(shape, "float32", 2048, "integers") != plain
     dynamic = replace(
         shape, rope=RopeScaling("dynamic", 1e4, {"factor": 2.0, "original_max_position_embeddings": 1024.0})
     )
-    assert len({plain, *(chunk_kv_key(dynamic, "float32", tokens) for tokens in (2048, 4096))}) == 3
+    assert len({plain, *(chunk_kv_key(dynamic, "float32", tokens, "") for tokens in (2048, 4096))}) == 3
 
 
 SCORED = SamplingParams(temperature=0.0, num_logprobs=20)

@@ -92,6 +92,9 @@ def test_a_models_key_names_its_weights_and_their_precision() -> None:
         (ModelConfig(path=Path("b")), GpuConfig(dtype="float32")),
         (ModelConfig(random_weights="tiny", tokenizer=Path("a")), GpuConfig(dtype="float32")),
     ]
-    assert len({model_key(None, model, gpu, "one") for model, gpu in settings}) == len(settings)
-    assert model_key(None, *settings[0], "one") != model_key(None, *settings[0], "another")
-    assert model_key("0" * 32, *settings[1], "one") == model_key("0" * 32, *settings[2], "one"), "wherever it lies"
+    assert len({model_key(None, model, gpu, "one", "") for model, gpu in settings}) == len(settings)
+    plain, found = model_key(None, *settings[0], "one", ""), "0" * 32
+    assert (
+        len({plain, model_key(None, *settings[0], "another", ""), model_key(None, *settings[0], "one", "humming")}) == 3
+    )
+    assert model_key(found, *settings[1], "one", "") == model_key(found, *settings[2], "one", ""), "wherever it lies"
