@@ -230,6 +230,6 @@ def model_key(digest: str | None, model: ModelConfig, gpu: GpuConfig, rope: str,
     """Return the seed of prefix hashes: weights (by their digest where hashes outlive the process), their precision,
     that of rows in pages, the rotation (`rope_key`), and the products (`products_key`).
     """
-    parts = [str(digest or model.path or model.random_weights), str(model.weights), gpu.dtype, gpu.kv, rope]
-    source = ":".join([*parts, products] if products else parts)
+    source = f"{digest or model.path or model.random_weights}:{model.weights}:{gpu.dtype}:{gpu.kv}:{rope}"
+    source += f":{products}" if products else ""
     return hashlib.blake2b(source.encode(), digest_size=16).digest()
