@@ -82,7 +82,6 @@ def run_long_context_benchmark(
     """
     served_profiles = resolve_profiles(deployment.profiles, deployment.host)
     profiles = [get_profile(name, served_profiles, "--profiles") for name in benchmark.profiles]
-    assert deployment.host is not None, "long contexts: a deployment with a host section"
     floors = measure_floors(deployment)
     _announce(console, benchmark, profiles, floors)
     is_cuda = floors.plan.device == "cuda"
@@ -93,6 +92,7 @@ def run_long_context_benchmark(
     try:
         with interpreter_as_served():
             client = Client(engine, ready.vocab_size, ready.profiles)
+            assert deployment.host is not None, "long contexts: a deployment with a host section"
             rows = deployment.host.rows
             with client.fixed_residence():
                 gate = check_host_path(client, floors.capacity, rows, profiles, benchmark.batches[-1], console)

@@ -216,6 +216,9 @@ class Documents:
         if len(self._to_store) < num_to_store:
             self._num_overtaken = 0
         for number, sequence in enumerate(one for one in waiting if one.chunks):
+            self.is_ready(
+                sequence
+            )  # nobody else looks while no slot is free, and what is there would be computed again
             for chunk in sequence.missing:
                 known = self._computing.get(chunk.key.name)
                 if known is not None:
