@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from lab.cli import app as lab
+from lab.speed.lengths import lengths
 from lab.speed.peer_rows import choose_rows
 from lab.speed.vllm_rows import parser as vllm_arguments
 from server.deployment import load_deployment
@@ -31,6 +32,10 @@ def parse(words: list[str]) -> None:
     if words[:2] == ["-m", "lab"]:
         command = typer.main.get_command(lab)
         resolve(command, words[2:])
+    elif words[:2] == ["-m", "lab.speed.lengths"]:
+        alone = typer.Typer()
+        alone.command()(lengths)
+        typer.main.get_command(alone).make_context("lengths", words[2:])
     elif words[:2] == ["-m", "lab.speed.vllm_rows"]:
         asked = vllm_arguments().parse_args(words[2:])
         choose_rows(asked.rows, small=False, rate=asked.rate)
