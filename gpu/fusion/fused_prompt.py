@@ -158,7 +158,7 @@ class FusedPrompt:
     # --- what is not --------------------------------------------------------------------------------------------------
 
     def is_loaded(self, layer: int) -> bool:
-        """Return whether the layer could begin without a wait for the disk; not while its reads have not begun."""
+        """Return whether the layer could begin without a wait for the disk. Before its reads begin it could not."""
         if layer < self._first_layer or layer >= self._documents.shape.num_layers or layer in self._copied:
             return True
         reads = self._reads.get(layer)

@@ -48,8 +48,8 @@ class PrefillQueue:
         one whole chunk, or as many whole layers of shorter jobs as are no more: an arrival never waits for more. Where
         a job is alone, the rest of a layer comes with a whole chunk of the next one. So an arrival may wait for two,
         but all layers are cut at the same places: what was planned, chosen or allocated for a unit serves all of them.
-        `least_seconds`: without a bound more such chunks come while they are estimated to end within so long, up to the
-        end of a job: to plan a step takes what a short unit takes.
+        `least_seconds`: without a bound, take further such chunks while the step's estimate stays within it and no job
+        ends, since planning a step takes as long as a short unit.
         """
         finished = [entry for entry in self.jobs if not entry.remaining()]
         if finished:  # what was left of them was cut out

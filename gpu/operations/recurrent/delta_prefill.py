@@ -31,7 +31,7 @@ from gpu.upload import upload
 from transfer.allocation import allocate_empty
 
 _COLUMNS = 64  # of a chunk's rows, multiplied at once
-_VALUES = 64  # of a program that goes through the chunks; of Mamba-2, whose heads are narrower, half as many
+_VALUES = 64  # columns of values that a program takes through the chunks; of Mamba-2's narrower heads, half as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def _delta_inputs_kernel(
     ring = rings + number * ring_stride
     size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
     part = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size
-    if kind == 2:  # names of its own: a branch may not give one another shape
+    if kind == 2:  # Triton merges what both branches name alike, so what has other shapes has other names
         v_inside = is_row[:, None] & (v_at < VALUE_DIM)[None, :]
         v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_at
         v = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, v_channels, v_inside,
