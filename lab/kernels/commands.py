@@ -51,6 +51,17 @@ def host_experts(
     run_kernel(device, json_file, lambda resolved, console: host_expert_rows(asked, resolved, console))
 
 
+@app.command("host-queries")
+def host_queries(
+    tokens: Annotated[int, typer.Option(min=256, help="of a layer, whole multiples of 32,768 beyond 65,536")] = 98304,
+    threads: Annotated[int, typer.Option(min=1)] = 16,
+) -> None:
+    """Time attention of 1 to 16 queries over one read of an 8B's rows in host memory, beside torch's and two floors."""
+    from lab.kernels.host_queries import measure
+
+    measure(tokens, threads)
+
+
 def run_kernel(
     device: str, json_file: Path | None, measure_rows: "Callable[[torch.device, Console], list[Row]]"
 ) -> None:
