@@ -17,6 +17,9 @@ _TOKENS = 64
 def main(settings: str, kinds: str) -> None:
     threading.Thread(target=_end_with_input, daemon=True).start()  # before the imports, which take seconds
     os.nice(_NICE)
+    from transfer.no_triton import leave_out_triton
+
+    leave_out_triton()
     compile_step(settings)
     compile_kinds(json.loads(kinds))
     os._exit(0)  # the thread waits for input

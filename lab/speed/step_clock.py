@@ -18,7 +18,7 @@ from gpu import in_flight
 from gpu.in_flight import InFlight, Timer
 from gpu.step import Lane, PrefillUnit, StepPlan, StepResult
 from lab.speed.kernel_trace import KernelTrace
-from scheduler.engine.engine_process import Loop
+from scheduler.engine.engine_loop import Loop
 from scheduler.messages import EngineRequest, Outputs
 from scheduler.sequences.sequence import Sequence as Request
 

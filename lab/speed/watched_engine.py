@@ -11,8 +11,7 @@ import msgspec
 
 from lab.speed.kernel_trace import KernelTrace
 from lab.speed.step_clock import StepClock
-from scheduler.engine import engine_process
-from scheduler.engine.engine_process import Loop
+from scheduler.engine.engine_loop import Loop, run_engine
 
 TRACE_SUFFIX = ".trace"
 
@@ -30,7 +29,7 @@ def main(file: Path, arguments: list[str]) -> int:
 
     vars_of_class: Any = Loop
     vars_of_class.run = run_watched
-    return engine_process.main(*arguments)
+    return run_engine(*arguments)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpu.config import DraftConfig
-from scheduler.engine import engine_process
+from scheduler.engine import engine_loop
 from scheduler.engine_config import EngineConfig
 from server.deployment import Deployment
 from server.engine.prometheus import Metrics
@@ -18,7 +18,7 @@ LAPTOP = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "lapto
 
 
 def test_the_engine_is_told_all_of_a_deployment_but_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "_OUR_LOGGERS", ("a test",))  # other tests read the log of this process
+    monkeypatch.setattr(engine_loop, "_OUR_LOGGERS", ("a test",))  # other tests read the log of this process
     deployment = Deployment.model_validate({
         "model": {"random_weights": "tiny"},
         "gpu": {"page_tokens": 32},
@@ -30,7 +30,7 @@ def test_the_engine_is_told_all_of_a_deployment_but_its_server(monkeypatch: pyte
     memory = resolve_plan(deployment, LAPTOP).memory
     start = Supervisor(deployment, memory, [], Metrics(), lambda _: None)._start_json
     assert b"sk-secret" not in start
-    told = engine_process._read_start(start.decode())
+    told = engine_loop._read_start(start.decode())
     assert logging.getLogger("a test").level == logging.ERROR
     assert (told.memory, told.log_level) == (memory, "error")
     assert {key: getattr(told.config, key) for key in EngineConfig.model_fields} == {

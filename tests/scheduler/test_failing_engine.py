@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpu.ranks import RankError
-from scheduler.engine import engine_process, rank_processes
+from scheduler.engine import engine_loop, rank_processes
 from transfer.host_tier import HostMemoryError
 
 
@@ -36,13 +36,13 @@ def test_other_ranks_are_gone_when_an_engine_says_why_it_ends(
         "end_with_parent": lambda *given: None,
         "_end_without_rank": end,
     }.items():
-        monkeypatch.setattr(engine_process, name, instead)
-    monkeypatch.setattr(engine_process.signal, "signal", lambda *given: None)
-    monkeypatch.setattr(engine_process.sys, "setswitchinterval", lambda seconds: None)
-    monkeypatch.setattr(engine_process.sys, "stdin", io.StringIO("what is to be served"))
-    monkeypatch.setattr(engine_process.gc, "freeze", lambda: None)
+        monkeypatch.setattr(engine_loop, name, instead)
+    monkeypatch.setattr(engine_loop.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(engine_loop.sys, "setswitchinterval", lambda seconds: None)
+    monkeypatch.setattr(engine_loop.sys, "stdin", io.StringIO("what is to be served"))
+    monkeypatch.setattr(engine_loop.gc, "freeze", lambda: None)
     monkeypatch.setattr(rank_processes, "_ROOT_CAUSE_S", 0.0)
     with pytest.raises(SystemExit):
-        engine_process.main("requests", "replies", "1")
+        engine_loop.run_engine("requests", "replies", "1")
     assert done == ["killed", str(error)]
     assert (str(error) in caplog.text) == isinstance(error, RankError), "at once, before another rank's reason is known"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler.engine import engine_process
+from scheduler.engine import engine_loop
 
 
 def test_collections_do_not_look_at_what_stands_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,13 +24,13 @@ def test_collections_do_not_look_at_what_stands_before_the_first_request(monkeyp
         "Loop": lambda *given: SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count())),
         "end_with_parent": lambda *given: None,
     }.items():
-        monkeypatch.setattr(engine_process, name, instead)
-    monkeypatch.setattr(engine_process.signal, "signal", lambda *given: None)
-    monkeypatch.setattr(engine_process.sys, "setswitchinterval", lambda seconds: None)
-    monkeypatch.setattr(engine_process.sys, "stdin", io.StringIO("what is to be served"))
+        monkeypatch.setattr(engine_loop, name, instead)
+    monkeypatch.setattr(engine_loop.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(engine_loop.sys, "setswitchinterval", lambda seconds: None)
+    monkeypatch.setattr(engine_loop.sys, "stdin", io.StringIO("what is to be served"))
     gc.unfreeze()
     try:
-        assert engine_process.main("requests", "replies", "1") == 0
+        assert engine_loop.run_engine("requests", "replies", "1") == 0
         assert frozen[0] > 0
     finally:
         gc.unfreeze()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from scheduler.engine import engine_process
-from scheduler.engine.engine_process import Loop
+from scheduler.engine import engine_loop
+from scheduler.engine.engine_loop import Loop
 from scheduler.messages import Shutdown
 
 
@@ -37,8 +37,8 @@ class Turns:
 def test_the_heap_is_given_back_at_rest_once_for_each_time_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = (False, [Shutdown()])
     turns = Turns([(False, []), (False, []), (True, []), (True, []), (False, []), (False, []), ends])
-    monkeypatch.setattr(engine_process, "SessionDesk", lambda residence: residence)
-    monkeypatch.setattr(engine_process, "give_back_heap", lambda: turns.given.append(turns.turn))
+    monkeypatch.setattr(engine_loop, "SessionDesk", lambda residence: residence)
+    monkeypatch.setattr(engine_loop, "give_back_heap", lambda: turns.given.append(turns.turn))
     loop = Loop(turns, turns, turns, None)
     loop._sessions = type("Desk", (), {"take_answers": lambda self: []})()
     loop.run()

@@ -383,12 +383,12 @@ async def test_a_second_signal_ends_the_program_at_once():
 
 
 def test_an_engine_process_never_outlives_its_parent_even_while_it_loads(tmp_path):
-    """`scheduler.engine.engine_process` itself, stuck before it is ready, under a parent that is killed."""
+    """`scheduler.engine.engine_loop` itself, stuck before it is ready, under a parent that is killed."""
     started = tmp_path / "started"
     stuck = (
-        "import pathlib, sys, time; from scheduler.engine import engine_process\n"
-        f"engine_process._read_start = lambda text: pathlib.Path({str(started)!r}).touch() or time.sleep(60)\n"
-        "engine_process.main(*sys.argv[1:])"
+        "import pathlib, sys, time; from scheduler.engine import engine_loop\n"
+        f"engine_loop._read_start = lambda text: pathlib.Path({str(started)!r}).touch() or time.sleep(60)\n"
+        "engine_loop.run_engine(*sys.argv[1:])"
     )
     starts_it = (
         "import os, subprocess, sys\n"
