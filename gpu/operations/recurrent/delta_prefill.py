@@ -116,6 +116,16 @@ def plan_spans(spans: Sequence[Span], ring_length: int, device: torch.device) ->
 
 
 @triton.jit
+def _rounded(numbers, PRECISION: tl.constexpr):
+    """Return float32 rounded to the 10 bits that products of TF32 take: tensor cores cut them off, which errs twice as
+    much and to one side.
+    """
+    if PRECISION == "tf32":
+        return ((numbers.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return numbers
+
+
+@triton.jit
 def _convolved_tile(
     mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
     TAPS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -141,7 +151,7 @@ def _delta_inputs_kernel(
     mixed, conv, conv_bias, rings, table, parts, first_chunk, mixed_row, ring_stride, head_eps, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr,
-    CHUNK: tl.constexpr, IS_TILED: tl.constexpr, IS_MAMBA: tl.constexpr,
+    CHUNK: tl.constexpr, IS_TILED: tl.constexpr, IS_MAMBA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     chunk, head, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = table + (first_chunk + chunk) * 6
@@ -169,7 +179,7 @@ def _delta_inputs_kernel(
         if not IS_MAMBA:
             made = made * (tl.rsqrt(tl.sum(made * made, 1) + head_eps) * tl.where(kind == 0, scale, 1.0))[:, None]
         places = part + (2 - kind) * CHUNK * BLOCK_KEY + at[:, None] * BLOCK_KEY + k_at[None, :]
-        tl.store(places, made)
+        tl.store(places, _rounded(made, PRECISION))
 
 
 @triton.jit
@@ -210,7 +220,8 @@ def _delta_chunk_kernel(
     is_behind = at[:, None] > at[None, :]
     is_own = at[:, None] == at[None, :]
     fading = tl.where(is_behind, tl.exp(tl.where(is_behind, summed[:, None] - summed[None, :], 0.0)), 0.0)
-    tl.store(square + at[:, None] * CHUNK + at[None, :], attended * tl.where(is_own, 1.0, fading))
+    shares = _rounded(attended * tl.where(is_own, 1.0, fading), PRECISION)
+    tl.store(square + at[:, None] * CHUNK + at[None, :], shares)
     if not IS_MAMBA:
         system = keys * fading * share[:, None]
         solved = tl.where(is_own, 1.0, 0.0)
@@ -226,11 +237,11 @@ def _delta_chunk_kernel(
     for begin in range(0, BLOCK_KEY, COLUMNS):
         cells = at[:, None] * BLOCK_KEY + (begin + column)[None, :]
         q, k = tl.load(own_query + cells), tl.load(own_key + cells)
-        tl.store(own_query + cells, q * tl.exp(summed)[:, None])
-        tl.store(own_key + cells, k * tl.exp(last - summed)[:, None])
+        tl.store(own_query + cells, _rounded(q * tl.exp(summed)[:, None], PRECISION))
+        tl.store(own_key + cells, _rounded(k * tl.exp(last - summed)[:, None], PRECISION))
         if not IS_MAMBA:
             read = tl.dot(solved, k * (share * tl.exp(summed))[:, None], input_precision=PRECISION)
-            tl.store(part + cells, read)
+            tl.store(part + cells, _rounded(read, PRECISION))
     for begin in range(0, BLOCK_VALUE, COLUMNS):
         places = square + CHUNK * CHUNK + at[:, None] * BLOCK_VALUE + (begin + column)[None, :]
         v = tl.load(places)
@@ -270,10 +281,12 @@ def _delta_scan_kernel(
         square = part + 3 * CHUNK * BLOCK_KEY
         made = square + CHUNK * CHUNK + v_cells
         rows = tl.load(made)
+        read = _rounded(state, PRECISION)
         if not IS_MAMBA:
-            rows -= tl.dot(tl.load(part + k_cells), state, input_precision=PRECISION)
+            rows -= tl.dot(tl.load(part + k_cells), read, input_precision=PRECISION)
+        rows = _rounded(rows, PRECISION)
         attended = tl.load(square + at[:, None] * CHUNK + at[None, :])
-        out = tl.dot(tl.load(part + 2 * CHUNK * BLOCK_KEY + k_cells), state, input_precision=PRECISION)
+        out = tl.dot(tl.load(part + 2 * CHUNK * BLOCK_KEY + k_cells), read, input_precision=PRECISION)
         out = tl.dot(attended, rows, out, input_precision=PRECISION)
         tl.store(made, out)
         keys = tl.load(part + CHUNK * BLOCK_KEY + at[None, :] * BLOCK_KEY + k_at[:, None])
@@ -339,7 +352,8 @@ def delta_prefill(
         _delta_inputs_kernel[(end - begin, heads, 3)](
             mixed, weights.conv, conv_bias, held.rings, planned.table, parts, begin, mixed.stride(0),
             held.rings.stride(0), HEAD_EPS, own.key_dim**-0.5, KEY_HEADS=own.key_heads, KEY_DIM=own.key_dim,
-            TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], IS_TILED=own.is_tiled, **sizes, num_warps=8,
+            TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], IS_TILED=own.is_tiled,
+            PRECISION=precision, **sizes, num_warps=8,
         )  # fmt: skip
         _delta_chunk_kernel[(end - begin, heads)](
             gates, weights.decay, weights.time_bias, skip, planned.table, parts, fades, out, begin, gates.stride(0),
