@@ -11,6 +11,7 @@ from cpu.lookup import COUNTER_MARGIN, SPANS
 from cpu.pieces import COLUMNS as PIECE_COLUMNS
 from cpu.row_products import BLOCK_ROWS
 from cpu.sample_errors import COLUMNS as SUM_COLUMNS
+from cpu.tile_attention import ROOM_BYTES
 from cpu.workspace import MOST_MEMBERS, SCORE_BLOCKS, STATE, TOTALS, Batch, Buffers, Plan, Shape
 from transfer.host_memory import STRIPE_TOKENS
 from transfer.simd.inner import inner
@@ -111,5 +112,6 @@ def open_context(address, kind, query_kind):
         numba.carray(pointer_to(c[at + 17]), (threads, STRIPE_TOKENS), np.uint16),
         numba.carray(pointer_to(c[at + 18]), (threads, 2, dim), np.float32),
         numba.carray(pointer_to(c[at + 19]), (threads, 2, SUM_COLUMNS), np.float32),
+        numba.carray(pointer_to(c[at + 20]), (threads, ROOM_BYTES), np.uint8),
     )
     return shape, batch, plan, buffers

@@ -6,6 +6,7 @@ they cover (paper 2410.16179 eq. (11)), with centres added back. Results do not 
 is allocated once the largest batch has been seen.
 """
 
+import math
 from ctypes import c_char
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from cpu import (
     sample_errors,
     softmax,
     stages,
+    tile_attention,
+    tile_products,
     workspace,
 )
 from cpu.collision import log_weights
@@ -79,6 +82,8 @@ from cpu.pieces import BEGIN, END, FOLLOWERS, PIECE, REQUEST, TOKENS
 from cpu.row_products import BLOCK_ROWS, COLUMNS, INT4, bytes_of_row
 from cpu.sample_errors import COLUMNS as SUM_COLUMNS
 from cpu.sample_errors import ERRORS, draw_direction
+from cpu.tile_attention import ROOM_BYTES
+from cpu.tile_products import LINE, Products, best_products
 from cpu.workspace import (
     BEGAN_NS,
     INDEX_BYTES,
@@ -111,12 +116,13 @@ COMPILED = (take_turns, start_when_requested)
 _MODULES = (
     host_request_turns, collision, context, emission, exchange, exclusions, lookup, memory, part_attention, piece_plan,
     pieces,
-    region, row_products, sample_errors, softmax, stages, team, values, vectors, workspace,
+    region, row_products, sample_errors, softmax, stages, team, tile_attention, tile_products, values, vectors,
+    workspace,
 )  # fmt: skip
 
 
 @lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
-def _compile(kind: Any, query_kind: Any, columns: tuple[int, ...], version: int) -> Any:
+def _compile(kind: Any, query_kind: Any, columns: tuple[Any, ...], version: int) -> Any:
     """Compile `host_request_turns.take_turns` to a C function of the context's address. numba's file cache looks at
     this file and at the arguments here; `version` stands for the sources of all callees.
     """
@@ -205,10 +211,13 @@ class Compiled(NamedTuple):
 class HostAttention:
     """The compiled attention of one model, and its workspace. One thread calls it at a time."""
 
-    def __init__(self, compiled: Compiled, threads: int, estimates: bool = False) -> None:
+    def __init__(
+        self, compiled: Compiled, threads: int, estimates: bool = False, products: Products | None = None
+    ) -> None:
         """Compile the attention, or read it from numba's cache.
 
-        threads: the most that a call may use; estimates: estimate the errors of answers.
+        threads: the most that a call may use; estimates: estimate the errors of answers; products: of bf16 rows with
+        bf16 queries, where these are read in order; None: what this processor does best.
 
         Raises RuntimeError without AVX2 and FMA, ValueError for a shape that the kernels do not support.
         """
@@ -234,7 +243,10 @@ class HostAttention:
         self._shape = Shape(
             row_type(0), query_type(0), heads, kv_heads, dim, tables, (1 << bits) - 1, np.float32(scale)
         )
-        work = _compile(row_type(0), query_type(0), (0,) * (dim // COLUMNS), version(*_MODULES))
+        is_bf16 = row_type is np.uint16 and query_type is np.uint16
+        self._products = (products or best_products()) if is_bf16 else Products.VECTORS
+        columns = self._products.columns(dim // COLUMNS)
+        work = _compile(row_type(0), query_type(0), columns, version(*_MODULES))
         self._work, self._start_when_requested = int(work.address), _compile_start(version(*_MODULES))
         self._context, self._threads = new_context(), threads
         self._address, self._row = self._context.ctypes.data, memoryview(self._context)
@@ -418,7 +430,7 @@ class HostAttention:
             counts=np.zeros((threads, STRIPE_TOKENS + 2 * COUNTER_MARGIN), np.uint8),
             spans=np.empty((threads, s.tables * SPANS), np.int64),
             query=np.empty((threads, MOST_MEMBERS, s.dim), np.float32),
-            sums=np.empty((threads, MOST_MEMBERS, s.dim), np.float32),
+            sums=_aligned((threads, MOST_MEMBERS, s.dim)),
             scores=np.empty((threads, SCORE_BLOCKS, BLOCK_ROWS), np.float32),
             state=np.empty((threads, 4, STATE), np.float32),
             marks=np.empty(ids if self.estimates else 1, np.uint8),
@@ -427,6 +439,7 @@ class HostAttention:
             digits=np.zeros((threads, STRIPE_TOKENS), np.uint16),
             aims=np.empty((threads, 2, s.dim), np.float32),
             noted=np.empty((threads, 2, SUM_COLUMNS), np.float32),
+            room=np.empty(1 if self._products is Products.VECTORS else threads * ROOM_BYTES, np.uint8),
         )
         set_arrays(self._context, BUFFERS, buffers)
         self._context[ROOM_IDS : ROOM_SLOTS + 1] = ids, sampled_heads, slots
@@ -455,6 +468,13 @@ class HostAttention:
         )
         self._context[ROOM_REQUESTS] = requests
         return results
+
+
+def _aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """Return float32 that begins on a line: tiles are read slower across lines."""
+    room = np.empty(4 * math.prod(shape) + LINE, np.uint8)
+    begin = -room.ctypes.data % LINE
+    return room[begin : begin + 4 * math.prod(shape)].view(np.float32).reshape(shape)
 
 
 def _address(tensor: Tensor | None) -> int:

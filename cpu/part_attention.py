@@ -38,6 +38,8 @@ from cpu.row_products import (
 )
 from cpu.sample_errors import add_deviations, add_variances, keep_products, note_top
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
+from cpu.tile_attention import attend_tiles, prepare_tiles, room_at
+from cpu.tile_products import by_products
 from cpu.workspace import PART_SAMPLES, excluded_at, is_full, is_wanted, query_at
 from transfer.simd.inner import inner
 from transfer.simd.memory import copy_bytes, load_float32, store_float32
@@ -177,7 +179,9 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
                 top[members] = -np.inf
                 mass[members] = 0.0
                 members += 1
-    buffers.sums[team.me, :members, :] = np.float32(0.0)
+    room = room_at(address_of(buffers.room[team.me]))
+    room_for = _prepare(columns, room, query, 4 * dim, members, state, shape.scale)
+    buffers.sums[team.me, :room_for, :] = np.float32(0.0)
     excluded, to_run = excluded_at(shape, batch, first, kv_head), piece[RUN_BEGIN] - piece[BEGIN]
     read, begin, end_of_part = 0, np.int64(part[2]), np.int64(part[3])
     while members > 0 and begin < end_of_part:
@@ -187,7 +191,7 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
         for at in range(begin, end, BLOCK_ROWS):
             key, value = keys + at * piece[KEY_ROW], values + at * piece[VALUE_ROW]
             count = min(BLOCK_ROWS, end - at)
-            _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state)
+            _attend_block(columns, shape, piece, key, value, count, members, query, sums, scores, state, room)
         begin = end
     member = 0
     for request in range(first, last):
@@ -205,7 +209,7 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
 
 
 @inner
-def _exact_block(shape, columns, piece, key, value, count, members, query, sums, scores, state):
+def _exact_block(columns, shape, piece, key, value, count, members, query, sums, scores, state, room):
     """Add `count` rows, from the addresses of the first key and value on, to the sums of `members` queries.
 
     A block is passed once for each four of them. What comes next is fetched meanwhile: of few passes rows that follow
@@ -259,3 +263,12 @@ def _weigh(state, first, members, scores, count):
             state[3, head] = shrink(state[0, head], highest)
             state[0, head] = highest
         state[1, head] = state[1, head] * state[3, head] + exponentiate(at, count, state[0, head])
+
+
+@inner
+def _as_it_is(columns, room, query, query_bytes, members, state, scale):
+    return members
+
+
+_prepare = by_products(prepare_tiles, _as_it_is)
+_attend_block = by_products(attend_tiles, _exact_block)

@@ -17,6 +17,8 @@ from cpu.lookup import COUNTER_MARGIN, count_bytes, fetch_bucket, fetch_offsets,
 from cpu.part_attention import attend_rows, attend_samples
 from cpu.pieces import BEGIN, CENTRE, END, FOLLOWERS, MODE, REQUEST, RUN_BEGIN, SAMPLED
 from cpu.sample_errors import ERRORS, MASSES, add_part, mark_groups, write_errors
+from cpu.tile_attention import room_at
+from cpu.tile_products import close_tiles, open_tiles
 from cpu.workspace import (
     EXACT_SLOTS,
     INDEX_BYTES,
@@ -258,8 +260,10 @@ def _note_time(totals, column):
 def attend_as(me, threads, shape, columns, batch, plan, buffers):
     """Run all of thread `me`'s share."""
     team = Team(buffers.counters, me, threads)
+    open_tiles(columns, room_at(address_of(buffers.room[me])))
     _first_stage(team, shape, columns, batch, plan, buffers)
     _note_time(buffers.totals, LOOKED_UP_NS)
+    close_tiles(columns)
     _second_stage(team, shape, columns, batch, plan, buffers)
     _note_time(buffers.totals, SAMPLED_NS)
     items, done, covered = batch.requests * shape.heads, 0, 0

@@ -104,7 +104,8 @@ class Buffers(NamedTuple):
 
     For errors, with one entry where there are none: marks uint8, one for each id; deviations float32 `[slots, 2,
     COLUMNS]`; direction float32 `[dim]`; per thread digits uint16 `[STRIPE_TOKENS]`, aims float32 `[2, dim]`: the
-    direction in units of values, and in the form that their rows need; noted float32 `[2, COLUMNS]`.
+    direction in units of values, and in the form that their rows need; noted float32 `[2, COLUMNS]`. room: per thread,
+    uint8 `[ROOM_BYTES]` of `cpu.tile_attention`, or one byte where nothing is multiplied as tiles.
     """
 
     ids: np.ndarray
@@ -127,6 +128,7 @@ class Buffers(NamedTuple):
     digits: np.ndarray
     aims: np.ndarray
     noted: np.ndarray
+    room: np.ndarray
 
 
 @inner

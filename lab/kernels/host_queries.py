@@ -5,6 +5,7 @@ float64. torch's flash attention runs over chunks of tokens, whose partials are 
 through oneDNN where the processor has them.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from cpu.cpu_tier import compiled_for
 from cpu.host_attention import HostAttention
 from cpu.memory_rates import measure_host_rates
 from cpu.pieces import EXACT, new_pieces
+from cpu.tile_products import Products, best_products
 from transfer.host_memory import SEGMENT_TOKENS
 from transfer.tier_shape import TierShape
 
@@ -120,13 +122,16 @@ def measure(num_tokens: int, threads: int) -> None:
     """Print milliseconds of all layers of an 8B by width and way, the floors, and the largest differences."""
     torch.set_num_threads(threads)
     torch.manual_seed(_SEED)
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     print(processor_flags())
     print("torch:", torch.backends.cpu.get_cpu_capability(), "tiles:", torch.cpu._is_amx_tile_supported(), flush=True)
     layers = [Rows(num_tokens) for _ in range(_TURNS)]
     queries = (_SPREAD * torch.randn(max(WIDTHS), HEADS, DIM)).bfloat16()
     shape = TierShape((0,), HEADS, KV_HEADS, DIM, "bfloat16", 1, 0)
-    kernel = HostAttention(compiled_for(shape, torch.bfloat16), threads)
-    ways: dict[str, Way] = {"this project's": partial(attend_by_kernel, kernel, threads)}
+    ways: dict[str, Way] = {}
+    for products in dict.fromkeys((Products.VECTORS, best_products())):
+        kernel = HostAttention(compiled_for(shape, torch.bfloat16), threads, products=products)
+        ways[f"this project's, {products.name.lower()}"] = partial(attend_by_kernel, kernel, threads)
     for count in _CHUNKS:
         ways[f"torch, {count} chunks of 65,536"] = partial(attend_by_torch, count)
     wanted, total = oracle(layers[0], queries[:4])

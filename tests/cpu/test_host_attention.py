@@ -10,6 +10,7 @@ import pytest
 
 from cpu.host_attention import Compiled, HostAttention, HostPartial
 from cpu.tables import build_tables
+from cpu.tile_products import Products
 from cpu.workspace import PART_ROWS, PART_SAMPLES
 from tests.cpu.rows_model import (
     EXACT,
@@ -62,9 +63,13 @@ SHAPES = [  # (rows, queries, heads, kv_heads, dim)
 
 
 @cache
-def attention(kind: str, query_kind: str, heads: int, kv_heads: int, dim: int, bits: int, tables: int) -> HostAttention:
+def attention(
+    kind: str, query_kind: str, heads: int, kv_heads: int, dim: int, bits: int, tables: int,
+    products: Products | None = None,
+) -> HostAttention:  # fmt: skip
     types = ROW_TYPES[kind], ROW_TYPES[query_kind]
-    return HostAttention(Compiled(heads, kv_heads, dim, *types, bits, tables, dim**-0.5), THREADS)
+    compiled = Compiled(heads, kv_heads, dim, *types, bits, tables, dim**-0.5)
+    return HostAttention(compiled, THREADS, products=products)
 
 
 def make_queries(generator: np.random.Generator, query_kind: str, *shape: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cpu.pieces import FOLLOWERS, REQUEST, as_columns
+from cpu.tile_products import Products
 from tests.cpu.rows_model import (
     EXACT,
     SAMPLED,
@@ -28,10 +29,12 @@ from tests.cpu.test_host_attention import (
     make_queries,
 )
 
-SHAPES = [  # (rows, queries, heads, kv_heads, dim)
-    ("bf16", "bf16", 8, 2, 128),
-    ("int8", "float32", 6, 2, 64),
-    pytest.param("bf16", "bf16", 16, 1, 256, marks=pytest.mark.long),
+SHAPES = [  # (rows, queries, heads, kv_heads, dim, products)
+    ("bf16", "bf16", 8, 2, 128, None),
+    ("int8", "float32", 6, 2, 64, None),
+    pytest.param("bf16", "bf16", 16, 1, 256, None, marks=pytest.mark.long),
+    pytest.param("bf16", "bf16", 8, 2, 128, Products.EMULATED, marks=pytest.mark.long),
+    pytest.param("bf16", "bf16", 16, 1, 256, Products.EMULATED, marks=pytest.mark.long),
 ]
 
 
@@ -47,10 +50,11 @@ def shared_table(contexts: list[Context], sizes: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 16])
-@pytest.mark.parametrize(("kind", "query_kind", "heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize(("kind", "query_kind", "heads", "kv_heads", "dim", "products"), SHAPES)
 def test_requests_that_share_pieces_get_what_the_oracle_has(
-    kind: str, query_kind: str, heads: int, kv_heads: int, dim: int, size: int, is_masked: bool
-) -> None:
+    kind: str, query_kind: str, heads: int, kv_heads: int, dim: int, products: Products | None, size: int,
+    is_masked: bool,
+) -> None:  # fmt: skip
     generator = np.random.default_rng(size)
     size = min(size, 128 * kv_heads // heads)
     large, small = (make_rows(generator, kind, kv_heads, tokens, dim, BITS, TABLES) for tokens in (1300, 70))
@@ -64,7 +68,7 @@ def test_requests_that_share_pieces_get_what_the_oracle_has(
     flat = [context for context, count in zip(contexts, sizes, strict=True) for _ in range(count)]
     queries, real = make_queries(generator, query_kind, len(flat), heads, dim)
     codes = make_codes(generator, len(flat), heads, TABLES)
-    kernel = attention(kind, query_kind, heads, kv_heads, dim, BITS, TABLES)
+    kernel = attention(kind, query_kind, heads, kv_heads, dim, BITS, TABLES, products)
     mask = make_mask(generator, len(flat), heads, kv_heads, 3) if is_masked else all_of(len(flat), heads)
     if is_masked:  # those that exclude the same share, and one that asks for nothing is among them
         mask.excluded[2 : 1 + size] = mask.excluded[1]
