@@ -122,10 +122,11 @@ _MODULES = (
 
 
 @lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
-def _compile(kind: Any, query_kind: Any, columns: tuple[Any, ...], version: int) -> Any:
+def _compile(kind: Any, query_kind: Any, products: Products, num_columns: int, version: int) -> Any:
     """Compile `host_request_turns.take_turns` to a C function of the context's address. numba's file cache looks at
-    this file and at the arguments here; `version` stands for the sources of all callees.
+    this file and at what is captured here; `version` stands for the sources of all callees.
     """
+    columns = products.columns(num_columns)
 
     @numba.cfunc("void(int64, int64, int64)", cache=True)
     def work(me, threads, context):  # type: ignore[no-untyped-def]
@@ -245,8 +246,7 @@ class HostAttention:
         )
         is_bf16 = row_type is np.uint16 and query_type is np.uint16
         self._products = (products or best_products()) if is_bf16 else Products.VECTORS
-        columns = self._products.columns(dim // COLUMNS)
-        work = _compile(row_type(0), query_type(0), columns, version(*_MODULES))
+        work = _compile(row_type(0), query_type(0), self._products, dim // COLUMNS, version(*_MODULES))
         self._work, self._start_when_requested = int(work.address), _compile_start(version(*_MODULES))
         self._context, self._threads = new_context(), threads
         self._address, self._row = self._context.ctypes.data, memoryview(self._context)

@@ -69,6 +69,8 @@ def test_requests_that_share_pieces_get_what_the_oracle_has(
     queries, real = make_queries(generator, query_kind, len(flat), heads, dim)
     codes = make_codes(generator, len(flat), heads, TABLES)
     kernel = attention(kind, query_kind, heads, kv_heads, dim, BITS, TABLES, products)
+    if products is not None:
+        assert kernel._work != attention(kind, query_kind, heads, kv_heads, dim, BITS, TABLES)._work
     mask = make_mask(generator, len(flat), heads, kv_heads, 3) if is_masked else all_of(len(flat), heads)
     if is_masked:  # those that exclude the same share, and one that asks for nothing is among them
         mask.excluded[2 : 1 + size] = mask.excluded[1]
