@@ -17,8 +17,9 @@ from bench.benchmark_rows import require
 from bench.op.frame import COLD_BYTES, SEED, Asked, Call, Case, Work, relative_error
 from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_tokens
-from gpu.methods.indexed.choosing import choose_tokens, set_bits
+from gpu.methods.indexed.choosing import choose_tokens, give_slots, set_bits
 from gpu.methods.indexed.estimating import estimate_rest
+from gpu.methods.indexed.layer_step import new_aside, read_scored
 from gpu.methods.indexed.page_rows import Pages
 from gpu.methods.indexed.ring import EMPTY, Index, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
@@ -28,7 +29,7 @@ from gpu.operations.decode_attention.paged_decode_attention import paged_decode_
 from transfer.partial import Partial
 from transfer.places import COLUMNS
 
-STAGES = ("score", "choose", "estimate", "attend", "fetch", "join", "layer", "layer-kept", "resident")
+STAGES = ("score", "choose", "slots", "estimate", "attend", "fetch", "join", "layer", "layer-kept", "resident")
 PAGE_TOKENS = 16
 NEW_SHARE = 0.4  # of chosen rows, that were not in slots a step before: SmolLM2 on novels (docs/methods/indexed.md)
 MOST_ERROR = 5e-2  # of an output that reads every token in bf16, relative
@@ -44,6 +45,7 @@ class Stand:
         index = new_index(settings, shape, num_layers, batch, asked.dtype, device)
         self.layout = new_layout(settings, shape, False, device)
         self.work = new_work(settings, shape, batch, device)
+        self.aside = new_aside(device)
         rows = [
             torch.empty(shape.num_kv_heads, asked.tokens, shape.dim, dtype=torch.bfloat16, device=device)
             .normal_(generator=generator)
@@ -79,6 +81,9 @@ class Stand:
 
     def choose(self, layer: Index) -> None:
         choose_tokens(layer, self.work, self.step, self.layout)
+
+    def slots(self, layer: Index) -> None:
+        give_slots(layer, self.work, self.step, self.layout)
 
     def estimate(self, layer: Index) -> None:
         estimate_rest(layer, self.work, self.step, self.layout)
@@ -151,9 +156,7 @@ class Stand:
 
     def _step(self, layer: Index, step: RingStep, pages: Pages | None = None) -> Partial:
         self.score(layer)
-        self.choose(layer)
-        self.estimate(layer)
-        attend_chosen(self.query, layer, self.work, step, self.layout, self.counts, pages)
+        read_scored(self.query, layer, self.work, step, self.layout, self.counts, pages, self.aside)
         return self.join(layer)
 
     def exact(self) -> Tensor:
@@ -194,7 +197,7 @@ def _case(stand: Stand, stage: str, asked: Asked, check: Call) -> Case:
     logit_bytes = 2 * stand.batch * shape.num_heads * tokens
     value_bytes = places * tokens * (shape.dim * stand.settings.value_bits // 8 + 2) + logit_bytes
     row_bytes = 2 * places * int(stand.step.budgets[0]) * shape.dim * 2
-    moved = {"score": index_bytes, "choose": logit_bytes, "estimate": value_bytes, "attend": row_bytes,
+    moved = {"score": index_bytes, "choose": logit_bytes, "slots": 0, "estimate": value_bytes, "attend": row_bytes,
              "fetch": row_bytes, "join": 0, "layer": row_bytes, "layer-kept": round(NEW_SHARE * row_bytes),
              "resident": index_bytes + value_bytes + row_bytes}  # fmt: skip
     over_link = is_cuda and stage in ("fetch", "layer", "layer-kept")

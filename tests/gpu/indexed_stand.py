@@ -7,10 +7,9 @@ import numpy as np
 import torch
 
 from gpu.methods.indexed import most_pages
-from gpu.methods.indexed.attending import NUM_COUNTS, attend_chosen, join_parts
+from gpu.methods.indexed.attending import NUM_COUNTS, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens, index_tokens_reference
-from gpu.methods.indexed.choosing import choose_tokens
-from gpu.methods.indexed.estimating import estimate_rest
+from gpu.methods.indexed.layer_step import new_aside, read_scored
 from gpu.methods.indexed.page_rows import Pages, centre_pages
 from gpu.methods.indexed.ring import BEHIND_ALL, Index, Layout, Work, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
@@ -107,11 +106,9 @@ class Stand:
         page_slots = torch.tensor([-1, PAGE_SLOT], dtype=torch.int32, device=device)
         step = RingStep(rows, tokens, budgets, page_slots if self.pages else None)
         own = self.index.layer(layer)
+        pages, aside = self.pages[layer] if self.pages else None, new_aside(device)
         score_tokens(query, resident_lse, own, self.work, step, self.layout)
-        choose_tokens(own, self.work, step, self.layout)
-        estimate_rest(own, self.work, step, self.layout)
-        pages = self.pages[layer] if self.pages else None
-        attend_chosen(query, own, self.work, step, self.layout, self.counts, pages)
+        read_scored(query, own, self.work, step, self.layout, self.counts, pages, aside)
         rings = torch.tensor([-1, 1], dtype=torch.int32, device=device)
         if wanted is None:
             wanted = torch.ones(query.shape[:2], dtype=torch.uint8, device=device)

@@ -29,7 +29,7 @@ from gpu.methods.indexed import page_arrays, report_arrays, ring_arrays, work_ar
 from gpu.methods.indexed.attending import NUM_COUNTS as NUM_INDEX_COUNTS
 from gpu.methods.indexed.attending import attend_chosen, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens
-from gpu.methods.indexed.choosing import choose_tokens
+from gpu.methods.indexed.choosing import choose_tokens, give_slots
 from gpu.methods.indexed.estimating import estimate_rest
 from gpu.methods.indexed.page_rows import Pages
 from gpu.methods.indexed.reporting import Report, report_errors
@@ -666,6 +666,7 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
         own = Index(**_empty_arrays(of_layer), keys=rows_of_layer, values=rows_of_layer)
         score_tokens(query, lse, own, work, step, layout)
         choose_tokens(own, work, step, layout)
+        give_slots(own, work, step, layout)
         estimate_rest(own, work, step, layout)
         for read in (None, *pages):
             attend_chosen(query, own, work, step, layout, counts, read)

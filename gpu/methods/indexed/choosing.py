@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.ring import EMPTY, Index, Layout, Work
-from gpu.methods.indexed.scoring import RingStep, bin_of, bins_of, shares_of
+from gpu.methods.indexed.scoring import RingStep, bin_of, bins_of, logits_of, shares_of
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
@@ -50,10 +50,19 @@ def choose_tokens_reference(index: Index, work: Work, step: RingStep, layout: La
             shift = work.shift[place] - work.total_lse[place]
             shares = (work.logits[place, :count].T.float() + shift[:, None]).exp()
             threshold = find_threshold(work.histogram[place], count, int(step.budgets[place]))
-            is_chosen = bin_of(shares.sum(0)) > threshold
-            chosen = is_chosen.nonzero().flatten()
+            chosen = (bin_of(shares.sum(0)) > threshold).nonzero().flatten()
             work.chosen[place] = set_bits(chosen, work.chosen.shape[1])
-            _give_slots(index, work, place, chosen)
+
+
+def give_slots_reference(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
+    """Compute `give_slots` in plain torch."""
+    for ring, row in enumerate(step.rows.tolist()):
+        count = int(step.num_tokens[ring])
+        if row < 0 or not count:
+            continue
+        tokens = torch.arange(count, device=work.chosen.device)
+        for place in range(ring * layout.kv_heads, (ring + 1) * layout.kv_heads):
+            _give_slots(index, work, place, tokens[has_bits(work.chosen[place], tokens)])
 
 
 def _give_slots(index: Index, work: Work, place: int, chosen: Tensor) -> None:
@@ -93,19 +102,19 @@ def _choose_tokens_kernel(
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
     if (tl.load(rows + ring) < 0) | (begin >= count):
         return
-    threshold = _threshold(histogram, place, count, tl.load(budgets + place))
     member = tl.arange(0, SIZE)
-    less = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
-    less -= tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
     token = begin + tl.arange(0, _SPLIT)
     is_there = token < count
-    share = shares_of(logits + place * tokens * GROUP, less, token, is_there, GROUP, SIZE)
-    is_chosen = is_there & (bins_of(tl.sum(share, 1)) > threshold)
+    logit = logits_of(logits + place * tokens * GROUP, token, is_there, GROUP, SIZE)
+    held_bits = tl.load(held + place * words + token // _WORD)
+    less = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
+    less -= tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
+    threshold = _threshold(histogram, place, count, tl.load(budgets + place))
+    is_chosen = is_there & (bins_of(tl.sum(shares_of(logit, less), 1)) > threshold)
 
     word, bit = begin // _WORD + tl.arange(0, _SPLIT // _WORD), tl.arange(0, _WORD)[None, :]
     own_bits = tl.sum(tl.reshape(is_chosen.to(tl.int32), [_SPLIT // _WORD, _WORD]) << bit, 1)
     tl.store(chosen + place * words + word, own_bits)
-    held_bits = tl.load(held + place * words + token // _WORD)
     is_new = (is_chosen & (((held_bits >> (token % _WORD)) & 1) == 0)).to(tl.int32)
     rank = tl.cumsum(is_new, 0) - is_new
     tl.store(coming + place * tokens + begin + rank, token, mask=is_new != 0)
@@ -123,15 +132,16 @@ def _slots_kernel(
     count = tl.load(num_tokens + ring)
     if (tl.load(rows + ring) < 0) | (count <= 0):
         return
-    split = tl.arange(0, SPLITS)
-    listed = tl.load(num_coming + place * splits + split, mask=split * _SPLIT < count, other=0)
-    before = coming_before + place * splits
-    tl.store(before + split, tl.cumsum(listed, 0) - listed, mask=split < splits)
-    slot = tl.arange(0, SLOTS)
+    split, slot, number = tl.arange(0, SPLITS), tl.arange(0, SLOTS), tl.arange(0, WORDS)
     inside = slot < slots
     own = tl.load(ids + place * slots + slot, mask=inside, other=-1)
+    listed = tl.load(num_coming + place * splits + split, mask=split * _SPLIT < count, other=0)
+    is_word = (number * _WORD < count) & (number < words)
+    now = tl.load(chosen + place * words + number, mask=is_word, other=0)
     is_known = (own >= 0) & (own < count)
     bits = tl.load(chosen + place * words + own // _WORD, mask=is_known, other=0)
+    before = coming_before + place * splits
+    tl.store(before + split, tl.cumsum(listed, 0) - listed, mask=split < splits)
     is_free = inside & (((bits >> (own % _WORD)) & 1) == 0)
     rank = tl.cumsum(is_free.to(tl.int32), 0) - is_free.to(tl.int32)
     is_fresh = is_free & (rank < tl.sum(listed, 0))
@@ -146,30 +156,36 @@ def _slots_kernel(
     come = tl.load(coming + place * tokens + where_from * _SPLIT + rank - first, mask=is_fresh, other=-1)
     tl.store(ids + place * slots + slot, tl.where(is_free, come, own), mask=inside)
     tl.store(fresh + place * slots + slot, is_fresh.to(tl.uint8), mask=inside)
-    number = tl.arange(0, WORDS)
-    is_word = number * _WORD < count
-    now = tl.load(chosen + place * words + number, mask=is_word & (number < words), other=0)
     tl.store(held + place * words + number, now, mask=number < words)
 
 
 def choose_tokens(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
-    """Choose the tokens that rows read exactly in one layer, by `work.histogram`: their slots, in `index.ids`, and
-    which of these are `fresh`.
-
-    index: of the layer.
+    """Choose the tokens that rows read exactly in one layer, by `work.histogram`: `work.chosen`, and those of them that
+    have no slot. index: of the layer.
     """
     if not runs_on_triton(index.codes):
         choose_tokens_reference(index, work, step, layout)
         return
     places, tokens = work.logits.shape[:2]
     splits, group = work.split_lse.shape[1:]
-    words, slots = work.chosen.shape[1], index.ids.shape[1]
     _choose_tokens_kernel[(places, splits)](
         index.held, step.rows, step.num_tokens, step.budgets, work.shift, work.logits, work.total_lse, work.histogram,
-        work.chosen, work.coming, work.num_coming, tokens, splits, words,
+        work.chosen, work.coming, work.num_coming, tokens, splits, work.chosen.shape[1],
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group),
         num_warps=4,
     )  # fmt: skip
+
+
+def give_slots(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
+    """Give the chosen tokens of one layer slots: `index.ids`, and which of these are `fresh`.
+
+    index: of the layer; work: `choose_tokens` has passed.
+    """
+    if not runs_on_triton(index.codes):
+        give_slots_reference(index, work, step, layout)
+        return
+    places, tokens = work.logits.shape[:2]
+    splits, words, slots = work.split_lse.shape[1], work.chosen.shape[1], index.ids.shape[1]
     _slots_kernel[(places,)](
         index.ids, index.held, step.rows, step.num_tokens, work.chosen, work.coming, work.num_coming,
         work.coming_before, work.fresh, tokens, splits, words, slots,

@@ -28,13 +28,11 @@ from gpu.methods.indexed.attending import (
     NUM_COUNTS,
     OFFLOADED,
     READ,
-    attend_chosen,
     join_parts,
 )
 from gpu.methods.indexed.auditing import Audits, Reading
-from gpu.methods.indexed.choosing import choose_tokens
 from gpu.methods.indexed.crossovers import WHAT, Crossovers, identify, measure_crossovers, pays
-from gpu.methods.indexed.estimating import estimate_rest
+from gpu.methods.indexed.layer_step import new_aside, read_scored
 from gpu.methods.indexed.reporting import (
     BOUND,
     GENERATION,
@@ -96,7 +94,9 @@ class Indexed(RingSide):
         self._places = {layer: place for place, layer in enumerate(tier.layers)}
         self._first_layer = tier.layers[0]
         works = [new_work(settings, shape, num_rings, device) for _ in range(settings.num_works)]
+        asides = [new_aside(device) for _ in works]
         self._work = {True: works[0], False: works[-1]}  # by whether a step has host reads
+        self._asides = {True: asides[0], False: asides[-1]}
         self._of_layers = [self._report.layer(place) for place in range(len(tier.layers))]
         self.audits = Audits(self._report, settings.errors.audit_steps, shape.num_kv_heads, tier.rows)
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
@@ -206,9 +206,7 @@ class Indexed(RingSide):
             resident = torch.logaddexp(resident, on_device.far.lse)
         step = own.steps[place]
         score_tokens(query, resident.contiguous(), layer, work, step, self._layout)
-        choose_tokens(layer, work, step, self._layout)
-        estimate_rest(layer, work, step, self._layout)
-        attend_chosen(query, layer, work, step, self._layout, counts, pages)
+        read_scored(query, layer, work, step, self._layout, counts, pages, self._asides[reads.skips])
         rows, heads, dim = query.shape
         found = join_parts(work, own.rings, wanted, step, self._layout, (rows, heads, dim), counts)
         reads.fetched.append(found)

@@ -17,7 +17,7 @@ from gpu.methods.indexed import BLOCK_TOKENS, SPLIT_TOKENS
 from gpu.methods.indexed.choosing import has_bits
 from gpu.methods.indexed.codes import VALUE_LOSS, decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.methods.indexed.scoring import LOG2E, RingStep, page_of, shares_of
+from gpu.methods.indexed.scoring import LOG2E, RingStep, logits_of, page_of, shares_of
 from gpu.methods.indexed.unpacking import exp2_of
 from gpu.methods.indexed.words import ON_CARD, number_places, numbers_of, word_assembly
 from gpu.operations.arguments import runs_on_triton
@@ -93,20 +93,20 @@ def _estimate_kernel(
     for at in range(begin, end, TILE):
         token = at + lane
         is_there, cell = token < count, at - begin + lane
+        logit = logits_of(own_logits, token, is_there, GROUP, SIZE)
         bits = tl.load(own_chosen + token // _WORD, mask=is_there, other=0)
-        is_rest = ((bits >> (token % _WORD)) & 1) == 0
-        share = shares_of(own_logits, less, token, is_there, GROUP, SIZE)
-        share = tl.where(is_rest[:, None], share, 0.0)
-        mass += share
         scale = tl.load(scales + cell, mask=is_there, other=0.0).to(tl.float32)
+        key_scale = tl.load(steps + cell, mask=is_there, other=0.0).to(tl.float32)
+        packed = tl.load(own_words + cell[:, None] * W + word, mask=word < W, other=0)
+        is_rest = ((bits >> (token % _WORD)) & 1) == 0
+        share = tl.where(is_rest[:, None], shares_of(logit, less), 0.0)
+        mass += share
         least = tl.minimum(least, scale)
         weight = share * tl.abs(scale)[:, None]
-        key_scale = tl.load(steps + cell, mask=is_there, other=0.0).to(tl.float32)
         variance = tl.minimum((key_scale * key_scale)[:, None] * key_noise[None, :], _MOST_VARIANCE)
         square += weight * weight * (exp2_of(variance * _LOG2E) + (value_loss - 1.0))
         weight = weight.to(tl.bfloat16)
         weights += weight.to(tl.float32)
-        packed = tl.load(own_words + cell[:, None] * W + word, mask=word < W, other=0)
         numbers = numbers_of(packed, WIDTH, LOW, TILE, BITS, ASSEMBLY)
         out = tl.dot(tl.trans(numbers), weight.to(numbers.dtype), out)
     STEPS: tl.constexpr = 128 if ON_CARD else 1  # 2 to the power of MANTISSA
@@ -117,7 +117,7 @@ def _estimate_kernel(
             token = at + tl.arange(0, _BLOCK)
             bits = tl.load(own_chosen + token // _WORD, mask=token < end, other=-1)
             is_rest = ((bits >> (token % _WORD)) & 1) == 0
-            share = tl.sum(shares_of(own_logits, less, token, is_rest, GROUP, SIZE), 0)
+            share = tl.sum(shares_of(logits_of(own_logits, token, is_rest, GROUP, SIZE), less), 0)
             of_block = value_centres + (page * (_SPLIT // _BLOCK) + (at - begin) // _BLOCK) * DIM
             centre = tl.load(of_block + dim, mask=is_dim, other=0.0).to(tl.float32)
             out += centre[:, None] * share[None, :]

@@ -171,9 +171,12 @@ def _score_kernel(
     own_logits = logits + place * tokens * GROUP
     most = tl.full([SIZE], float("-inf"), tl.float32)
     mass = tl.zeros([TILE, SIZE], tl.float32)
+    coming = tl.load(own_scales + lane, mask=begin + lane < count, other=0.0)
     for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
         token = at + lane
         is_there, cell = token < count, at - begin + lane
+        scale = coming.to(tl.float32)
+        coming = tl.load(own_scales + cell + TILE, mask=(cell + TILE < _SPLIT) & (token + TILE < count), other=0.0)
         own_row, is_byte = own_codes + cell[:, None] * ROW, is_there[:, None] & (byte < W)
         packed = tl.load(own_row + byte, mask=is_byte, other=0)
         if BITS == 3:
@@ -189,7 +192,6 @@ def _score_kernel(
             if BITS == 2:
                 product = tl.dot(half_plane_of(packed, 2, BITS, ASSEMBLY), third, product)
                 product = tl.dot(half_plane_of(packed, 3, BITS, ASSEMBLY), fourth, product)
-        scale = tl.load(own_scales + cell, mask=is_there, other=0.0).to(tl.float32)
         rounded = ((product * STEPS - offset[None, :]) * scale[:, None]).to(tl.float16)
         to = own_logits + token[:, None] * GROUP + member[None, :]
         tl.store(to, rounded, mask=is_there[:, None] & (member < GROUP)[None, :])
@@ -203,16 +205,21 @@ def _score_kernel(
 
 
 @triton.jit
-def shares_of(logits, less, token, is_there, GROUP: tl.constexpr, SIZE: tl.constexpr):
-    """Return tokens' shares of each query head's softmax, float32 `[tokens, SIZE]`, 0 where nothing is there.
-
-    logits: of the place; less: the lse of the whole softmax, without the centre's term, `[SIZE]`.
+def logits_of(logits, token, is_there, GROUP: tl.constexpr, SIZE: tl.constexpr):
+    """Return tokens' logits of each query head, float16 `[tokens, SIZE]`, -inf where nothing is there. logits: of the
+    place.
     """
     member = tl.arange(0, SIZE)[None, :]
-    inside = is_there[:, None] & (member < GROUP)
     at = logits + token[:, None] * GROUP + member
-    logit = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
-    return exp2_of(logit * _LOG2E - (less * _LOG2E)[None, :])
+    return tl.load(at, mask=is_there[:, None] & (member < GROUP), other=float("-inf"))
+
+
+@triton.jit
+def shares_of(logit, less):
+    """Return tokens' shares of each query head's softmax, float32. less: the lse of the whole softmax, without the
+    centre's term, `[SIZE]`.
+    """
+    return exp2_of(logit.to(tl.float32) * _LOG2E - (less * _LOG2E)[None, :])
 
 
 @triton.jit
@@ -236,6 +243,9 @@ def _count_kernel(
     if (row < 0) | (begin >= count):
         return
     member = tl.arange(0, SIZE)
+    token = begin + tl.arange(0, _SPLIT)
+    logit = logits_of(logits + place * tokens * GROUP, token, token < count, GROUP, SIZE)
+    shift = tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
     side, head = tl.arange(0, SPLITS)[:, None], member[None, :]
     of_splits = split_lse + (place * splits + side) * GROUP + head
     lse = tl.load(of_splits, mask=(side * _SPLIT < count) & (head < GROUP), other=float("-inf"))
@@ -244,10 +254,7 @@ def _count_kernel(
     total = most + tl.log(tl.sum(tl.exp(lse - most[None, :]), 0) + tl.exp(near - most))
     if split == 0:
         tl.store(total_lse + place * GROUP + member, total, mask=member < GROUP)
-    less = total - tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
-    token = begin + tl.arange(0, _SPLIT)
-    is_there = token < count
-    score = tl.sum(shares_of(logits + place * tokens * GROUP, less, token, is_there, GROUP, SIZE), 1)
+    score = tl.sum(shares_of(logit, total - shift), 1)
     counted, number = tl.histogram(bins_of(score), _BINS), tl.arange(0, _BINS)
     tl.atomic_add(histogram + place * _BINS + number, counted, mask=(counted > 0) & (number > 0), sem="relaxed")
 

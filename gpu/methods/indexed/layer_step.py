@@ -1,0 +1,42 @@
+"""Read what was scored in one layer of a step: chosen rows exactly, beside the estimate of all others.
+
+Both follow the choice and do not meet before they are joined. Chosen rows wait for the link, or for one another, and
+use a few multiprocessors; the estimate reads the device's memory with all of them.
+"""
+
+import torch
+from torch import Tensor
+
+from gpu.methods.indexed.attending import attend_chosen
+from gpu.methods.indexed.choosing import choose_tokens, give_slots
+from gpu.methods.indexed.estimating import estimate_rest
+from gpu.methods.indexed.page_rows import Pages
+from gpu.methods.indexed.ring import Index, Layout, Work
+from gpu.methods.indexed.scoring import RingStep
+
+_FIRST = -1  # a stream's priority
+
+
+def new_aside(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a stream for chosen rows, which go first where both want a multiprocessor; None on the CPU."""
+    return torch.cuda.Stream(device, _FIRST) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def read_scored(
+    query: Tensor, index: Index, work: Work, step: RingStep, layout: Layout, counts: Tensor, pages: Pages | None,
+    aside: torch.cuda.Stream | None,
+) -> None:  # fmt: skip
+    """Leave in `work` what `join_parts` joins: chosen rows attended to, and the estimate of the rest.
+
+    work: `score_tokens` has passed; index: of the layer; query, counts, pages: see `attend_chosen`; aside: a stream of
+    this work's own, None: all on the current one.
+    """
+    choose_tokens(index, work, step, layout)
+    if aside is not None:
+        aside.wait_stream(torch.cuda.current_stream(aside.device))
+    with torch.cuda.stream(aside):
+        give_slots(index, work, step, layout)
+        attend_chosen(query, index, work, step, layout, counts, pages)
+    estimate_rest(index, work, step, layout)
+    if aside is not None:
+        torch.cuda.current_stream(aside.device).wait_stream(aside)
