@@ -171,8 +171,9 @@ class GpuConfig(Settings):
     graph_batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 24, 32, 48, 64), description="CUDA graphs of decode")
     prefill_graph_sizes: tuple[PositiveInt, ...] | Literal["auto"] = Field(
         "auto",
-        description="CUDA graphs of layers of short prefill units, by their tokens; a size that is not faster on this "
-        "machine than launching kernels one by one is dropped at start. auto: 128, 256, 512 and 1,024, or as many of "
+        description="CUDA graphs of layers of prefill units, by their tokens; a size that is not faster on this "
+        "machine than launching kernels one by one is dropped at start, or kept for units of the whole size, as the "
+        "log says. auto: 128, 256, 512 and 1,024, with recurrent layers also `chunk_tokens` up to 2,048, or as many of "
         "the first as cost under 3 % of the KV pages. []: none",
     )
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")

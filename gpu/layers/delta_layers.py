@@ -88,13 +88,17 @@ class DeltaLayers:
         """Return the same of a unit's tokens `[tokens, hidden]`, which are those of `parts`, in order."""
         return self.take_in(layer, *self._projections.mixed(layer, hidden), parts)
 
-    def take_in(self, layer: int, mixed: Tensor, gates: Tensor, parts: Sequence[StatePart]) -> Tensor:
-        """Return what `prefill` does, of what `Projections.mixed` has made of the tokens."""
+    def take_in(
+        self, layer: int, mixed: Tensor, gates: Tensor, parts: Sequence[StatePart], out: Tensor | None = None
+    ) -> Tensor:
+        """Return what `prefill` does, of what `Projections.mixed` has made of the tokens. out: where it goes; None: to
+        new memory.
+        """
         weights, held = self._weights(layer), self.states.of_layer(layer)
         spans = tuple(span for part in parts for span in part.spans())
         if self._stacked is None or mixed.dtype == torch.float64:
-            return run_spans_reference(mixed, gates, weights, self.own, self._eps, held, spans)
-        return delta_prefill(mixed, gates, weights, self.own, self._eps, held, self._plan(spans))
+            return run_spans_reference(mixed, gates, weights, self.own, self._eps, held, spans, out)
+        return delta_prefill(mixed, gates, weights, self.own, self._eps, held, self._plan(spans), out)
 
     def _weights(self, layer: int) -> RecurrentWeights:
         weights = self._projections.weights.layers[layer].recurrent

@@ -32,7 +32,7 @@ def activation_bytes(
     """
     a = architecture
     hidden = HIDDEN_COPIES + any(spec.post_norms for spec in a.layer_pattern)
-    mlp = max(_mlp_columns(a, spec) for spec in a.layer_pattern)
+    mlp = max(mlp_columns(a, spec) for spec in a.layer_pattern)
     attention = max(_attention_columns(a, spec, more_outputs) for spec in a.layer_pattern)
     inputs = 0 if a.layer_inputs is None else LAYER_INPUT_COPIES * a.layer_inputs.width
     width = hidden * a.hidden + attention + mlp + inputs
@@ -64,7 +64,7 @@ def _attention_columns(architecture: Architecture, spec: LayerSpec, more_outputs
     return (1 + (spec.num_kv_projections < 2)) * qkv + normed + (QUERY_COPIES + more_outputs) * query
 
 
-def _mlp_columns(architecture: Architecture, spec: LayerSpec) -> int:
+def mlp_columns(architecture: Architecture, spec: LayerSpec) -> int:
     """Return the numbers that an MLP makes of a token: gate, up and their product; of experts, product and output of
     each that the token takes, and the routing, whose logits are twice as long as other numbers.
     """

@@ -33,7 +33,7 @@ from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.swiglu import swiglu
 from gpu.ranks import Ranks
 from gpu.weights.host_experts import tensors_of
-from gpu.weights.matrix import as_matrix
+from gpu.weights.matrix import PackedMatrix, as_matrix
 from gpu.weights.weights import Weights
 
 
@@ -66,6 +66,8 @@ class Projections:
             {name: as_matrix(stored, widened) for name, stored in layer.matrices.items() if name not in OF_EXPERTS}
             for layer in weights.layers
         ]
+        for layer in self._matrices:
+            widened.lay_out([one.packed for one in layer.values() if isinstance(one, PackedMatrix)])
         self.staged = _stage(weights, architecture)
         self._experts = [
             None if layer.experts is None or spec.experts is None

@@ -450,7 +450,8 @@ class Demand:
         num_bytes = layer_graphs_bytes(self.shape, sizes, self.dtype_bytes)
         if not num_bytes or self.expert_shares.host_bytes:
             return ()
-        note = f"layers of prefill units of up to {max(sizes)} tokens, and their activations (reserve)"
+        units = ", ".join(f"{size:,}" for size in sizes)
+        note = f"layers of prefill units of {units} tokens, and their activations (reserve)"
         return (self.item("prefill graphs", num_bytes, note),)
 
     def _exchange(self) -> tuple[MemoryItem, ...]:

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from gpu.layers.layer_arrays import activation_bytes
-from gpu.model.spec import Architecture
+from gpu.layers.layer_arrays import HIDDEN_COPIES, mlp_columns
+from gpu.model.spec import Architecture, LayerSpec
 from transfer.arrays import FLOATS, ArraySpec, sum_bytes
 
+SHARED_MEMORY_ROOM = 1.25  # blocks of different layers do not fill one another's places
 LAYER_GRAPH_BYTES = 2**19
 """Of the two graphs of a layer for one number of tokens; measured at 8B with their activations: 0.2 to 1.1 MiB."""
 
@@ -25,20 +26,27 @@ def layers_in_graphs(architecture: Architecture) -> list[int]:
     ]
 
 
-def graph_arrays(architecture: Architecture, num_tokens: int, dtype_bytes: int) -> dict[str, ArraySpec]:
-    """Return what graphs of layers read and write for units of up to so many tokens. wide: attention's output of a
-    layer with sinks, which are merged in float32. mixed, gates, made: what a recurrent layer's state takes in, and what
-    it gives.
+def between_widths(architecture: Architecture) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Return the numbers of a token that go from a layer's first graph to its second: a query, one before rotation, and
+    attention's output; and what a recurrent layer's state takes in, with its gates, and what it gives.
     """
-    a, dtype, own = architecture, FLOATS[dtype_bytes], architecture.recurrent
+    a, own = architecture, architecture.recurrent
     query = a.num_heads * max(a.heads_of(spec).dim for spec in a.layer_pattern)
+    recurrent = (0, 0, 0) if own is None else (own.projected_width, own.gate_rows, own.value_width)
+    return (query, query, query), recurrent
+
+
+def graph_arrays(architecture: Architecture, num_tokens: int, dtype_bytes: int) -> dict[str, ArraySpec]:
+    """Return what graphs of layers read and write for units of up to so many tokens. between: of `between_widths`, of
+    one kind of layers at a time; wide: attention's output of a layer with sinks, which are merged in float32.
+    """
+    a, dtype = architecture, FLOATS[dtype_bytes]
+    attention, recurrent = between_widths(a)
     has_sinks = any(spec.sinks for spec in a.layer_pattern)
-    rows = {"hidden": a.hidden, "out": a.hidden, "query": query, "pre_rope_query": query, "attended": query}
-    widths = (0, 0, 0) if own is None else (own.projected_width, own.gate_rows, own.value_width)
-    rows |= dict(zip(("mixed", "gates", "made"), widths, strict=True))
     return {
-        **{name: ArraySpec((num_tokens, columns), dtype) for name, columns in rows.items()},
-        "wide": ArraySpec((num_tokens * has_sinks, query), "float32"),
+        "hidden": ArraySpec((num_tokens, a.hidden), dtype),
+        "between": ArraySpec((num_tokens, max(sum(attention), sum(recurrent))), dtype),
+        "wide": ArraySpec((num_tokens * has_sinks, attention[0]), "float32"),
         "lse": ArraySpec((num_tokens, a.num_heads), "float32"),
         "positions": ArraySpec((num_tokens,), "int64"),
         "cells": ArraySpec((num_tokens,), "int64"),
@@ -47,12 +55,31 @@ def graph_arrays(architecture: Architecture, num_tokens: int, dtype_bytes: int) 
 
 
 def layer_graphs_bytes(architecture: Architecture, sizes: Sequence[int], dtype_bytes: int) -> int:
-    """Return the bytes of graphs of layers for units of these sizes: their buffers, one layer's activations in memory
+    """Return the bytes of graphs of layers for units of these sizes: their buffers, one graph's activations in memory
     that all of them share, and the graphs themselves.
     """
     layers, most = layers_in_graphs(architecture), max(sizes, default=0)
     if not layers or not most:
         return 0
-    shared = activation_bytes(architecture, most, dtype_bytes, 0, on_cuda=True)
+    width = max(captured_columns(architecture, architecture.layers[layer]) for layer in layers)
+    shared = int(SHARED_MEMORY_ROOM * ArraySpec((most, width), FLOATS[dtype_bytes]).num_bytes)
     buffers = sum_bytes(graph_arrays(architecture, most, dtype_bytes).values())
     return buffers + shared + len(layers) * len(set(sizes)) * LAYER_GRAPH_BYTES
+
+
+def captured_columns(architecture: Architecture, spec: LayerSpec) -> int:
+    """Return the numbers of a token that a layer's graph holds at once, the larger one of the two. In front of
+    attention: the norm, QKV, which counts twice where a part of it is copied out, and the rotated query. In front of a
+    state: the norm and what it is projected to. Behind them: the MLP with hidden states, and what is multiplied by the
+    output matrix, with its gates.
+    """
+    a, own = architecture, spec.recurrent
+    if own is not None:
+        before, rows = a.hidden + own.projected_width + own.gate_rows, own.value_width
+    else:
+        heads = a.heads_of(spec)
+        rows = a.num_heads * heads.dim
+        qkv = rows + 2 * heads.count * heads.dim
+        before = a.hidden + 2 * qkv + rows + 4 * rows * spec.output_gate + 2 * rows * spec.wide_qk_norm
+    hidden = HIDDEN_COPIES + any(one.post_norms for one in a.layer_pattern)
+    return max(before, hidden * a.hidden + mlp_columns(a, spec) + 2 * rows)

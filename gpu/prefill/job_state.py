@@ -73,11 +73,13 @@ class JobState:
     kept: dict[int, Tensor] = field(default_factory=dict)  # of `Carried`, of all tokens of the job
 
     def put(self, chunk: slice, rows: Tensor) -> None:
-        """Take a unit's new hidden states, `[tokens, hidden]`; those of all tokens are not copied."""
+        """Take a unit's new hidden states, `[tokens, hidden]`; those of all tokens, or in their place, are not
+        copied.
+        """
         assert self.hidden is not None, "prefill: a unit of a job whose tokens are not embedded"
         if rows.shape == self.hidden.shape and rows.dtype == self.hidden.dtype:
             self.hidden = rows
-        else:
+        elif rows.data_ptr() != self.hidden[chunk].data_ptr():
             self.hidden[chunk] = rows
 
     def num_of_tail(self, unit: PrefillUnit) -> int:

@@ -21,7 +21,8 @@ from torch import Tensor
 from gpu.batching.capture import record
 from gpu.layers.decoder import Attend, Carried, Decoder, Pages
 from gpu.layers.delta_layers import StatePart
-from gpu.prefill.graph_arrays import graph_arrays, layers_in_graphs
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.prefill.graph_arrays import between_widths, graph_arrays, layers_in_graphs
 from transfer.allocation import allocate
 
 log = logging.getLogger(__name__)
@@ -34,39 +35,49 @@ class Replayed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class _Graph:
+    """A graph, and the matrices that it reads widened."""
+
+    graph: Replayed
+    widened: list[Packed]
+
+
+@dataclass(frozen=True, slots=True)
 class _LayerGraphs:
     """The two graphs of one layer for one size. pages: where the first one writes keys and values, None: the pool's."""
 
-    before: Replayed
-    behind: Replayed
+    before: _Graph
+    behind: _Graph
     pages: Pages | None
 
 
 class LayerGraphs:
-    """Captured layers of units of up to `most_tokens` tokens; none on the CPU, and none where no size is asked for."""
+    """Captured layers of units of up to `most_tokens` tokens; none on the CPU, and none where no size is asked for.
+    What all of them pass on lies in the same buffers.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._sizes: list[int] = []
+        self._least: dict[int, int] = {}  # by size, ascending: the fewest tokens of a unit that takes it
         self._layers: dict[tuple[int, int], _LayerGraphs] = {}  # by layer and size
         self._num_filled = 0  # rows of the buffers that are in slots
 
     @property
     def most_tokens(self) -> int:
         """Return the tokens of the longest unit that has graphs; 0: none has."""
-        return max(self._sizes, default=0)
+        return max(self._least, default=0)
 
     def drop(self) -> None:
         """Let go of all captured layers."""
-        self._sizes.clear()
+        self._least.clear()
         self._layers.clear()
 
     def capture(
         self, sizes: Sequence[int], pages_of: Callable[[int], Pages | None], seconds: Callable[[int], float]
     ) -> None:
         """Capture layers for these numbers of tokens, and keep a number's graphs only where replaying is faster here
-        than launching kernels one by one. Both are timed with the shortest prompt that would use the graphs, which
-        wastes most rows.
+        than launching kernels one by one: for all prompts that would use them, if it is so of the shortest, which
+        wastes most rows; or for those alone that have the whole number, as all units of a long prompt but its last do.
 
         pages_of: where a layer's keys and values go; None: to the pool's pages.
         seconds: times a prompt of so many tokens with the graphs that there are by then.
@@ -76,25 +87,34 @@ class LayerGraphs:
             return
         self._allocate(max(sizes))
         pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        told = []
         for size in sorted(set(sizes)):
-            shortest = self.most_tokens + 1
-            launched = seconds(shortest)
+            lengths = sorted({self.most_tokens + 1, size})
+            launched = [seconds(length) for length in lengths]
+            before = self._memory_bytes()
             for layer in layers:
                 self._capture_layer(layer, size, pages_of(layer), pool)
-            self._sizes.append(size)
-            replayed = seconds(shortest)
-            log.debug(
-                "prefill graphs of %d tokens: %.2f ms replayed, %.2f ms launched", size, 1e3 * replayed, 1e3 * launched
+            taken = (self._memory_bytes() - before) / 2**20
+            self._least[size] = lengths[0]
+            replayed = [seconds(length) for length in lengths]
+            faster = [length for length, *both in zip(lengths, replayed, launched, strict=True) if both[0] < both[1]]
+            times = ", ".join(
+                f"{length}: {1e3 * one:.1f} for {1e3 * other:.1f} ms"
+                for length, one, other in zip(lengths, replayed, launched, strict=True)
             )
-            if replayed >= launched:
-                self._sizes.pop()
+            if faster:
+                self._least[size] = faster[0]
+                told.append(f"{size} for units from {faster[0]} tokens on ({times}; {taken:.0f} MiB)")
+            else:
+                del self._least[size]
                 for layer in layers:
                     del self._layers[layer, size]
-        log.info("prefill graphs: %d layers, sizes %s", len(layers), ",".join(map(str, self._sizes)) or "none")
+                told.append(f"{size} dropped, no faster than launching ({times})")
+        log.info("prefill graphs of %d layers, replayed for launched: %s", len(layers), "; ".join(told))
 
     def covers(self, layer: int, num_tokens: int, pages: Pages | None) -> bool:
         """Return whether a layer has a graph for so many tokens whose keys and values go to these pages."""
-        if not 0 < num_tokens <= self.most_tokens:
+        if not 0 < num_tokens <= self.most_tokens or num_tokens < self._least[self._size_of(num_tokens)]:
             return False
         graphs = self._layers.get((layer, self._size_of(num_tokens)))
         if graphs is None or (graphs.pages is None) != (pages is None):
@@ -103,34 +123,46 @@ class LayerGraphs:
 
     def run(self, layer: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
             cells: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Compute one layer as `Decoder.layer` does, of a number of tokens that `covers` names."""
+        """Compute one layer as `Decoder.layer` does, in place of `hidden`, of a number of tokens that `covers` names;
+        return `hidden`.
+        """
         num, graphs = len(hidden), self._layers[layer, self._size_of(len(hidden))]
         self._positions[:num].copy_(positions)
         self._cells[:num].copy_(positions if cells is None else cells)
-        self._begin(graphs, hidden, slots)
+        self._fill_slots(slots)
+        self._hidden[:num].copy_(hidden)
+        self._replay(graphs.before)
         query, pre_rope_query = (self._rows(buffer, layer, num) for buffer in (self._query, self._pre_rope_query))
         attended = attend(query, pre_rope_query)
         self._rows(self._attended_of(layer), layer, num).copy_(attended.out)
         if self._has_sinks(layer):
             self._lse[:num].copy_(attended.partial_lse)
-        graphs.behind.replay()
-        return self._out[:num].clone()
+        self._replay(graphs.behind)
+        return hidden.copy_(self._hidden[:num])
 
     def run_recurrent(self, layer: int, hidden: Tensor, slots: Tensor, parts: Sequence[StatePart]) -> Tensor:
         """Compute a recurrent layer likewise, of tokens `[tokens, hidden]` that are those of `parts`, in order."""
         delta, num, graphs = self._decoder.delta, len(hidden), self._layers[layer, self._size_of(len(hidden))]
         assert delta is not None, "a recurrent layer has states"
-        self._begin(graphs, hidden, slots)
-        self._made[:num].copy_(delta.take_in(layer, self._mixed[:num], self._gates[:num], parts))
-        graphs.behind.replay()
-        return self._out[:num].clone()
+        if self._decoder.adapters is not None:
+            self._fill_slots(slots)  # nothing else of the layer reads them
+        self._hidden[:num].copy_(hidden)
+        self._replay(graphs.before)
+        delta.take_in(layer, self._mixed[:num], self._gates[:num], parts, self._made[:num])
+        self._replay(graphs.behind)
+        return hidden.copy_(self._hidden[:num])
 
-    def _begin(self, graphs: _LayerGraphs, hidden: Tensor, slots: Tensor) -> None:
-        """Compute what comes before attention, or the state."""
-        self._hidden[: len(hidden)].copy_(hidden)
-        self._fill_slots(slots)
-        self._decoder.projections.widened.forget()  # graphs widen in its memory
-        graphs.before.replay()
+    def _replay(self, captured: _Graph) -> None:
+        for packed in captured.widened:
+            self._decoder.projections.widened.make_ready(packed)
+        captured.graph.replay()
+
+    def _memory_bytes(self) -> int:
+        """Return what is taken of the device's memory, graphs themselves included."""
+        if self._device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
 
     @property
     def _device(self) -> torch.device:
@@ -140,10 +172,10 @@ class LayerGraphs:
         architecture = self._decoder.architecture
         arrays = graph_arrays(architecture, most_tokens, self._decoder.weights.embedding.dtype.itemsize)
         buffers = {name: allocate(spec, self._device) for name, spec in arrays.items()}
-        self._hidden, self._out = buffers["hidden"], buffers["out"]
-        self._query, self._pre_rope_query = buffers["query"], buffers["pre_rope_query"]
-        self._attended, self._wide, self._lse = buffers["attended"], buffers["wide"], buffers["lse"]
-        self._mixed, self._gates, self._made = buffers["mixed"], buffers["gates"], buffers["made"]
+        self._hidden, self._wide, self._lse = buffers["hidden"], buffers["wide"], buffers["lse"]
+        attention, recurrent = between_widths(architecture)
+        self._query, self._pre_rope_query, self._attended = _cut(buffers["between"], attention)
+        self._mixed, self._gates, self._made = _cut(buffers["between"], recurrent)
         self._positions, self._cells = buffers["positions"], buffers["cells"]
         self._slots = buffers["slots"].fill_(-1)
 
@@ -165,7 +197,8 @@ class LayerGraphs:
         return buffer.flatten()[: num_tokens * heads * dim].view(num_tokens, heads, dim)
 
     def _size_of(self, num_tokens: int) -> int:
-        return self._sizes[bisect_left(self._sizes, num_tokens)]
+        sizes = list(self._least)
+        return sizes[bisect_left(sizes, num_tokens)]
 
     def _fill_slots(self, slots: Tensor) -> None:
         num = len(slots)
@@ -178,10 +211,19 @@ class LayerGraphs:
         is_recurrent = self._decoder.specs[layer].recurrent is not None
         before, behind = self._state_work(layer, size) if is_recurrent else self._attention_work(layer, size, pages)
         self._fill_slots(self._slots[:0])
-        with self._decoder.projections.widened.in_place():
-            for work in (before, behind):
-                work()  # its kernels are compiled now: no module may be loaded in a capture
-            self._layers[layer, size] = _LayerGraphs(record(before, pool)[0], record(behind, pool)[0], pages)
+        for work in (before, behind):
+            work()  # its kernels are compiled now: no module may be loaded in a capture
+        graphs = [self._record(work, pool) for work in (before, behind)]
+        self._layers[layer, size] = _LayerGraphs(graphs[0], graphs[1], pages)
+
+    def _record(self, work: _Work, pool: tuple[int, int] | None) -> _Graph:
+        noted: list[Packed] = []
+
+        def noting() -> None:
+            with self._decoder.projections.widened.noted(noted):
+                work()
+
+        return _Graph(record(noting, pool)[0], noted)
 
     def _attention_work(self, layer: int, size: int, pages: Pages | None) -> tuple[_Work, _Work]:
         """Return what comes before attention and behind it. What is carried from one to the other, gates of the output,
@@ -201,7 +243,7 @@ class LayerGraphs:
             pre_rope_query.copy_(made[1])
 
         def behind() -> None:
-            self._out[:size].copy_(decoder.leave(layer, hidden, attended, lse, slots, None, carried[0]))
+            hidden.copy_(decoder.leave(layer, hidden, attended, lse, slots, None, carried[0]))
 
         return before, behind
 
@@ -215,6 +257,13 @@ class LayerGraphs:
             self._gates[:size].copy_(gates)
 
         def behind() -> None:
-            self._out[:size].copy_(decoder.leave(layer, hidden, made, None, slots))
+            hidden.copy_(decoder.leave(layer, hidden, made, None, slots))
 
         return before, behind
+
+
+def _cut(buffer: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Return arrays of a buffer's memory, `[rows, width]` each, one behind another."""
+    rows = len(buffer)
+    parts = buffer.flatten()[: rows * sum(widths)].split([rows * width for width in widths])
+    return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]

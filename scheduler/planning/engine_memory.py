@@ -33,6 +33,7 @@ from transfer.tier_shape import TierShape
 
 _LEAST_PAGES = 0.97  # that larger units and graphs of prefill must leave: what is not resident is read slowly
 _GRAPH_SIZES = 128, 256, 512, 1024
+_LONGEST_GRAPH = 2048  # tokens of a whole unit of a recurrent model, whose layers have most launches
 
 
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
@@ -89,6 +90,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
         plan = replace(plan, own_windows=_own_windows(profiles, config.host, architecture, plan))
         notes = _say_kept(profiles, config.host, architecture, plan)
     notes += [] if said is None else [said]
+    notes += _say_not_captured(config.gpu, request, plan)
     if config.gpu.devices > 1:
         notes.append(
             f"gpu.devices: {config.gpu.devices}: bytes, tokens and threads are of each device; each has its part of "
@@ -165,7 +167,7 @@ def _with_graphs(gpu: GpuConfig, request: MemoryRequest) -> PlannedSizes:
     least = plan_memory(request)
     if gpu.check_coverage or least.device != "cuda":
         return sizes
-    own = [size for size in _GRAPH_SIZES if size <= sizes.chunk_tokens]
+    own = _own_graph_sizes(request)
     for count in range(len(own), 0, -1):
         captured = replace(sizes, prefill_graph_sizes=tuple(own[:count]))
         try:
@@ -175,6 +177,29 @@ def _with_graphs(gpu: GpuConfig, request: MemoryRequest) -> PlannedSizes:
         if _has_room_of(plan, least, sizes.max_running, _LEAST_PAGES):
             return captured
     return sizes
+
+
+def _own_graph_sizes(request: MemoryRequest) -> list[int]:
+    """Return the sizes that are captured where nothing is configured and there is room: of short units, and of a
+    recurrent model's whole ones, too.
+    """
+    chunk_tokens = request.sizes.chunk_tokens
+    whole = {chunk_tokens} if request.architecture.recurrent is not None and chunk_tokens <= _LONGEST_GRAPH else set()
+    return sorted({size for size in _GRAPH_SIZES if size <= chunk_tokens} | whole)
+
+
+def _say_not_captured(gpu: GpuConfig, request: MemoryRequest, plan: MemoryPlan) -> list[str]:
+    """Say which graphs of prefill units there is no room for, if none are configured."""
+    if gpu.prefill_graph_sizes != "auto" or gpu.check_coverage or plan.device != "cuda":
+        return []
+    left = [f"{size:,}" for size in _own_graph_sizes(request) if size not in plan.prefill_graph_sizes]
+    if not left:
+        return []
+    taken = ", ".join(f"{size:,}" for size in plan.prefill_graph_sizes) or "none"
+    return [
+        f"gpu.prefill_graph_sizes: auto takes {taken}; {', '.join(left)} would take more than "
+        f"{1 - _LEAST_PAGES:.0%} of the KV pages"
+    ]
 
 
 def _has_room_of(plan: MemoryPlan, least: MemoryPlan, max_running: int, context_share: float = 1.0) -> bool:

@@ -8,7 +8,7 @@ from gpu.operations.kv.kv_rows import has_codes
 from gpu.prefill.layer_graphs import LayerGraphs
 from gpu.prefill.window_attention import WindowPrefill
 
-GRAPH_BUFFERS = ("hidden", "out", "query", "pre_rope_query", "attended", "wide", "lse", "mixed", "gates", "made")
+GRAPH_BUFFERS = ("hidden", "query", "pre_rope_query", "attended", "wide", "lse", "mixed", "gates", "made")
 
 
 def poison(pages: torch.Tensor) -> None:

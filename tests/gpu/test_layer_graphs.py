@@ -5,7 +5,6 @@ On the CPU a stand-in for a graph runs its work again, so that buffers, sizes an
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 
 import numpy as np
 import pytest
@@ -15,15 +14,19 @@ from bench.decode_loop import build_runner
 from gpu.layers import delta_layers
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_formats import rounded
+from gpu.operations.linear import packed_linear
 from gpu.operations.recurrent.delta_prefill import Span, run_spans_reference
 from gpu.prefill import layer_graphs
-from gpu.prefill.graph_arrays import graph_arrays, layers_in_graphs
+from gpu.prefill.graph_arrays import captured_columns, graph_arrays, layers_in_graphs
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt, StepPlan, WindowWrite
 from gpu.weights.drawing import random_weights
+from gpu.weights.matrix import PackedMatrix
+from tests.gpu.live_bytes import LiveBytes
 from tests.gpu.poison import poison_buffers, poison_pool
 from tests.gpu.reference_model import layer_units
+from tests.gpu.test_memory_peaks import held_tensors
 
 SIZES = (8, 32, 64)
 PLAIN = ["tiny", "tiny int4", "tiny-qwen3-moe", "tiny-gpt-oss", "tiny-gemma3", "tiny-gemma4", "tiny-ministral3"]
@@ -56,6 +59,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
 
     def record(work: Callable[[], object], pool: object) -> tuple[Again, None]:
         made.append(Again(work))
+        work()
         return made[-1], None
 
     if not torch.cuda.is_available():
@@ -65,8 +69,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
 
 def capture(runner: Runner, sizes: Sequence[int] = SIZES) -> None:
     """Every graph is faster."""
-    seconds = cycle([2.0, 1.0])
-    runner._prefill.capture(sizes, lambda num_tokens: next(seconds))
+    graphs = runner._prefill._graphs
+    runner._prefill.capture(sizes, lambda num_tokens: 1.0 if num_tokens <= graphs.most_tokens else 2.0)
 
 
 def runner_of(name: str, device: str) -> Runner:
@@ -183,15 +187,62 @@ def test_rows_behind_a_units_tokens_write_no_keys(stand_ins: list[Again]) -> Non
     assert not torch.isfinite(runner.pool.key_pages[1][0, :, 3:]).any()
 
 
-def test_a_size_that_is_not_faster_is_left_to_launching(stand_ins: list[Again]) -> None:
-    """What is compared is the shortest prompt that would take the graph, with it and without."""
-    told = {1: [3.0, 1.0], 9: [2.0, 2.5, 2.0, 1.0]}
+def test_a_size_that_is_not_faster_is_left_to_launching(
+    stand_ins: list[Again], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is compared is the shortest prompt that would take the graph, and one of the whole size, with it and
+    without. A size that is faster for the latter alone serves it alone, as all units of long prompts but the last.
+    """
+    told = {1: [3.0, 1.0], 8: [3.0, 1.0], 9: [2.0, 2.5, 2.0, 2.5], 32: [3.0, 3.0], 64: [5.0, 4.0]}
     runner = runner_of("tiny", "cpu")
-    runner._prefill.capture(SIZES, lambda num_tokens: told[num_tokens].pop(0))
+    with caplog.at_level("INFO"):
+        runner._prefill.capture(SIZES, lambda num_tokens: told[num_tokens].pop(0))
     graphs = runner._prefill._graphs
     assert not any(told.values())
-    assert [graphs.covers(0, num_tokens, None) for num_tokens in (0, 1, 9, 64, 65)] == [False, True, True, True, False]
+    covered = [graphs.covers(0, num_tokens, None) for num_tokens in (0, 1, 8, 9, 63, 64, 65)]
+    assert covered == [False, True, True, False, False, True, False]
     assert {size for _, size in graphs._layers} == {8, 64}
+    line = caplog.messages[-1]
+    assert "8 for units from 1 tokens on (1: 1000.0 for 3000.0 ms" in line
+    assert "32 dropped, no faster than launching (9: 2500.0 for 2000.0 ms" in line
+    assert "64 for units from 64 tokens on" in line
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_graphs_read_matrices_that_are_widened_in_front_of_them(
+    share: float, stand_ins: list[Again], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether none, some or all of a layer's have places of their own."""
+    monkeypatch.setattr(packed_linear, "most_multiplied", lambda packed: 0)
+    runner = runner_of("tiny-qwen3.5 int4", "cpu")
+    widened, matrices = runner._prefill.decoder.projections.widened, runner._prefill.decoder.projections._matrices
+    layers = [[one.packed for one in layer.values() if isinstance(one, PackedMatrix)] for layer in matrices]
+    widened.most_bytes = int(share * max(sum(4 * one.rows * one.inner for one in layer) for layer in layers))
+    widened._places, widened._memory = {}, None
+    for layer in layers:
+        widened.lay_out(layer)
+    owns = [place.is_own for place in widened._places.values()]
+    assert (any(owns), all(owns)) == {0.0: (False, True), 0.6: (True, False), 1.0: (True, True)}[share]
+    wanted = [logprobs(runner, *job) for job in JOBS]
+    capture(runner)
+    for job, known in zip([*JOBS, *JOBS[::-1]], [*wanted, *wanted[::-1]], strict=True):
+        for got, own in zip(logprobs(runner, *job), known, strict=True):
+            np.testing.assert_allclose(got, own, atol=CPU_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen3", "tiny-qwen3.5", "tiny-qwen3.5-moe", "tiny-mixtral"])
+def test_captured_layers_hold_no_more_than_is_planned(name: str, stand_ins: list[Again]) -> None:
+    runner, tokens = runner_of(name, "cpu"), 64
+    graphs, architecture = runner._prefill._graphs, runner.architecture
+    capture(runner, [tokens])
+    known = [one for part in (graphs, runner.pool) for one in vars(part).values() if isinstance(one, torch.Tensor)]
+    for layer in layers_in_graphs(architecture):
+        captured = graphs._layers[layer, tokens]
+        with LiveBytes([*known, *held_tensors(runner.weights), *runner.pool.arenas]) as live:
+            captured.before.graph.replay()
+            captured.behind.graph.replay()
+        planned = 4 * tokens * captured_columns(architecture, architecture.layers[layer])
+        assert live.peak <= planned, (layer, live.peak / planned)
 
 
 def test_no_size_and_no_plain_layer_means_no_graphs(stand_ins: list[Again]) -> None:
@@ -206,6 +257,6 @@ def test_buffers_are_as_wide_as_the_widest_layer() -> None:
     shape = named_shape("tiny-gemma4")
     arrays = graph_arrays(shape, 64, 2)
     widest = max(shape.heads_of(spec).dim for spec in shape.layer_pattern)
-    assert arrays["query"].shape == (64, shape.num_heads * widest)
+    assert arrays["between"].shape == (64, 3 * shape.num_heads * widest)
     assert arrays["wide"].shape[0] == 0
     assert graph_arrays(named_shape("tiny-gpt-oss"), 64, 2)["wide"].shape[0] == 64

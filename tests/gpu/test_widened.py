@@ -33,49 +33,67 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+def laid_out(matrices: list[Packed], most_bytes: int) -> Widened:
+    kept = Widened(most_bytes, CPU)
+    kept.lay_out(matrices)
+    return kept
+
+
 def test_what_is_kept_is_the_matrix_that_was_asked_for(matrices: list[Packed], calls: list[int]) -> None:
-    kept = Widened(3 * BYTES, CPU)
+    kept = laid_out(matrices, 3 * BYTES)
     for _ in range(2):
         for packed in matrices:
             assert torch.equal(kept(packed), widen(packed))
     assert len(calls) == 3
 
 
-def test_no_more_is_kept_than_there_is_room_for_and_the_oldest_goes_first(matrices, calls) -> None:
-    kept, (first, second, third) = Widened(2 * BYTES, CPU), matrices
-    for packed in (first, second, first, third, second, first, second, first):
-        assert torch.equal(kept(packed), widen(packed))
-        assert sum(one.nbytes for _, one in kept._kept.values()) <= 2 * BYTES
-    assert calls == [one.words.data_ptr() for one in (first, second, third, first, second)]
+def drawn(**sizes: int) -> dict[str, Packed]:
+    return {name: draw_packed("int4", rows, 128, 32, 1, True, False, torch.float32, "cpu").packed
+            for name, rows in sizes.items()}  # fmt: skip
 
 
-def test_matrices_of_other_sizes_take_the_place_of_those_that_they_overlap(calls: list[int]) -> None:
-    """A large one at the end of the room begins at its start, over two small ones, and leaves the third
-    until the next one comes."""
-    sizes = {"a": 16, "b": 16, "c": 64, "large": 32, "d": 16}
-    drawn = {name: draw_packed("int4", rows, 128, 32, 1, True, False, torch.float32, "cpu").packed
-             for name, rows in sizes.items()}  # fmt: skip
-    kept, asked = Widened(96 * 128 * 4, CPU), ("a", "b", "c", "large", "c", "d", "large", "c")
-    for name in asked:
-        assert torch.equal(kept(drawn[name]), widen(drawn[name])), name
-    names = {packed.words.data_ptr(): name for name, packed in drawn.items()}
-    assert [names[call] for call in calls] == ["a", "b", "c", "large", "d", "c"]
+def test_the_largest_of_a_layer_are_kept_and_the_others_share_what_is_left(calls: list[int]) -> None:
+    """Room for 84 of 92 rows: the larger two have places, the others the room behind them."""
+    layer = drawn(a=20, b=48, c=16, d=8)
+    kept, names = laid_out([*layer.values()], 84 * 128 * 4), {one.words.data_ptr(): name for name, one in layer.items()}
+    for _ in range(2):
+        for name in "abcd":
+            assert torch.equal(kept(layer[name]), widen(layer[name])), name
+    assert "".join(names[call] for call in calls) == "abcdcd"
 
 
-def test_in_place_each_matrix_is_widened_anew_and_nothing_is_known_afterwards(matrices, calls) -> None:
-    kept, (first, second, _) = Widened(2 * BYTES, CPU), matrices
-    kept(first)
-    with kept.in_place():
-        one = kept(second)
-        assert one.data_ptr() == kept(second).data_ptr() == kept(first).data_ptr()
-    assert torch.equal(kept(second), widen(second))
-    kept.forget()
-    assert torch.equal(kept(second), widen(second))
+def test_another_layers_matrices_take_the_places_that_they_overlap(calls: list[int]) -> None:
+    first, second = drawn(a=16, b=32), drawn(c=32, d=8)
+    kept = laid_out([*first.values()], 48 * 128 * 4)
+    kept.lay_out([*second.values()])
+    names = {one.words.data_ptr(): name for name, one in (first | second).items()}
+    for name in "abcdab":
+        packed = (first | second)[name]
+        assert torch.equal(kept(packed), widen(packed)), name
+    assert "".join(names[call] for call in calls) == "abcdab"
+
+
+def test_a_graph_reads_what_is_made_ready_in_front_of_it(calls: list[int]) -> None:
+    """What shares its room is widened in the graph, and what was there is forgotten."""
+    layer, other = drawn(a=64, b=16, c=24), drawn(e=80)
+    kept = laid_out([*layer.values()], 88 * 128 * 4)
+    kept.lay_out([*other.values()])
+    noted: list[Packed] = []
+    with kept.noted(noted):
+        memory = {name: kept(packed) for name, packed in layer.items()}
+    assert [one.words.data_ptr() for one in noted] == [one.words.data_ptr() for one in layer.values()]
+    assert len(calls) == 2, "b and c, into one place"
+    for _ in range(2):
+        kept(other["e"])
+        for packed in noted:
+            kept.make_ready(packed)
+        assert torch.equal(memory["a"], widen(layer["a"]))
+        assert torch.equal(kept(layer["a"]), widen(layer["a"]))
     assert len(calls) == 6
 
 
 def test_what_is_larger_than_the_room_is_widened_each_time(matrices: list[Packed], calls: list[int]) -> None:
-    kept = Widened(BYTES - 1, CPU)
+    kept = laid_out(matrices, BYTES - 1)
     for _ in range(2):
         assert torch.equal(kept(matrices[0]), widen(matrices[0]))
     assert len(calls) == 2
@@ -88,6 +106,7 @@ def test_nothing_is_kept_for_another_stream_than_the_one_it_was_made_on(matrices
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now["stream"])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["is_captured"])
     kept = Widened(3 * BYTES, torch.device("cuda"))
+    kept.lay_out(matrices)
     for stream, is_captured, num_calls in (("other", False, 2), ("own", True, 4), ("own", False, 5)):
         now |= {"stream": streams[stream], "is_captured": is_captured}
         for _ in range(2):

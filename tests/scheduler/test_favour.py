@@ -131,3 +131,18 @@ def test_layers_with_a_state_are_captured_likewise() -> None:
     for asked, wanted in (({}, (128, 256, 512, 1024)), ({"prefill_graph_sizes": [128]}, (128,))):
         tree = {"model": {"random_weights": "qwen3.5-9b"}, "gpu": asked}
         assert plan_engine(EngineConfig.model_validate(tree), shape, machine).prefill_graph_sizes == wanted
+
+
+def test_whole_units_of_a_model_with_states_are_captured_and_what_has_no_room_is_said() -> None:
+    machine, shape = read_machine("a100-80g"), named_shape("qwen3.5-9b")
+    tree: dict[str, Any] = {"model": {"random_weights": "qwen3.5-9b"}}
+    scheduler = {"prefill": {"chunk_tokens": 2048}, "max_running": 2}
+    plan = plan_engine(EngineConfig.model_validate(tree | {"scheduler": scheduler}), shape, machine)
+    assert plan.prefill_graph_sizes == (128, 256, 512, 1024, 2048)
+    assert not any("prefill_graph_sizes" in note for note in plan.notes)
+    tree["gpu"] = {"memory_limit_gib": 21.5}
+    plan = plan_engine(EngineConfig.model_validate(tree | {"scheduler": scheduler}), shape, machine)
+    left = [note for note in plan.notes if "prefill_graph_sizes" in note]
+    assert len(left) == 1
+    assert "2,048 would take more than 3% of the KV pages" in left[0]
+    assert 2048 not in plan.prefill_graph_sizes

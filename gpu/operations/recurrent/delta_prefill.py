@@ -50,7 +50,7 @@ class Span:
 
 def run_spans_reference(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates,
-    spans: Sequence[Span],
+    spans: Sequence[Span], out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `delta_prefill` in plain torch, span by span."""
     outs = []
@@ -60,7 +60,8 @@ def run_spans_reference(
         for number in span.copies:
             for arena in (held.states, held.rings):
                 arena[number].copy_(arena[span.number])
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    made = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return made if out is None else out.copy_(made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,10 +328,10 @@ def _delta_out_kernel(
 
 def delta_prefill(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates,
-    planned: PlannedSpans,
+    planned: PlannedSpans, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a unit's tokens, in place of their sequences' states, and leave copies of these; return `[tokens,
-    value_heads * value_dim]` of mixed's dtype.
+    value_heads * value_dim]` of mixed's dtype, in `out`, if it is given, or new.
 
     mixed `[tokens, projected_width]`, gates `[tokens, gate_rows]`, bf16 or float32: see `delta_net.run_segment`. In
     float32 products are of float32, in bf16 of TF32. Raises ValueError for another shape or type.
@@ -340,7 +341,10 @@ def delta_prefill(
     check("delta_prefill", "gates", gates, (tokens, own.gate_rows), mixed.dtype, device)
     check("delta_prefill", "rings", held.rings, tuple(held.rings.shape), mixed.dtype, device)
     is_wide, is_mamba = mixed.dtype == torch.float32, own.is_mamba
-    out = torch.empty(tokens, own.value_width, dtype=torch.float32 if is_mamba else mixed.dtype, device=device)
+    if out is None:
+        out = torch.empty(tokens, own.value_width, dtype=mixed.dtype, device=device)
+    check("delta_prefill", "out", out, (tokens, own.value_width), mixed.dtype, device)
+    made = torch.empty_like(out, dtype=torch.float32) if is_mamba else out
     arrays = {name: allocate_empty(one, device) for name, one in chunk_arrays(own, len(planned.table)).items()}
     parts, fades = arrays["parts"], arrays["fades"]
     sizes = {"VALUE_DIM": own.value_dim, "VALUE_HEADS": heads, "CHUNK": CHUNK_TOKENS,
@@ -356,7 +360,7 @@ def delta_prefill(
             PRECISION=precision, **sizes, num_warps=8,
         )  # fmt: skip
         _delta_chunk_kernel[(end - begin, heads)](
-            gates, weights.decay, weights.time_bias, skip, planned.table, parts, fades, out, begin, gates.stride(0),
+            gates, weights.decay, weights.time_bias, skip, planned.table, parts, fades, made, begin, gates.stride(0),
             COLUMNS=min(_COLUMNS, sizes["BLOCK_KEY"], sizes["BLOCK_VALUE"]), DOUBLINGS=CHUNK_TOKENS.bit_length() - 1,
             PRECISION=precision, **sizes, num_warps=4, num_stages=1,
         )  # fmt: skip
@@ -366,7 +370,7 @@ def delta_prefill(
             PRECISION=precision, **sizes, num_warps=4, num_stages=1,
         )  # fmt: skip
         _delta_out_kernel[(end - begin, heads)](
-            mixed, weights.norm, planned.table, parts, out, begin, mixed.stride(0), eps, KEY_HEADS=own.key_heads,
+            mixed, weights.norm, planned.table, parts, made, begin, mixed.stride(0), eps, KEY_HEADS=own.key_heads,
             KEY_DIM=own.key_dim, **sizes, num_warps=4,
         )  # fmt: skip
     for source, target in planned.ring_copies:
@@ -377,5 +381,6 @@ def delta_prefill(
         held.states[target].copy_(held.states[source])
         held.rings[target].copy_(held.rings[source])
     if is_mamba:
-        return gated_norm(out, mixed.narrow(1, own.conv_width, own.value_width), weights.norm, own.key_heads, eps)
+        z = mixed.narrow(1, own.conv_width, own.value_width)
+        gated_norm(made, z, weights.norm, own.key_heads, eps, out=out)
     return out

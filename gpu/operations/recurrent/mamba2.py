@@ -87,16 +87,17 @@ def _gated_norm_kernel(
 
 
 def gated_norm(
-    made: Tensor, gates: Tensor, weight: Tensor, groups: int, eps: float, slots: Tensor | None = None
-) -> Tensor:
+    made: Tensor, gates: Tensor, weight: Tensor, groups: int, eps: float, slots: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Norm `made * silu(gates)`, each of `groups` equal parts of a row by itself, and multiply it by `weight`. Return
-    `[rows, width]` of gates' dtype, on a device with Triton.
+    `[rows, width]` of gates' dtype, in `out`, if it is given, on a device with Triton.
 
     made float32 `[rows, width]`; gates `[rows, width]`; weight `[width]`; slots: int32 `[rows]`, -1 in rows that are
     zeros whatever their gates are; None: all are in use. Bytes moved: rows read and written once.
     """
     rows, width = gates.shape
-    out = torch.empty(rows, width, dtype=gates.dtype, device=gates.device)
+    out = torch.empty(rows, width, dtype=gates.dtype, device=gates.device) if out is None else out
     block = triton.next_power_of_2(width // groups)
     _gated_norm_kernel[(rows, groups)](
         made, gates, weight, weight if slots is None else slots, out, made.stride(0), gates.stride(0), eps,
