@@ -60,15 +60,22 @@ class ExpertMlp:
         `hidden`. slots: int32 `[tokens]`, -1 in rows that are not in use, for which nothing is fetched; None: all are.
         exchange: where the CPU computes experts in host memory; None: they are fetched.
         """
+        return self.with_norm(hidden, norm, eps, slots, exchange)[0]
+
+    def with_norm(self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None,
+                  exchange: ExpertExchange | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return what a call returns, and the norm, `[tokens, hidden]`."""
         if self.weights.host is None or len(hidden) == 0:
             exchange = None
-        made = self._make(hidden, norm, eps, slots, exchange)
-        return made if exchange is None else exchange.add(made, hidden.dtype)
+        made, normed = self._make(hidden, norm, eps, slots, exchange)
+        return made if exchange is None else exchange.add(made, hidden.dtype), normed
 
     def _make(
         self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None, exchange: ExpertExchange | None
-    ) -> Tensor:
-        """Return what the card computes, added to `hidden`: all experts, or those that the CPU does not compute."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the card computes, added to `hidden`: all experts, or those that the CPU does not compute; and
+        the norm.
+        """
         weights, experts, beside = self.weights, self.experts, self.weights.beside
         base = hidden if self._adds else torch.zeros_like(hidden)
         if not runs_on_triton(hidden) or len(hidden) == 0:
@@ -79,7 +86,7 @@ class ExpertMlp:
             )  # fmt: skip
             far = self._find_far(normed, ids.int(), shares, slots, exchange)
             made = experts_reference(normed, ids, shares, self._matrices(far), experts, self.activation)
-            return made.add_(base)
+            return made.add_(base), normed
         by = norm if beside is None else beside.router_norm
         normed, logits = router_logits(hidden, by, eps, weights.router, weights.router_bias)
         if beside is not None:
@@ -94,14 +101,14 @@ class ExpertMlp:
         has_packed = isinstance(weights.gate_up, Packed) or isinstance(weights.down, Packed)
         if not has_packed and len(hidden) <= MOST_ALONE:
             product, ids, shares = gate_up_rows(normed, logits, matrices, experts, self.activation)
-            return down_rows(product, ids, shares, matrices, base, experts)
+            return down_rows(product, ids, shares, matrices, base, experts), normed
         if is_few or taken is None:
             is_packed = isinstance(weights.gate_up, Packed) and isinstance(weights.down, Packed)
             tiles = pair_few(logits, experts, is_packed)
         else:
             tiles = pair_up(*taken, experts, has_packed, far is not None)
         product = gate_up_tiles(normed, tiles, matrices, experts, self.activation)
-        return down_tiles(product, tiles, matrices, base, experts)
+        return down_tiles(product, tiles, matrices, base, experts), normed
 
     def _matrices(self, far: FarExperts | None) -> ExpertMatrices:
         """Return what this layer's products read. far: of experts in host memory, or None."""

@@ -17,6 +17,7 @@ from gpu.layers.staged_experts import StagedExperts
 from gpu.layers.widened import Widened
 from gpu.model.matrix_formats import OF_EXPERTS, widened_bytes
 from gpu.model.spec import Architecture
+from gpu.operations.experts.shared_expert import add_shared
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.kv.latent_write import LATENT_EPS
 from gpu.operations.linear.adapter_product import (
@@ -116,11 +117,12 @@ class Projections:
         weights, own = self.weights.layers[layer], self._specs[layer].recurrent
         assert weights.recurrent is not None, "the layer is recurrent"
         assert own is not None, "the layer is recurrent"
-        made = self._matrices[layer]["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, None)
+        normed = rms_norm(hidden, weights.attention_norm, self.eps)
+        made = self._matrices[layer]["qkv"].linear(normed)
         if not len(weights.recurrent.gates):
             width = own.projected_width
             return made[:, :width], made[:, width:]
-        return made, as_matrix(weights.recurrent.gates).norm_linear(hidden, weights.attention_norm, self.eps, None)
+        return made, as_matrix(weights.recurrent.gates).linear(normed)
 
     def latent_queries(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a layer with latent attention makes of hidden states: rows `[tokens, rank + rotated]` and queries
@@ -158,14 +160,13 @@ class Projections:
         beside = experts and experts.weights.beside
         if experts is not None and beside is None:
             assert weights.mlp_norm is not None, "a layer with experts norms what they get"
-            mixed = experts(hidden, weights.mlp_norm, self.eps, slots, exchange)
+            mixed, normed = experts.with_norm(hidden, weights.mlp_norm, self.eps, slots, exchange)
             if not experts.experts.is_shared:
                 return self._add_up(mixed)
-            share = experts.weights.shared_share
-            if share is not None:
-                return self._add_up(mixed.add_(self._shared(layer, hidden, share)))
             gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
-            product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, self._specs[layer].activation)
+            product, share = gate_up.gate_up(normed, self._specs[layer].activation), experts.weights.shared_share
+            if share is not None:
+                return self._add_up(add_shared(mixed, down.linear(product), normed, share))
             return self._add_up(down.linear(product, mixed))
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         activation, bias = self._specs[layer].activation, weights.gate_up_bias
@@ -189,14 +190,6 @@ class Projections:
         return rms_norm_add(
             rms_norm_add(mixed, beside.post_norm, self.eps, own), weights.mlp_post_norm, self._post_eps, hidden
         )
-
-    def _shared(self, layer: int, hidden: Tensor, share: Tensor) -> Tensor:
-        """Return what the MLP beside experts makes of the same norm, times each token's share of it."""
-        norm, matrices = self.weights.layers[layer].mlp_norm, self._matrices[layer]
-        assert norm is not None, "a layer with experts norms what they get"
-        product = matrices["gate_up"].norm_gate_up(hidden, norm, self.eps, self._specs[layer].activation)
-        shares = as_matrix(share).norm_linear(hidden, norm, self.eps, None)
-        return matrices["down"].linear(product).mul_(shares.float().sigmoid_().to(product.dtype))
 
     def _norm_linear(self, layer: int, name: str, hidden: Tensor, norm: Tensor | None, bias: Tensor | None,
                      adapters: AdapterRows | None) -> Tensor:  # fmt: skip

@@ -91,8 +91,11 @@ class HummingMatrix:
         product = self._product(rms_norm(x, norm, eps))
         return product if bias is None else product.add_(bias)
 
+    def gate_up(self, x: Tensor, activation: Activation) -> Tensor:
+        return swiglu(self._product(x), activation)
+
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
-        return swiglu(self._product(rms_norm(x, norm, eps)), activation)
+        return self.gate_up(rms_norm(x, norm, eps), activation)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits of sums rounded to bf16: too coarse for an output matrix, so none is laid out."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from gpu.model.spec import Activation
 from gpu.operations.linear.packed_linear import (
     Widen,
+    packed_gate_up,
     packed_linear,
     packed_logits,
     packed_norm_gate_up,
@@ -19,7 +20,7 @@ from gpu.operations.linear.packed_linear import (
     widen,
 )  # fmt: skip
 from gpu.operations.linear.packed_matrix import Packed, Stored
-from gpu.operations.linear.plain_linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
+from gpu.operations.linear.plain_linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
 
 
 class Matrix(Protocol):
@@ -37,6 +38,9 @@ class Matrix(Protocol):
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         """Return `rms_norm(x, norm, eps) @ self.T (+ bias)`. `Projections` alone calls this and `norm_gate_up`."""
+
+    def gate_up(self, x: Tensor, activation: Activation) -> Tensor:
+        """Return `swiglu(x @ self.T, activation)`; x of its dtype."""
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
         """Return `swiglu(rms_norm(x, norm, eps) @ self.T, activation)`."""
@@ -68,6 +72,9 @@ class PlainMatrix:
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         return norm_linear(x, norm, eps, self.weight, bias)
 
+    def gate_up(self, x: Tensor, activation: Activation) -> Tensor:
+        return gate_up_swiglu(x, self.weight, activation)
+
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
         return norm_gate_up_swiglu(x, norm, eps, self.weight, activation)
 
@@ -98,6 +105,9 @@ class PackedMatrix:
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
         return packed_norm_linear(x, norm, eps, self.packed, bias, self.widened)
+
+    def gate_up(self, x: Tensor, activation: Activation) -> Tensor:
+        return packed_gate_up(x, self.packed, activation, self.widened)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
         return packed_norm_gate_up(x, norm, eps, self.packed, activation, self.widened)

@@ -68,6 +68,7 @@ from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.fetch_experts import fetch_experts, list_experts
 from gpu.operations.experts.mixture_matrices import ExpertMatrices
 from gpu.operations.experts.routing import choose, fold_choice
+from gpu.operations.experts.shared_expert import add_shared
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.host_rows.chunk_columns import CHUNKS, COLUMNS
 from gpu.operations.host_rows.int4_rows import restore_int4, store_int4
@@ -392,17 +393,24 @@ def _sinks(shape: Architecture, dtype: torch.dtype) -> None:
         add_sinks(empty(2, shape.num_heads, shape.dim, dtype=out), empty(2, shape.num_heads), sinks)
 
 
+def _add_shared(shape: Architecture, dtype: torch.dtype) -> None:
+    rows = [empty(3, shape.hidden, dtype=dtype) for _ in range(3)]
+    add_shared(*rows, empty(1, shape.hidden, dtype=dtype))
+
+
 def _recurrent(shape: Architecture, dtype: torch.dtype) -> None:
     own = Recurrent(16, 48, 128, 128, 4)
     gates, conv = empty(96, shape.hidden, dtype=dtype), empty(own.conv_width, 1, 4, dtype=dtype)
     weights = RecurrentWeights(gates, conv, empty(48), empty(48), empty(128, dtype=dtype))
     slots = empty(2, dtype=torch.int32)
-    mixed = empty(2, own.conv_width + own.value_width, dtype=dtype)
     for state in (torch.float32, torch.bfloat16):
         sizes = (3, 48, 128, 128), (3, 8, own.conv_width), (3, 4, 96)
         held = LayerStates(*(empty(*size, dtype=one) for size, one in zip(sizes, (state, dtype, dtype), strict=True)))
         cells = empty(2, dtype=torch.int64)
-        delta_step(mixed, empty(2, 96, dtype=dtype), weights, own, 1e-6, held, slots, slots, cells, slots)
+        for rows in (1, 2, 3):  # a quarter of a head's values, a half, all
+            ints, longs = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int64)
+            made = empty(rows, own.projected_width, dtype=dtype), empty(rows, 96, dtype=dtype)
+            delta_step(*made, weights, own, 1e-6, held, ints, ints, longs, ints)
         layers = LayerStates(
             *(empty(1, *size, dtype=one) for size, one in zip(sizes, (state, dtype, dtype), strict=True))
         )
@@ -425,13 +433,15 @@ def _mamba(shape: Architecture, dtype: torch.dtype) -> None:
             ))
             for front in ((), (1,))
         )  # fmt: skip
-        rows = [empty(count, own.matrix_rows, dtype=dtype).split([own.projected_width, 64], 1) for count in (2, 100)]
-        delta_step(*rows[0], weights, own, 1e-6, held, slots, slots, cells, slots)
+        rows = [empty(count, own.matrix_rows, dtype=dtype).split([own.projected_width, 64], 1) for count in (1, 2, 100)]
+        for own_rows in rows[:2]:  # a half of a head's values, all
+            ints, longs = empty(len(own_rows[0]), dtype=torch.int32), empty(len(own_rows[0]), dtype=torch.int64)
+            delta_step(*own_rows, weights, own, 1e-6, held, ints, ints, longs, ints)
         stacked = StackedWeights(
             empty(1, own.conv_width, 4, dtype=dtype), empty(1, own.conv_width, dtype=dtype), empty(1, 64), empty(1, 64)
         )
         delta_commit(stacked, own, layers, slots, cells, cells, cells)
-        delta_prefill(*rows[1], weights, own, 1e-6, held, planned)
+        delta_prefill(*rows[2], weights, own, 1e-6, held, planned)
 
 
 def _planned() -> PlannedSpans:
@@ -752,6 +762,7 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_merge_kernel": _merge,
     "_add_sinks_kernel": _sinks,
     "_short_step_kernel": _short,
+    "_add_shared_kernel": _add_shared,
     "_delta_step_kernel": _recurrent,
     "_delta_commit_kernel": _recurrent,
     "_delta_inputs_kernel": _recurrent_prompts,

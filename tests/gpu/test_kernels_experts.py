@@ -19,6 +19,7 @@ from gpu.operations.experts.experts_reference import experts_reference, fold_cho
 from gpu.operations.experts.far_experts import FarExperts
 from gpu.operations.experts.mixture_matrices import ExpertMatrices
 from gpu.operations.experts.routing import choose, fold_choice, router_logits, tile_pairs
+from gpu.operations.experts.shared_expert import add_shared
 from gpu.operations.linear.packed_matrix import Packed
 from tests.gpu import expert_oracle as oracle
 from tests.gpu import kernel_oracles
@@ -412,3 +413,17 @@ def test_packed_experts_are_refused_by_rows():
         down_rows(product, pairs.takers, pairs.shares, near, normed, experts)
     with pytest.raises(ValueError, match=r"down_rows: far down is packed; wanted a tensor"):
         down_rows(product, pairs.takers, pairs.shares, apart, normed, experts)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("hidden", [64, 200])
+@everywhere
+def test_what_every_token_has_beside_experts_is_added_by_its_own_share(dtype, device, hidden, tokens):
+    drawn = np.random.default_rng(tokens + hidden)
+    rows = [torch.from_numpy(drawn.standard_normal((count, hidden))) for count in (tokens, tokens, tokens, 1)]
+    mixed, made, normed, share = (one.to(device, dtype) for one in rows)
+    base, own, x, weight = (one.double() for one in (mixed, made, normed, share))
+    wanted = base + own * (x @ weight.T).sigmoid()
+    got = add_shared(mixed, made, normed, share)
+    assert got is mixed
+    assert ((got.double() - wanted).abs() / (1 + wanted.abs())).max() < (1e-5 if dtype == torch.float32 else 2e-2)

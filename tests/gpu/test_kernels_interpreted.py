@@ -73,6 +73,7 @@ SELECTED = " or ".join(
         "(test_kernels_experts and cpu-float32 and weighed and (odd-few-3 or many-few-16))",
         "(test_kernels_experts and cpu-float32 and without_gates and (biased or int4))",
         "(test_kernels_experts and what_tiles and cpu)",
+        "(test_kernels_experts and cpu-float32 and own_share)",
         "(test_kernels_experts and cpu-float32 and few_bits and (int4-few-3 or fp8-tiles-2))",
         "(test_kernels_experts and cpu-float32 and few_bits and runs-few-1])",
         "(test_kernels_experts and cpu-float32 and one_of_two and (down-65 or down-1 or gate_up-1))",

@@ -105,6 +105,11 @@ def packed_norm_linear(
     return _product(x, packed, bias, None, packed.dtype, widened)
 
 
+def packed_gate_up(x: Tensor, packed: Packed, activation: Activation, widened: Widen | None = None) -> Tensor:
+    """Return `activation(gate) * up` of `x @ packed.T`, as `packed_norm_gate_up` does of normed rows."""
+    return _product(_ordered("packed_gate_up", x, packed), packed, None, activation, packed.dtype, widened)
+
+
 def packed_norm_gate_up(
     x: Tensor, norm: Tensor, eps: float, packed: Packed, activation: Activation, widened: Widen | None = None
 ) -> Tensor:
@@ -114,8 +119,7 @@ def packed_norm_gate_up(
     Raises ValueError for another shape, dtype or device.
     """
     check_norm("packed_norm_gate_up", "norm", norm, x)
-    x = _ordered("packed_norm_gate_up", rms_norm(x, norm, eps), packed)
-    return _product(x, packed, None, activation, packed.dtype, widened)
+    return packed_gate_up(rms_norm(x, norm, eps), packed, activation, widened)
 
 
 def unpack(packed: Packed) -> Tensor:

@@ -141,6 +141,14 @@ def norm_gate_up_swiglu(
     return _launch(x, gate_up_weight, norm_weight, eps, None, activation, gate_up_weight.dtype)
 
 
+def gate_up_swiglu(x: Tensor, gate_up_weight: Tensor, activation: Activation = "silu") -> Tensor:
+    """Return `swiglu(x @ gate_up_weight.T)`, as `norm_gate_up_swiglu` does of normed rows."""
+    _check_inner("gate_up_swiglu", x, gate_up_weight)
+    if not _is_gemv(x, gate_up_weight):
+        return swiglu(F.linear(x, gate_up_weight), activation)
+    return _launch(x, gate_up_weight, None, 0.0, None, activation, gate_up_weight.dtype)
+
+
 def _check_inner(op: str, x: Tensor, weight: Tensor) -> None:
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or x.device != weight.device:
         got = f"x {tuple(x.shape)} on {x.device}, weight {tuple(weight.shape)} on {weight.device}"
