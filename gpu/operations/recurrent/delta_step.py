@@ -1,10 +1,11 @@
 """A decode step of a gated delta net or of Mamba-2 between its projections: one token a row (`delta_net` and `mamba2`
 have the formulas).
 
-A program has one value head of one sequence, whose state stays in registers over the rows of that sequence, which
-follow one another. It reads the inputs of earlier tokens from the ring, or from the step's own rows, and writes its own
-to places that no program of the step reads: a sequence has MOST_STEP_ROWS rows at most. Programs of value heads that
-share a key head write the same. Bytes moved: the state twice, `2 * 4 * value_width * key_dim` a sequence.
+A program has one value head of one sequence, or of few rows a share of its values, so that all multiprocessors have
+some: the norm of a head's output is then a launch of its own. The state stays in registers over the rows of that
+sequence, which follow one another. A program reads the inputs of earlier tokens from the ring, or from the step's own
+rows, and writes its own to places that no program of the step reads: a sequence has MOST_STEP_ROWS rows at most.
+Programs that share a key head write the same. Bytes moved: the state twice, `2 * 4 * value_width * key_dim` a sequence.
 
 Tokens of a draft, behind all others of their sequence, change the state in registers alone: it is written as it was in
 front of them. Their inputs are in the ring, and their gates are kept. `delta_commit` has those change the state that
@@ -25,6 +26,9 @@ from gpu.operations.recurrent.delta_net import HEAD_EPS, LayerStates, RecurrentW
 from gpu.operations.recurrent.mamba2 import gated_norm
 from gpu.operations.recurrent.short_conv import short_step
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
+
+ENOUGH = 128  # programs: about one for each multiprocessor
+LEAST_VALUES = 32  # of a program: 128 bytes of each row of a state
 
 
 def delta_step_reference(
@@ -107,9 +111,10 @@ def _delta_step_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, TAPS: tl.constexpr, LENGTH: tl.constexpr,
     MOST_STEPS: tl.constexpr, MOST_ROWS: tl.constexpr, IS_TILED: tl.constexpr, IS_MAMBA: tl.constexpr,
+    NORMS: tl.constexpr,
 ):  # fmt: skip
     first, head = tl.program_id(0), tl.program_id(1)
-    k_at, v_at = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
+    k_at, v_at = tl.arange(0, BLOCK_KEY), tl.program_id(2) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     k_in, v_in = k_at < KEY_DIM, v_at < VALUE_DIM
     width: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     slot = tl.load(slots + first)
@@ -167,7 +172,7 @@ def _delta_step_kernel(
             made = tl.sum(state * q[:, None], 0)
             if IS_MAMBA:
                 made += gain * v
-            else:
+            elif NORMS:
                 made = made * tl.rsqrt(tl.sum(made * made, 0) / VALUE_DIM + eps) * gain
                 z_at = mixed + row * mixed_row + width + head * VALUE_DIM + v_at
                 z = tl.load(z_at, mask=v_in, other=0.0).to(tl.float32)
@@ -205,22 +210,33 @@ def delta_step(
         return delta_step_reference(mixed, gates, weights, own, eps, held, state_of_slot, slots, cells, drafted)
     if own.is_short:
         return short_step(mixed, weights.conv, own, held.rings, state_of_slot, slots, cells)
-    is_mamba, dtype = own.is_mamba, torch.float32 if own.is_mamba else mixed.dtype
-    out = torch.empty(rows, own.value_width, dtype=dtype, device=device)
-    _delta_step_kernel[(rows, own.value_heads)](
+    values = _values_at_once(rows, own)
+    parts = triton.cdiv(triton.next_power_of_2(own.value_dim), values)
+    is_mamba, norms = own.is_mamba, not own.is_mamba and parts == 1
+    out = torch.empty(rows, own.value_width, dtype=mixed.dtype if norms else torch.float32, device=device)
+    _delta_step_kernel[(rows, own.value_heads, parts)](
         mixed, gates, weights.conv, weights.conv_bias if is_mamba else weights.conv, weights.decay, weights.time_bias,
         weights.skip if is_mamba else weights.norm, held.states, held.rings,
         state_of_slot, slots, cells, drafted, held.drafts, out, rows, mixed.stride(0), gates.stride(0),
         held.states.stride(0), held.rings.stride(0), eps, HEAD_EPS, own.key_dim**-0.5,
         KEY_HEADS=own.key_heads, VALUE_HEADS=own.value_heads, KEY_DIM=own.key_dim, VALUE_DIM=own.value_dim,
-        BLOCK_KEY=triton.next_power_of_2(own.key_dim), BLOCK_VALUE=triton.next_power_of_2(own.value_dim),
+        BLOCK_KEY=triton.next_power_of_2(own.key_dim), BLOCK_VALUE=values,
         TAPS=own.conv_tokens, LENGTH=held.rings.shape[1], MOST_STEPS=MOST_STEP_ROWS,
-        MOST_ROWS=triton.next_power_of_2(MOST_STEP_ROWS), IS_TILED=own.is_tiled, IS_MAMBA=is_mamba, num_warps=8,
+        MOST_ROWS=triton.next_power_of_2(MOST_STEP_ROWS), IS_TILED=own.is_tiled, IS_MAMBA=is_mamba, NORMS=norms,
+        num_warps=8 if parts == 1 else 4,
     )  # fmt: skip
-    if is_mamba:
-        z = mixed.narrow(1, own.conv_width, own.value_width)
-        return gated_norm(out, z, weights.norm, own.key_heads, eps, slots)
-    return out
+    if norms:
+        return out
+    z, groups = mixed.narrow(1, own.conv_width, own.value_width), own.key_heads if is_mamba else own.value_heads
+    return gated_norm(out, z, weights.norm, groups, eps, slots, gates_last=not is_mamba)
+
+
+def _values_at_once(rows: int, own: Recurrent) -> int:
+    """Return the values of a head that one program has: all, or of few rows as many that there are enough programs."""
+    values = triton.next_power_of_2(own.value_dim)
+    while values > LEAST_VALUES and rows * own.value_heads * (triton.next_power_of_2(own.value_dim) // values) < ENOUGH:
+        values //= 2
+    return values
 
 
 @triton.jit

@@ -70,6 +70,7 @@ def gated_norm_reference(made: Tensor, gates: Tensor, weight: Tensor, groups: in
 def _gated_norm_kernel(
     made, gates, weight, slots, out, made_row, gates_row, eps,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    GATES_LAST: tl.constexpr,
 ):  # fmt: skip
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -80,28 +81,34 @@ def _gated_norm_kernel(
     if HAS_SLOTS:
         is_there = inside & (at * 0 + tl.load(slots + row) >= 0)  # masks are of blocks
     z = tl.load(gates + row * gates_row + column, mask=is_there, other=0.0).to(tl.float32)
-    gated = rows * z * tl.sigmoid(z)
-    normed = gated * tl.rsqrt(tl.sum(gated * gated, 0) / WIDTH + eps)
-    normed *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    gate = z * tl.sigmoid(z)
+    if GATES_LAST:
+        normed = rows * tl.rsqrt(tl.sum(rows * rows, 0) / WIDTH + eps)
+        normed *= tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) * gate
+    else:
+        gated = rows * gate
+        normed = gated * tl.rsqrt(tl.sum(gated * gated, 0) / WIDTH + eps)
+        normed *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * (WIDTH * GROUPS) + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
 def gated_norm(
     made: Tensor, gates: Tensor, weight: Tensor, groups: int, eps: float, slots: Tensor | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, gates_last: bool = False,
 ) -> Tensor:  # fmt: skip
     """Norm `made * silu(gates)`, each of `groups` equal parts of a row by itself, and multiply it by `weight`. Return
     `[rows, width]` of gates' dtype, in `out`, if it is given, on a device with Triton.
 
     made float32 `[rows, width]`; gates `[rows, width]`; weight `[width]`; slots: int32 `[rows]`, -1 in rows that are
-    zeros whatever their gates are; None: all are in use. Bytes moved: rows read and written once.
+    zeros whatever their gates are; None: all are in use. gates_last: gates, and a weight `[width / groups]`, multiply
+    what is normed, as in a delta net. Bytes moved: rows read and written once.
     """
     rows, width = gates.shape
     out = torch.empty(rows, width, dtype=gates.dtype, device=gates.device) if out is None else out
     block = triton.next_power_of_2(width // groups)
     _gated_norm_kernel[(rows, groups)](
         made, gates, weight, weight if slots is None else slots, out, made.stride(0), gates.stride(0), eps,
-        WIDTH=width // groups, GROUPS=groups, BLOCK=block, HAS_SLOTS=slots is not None,
+        WIDTH=width // groups, GROUPS=groups, BLOCK=block, HAS_SLOTS=slots is not None, GATES_LAST=gates_last,
         num_warps=max(1, min(16, block // 256)),
     )  # fmt: skip
     return out
