@@ -681,6 +681,29 @@ def test_a_fused_context_is_hashed_and_sampled(tmp_path: Path) -> None:
     engine.shutdown()
 
 
+def test_a_fused_context_is_indexed(tmp_path: Path) -> None:
+    """A budget of everything gives what reading all gives; with few tokens the others are estimated, and that shows."""
+    host = HostConfig(resident_tokens=0, residency="fixed", memory_limit_gib=0.2, dense_layers=(0,), rows="bfloat16")
+    own = {"method": "indexed", "budget_tokens": 64, "least_tokens": 16, "min_context_tokens": 0, "rings": 1}
+    profiles = {
+        "all": Composition.model_validate({"host": own | {"budget_share": 1.0, "budget_tokens": 1024}}),
+        "few": Composition.model_validate({"host": own | {"budget_share": 0.05}}),
+    }
+    engine = make_engine(tmp_path, host, checks=True, profiles=profiles)
+    how = {"order": (0, 1, 2, 1, 0), "max_tokens": 6, "sampling": SamplingParams(temperature=0.0, num_logprobs=1)}
+    read, whole, few = (
+        serve(engine, ask(profile, A3, attention_profile=profile, **how)) for profile in ("offloaded", "all", "few")
+    )
+    assert whole[-1].figures["reused_tokens"] > 0
+    assert whole[-1].figures["index_heads"] > 0
+    assert text(whole) == text(read)
+    np.testing.assert_allclose(drawn_logprobs(whole), drawn_logprobs(read), atol=FUSED_LOGIT_ATOL)
+    assert few[-1].figures["index_estimated_mass"] > 0
+    apart = np.abs(np.subtract(drawn_logprobs(few)[1:2], drawn_logprobs(read)[1:2]))
+    assert apart.max() > FUSED_LOGIT_ATOL, "few tokens are not all of them"
+    engine.shutdown()
+
+
 def test_one_that_gives_way_is_fused_again(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     wanted = text(serve(engine, ask("a", A3, max_tokens=30)))
