@@ -1,30 +1,31 @@
 #!/usr/bin/env bash
-# What `indexed` costs in quality on a real model, on one card: `indexed-quality.sh FOLDER MODEL TEXT CODE PART...`. MODEL: a
-# folder or GGUF file; TEXT, CODE: files to put around needles and to go on with. Parts: `tasks` (prompts on which `exact`
-# scores 20 or more), `weak` (the others, by KL) and `kl` (next tokens behind TEXT and CODE, by budget, beside other
-# methods); without any, all. `cpu` before them: few and short prompts on the CPU device, to see that all of it runs.
-# SEED (0), LIMIT (seconds of each process, 200) and SETTINGS (of the method, as `:budget_share=0.02`) from outside. All
-# of a context is in host memory, and every step is audited: `index_beyond` of a row is the share of true errors above
-# their bound. `tandem eval judge FOLDER/tasks-*.json FOLDER/weak-*.json` pools prompts.
+# What `indexed` costs in quality on a real model, on one card: `indexed-quality.sh FOLDER MODEL TEXT CODE PART...`.
+# MODEL: a folder or GGUF file; TEXT, CODE: files to put around needles and to go on with. Parts: `tasks` (prompts on
+# which `exact` scores 20 or more), `weak` (the others, by KL), `kl` (next tokens behind TEXT and CODE, by budget, beside
+# other methods) and `hard` (needles among needles at 16,000 tokens, by the project's own model); without any, all. `cpu`
+# before them: few and short prompts on the CPU device, to see that all of it runs. SEED (0), LIMIT (seconds of each
+# process, 200) and SETTINGS (of the method, as `:budget_share=0.02`) from outside. All of a context is in host memory,
+# and every step is audited: `index_beyond` of a row is the share of true errors above their bound. `tandem eval judge
+# FOLDER/tasks-*.json FOLDER/weak-*.json` pools prompts.
 set -uo pipefail
 OUT=${1:-build/published} MODEL=${2:-deploy/models/reference} TEXT=${3:-} CODE=${4:-}
 mkdir -p "$OUT" && rm -f "$OUT/failed"
 parts=("${@:5}") device=cuda lengths=4000,8000 short=4000 long=8000 samples=400 few=24
 [ "${parts[0]:-}" = cpu ] && device=cpu lengths=1600 short=1600 long=1600 samples=1 few=1 parts=("${parts[@]:1}")
-[ ${#parts[@]} = 0 ] && parts=(tasks weak kl)
+[ ${#parts[@]} = 0 ] && parts=(tasks weak kl hard)
 seed=${SEED:-0} limit=${LIMIT:-200} method=profile:indexed${SETTINGS:-}
 export NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1
 
-deployment() { # name profiles
+deployment() { # name profiles model most-tokens
     cat > "$OUT/$1.yaml" <<YAML
-model: {path: "$MODEL"}
+model: {path: "${3:-$MODEL}"}
 gpu: {device: $device, $([ $device = cuda ] && echo "memory_limit_gib: 7, graph_batch_sizes: [1, 2, 4, 8]" || echo "kv_cache_gib: 0.5")}
 host: {memory_limit_gib: 3, threads: 1, resident_tokens: 0, residency: fixed}
 profiles: {$2}
-scheduler: {max_running: 8, max_context_tokens: 8192}
+scheduler: {max_running: 8, max_context_tokens: ${4:-8192}}
 YAML
 }
-index='indexed: {host: {method: indexed, least_tokens: 16, rings: 8, index_tokens: 65536, errors: {audit_steps: 1}}}'
+index='indexed: {host: {method: indexed, least_tokens: 16, rings: 8, index_tokens: 131072, errors: {audit_steps: 1}}}'
 job() { # name, options
     tandem eval "${@:2}" --model "$MODEL" --device $device --seed "$seed" --json "$OUT/$1.json" > "$OUT/$1.txt" 2>&1
     local status=$? # 3: cut after LIMIT
@@ -69,7 +70,16 @@ for part in "${parts[@]}"; do
         job kl-baselines fidelity --method quest:budget=0.05 --method vattention:budget=0.05 --method streaming:budget=0.05 --lengths $lengths --samples $few --forced 48 \
             "${texts[@]}" &
         beside kl ;;
-    *) echo "indexed-quality.sh: part $part; wanted some of tasks weak kl, or cpu before them" >&2 && exit 2 ;;
+    # The project's own model at 16,000 tokens, 4 processes, 120 s
+    hard)
+        [ $device = cpu ] || long=16000
+        deployment hard "$index" "$PWD/deploy/models/reference" $((long + 512))
+        for task in only_needles crossed_needles four_values four_keys; do
+            MODEL=deploy/models/reference job "hard-$task" tasks --config "$OUT/hard.yaml" --method profile:exact --method "$method" --tasks $task --lengths $long \
+                --samples $samples --seconds "$limit" &
+        done
+        beside hard ;;
+    *) echo "indexed-quality.sh: part $part; wanted some of tasks weak kl hard, or cpu before them" >&2 && exit 2 ;;
     esac
 done
 [ ! -e "$OUT/failed" ]
