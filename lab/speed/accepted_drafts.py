@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from scheduler.drafts.ngrams import NGrams
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
-from scheduler.messages import Delta, EngineRequest, pack_tokens
+from scheduler.messages import ACCEPTED, Delta, EngineRequest, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from transfer.host_config import HostConfig
 from transfer.machine import probe_machine
@@ -80,6 +81,24 @@ class Accepted:
     num_tokens: int = 0
     steps: int = 0
     ngram_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Where texts are written. streams: beside one another."""
+
+    device: Literal["cpu", "cuda"]
+    threads: int
+    streams: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """What was told of a request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    figures: dict[str, int] = field(default_factory=dict)
+    prompt_logprobs: list[Any] = field(default_factory=list)
 
 
 def read_tasks(model: Path, num_each: int, is_long: bool = False) -> list[Task]:
@@ -150,66 +169,86 @@ def measure_accepted(
     return outcomes
 
 
-def measure_by_profile(
-    model: Path, profile: str, num_each: int, max_tokens: int, threads: int, told: Callable[[str], None]
-) -> dict[str, Accepted]:
-    """Return what became of each kind's drafts of 7 tokens by a profile that reads the same context in host memory,
+def measure_by_profiles(
+    model: Path, profiles: Sequence[str], num_each: int, max_tokens: int, run: Run, told: Callable[[str], None]
+) -> dict[str, dict[str, Accepted]]:
+    """Return what became of each kind's drafts of 7 tokens by profiles that read the same context in host memory,
     greedy, beside what n-grams would have done for the same texts. told: hears of each text.
     """
-    method = list_methods()[profile]
-    settings = {"method": profile, "min_context_tokens": 0, "rings": 1, "index_tokens": _CONTEXT}
-    profiles = {"exactly": Composition(), "cheaper": Composition(host=MethodChoice(method=profile))}
-    if method.drafts:
-        profiles["cheaper"] = Composition(host=MethodChoice.model_validate(settings))
-        profiles[PROFILE] = Composition(host=MethodChoice(method="offloaded"), draft=DraftConfig(profile="cheaper"))
+    composed = {"exactly": Composition()}
+    for profile in profiles:
+        settings = {"method": profile}
+        if list_methods()[profile].drafts:
+            settings |= {"min_context_tokens": 0, "rings": run.streams, "index_tokens": run.streams * _CONTEXT}
+            verified = MethodChoice(method="offloaded"), DraftConfig(profile=f"by-{profile}")
+            composed[f"{PROFILE}-{profile}"] = Composition(host=verified[0], draft=verified[1])
+        composed[f"by-{profile}"] = Composition(host=MethodChoice.model_validate(settings))
+    rows = WIDTHS[-1] * run.streams
+    sizes = {"graph_batch_sizes": (run.streams, rows), "prefill_graph_sizes": ()} if run.device == "cuda" else {}
     config = EngineConfig(
         model=ModelConfig(path=model),
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.5, threads=threads),
-        host=HostConfig(memory_limit_gib=1.0, threads=threads, resident_tokens=_RESIDENT, residency="fixed"),
-        profiles=profiles,
-        scheduler=SchedulerConfig(max_running=16, max_context_tokens=_CONTEXT, prefix_cache=False),
-    )
+        gpu=GpuConfig(
+            device=run.device, dtype="auto" if run.device == "cuda" else "float32",
+            kv_cache_gib=0.25 + 0.25 * run.streams, threads=run.threads, **sizes,
+        ),
+        host=HostConfig(
+            memory_limit_gib=1.0 + run.streams, threads=run.threads, resident_tokens=_RESIDENT, residency="fixed",
+            link_share=0.0,
+        ),
+        profiles=composed,
+        scheduler=SchedulerConfig(max_running=rows, max_context_tokens=_CONTEXT, prefix_cache=False),
+    )  # fmt: skip
     plan = plan_engine(config, load_architecture(config.model), probe_machine())
     engine, _ = load_engine(config, plan, lambda *_: None)
+    told("the engine is ready")
     engine.scheduler.drafts.choose_lengths = lambda looks, num_fed, times: [len(ids) for ids, _ in looks]
-    outcomes = {kind: Accepted() for kind in KINDS}
+    outcomes = {profile: {kind: Accepted() for kind in KINDS} for profile in profiles}
+    tasks = read_tasks(model, num_each, is_long=True)
+    in_turns = [task for first in range(num_each) for task in tasks[first::num_each]]
     try:
-        tasks = read_tasks(model, num_each, is_long=True)
-        in_turns = [task for first in range(num_each) for task in tasks[first::num_each]]
-        for number, task in enumerate(in_turns):
-            measure = _draft_and_verify if method.drafts else _agree
-            text, steps = measure(engine, f"{number}", task, max_tokens)
-            own, num_drawn = outcomes[task.kind], len(text) - 1
-            if num_drawn < 1:
-                continue
-            own.num_texts, own.prompt_tokens = own.num_texts + 1, own.prompt_tokens + len(task.token_ids)
-            own.num_tokens, own.steps = own.num_tokens + num_drawn, own.steps + steps
-            ngram_steps = count_steps(task.token_ids, text, WIDTHS[-1], DraftConfig().least_match)
-            own.ngram_steps += ngram_steps
-            told(f"{task.kind}: {len(task.token_ids)} tokens, a text of {len(text)} in {steps} steps for {ngram_steps}")
+        for profile in profiles:
+            for begin in range(0, len(in_turns), run.streams):
+                own = in_turns[begin : begin + run.streams]
+                measure = _draft_and_verify if list_methods()[profile].drafts else _agree
+                for task, (text, steps) in zip(own, measure(engine, profile, own, max_tokens), strict=True):
+                    _note(
+                        outcomes[profile][task.kind], task, text, steps, lambda line, of=profile: told(f"{of}: {line}")
+                    )
     finally:
         engine.shutdown()
     return outcomes
 
 
-def _draft_and_verify(engine: Engine, name: str, task: Task, max_tokens: int) -> tuple[list[int], int]:
-    """Return a text, and the steps that wrote it behind its first token."""
-    before = engine.stats().drafts
-    text, _ = _serve(engine, name, task, max_tokens, 0.0)
-    after = engine.stats().drafts
-    drafted = after.steps - before.steps
-    return text, drafted + len(text) - 1 - drafted - (after.accepted - before.accepted)
+def _note(one: Accepted, task: Task, text: list[int], steps: int, told: Callable[[str], None]) -> None:
+    num_drawn = len(text) - 1
+    if num_drawn < 1:
+        return
+    one.num_texts, one.prompt_tokens = one.num_texts + 1, one.prompt_tokens + len(task.token_ids)
+    one.num_tokens, one.steps = one.num_tokens + num_drawn, one.steps + steps
+    ngram_steps = count_steps(task.token_ids, text, WIDTHS[-1], DraftConfig().least_match)
+    one.ngram_steps += ngram_steps
+    told(f"{task.kind}: {len(task.token_ids)} tokens, a text of {len(text)} in {steps} steps for {ngram_steps}")
 
 
-def _agree(engine: Engine, name: str, task: Task, max_tokens: int) -> tuple[list[int], int]:
-    """Return the text of the profile that is cheaper, and the steps of 7 of its tokens each that would write it."""
-    text, _ = _serve(engine, name, task, max_tokens, 0.0, "cheaper")
-    whole = Task(task.kind, [*task.token_ids, *text])
-    sampling = SamplingParams(temperature=0.0, num_prompt_logprobs=1)
-    (first, *_) = _ask(engine, f"{name} read", whole, 1, sampling, "exactly")
-    assert first.prompt_logprobs is not None, "it was asked for"
-    best = [one.top[0][0] for one in first.prompt_logprobs[-len(text) :]]
-    return text, steps_of([one == other for one, other in zip(best, text, strict=True)][1:], WIDTHS[-1])
+def _draft_and_verify(
+    engine: Engine, profile: str, tasks: Sequence[Task], max_tokens: int
+) -> list[tuple[list[int], int]]:
+    """Return each text, and the steps that wrote it behind its first token: each draws one more than it accepts."""
+    told = _ask(engine, tasks, max_tokens, SamplingParams(temperature=0.0), f"{PROFILE}-{profile}")
+    return [(one.token_ids, len(one.token_ids) - 1 - one.figures.get(ACCEPTED, 0)) for one in told]
+
+
+def _agree(engine: Engine, profile: str, tasks: Sequence[Task], max_tokens: int) -> list[tuple[list[int], int]]:
+    """Return texts of the profile that is cheaper, and the steps of 7 of its tokens each that would write them."""
+    texts = [one.token_ids for one in _ask(engine, tasks, max_tokens, SamplingParams(temperature=0.0), f"by-{profile}")]
+    whole = [Task(task.kind, [*task.token_ids, *text]) for task, text in zip(tasks, texts, strict=True)]
+    found = []
+    read = _ask(engine, whole, 1, SamplingParams(temperature=0.0, num_prompt_logprobs=1), "exactly")
+    for text, one in zip(texts, read, strict=True):
+        best = [choice.top[0][0] for choice in one.prompt_logprobs[-len(text) :]] if text else []
+        is_right = [mine == other for mine, other in zip(best, text, strict=True)]
+        found.append((text, steps_of(is_right[1:], WIDTHS[-1])))
+    return found
 
 
 def steps_of(is_right: Sequence[bool], width: int) -> int:
@@ -227,7 +266,7 @@ def _serve(
     """Return a text, and the seconds behind its first token."""
     text: list[int] = []
     began = ended = time.perf_counter()
-    for delta in _ask(engine, name, task, max_tokens, SamplingParams(temperature=temperature, seed=1), profile):
+    for delta in _told(engine, {name: task}, max_tokens, SamplingParams(temperature=temperature, seed=1), profile):
         began = began if text else time.perf_counter()
         text += delta.token_ids
         ended = time.perf_counter()
@@ -235,13 +274,30 @@ def _serve(
 
 
 def _ask(
-    engine: Engine, name: str, task: Task, max_tokens: int, sampling: SamplingParams, profile: str
+    engine: Engine, tasks: Sequence[Task], max_tokens: int, sampling: SamplingParams, profile: str
+) -> list[Answer]:
+    """Return answers to requests that run beside one another."""
+    by_name = {f"{profile} {len(task.token_ids)} {place}": task for place, task in enumerate(tasks)}
+    answers = {name: Answer() for name in by_name}
+    for delta in _told(engine, by_name, max_tokens, sampling, profile):
+        one = answers[delta.request_id]
+        one.token_ids += delta.token_ids
+        one.figures |= delta.figures
+        one.prompt_logprobs += delta.prompt_logprobs or []
+    return list(answers.values())
+
+
+def _told(
+    engine: Engine, tasks: dict[str, Task], max_tokens: int, sampling: SamplingParams, profile: str
 ) -> Iterator[Delta]:
-    """Yield what is told of a request, as it is told."""
-    most = min(max_tokens, _CONTEXT - len(task.token_ids))
-    engine.submit([EngineRequest(
-        request_id=name, prompt=pack_tokens(task.token_ids), sampling=sampling, max_tokens=most, stop_token_ids=[2],
-        attention_profile=profile, arrival_s=time.monotonic(),
-    )])  # fmt: skip
+    """Yield what is told of requests, as it is told."""
+    engine.submit([
+        EngineRequest(
+            request_id=name, prompt=pack_tokens(task.token_ids), sampling=sampling,
+            max_tokens=min(max_tokens, _CONTEXT - len(task.token_ids)), stop_token_ids=[2], attention_profile=profile,
+            arrival_s=time.monotonic(),
+        )
+        for name, task in tasks.items()
+    ])  # fmt: skip
     while engine.has_work:
         yield from engine.step()

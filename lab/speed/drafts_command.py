@@ -1,7 +1,8 @@
 """Run `python -m lab drafts`: arguments, and the tables of docs/methods/drafts.md."""
 
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,20 +15,27 @@ def drafts(
     tokens: Annotated[int, typer.Option(min=2, help="of a text, at most")] = 400,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
-    profile: Annotated[str | None, typer.Option(help="that drafts over host memory, greedy: indexed, sampled")] = None,
+    profiles: Annotated[str, typer.Option(help="that draft over host memory, greedy: indexed,sampled")] = "",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="of drafts by profiles")] = "cpu",
+    streams: Annotated[int, typer.Option(min=1, help="beside one another, of drafts by profiles")] = 1,
 ) -> None:
-    """Measure how many tokens of n-gram drafts a model accepts, and what that saves on this CPU; or of a profile's."""
-    from lab.speed.accepted_drafts import WIDTHS, measure_accepted, measure_by_profile
+    """Measure how many tokens of n-gram drafts a model accepts, and what that saves on this CPU; or of profiles'."""
+    from lab.speed.accepted_drafts import WIDTHS, Run, measure_accepted, measure_by_profiles
 
-    if profile is not None:
-        found = measure_by_profile(model, profile, each, tokens, threads, lambda line: typer.echo(line, err=True))
-        print(f"| prompts | tokens each | tokens of texts | tokens a step of 8 rows by {profile} | by n-grams |")
-        print("|---|---|---|---|---|")
-        for kind, own in found.items():
-            if own.num_texts:
-                lengths = " | ".join(f"{own.num_tokens / steps:.2f}" for steps in (own.steps, own.ngram_steps))
-                mean = own.prompt_tokens // own.num_texts
-                print(f"| {own.num_texts} {kind} | {mean:,} | {own.num_tokens:,} | {lengths} |")
+    if profiles:
+        began, names = time.monotonic(), profiles.split(",")
+        found = measure_by_profiles(
+            model, names, each, tokens, Run(device, threads, streams),
+            lambda line: typer.echo(f"{time.monotonic() - began:.0f} s: {line}", err=True),
+        )  # fmt: skip
+        print("| prompts | tokens each | tokens of texts | drafted by | tokens a step of 8 rows | by n-grams |")
+        print("|---|---|---|---|---|---|")
+        for name, of_kinds in found.items():
+            for kind, own in of_kinds.items():
+                if own.num_texts:
+                    lengths = " | ".join(f"{own.num_tokens / steps:.2f}" for steps in (own.steps, own.ngram_steps))
+                    mean = own.prompt_tokens // own.num_texts
+                    print(f"| {own.num_texts} {kind} | {mean:,} | {own.num_tokens:,} | {name} | {lengths} |")
         return
 
     outcomes = measure_accepted(model, each, tokens, threads, temperature)
