@@ -109,6 +109,7 @@ def load_runner(
             link_share=asked.link_share,
             adapters=asked.adapters,
             ranks=asked.ranks,
+            turns=asked.turns,
         )  # fmt: skip
         runner = Runner(architecture, weights, settings)
         runner.rehearsal.warm_up(asked.chunk_tokens, lambda fraction: on_progress("kernels", fraction))

@@ -182,7 +182,7 @@ def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tupl
     Raises ProfileError where a method with rings has no layer of this model to work in, and where attention has sinks
     and a method no mass to merge them with.
     """
-    states = []
+    profiles, states = list(profiles), []
     for part in served_parts(profiles):
         method, count = part.method, None
         if not method.has_mass and any(spec.sinks for spec in architecture.layer_pattern):
@@ -197,8 +197,14 @@ def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tupl
                     "window, or is off; take it out of the profiles"
                 )
             count = method.count_rings(part.settings)
-        states.append(MethodState(part, count))
+        states.append(MethodState(part, count, turns=count_turns(profiles, part)))
     return tuple(states)
+
+
+def count_turns(profiles: Iterable[Profile], part: ProfilePart) -> int:
+    """Return the most rows of a step that take turns in a ring of a part: with a draft there are several."""
+    drafts = (one.draft for one in profiles if part in one.parts and part.method.takes_turns)
+    return max((1 + draft.most_tokens for draft in drafts if draft is not None), default=1)
 
 
 def find_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture) -> Kept:

@@ -199,7 +199,7 @@ class Runner:
             experts = open_exchanges(weights, architecture, most, device, settings.open_experts, num_lanes)
         self._experts = experts
         self.decode_steps = DecodeSteps(
-            loop, host_reader, self._lanes.stream(Lane.HOST), experts, settings.compile_settings
+            loop, host_reader, self._lanes.stream(Lane.HOST), experts, settings.compile_settings, settings.turns
         )
         self._followers = Followers(
             self._step, self._sampler, self._last_tokens, [*self._reusing.values()], self.decode_steps.draft

@@ -43,6 +43,7 @@ class RunnerSettings:
     link_share: of what attention reads in full in host memory, read by the device; None: by measured rates.
     adapters: that prompts may have, numbered from 1 on.
     ranks: of a model that is split over devices, or None.
+    turns: that rows of a step take in a ring at most.
     """
 
     num_pages: int
@@ -72,6 +73,7 @@ class RunnerSettings:
     compile_settings: str | None = None
     link_share: float | None = 0.0
     ranks: Ranks | None = None
+    turns: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +114,4 @@ class LoadSettings:
     link_share: float | None = 0.0
     adapters: Sequence[AdapterFile] = ()
     ranks: Ranks | None = None
+    turns: int = 1

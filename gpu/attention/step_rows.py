@@ -23,13 +23,15 @@ class StepRows:
     slots, context_lens (in cells, this token's with them): int32 `[rows]`. skips: int32 `[3, rows]`, begin and end of
     the row's host read, which attention on the device skips, and the end again: the three bounds that
     `paged_decode_attention` takes. 0, 0, 0: the row has no host read. drafted: int32 `[rows]`, 1 for a draft's token.
+    turns: at most so many rows are of one slot that holds a ring in which they take turns.
 
     A buffer is uint8 `[num_bytes(rows)]`.
     """
 
-    def __init__(self, buffer: Tensor, rows: int) -> None:
+    def __init__(self, buffer: Tensor, rows: int, turns: int = 1) -> None:
         self.buffer = buffer
         self.num_rows = rows
+        self.turns = turns
         wide = buffer[: 8 * _WIDE * rows].view(torch.int64).view(_WIDE, rows)
         narrow = buffer[8 * _WIDE * rows :].view(torch.int32).view(_NARROW, rows)
         self.positions, self.token_slots, self.cells = wide
@@ -51,6 +53,15 @@ class StepRows:
     def of_slots(self, table: Tensor) -> Tensor:
         """Return for each row the entry of its slot in `[max_running + 1, ..]`; padding rows get the last."""
         return table[self.slots.long()]
+
+    def list_turns(self, entries: Tensor) -> list[Tensor]:
+        """Return entries, int32 `[rows]`, as they are in each turn: those of each slot's first rows, second rows, and
+        so on, and -1 for all others.
+        """
+        if self.turns == 1:
+            return [entries]
+        before = (self.slots[:, None] == self.slots[None, :]).tril_(-1).sum(1)
+        return [torch.where(before == turn, entries, -1) for turn in range(self.turns)]
 
     @staticmethod
     def num_bytes(rows: int) -> int:

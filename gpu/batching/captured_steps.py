@@ -13,17 +13,19 @@ class StepKind(NamedTuple):
     reuses: whether methods that reuse take part.
     lends: whether rows read host memory by such methods alone, and request nothing of the CPU.
     adapts: whether some row may have an adapter.
+    turns: whether rows of one slot may take turns in its ring.
     """
 
     num_parts: int
     reuses: bool
     lends: bool = False
     adapts: bool = False
+    turns: bool = False
 
 
 def steps_to_capture(
     batch_sizes: Iterable[int], max_running: int, with_host_reads: bool, with_reuse: bool, with_lending: bool = False,
-    with_halves: bool = True, with_adapters: bool = False,
+    with_halves: bool = True, with_adapters: bool = False, with_turns: bool = False,
 ) -> list[tuple[StepKind, int]]:  # fmt: skip
     """Return each step as its kind and its number of rows, most rows first.
 
@@ -33,6 +35,8 @@ def steps_to_capture(
     with_halves: whether batches with host reads may be cut.
     with_adapters: whether some are loaded: then steps without host reads are captured with them and without, all others
     with them alone.
+    with_turns: whether rows of a slot may take turns in its ring: then there is each kind that reuses with them and
+    without.
     """
     sizes = {min(size, max_running) for size in batch_sizes}
     steps = [(0, size) for size in sizes]
@@ -51,4 +55,6 @@ def steps_to_capture(
     if with_lending:
         lent = StepKind(0, True, lends=True, adapts=with_adapters)
         kinds += [(lent, size) for num_parts, size in steps if num_parts == 1]
+    if with_turns:
+        kinds += [(kind._replace(turns=True), size) for kind, size in kinds if kind.reuses and size > 1]
     return sorted(kinds, key=lambda step: (-step[1], step[0]))

@@ -21,6 +21,7 @@ fetch experts.
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,15 +141,18 @@ class _Captured:
 class DecodeSteps:
     """Decode steps: captured, compiled or eager. host_reader: None where nothing is offloaded; host_read_stream: of
     steps with host reads, where they have their own; experts: where the CPU is asked for experts, of steps without
-    host reads first, of those with them last; compile_settings: as of `StepCode`.
+    host reads first, of those with them last; compile_settings: as of `StepCode`; turns: that rows take in a ring at
+    most.
     """
 
     def __init__(self, loop: LayerLoop, host_reader: HostReader | None,
                  host_read_stream: torch.cuda.Stream | None = None,
-                 experts: Sequence[ExpertExchange] = (), compile_settings: str | None = None) -> None:  # fmt: skip
+                 experts: Sequence[ExpertExchange] = (), compile_settings: str | None = None,
+                 turns: int = 1) -> None:  # fmt: skip
         self.loop = loop
         self.host_reader = host_reader
         self._host_read_stream = host_read_stream
+        self._most_turns = turns
         self._captured: dict[tuple[StepKind, int], _Captured] = {}  # by kind and size
         self._drafts: dict[int, tuple[StepRows, torch.cuda.CUDAGraph, Tensor]] = {}  # by the checkpoint's head, by size
         self._code, self._compiled = None, None
@@ -186,7 +190,8 @@ class DecodeSteps:
             positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
             token_ids = self.loop.last_tokens.numpy()[np.array(batch.places)]
             return LaunchedStep(self._compiled.run(slots, positions, token_ids, cells))
-        captured = self._find(StepKind(0, batch.reuses, adapts=adapts), len(batch))
+        takes_turns = self._count_turns(batch) > 1
+        captured = self._find(StepKind(0, batch.reuses, adapts=adapts, turns=takes_turns), len(batch))
         if captured is None:
             rows, experts = self._upload(batch, len(batch)), self._eager_experts(len(batch))
             return LaunchedStep(_logits_of(self.loop.step(rows, None, batch.reuses, experts, adapts=adapts)))
@@ -253,8 +258,9 @@ class DecodeSteps:
         lends = any(method.reads_alone for method in self.loop.reusing)
         halves = self.host_reader is None or self.host_reader.halving.always != 1
         steps = steps_to_capture(
-            batch_sizes, max_running, with_host_reads, bool(self.loop.reusing), lends, halves, self._has_adapters
-        )
+            batch_sizes, max_running, with_host_reads, bool(self.loop.reusing), lends, halves, self._has_adapters,
+            self._most_turns > 1,
+        )  # fmt: skip
         pools = {reads_host: torch.cuda.graph_pool_handle() for reads_host in (False, True)}
         for done, (kind, size) in enumerate(steps):
             self._captured[kind, size] = self._capture(kind, size, pools[kind.num_parts > 0 or kind.lends])
@@ -273,7 +279,8 @@ class DecodeSteps:
         if self.loop.decoder.delta is not None and any(batch.drafted):
             num_parts = 1  # or a state would go on in another part without what a draft's first tokens made of it
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
-        captured = self._find(StepKind(num_parts, batch.reuses, adapts=self._has_adapters), len(batch))
+        kind = StepKind(num_parts, batch.reuses, adapts=self._has_adapters, turns=self._count_turns(batch) > 1)
+        captured = self._find(kind, len(batch))
         self._answering.recover()
         if captured is not None:
             self._recover_experts(captured, reads_host=True)
@@ -300,7 +307,9 @@ class DecodeSteps:
         """Launch a step whose rows are read in host memory by methods alone, behind no answer of the CPU."""
         assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
         times, clock = self.host_reader.times, time.perf_counter
-        captured = self._find(StepKind(0, batch.reuses, lends=True, adapts=self._has_adapters), len(batch))
+        takes_turns = self._count_turns(batch) > 1
+        kind = StepKind(0, batch.reuses, lends=True, adapts=self._has_adapters, turns=takes_turns)
+        captured = self._find(kind, len(batch))
         if captured is not None:
             self._recover_experts(captured, reads_host=True)
         began = clock()
@@ -445,6 +454,8 @@ class DecodeSteps:
         sizes = [part.stop - part.start for part in cut(size, max(num_parts, 1))]
         rows_of = [self._upload(empty, num_rows, index) for index, num_rows in enumerate(sizes)]
         most_rows = max(rows.num_rows for rows in rows_of)
+        for rows in rows_of if kind.turns else ():
+            rows.turns = min(rows.num_rows, self._most_turns)
         reads_host = bool(exchanging) or kind.lends
         experts = self._experts_of(most_rows, reads_host) if not LAUNCHES_BLOCK else None
         released = [*exchanging, *([] if experts is None else [experts])]
@@ -507,8 +518,21 @@ class DecodeSteps:
         fitting = [size for known, size in self._captured if known == kind and size >= num_rows]
         return self._captured[kind, min(fitting)] if fitting else None
 
+    def _count_turns(self, batch: Batch) -> int:
+        """Return how many rows of a batch are of one slot that holds a ring in which rows take turns, at most; 1 where
+        nothing does.
+        """
+        sides = [side for side in self.loop.reusing if side.takes_turns]
+        if not (sides and batch.reuses and any(batch.drafted)):
+            return 1
+        counts = Counter(slot for slot in batch.slots if any(side.has_ring(slot) for side in sides))
+        turns = max(counts.values(), default=1)
+        assert turns <= self._most_turns, "decode: a draft is longer than any profile of its ring has them"
+        return turns
+
     def _upload(self, batch: Batch, num_rows: int, part: int = 0) -> StepRows:
-        rows = StepRows(upload(self._pack(batch, num_rows), self.loop.last_tokens.device), num_rows)
+        buffer = upload(self._pack(batch, num_rows), self.loop.last_tokens.device)
+        rows = StepRows(buffer, num_rows, self._count_turns(batch))
         if self.loop.link is not None:
             self.loop.link.assign(rows, part)
         return rows

@@ -429,7 +429,8 @@ class Demand:
         lends = any(state.has_rings and state.part.method.reading.device_reads_all for state in self.states)
         halves = self.shape.devices == 1
         sizes, most = self.graph_batch_sizes, self.max_running
-        graphs = len(steps_to_capture(sizes, most, has_host, self.reuses, lends, halves, self.adapts))
+        turns = any(state.turns > 1 for state in self.states)
+        graphs = len(steps_to_capture(sizes, most, has_host, self.reuses, lends, halves, self.adapts, turns))
         of_head = (
             len({min(size, self.max_running) for size in self.graph_batch_sizes}) if self.shape.draft_layers else 0
         )

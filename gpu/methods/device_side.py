@@ -148,6 +148,7 @@ class RingSide(DeviceSide):
     """The device side of a method with rings: it takes part in the steps of rows that hold one, and is told of prompts.
 
     borrows: it reads rows in host memory by itself, and is told where they lie before each step with a host read.
+    takes_turns: rows of one slot take turns in its ring (`StepRows.turns`).
     reads_alone: a row that holds one of its rings requests nothing of the CPU (`Reading.device_reads_all`). held: rings
     by slot, as the host knows them in the order of plans; resting: those that take no part until they are woken.
     ring_of_slot: int32 `[max_running + 1]` on the device, -1: none; the last is of padding rows.
@@ -156,6 +157,7 @@ class RingSide(DeviceSide):
     reuses: ClassVar[bool] = True
     borrows: ClassVar[bool] = False
     reads_alone: ClassVar[bool] = False
+    takes_turns: ClassVar[bool] = False
     # Of a method that goes by times of steps; forced: while these are timed, they go through the method or without it.
     forced: bool | None = None
     num_rings: int = 0

@@ -90,6 +90,8 @@ class Method:
     device_side: ClassVar[str | None] = None
     # Of a method with rings: whether a ring may draft for a sequence whose own steps go without it (`RingSide.rest`).
     drafts: ClassVar[bool] = False
+    # Whether rows of one sequence in a step, as a draft has them, take turns in its ring: `StepRows.turns`.
+    takes_turns: ClassVar[bool] = False
     why_no_drafts: ClassVar[str] = "it reads no less than what verifies does"  # where it does not
     prefill_side: ClassVar[str | None] = None  # module with make_prefill_side(settings, site, dense)
     # Whether its outputs come with the mass of what they stand for, which attention sinks are merged with.
@@ -232,12 +234,13 @@ class ProfilePart:
 @dataclass(frozen=True, slots=True)
 class MethodState:
     """What one part of a profile keeps on the device. count: of its rings, None: nobody has said how many; pages: that
-    these share.
+    these share; turns: that rows of a step take in a ring at most.
     """
 
     part: ProfilePart
     count: int | None = None
     pages: int = 0
+    turns: int = 1
 
     @property
     def has_rings(self) -> bool:

@@ -16,7 +16,7 @@ from gpu.load import DTYPES, RANDOM_SEED, LoadedModel, load_runner
 from gpu.memory.plan import MemoryPlan
 from gpu.model.architecture import Architecture, ModelError, load_architecture
 from gpu.model.humming_formats import products_key
-from gpu.profiles import Profile, resolve_profiles, served_parts
+from gpu.profiles import Profile, count_turns, resolve_profiles, served_parts
 from gpu.ranks import ProcessRanks
 from gpu.runner import Runner
 from gpu.runner_settings import LoadSettings
@@ -124,6 +124,7 @@ def load_device(
             compiles_ahead=compiles_ahead,
             adapters=read_adapters(config, architecture),
             ranks=ranks,
+            turns=max((count_turns(profiles.values(), part) for part in served_parts(profiles.values())), default=1),
         ),
         on_progress=on_progress,
         loaded=loaded,

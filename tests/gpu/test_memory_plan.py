@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gpu.batching.captured_steps import steps_to_capture
+from gpu.batching.captured_steps import StepKind, steps_to_capture
 from gpu.batching.halving import most_rows_of_parts
 from gpu.config import Composition, GpuConfig
 from gpu.cpu_step.cpu_step import CpuStep
@@ -302,11 +302,11 @@ def test_every_step_that_is_captured_is_planned() -> None:
     with_host = make_plan(SHAPE_8B, "a100-80g", GpuConfig(), max_running=8, host=HostConfig())
     parts_and_rows = [(0, 8), (1, 8), (2, 8), (0, 2), (1, 2), (2, 2), (1, 1)]
     assert steps_to_capture((2, 8, 64), 8, True, False) == [
-        ((parts, False, False, False), rows) for parts, rows in parts_and_rows
+        (StepKind(parts, False), rows) for parts, rows in parts_and_rows
     ]
     assert steps_to_capture((), 8, True, True) == []
     whole = steps_to_capture((2, 8, 64), 8, True, False, with_halves=False)
-    assert whole == [((parts, False, False, False), rows) for parts, rows in parts_and_rows if parts < 2]
+    assert whole == [(StepKind(parts, False), rows) for parts, rows in parts_and_rows if parts < 2]
     lent = [rows for kind, rows in steps_to_capture((2, 8, 64), 8, True, True, with_lending=True) if kind.lends]
     assert lent == [8, 2, 1]
     adapted = steps_to_capture((2, 8), 8, True, False, with_adapters=True)
@@ -315,6 +315,11 @@ def test_every_step_that_is_captured_is_planned() -> None:
     ]  # fmt: skip
     reading = steps_to_capture((2,), 8, True, True, True, with_adapters=True)
     assert [kind.adapts for kind, _ in reading if kind.lends] == [True, True]
+    turning = steps_to_capture((1, 8), 8, True, True, with_lending=True, with_turns=True)
+    assert sorted(kind[:3] for kind, rows in turning if kind.turns and rows == 8) == [
+        (0, True, False), (0, True, True), (1, True, False), (2, True, False)
+    ], "each kind with rings, of more than one row"  # fmt: skip
+    assert not any(kind.turns for kind, rows in turning if rows == 1)
     assert find_bytes(alone, "CUDA graphs") == 4 * CUDA_GRAPH_BYTES
     assert find_bytes(with_host, "CUDA graphs") == (4 + 4 + 3) * CUDA_GRAPH_BYTES
     split = make_plan(split_over(SHAPE_8B, 2), "a100-80g", GpuConfig(), max_running=8, host=HostConfig())

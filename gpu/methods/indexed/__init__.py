@@ -167,6 +167,7 @@ class Indexed(RingMethod):
     reading = Reading.INDEXED
     device_side = "gpu.methods.indexed.device"
     drafts = True
+    takes_turns = True
     counters = COUNTERS
     figures = FIGURES
     shares = {
@@ -199,6 +200,13 @@ class Indexed(RingMethod):
             page_bytes=sum_bytes(page_arrays(settings, architecture, num_layers, 1).values()),
             page_tokens=SPLIT_TOKENS,
         )
+
+    def why_no_draft(self, settings: Any, most_tokens: int) -> str:
+        if settings.resident != "full":
+            return f"with `resident: {settings.resident}` an index grows, or is read, by how many rows a step has"
+        if settings.epsilon is not None:
+            return "with `errors.epsilon` budgets would follow errors of tokens that are not drawn"
+        return ""
 
     def takes_ring_late(self, settings: Any) -> bool:
         return bool(settings.resident == "full")

@@ -59,14 +59,15 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """A step by row and by ring. rings, num_tokens: int32 `[rows]`, -1: no ring, and tokens with an index; all_wanted:
-    uint8 `[rows, heads]`, ones; steps: of each layer; bounds: int32 `[3, rows, heads]`, what the device skips: tokens
-    with an index, and host reads; is_in_pages: bool `[rows, 1]`; both None unless pages have an index.
+    uint8 `[rows, heads]`, ones; turns: rings of the rows in each turn, and steps of each layer; bounds: int32 `[3,
+    rows, heads]`, what the device skips: tokens with an index, and host reads; is_in_pages: bool `[rows, 1]`; both
+    None unless pages have an index.
     """
 
     rings: Tensor
     num_tokens: Tensor
     all_wanted: Tensor
-    steps: tuple[RingStep, ...]
+    turns: tuple[tuple[Tensor, tuple[RingStep, ...]], ...]
     bounds: Tensor | None = None
     is_in_pages: Tensor | None = None
 
@@ -80,6 +81,7 @@ class Indexed(RingSide):
 
     borrows = True
     reads_alone = True
+    takes_turns = True
 
     def __init__(self, settings: IndexedSettings, site: Site, num_rings: int) -> None:
         assert site.tier_shape is not None, "indexed: nothing is offloaded here"
@@ -169,7 +171,7 @@ class Indexed(RingSide):
         readings = []
         for row, (slot, read) in enumerate(zip(slots, host_reads, strict=True)):
             ring = self.held.get(slot)
-            if ring is None or read is None:
+            if ring is None or read is None or slot in slots[:row]:  # rows of a slot read the same
                 continue
             known = self.upkeep.index_offloaded(ring, read, lent.places(row))
             if read.end > read.begin and known.places is not None:
@@ -204,17 +206,18 @@ class Indexed(RingSide):
         query, resident = reads.query, on_device.near.lse
         if on_device.far is not None:
             resident = torch.logaddexp(resident, on_device.far.lse)
-        step = own.steps[place]
-        score_tokens(query, resident.contiguous(), layer, work, step, self._layout)
-        read_scored(query, layer, work, step, self._layout, counts, pages, self._asides[reads.skips])
         rows, heads, dim = query.shape
-        found = join_parts(work, own.rings, wanted, step, self._layout, (rows, heads, dim), counts)
-        reads.fetched.append(found)
         near = on_device.near if on_device.far is None else merge(on_device.near, on_device.far)
         report = self._of_layers[place]
-        report_errors(query, near, found, work, report, step, self._layout, self.settings.epsilon)
-        if self.settings.on_exceed == "reread":
-            read_again(query, found, layer, work, report, step, self._layout)
+        for rings, steps in own.turns:
+            step = steps[place]
+            score_tokens(query, resident.contiguous(), layer, work, step, self._layout)
+            read_scored(query, layer, work, step, self._layout, counts, pages, self._asides[reads.skips])
+            found = join_parts(work, rings, wanted, step, self._layout, (rows, heads, dim), counts)
+            reads.fetched.append(found)
+            report_errors(query, near, found, work, report, step, self._layout, self.settings.epsilon)
+            if self.settings.on_exceed == "reread":
+                read_again(query, found, layer, work, report, step, self._layout)
 
     def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:
         wanted, place = reads.kept.get(self), self._places.get(reads.layer)
@@ -273,34 +276,40 @@ class Indexed(RingSide):
 
     def _look_up(self, rows: StepRows) -> _Rows:
         """Return what of a step is known by ring, in stream order."""
-        settings, num_rings = self.settings, len(self.upkeep.known)
-        rings = rows.of_slots(self.ring_of_slot)
-        to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
-        device = rings.device
-        row_of = torch.full((num_rings + 1,), -1, dtype=torch.int32, device=device)
-        row_of.index_copy_(0, to, torch.arange(rows.num_rows, dtype=torch.int32, device=device))
+        rings, num_rings = rows.of_slots(self.ring_of_slot), len(self.upkeep.known)
         of_rows = rows.skips[1] - rows.skips[0]
-        bounds = is_in_pages = None
+        bounds = is_in_pages = page_slots = None
         if self._pages:
-            in_pages = torch.where(of_rows > 0, 0, self.upkeep.in_pages[to])
+            in_pages = torch.where(
+                of_rows > 0, 0, self.upkeep.in_pages[torch.where(rings >= 0, rings, num_rings).long()]
+            )
             is_in_pages, of_rows = in_pages > 0, of_rows + in_pages
             begin, end = self.upkeep.sink_tokens, self.upkeep.sink_tokens + in_pages
             bounds = torch.where(is_in_pages, torch.stack([end.clamp_max(begin), end, end]), rows.skips)
             bounds = bounds[..., None].expand(-1, -1, self._num_heads)
-        num_tokens = torch.zeros(num_rings + 1, dtype=torch.int32, device=device)
-        num_tokens.index_copy_(0, to, of_rows)
+            page_slots, is_in_pages = torch.where(is_in_pages, rows.slots, -1), is_in_pages[:, None]
+        all_wanted = torch.ones(rows.num_rows, self._num_heads, dtype=torch.uint8, device=rings.device)
+        turns = tuple((own, self._steps_of(own, of_rows, page_slots)) for own in rows.list_turns(rings))
+        return _Rows(rings, of_rows, all_wanted, turns, bounds, is_in_pages)
+
+    def _steps_of(self, rings: Tensor, of_rows: Tensor, page_slots: Tensor | None) -> tuple[RingStep, ...]:
+        """Return a step by ring, in each layer, of one row a ring at most. rings, of_rows, page_slots: int32 `[rows]`,
+        -1: no ring, tokens with an index, and in whose pages they are.
+        """
+        settings, num_rings, device = self.settings, len(self.upkeep.known), rings.device
+        to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
+
+        def by_ring(of_row: Tensor, other: int) -> Tensor:
+            entries = torch.full((num_rings + 1,), other, dtype=torch.int32, device=device)
+            return entries.index_copy_(0, to, of_row)[:num_rings]
+
+        row_of = by_ring(torch.arange(len(rings), dtype=torch.int32, device=device), -1)
+        num_tokens = by_ring(of_rows, 0)
         share = (num_tokens.long() * round(settings.budget_share * SHARE_UNIT) + SHARE_UNIT - 1) // SHARE_UNIT
         budgets = share.clamp_min(settings.least_tokens).clamp_max(settings.budget_tokens).int()
-        all_wanted = torch.ones(rows.num_rows, self._num_heads, dtype=torch.uint8, device=device)
-        page_slots = None
-        if is_in_pages is not None:
-            page_slots = torch.full((num_rings + 1,), -1, dtype=torch.int32, device=device)
-            page_slots.index_copy_(0, to, torch.where(is_in_pages, rows.slots, -1))
-            page_slots, is_in_pages = page_slots[:num_rings], is_in_pages[:, None]
-        of_places = budgets[:num_rings, None].expand(-1, self._layout.kv_heads).flatten()
-        step = RingStep(row_of[:num_rings], num_tokens[:num_rings], of_places, page_slots)
-        steps = (step,) * len(self._layers)
-        if settings.epsilon is not None:
-            doubled = (of_places << self._report.doublings).clamp_max(settings.budget_tokens)
-            steps = tuple(replace(step, budgets=of_layer) for of_layer in doubled)
-        return _Rows(rings, of_rows, all_wanted, steps, bounds, is_in_pages)
+        of_places = budgets[:, None].expand(-1, self._layout.kv_heads).flatten()
+        step = RingStep(row_of, num_tokens, of_places, None if page_slots is None else by_ring(page_slots, -1))
+        if settings.epsilon is None:
+            return (step,) * len(self._layers)
+        doubled = (of_places << self._report.doublings).clamp_max(settings.budget_tokens)
+        return tuple(replace(step, budgets=of_layer) for of_layer in doubled)
