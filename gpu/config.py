@@ -174,7 +174,7 @@ class GpuConfig(Settings):
         description="CUDA graphs of layers of prefill units, by their tokens; a size that is not faster on this "
         "machine than launching kernels one by one is dropped at start, or kept for units of the whole size, as the "
         "log says. auto: 128, 256, 512 and 1,024, with recurrent layers also `chunk_tokens` up to 2,048, or as many of "
-        "the first as cost under 3 % of the KV pages. []: none",
+        "the first as cost under 3 % of the KV pages, with recurrent layers 20 %. []: none",
     )
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")
     check_coverage: bool = Field(

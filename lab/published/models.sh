@@ -2,7 +2,8 @@
 # Models of 2026 with random weights on one card, held to what a smaller one has: prompts, decode steps, the next turn
 # and the most memory at each length. `models.sh FOLDER PART...` runs some parts alone; `plan` before them prints what
 # is planned (for the machine profile MACHINE, if that is set), and nothing runs. CONTEXTS and CHUNK in place
-# of a part's own, LONGEST: what 35b-a3b has room for; GRAPHS: sizes of prefill units that are captured.
+# of a part's own, LONGEST: what 35b-a3b has room for; GRAPHS: sizes of prefill units that are captured; TRACES=--traces:
+# kernels and launches of a prompt and of steps are counted, too.
 set -uo pipefail
 OUT=${1:-build/published}
 mkdir -p "$OUT"
@@ -27,8 +28,8 @@ lengths() { # name contexts options
         tandem plan "$OUT/$1.yaml" ${MACHINE:+--machine "$MACHINE"} 2>&1
         return
     fi
-    python -m lab.speed.lengths "$OUT/$1.yaml" --contexts "${CONTEXTS:-$2}" "${@:3}" --json "$OUT/$1.json" > "$OUT/$1.txt" 2>&1 || failed=1
-    grep -E '^(prompt|decode|next)|^error|Error' "$OUT/$1.txt" || tail -n 3 "$OUT/$1.txt"
+    python -m lab.speed.lengths "$OUT/$1.yaml" --contexts "${CONTEXTS:-$2}" "${@:3}" ${TRACES:-} --json "$OUT/$1.json" > "$OUT/$1.txt" 2>&1 || failed=1
+    grep -E '^(prompt|decode|next|traced)|prefill graphs|^error|Error' "$OUT/$1.txt" || tail -n 3 "$OUT/$1.txt"
 }
 dense='random_weights: qwen3.5-27b, weights: int4' mixture='random_weights: qwen3.5-35b-a3b, weights: int4'
 one='states_gib: 0.35, host_states_gib: 4, graph_batch_sizes: [1]' four='states_gib: 1, host_states_gib: 4, graph_batch_sizes: [1, 2, 4]'

@@ -32,6 +32,7 @@ from bench.op.frame import Work, capture, relative_error
 from bench.rates import device_name, measure_device_rates
 from gpu.model.architecture import named_shape
 from gpu.model.spec import Recurrent
+from gpu.operations.recurrent import delta_step as delta_step_module
 from gpu.operations.recurrent.delta_net import LayerStates, RecurrentWeights, run_segment
 from gpu.operations.recurrent.delta_prefill import Span, delta_prefill, plan_spans
 from gpu.operations.recurrent.delta_step import delta_step
@@ -274,10 +275,14 @@ def rows_of(own: Recurrent, lengths: list[int], has_peer: bool, device: torch.de
             yield tell(f"{tokens:,} tokens, {PEER}", lambda drawn=drawn: peer_prompt(drawn), wanted, work, rates)
             alone = tell("", lambda drawn=drawn: peer_prompt(drawn, False), wanted, work, rates)
             yield replace(alone, what=f"{tokens:,} tokens, {PEER}, the rule alone", out_error=None)
-    for batch in (1, 4):
+    for batch in (1, 2, 4):
         drawn = draw(own, batch, device)
         wanted, work = exact_steps(drawn), step_work(own, batch)
         yield tell(f"a token of {batch}, ours", lambda drawn=drawn: our_steps(drawn), wanted, work, rates, LAYERS)
+        enough, delta_step_module.ENOUGH = delta_step_module.ENOUGH, 0
+        yield tell(f"a token of {batch}, a program a head", lambda drawn=drawn: our_steps(drawn), wanted, work, rates,
+                   LAYERS)  # fmt: skip
+        delta_step_module.ENOUGH = enough
         if has_peer:
             made = tell("", lambda drawn=drawn: peer_steps(drawn), wanted, work, rates, LAYERS)
             yield replace(made, what=f"a token of {batch}, {PEER}, the rule alone", out_error=None)
@@ -329,6 +334,7 @@ def main() -> int:
     """Print the table, and the rows as JSON."""
     parser = argparse.ArgumentParser(description="Time fla-core's gated delta rule beside ours.")
     parser.add_argument("--tokens", default="512,4096,16384", help="of prompts, with commas")
+    parser.add_argument("--shape", default=SHAPE, help="a model's, by name")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile fla-core's configurations")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows there, too")
     parser.add_argument("--compile", default="", metavar="I/N", help="be one of these processes")
@@ -337,7 +343,7 @@ def main() -> int:
         print("error: no CUDA device; this compares kernels of a GPU", file=sys.stderr)
         return 1
     torch.set_grad_enabled(False)
-    own = named_shape(SHAPE).recurrent
+    own = named_shape(arguments.shape).recurrent
     assert own is not None, "the shape has recurrent layers"
     own = replace(own, is_tiled=False)  # as checkpoints have value heads, and fla-core
     lengths, device = [int(one) for one in arguments.tokens.split(",")], torch.device("cuda")
@@ -349,7 +355,16 @@ def main() -> int:
     if not has_peer:
         print("fla-core is not installed: ours alone", file=sys.stderr)
     else:
-        command = [sys.executable, "-m", "lab.speed.delta_rule_peers", "--tokens", arguments.tokens, "--compile"]
+        command = [
+            sys.executable,
+            "-m",
+            "lab.speed.delta_rule_peers",
+            "--shape",
+            arguments.shape,
+            "--tokens",
+            arguments.tokens,
+            "--compile",
+        ]
         environment = os.environ | {"FLA_CACHE_RESULTS": "0"}
         workers = [subprocess.Popen([*command, f"{index}/{arguments.workers}"], env=environment)
                    for index in range(arguments.workers)]  # fmt: skip
@@ -364,7 +379,9 @@ def main() -> int:
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
     version = "" if not has_peer else f", {PEER} {import_module('fla').__version__}"
-    title = f"{device_name(device)}, torch {torch.__version__}{version}: {SHAPE}, between a layer's projections"
+    title = (
+        f"{device_name(device)}, torch {torch.__version__}{version}: {arguments.shape}, between a layer's projections"
+    )
     Console(width=150).print(tabulate(rows, title))
     print(json.dumps(listed), flush=True)
     return 0

@@ -7,6 +7,7 @@ of which the third is timed.
 Nothing is compared with full attention here: `tandem bench long` does that, and the tests.
 """
 
+import logging
 import time
 from pathlib import Path
 from typing import Annotated
@@ -24,12 +25,14 @@ from bench.machine_commands import JsonFile, parse_batches, warn_if_busy
 from bench.memory_cap import cap_memory
 from bench.rates import device_name
 from gpu.profiles import Profile, get_profile, resolve_profiles
+from lab.speed.prefill_trace import count_launches
 from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment, load_deployment
 from transfer.machine import GIB
 
 _TURN_ANSWER = 16  # tokens of a turn
 _MOST_STEPS = 64  # that warm up, beside those that are timed
+_STEP_SECONDS = 4.0  # or as many steps of a batch as begin in so many seconds
 _MOST_ANSWER = 1024  # tokens: more than any batch is stepped for
 
 
@@ -40,11 +43,13 @@ def lengths(
     profiles: Annotated[str, typer.Option(help="with commas; the first one's prompts are computed")] = "exact",
     question: Annotated[int, typer.Option(min=0, help="new tokens of a next turn; 0: none")] = 500,
     steps: Annotated[int, typer.Option(min=8, help="decode steps of each batch")] = 24,
-    seconds: Annotated[float, typer.Option(help="or as many as begin in so many seconds")] = 4.0,
+    traces: Annotated[bool, typer.Option("--traces", help="count kernels of one more prompt and of steps")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Time a deployment at each context length."""
     console = Console(width=160)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("gpu.prefill.layer_graphs").setLevel(logging.INFO)
     warn_if_busy(console)
     deployment = load_deployment(config)
     served = resolve_profiles(deployment.profiles, deployment.host)
@@ -63,8 +68,10 @@ def lengths(
                 for name in profiles.split(","):
                     profile = get_profile(name, served, "--profiles")
                     bench = _Length(deployment, client, profile, floors, length, console)
-                    rows += bench.rows(sorted(parse_batches(batch)), question, steps, seconds)
+                    rows += bench.rows(sorted(parse_batches(batch)), question, steps)
                     report(rows, json_file, console)
+                    if traces and floors.plan.device == "cuda":
+                        bench.trace()
     finally:
         engine.shutdown()
 
@@ -81,7 +88,7 @@ class _Length:
         if floors.plan.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
-    def rows(self, batches: list[int], question: int, steps: int, seconds: float) -> list[Row]:
+    def rows(self, batches: list[int], question: int, steps: int) -> list[Row]:
         """Return the rows of the prompt, of each batch, and of the next turn."""
         client, name, length = self._client, self._profile.name, self._length
         prompt = client.prompt(length)
@@ -94,7 +101,7 @@ class _Length:
                 first_s = client.until_first_token(running[-1])
                 if len(running) == 1:
                     rows.append(self._row("prompt", "", self._floors.prefill(self._profile, length), [1e3 * first_s]))
-            timed = client.steps(batch, steps, seconds)
+            timed = client.steps(batch, steps, _STEP_SECONDS)
             floor = self._floors.decode(self._profile, length, batch, timed.rows_read, timed.kept_tokens)
             rows.append(self._row("decode step", f", batch {batch}", floor, timed.step_ms))
         client.drain(running)
@@ -108,6 +115,19 @@ class _Length:
             floor = self._floors.next_turn(self._profile, length, length, length + question)
             rows.append(self._row(f"next turn of {question}", "", floor, [1e3 * turn_s[-1]], first_ms=1e3 * turn_s[0]))
         return rows
+
+    def trace(self) -> None:
+        """Print how many kernels a prompt and eight decode steps run, and who launches them."""
+        client, name = self._client, self._profile.name
+        running = client.submit(client.prompt(self._length), 64, name, GREEDY)
+        told = {"prompt": count_launches(lambda: client.until_first_token(running))}
+        client.until_ready()
+        for _ in range(2):
+            client.step(1)
+        told["8 steps"] = count_launches(lambda: [client.step(1) for _ in range(8)])
+        client.drain([running])
+        for what, text in told.items():
+            self._console.print(f"traced {what}, {self._length:,} tokens: {text}", highlight=False, soft_wrap=True)
 
     def _ask(self, prompt: list[int]) -> tuple[float, list[int]]:
         """Return the seconds until the first token of a prompt's answer, and the answer."""

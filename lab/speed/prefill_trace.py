@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from lab.speed.step_trace import device_events
 from lab.speed.trace_events import DeviceEvent, covered_us
@@ -43,6 +43,33 @@ def trace_prefill(prefill: Callable[[], object]) -> tuple[dict[str, float], list
         span_us = 1e6 * (time.perf_counter() - began)
     events = device_events(tracer)
     return (group_events(events, span_us), most_kernels(events)) if events else ({}, [])
+
+
+def count_launches(work: Callable[[], object]) -> str:
+    """Return in words how many kernels a call runs, how many launches and graphs the host asks for, and how long the
+    device computes. On CUDA. Tracing slows the host.
+    """
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")  # captured graphs are replayed after the trace
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as tracer:
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        span_ms = 1e3 * (time.perf_counter() - began)
+    results = None if tracer.profiler is None else tracer.profiler.kineto_results
+    events, launches, graphs = list[DeviceEvent](), 0, 0
+    for event in () if results is None else results.events():
+        name = event.name()
+        if event.device_type() == DeviceType.CUDA:
+            if event.duration_ns() > 0:
+                events.append(DeviceEvent(name, event.start_ns() / 1e3, event.duration_ns() / 1e3))
+        else:
+            launches += "LaunchKernel" in name or "Memcpy" in name or "Memset" in name
+            graphs += "GraphLaunch" in name
+    return (
+        f"{len(events):,} kernels and copies, {launches:,} launched one by one, {graphs:,} graphs; the device busy in "
+        f"{covered_us(events) / 1e3:,.1f} of {span_ms:,.1f} ms"
+    )
 
 
 def group_events(events: Sequence[DeviceEvent], span_us: float) -> dict[str, float]:

@@ -32,6 +32,7 @@ from transfer.measured import measured_path
 from transfer.tier_shape import TierShape
 
 _LEAST_PAGES = 0.97  # that larger units and graphs of prefill must leave: what is not resident is read slowly
+_LEAST_PAGES_WITH_STATES = 0.8  # that graphs must leave of a recurrent model: its prompts take twice as long without
 _GRAPH_SIZES = 128, 256, 512, 1024
 _LONGEST_GRAPH = 2048  # tokens of a whole unit of a recurrent model, whose layers have most launches
 
@@ -174,9 +175,14 @@ def _with_graphs(gpu: GpuConfig, request: MemoryRequest) -> PlannedSizes:
             plan = plan_memory(replace(request, sizes=captured))
         except PlanError:
             continue
-        if _has_room_of(plan, least, sizes.max_running, _LEAST_PAGES):
+        if _has_room_of(plan, least, sizes.max_running, _LEAST_PAGES, _least_pages_of(request)):
             return captured
     return sizes
+
+
+def _least_pages_of(request: MemoryRequest) -> float:
+    """Return the share of the pages that graphs of prefill must leave, if none are configured."""
+    return _LEAST_PAGES if request.architecture.recurrent is None else _LEAST_PAGES_WITH_STATES
 
 
 def _own_graph_sizes(request: MemoryRequest) -> list[int]:
@@ -198,17 +204,19 @@ def _say_not_captured(gpu: GpuConfig, request: MemoryRequest, plan: MemoryPlan) 
     taken = ", ".join(f"{size:,}" for size in plan.prefill_graph_sizes) or "none"
     return [
         f"gpu.prefill_graph_sizes: auto takes {taken}; {', '.join(left)} would take more than "
-        f"{1 - _LEAST_PAGES:.0%} of the KV pages"
+        f"{1 - _least_pages_of(request):.0%} of the KV pages, or of the longest context"
     ]
 
 
-def _has_room_of(plan: MemoryPlan, least: MemoryPlan, max_running: int, context_share: float = 1.0) -> bool:
-    """Return whether a plan has the rings and windows of another, spare windows aside, so much of its longest context,
-    and nearly its pages and experts.
+def _has_room_of(
+    plan: MemoryPlan, least: MemoryPlan, max_running: int, context_share: float = 1.0, pages_share: float = _LEAST_PAGES
+) -> bool:
+    """Return whether a plan has the rings and windows of another, spare windows aside, so much of its longest context
+    and of its pages, and nearly its experts.
     """
     return (
         plan.max_context_tokens >= context_share * least.max_context_tokens
-        and plan.num_pages >= _LEAST_PAGES * least.num_pages
+        and plan.num_pages >= pages_share * least.num_pages
         and (plan.rings, plan.ring_pages) == (least.rings, least.ring_pages)
         and plan.num_windows >= min(least.num_windows, WINDOWS_PER_SEQUENCE * max_running)
         and (plan.experts_on_card or 0) >= _LEAST_PAGES * (least.experts_on_card or 0)
