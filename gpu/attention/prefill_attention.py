@@ -2,7 +2,8 @@
 
 Query i of n sees keys `[0, context - n + i]`. Several prompts may be packed, and none sees another's keys. Keys are not
 repeated in memory for query heads that share them. On CUDA in bf16 it is FlashAttention; elsewhere the past and the
-queries' own tokens are two partials, merged, because those kernels align a causal mask to the upper left.
+queries' own tokens are two partials, merged, because those kernels align a causal mask to the upper left. The CPU's
+computes all of a causal square, so few queries are attended with at once there.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from transfer.partial import Partial, merge
 FLASH_DIM_MULTIPLE, FLASH_MOST_DIM = 8, 256
 MASKED_ENTRIES = 2**24  # of a mask of scattered queries at once
 MASK_MULTIPLE = 16
+BLOCK_ROWS = 256  # queries of the CPU's kernel at once
 WINDOW_ROWS = 512  # queries of a window at once, where a mask says what they see
 
 
@@ -49,6 +51,8 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, k
     """
     if kernel == "flash" and query.is_cuda:
         return _flash(query, key, value, True, scale)
+    if not query.is_cuda:
+        return _in_blocks(query, key, value, scale)
     begin = key.shape[1] - query.shape[0]
     own = _two_sided(query, key[:, begin:], value[:, begin:], True, scale)
     if begin == 0:
@@ -167,6 +171,22 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     return Attended(out[0].transpose(0, 1), lse[0].transpose(0, 1))
 
 
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+    """Attend on the CPU, BLOCK_ROWS queries at once: to what they all see, and causally to their own tokens, merged."""
+    attended = []
+    for first in range(0, len(query), BLOCK_ROWS):
+        rows, begin = query[first : first + BLOCK_ROWS], key.shape[1] - len(query) + first
+        end = begin + len(rows)
+        whole = _two_sided(rows, key[:, begin:end], value[:, begin:end], True, scale)
+        if begin:
+            past = _two_sided(rows, key[:, :begin], value[:, :begin], False, scale)
+            share = torch.sigmoid(past.partial_lse - whole.partial_lse)[..., None]  # of what all see
+            out = torch.lerp(whole.out.float(), past.out.float(), share)
+            whole = Attended(out, torch.logaddexp(past.partial_lse, whole.partial_lse))
+        attended.append(whole)
+    return joined(attended)
+
+
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Attended:
     """Attend with a mask, `[tokens, context]`, that is added to the scores of every head."""
     return _grouped(query, key, value, mask, False, scale)
@@ -185,6 +205,8 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cau
         mask = F.pad(mask, (0, -mask.shape[1] % MASK_MULTIPLE))[:, : mask.shape[1]]
         mask = mask.expand(heads // kv_heads, kv_heads, *mask.shape)
     grouped = query.view(tokens, kv_heads, heads // kv_heads, dim).permute(2, 1, 0, 3)  # [group, kv_heads, tokens, dim]
+    if not (query.is_cuda or causal or mask is not None):
+        return _as_one(grouped, key, value, scale)
     key = key.expand(heads // kv_heads, *key.shape)
     value = value.expand(heads // kv_heads, *value.shape)
     if query.is_cuda:
@@ -198,3 +220,14 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cau
         )
     out = out.permute(2, 1, 0, 3).reshape(tokens, heads, dim)
     return Attended(out, lse.permute(2, 1, 0).reshape(tokens, heads).float())
+
+
+def _as_one(grouped: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+    """Attend on the CPU with a group's heads as one of more queries, which see the same keys: products are longer."""
+    group, kv_heads, tokens, dim = grouped.shape
+    rows = grouped.transpose(0, 1).reshape(1, kv_heads, group * tokens, dim)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rows, key[None], value[None], 0.0, False, scale=scale
+    )
+    out = out.view(kv_heads, group, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, kv_heads * group, dim)
+    return Attended(out, lse.view(kv_heads, group, tokens).permute(2, 0, 1).reshape(tokens, kv_heads * group).float())

@@ -16,7 +16,7 @@ from gpu.attention.prefill_attention import (
 )
 from tests.tolerances import ATTENTION_BF16_ATOL, ATTENTION_F32_ATOL
 
-SHAPES = [(1, 1), (5, 5), (64, 64), (1, 77), (33, 130), (200, 1031)]  # (tokens, context)
+SHAPES = [(1, 1), (5, 5), (64, 64), (1, 77), (33, 130), (200, 1031), (600, 600), (300, 341)]  # (tokens, context)
 HEADS = [(8, 2), (4, 4), (3, 1)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = [
