@@ -1,6 +1,7 @@
-"""Layers of short prefill units as CUDA graphs: what comes before attention is one graph, what comes behind another.
+"""Layers of prefill units as CUDA graphs: what comes before attention is one graph, what comes behind another.
 
-For a few hundred tokens the host takes longer to launch a layer's kernels than the device takes to run them. Attention
+For a few hundred tokens, and in layers of many launches for some thousand, the host takes longer to launch a layer's
+kernels than the device takes to run them. Attention
 follows each prompt's past, so it is launched between the two, and so is what takes tokens into a recurrent layer's
 state. A unit takes the graph of the smallest size that holds
 its tokens. Rows beyond them are in no slot: they write no keys, and their outputs are not read.
@@ -87,14 +88,16 @@ class LayerGraphs:
             return
         self._allocate(max(sizes))
         pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        told = []
-        for size in sorted(set(sizes)):
-            lengths = sorted({self.most_tokens + 1, size})
-            launched = [seconds(length) for length in lengths]
+        taken = {}
+        for size in sorted(set(sizes), reverse=True):  # small blocks would leave no room for large ones
             before = self._memory_bytes()
             for layer in layers:
                 self._capture_layer(layer, size, pages_of(layer), pool)
-            taken = (self._memory_bytes() - before) / 2**20
+            taken[size] = (self._memory_bytes() - before) / 2**20
+        told = []
+        for size in sorted(taken):
+            lengths = sorted({self.most_tokens + 1, size})
+            launched = [seconds(length) for length in lengths]
             self._least[size] = lengths[0]
             replayed = [seconds(length) for length in lengths]
             faster = [length for length, *both in zip(lengths, replayed, launched, strict=True) if both[0] < both[1]]
@@ -104,7 +107,7 @@ class LayerGraphs:
             )
             if faster:
                 self._least[size] = faster[0]
-                told.append(f"{size} for units from {faster[0]} tokens on ({times}; {taken:.0f} MiB)")
+                told.append(f"{size} for units from {faster[0]} tokens on ({times}; {taken[size]:.0f} MiB)")
             else:
                 del self._least[size]
                 for layer in layers:
