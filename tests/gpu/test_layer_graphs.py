@@ -208,16 +208,19 @@ def test_a_size_that_is_not_faster_is_left_to_launching(
     assert "64 for units from 64 tokens on" in line
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 def test_graphs_read_matrices_that_are_widened_in_front_of_them(
-    share: float, stand_ins: list[Again], monkeypatch: pytest.MonkeyPatch
+    share: float, device: str, stand_ins: list[Again], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether none, some or all of a layer's have places of their own."""
     monkeypatch.setattr(packed_linear, "most_multiplied", lambda packed: 0)
-    runner = runner_of("tiny-qwen3.5 int4", "cpu")
+    monkeypatch.setattr(packed_linear, "MOST_PACKED_TOKENS", 0)
+    runner = runner_of("tiny-qwen3.5 int4", device)
     widened, matrices = runner._prefill.decoder.projections.widened, runner._prefill.decoder.projections._matrices
     layers = [[one.packed for one in layer.values() if isinstance(one, PackedMatrix)] for layer in matrices]
-    widened.most_bytes = int(share * max(sum(4 * one.rows * one.inner for one in layer) for layer in layers))
+    sizes = [[one.rows * one.inner * one.dtype.itemsize for one in layer] for layer in layers]
+    widened.most_bytes = int(share * max(map(sum, sizes)))
     widened._places, widened._memory = {}, None
     for layer in layers:
         widened.lay_out(layer)
@@ -227,7 +230,7 @@ def test_graphs_read_matrices_that_are_widened_in_front_of_them(
     capture(runner)
     for job, known in zip([*JOBS, *JOBS[::-1]], [*wanted, *wanted[::-1]], strict=True):
         for got, own in zip(logprobs(runner, *job), known, strict=True):
-            np.testing.assert_allclose(got, own, atol=CPU_ATOL, rtol=0)
+            np.testing.assert_allclose(got, own, atol=CPU_ATOL if device == "cpu" else BF16_ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-qwen3", "tiny-qwen3.5", "tiny-qwen3.5-moe", "tiny-mixtral"])
