@@ -1,6 +1,7 @@
 """Compute a layer's experts for a few tokens on the CPU: gate and up, activation, down, and each row's weighted sum.
 
-One parallel region for each host request, in three stages. Pairs of a row and an expert are sorted by expert, so an
+One parallel region for each host request, in three stages, or five where tokens are rounded for products of integers
+(`transfer.simd.rounded_rows`). Pairs of a row and an expert are sorted by expert, so an
 expert's rows are read once for all tokens that take it: four of its rows stay in the cache while they are multiplied
 with pair after pair. Addresses stand in a context, an int64 array, since a region's function takes one address. A
 number is one dot product over its own row and pair in one order, and a row's sum goes in the order of its places, so
@@ -17,15 +18,17 @@ from transfer.simd.exp import exp
 from transfer.simd.inner import inner
 from transfer.simd.memory import load_float32, load_int32, load_int64, store_float32, store_int32
 from transfer.simd.packed_gains import GAINS, MATRIX_COLUMNS, ROW_BYTES, ROWS, fill_gains
-from transfer.simd.packed_rows import is_packed, product_block
+from transfer.simd.packed_rows import is_packed
 from transfer.simd.region import pointer_to
+from transfer.simd.rounded_rows import any_products, group_of, is_rounded, unit_of
+from transfer.simd.row_tiles import round_token
 from transfer.simd.team import COUNTER_INT64, Team, claim, end_stage
 
 BLOCK = 4  # rows of a matrix, taken together
 ITEM_BYTES = 32_768  # of a matrix, a thread's claim
 AHEAD_BYTES = 6144  # how far before its use a weight is fetched
 SUM_COLUMNS = 512  # of a row's sum, a thread's claim
-STAGES = 3
+ROUND_ROWS, MAKE_GATED, ROUND_GATED, MAKE_DOWN, SUM_UP, STAGES = range(6)
 GAIN_ROWS = 16  # rows whose scales are widened together: loops over them are long enough to be vector code
 PAIRS_AT_ONCE = 4  # of `down`; of gate and up two, whose tokens may lie anywhere
 TILE_FLOATS = 2 * BLOCK * 4  # of a thread: gates and ups of two pairs, and a line to itself; gains are behind them
@@ -33,12 +36,13 @@ TILE_FLOATS = 2 * BLOCK * 4  # of a thread: gates and ups of two pairs, and a li
 # The context. Of the model: widths, and a table of layers, LAYER_COLUMNS each. Of the slot: addresses. Of the request:
 # how many rows, pairs and experts, and the layer's matrices. Of the workspace: addresses, by expert (number,
 # first pair), by pair (row, place's share is the slot's), of each of a row's places its
-# pair or -1, and bytes of a thread's tile.
+# pair or -1, bytes of a thread's tile, and of pairs that are rounded: where, and how many float32 apart.
 HIDDEN, INTERMEDIATE, PER_TOKEN, LAYERS = range(4)
 X, EXPERTS, SHARES, OUT = range(4, 8)
 NUM_ROWS, NUM_PAIRS, NUM_TAKEN = range(8, 11)
 TAKEN, BEGINS, ROW_OF_PAIR, PAIR_OF_PLACE, FOUND, GATED, MADE, TILES, COUNTERS, TILE_BYTES = range(11, 21)
-GATE_UP, DOWN = 21, 21 + MATRIX_COLUMNS
+ROUNDED, ROUNDED_STRIDE = 21, 22
+GATE_UP, DOWN = 23, 23 + MATRIX_COLUMNS
 GATE_UP_BIAS, DOWN_BIAS, ACTIVATION, CONTEXT_INT64 = range(DOWN + MATRIX_COLUMNS, DOWN + MATRIX_COLUMNS + 4)
 LAYERS_OWN = CONTEXT_INT64 - GATE_UP  # columns that a layer has in the context
 # Of a layer: its experts, the C function that computes them, bytes of one, and its columns of the context: both
@@ -49,9 +53,9 @@ ACTIVATIONS: dict[ExpertActivation, int] = {"silu": 0, "clamped_swiglu": 1}
 SILU = ACTIVATIONS["silu"]
 _GAIN, _LIMIT = np.float32(CLAMPED_GAIN), np.float32(CLAMPED_LIMIT)
 
-_dot_four = product_block(BLOCK, PAIRS_AT_ONCE)
-_dot_two = product_block(BLOCK, 2)
-_dot_one = product_block(BLOCK, 1)
+_dot_four = any_products(BLOCK, PAIRS_AT_ONCE)
+_dot_two = any_products(BLOCK, 2)
+_dot_one = any_products(BLOCK, 1)
 
 
 @inner
@@ -105,8 +109,33 @@ def _rows_an_item(row_bytes):
 
 
 @numba.njit(nogil=True, inline="always")
+def _round_pairs(team, c, stage, kind):
+    """Round what pairs are multiplied with, if rows of this kind want that: rows, or what gate and up made."""
+    if not is_rounded(kind):
+        return
+    columns = c[HIDDEN] if stage == ROUND_ROWS else c[INTERMEDIATE]
+    items, done = c[NUM_PAIRS], 0
+    pair = claim(team, stage, items)
+    while pair >= 0:
+        number = load_int32(c[ROW_OF_PAIR] + 4 * pair) if stage == ROUND_ROWS else pair
+        x = c[X if stage == ROUND_ROWS else GATED] + 4 * columns * number
+        round_token(x, columns, unit_of(kind), group_of(kind), c[ROUNDED] + 4 * c[ROUNDED_STRIDE] * pair)
+        done += 1
+        pair = claim(team, stage, items)
+    end_stage(team, stage, items, done)
+
+
+@inner
+def _row_of_pair(c, kind, pair):
+    """Return where a pair's row is, rounded if rows of this kind want that."""
+    if is_rounded(kind):
+        return c[ROUNDED] + 4 * c[ROUNDED_STRIDE] * pair
+    return c[X] + 4 * c[HIDDEN] * load_int32(c[ROW_OF_PAIR] + 4 * pair)
+
+
+@numba.njit(nogil=True, inline="always")
 def _gate_up(team, c, kind):
-    """Compute `gated[pair]` of its gate and up (stage one)."""
+    """Compute `gated[pair]` of its gate and up."""
     inner, width, m = c[HIDDEN], c[INTERMEDIATE], c[GATE_UP:DOWN]
     row_bytes, room = m[ROW_BYTES], m[GAINS]
     step = _rows_an_item(2 * row_bytes)
@@ -115,7 +144,7 @@ def _gate_up(team, c, kind):
     gates_at = c[TILES] + c[TILE_BYTES] * team.me
     ups_at = gates_at + 4 * 2 * BLOCK
     all_gains, gains_bytes = gates_at + 4 * TILE_FLOATS, 4 * room * GAIN_ROWS
-    item = claim(team, 0, items)
+    item = claim(team, MAKE_GATED, items)
     while item >= 0:
         place, part = item // items_each, item % items_each
         first, last = load_int32(c[BEGINS] + 4 * place), load_int32(c[BEGINS] + 4 * (place + 1))
@@ -130,10 +159,9 @@ def _gate_up(team, c, kind):
             gate_offsets, up_gains = gate_gains + gains_bytes, gate_gains + 2 * gains_bytes
             up_offsets = up_gains + gains_bytes
             for pair in range(first, last, 2):
-                x = c[X] + 4 * inner * load_int32(c[ROW_OF_PAIR] + 4 * pair)
+                x = _row_of_pair(c, kind, pair)
                 if pair + 1 < last:
-                    other = c[X] + 4 * inner * load_int32(c[ROW_OF_PAIR] + 4 * (pair + 1))
-                    apart = (other - x) // 4  # wherever it lies, it is a stride away
+                    apart = (_row_of_pair(c, kind, pair + 1) - x) // 4  # wherever it lies, it is a stride away
                     _dot_two(kind, gates, gate_gains, gate_offsets, room, x, apart, inner, gates_at, BLOCK, AHEAD_BYTES)
                     _dot_two(kind, ups, up_gains, up_offsets, room, x, apart, inner, ups_at, BLOCK, AHEAD_BYTES)
                     _gate(c, expert + row, gates_at + 4 * BLOCK, ups_at + 4 * BLOCK, (pair + 1) * width + row)
@@ -142,8 +170,8 @@ def _gate_up(team, c, kind):
                     _dot_one(kind, ups, up_gains, up_offsets, room, x, 0, inner, ups_at, BLOCK, AHEAD_BYTES)
                 _gate(c, expert + row, gates_at, ups_at, pair * width + row)
         done += 1
-        item = claim(team, 0, items)
-    end_stage(team, 0, items, done)
+        item = claim(team, MAKE_GATED, items)
+    end_stage(team, MAKE_GATED, items, done)
 
 
 @inner
@@ -165,14 +193,15 @@ def _gate(c, row, gates_at, ups_at, out):
 
 @numba.njit(nogil=True, inline="always")
 def _down(team, c, kind):
-    """Compute `made[pair] = down @ gated[pair]` (stage two)."""
+    """Compute `made[pair] = down @ gated[pair]`."""
     inner, width, m = c[INTERMEDIATE], c[HIDDEN], c[DOWN:GATE_UP_BIAS]
     row_bytes, room = m[ROW_BYTES], m[GAINS]
     all_gains, gains_bytes = c[TILES] + c[TILE_BYTES] * team.me + 4 * TILE_FLOATS, 4 * room * GAIN_ROWS
+    first_x, stride = (c[ROUNDED], c[ROUNDED_STRIDE]) if is_rounded(kind) else (c[GATED], inner)
     step = _rows_an_item(row_bytes)
     items_each = -(-width // step)
     items, done = c[NUM_TAKEN] * items_each, 0
-    item = claim(team, 1, items)
+    item = claim(team, MAKE_DOWN, items)
     while item >= 0:
         place, part = item // items_each, item % items_each
         first, last = load_int32(c[BEGINS] + 4 * place), load_int32(c[BEGINS] + 4 * (place + 1))
@@ -184,28 +213,28 @@ def _down(team, c, kind):
             gains = all_gains + 4 * room * ((row - begin) % GAIN_ROWS)
             offsets = gains + gains_bytes
             while pair < last:
-                x, out = c[GATED] + 4 * pair * inner, c[MADE] + 4 * (pair * width + row)
+                x, out = first_x + 4 * pair * stride, c[MADE] + 4 * (pair * width + row)
                 if last - pair >= PAIRS_AT_ONCE:
-                    _dot_four(kind, rows, gains, offsets, room, x, inner, inner, out, width, AHEAD_BYTES)
+                    _dot_four(kind, rows, gains, offsets, room, x, stride, inner, out, width, AHEAD_BYTES)
                     pair += PAIRS_AT_ONCE
                 elif last - pair >= 2:
-                    _dot_two(kind, rows, gains, offsets, room, x, inner, inner, out, width, AHEAD_BYTES)
+                    _dot_two(kind, rows, gains, offsets, room, x, stride, inner, out, width, AHEAD_BYTES)
                     pair += 2
                 else:
-                    _dot_one(kind, rows, gains, offsets, room, x, inner, inner, out, width, AHEAD_BYTES)
+                    _dot_one(kind, rows, gains, offsets, room, x, stride, inner, out, width, AHEAD_BYTES)
                     pair += 1
         done += 1
-        item = claim(team, 1, items)
-    end_stage(team, 1, items, done)
+        item = claim(team, MAKE_DOWN, items)
+    end_stage(team, MAKE_DOWN, items, done)
 
 
 @numba.njit(nogil=True, inline="always")
 def _sum_up(team, c):
-    """Compute `out[row]` over its places in order (stage three); zero for a row that takes none of these experts."""
+    """Compute `out[row]` over its places in order; zero for a row that takes none of these experts."""
     width, per_token = c[HIDDEN], c[PER_TOKEN]
     items_each = -(-width // SUM_COLUMNS)
     items, done = c[NUM_ROWS] * items_each, 0
-    item = claim(team, 2, items)
+    item = claim(team, SUM_UP, items)
     while item >= 0:
         row, part = item // items_each, item % items_each
         begin, end = part * SUM_COLUMNS, min(width, (part + 1) * SUM_COLUMNS)
@@ -225,16 +254,18 @@ def _sum_up(team, c):
                     for column in range(end - begin):
                         out[column] += share * bias[column]
         done += 1
-        item = claim(team, 2, items)
-    end_stage(team, 2, items, done)
+        item = claim(team, SUM_UP, items)
+    end_stage(team, SUM_UP, items, done)
 
 
 @numba.njit(nogil=True, inline="always")
 def compute(me, threads, context, gate_up, down):
-    """Run thread `me`'s share of a planned request. gate_up, down: kinds of their rows, as `product_block` has them."""
+    """Run thread `me`'s share of a planned request. gate_up, down: kinds of their rows, as `any_products` has them."""
     c = open_row(context)
     shape = (STAGES, threads + 1, COUNTER_INT64)
     team = Team(numba.carray(pointer_to(c[COUNTERS]), shape, np.int64), me, threads)
+    _round_pairs(team, c, ROUND_ROWS, gate_up)
     _gate_up(team, c, gate_up)
+    _round_pairs(team, c, ROUND_GATED, down)
     _down(team, c, down)
     _sum_up(team, c)

@@ -1,9 +1,9 @@
 """Measure how fast a core multiplies a token by experts in host memory, for each storage format, with all cores busy.
 
 `scheduler` compares these rates with the link's to choose between computing and fetching experts. The kernels are those
-of `cpu.experts`, so packed experts include the cost of unpacking. Sizes are those of Qwen3-30B-A3B. Experts are read in
-turn, and together are several times the last-level cache, so a rate is never above what memory gives. The best time
-counts: other programs can only slow a run.
+of `cpu.experts`, of few bits in integers, so packed experts include the cost of unpacking. Sizes are those of
+Qwen3-30B-A3B. Experts are read in turn, and together are several times the last-level cache, so a rate is never above
+what memory gives. The best time counts: other programs can only slow a run.
 """
 
 from collections.abc import Collection
@@ -67,7 +67,8 @@ def _open(stored: str, count: int, threads: int) -> tuple[HostExperts, ExpertSlo
     slot = new_expert_slot(1, HIDDEN, PER_TOKEN, torch.device("cpu"))
     slot.hidden.normal_()
     slot.shares.fill_(1 / PER_TOKEN)
-    return HostExperts([LayerExperts(count, *_matrices(stored, count))], 1, PER_TOKEN, threads), slot
+    layer = LayerExperts(count, *_matrices(stored, count), in_integers=True)
+    return HostExperts([layer], 1, PER_TOKEN, threads), slot
 
 
 def _matrices(stored: str, count: int) -> tuple[Tensor | PackedRows, Tensor | PackedRows]:

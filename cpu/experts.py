@@ -36,6 +36,8 @@ from cpu.expert_products import (
     OUT,
     PAIR_OF_PLACE,
     PER_TOKEN,
+    ROUNDED,
+    ROUNDED_STRIDE,
     ROW_OF_PAIR,
     SHARES,
     STAGES,
@@ -54,15 +56,28 @@ from transfer.expert_exchange import HOST_REQUEST_COLUMNS, ROWS, ExpertCounts, E
 from transfer.expert_exchange import LAYER as REQUESTED_LAYER
 from transfer.host_tier import Answered
 from transfer.matrix_rows import columns_of, inner_of, kind_of, num_gains
-from transfer.simd import emission, exp, memory, packed_gains, packed_rows, region, team, vectors
-from transfer.simd.features import require_vectors
+from transfer.simd import (
+    emission,
+    exp,
+    memory,
+    packed_gains,
+    packed_rows,
+    region,
+    rounded_rows,
+    row_tiles,
+    team,
+    values,
+    vectors,
+)
+from transfer.simd.features import LANES, require_vectors
 from transfer.simd.inner import inner
 from transfer.simd.memory import load_int64, store_int64, store_release_int32
 from transfer.simd.region import start, version
 from transfer.simd.team import new_counters, now_ns
 from transfer.slot_shape import expert_work_arrays
 
-_MODULES = (emission, exchange, exp, expert_products, memory, packed_gains, packed_rows, region, team, vectors)
+_MODULES = (emission, exchange, exp, expert_products, memory, packed_gains, packed_rows, region, rounded_rows,
+            row_tiles, team, values, vectors)  # fmt: skip
 
 # Of a step's call: what it is told, and its sums.
 FLAGS, ANSWERED, STAMP, LIMIT_NS, WAITED_NS, COMPUTED_NS, NUM_EXPERTS, ALL_PAIRS, ALL_BYTES, STEP_INT64 = range(10)
@@ -147,7 +162,7 @@ class HostExperts:
         any_line = next(line for line in lines if line is not None)
         self._table = np.array([line or [0, *any_line[1:]] for line in lines], np.int64)
         gains = max(max(2 * num_gains(one.gate_up), num_gains(one.down)) for one in layers if one is not None)
-        tile_floats = -(-(TILE_FLOATS + 2 * GAIN_ROWS * gains) // TILE_FLOATS) * TILE_FLOATS
+        tile_floats = -(-(TILE_FLOATS + 2 * GAIN_ROWS * gains + LANES) // TILE_FLOATS) * TILE_FLOATS
         work = expert_work_arrays(max_rows, per_token, width, hidden)
         self._arrays = {
             LAYERS: self._table,
@@ -158,11 +173,13 @@ class HostExperts:
             FOUND: np.zeros(max(most, 1), np.int32),
             GATED: np.full(work["gated"].shape, np.nan, np.float32),
             MADE: np.full(work["made"].shape, np.nan, np.float32),
+            ROUNDED: np.full(work["rounded"].shape, np.nan, np.float32),
             TILES: np.full((self._threads, tile_floats), np.nan, np.float32),
             COUNTERS: new_counters(STAGES, self._threads),
         }
         self._context = np.zeros(CONTEXT_INT64, np.int64)
         self._context[[HIDDEN, INTERMEDIATE, PER_TOKEN, TILE_BYTES]] = hidden, width, per_token, 4 * tile_floats
+        self._context[ROUNDED_STRIDE] = work["rounded"].shape[1]
         for column, array in self._arrays.items():
             self._context[column] = array.ctypes.data
         self._step = np.zeros(STEP_INT64, np.int64)
@@ -224,9 +241,11 @@ class _Kinds:
 
 def _layer_columns(one: LayerExperts, code: int) -> list[int]:
     """Return a line of the context's table. A layer without experts gets another layer's line, with a count of 0."""
-    work = _compile(_Kinds(kind_of(one.gate_up), kind_of(one.down)), code).address
+    matrices = (one.gate_up, one.down)
+    work = _compile(_Kinds(*(kind_of(matrix, one.in_integers) for matrix in matrices)), code).address
     biases = [0 if bias is None else bias.data_ptr() for bias in (one.gate_up_bias, one.down_bias)]
-    own = (*columns_of(one.gate_up), *columns_of(one.down), *biases, ACTIVATIONS[one.activation])
+    tables = [columns_of(matrix) for matrix in matrices]
+    own = (*tables[0], *tables[1], *biases, ACTIVATIONS[one.activation])
     return [one.count, int(work), one.num_bytes // one.count, *own]
 
 

@@ -39,8 +39,9 @@ class ModelConfig(Settings):
     products: Literal["auto", "own", "integers", "humming"] = Field(
         "auto",
         description="kernels for quantised matrices. own: Tandem's, which multiply floats. integers: Tandem's, and on "
-        "a CPU those of 4 and 8 bits round activations to 16 bits and multiply integers: faster, and next tokens' "
-        "distributions within 3e-7 (KL) of floats'. auto: integers on a CPU, own on a GPU. humming: on a GPU the "
+        "a CPU those of 4 and 8 bits and of FP4 round activations to 16 bits and multiply integers: faster, and next "
+        "tokens' distributions within 3e-7 (KL) of floats'. auto: integers on a CPU, and for the experts that it "
+        "computes beside a GPU; own on a GPU. humming: on a GPU the "
         "library humming-kernels (the extra `humming`), as far as it has them. The log names what is left out. Its "
         "kernels are compiled at the first start and kept in the user's cache folder",
     )

@@ -26,6 +26,7 @@ WIDE = {
     "gpu/operations/recurrent/delta_net.py",
     "gpu/operations/recurrent/delta_step.py",
     "transfer/simd/packed_rows.py",
+    "transfer/simd/rounded_rows.py",
     "transfer/simd/row_tiles.py",
     "transfer/simd/vectors.py",
 }

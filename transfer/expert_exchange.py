@@ -82,7 +82,8 @@ class LayerExperts:
 
     gate_up `[count * 2 * intermediate, hidden]`, of each its gate first; down `[count * hidden, intermediate]`. biases:
     float32, one a row of either, or None. activation: SiLU, or gpt-oss's: of a gate of at most CLAMPED_LIMIT and an up
-    within it `gate * sigmoid(CLAMPED_GAIN * gate) * (up + 1)`.
+    within it `gate * sigmoid(CLAMPED_GAIN * gate) * (up + 1)`. in_integers: rows of few bits are multiplied in
+    integers, if they are of a kind that is (`transfer.matrix_rows.is_in_integers`).
     """
 
     count: int
@@ -91,6 +92,7 @@ class LayerExperts:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     activation: ExpertActivation = "silu"
+    in_integers: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -30,6 +30,8 @@ from transfer.simd.packed_gains import (
     ZEROS,
 )
 from transfer.simd.packed_rows import LEAST_GROUP, RUN, packed_kind, unit_columns
+from transfer.simd.rounded_rows import rounded_kind
+from transfer.simd.row_tiles import NUMBERS
 
 Rows = Tensor | PackedRows
 
@@ -48,11 +50,17 @@ def nbytes_of(matrix: Rows) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def kind_of(matrix: Rows) -> Any:
-    """Return what stands for its rows in numba code (`transfer.simd.packed_rows.product_block`)."""
-    if isinstance(matrix, PackedRows):
-        return packed_kind(matrix.number, unit_columns(matrix.number) // _columns_a_gain(matrix))
-    return KINDS[matrix.dtype](0)
+def is_in_integers(matrix: Rows) -> bool:
+    """Return whether rows are of a kind that is multiplied in integers (`transfer.simd.rounded_rows`)."""
+    return isinstance(matrix, PackedRows) and matrix.number in NUMBERS
+
+
+def kind_of(matrix: Rows, in_integers: bool = False) -> Any:
+    """Return what stands for its rows in numba code (`transfer.simd.rounded_rows.any_products`)."""
+    if not isinstance(matrix, PackedRows):
+        return KINDS[matrix.dtype](0)
+    kind = packed_kind(matrix.number, unit_columns(matrix.number) // _columns_a_gain(matrix))
+    return rounded_kind(kind) if in_integers and is_in_integers(matrix) else kind
 
 
 def scale_dtypes(matrix: PackedRows) -> tuple[torch.dtype, ...]:

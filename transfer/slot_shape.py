@@ -57,9 +57,19 @@ def expert_row_arrays(hidden: int, per_token: int) -> dict[str, ArraySpec]:
     }
 
 
+def most_token_floats(inner: int) -> int:
+    """Return the most float32 of a rounded token (`transfer.simd.row_tiles.token_floats`), of units of 64 columns and
+    groups of 16, and lines behind it that are read.
+    """
+    return (inner // 2 + -(-inner // 64) + inner // 16) // 16 * 16 + 32
+
+
 def expert_work_arrays(num_rows: int, per_token: int, intermediate: int, hidden: int) -> dict[str, ArraySpec]:
-    """Return what the CPU computes experts in: for each pair of a row and an expert its products, and their sum."""
+    """Return what the CPU computes experts in: for each pair of a row and an expert its products, their sum, and what
+    either matrix takes, rounded.
+    """
     return {
+        "rounded": ArraySpec((num_rows * per_token, most_token_floats(max(intermediate, hidden))), "float32"),
         "gated": ArraySpec((num_rows * per_token, intermediate), "float32"),
         "made": ArraySpec((num_rows * per_token, hidden), "float32"),
     }

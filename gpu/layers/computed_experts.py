@@ -30,7 +30,7 @@ def open_exchanges(
     if reason is not None:
         raise ModelError(f"gpu.host_experts: asked compute, but {reason}; use fetch")
     layers = [
-        layer.experts and _layer_of(layer.experts, spec.activation)
+        layer.experts and _layer_of(layer.experts, spec.activation, shape)
         for layer, spec in zip(weights.layers, shape.layers, strict=True)
     ]
     per_token = experts_of(shape).per_token
@@ -41,15 +41,19 @@ def open_exchanges(
     return [ExpertExchange(max_rows, shape.hidden, per_token, device, worker) for worker in workers]
 
 
-def _layer_of(experts: ExpertWeights, activation: Activation) -> LayerExperts | None:
-    """Return a layer's experts in host memory, with float32 copies of their biases, which lie on the card."""
+def _layer_of(experts: ExpertWeights, activation: Activation, shape: Architecture) -> LayerExperts | None:
+    """Return a layer's experts in host memory, with float32 copies of their biases, which lie on the card. They are
+    multiplied in integers unless `model.products` is own.
+    """
     host = experts.host
     if host is None:
         return None
     assert not any(isinstance(one, Packed) and one.order is not None for one in (host.gate_up, host.down)), "in order"
     biases = (_last(bias, experts, host) for bias in (experts.gate_up_bias, experts.down_bias))
     assert activation in COMPUTED_ACTIVATIONS, "others are refused before"
-    return LayerExperts(host.count, rows_of(host.gate_up), rows_of(host.down), *biases, activation)
+    asked = shape.quantisation
+    in_integers = asked is not None and (asked.integers or asked.humming)
+    return LayerExperts(host.count, rows_of(host.gate_up), rows_of(host.down), *biases, activation, in_integers)
 
 
 def _last(bias: Tensor | None, experts: ExpertWeights, host: HostExperts) -> Tensor | None:

@@ -62,6 +62,20 @@ def host_queries(
     measure(tokens, threads)
 
 
+@app.command("layer-experts")
+def layer_experts(
+    batch: Annotated[str, typer.Option(help="rows of a request, with commas")] = "1,4,8,16",
+    threads: Annotated[int | None, typer.Option(min=1, help="of the CPU; default: its cores")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Time the experts of one layer on the CPU, in integers and in floats, beside the rate of its memory."""
+    from lab.kernels.layer_experts import LayerBenchmark, layer_rows
+    from transfer.machine import count_physical_cores
+
+    asked = LayerBenchmark(tuple(parse_batches(batch)), threads or count_physical_cores())
+    run_kernel("cpu", json_file, lambda device, console: layer_rows(asked, console))
+
+
 def run_kernel(
     device: str, json_file: Path | None, measure_rows: "Callable[[torch.device, Console], list[Row]]"
 ) -> None:

@@ -79,11 +79,13 @@ def draw_rows(asked: Format, rows: int, inner: int) -> tuple[PackedRows, np.ndar
     return found, drawn.wanted
 
 
-def draw_experts(gate_up: Format, down: Format, count: int, hidden: int, width: int) -> Experts:
+def draw_experts(
+    gate_up: Format, down: Format, count: int, hidden: int, width: int, in_integers: bool = False
+) -> Experts:
     gates, wanted_gates = draw_rows(gate_up, count * 2 * width, hidden)
     downs, wanted_downs = draw_rows(down, count * hidden, width)
     return Experts(
-        LayerExperts(count, gates, downs), wanted_gates.reshape(count, 2 * width, hidden),
+        LayerExperts(count, gates, downs, in_integers=in_integers), wanted_gates.reshape(count, 2 * width, hidden),
         wanted_downs.reshape(count, hidden, width),
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 from numba import types
 
 from cpu import row_products
-from transfer.simd import row_tiles, trial
+from transfer.simd import rounded_rows, row_tiles, trial
 from transfer.simd.features import HAS_PAIRS, SIMD
 from transfer.simd.trial import compiles
 
@@ -26,6 +26,7 @@ def test_products_of_integers_compile_for_processors_with_vectors_of_512_bits_an
 ) -> None:
     monkeypatch.setenv("TANDEM_SIMD", SIMD if processor != "haswell" else "avx2")
     assert compiles(row_tiles.__name__, row_tiles.compile_products.__name__, processor)
+    assert compiles(rounded_rows.__name__, rounded_rows.compile_rounded.__name__, processor)
 
 
 def end_by_a_signal() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu.experts import GATED, MADE, HostExperts
+from cpu.experts import GATED, MADE, ROUNDED, HostExperts
 from gpu.model.architecture import named_shape
 from gpu.weights.expert_shares import ExpertShares, experts_of
 from tests.tolerances import HOST_EXPERTS_FLOAT32, HOST_EXPERTS_SHARE
@@ -263,5 +263,5 @@ def test_a_lane_that_asks_the_cpu_takes_what_is_planned() -> None:
     layer = draw_layer(3, torch.float32, experts.num_experts, hidden, experts.intermediate)
     worker = HostExperts([layer], MOST_ROWS, experts.per_token, 1)
     taken = sum(tensor.nbytes for tensor in asdict(slot).values() if isinstance(tensor, torch.Tensor))
-    taken += worker._arrays[GATED].nbytes + worker._arrays[MADE].nbytes
+    taken += sum(worker._arrays[part].nbytes for part in (GATED, MADE, ROUNDED))
     assert taken == ExpertShares(model, 4, 0).expert_slot_bytes(MOST_ROWS)

@@ -36,6 +36,7 @@ IN_TILES = {
     "Q8_0": ("int8", 32, 1, False, False, None), "Q5_1": ("int8", 32, 1, False, False, 32),
     "Q4_K": ("int4", 32, 1, False, False, 256), "Q2_K": ("int4", 16, 1, False, False, 256),
     "Q6_K": ("int8", 16, 1, False, False, 256), "Q5_K": ("int8", 32, 1, False, False, 256),
+    "MXFP4": ("fp4", 32, 1, False, False, None), "NVFP4": ("fp4", 16, 1, False, False, None),
     "int4 of 128": ("int4", 128, 1, True, False, None), "int8 of rows": ("int8", 0, 1, True, False, None),
 }  # fmt: skip
 
@@ -53,6 +54,8 @@ def most_off(x: torch.Tensor, packed: Packed) -> torch.Tensor:
     """
     numbers = unpack_reference(packed, torch.float64)
     offsets = unpack_reference(replace(packed, words=torch.zeros_like(packed.words)), torch.float64)
+    if packed.kind == "fp4":  # its integers are above 0: what they are more is an offset of as much as the largest
+        offsets = unpack_reference(replace(packed, words=torch.full_like(packed.words, 0x77777777)), torch.float64)
     unit = unit_columns(packed.kind)
     padded = torch.nn.functional.pad(x.double().abs(), (0, -x.shape[1] % unit))
     steps = padded.view(len(x), -1, unit).amax(2).repeat_interleave(unit, 1)[:, : x.shape[1]] / row_tiles.TOP

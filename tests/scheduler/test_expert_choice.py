@@ -266,7 +266,7 @@ def test_what_asks_for_experts_are_written_in_and_computed_in_is_planned() -> No
     (item,) = [one for one in plan().items if one.name == "asks for experts"]
     slot = new_expert_slot(2, 2048, 8, torch.device("cpu"))
     found = [getattr(slot, one.name) for one in fields(slot)]
-    products = 2 * 8 * (768 + 2048) * 4
+    products = 2 * 8 * (768 + 2048 + 2048 // 2 + 2048 // 64 + 2048 // 16 + 32) * 4
     assert item.bytes == sum(one.nbytes for one in found if isinstance(one, torch.Tensor)) + products
     assert item.place == "host"
     running = {"scheduler": {"max_running": 64, "max_context_tokens": 4096}}

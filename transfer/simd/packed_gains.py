@@ -11,7 +11,14 @@ import numpy as np
 
 from transfer.simd.inner import inner
 from transfer.simd.memory import prefetch_near
-from transfer.simd.packed_rows import FLOAT_GAIN, float_of_bfloat16, float_of_half, scaled_pairs, scaled_runs
+from transfer.simd.packed_rows import (
+    FLOAT_GAIN,
+    float_of_bfloat16,
+    float_of_half,
+    scale_sixteen,
+    scaled_pairs,
+    scaled_runs,
+)
 from transfer.simd.region import pointer_to
 from transfer.simd.vectors import LINE_BYTES
 
@@ -115,6 +122,12 @@ def _of_runs(m, line, lines, gains_at, offsets_at):
         while run < runs:
             _scale_run(runs_at + 4 * run, pairs_at + 2 * run, gains_at + 4 * run, offsets_at + 4 * run)
             run += 1
+        return
+    if (each == 8 and runs % 2 == 0) or each == 16:
+        behind = 4 if each == 8 else 0
+        for group in range(0, count, 16):
+            scale_sixteen(runs_at, runs_at + behind, pairs_at + 2 * group, gains_at + 4 * group, offsets_at + 4 * group)
+            runs_at += 4 + behind
         return
     both = _array(runs_at, 2 * runs, np.uint16)
     for run in range(runs):

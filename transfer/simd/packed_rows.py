@@ -8,7 +8,7 @@ up among its 16 numbers, or 8 and a sign where vectors are narrow, which stand i
 depends on its own row and vector only, as in `transfer.simd.vectors`. Bytes moved: each row once per block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,21 +81,23 @@ def product_block(rows: int, vectors: int) -> Any:
     def products(
         typing_context, kind, weights, gains, offsets, gain_stride, x, x_stride, inner, out, out_stride, ahead
     ):
-        if not isinstance(kind, types.UniTuple):
-            size = item_bytes(kind)
-
         def emit(context, builder, signature, arguments):
-            _, weights, gains, offsets, gain_stride, x, x_stride, inner, out, out_stride, ahead = arguments
-            if isinstance(kind, types.UniTuple):
-                block = _Block(builder, number_of(kind), kind.count, rows, vectors)
-                block.emit(weights, gains, offsets, gain_stride, x, x_stride, inner, out, out_stride, ahead)
-            else:
-                emit_dots(builder, size, rows, vectors, weights, inner, x, x_stride, inner, out, out_stride, ahead)
+            _, *others = arguments
+            emit_products(builder, kind, rows, vectors, others)
             return context.get_dummy_value()
 
         return types.void(kind, *[types.int64] * 10), emit
 
     return products
+
+
+def emit_products(builder: ir.IRBuilder, kind: Any, rows: int, vectors: int, arguments: Sequence[Any]) -> None:
+    """Emit what a function of `product_block` does."""
+    if isinstance(kind, types.UniTuple):
+        _Block(builder, number_of(kind), kind.count, rows, vectors).emit(*arguments)
+        return
+    weights, _, _, _, x, x_stride, inner, out, out_stride, ahead = arguments
+    emit_dots(builder, item_bytes(kind), rows, vectors, weights, inner, x, x_stride, inner, out, out_stride, ahead)
 
 
 @intrinsic
@@ -321,6 +323,33 @@ def scaled_runs(count: int) -> Any:
         return types.void(*[types.int64] * 4), emit
 
     return scaled
+
+
+@intrinsic
+def scale_sixteen(typing_context, first_run, second_run, pairs, lower_out, upper_out):
+    """Do what `scaled_pairs` does of 16 groups, of which the upper eight are of the second run; both runs are addresses
+    of words, a float16 above another.
+    """
+    words, halves, floats = (ir.VectorType(kind, 16) for kind in (I32, I16, F32))
+    two = ir.VectorType(I16, 2)
+
+    def emit(context, builder, signature, arguments):
+        first_run, second_run, pairs, lower_out, upper_out = arguments
+        first, second = (
+            builder.load(builder.inttoptr(run, two.as_pointer()), align=4) for run in (first_run, second_run)
+        )
+        bits = builder.bitcast(shuffle(builder, first, second, range(4)), ir.VectorType(ir.HalfType(), 4))
+        both = builder.fpext(bits, ir.VectorType(F32, 4))
+        numbers = builder.sext(builder.load(builder.inttoptr(pairs, halves.as_pointer()), align=2), words)
+        top, eight = ir.Constant(words, [24] * 16), ir.Constant(words, [8] * 16)
+        parts = builder.ashr(builder.shl(numbers, top), top), builder.ashr(numbers, eight)
+        for part, (number, out) in enumerate(zip(parts, (lower_out, upper_out), strict=True)):
+            factors = shuffle(builder, both, both, [part] * 8 + [part + 2] * 8)
+            made = builder.fmul(builder.sitofp(number, floats), builder.fneg(factors) if part else factors)
+            builder.store(made, builder.inttoptr(out, floats.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), emit
 
 
 def scaled_pairs(count: int) -> Any:

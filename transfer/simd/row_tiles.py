@@ -3,7 +3,8 @@
 TILE rows of a packed matrix (`transfer.simd.packed_rows`) lie together: word w of all of them, then word w + 1. A word
 has two neighbouring columns of each of its runs, so a shift and a mask give pairs of 16 bits, which are multiplied by a
 token's pair and added up in int32, exactly: one instruction where a processor has VNNI, two where it has AVX2. Scales,
-zero points and runs of the TILE rows lie alike, so gains are vectors, too.
+zero points and runs of the TILE rows lie alike, so gains are vectors, too. Of FP4 (e2m1) the four bits are looked up:
+twice its number, and FP4_MIDDLE more, is an integer of no sign.
 
 A token is rounded a unit of columns at a time: `x = code * scale` with codes of at most TOP, so each number is off by
 at most half a scale, 2**-16 of the largest in its unit. Everything else is as exact as float32. A number of a column is
@@ -20,8 +21,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from transfer.model_constants import TILE
+from transfer.model_constants import FP4_NUMBERS, TILE
 from transfer.simd.emission import (
+    I8,
     I16,
     I32,
     I64,
@@ -40,10 +42,13 @@ from transfer.simd.inner import inner
 from transfer.simd.memory import copy_bytes, load_int32, load_uint16, store_float32, store_int16, store_int32
 from transfer.simd.packed_gains import (
     EQUAL_PAIRS,
+    EXPONENT,
     FLOAT32,
     GAINS,
     GROUPS,
     MATRIX_COLUMNS,
+    MIDDLE,
+    NO_OFFSET,
     NUM_RUNS,
     ROW_BYTES,
     ROWS,
@@ -55,19 +60,24 @@ from transfer.simd.packed_gains import (
     fill_scales,
 )
 from transfer.simd.packed_rows import BITS, RUN, number_of, packed_kind, places_of, scaled_runs, unit_columns
+from transfer.simd.region import pointer_to
 from transfer.simd.values import FLOATS, greater, lane_max, lane_sum, load_lanes, multiply_add, spread
 from transfer.simd.vectors import LINE_BYTES, address_of
 
-NUMBERS = ("int4", "int8")  # of which there are tiles
+NUMBERS = ("int4", "int8", "fp4")  # of which there are tiles
 GROUP_COLUMNS = (32, 16)  # that share a gain here; larger groups have it several times
 TOP = 32767.0  # of a code
+FP4_MIDDLE = 12
+_FP4_CODES = [FP4_MIDDLE + round(2 * sign * number) for sign in (1, -1) for number in FP4_NUMBERS]
 _LEAST = np.float32(2.0**-100)  # numbers of a unit that has none above this count as 0
 _SUMS_AT_ONCE = LANES  # integer vectors of sums that stay in registers
 _TO_INTEGER = np.float32(1.5 * 2**23)  # added, it leaves an integer in a float32's low bits
 _UNIT_WORDS = LINE_BYTES // 4  # words of a unit
 _scale_tile = scaled_runs(TILE)
 _HALVES, _WORDS = ir.VectorType(I16, 2 * LANES), ir.VectorType(I32, LANES)
-_MULTIPLY_PAIRS = {"avx512": "llvm.x86.avx512.pmaddw.d.512", "avx2": "llvm.x86.avx2.pmadd.wd"}[SIMD]
+_BYTES, _HIGH_BIT = ir.VectorType(I8, 4 * LANES), 0x8000
+LOOK_UP = {"avx512": "llvm.x86.avx512.pshuf.b.512", "avx2": "llvm.x86.avx2.pshuf.b"}[SIMD]
+MULTIPLY_PAIRS = {"avx512": "llvm.x86.avx512.pmaddw.d.512", "avx2": "llvm.x86.avx2.pmadd.wd"}[SIMD]
 
 
 def tile_products(tokens: int) -> Any:
@@ -94,6 +104,7 @@ class _Tile:
 
     def __init__(self, builder: ir.IRBuilder, number: str, gains_per_unit: int, tokens: int) -> None:
         self.builder, self.gains_per_unit, self.tokens = builder, gains_per_unit, tokens
+        self.is_looked_up = number == "fp4"
         self.bits, self.places, self.columns = BITS[number], places_of(number), unit_columns(number)
         self.group = self.columns // gains_per_unit
         sums = tokens * RUN // self.group  # of a place
@@ -180,7 +191,18 @@ class _Tile:
             held = builder.lshr(held, bits)
         elif bits:
             held = builder.lshr(held, ir.Constant(_HALVES, [bits] * 2 * LANES))
-        return builder.and_(held, ir.Constant(_HALVES, [2**self.bits - 1] * 2 * LANES)) if is_masked else held
+        if is_masked:
+            held = builder.and_(held, ir.Constant(_HALVES, [2**self.bits - 1] * 2 * LANES))
+        return self._looked_up(held) if self.is_looked_up else held
+
+    def _looked_up(self, codes: Any) -> Any:
+        """Return what stands for FP4's codes in _FP4_CODES. A byte whose highest bit is set becomes 0."""
+        builder = self.builder
+        kind = ir.FunctionType(_BYTES, [_BYTES] * 2)
+        look_up = cgutils.get_or_insert_function(builder.module, kind, LOOK_UP)
+        table = ir.Constant(_BYTES, _FP4_CODES * (LANES // 4))
+        places = builder.or_(codes, ir.Constant(_HALVES, [_HIGH_BIT] * 2 * LANES))
+        return builder.bitcast(builder.call(look_up, [table, builder.bitcast(places, _BYTES)]), _HALVES)
 
     def _codes(self, unit: Any, byte: Any, token: int, column: int) -> Any:
         """Return a token's codes of two columns of a unit, in all lanes."""
@@ -193,7 +215,7 @@ class _Tile:
         """Return an exact sum: 32 products below 2**8 * 2**15 each."""
         builder = self.builder
         kind = ir.FunctionType(_WORDS, [_HALVES] * 2)
-        multiply = cgutils.get_or_insert_function(builder.module, kind, _MULTIPLY_PAIRS)
+        multiply = cgutils.get_or_insert_function(builder.module, kind, MULTIPLY_PAIRS)
         made = builder.call(multiply, [pairs, codes])
         return made if total is None else builder.add(total, made)
 
@@ -266,7 +288,7 @@ def round_token(x, inner, unit, group, out):
         store_float32(scales + 4 * (begin // unit), scale)
         for first in range(begin, end, group):
             total = nought
-            for column in range(first, first + group, LANES):
+            for column in range(first, min(first + group, end), LANES):
                 shifted = multiply_add(load_lanes(x + 4 * column), spread(inverse), spread(_TO_INTEGER))
                 _store_codes(out + 2 * column, shifted)
                 total = total + (shifted - spread(_TO_INTEGER))
@@ -288,11 +310,23 @@ def fill_tile_gains(m, row, gains, offsets):
             _scale_tile(runs + 4 * run, pairs + pair_bytes * group, gains + to, offsets + to)
     else:
         fill_scales(m, row, TILE, gains, offsets)
+        if m[MIDDLE] == NO_OFFSET:
+            halve_gains(TILE * m[GROUPS], gains, offsets)
     times = m[GAINS] // m[GROUPS]
     if times > 1:
         for index in range(m[GAINS] - 1, 0, -1):
             for address in (gains, offsets):
                 copy_bytes(address + 4 * TILE * index, address + 4 * TILE * (index // times), 4 * TILE)
+
+
+@inner
+def halve_gains(count, gains, offsets):
+    """Make gains of FP4's numbers those of its integers, with offsets."""
+    gains = numba.carray(pointer_to(gains), (count,), np.float32)
+    offsets = numba.carray(pointer_to(offsets), (count,), np.float32)
+    for index in range(count):
+        half = np.float32(0.5) * gains[index]
+        gains[index], offsets[index] = half, np.float32(-FP4_MIDDLE) * half
 
 
 @inner
@@ -303,10 +337,12 @@ def copy_row(m, row, columns):
     at = address_of(columns) + 8 * MATRIX_COLUMNS
     for column in range(MATRIX_COLUMNS):
         columns[column] = m[column]
-    is_wide = m[RUNS] == 0 and m[SCALE_TYPE] == FLOAT32
+    size = 2
+    if m[RUNS] == 0 and m[SCALE_TYPE] in (FLOAT32, EXPONENT):
+        size = 4 if m[SCALE_TYPE] == FLOAT32 else 1
     at = _copy_part(columns, ROWS, row, m[ROW_BYTES] // 4, 4, at)
     at = _copy_part(columns, RUNS, row, m[NUM_RUNS], 4, at)
-    at = _copy_part(columns, SCALES, row, m[GROUPS], 4 if is_wide else 2, at)
+    at = _copy_part(columns, SCALES, row, m[GROUPS], size, at)
     _copy_part(columns, ZEROS, row, m[GROUPS], 1, at)
 
 

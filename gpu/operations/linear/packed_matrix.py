@@ -115,8 +115,8 @@ def why_not_in_tiles(packed: Packed) -> str | None:
     """Return what keeps a matrix out of tiles that the CPU multiplies by rows; None: nothing. Two halves of its rows
     may be whole tiles.
     """
-    if packed.kind not in ("int4", "int8"):
-        return f"{packed.kind} is no integer"
+    if packed.kind == "fp8":
+        return "fp8 is no integer"
     if packed.order is not None:
         return "columns are in an order of their own"
     if packed.row_block > 1:
