@@ -217,8 +217,8 @@ class HostAttention:
     ) -> None:
         """Compile the attention, or read it from numba's cache.
 
-        threads: the most that a call may use; estimates: estimate the errors of answers; products: of bf16 rows with
-        bf16 queries, where these are read in order; None: what this processor does best.
+        threads: the most that a call may use; estimates: estimate the errors of answers; products: of rows of bf16 or
+        int8 with bf16 queries, where these are read in order; None: what this processor does best.
 
         Raises RuntimeError without AVX2 and FMA, ValueError for a shape that the kernels do not support.
         """
@@ -244,8 +244,8 @@ class HostAttention:
         self._shape = Shape(
             row_type(0), query_type(0), heads, kv_heads, dim, tables, (1 << bits) - 1, np.float32(scale)
         )
-        is_bf16 = row_type is np.uint16 and query_type is np.uint16
-        self._products = (products or best_products()) if is_bf16 else Products.VECTORS
+        has_tiles = row_type in (np.uint16, np.int8) and query_type is np.uint16
+        self._products = (products or best_products()) if has_tiles else Products.VECTORS
         work = _compile(row_type(0), query_type(0), self._products, dim // COLUMNS, version(*_MODULES))
         self._work, self._start_when_requested = int(work.address), _compile_start(version(*_MODULES))
         self._context, self._threads = new_context(), threads

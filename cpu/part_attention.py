@@ -39,7 +39,7 @@ from cpu.row_products import (
 from cpu.sample_errors import add_deviations, add_variances, keep_products, note_top
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
 from cpu.tile_attention import attend_tiles, prepare_tiles, room_at
-from cpu.tile_products import by_products
+from cpu.tile_products import by_products, multiplies_tiles
 from cpu.workspace import PART_SAMPLES, excluded_at, is_full, is_wanted, query_at
 from transfer.simd.inner import inner
 from transfer.simd.memory import copy_bytes, load_float32, store_float32
@@ -171,7 +171,7 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
             if is_wanted(shape, batch, request, head):
                 at, to = query_at(shape, batch, request, head), query + 4 * dim * members
                 to_unit = np.float32(1.0)
-                if multiplies_pairs(kind, shape.query_kind):
+                if multiplies_tiles(columns) or multiplies_pairs(kind, shape.query_kind):
                     copy_bytes(to, at, 2 * dim)
                 else:
                     to_unit, _ = prepare_query(kind, shape.query_kind, at, dim, to)
@@ -180,7 +180,7 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
                 mass[members] = 0.0
                 members += 1
     room = room_at(address_of(buffers.room[team.me]))
-    room_for = _prepare(columns, room, query, 4 * dim, members, state, shape.scale)
+    room_for = _prepare(columns, room, query, 4 * dim, members, state, shape.scale * key_scale)
     buffers.sums[team.me, :room_for, :] = np.float32(0.0)
     excluded, to_run = excluded_at(shape, batch, first, kv_head), piece[RUN_BEGIN] - piece[BEGIN]
     read, begin, end_of_part = 0, np.int64(part[2]), np.int64(part[3])

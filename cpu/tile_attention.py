@@ -1,4 +1,4 @@
-"""Attend to blocks of bf16 rows with many bf16 queries, as products of tiles (`cpu.tile_products`).
+"""Attend to blocks of rows of bf16 or int8 with many bf16 queries, as products of tiles (`cpu.tile_products`).
 
 Scores of 64 keys are products of the keys as they lie in memory with queries in pairs, 16 queries a tile; weights of a
 block are two bf16 parts, whose products with values in pairs are added to sums in float32. A query's numbers depend on
@@ -8,7 +8,7 @@ no other query. Bytes moved: each row once for all queries.
 import numpy as np
 
 from cpu.pieces import KEY_ROW, VALUE_ROW
-from cpu.row_products import LINE_BYTES
+from cpu.row_products import LINE_BYTES, column_bytes, stored_bytes
 from cpu.tile_products import (
     LINE,
     REGISTERS,
@@ -20,6 +20,7 @@ from cpu.tile_products import (
     split_weights,
     store_tile,
     transpose_tile,
+    widen_codes,
     zero_tile,
 )
 from transfer.simd.inner import inner
@@ -34,7 +35,7 @@ _MOST_TILES = 8  # of queries: `cpu.workspace.MOST_MEMBERS`
 _SCORES = TILE_ROWS * LINE  # bytes of a tile of queries
 _WEIGHTS = 2 * _GROUPS * TILE
 # A thread's room, from an address on that is a multiple of LINE: stand-ins for tiles; queries; then, for two tiles of
-# queries, scores and weights; values of a block in pairs; rows of a block that is not whole.
+# queries, scores and weights; values of a block in pairs; keys and values of a block that are not read where they lie.
 _QUERIES = REGISTERS
 _SCORES_AT = _QUERIES + _MOST_TILES * _MOST_STEPS * TILE
 _WEIGHTS_AT = _SCORES_AT + 2 * _SCORES
@@ -71,33 +72,46 @@ def attend_tiles(columns, shape, piece, keys, values, count, members, query, sum
     """Add `count` rows, up to TILE_ROWS, from the addresses of the first key and value on, to the sums of `members`
     queries that are in the room: `query` and `scores` are for who has none.
     """
-    key_row, value_row, steps = piece[KEY_ROW], piece[VALUE_ROW], len(columns)
+    kind, steps, key_row, value_row = shape.kind, len(columns), piece[KEY_ROW], piece[VALUE_ROW]
+    lines = (2 * stored_bytes(kind, columns) + LINE_BYTES - 1) // LINE_BYTES  # of two rows
+    next_keys, own_row = keys + key_row * TILE_ROWS, key_row
+    next_values, next_row = values + value_row * TILE_ROWS, 2 * value_row
+    if column_bytes(kind) == 1:
+        keys, own_row = _widen(columns, room, keys, key_row, count), np.int64(LINE * steps)
+    elif count < TILE_ROWS:
+        keys, own_row = _pad(kind, columns, room, keys, key_row, count, 0), np.int64(LINE * steps)
     if count < TILE_ROWS:
-        keys, values = _pad(columns, room, keys, key_row, count, 0), _pad(columns, room, values, value_row, count, 1)
-        key_row = value_row = np.int64(LINE * steps)
-    ahead = np.int64(TILE_ROWS)  # rows, of which the next block's are fetched
-    for group in range(_GROUPS):
-        for pair in range(ROWS):
-            row = values + value_row * (2 * (ROWS * group + pair))
-            to = room + _VALUES_AT + TILE * 2 * steps * group + LINE * pair
-            pair_rows(columns, row, row + value_row, to)
-            for line in range(2 * steps):
-                prefetch_middle(row + value_row * (ahead + line // steps) + LINE_BYTES * (line % steps))
+        values, value_row = _pad(kind, columns, room, values, value_row, count, 1), stored_bytes(kind, columns)
+    for pair in range(TILE_ROWS // 2):
+        row = values + value_row * 2 * pair
+        to = room + _VALUES_AT + TILE * 2 * steps * (pair // ROWS) + LINE * (pair % ROWS)
+        pair_rows(kind, columns, row, row + value_row, to)
+        for line in range(lines):
+            prefetch_middle(next_values + next_row * pair + LINE_BYTES * line)
     tiles = (members + ROWS - 1) // ROWS
     for tile in range(0, tiles, 2):
         is_two = tile + 1 < tiles
-        _score(columns, room, keys, key_row, tile, is_two)
+        _score(columns, room, keys, own_row, tile, is_two)
         for which in range(2 if is_two else 1):
-            fetched = keys + key_row * ahead if tile + which == 0 else np.int64(0)
-            _weigh(columns, room, which, state, tile + which, count, sums, fetched, key_row)
+            fetched = next_keys if tile + which == 0 else np.int64(0)
+            _weigh(columns, room, which, state, tile + which, count, sums, fetched, 2 * key_row, lines)
         _add(columns, room, tile, is_two, sums)
 
 
 @inner
-def _pad(columns, room, rows, row_bytes, count, which):
+def _widen(columns, room, rows, row_bytes, count):
+    """Write rows of int8 to the room as bf16, with zeros behind them."""
+    width, to = LINE * len(columns), room + _ROWS_AT
+    for row in range(count):
+        widen_codes(columns, rows + row_bytes * row, to + width * row)
+    clear_bytes(to + width * count, width * (TILE_ROWS - count))
+    return to
+
+
+@inner
+def _pad(kind, columns, room, rows, row_bytes, count, which):
     """Copy rows to the room, with zeros behind them."""
-    width = LINE * len(columns)
-    to = room + _ROWS_AT + TILE_ROWS * width * which
+    width, to = stored_bytes(kind, columns), room + _ROWS_AT + TILE_ROWS * LINE * len(columns) * which
     for row in range(count):
         copy_bytes(to + width * row, rows + row_bytes * row, width)
     clear_bytes(to + width * count, width * (TILE_ROWS - count))
@@ -133,9 +147,9 @@ def _score(columns, room, keys, key_row, tile, is_two):
 
 
 @inner
-def _weigh(columns, room, which, state, tile, count, sums, fetched, key_row):
+def _weigh(columns, room, which, state, tile, count, sums, fetched, row_bytes, lines):
     """Turn products into weights of a tile of queries, in two bf16 parts, and rescale its sums where a maximum grew.
-    fetched: the address of rows to fetch meanwhile, or 0.
+    fetched: the address of what is fetched meanwhile, or 0: so many lines of each two rows, row_bytes apart.
     """
     steps, scores, at = len(columns), room + _SCORES_AT + _SCORES * which, LINE * tile
     tops, masses = address_of(state[0]) + at, address_of(state[1]) + at
@@ -158,9 +172,9 @@ def _weigh(columns, room, which, state, tile, count, sums, fetched, key_row):
         weight = exp_lanes(load_lanes(scores + LINE * row) * scale - top)
         store_lanes(scores + LINE * row, weight)
         mass = mass + weight
-        if fetched != 0:
-            for step in range(steps):
-                prefetch_middle(fetched + key_row * row + LINE_BYTES * step)
+        if fetched != 0 and row % 2 == 0:
+            for line in range(lines):
+                prefetch_middle(fetched + row_bytes * (row // 2) + LINE_BYTES * line)
     store_lanes(masses, mass)
     clear_bytes(scores + LINE * count, LINE * (TILE_ROWS - count))
     for group in range(_GROUPS):

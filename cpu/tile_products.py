@@ -1,4 +1,5 @@
-"""Emit products of tiles of bf16 (AMX), for attention that reads a block of rows once for many queries.
+"""Emit products of tiles of bf16 (AMX), for attention that reads a block of rows once for many queries. Codes of int8
+rows are numbers of bf16 as they are.
 
 Eight tiles of 16 rows of 64 bytes. `multiply` adds to 16 by 16 float32 the products of 16 rows of 32 bf16 with pairs of
 bf16: of row k and column n the second tile has numbers 2k and 2k + 1. Functions for use inside numba code, for kinds of
@@ -21,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from transfer.simd.emission import F32, I8, I32, int64, shuffle
+from transfer.simd.emission import F32, I8, I16, I32, int64, shuffle
 from transfer.simd.features import SIMD
 from transfer.simd.inner import inner
 from transfer.simd.memory import clear_bytes, copy_bytes, load_float32, store_float32
@@ -36,13 +37,14 @@ TILE = ROWS * LINE
 REGISTERS = 8 * TILE
 _PAIRS = ir.VectorType(I32, ROWS)
 _FLOATS = ir.VectorType(F32, ROWS)
+_CODES, _CODE_PAIRS = ir.VectorType(I8, ROWS), ir.VectorType(I16, ROWS)
 _HIGH, _ROUND = 0xFFFF0000, 0x8000  # of a float32: what bf16 has, and half a step of it
 _SMALLEST = np.float32(2.0**-126)  # what is smaller counts as 0 in such products
 _SYS_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18
 
 
 class Products(Enum):
-    """How bf16 rows are multiplied with bf16 queries; the numba type of `columns` that says so."""
+    """How rows of bf16 or int8 are multiplied with bf16 queries; the numba type of `columns` that says so."""
 
     VECTORS = types.int64
     TILES = types.uint8
@@ -103,6 +105,17 @@ def by_products(tiled: Any, otherwise: Any) -> Any:
         return lambda columns, *others: chosen(columns, *others)
 
     return called
+
+
+@intrinsic
+def multiplies_tiles(typing_context, columns):  # type: ignore[no-untyped-def]
+    """Return whether products are of tiles, as a constant of the compiled code."""
+    is_tiled = _products(columns) is not Products.VECTORS
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return int64(int(is_tiled))
+
+    return types.int64(columns), emit
 
 
 @intrinsic
@@ -229,7 +242,7 @@ def _transposed(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
 
 def _loads(builder: ir.IRBuilder, kind: Any, address: Any, stride: Any, count: int) -> list[Any]:
     places = [builder.add(address, builder.mul(stride, int64(row))) for row in range(count)]
-    return [builder.load(builder.inttoptr(place, kind.as_pointer()), align=4) for place in places]
+    return [builder.load(builder.inttoptr(place, kind.as_pointer()), align=1) for place in places]
 
 
 def _stores(builder: ir.IRBuilder, vectors: list[Any], address: Any) -> None:
@@ -251,25 +264,63 @@ def transpose_tile(typing_context, source, stride, to):  # type: ignore[no-untyp
 
 
 @intrinsic
-def pair_rows(typing_context, columns, first, second, to):  # type: ignore[no-untyped-def]
-    """Write two rows of bf16 as the same row of tiles of pairs: for each 32 columns a tile of even ones, then one of
-    odd ones, as `row_products.place_of` orders them.
+def pair_rows(typing_context, kind, columns, first, second, to):  # type: ignore[no-untyped-def]
+    """Write two rows of bf16 or int8 as the same row of tiles of pairs: for each 32 columns two tiles, whose columns
+    are in the order of `row_products.place_of`.
     """
+    count, is_coded = len(columns), kind == types.int8
+
+    def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        _, _, first, second, to = arguments
+        shift, high = (ir.Constant(_PAIRS, [number] * ROWS) for number in (16, _HIGH))
+        low = ir.Constant(_PAIRS, [_HIGH ^ 0xFFFFFFFF] * ROWS)
+        if is_coded:
+            ours, theirs = (
+                [_bits(builder, codes) for codes in _loads(builder, _CODES, row, int64(ROWS), 2 * count)]
+                for row in (first, second)
+            )
+            tiles = [_joined(builder, one, other) for one, other in zip(ours, theirs, strict=True)]
+        else:
+            ours, theirs = (_loads(builder, _PAIRS, row, int64(LINE), count) for row in (first, second))
+            tiles = []
+            for one, other in zip(ours, theirs, strict=True):
+                tiles.append(builder.or_(builder.and_(one, low), builder.shl(other, shift)))
+                tiles.append(builder.or_(builder.lshr(one, shift), builder.and_(other, high)))
+        for number, tile in enumerate(tiles):
+            _stores(builder, [tile], builder.add(to, int64(TILE * number)))
+        return context.get_dummy_value()
+
+    return types.void(kind, columns, *[types.int64] * 3), emit
+
+
+def _bits(builder: ir.IRBuilder, codes: Any) -> Any:
+    """Return 16 integers of 8 to 32 bits as the bits of float32, of which the upper half is bf16."""
+    words = codes if codes.type == _PAIRS else builder.sext(codes, _PAIRS)
+    return builder.bitcast(builder.sitofp(words, _FLOATS), _PAIRS)
+
+
+def _joined(builder: ir.IRBuilder, first: Any, second: Any) -> Any:
+    """Return pairs of the upper halves of two vectors of words."""
+    shift, high = (ir.Constant(_PAIRS, [number] * ROWS) for number in (16, _HIGH))
+    return builder.or_(builder.lshr(first, shift), builder.and_(second, high))
+
+
+@intrinsic
+def widen_codes(typing_context, columns, row, to):  # type: ignore[no-untyped-def]
+    """Write a row of int8 as bf16."""
     count = len(columns)
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        _, first, second, to = arguments
-        shift, high = ir.Constant(_PAIRS, [16] * ROWS), ir.Constant(_PAIRS, [_HIGH] * ROWS)
-        low = ir.Constant(_PAIRS, [_HIGH ^ 0xFFFFFFFF] * ROWS)
-        ours, theirs = (_loads(builder, _PAIRS, row, int64(LINE), count) for row in (first, second))
-        for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            even = builder.or_(builder.and_(one, low), builder.shl(other, shift))
-            odd = builder.or_(builder.lshr(one, shift), builder.and_(other, high))
-            for is_odd, pairs in enumerate((even, odd)):
-                _stores(builder, [pairs], builder.add(to, int64(TILE * (2 * step + is_odd))))
+        _, row, to = arguments
+        shift, byte = (ir.Constant(_PAIRS, [number] * ROWS) for number in (24, 8))
+        for number, codes in enumerate(_loads(builder, _CODE_PAIRS, row, int64(2 * ROWS), count)):
+            pairs = builder.sext(codes, _PAIRS)
+            even, odd = builder.ashr(builder.shl(pairs, shift), shift), builder.ashr(pairs, byte)
+            widened = _joined(builder, _bits(builder, even), _bits(builder, odd))
+            _stores(builder, [widened], builder.add(to, int64(LINE * number)))
         return context.get_dummy_value()
 
-    return types.void(columns, *[types.int64] * 3), emit
+    return types.void(columns, *[types.int64] * 2), emit
 
 
 @intrinsic

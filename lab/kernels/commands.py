@@ -55,11 +55,12 @@ def host_experts(
 def host_queries(
     tokens: Annotated[int, typer.Option(min=256, help="of a layer, whole multiples of 32,768 beyond 65,536")] = 98304,
     threads: Annotated[int, typer.Option(min=1)] = 16,
+    rows: Annotated[Literal["bfloat16", "int8"], typer.Option()] = "bfloat16",
 ) -> None:
     """Time attention of 1 to 16 queries over one read of an 8B's rows in host memory, beside torch's and two floors."""
     from lab.kernels.host_queries import measure
 
-    measure(tokens, threads)
+    measure(tokens, threads, rows)
 
 
 @app.command("layer-experts")

@@ -1,4 +1,4 @@
-"""Time attention of several queries over one read of bf16 rows in host memory: this project's kernel, and torch's.
+"""Time attention of several queries over one read of rows in host memory: this project's kernel, and torch's for bf16.
 
 Rows are random, two layers of an 8B that are read by turns, so that no cache has them. Each way is compared with
 float64. torch's flash attention runs over chunks of tokens, whose partials are merged in float32; it uses tiles (AMX)
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ _SECONDS = 0.25  # a width and way at least
 _CHUNKS = (2, 8)  # of each 65,536 tokens
 _SPREAD = 3.0  # of logits
 _SEED = 7
+_CODE_SCALE = 1 / 40
+RowKind = Literal["bfloat16", "int8"]
 
 
 def processor_flags() -> str:
@@ -42,31 +45,38 @@ def processor_flags() -> str:
 
 
 class Rows:
-    """Keys and values of one layer, bf16, in segments as the host tier has them. float64: of a part, for the oracle."""
+    """Keys and values of one layer, bf16 or int8 with a scale, in segments as the host tier has them."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self, num_tokens: int, kind: RowKind) -> None:
+        self.num_tokens, self.kind = num_tokens, kind
+        self.scale = 1.0 if kind == "bfloat16" else _CODE_SCALE
         sizes = [min(SEGMENT_TOKENS, num_tokens - begin) for begin in range(0, num_tokens, SEGMENT_TOKENS)]
-        self.segments = [
-            tuple(torch.empty(KV_HEADS, size, DIM, dtype=torch.bfloat16).normal_() for _ in range(2)) for size in sizes
-        ]
+        self.segments = [tuple(_random((KV_HEADS, size, DIM), kind) for _ in range(2)) for size in sizes]
+        self._scales = [np.full(shape, self.scale, np.float32) for shape in ((KV_HEADS,), (KV_HEADS, DIM))]
         table = new_pieces(len(sizes))
         table["run_begin"] = SEGMENT_TOKENS * np.arange(len(sizes))
         for piece, arrays in zip(table, self.segments, strict=True):
             piece["mode"], piece["end"], piece["tokens"] = EXACT, arrays[0].shape[1], arrays[0].shape[1]
             for name, rows in zip(("key", "value"), arrays, strict=True):
                 piece[f"{name}s"] = rows.data_ptr()
-                piece[f"{name}_head_bytes"], piece[f"{name}_row_bytes"] = 2 * rows.stride(0), 2 * rows.stride(1)
+                strides = rows.element_size() * rows.stride(0), rows.element_size() * rows.stride(1)
+                piece[f"{name}_head_bytes"], piece[f"{name}_row_bytes"] = strides
+            piece["key_scale"], piece["value_scale"] = (scale.ctypes.data for scale in self._scales)
         self._table = table
 
     @property
     def num_bytes(self) -> int:
-        return 4 * KV_HEADS * self.num_tokens * DIM
+        return (4 if self.kind == "bfloat16" else 2) * KV_HEADS * self.num_tokens * DIM
 
     def table(self, num_queries: int) -> np.ndarray:
         table = self._table.copy()
         table["followers"] = num_queries - 1
         return table
+
+
+def _random(shape: tuple[int, ...], kind: RowKind) -> torch.Tensor:
+    rows = torch.empty(shape, dtype=torch.bfloat16).normal_()
+    return rows if kind == "bfloat16" else (rows / _CODE_SCALE).round().clamp(-127, 127).to(torch.int8)
 
 
 Way = Callable[[Rows, torch.Tensor], tuple[np.ndarray, ...]]
@@ -79,8 +89,8 @@ def oracle(rows: Rows, queries: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     for head in range(KV_HEADS):
         keys, values = (torch.cat([segment[part][head] for segment in rows.segments]).double() for part in (0, 1))
         own = slice(head * group, head * group + group)
-        logits = scale * queries[:, own].double() @ keys.T
-        out[:, own] = torch.softmax(logits, -1) @ values
+        logits = scale * queries[:, own].double() @ (rows.scale * keys).T
+        out[:, own] = torch.softmax(logits, -1) @ (rows.scale * values)
         lse[:, own] = torch.logsumexp(logits, -1)
     return out, lse
 
@@ -118,25 +128,25 @@ def _best_ms(call: Callable[[int], object]) -> float:
     return 1e3 * best
 
 
-def measure(num_tokens: int, threads: int) -> None:
+def measure(num_tokens: int, threads: int, kind: RowKind) -> None:
     """Print milliseconds of all layers of an 8B by width and way, the floors, and the largest differences."""
     torch.set_num_threads(threads)
     torch.manual_seed(_SEED)
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     print(processor_flags())
     print("torch:", torch.backends.cpu.get_cpu_capability(), "tiles:", torch.cpu._is_amx_tile_supported(), flush=True)
-    layers = [Rows(num_tokens) for _ in range(_TURNS)]
+    layers = [Rows(num_tokens, kind) for _ in range(_TURNS)]
     queries = (_SPREAD * torch.randn(max(WIDTHS), HEADS, DIM)).bfloat16()
-    shape = TierShape((0,), HEADS, KV_HEADS, DIM, "bfloat16", 1, 0)
+    shape = TierShape((0,), HEADS, KV_HEADS, DIM, kind, 1, 0)
     ways: dict[str, Way] = {}
     for products in dict.fromkeys((Products.VECTORS, best_products())):
         kernel = HostAttention(compiled_for(shape, torch.bfloat16), threads, products=products)
         ways[f"this project's, {products.name.lower()}"] = partial(attend_by_kernel, kernel, threads)
-    for count in _CHUNKS:
+    for count in _CHUNKS if kind == "bfloat16" else ():
         ways[f"torch, {count} chunks of 65,536"] = partial(attend_by_torch, count)
     wanted, total = oracle(layers[0], queries[:4])
     names = " | ".join(f"V({width})" for width in WIDTHS)
-    print(f"\n| ms, {LAYERS} layers of {num_tokens:,} tokens, {threads} threads | {names} | out | lse |")
+    print(f"\n| ms, {LAYERS} layers of {num_tokens:,} tokens in {kind}, {threads} threads | {names} | out | lse |")
     print("|---|" + "---|" * (len(WIDTHS) + 2))
     for name, way in ways.items():
         took = [LAYERS * _best_ms(lambda turn: way(layers[turn], queries[:width])) for width in WIDTHS]  # noqa: B023

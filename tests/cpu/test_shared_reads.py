@@ -35,6 +35,7 @@ SHAPES = [  # (rows, queries, heads, kv_heads, dim, products)
     pytest.param("bf16", "bf16", 16, 1, 256, None, marks=pytest.mark.long),
     pytest.param("bf16", "bf16", 8, 2, 128, Products.EMULATED, marks=pytest.mark.long),
     pytest.param("bf16", "bf16", 16, 1, 256, Products.EMULATED, marks=pytest.mark.long),
+    pytest.param("int8", "bf16", 8, 2, 96, Products.EMULATED, marks=pytest.mark.long),
 ]
 
 

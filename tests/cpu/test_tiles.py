@@ -13,7 +13,7 @@ from cpu.pieces import COLUMNS, KEY_ROW, VALUE_ROW
 from cpu.row_products import place_of
 from cpu.tile_attention import ROOM_BYTES, TILE_ROWS, attend_tiles, prepare_tiles, room_at
 from cpu.tile_products import ROWS, Products, best_products, split_weights, transpose_tile
-from cpu.workspace import MOST_MEMBERS
+from cpu.workspace import MOST_MEMBERS, Shape
 from tests.cpu.rows_model import from_bf16, to_bf16
 from tests.tolerances import HOST_ATTENTION_FLOAT32
 from transfer.simd.features import LANES
@@ -25,46 +25,58 @@ TILES_OF = Products.EMULATED.columns(DIM // 32)
 
 
 @numba.njit
-def _attend(room, piece, keys, values, tokens, members, query, sums, state, scale):  # type: ignore[no-untyped-def]
+def _attend(shape, room, piece, keys, values, tokens, members, query, sums, state, scale):  # type: ignore[no-untyped-def]
     own = room_at(room)
     room_for = prepare_tiles(TILES_OF, own, query, 4 * DIM, members, state, scale)
     for at in range(0, tokens, TILE_ROWS):
         key, value = keys + piece[KEY_ROW] * at, values + piece[VALUE_ROW] * at
         count = min(TILE_ROWS, tokens - at)
-        attend_tiles(TILES_OF, 0, piece, key, value, count, members, query, sums, 0, state, own)
+        attend_tiles(TILES_OF, shape, piece, key, value, count, members, query, sums, 0, state, own)
     return room_for
 
 
 @numba.njit
-def _places(out):  # type: ignore[no-untyped-def]
+def _places(kind, out):  # type: ignore[no-untyped-def]
     for column in range(DIM):
-        out[column] = place_of(np.uint16(0), column)
+        out[column] = place_of(kind, column)
 
 
+@pytest.mark.parametrize("row_type", [np.uint16, np.int8])
 @pytest.mark.parametrize(("tokens", "members"), [(1, 1), (64, 16), (65, 5), (333, 32), (150, 128), (130, 33)])
-def test_blocks_of_rows_equal_the_oracle_and_read_nothing_behind_the_last_row(tokens: int, members: int) -> None:
-    """Rows are apart by more than their length, with NaN between and behind them; maxima rise from block to block."""
-    generator = np.random.default_rng(tokens)
-    rows = np.full((2, tokens + 1, DIM + 32), 0x7FC0, np.uint16)
-    rows[:, :tokens, :DIM] = to_bf16(generator.standard_normal((2, tokens, DIM)).astype(np.float32))
-    rows[0, :tokens, 0] = to_bf16(np.linspace(-9, 9, tokens, dtype=np.float32))
+def test_blocks_of_rows_equal_the_oracle_and_read_nothing_behind_the_last_row(
+    tokens: int, members: int, row_type: type
+) -> None:
+    """Rows are apart by more than their length, with NaN or 127 between and behind them; maxima rise from block to
+    block.
+    """
+    generator, is_bf16 = np.random.default_rng(tokens), row_type is np.uint16
+    rows = np.full((2, tokens + 1, DIM + 32), 0x7FC0 if is_bf16 else 127, row_type)
+    rise, unit = np.linspace(-9, 9, tokens, dtype=np.float32), 1.0 if is_bf16 else 1 / 40
+    if is_bf16:
+        rows[:, :tokens, :DIM] = to_bf16(generator.standard_normal((2, tokens, DIM)).astype(np.float32))
+        rows[0, :tokens, 0] = to_bf16(rise)
+    else:
+        rows[:, :tokens, :DIM] = generator.integers(-128, 128, (2, tokens, DIM))
+        rows[0, :tokens, 0] = 14 * rise
     queries = to_bf16(generator.standard_normal((members, DIM)).astype(np.float32))
     query, sums = (np.full((MOST_MEMBERS, DIM), np.nan, np.float32) for _ in range(2))
     query.view(np.uint16).reshape(MOST_MEMBERS, 2 * DIM)[:members, :DIM] = queries
     state, piece = np.full((4, MOST_MEMBERS), np.nan, np.float32), np.zeros(COLUMNS, np.int64)
-    piece[[KEY_ROW, VALUE_ROW]] = 2 * (DIM + 32)
+    piece[[KEY_ROW, VALUE_ROW]] = rows.strides[1]
+    shape = Shape(row_type(0), np.uint16(0), 1, 1, DIM, 1, 1, np.float32(1.0))
     room, sums[:] = np.empty(ROOM_BYTES, np.uint8), 0.0
     room_for = _attend(
-        room.ctypes.data, piece, *(one.ctypes.data for one in rows), tokens, members, query.ctypes.data,
-        sums.ctypes.data, state, np.float32(DIM**-0.5),
+        shape, room.ctypes.data, piece, *(one.ctypes.data for one in rows), tokens, members, query.ctypes.data,
+        sums.ctypes.data, state, np.float32(unit * DIM**-0.5),
     )  # fmt: skip
     assert room_for == -(-members // ROWS) * ROWS
-    keys, values, real = (from_bf16(one).astype(np.float64) for one in (*rows[:, :tokens, :DIM], queries))
+    keys, values = unit * (from_bf16(rows) if is_bf16 else rows).astype(np.float64)[:, :tokens, :DIM]
+    real = from_bf16(queries).astype(np.float64)
     logits = real @ keys.T * DIM**-0.5
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     places = np.empty(DIM, np.int64)
-    _places(places)
-    out = sums[:members, places] / state[1, :members, None]
+    _places(row_type(0), places)
+    out = unit * sums[:members, places] / state[1, :members, None]
     lse = state[0, :members] + np.log(state[1, :members])
     mass = weights.sum(-1, keepdims=True)
     np.testing.assert_allclose(out, weights @ values / mass, rtol=0, atol=HOST_ATTENTION_FLOAT32)
