@@ -16,10 +16,19 @@ def cpu_decode(
     llama: Annotated[
         Path | None, typer.Option(help="llama.cpp's llama-batched-bench, of `llama-cpp.sh cpu build`")
     ] = None,
+    llama_server: Annotated[
+        Path | None, typer.Option(help="llama.cpp's llama-server: both servers over HTTP, in turns, and nothing else")
+    ] = None,
+    llama_options: Annotated[str, typer.Option(help="of llama-server besides, as '-fa off'")] = "",
 ) -> None:
     """Time decode steps on the CPU by part, beside their floor and llama.cpp's of as many streams in the same run."""
     from gpu.page_layout import KvFormat
     from lab.speed.cpu_decode import time_decode
 
     sizes = [int(size) for size in batches.split(",")]
+    if llama_server is not None:
+        from lab.speed.cpu_servers import time_servers
+
+        time_servers(model, threads, sizes, prompt, llama_server, llama_options)
+        return
     time_decode(model, threads, sizes, prompt, products, cast(KvFormat, kv), llama)
