@@ -200,8 +200,6 @@ def why_unpacked(architecture: Architecture, has_vectors: bool) -> str | None:
         return None
     if not has_vectors:
         return "the processor has no AVX2 and FMA"
-    if any(spec.experts is not None for spec in architecture.layer_pattern):
-        return "the CPU multiplies experts plain"
     held = [
         (stored, inner) for layer, spec in enumerate(architecture.layers)
         for (name, (_, inner)), stored in zip(

@@ -16,7 +16,6 @@ from gpu.layers.decoder import Decoder
 from gpu.memory.plan import MemoryRequest, PlannedSizes, plan_memory
 from gpu.model.architecture import Architecture, named_shape
 from gpu.model.matrix_format import MOST_MULTIPLIED_TOKENS, MatrixFormat, Quantisation
-from gpu.model.matrix_formats import rounded
 from gpu.operations.linear import packed_linear
 from gpu.operations.linear.numba_packed_linear import multiplies, packed_product, widen_packed
 from gpu.operations.linear.packed_matrix import Packed, Stored, lay_in_tiles, unpack_reference
@@ -193,7 +192,6 @@ def quantised(layers: MatrixFormat, **change: int) -> Architecture:
 
 
 UNPACKED = {
-    "experts": (rounded(named_shape("tiny-mixtral"), "int8", "weights"), "experts plain"),
     "groups": (quantised(MatrixFormat("int4", 8)), "multiples of 16 columns, and these have 8"),
     "rows": (quantised(MatrixFormat("int8", None), intermediate=520), "multiples of 32 columns, and these have 520"),
 }

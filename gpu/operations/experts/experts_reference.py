@@ -1,6 +1,7 @@
 """A mixture of experts in plain torch, which reads the taken experts alone: the reference, and what the CPU runs.
 
-A token's result is a sum over its experts in the order of their weights, so it depends on no other token.
+There rows of few bits are multiplied as they are stored (`numba_packed_linear`), but with float64 tokens. A token's
+result is a sum over its experts in the order of their weights, so it depends on no other token.
 """
 
 from dataclasses import replace
@@ -12,7 +13,8 @@ from torch import Tensor
 from gpu.model.spec import Activation, Experts, first_rows
 from gpu.operations.experts.far_experts import leaves_out
 from gpu.operations.experts.mixture_matrices import ExpertMatrices
-from gpu.operations.linear.packed_matrix import Stored, unpack_reference
+from gpu.operations.linear.numba_packed_linear import multiplies, packed_product
+from gpu.operations.linear.packed_matrix import Packed, Stored, unpack_reference
 from gpu.operations.swiglu import swiglu_reference
 
 
@@ -74,11 +76,9 @@ def experts_reference(
             if found is None:
                 continue
             own, number = found
-        gate_up_rows = rows_of(own[0], width * number, width, normed.dtype)
-        product = F.linear(normed[token], gate_up_rows, _bias_of(matrices.gate_up_bias, expert, width))
-        down_rows = rows_of(own[1], hidden * number, hidden, normed.dtype)
-        made[token, place] = F.linear(swiglu_reference(product, activation), down_rows,
-                                      _bias_of(matrices.down_bias, expert, hidden))  # fmt: skip
+        product = _product(normed[token], own[0], width * number, width, matrices.gate_up_bias, expert)
+        gated = swiglu_reference(product, activation)
+        made[token, place] = _product(gated, own[1], hidden * number, hidden, matrices.down_bias, expert)
     wide = torch.promote_types(weights.dtype, normed.dtype)
     if matrices.gains is not None:
         weights = weights * matrices.gains[ids].to(weights.dtype)
@@ -86,8 +86,15 @@ def experts_reference(
     return total if leaves_out(far) else total.to(normed.dtype)
 
 
-def _bias_of(bias: Tensor | None, expert: int, num_rows: int) -> Tensor | None:
-    return None if bias is None else bias[expert * num_rows : (expert + 1) * num_rows]
+def _product(x: Tensor, stored: Stored, begin: int, count: int, bias: Tensor | None, expert: int) -> Tensor:
+    """Return x with an expert's rows `[begin, begin + count)` and its part of a bias, `[tokens, count]`. Rows of few
+    bits are multiplied as they are stored where the CPU can, else widened.
+    """
+    own = None if bias is None else bias[expert * count : (expert + 1) * count]
+    if isinstance(stored, Packed) and x.dtype != torch.float64 and stored.order is None and multiplies(stored):
+        made = packed_product(x.float().contiguous(), stored.take_rows(begin, begin + count))
+        return (made if own is None else made.add_(own)).to(x.dtype)
+    return F.linear(x, rows_of(stored, begin, count, x.dtype), own)
 
 
 def rows_of(stored: Stored, begin: int, count: int, dtype: torch.dtype) -> Tensor:
