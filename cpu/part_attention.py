@@ -39,17 +39,19 @@ from cpu.row_products import (
 from cpu.sample_errors import add_deviations, add_variances, keep_products, note_top
 from cpu.softmax import exponentiate, prepare_query, scale_scores, shrink, weigh_samples, write_partial
 from cpu.tile_attention import attend_tiles, prepare_tiles, room_at
-from cpu.tile_products import by_products, multiplies_tiles
+from cpu.tile_products import multiplies_tiles, where_tiled
 from cpu.workspace import PART_SAMPLES, excluded_at, is_full, is_wanted, query_at
 from transfer.simd.inner import inner
 from transfer.simd.memory import copy_bytes, load_float32, store_float32
 from transfer.simd.vectors import address_of
 
+FEW_MEMBERS = 4  # queries that vectors read rows for faster than tiles do, which cost the same for 16
 SPREAD_PASSES = 4  # over a block, from which on the next one is fetched by shares
 
 _score_four, _score_two, _score_one = score_rows(4), score_rows(2), score_rows(1)
 _pair_four, _pair_two, _pair_one = score_rows(4, True), score_rows(2, True), score_rows(1, True)
 _add_four, _add_two, _add_one = add_rows(4), add_rows(2), add_rows(1)
+_prepare_tiles, _attend_tiles = where_tiled(prepare_tiles), where_tiled(attend_tiles)
 
 
 @inner
@@ -165,13 +167,18 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
     scores, state = address_of(buffers.scores[team.me]), buffers.state[team.me]
     top, mass, to_logit = state[0], state[1], state[2]
     key_scale = load_float32(piece[KEY_SCALE] + 4 * kv_head) if column_bytes(kind) == 1 else np.float32(1.0)
+    num_wanted = 0
+    for request in range(first, last):
+        for head in range(kv_head * group, kv_head * group + group):
+            num_wanted += is_wanted(shape, batch, request, head)
+    is_tiled = multiplies_tiles(columns) != 0 and num_wanted > FEW_MEMBERS
     members = np.int64(0)  # not a literal, of which numba would compile what it is given to once more
     for request in range(first, last):
         for head in range(kv_head * group, kv_head * group + group):
             if is_wanted(shape, batch, request, head):
                 at, to = query_at(shape, batch, request, head), query + 4 * dim * members
                 to_unit = np.float32(1.0)
-                if multiplies_tiles(columns) or multiplies_pairs(kind, shape.query_kind):
+                if is_tiled or multiplies_pairs(kind, shape.query_kind):
                     copy_bytes(to, at, 2 * dim)
                 else:
                     to_unit, _ = prepare_query(kind, shape.query_kind, at, dim, to)
@@ -180,7 +187,9 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
                 mass[members] = 0.0
                 members += 1
     room = room_at(address_of(buffers.room[team.me]))
-    room_for = _prepare(columns, room, query, 4 * dim, members, state, shape.scale * key_scale)
+    room_for = members
+    if is_tiled:
+        room_for = _prepare_tiles(columns, room, query, 4 * dim, members, state, shape.scale * key_scale)
     buffers.sums[team.me, :room_for, :] = np.float32(0.0)
     excluded, to_run = excluded_at(shape, batch, first, kv_head), piece[RUN_BEGIN] - piece[BEGIN]
     read, begin, end_of_part = 0, np.int64(part[2]), np.int64(part[3])
@@ -191,7 +200,10 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
         for at in range(begin, end, BLOCK_ROWS):
             key, value = keys + at * piece[KEY_ROW], values + at * piece[VALUE_ROW]
             count = min(BLOCK_ROWS, end - at)
-            _attend_block(columns, shape, piece, key, value, count, members, query, sums, scores, state, room)
+            if is_tiled:
+                _attend_tiles(columns, shape, piece, key, value, count, members, sums, state, room)
+            else:
+                _exact_block(columns, shape, piece, key, value, count, members, query, sums, scores, state)
         begin = end
     member = 0
     for request in range(first, last):
@@ -209,7 +221,7 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
 
 
 @inner
-def _exact_block(columns, shape, piece, key, value, count, members, query, sums, scores, state, room):
+def _exact_block(columns, shape, piece, key, value, count, members, query, sums, scores, state):
     """Add `count` rows, from the addresses of the first key and value on, to the sums of `members` queries.
 
     A block is passed once for each four of them. What comes next is fetched meanwhile: of few passes rows that follow
@@ -263,12 +275,3 @@ def _weigh(state, first, members, scores, count):
             state[3, head] = shrink(state[0, head], highest)
             state[0, head] = highest
         state[1, head] = state[1, head] * state[3, head] + exponentiate(at, count, state[0, head])
-
-
-@inner
-def _as_it_is(columns, room, query, query_bytes, members, state, scale):
-    return members
-
-
-_prepare = by_products(prepare_tiles, _as_it_is)
-_attend_block = by_products(attend_tiles, _exact_block)

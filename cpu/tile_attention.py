@@ -68,9 +68,9 @@ def prepare_tiles(columns, room, query, query_bytes, members, state, scale):
 
 
 @inner
-def attend_tiles(columns, shape, piece, keys, values, count, members, query, sums, scores, state, room):
+def attend_tiles(columns, shape, piece, keys, values, count, members, sums, state, room):
     """Add `count` rows, up to TILE_ROWS, from the addresses of the first key and value on, to the sums of `members`
-    queries that are in the room: `query` and `scores` are for who has none.
+    queries that are in the room. Returns how many there are.
     """
     kind, steps, key_row, value_row = shape.kind, len(columns), piece[KEY_ROW], piece[VALUE_ROW]
     lines = (2 * stored_bytes(kind, columns) + LINE_BYTES - 1) // LINE_BYTES  # of two rows
@@ -96,6 +96,7 @@ def attend_tiles(columns, shape, piece, keys, values, count, members, query, sum
             fetched = next_keys if tile + which == 0 else np.int64(0)
             _weigh(columns, room, which, state, tile + which, count, sums, fetched, 2 * key_row, lines)
         _add(columns, room, tile, is_two, sums)
+    return members
 
 
 @inner

@@ -91,9 +91,9 @@ def _pointer(builder: ir.IRBuilder, address: Any) -> Any:
     return builder.inttoptr(address, I8.as_pointer())
 
 
-def by_products(tiled: Any, otherwise: Any) -> Any:
-    """Return a numba function that calls one of two with its arguments, of which `columns` is the first: where products
-    are not of tiles, the second. The other one is not compiled.
+def where_tiled(function: Any) -> Any:
+    """Return a numba function that calls one of `columns` and more, which returns an int64, where products are of
+    tiles. Elsewhere it returns 0, and nothing of it is compiled.
     """
 
     def called(*arguments):  # type: ignore[no-untyped-def]
@@ -101,8 +101,9 @@ def by_products(tiled: Any, otherwise: Any) -> Any:
 
     @overload(called, jit_options={"no_cpython_wrapper": True, "no_cfunc_wrapper": True})
     def choose(columns, *others):  # type: ignore[no-untyped-def]
-        chosen = otherwise if _products(columns) is Products.VECTORS else tiled
-        return lambda columns, *others: chosen(columns, *others)
+        if _products(columns) is Products.VECTORS:
+            return lambda columns, *others: np.int64(0)
+        return lambda columns, *others: function(columns, *others)
 
     return called
 

@@ -92,7 +92,10 @@ def test_requests_that_share_pieces_get_what_the_oracle_has(
         assert once <= got.rows
     alone = kernel.attend(table_of(flat), queries, codes, 1, *asked)
     for mine, theirs in zip(shared, (alone.out, alone.lse, alone.covered), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+        if kernel._products is Products.VECTORS:
+            np.testing.assert_array_equal(mine, theirs)
+        else:  # few queries are read for by vectors
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=2 * TOLERANCES[kind])
 
 
 def test_rows_that_are_shared_are_read_once_and_one_of_many_queries_is_seen() -> None:

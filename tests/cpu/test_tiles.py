@@ -31,7 +31,7 @@ def _attend(shape, room, piece, keys, values, tokens, members, query, sums, stat
     for at in range(0, tokens, TILE_ROWS):
         key, value = keys + piece[KEY_ROW] * at, values + piece[VALUE_ROW] * at
         count = min(TILE_ROWS, tokens - at)
-        attend_tiles(TILES_OF, shape, piece, key, value, count, members, query, sums, 0, state, own)
+        attend_tiles(TILES_OF, shape, piece, key, value, count, members, sums, state, own)
     return room_for
 
 
