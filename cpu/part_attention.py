@@ -1,6 +1,7 @@
 """Attend over one part: some samples of a head in a piece, or some rows of an exact piece for all heads of a group.
 
-A part is what one thread claims at a time. Its partial depends on its own rows alone, and a head's on no other query.
+A part is what one thread claims at a time. Its partial depends on its own rows alone, and a head's on no
+other query, but for rounding: many queries of a group go by tiles where the processor has them, few by vectors.
 Bytes moved: a key and a value for each sample; of an exact part, each row that is not excluded once, for all queries of
 a group and of the requests that share it.
 """

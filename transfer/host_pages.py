@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import platform
+import re
 import resource
 import weakref
 from pathlib import Path
@@ -29,6 +30,7 @@ _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _LONG_BITS = 64
 _MAP_NORESERVE = 0x4000  # Linux's numbers; Python names neither
 _MADV_POPULATE_WRITE = 23
+_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ ")  # begins a mapping's lines in smaps
 
 log = logging.getLogger(__name__)
 
@@ -94,11 +96,13 @@ def give_back_programs() -> None:
     """Give the system the pages that this process has read of its program and libraries. What still runs comes back
     from the files' cache, and a compiler's that is done does not. Nothing happens where /proc lists no mappings.
     """
-    listed, system = Path("/proc/self/maps"), ctypes.CDLL(None)
+    listed, system, begin, end = Path("/proc/self/smaps"), ctypes.CDLL(None), 0, 0
     for line in listed.read_text().splitlines() if listed.exists() else []:
-        addresses, permissions, *_, name = line.split(maxsplit=5)
-        if permissions == "r-xp" and name.startswith("/"):  # never written; others may be, and would be lost
-            begin, end = (int(address, 16) for address in addresses.split("-"))
+        words = line.split(maxsplit=5)
+        if _MAPPING.match(line):
+            is_program = words[1] == "r-xp" and words[-1].startswith("/")
+            begin, end = (int(address, 16) for address in words[0].split("-")) if is_program else (0, 0)
+        elif end and words[:2] == ["Anonymous:", "0"]:  # nobody has written to it: what was written would be lost
             system.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 

@@ -5,6 +5,7 @@ A stand-in takes its place. Modules of kernels declare them with it as they woul
 
 import os
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from types import SimpleNamespace
@@ -24,9 +25,16 @@ def leave_out_triton() -> None:
         return
     triton, language = (module_from_spec(ModuleSpec(name, None)) for name in ("triton", "triton.language"))
     knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
+    for module in (triton, language):
+        vars(module).update(__getattr__=partial(_refuse, module.__name__))
     vars(language).update(constexpr=Constant)
     vars(triton).update(language=language, jit=jit, cdiv=cdiv, next_power_of_2=next_power_of_2, knobs=knobs)
     sys.modules |= {"triton": triton, "triton.language": language}
+
+
+def _refuse(module: str, name: str) -> None:
+    raise AttributeError(f"{module}.{name}: Triton is left out of a process whose torch was built without GPUs; "
+                         f"set {_INTERPRETER}=1 to have it")  # fmt: skip
 
 
 class Constant:

@@ -3,6 +3,8 @@
 What the CPU has no code for is refused in one line, before any step is captured.
 """
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from gpu.weights.expert_shares import COMPUTED_ACTIVATIONS, experts_of, why_not_
 from gpu.weights.host_experts import HostExperts
 from gpu.weights.weights import ExpertWeights, Weights
 from transfer.expert_exchange import LayerExperts, OpenExperts
+
+log = logging.getLogger(__name__)
 
 
 def open_exchanges(
@@ -34,6 +38,8 @@ def open_exchanges(
         for layer, spec in zip(weights.layers, shape.layers, strict=True)
     ]
     per_token = experts_of(shape).per_token
+    by = sorted({"integers" if one.in_integers else "floats" for one in layers if one is not None})
+    log.info("products of=experts_in_host_memory by=%s own=%r", " ".join(by), "FP8 and plain rows by floats")
     try:
         workers = [open_experts(layers, max_rows, per_token) for _ in range(num_lanes)]
     except (RuntimeError, ValueError) as error:

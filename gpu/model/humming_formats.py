@@ -41,7 +41,10 @@ def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture
 def why_not_here(products: str, device: str, dtype: str) -> str | None:
     """Return what keeps a device from `model.products`; None: nothing. A library may not be installed."""
     if products == "integers" and device == "cuda":
-        return "model.products: asked integers, the device is a CUDA device; wanted the CPU, or own"
+        return (
+            "model.products: asked integers, the device is a CUDA device; wanted the CPU, or auto, which multiplies "
+            "the experts that the CPU computes in integers"
+        )
     if products != "humming":
         return None
     if device != "cuda":

@@ -6,8 +6,9 @@ and up another.
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -248,15 +249,18 @@ def _in_tiles(weights: Weights) -> Weights:
     """Lay matrix by matrix in tiles, in the place of the others."""
     reasons: Counter[str] = Counter()
 
-    def lay(held: Held) -> Held:
+    def lay(held: Held, experts: Sequence[Held] = (), num_experts: int = 1) -> Held:
         if not isinstance(held, Packed):
             return held
-        reason = why_not_in_tiles(held)
+        parts = num_experts if any(held is one for one in experts) else 1
+        reason = why_not_in_tiles(held, parts)
         reasons[reason or "none"] += 1
         return lay_in_tiles(held) if reason is None else held
 
     for index, layer in enumerate(weights.layers):
-        weights.layers[index] = layer.changed(lay)
+        own = layer.experts
+        experts, count = ((), 1) if own is None else ((own.gate_up, own.down), len(own.router))
+        weights.layers[index] = layer.changed(partial(lay, experts=experts, num_experts=count))
     logits = lay(weights.logits)
     assert isinstance(logits, Stored), "as it was"
     left = "; ".join(f"{count} matrices: {reason}" for reason, count in reasons.items() if reason != "none")

@@ -13,6 +13,7 @@ from gpu.exchange.device_experts import ExpertExchange
 from gpu.layers.computed_experts import open_exchanges
 from gpu.layers.projections import Projections
 from gpu.model.architecture import Architecture, named_shape
+from gpu.model.humming_formats import multiplied
 from gpu.model.matrix_format import MatrixFormat, Quantisation
 from gpu.model.matrix_formats import rounded
 from gpu.model.spec import ModelError
@@ -71,6 +72,31 @@ def compute(projections: Projections, layer: int, hidden: torch.Tensor, slots: t
         exchange.worker.answer([(asks, exchange.slot)])
     torch.cuda.synchronize()
     return got
+
+
+@pytest.mark.parametrize(
+    ("asked", "few_bits", "expected"), [("auto", "int4", True), ("own", "int4", False), ("auto", None, False)]
+)
+def test_experts_of_few_bits_are_multiplied_in_integers_unless_asked_for_floats(
+    asked: str, few_bits: str | None, expected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[bool] = []
+
+    def noting(layers: list[LayerExperts | None], max_rows: int, per_token: int) -> HostExperts:
+        told.extend(layer.in_integers for layer in layers if layer is not None)
+        return open_experts(layers, max_rows, per_token)
+
+    shape = multiplied(rounded(named_shape(TINY), few_bits, "weights"), asked, "model.products")
+    drawn = (
+        random_packed(shape, torch.float32)
+        if few_bits
+        else random_weights(shape, 3, torch.float32, CPU, lambda _: None)
+    )
+    with caplog.at_level("INFO", "gpu.layers.computed_experts"):
+        open_exchanges(split(drawn, shape, 3), shape, 8, CPU, noting, 1)
+    assert told
+    assert set(told) == {expected}
+    assert f"by={'integers' if expected else 'floats'}" in caplog.text
 
 
 SPLITS = [(0, None), (3, None), (15, None), (0, "int4"), (3, "int4"), (3, "int8"), (15, "fp8")]

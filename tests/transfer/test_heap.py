@@ -25,7 +25,7 @@ def test_freed_pieces_in_front_of_one_that_is_used_go_back_to_the_system() -> No
     assert last == b"x" * PIECE
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/maps")
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/smaps")
 def test_what_was_read_of_a_library_goes_back_and_it_computes_as_before() -> None:
     x = torch.arange(40_000.0).view(200, 200) / 40_000
     before, held = x @ x, program_bytes()

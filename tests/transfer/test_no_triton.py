@@ -28,11 +28,15 @@ try:
     rms_norm._rms_norm_kernel[(1,)](torch.zeros(1))
 except RuntimeError as error:
     print(error)
+try:
+    triton.autotune
+except AttributeError as error:
+    print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.startswith(
-        "_rms_norm_kernel: a kernel of Triton, in a process whose torch was built without GPUs"
-    )
+    launched, asked = done.stdout.splitlines()
+    assert launched.startswith("_rms_norm_kernel: a kernel of Triton, in a process whose torch was built without GPUs")
+    assert asked.startswith("triton.autotune: Triton is left out of a process whose torch was built without GPUs; set ")
 
 
 def test_triton_stays_where_it_was_imported() -> None:

@@ -77,8 +77,8 @@ def experts_reference(
                 continue
             own, number = found
         product = _product(normed[token], own[0], width * number, width, matrices.gate_up_bias, expert)
-        gated = swiglu_reference(product, activation)
-        made[token, place] = _product(gated, own[1], hidden * number, hidden, matrices.down_bias, expert)
+        product = swiglu_reference(product, activation)  # under one name: neither is kept for the next expert's
+        made[token, place] = _product(product, own[1], hidden * number, hidden, matrices.down_bias, expert)
     wide = torch.promote_types(weights.dtype, normed.dtype)
     if matrices.gains is not None:
         weights = weights * matrices.gains[ids].to(weights.dtype)
@@ -92,6 +92,7 @@ def _product(x: Tensor, stored: Stored, begin: int, count: int, bias: Tensor | N
     """
     own = None if bias is None else bias[expert * count : (expert + 1) * count]
     if isinstance(stored, Packed) and x.dtype != torch.float64 and stored.order is None and multiplies(stored):
+        assert begin % stored.row_block == count % stored.row_block == 0, "an expert's rows are whole blocks"
         made = packed_product(x.float().contiguous(), stored.take_rows(begin, begin + count))
         return (made if own is None else made.add_(own)).to(x.dtype)
     return F.linear(x, rows_of(stored, begin, count, x.dtype), own)

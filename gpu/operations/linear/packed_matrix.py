@@ -111,9 +111,9 @@ def lay_in_rows(packed: Packed) -> Packed:
     return _laid_out(packed, False)
 
 
-def why_not_in_tiles(packed: Packed) -> str | None:
-    """Return what keeps a matrix out of tiles that the CPU multiplies by rows; None: nothing. Two halves of its rows
-    may be whole tiles.
+def why_not_in_tiles(packed: Packed, parts: int = 1) -> str | None:
+    """Return what keeps a matrix out of tiles that the CPU multiplies by rows; None: nothing. Two halves of the rows of
+    each of its parts, as experts are, may be whole tiles.
     """
     if packed.kind == "fp8":
         return "fp8 is no integer"
@@ -121,7 +121,8 @@ def why_not_in_tiles(packed: Packed) -> str | None:
         return "columns are in an order of their own"
     if packed.row_block > 1:
         return f"{packed.row_block} rows share scales"
-    return f"{packed.rows} rows are no multiple of {2 * TILE}" if packed.rows % (2 * TILE) else None
+    rows = packed.rows // parts
+    return f"{rows} rows are no multiple of {2 * TILE}" if rows % (2 * TILE) else None
 
 
 def _laid_out(packed: Packed, in_tiles: bool) -> Packed:

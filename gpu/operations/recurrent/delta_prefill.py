@@ -122,7 +122,8 @@ def _rounded(numbers, PRECISION: tl.constexpr):
     much and to one side.
     """
     if PRECISION == "tf32":
-        return ((numbers.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        rounded = ((numbers.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        return tl.where(numbers == numbers, rounded, numbers)  # a card's NaN has all bits, and would become -0
     return numbers
 
 
