@@ -30,7 +30,7 @@ _WIDTHS = (2, 4, 8)  # rows of the steps that real models' figures are of
 
 # Tokens a step of 2, 4 and 8 rows that SmolLM2-135M-Instruct drew with n-grams (docs/methods/drafts.md).
 NGRAM_LENGTHS = {"questions": (1.84, 3.18, 4.96), "summaries": (1.79, 2.93, 4.31), "edits": (1.74, 2.76, 3.88)}
-# Of 8 rows, drafted by `indexed`: the least of three kinds.
+# Of 8 rows, drafted by `indexed`: the least that any kind had, of five edits.
 INDEXED_LENGTH = 7.22
 
 
