@@ -30,17 +30,23 @@ GROUPS = {  # parts of kernels' names; the first group that has one
 MOST_KERNELS = 12
 
 
-def trace_prefill(prefill: Callable[[], object]) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
-    """Return milliseconds of a traced call by group, `whole` and `idle` among them; then the kernels that took most:
-    name, milliseconds, launches. On CUDA; both empty where a driver lets nobody trace.
-    """
+def _traced(work: Callable[[], object]) -> tuple[profile, float]:
+    """Call `work` while CUDA is traced; return the trace and the microseconds until the device was done."""
     os.environ.setdefault("TEARDOWN_CUPTI", "0")  # captured graphs are replayed after the trace
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as tracer:
         began = time.perf_counter()
-        prefill()
+        work()
         torch.cuda.synchronize()
         span_us = 1e6 * (time.perf_counter() - began)
+    return tracer, span_us
+
+
+def trace_prefill(prefill: Callable[[], object]) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
+    """Return milliseconds of a traced call by group, `whole` and `idle` among them; then the kernels that took most:
+    name, milliseconds, launches. On CUDA; both empty where a driver lets nobody trace.
+    """
+    tracer, span_us = _traced(prefill)
     events = device_events(tracer)
     return (group_events(events, span_us), most_kernels(events)) if events else ({}, [])
 
@@ -49,13 +55,7 @@ def count_launches(work: Callable[[], object]) -> str:
     """Return in words how many kernels a call runs, how many launches and graphs the host asks for, and how long the
     device computes. On CUDA. Tracing slows the host.
     """
-    os.environ.setdefault("TEARDOWN_CUPTI", "0")  # captured graphs are replayed after the trace
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as tracer:
-        began = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        span_ms = 1e3 * (time.perf_counter() - began)
+    tracer, span_us = _traced(work)
     results = None if tracer.profiler is None else tracer.profiler.kineto_results
     events, launches, graphs = list[DeviceEvent](), 0, 0
     for event in () if results is None else results.events():
@@ -68,7 +68,7 @@ def count_launches(work: Callable[[], object]) -> str:
             graphs += "GraphLaunch" in name
     return (
         f"{len(events):,} kernels and copies, {launches:,} launched one by one, {graphs:,} graphs; the device busy in "
-        f"{covered_us(events) / 1e3:,.1f} of {span_ms:,.1f} ms"
+        f"{covered_us(events) / 1e3:,.1f} of {span_us / 1e3:,.1f} ms"
     )
 
 
