@@ -147,8 +147,14 @@ class Client:
         """Time steps of `batch` requests: `count`, or those that begin within `limit_s` seconds and MIN_STEPS at least.
 
         Tables of all rows stand by then. Steps that warm up come before, half as long at the most or _WARMUP_STEPS.
+        Raises GateError where fewer than `batch` requests are left: those that draw while later prompts are computed
+        may end by then.
         """
         ready_ms, self._num_drawn = 1e3 * self.until_ready(), 0
+        left = len(self.engine.scheduler.roster.running)
+        require(
+            left >= batch, f"{left} of {batch} requests are left; a greater scheduler.max_context_tokens lets them draw"
+        )
         warm_up = time.perf_counter()
         for number in range(_WARM_UP_STEPS):
             if number < _WARMUP_STEPS or time.perf_counter() - warm_up < limit_s / 2:

@@ -1,8 +1,8 @@
 """Run cells under serving profiles, end to end: in the engine of this process, or on any OpenAI-compatible URL.
 
-What the engine of this process read is known for a cell and profile as a whole, since prompts are decoded together:
-each of its records has the fractions of all. What a server reads is not known. Invariant: every sample that was tried
-ends as one record for each profile, a failure included.
+What the engine of this process read is known for IN_TURNS prompts of a profile as a whole, since they are decoded
+together: each of their records has the fractions of all. What a server reads is not known. Invariant: every sample
+that was tried ends as one record for each profile, a failure included.
 """
 
 import asyncio
@@ -31,6 +31,8 @@ from server.server_url import find_root
 
 DEFAULT = "default"
 """The method that names no profile to a server."""
+IN_TURNS = 32
+"""Prompts of a cell that one method answers before the next one does, so that a run that is cut has pairs."""
 LOST_AFTER = 8
 """Failures in a row, each after all its retries, that raise the question whether anybody is there."""
 
@@ -118,16 +120,22 @@ def run_profiles(
 ) -> None:
     """Run cells in the engine. profiles: of their methods, by name. exact: what answers of cells with `forced_tokens`
     are compared with; an engine chooses its own tokens, so these are fed to full attention, not the other way round.
+    Methods take turns of IN_TURNS prompts.
     """
     model = name_weights(settings.model)
     for cell, made in prompts:
-        for method in cell.methods:
-            profile = profiles[method]
-            told = {"attention_profile": profile, "engine": "in process", **engine.settings_of(profile)}
-            entry = Entry(method, told, cell, settings, model)
-            missing = entry.missing(made, ledger)
-            _answer_all(engine, tokenizer, profile, list(shape.eos_token_ids), entry, missing, ledger, exact)
+        entries = [Entry(method, _told(engine, profiles[method]), cell, settings, model) for method in cell.methods]
+        for begin in range(0, len(made), IN_TURNS):
+            for entry in entries:
+                missing = entry.missing(made[begin : begin + IN_TURNS], ledger)
+                profile = profiles[entry.method]
+                _answer_all(engine, tokenizer, profile, list(shape.eos_token_ids), entry, missing, ledger, exact)
         ledger.finished(cell)
+
+
+def _told(engine: ServingEngine, profile: str) -> dict[str, Any]:
+    """Return what a method's row says of its settings."""
+    return {"attention_profile": profile, "engine": "in process", **engine.settings_of(profile)}
 
 
 def _answer_all(

@@ -73,7 +73,7 @@ for part in "${parts[@]}"; do
     # The project's own model at 16,000 tokens, 4 processes, 120 s
     hard)
         [ $device = cpu ] || long=16000
-        deployment hard "$index" "$PWD/deploy/models/reference" $((long + 512))
+        deployment hard "$index" "$PWD/deploy/models/reference" $((long + 384))
         for task in only_needles crossed_needles four_values four_keys; do
             MODEL=deploy/models/reference job "hard-$task" tasks --config "$OUT/hard.yaml" --method profile:exact --method "$method" --tasks $task --lengths $long \
                 --samples $samples --seconds "$limit" &

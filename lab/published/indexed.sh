@@ -55,12 +55,12 @@ for part in "${parts[@]}"; do
     8b-96k) deployment 8b-96k "random_weights: llama-3.1-8b" 23 40 auto bfloat16 2048 98816 1 2048 "budget_share: ${SHARE:-0.005}" && long 8b-96k 98304 1 indexed,offloaded ;;
     8b-96k-int8) deployment 8b-96k-int8 "random_weights: llama-3.1-8b" 23 40 auto int8 2048 98816 1 2048 "budget_share: ${SHARE:-0.005}" && long 8b-96k-int8 98304 1 indexed ;;
     # Aims, four of them in 32 GiB: 20 ms, in int8 15.  200 s each
-    8b-four) for rows in ${ROWS:-bfloat16 int8}; do deployment 8b-four-$rows "random_weights: llama-3.1-8b" 32 80 auto $rows 2048 98816 4 2048 "budget_share: ${SHARE:-0.005}" && long 8b-four-$rows 98304 1,4 indexed; done ;;
+    8b-four) for rows in ${ROWS:-bfloat16 int8}; do deployment 8b-four-$rows "random_weights: llama-3.1-8b" 32 80 auto $rows 2048 102400 4 2048 "budget_share: ${SHARE:-0.005}" && long 8b-four-$rows 98304 1,4 indexed; done ;;
     # Aim, four that stay on the card of 80 GiB (they are in host memory, too): 13 ms (23.8 in full); `auto` is no slower than the better of both at any
     # batch, and the log's line `resident_index` says from where on.  200 s each
-    8b-four-resident) for resident in ${RESIDENT:-indexed auto full}; do deployment 8b-four-$resident "random_weights: llama-3.1-8b" 80 80 auto bfloat16 8192 98816 4 2048 "resident: $resident" && long 8b-four-$resident 98304 1,2,4 indexed --own-prompts; done ;;
+    8b-four-resident) for resident in ${RESIDENT:-indexed auto full}; do deployment 8b-four-$resident "random_weights: llama-3.1-8b" 80 80 auto bfloat16 8192 102400 4 2048 "resident: $resident" && long 8b-four-$resident 98304 1,2,4 indexed --own-prompts; done ;;
     # Aim, weights in int4 and rows in int8, four of 96K in 23 GiB: 12 ms (23.7 read in full).  180 s
-    8b-int4-four) deployment 8b-int4-four "random_weights: llama-3.1-8b, weights: int4" 23 60 int8 int8 2048 98816 4 2048 "budget_share: ${SHARE:-0.005}" && long 8b-int4-four 98304 1,4 indexed ;;
+    8b-int4-four) deployment 8b-int4-four "random_weights: llama-3.1-8b, weights: int4" 23 60 int8 int8 2048 102400 4 2048 "budget_share: ${SHARE:-0.005}" && long 8b-int4-four 98304 1,4 indexed ;;
     # Aims, 261,000 tokens: 10.5 ms; 9 with rows on the card, read by index.  200 s each
     8b-256k) deployment 8b-256k "random_weights: llama-3.1-8b, weights: int4, $far" 23 60 int8 int8 2048 262144 1 2048 "budget_share: ${SHARE:-0.005}" && long 8b-256k 261000 1 indexed ;;
     8b-256k-resident) deployment 8b-256k-resident "random_weights: llama-3.1-8b, weights: int4, $far" 40 60 int8 int8 8192 262144 1 2048 "resident: indexed" && long 8b-256k-resident 261000 1 indexed ;;

@@ -3,7 +3,7 @@
 # `vllm.sh FOLDER [cpu] [ours|theirs|table]... [KIND]...`: steps (all three) and kinds of weights (bf16 alone) by name.
 # Rows are written as they are done, and those that the folder has are not run again: a run that was cut goes on.
 # ROWS: names with commas (`python -m lab.speed.vllm_rows -h`), `short` (all but 96K) or `all`. VLLM_PATH: where vLLM lies,
-# if it is not installed: folders, with colons. Arrivals come at 0.7 of the slower side's best rate: in the second of two runs
+# if it is not installed: folders, with colons. PRODUCTS: of ours in few bits, as `model.products` (humming: the library). Arrivals come at 0.7 of the slower side's best rate: in the second of two runs
 # of ours; or at RATE a second: 11.85 is that of docs/PERFORMANCE.md. About 60 s of loads for a side and kind, 25 s for our
 # start and 50 to 125 s for vLLM's.
 set -uo pipefail
@@ -27,7 +27,7 @@ for kind in "${kinds[@]}"; do
     case $kind in
     bf16) model="random_weights: $shape" ;;
     moe) model="random_weights: $moe" ;;
-    *) model="random_weights: $shape, weights: $kind" ;;
+    *) model="random_weights: $shape, weights: $kind, products: ${PRODUCTS:-auto}" ;;
     esac
     cat > "$OUT/tandem-$kind.yaml" <<YAML
 model: {$model, tokenizer: "$PWD/deploy/models/reference"}

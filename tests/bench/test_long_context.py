@@ -349,6 +349,11 @@ def test_tables_that_never_stand_give_no_number(monkeypatch):
         Client(engine, 10, {}).steps(2, 8, 0.0)
 
 
+def test_a_batch_of_which_a_request_has_ended_gives_no_number():
+    with pytest.raises(GateError, match="2 of 3 requests are left"):
+        Client(LateRow(), 10, {}).steps(3, 8, 0.0)
+
+
 def test_with_one_step_in_flight_the_engine_is_left_as_it_was():
     engine = LateRow()
     client = Client(engine, 10, {})

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,7 +91,7 @@ def make_ledger(records: dict[str, Record], cut_after: int | None = None) -> Led
     return Ledger(records, lambda _: None, put, put, check, lambda _: None)
 
 
-def answer_cell(ledger: Ledger, count: int) -> FakeEngine:
+def answer_cell(ledger: Ledger, count: int, profiles: Mapping[str, str] | None = None) -> FakeEngine:
     answers = ["1234567", "7654321", "3", "4"][:count]
     prompts = [
         Prompt(
@@ -100,9 +100,10 @@ def answer_cell(ledger: Ledger, count: int) -> FakeEngine:
         for n, answer in enumerate(answers)
     ]
     engine: Any = FakeEngine(answers)
-    cell = Cell("needle", 256, count, ("profile:x",), 0)
+    named = profiles or {"profile:x": "x"}
+    cell = Cell("needle", 256, count, tuple(named), 0)
     shape: Any = SHAPE
-    run_profiles(engine, Texts(), shape, [(cell, prompts)], {"profile:x": "x"}, SETTINGS, ledger, None)
+    run_profiles(engine, Texts(), shape, [(cell, prompts)], named, SETTINGS, ledger, None)
     return engine
 
 
@@ -163,6 +164,19 @@ def test_a_cell_that_is_cut_keeps_its_answers_and_what_they_read() -> None:
     engine = answer_cell(make_ledger(records), 4)
     assert len(engine.asked) == 2, "those that were answered are not asked again"
     assert len(records) == 4
+
+
+def test_profiles_take_turns_so_that_a_cell_that_is_cut_has_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.served.IN_TURNS", 2)
+    records: dict[str, Record] = {}
+    both = {"profile:x": "x", "profile:y": "y"}
+    with pytest.raises(RunCut):
+        answer_cell(make_ledger(records, cut_after=5), 4, both)
+    assert [(one.cell["method"], one.sample_id) for one in records.values()] == [
+        ("profile:x", "0"), ("profile:x", "1"), ("profile:y", "0"), ("profile:y", "1"), ("profile:x", "2")
+    ]  # fmt: skip
+    answer_cell(make_ledger(records), 4, both)
+    assert len(records) == 8
 
 
 def test_settings_in_a_methods_name_make_their_own_deployment() -> None:
