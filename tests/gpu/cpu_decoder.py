@@ -42,11 +42,11 @@ def fill_contexts(decoder: Decoder, slots: np.ndarray, positions: np.ndarray) ->
     """Random keys and values before each row's position."""
     pool, generator = decoder.pool, torch.Generator().manual_seed(9)
     for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
-        for token in range(position if slot >= 0 else 0):
-            page, offset = int(pool.page_table[slot, token // PAGE_TOKENS]), token % PAGE_TOKENS
-            for pages in (*pool.key_pages, *pool.value_pages):
-                drawn = torch.randn(pages.shape[1], 1, dim_of(pages), generator=generator).to(pool.dtype)
-                write_rows(drawn, torch.tensor([page]), torch.tensor([offset]), pages)
+        tokens = torch.arange(position if slot >= 0 else 0)
+        page_ids, offsets = pool.page_table[slot, tokens // PAGE_TOKENS].long(), tokens % PAGE_TOKENS
+        for pages in (*pool.key_pages, *pool.value_pages):
+            drawn = torch.randn(pages.shape[1], len(tokens), dim_of(pages), generator=generator).to(pool.dtype)
+            write_rows(drawn, page_ids, offsets, pages)
 
 
 def _wide(pages: torch.Tensor) -> torch.Tensor:
