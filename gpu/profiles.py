@@ -80,6 +80,13 @@ class Profile:
         return next(part for part in self.parts if part.method.slot == "host")
 
     @property
+    def why_no_epsilon(self) -> str:
+        """Return why a request may not say which error is too large, behind the profile's name; empty: it may."""
+        if self.draft is not None:
+            return "has drafts, and budgets would follow errors of tokens that are not drawn"
+        return self.host_part.method.why_no_epsilon(self.host_part.settings)
+
+    @property
     def offloads(self) -> bool:
         """Return whether contexts beyond the resident limit go to host memory."""
         return self.reading is not Reading.NONE

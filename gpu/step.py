@@ -168,6 +168,7 @@ class RingWrite:
     pages: its first pages, of those that the part's rings share; None: they share none.
     num_shared: how many of these the source holds as well, with the same tokens.
     is_for_drafts: whether it is used only in steps that draft for the slot; steps that verify do not use it.
+    epsilon: the error that is too large for the slot's request; None: as the part's settings have it.
     """
 
     slot: int
@@ -178,6 +179,7 @@ class RingWrite:
     pages: tuple[int, ...] | None = None
     num_shared: int = 0
     is_for_drafts: bool = False
+    epsilon: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,11 +130,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     front_tokens: int = 0  # of the prompt: what the system says, with the tools
     slot: int = -1  # that its conversation takes (`SaveContext`); -1: any
     adapter: int = 0  # of `EngineConfig.adapters`, by its number from 1 on; 0: none
+    epsilon: float | None = None  # the error of a head that is too large; None: as the profile has it
 
     @property
     def prefix_salt(self) -> str:
-        """Return what requests have alike that share prefixes."""
-        return f"{self.adapter} {self.cache_salt}" if self.adapter else self.cache_salt
+        """Return what requests have alike that share prefixes: what is decoded depends on epsilon, too."""
+        salt = f"{self.adapter} {self.cache_salt}" if self.adapter else self.cache_salt
+        return salt if self.epsilon is None else f"{self.epsilon!r} {salt}"
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -277,6 +279,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     `profiles`: the longest prompt and output of each, when nothing else runs; `max_context_tokens`: of any of them.
     `contexts_folder`: of this model's records on disk; "": it keeps none.
+    `without_epsilon`: of profiles that take no `EngineRequest.epsilon`, the reason, behind the profile's name.
     """
 
     vocab_size: int
@@ -289,6 +292,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     device: str
     load_seconds: float
     contexts_folder: str = ""
+    without_epsilon: dict[str, str] = {}
 
 
 class Writing(msgspec.Struct, frozen=True, tag=True):

@@ -124,6 +124,10 @@ class Method:
         """Return why a profile with it has no drafts of so many tokens; empty: it has."""
         return ""
 
+    def why_no_epsilon(self, settings: Any) -> str:
+        """Return why a request may not say which error is too large, behind the profile's name; empty: it may."""
+        return "bounds no error of a step"
+
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept | None:
         """Return what it needs on the device of a context in host memory, or None where it needs nothing."""
         return None

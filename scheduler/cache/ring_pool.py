@@ -156,8 +156,9 @@ class Rings:
             sequence.ring_pages = list(pages)
         copy = None if source is None else RingCopy(source.ring, source.begin, source.end)
         return RingWrite(
-            sequence.slot, part.id, ring, sequence.profile.reading, copy, pages, len(common), _is_for_drafts(sequence)
-        )
+            sequence.slot, part.id, ring, sequence.profile.reading, copy, pages, len(common), _is_for_drafts(sequence),
+            sequence.request.epsilon,
+        )  # fmt: skip
 
     def _hold(self, part: PartId, count: int) -> tuple[int, ...]:
         """Take so many free pages, which one sequence holds."""

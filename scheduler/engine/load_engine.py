@@ -149,6 +149,7 @@ def _make_engine(
         device=plan.device,
         load_seconds=time.monotonic() - began,
         contexts_folder="" if disk is None else str(disk.folder.path),
+        without_epsilon={name: why for name, profile in profiles.items() if (why := profile.why_no_epsilon)},
     )
     return Engine(scheduler, runner, tier, plan.device == "cuda", processes), ready
 

@@ -1,6 +1,7 @@
 """The JSON Schemas of request bodies: what the structs, the tables and the checks accept, no more and no less.
 
-What compares two numbers (`min_tokens` and `max_tokens`, the prompt and the context) no schema can say.
+What compares two fields (`min_tokens` and `max_tokens`, the prompt and the context, a profile and `attention_epsilon`)
+no schema can say.
 """
 
 from collections.abc import Iterable
@@ -62,6 +63,8 @@ def _common_bounds(limits: BodyLimits) -> dict[str, Tree]:
     bounds["model"] = {"enum": [None, *limits.model_ids]}
     if limits.profiles:
         bounds["attention_profile"] = {"enum": [None, *limits.profiles]}
+    if not limits.takes_epsilon:
+        bounds["attention_epsilon"] = {"enum": [None]}
     bounds["stop"] = {"anyOf": [STOP, {"type": "array", "items": STOP, "maxItems": MAX_STOP_STRINGS}, NULL]}
     bounds["stop_token_ids"] = {"items": token_id(limits), "maxItems": MAX_STOP_TOKEN_IDS}
     bounds["allowed_token_ids"] = {"items": token_id(limits), "minItems": 1}

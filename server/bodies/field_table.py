@@ -252,6 +252,13 @@ ATTENTION: dict[str, Rule] = {
            "at all, below 0: until its room is wanted. Default: the deployment's `idle_seconds`", "keep_alive"),
 }  # fmt: skip
 
+DECODING: dict[str, Rule] = {
+    **ATTENTION,
+    **does("of a profile that bounds its errors: a head whose bound is above it reads twice as much at the next step, "
+           "and steps with such a head are counted (`index_steps_over`). Prefixes are shared with requests of the same "
+           "value. Default: the profile's `errors.epsilon`", "attention_epsilon"),
+}  # fmt: skip
+
 SESSION: dict[str, Rule] = does(
     "names the session: what it has computed is kept while its conversation waits. Also the header `x-session-id`",
     "prompt_cache_key",
@@ -275,7 +282,7 @@ GENERATION: dict[str, Rule] = {
     **does("an answer tells the ids of its tokens, `token_ids`, and of the prompt's, `prompt_token_ids`",
            "return_token_ids"),
     **does("a stream tells how much of its prompt is computed", "return_progress"),
-    **ATTENTION,
+    **DECODING,
     "stream_options": STREAM_OPTIONS,
     "response_format": RESPONSE_FORMAT,
     "structured_outputs": STRUCTURED_OUTPUTS,

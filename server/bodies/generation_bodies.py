@@ -77,6 +77,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     priority: int | None = None
     max_seconds: float | None = None
     attention_profile: str | None = None
+    attention_epsilon: float | None = None
     cache_salt: CacheSalt | None = None
     keep_alive: KeepAlive | None = None
     return_progress: bool | None = None

@@ -9,6 +9,7 @@ from server.api_error import invalid
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MOST_SECONDS = 10**6  # of a request
+MOST_EPSILON = 1000  # a relative error
 
 INT64 = (-(2**63), 2**63 - 1, True)
 # field -> (least, most, whether the least itself is allowed)
@@ -27,6 +28,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "min_tokens": (0, 2**31 - 1, True),
     "top_logprobs": (0, MAX_TOP_LOGPROBS, True),
     "priority": (-(2**31), 2**31 - 1, True),
+    "attention_epsilon": (0, MOST_EPSILON, False),
     "max_seconds": (0, MOST_SECONDS, False),
 }
 

@@ -21,6 +21,7 @@ class BodyLimits:
     max_tokenize_items: int  # characters or ids
     max_sequences: int
     profiles: tuple[str, ...]  # of attention
+    takes_epsilon: bool  # whether some profile bounds its errors
     vocab_size: int | None
     max_context_tokens: int | None
     has_documents: bool

@@ -37,7 +37,7 @@ from server.engine.mailbox import ClientGone, EngineLost, Mailbox, Tick, TimeUp
 from server.engine.request_figures import figure_names
 from server.generation.answer_choice import TIME_LIMIT, AnswerPiece, Choice
 from server.generation.call_trace import CallFacts, CallTrace
-from server.generation.prompt_tokens import Prompt, check_token_ids, profile_of, spell_words
+from server.generation.prompt_tokens import Prompt, check_token_ids, epsilon_of, profile_of, spell_words
 from server.parsing.message_reader import MessageReader
 from server.service.service import Service, join_salts
 from server.stores.conversation_tails import AnswerRecord
@@ -302,7 +302,7 @@ class Generation:
         allowed = body.allowed_token_ids or []
         check_token_ids("allowed_token_ids", allowed, vocab_size)
         bad_words = spell_words(self._service.tokenizer, body.bad_words or [])
-        profile = profile_of(body, self._limits)
+        profile, epsilon = profile_of(body, self._limits), epsilon_of(body, self._limits)
         prompts = [pack_tokens(job.prompt.token_ids) for job in self.jobs]
         requests = []
         for request_id, index in self._index.items():
@@ -318,6 +318,7 @@ class Generation:
                     stop_token_ids=stop_ids,
                     min_tokens=body.min_tokens or 0,
                     attention_profile=profile,
+                    epsilon=epsilon,
                     arrival_s=self._arrival_s,
                     cache_salt=self.cache_salt,
                     priority=body.priority or 0,

@@ -290,6 +290,21 @@ def profile_of(body: GenerationBody, limits: Ready) -> str:
     return profile
 
 
+def epsilon_of(body: GenerationBody, limits: Ready) -> float | None:
+    """Return the error that is too large for a body, None: as its profile has it. Raises ApiError 400 where the profile
+    takes none.
+    """
+    given = body.attention_epsilon
+    if given is None:
+        return None
+    profile = profile_of(body, limits)
+    if why := limits.without_epsilon.get(profile):
+        able = ", ".join(name for name in limits.profiles if name not in limits.without_epsilon)
+        wanted = f"leave it out, or name as attention_profile one of {able}" if able else "leave it out"
+        raise invalid("attention_epsilon", f"got {given}, and profile {profile!r} {why}; {wanted}")
+    return given
+
+
 async def form_grammar_of(service: Service, body: GenerationBody) -> str:
     """Return the grammar of the form that a body asks for, "" without one. Raises ApiError 400."""
     if not asks_form(body):

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from server.api_error import ApiError, NoRoom, PromptTooLong
 from server.bodies.chat_message import Message, Part, join_texts
 from server.bodies.chat_tools import ChosenTool, NamedFunction
-from server.bodies.field_table import ATTENTION
+from server.bodies.field_table import DECODING
 from server.bodies.fields import Rule, served
 from server.bodies.generation_bodies import CacheSalt, ChatBody, check_chat
 from server.bodies.keep_alive import KeepAlive
@@ -23,7 +23,7 @@ from server.prompting.conversation import read_arguments
 from server.routes.generate import chat_job, start_generation
 from server.routes.route import Call
 
-SHARED: dict[str, Rule] = {**served("model", "temperature", "top_p", "stream", "tools", "tool_choice"), **ATTENTION}
+SHARED: dict[str, Rule] = {**served("model", "temperature", "top_p", "stream", "tools", "tool_choice"), **DECODING}
 
 
 class TranslatedBody(msgspec.Struct, kw_only=True):
@@ -34,6 +34,7 @@ class TranslatedBody(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     stream: bool | None = None
     attention_profile: str | None = None
+    attention_epsilon: float | None = None
     cache_salt: CacheSalt | None = None
     keep_alive: KeepAlive | None = None
     priority: int | None = None
@@ -111,6 +112,7 @@ def start_chat(body: TranslatedBody, messages: list[Message]) -> ChatBody:
         top_p=body.top_p,
         stream=body.stream,
         attention_profile=body.attention_profile,
+        attention_epsilon=body.attention_epsilon,
         cache_salt=body.cache_salt,
         priority=body.priority,
         max_seconds=body.max_seconds,

@@ -9,6 +9,7 @@ import torch
 from gpu.methods.indexed.auditing import FEWEST_RATIOS, Audits, AuditSums, Calibration, Reading
 from gpu.methods.indexed.exact import attend_exactly
 from gpu.methods.indexed.reporting import (
+    STEPS_OVER,
     Report,
     new_report,
 )
@@ -17,6 +18,7 @@ from tests.gpu.indexed_stand import KV_HEADS, NUM_LAYERS, NUM_RINGS, Stand, make
 from tests.gpu.kernel_oracles import distance, wide
 from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt
+from tests.gpu.test_host_read_graphs import Recorded, fake_graphs
 from tests.gpu.test_indexed_serving import FEW, IndexedTwins
 from tests.gpu.test_kernels_indexed import draw_query, partial_of, softmax_logits
 from tests.gpu.test_kernels_indexed_errors import TOKENS, near_of, report_step
@@ -193,6 +195,23 @@ def test_a_head_above_epsilon_reads_twice_as_much_at_each_step_up_to_its_slots(e
         assert max(reads) <= 46
     assert twins.side.figures_of(0)["index_steps_over"] == over
     assert (sum(counts_of(twins.side).heads_over) > 0) == bool(over)
+
+
+def test_a_captured_step_goes_by_the_epsilon_of_whoever_holds_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = IndexedTwins({**FEW, "errors": {"epsilon": 100.0}}, ringed=(), check_coverage=False)
+    twins.prefill([document_prompt(300, 1), document_prompt(300, 3)])
+    fake_graphs(monkeypatch)
+    with torch.inference_mode():
+        twins.offloading.decode_steps.capture((2,), lambda fraction: None)
+    for epsilons in ((None, 1e-4), (1e-4, None), (None, None)):
+        before = Recorded.running
+        for slot, epsilon in enumerate(epsilons):
+            twins.assign(slot, slot, epsilon=epsilon)
+        for _ in range(3):
+            assert not twins.step([0, 1]).failures
+        over = twins.side._report.of_rings[:2, STEPS_OVER].tolist()
+        assert over == [0 if epsilon is None else 3 for epsilon in epsilons]
+        assert Recorded.running is not before, "a graph was replayed"
 
 
 def test_heads_above_epsilon_are_read_again_before_the_token_is_drawn() -> None:

@@ -65,8 +65,9 @@ class IndexedTwins(Twins):
         source: RingCopy | None = None,
         pages: tuple[int, ...] | None = None,
         shared: int = 0,
+        epsilon: float | None = None,
     ) -> None:
-        write = RingWrite(slot, self.part.id, ring, self.reading, source, pages, shared)
+        write = RingWrite(slot, self.part.id, ring, self.reading, source, pages, shared, epsilon=epsilon)
         self.offloading.launch(StepPlan(ring_writes=[write])).collect()
 
     @property

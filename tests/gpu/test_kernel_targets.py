@@ -683,12 +683,12 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
         found = join_parts(work, numbers, wanted, step, layout, (rows, shape.num_heads, shape.dim), counts)
         own_specs = {
             name: spec
-            if name in ("of_rings", "exceeds", "is_over", "factor")
+            if name in ("of_rings", "exceeds", "is_over", "limits", "factor")
             else ArraySpec(spec.shape[1:], spec.dtype)
             for name, spec in report_arrays(shape, 1, rings).items()
         }
         report = Report(**_empty_arrays(own_specs))
-        report_errors(query, found, found, work, report, step, layout, 0.1)
+        report_errors(query, found, found, work, report, step, layout)
         read_again(query, found, own, work, report, step, layout)
 
 

@@ -10,10 +10,12 @@ from gpu.methods.indexed.reporting import (
     BOUND,
     ESTIMATED,
     HEADS,
+    NO_LIMIT,
     OVER,
     READ,
     READ_MASS,
     ROUNDING,
+    STEPS_OVER,
     Report,
     new_report,
     report_errors,
@@ -42,8 +44,9 @@ def report_step(stand: Stand, query: torch.Tensor, near: Partial, report: Report
     found = stand.step(query, near.lse, TOKENS, budget)
     found = Partial(found.out, found.lse + np.log(rest_times))
     numbers = [torch.tensor(own, dtype=torch.int32, device=query.device) for own in ([-1, 1], [0, TOKENS], [0] * 4)]
-    layer = report.layer(1)
-    report_errors(query, near, found, stand.work, layer, RingStep(*numbers), stand.layout, epsilon)
+    report.limits[1] = NO_LIMIT if epsilon is None else epsilon
+    report.is_over.zero_()
+    report_errors(query, near, found, stand.work, report.layer(1), RingStep(*numbers), stand.layout)
     return merge(near, found)
 
 
@@ -97,9 +100,10 @@ def test_budgets_halve_again_once_bounds_are_far_below_epsilon(device: str) -> N
     query, resident = draw_query(stand, device)
     near, report = near_of(query, resident), new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
     report.factor.fill_(1.0)
-    worst = None
+    worst, num_over = None, 0
     for epsilon, doublings in ((1e-4, 1), (1e-4, 2), ("near", 2), (100.0, 1), (100.0, 0), (100.0, 0)):
         report_step(stand, query, near, report, 1.2 * worst if epsilon == "near" else epsilon)
+        num_over += int(report.is_over[1])
         worst = float(report.error[1, KV_HEADS:].amax(1).min())
         own = report.doublings[1, KV_HEADS:].tolist()
         assert own == [doublings] * KV_HEADS or epsilon == "near"
@@ -108,7 +112,9 @@ def test_budgets_halve_again_once_bounds_are_far_below_epsilon(device: str) -> N
             assert doublings in own
             report.doublings[1, KV_HEADS:] = doublings
     assert int(report.of_layers[1, OVER]) >= 2 * KV_HEADS * 3
-    assert report.is_over.tolist() == [0, 1]
+    assert report.is_over.tolist() == [0, 0, 0], "of the last step"
+    assert report.of_rings[:, STEPS_OVER].tolist() == [0, num_over], "steps, not heads"
+    assert 2 <= num_over < 6
 
 
 @pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])

@@ -120,6 +120,25 @@ def test_a_profile_that_cannot_draft_is_refused(composition: dict[str, object], 
         resolve_profiles({"fast": Composition.model_validate(composition)}, HostConfig())
 
 
+@pytest.mark.parametrize(
+    ("composition", "why"),
+    [
+        ({"host": "indexed"}, ""),
+        ({"host": {"method": "indexed", "errors": {"epsilon": 0.1}}}, ""),
+        ({"host": {"method": "indexed", "errors": {"audit_steps": 0}}}, "has no audits, by which bounds are set"),
+        ({"host": "indexed", "draft": {}}, "has drafts, and budgets would follow errors of tokens that are not drawn"),
+        ({"host": "offloaded"}, "bounds no error of a step"),
+        ({"host": "sampled"}, "bounds no error of a step"),
+    ],
+)
+def test_a_profile_takes_a_requests_epsilon_only_where_an_index_is_audited(
+    composition: dict[str, object], why: str
+) -> None:
+    profile = resolve_profiles({"own": Composition.model_validate(composition)}, HostConfig())["own"]
+    assert profile.why_no_epsilon.startswith(why)
+    assert bool(profile.why_no_epsilon) is bool(why)
+
+
 def test_verified_is_there_where_somebody_names_it() -> None:
     assert "verified" not in resolve_profiles({}, HostConfig())
     assert "name it as scheduler.default_profile" in why_unknown("verified", ["exact"])

@@ -160,6 +160,7 @@ class FakeEngine:
             vocab_size=VOCAB, num_layers=12, max_context_tokens=context, profiles=profiles, default_profile="exact",
             num_pages=self.num_pages, page_tokens=PAGE, device="fake", load_seconds=0.1,
             contexts_folder=str(self.settings.get("contexts", "")),
+            without_epsilon={"narrow": "bounds no error of a step"} if profiles is PROFILES else {},
         ))  # fmt: skip
 
     def run(self) -> None:

@@ -315,6 +315,19 @@ async def test_a_profile_of_host_memory_is_refused_where_there_is_none(live):
     assert error["param"] == "attention_profile"
 
 
+async def test_an_error_that_is_too_large_is_named_only_beside_a_profile_that_bounds_its_errors(live):
+    body = {"prompt": "a", "max_tokens": 2, "attention_epsilon": 0.05}
+    assert (await live.http.post(COMPLETION, json=body)).status_code == 200
+    error = error_of(await live.http.post(COMPLETION, json=body | {"attention_profile": "narrow"}))
+    assert error["param"] == "attention_epsilon"
+    assert error["message"].startswith(
+        "attention_epsilon: got 0.05, and profile 'narrow' bounds no error of a step; leave it out, or name as "
+        "attention_profile one of exact, slow"
+    )
+    error = error_of(await live.http.post(COMPLETION, json=body | {"attention_epsilon": 0}))
+    assert error["message"] == "attention_epsilon: got 0, wanted above 0 to 1000"
+
+
 async def test_each_profile_has_a_longest_context_of_its_own(live):
     body = {"prompt": [7] * 90, "temperature": 0, "max_tokens": 20}
     assert (await live.http.post(COMPLETION, json=body)).status_code == 200

@@ -83,12 +83,13 @@ async def test_every_option_of_a_body_reaches_the_engine_under_its_own_name(toke
         "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5,
         "presence_penalty": 0.75, "frequency_penalty": -0.75, "seed": 11,
     }  # fmt: skip
-    call = Call(tokenizer, [[1, 2, 3]], **given, logit_bias={"5": -2.0}, min_tokens=4, attention_profile="narrow")
+    call = Call(tokenizer, [[1, 2, 3]], **given, logit_bias={"5": -2.0}, min_tokens=4, attention_profile="narrow",
+                attention_epsilon=0.5)  # fmt: skip
     await call.generation.submit(3, 2, "prompt")
     (request,) = call.engine.requests
     assert request.sampling == SamplingParams(**given, logit_bias={5: -2.0}, num_logprobs=3, num_prompt_logprobs=2)
     assert (request.prompt_token_ids, request.max_tokens, request.min_tokens) == ([1, 2, 3], 16, 4)
-    assert (request.attention_profile, request.cache_salt) == ("narrow", "salt")
+    assert (request.attention_profile, request.epsilon, request.cache_salt) == ("narrow", 0.5, "salt")
 
 
 async def test_what_a_body_leaves_out_is_openais_default_and_a_seed_nobody_knows(tokenizer: Tokenizer) -> None:

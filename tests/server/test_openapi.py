@@ -89,6 +89,7 @@ LIMITS = BodyLimits(
     max_tokenize_items=1024,
     max_sequences=10,
     profiles=("exact",),
+    takes_epsilon=True,
     vocab_size=100,
     max_context_tokens=256,
     has_documents=True,

@@ -39,7 +39,7 @@ COUNTERS = {
     ),
     "index_read_mass": Counter("of it, those of offloaded tokens that were read exactly", by_layer=True),
     "index_bound": Counter("millionths of relative error that these heads' bounds were, summed", by_layer=True),
-    "index_heads_over": Counter("of these heads, those whose bound was above errors.epsilon", by_layer=True),
+    "index_heads_over": Counter("of these heads, those whose bound was above epsilon", by_layer=True),
     "index_audited_heads": Counter("of these heads, those whose true error was found, by reading all", by_layer=True),
     "index_audit_error": Counter("millionths of relative error that theirs were, summed", by_layer=True),
     "index_audit_beyond": Counter("of these, those whose error was above its bound", by_layer=True),
@@ -53,7 +53,7 @@ FIGURES = {
     "index_heads": RequestFigure("query heads that read by index, over layers and steps"),
     "index_estimated_mass": RequestFigure("millionths of the softmax that were estimated, summed over these heads"),
     "index_read_mass": RequestFigure("of it, those of offloaded tokens that were read exactly"),
-    "index_steps_over": RequestFigure("steps with a head whose bound was above errors.epsilon"),
+    "index_steps_over": RequestFigure("steps with a head whose bound was above epsilon"),
     "index_audited_heads": RequestFigure("of these heads, those whose true error was found, by reading all"),
     "index_audit_error": RequestFigure("millionths of relative error that theirs were, summed"),
 }
@@ -139,7 +139,8 @@ def report_arrays(architecture: Architecture, num_layers: int, num_rings: int) -
         "of_layers": ArraySpec((num_layers, NUM_OF_LAYERS), "int64"),
         "of_rings": ArraySpec((num_rings, NUM_OF_RINGS), "int64"),
         "exceeds": ArraySpec((places,), "int32"),
-        "is_over": ArraySpec((num_rings,), "int32"),
+        "is_over": ArraySpec((num_rings + 1,), "int32"),
+        "limits": ArraySpec((num_rings,), "float32"),
         "factor": ArraySpec((num_layers,), "float32"),
     }
 
@@ -207,6 +208,9 @@ class Indexed(RingMethod):
         if settings.epsilon is not None:
             return "with `errors.epsilon` budgets would follow errors of tokens that are not drawn"
         return ""
+
+    def why_no_epsilon(self, settings: Any) -> str:
+        return "" if settings.errors.audit_steps else "has no audits, by which bounds are set (errors.audit_steps: 0)"
 
     def takes_ring_late(self, settings: Any) -> bool:
         return bool(settings.resident == "full")

@@ -36,9 +36,9 @@ from gpu.methods.indexed.layer_step import new_aside, read_scored
 from gpu.methods.indexed.reporting import (
     BOUND,
     GENERATION,
+    NO_LIMIT,
     OVER,
     READ_MASS,
-    STEPS_OVER,
     new_report,
     report_errors,
 )
@@ -115,6 +115,8 @@ class Indexed(RingSide):
         generation = self.upkeep.assign(write)
         self._report.of_rings[write.ring].fill_(0)
         self._report.of_rings[write.ring, GENERATION].fill_(generation)
+        epsilon = self.settings.epsilon if write.epsilon is None else write.epsilon
+        self._report.limits[write.ring].fill_(NO_LIMIT if epsilon is None else epsilon)
         super().assign(write)
 
     def grow(self, growth: RingGrowth) -> None:
@@ -215,7 +217,7 @@ class Indexed(RingSide):
             read_scored(query, layer, work, step, self._layout, counts, pages, self._asides[reads.skips])
             found = join_parts(work, rings, wanted, step, self._layout, (rows, heads, dim), counts)
             reads.fetched.append(found)
-            report_errors(query, near, found, work, report, step, self._layout, self.settings.epsilon)
+            report_errors(query, near, found, work, report, step, self._layout)
             if self.settings.on_exceed == "reread":
                 read_again(query, found, layer, work, report, step, self._layout)
 
@@ -230,14 +232,6 @@ class Indexed(RingSide):
         num_tokens = own.num_tokens[:, None]
         read = torch.where(is_own & (num_tokens > 0), num_read, 0)
         return {Owner.FETCHED: read, Owner.ESTIMATED: torch.where(is_own, num_tokens, 0) - read}
-
-    def finish(self, rows: StepRows) -> None:
-        own = self._of_rows.get(rows)
-        if self.settings.epsilon is not None and own is not None:
-            rings, is_over = own.rings.clamp_min(0), self._report.is_over
-            over = torch.where(own.rings >= 0, is_over[rings], 0)  # steps of other rings may run side by side
-            self._report.of_rings[:, STEPS_OVER].index_add_(0, rings, over.long())
-            is_over.index_add_(0, rings, -over)
 
     def end_step(self) -> None:
         for to, counts in zip(self._told, (self._counts, self._report.of_layers, self._report.of_rings), strict=True):
@@ -278,11 +272,11 @@ class Indexed(RingSide):
         """Return what of a step is known by ring, in stream order."""
         rings, num_rings = rows.of_slots(self.ring_of_slot), len(self.upkeep.known)
         of_rows = rows.skips[1] - rows.skips[0]
+        to = torch.where(rings >= 0, rings, num_rings).long()
+        self._report.is_over.index_fill_(0, to, 0)  # not of rings whose steps run side by side
         bounds = is_in_pages = page_slots = None
         if self._pages:
-            in_pages = torch.where(
-                of_rows > 0, 0, self.upkeep.in_pages[torch.where(rings >= 0, rings, num_rings).long()]
-            )
+            in_pages = torch.where(of_rows > 0, 0, self.upkeep.in_pages[to])
             is_in_pages, of_rows = in_pages > 0, of_rows + in_pages
             begin, end = self.upkeep.sink_tokens, self.upkeep.sink_tokens + in_pages
             bounds = torch.where(is_in_pages, torch.stack([end.clamp_max(begin), end, end]), rows.skips)
@@ -309,7 +303,5 @@ class Indexed(RingSide):
         budgets = share.clamp_min(settings.least_tokens).clamp_max(settings.budget_tokens).int()
         of_places = budgets[:, None].expand(-1, self._layout.kv_heads).flatten()
         step = RingStep(row_of, num_tokens, of_places, None if page_slots is None else by_ring(page_slots, -1))
-        if settings.epsilon is None:
-            return (step,) * len(self._layers)
-        doubled = (of_places << self._report.doublings).clamp_max(settings.budget_tokens)
+        doubled = (of_places << self._report.doublings).clamp_max(self.index.ids.shape[2])  # slots
         return tuple(replace(step, budgets=of_layer) for of_layer in doubled)

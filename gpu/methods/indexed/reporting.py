@@ -20,7 +20,7 @@ together, such as a common direction of their values' errors. So the bound is th
 layer, which audits set so that 95 % of their true errors lie below it (`auditing`).
 
 A KV head of which some query head's bound is above epsilon has its budget doubled for the next step, and halved again
-once all are below half of epsilon.
+once all are below half of epsilon. Each ring has an epsilon of its own, so one graph serves requests with any.
 """
 
 from dataclasses import dataclass, fields
@@ -40,6 +40,7 @@ from transfer.allocation import allocate_all
 from transfer.partial import Partial, merge
 
 ROUNDING = 2.0**-9  # of an output in bfloat16, relative
+NO_LIMIT = torch.finfo(torch.float32).max  # of errors
 MOST_DOUBLINGS = 7  # the largest budget is so many doublings above the smallest
 READ_MASS, BOUND, OVER = range(3)  # of `Report.of_layers`
 HEADS, ESTIMATED, READ, STEPS_OVER, GENERATION = range(5)  # of `Report.of_rings`
@@ -48,6 +49,7 @@ _SPLIT, _MASS_UNIT = tl.constexpr(SPLIT_TOKENS), tl.constexpr(MASS_UNIT)
 _ROUNDING, _MOST_DOUBLINGS = tl.constexpr(ROUNDING), tl.constexpr(MOST_DOUBLINGS)
 _READ_MASS, _BOUND, _OVER = tl.constexpr(READ_MASS), tl.constexpr(BOUND), tl.constexpr(OVER)
 _HEADS, _ESTIMATED, _READ = tl.constexpr(HEADS), tl.constexpr(ESTIMATED), tl.constexpr(READ)
+_STEPS_OVER = tl.constexpr(STEPS_OVER)
 _OF_RINGS = tl.constexpr(5)
 
 
@@ -62,7 +64,8 @@ class Report:
 
     For all layers: of_rings: int64 `[rings, NUM_OF_RINGS]`, sums since a ring was assigned for the GENERATION-th time.
     exceeds: int32 `[places]`, whether a bound of the layer that was reported last is above epsilon. is_over: int32
-    `[rings]`, whether a bound of the present step is above epsilon.
+    `[rings + 1]`, whether a bound of the present step is; the last is of rows without a ring. limits: float32
+    `[rings]`, epsilon, or NO_LIMIT.
     """
 
     queries: Tensor
@@ -75,25 +78,27 @@ class Report:
     of_rings: Tensor
     exceeds: Tensor
     is_over: Tensor
+    limits: Tensor
     factor: Tensor
 
     def layer(self, place: int) -> "Report":
-        whole = ("of_rings", "exceeds", "is_over")
+        whole = ("of_rings", "exceeds", "is_over", "limits")
         own = {each.name: getattr(self, each.name) for each in fields(Report)}
         return Report(**{name: one if name in whole else one[place] for name, one in own.items()})
 
 
 def new_report(shape: Architecture, num_layers: int, num_rings: int, device: torch.device) -> Report:
-    """Return a report of nothing."""
-    return Report(**allocate_all(report_arrays(shape, num_layers, num_rings), device))
+    """Return a report of nothing, without a limit."""
+    report = Report(**allocate_all(report_arrays(shape, num_layers, num_rings), device))
+    report.limits.fill_(NO_LIMIT)
+    return report
 
 
 def report_errors_reference(query: Tensor, near: Partial, found: Partial, work: Work, report: Report, step: RingStep,
-                            layout: Layout, epsilon: float | None) -> None:  # fmt: skip
+                            layout: Layout) -> None:  # fmt: skip
     """Compute `report_errors` in plain torch."""
     group, dim = group_shape(query, layout.kv_heads)
     answer, factor = merge(near, found), float(report.factor)
-    limit = torch.inf if epsilon is None else epsilon
     for ring, row in enumerate(step.rows.tolist()):
         if row < 0 or not int(step.num_tokens[ring]):
             continue
@@ -109,6 +114,7 @@ def report_errors_reference(query: Tensor, near: Partial, found: Partial, work: 
             report.out[place], report.error[place] = answer.out[row, heads], error
             estimated = work.rest_mass[place].sum(0) * of_total
             read = ((found.lse[row, heads] - own_lse).exp() - estimated).clamp_min(0.0)
+            limit = float(report.limits[ring])
             is_over = factor * error > limit
             report.of_layers[READ_MASS] += (read * MASS_UNIT).long().sum()
             report.of_layers[BOUND] += (factor * error * MASS_UNIT).long().sum()
@@ -118,6 +124,7 @@ def report_errors_reference(query: Tensor, near: Partial, found: Partial, work: 
             report.of_rings[ring, READ] += (read * MASS_UNIT).long().sum()
             report.exceeds[place] = int(is_over.any())
             if bool(is_over.any()):
+                report.of_rings[ring, STEPS_OVER] += 1 - report.is_over[ring]
                 report.is_over[ring] = 1
                 report.doublings[place] = min(int(report.doublings[place]) + 1, MOST_DOUBLINGS)
             elif bool((factor * error < limit / 2).all()):
@@ -127,8 +134,8 @@ def report_errors_reference(query: Tensor, near: Partial, found: Partial, work: 
 @triton.jit
 def _report_kernel(
     query, near_out, near_lse, found_out, found_lse, total_lse, rest_mass, rest_square, rows, num_tokens,
-    queries, kept_out, kept_lse, outs, errors, doublings, of_layers, of_rings, exceeds, is_over, factor, row_stride,
-    splits, scale, limit,
+    queries, kept_out, kept_lse, outs, errors, doublings, of_layers, of_rings, exceeds, is_over, limits, factor,
+    row_stride, splits, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -170,6 +177,7 @@ def _report_kernel(
     bound = tl.where(is_head, error * tl.load(factor), 0.0)
     read = tl.where(is_head, tl.maximum(of_found / sums - mass, 0.0), 0.0)
     mass = tl.where(is_head, mass, 0.0)
+    limit = tl.load(limits + ring)
     num_over = tl.sum((bound > limit).to(tl.int64), 0)
     read_mass, rest = tl.sum((read * _MASS_UNIT).to(tl.int64), 0), tl.sum((mass * _MASS_UNIT).to(tl.int64), 0)
     tl.atomic_add(of_layers + _READ_MASS, read_mass, sem="relaxed")
@@ -182,21 +190,22 @@ def _report_kernel(
     before = tl.load(doublings + place)
     tl.store(exceeds + place, (num_over > 0).to(tl.int32))
     if num_over > 0:
-        tl.store(is_over + ring, 1)
+        is_first = tl.atomic_max(is_over + ring, 1, sem="relaxed") == 0
+        tl.atomic_add(sums_of_ring + _STEPS_OVER, is_first.to(tl.int64), sem="relaxed")
         tl.store(doublings + place, tl.minimum(before + 1, _MOST_DOUBLINGS))
     elif tl.max(bound, 0) < limit / 2:
         tl.store(doublings + place, tl.maximum(before - 1, 0))
 
 
 def report_errors(query: Tensor, near: Partial, found: Partial, work: Work, report: Report, step: RingStep,
-                  layout: Layout, epsilon: float | None) -> None:  # fmt: skip
-    """Note one layer's errors of rows with a ring.
+                  layout: Layout) -> None:  # fmt: skip
+    """Note one layer's errors of rows with a ring; above a ring's limit they are counted, and budgets double.
 
-    query: `[rows, heads, dim]`; near: what is resident; found: what `join_parts` returned; report: of the layer;
-    epsilon: above which bounds are counted and budgets double, None: nowhere.
+    query: `[rows, heads, dim]`; near: what is resident; found: what `join_parts` returned; report: of the layer, whose
+    `is_over` is 0 before the step's first layer.
     """
     if not runs_on_triton(work.logits):
-        report_errors_reference(query, near, found, work, report, step, layout, epsilon)
+        report_errors_reference(query, near, found, work, report, step, layout)
         return
     group, dim = group_shape(query, layout.kv_heads)
     splits = work.rest_mass.shape[1]
@@ -204,8 +213,7 @@ def report_errors(query: Tensor, near: Partial, found: Partial, work: Work, repo
         query, near.out.contiguous(), near.lse.contiguous(), found.out, found.lse, work.total_lse, work.rest_mass,
         work.rest_square, step.rows, step.num_tokens, report.queries, report.near_out, report.near_lse, report.out,
         report.error, report.doublings, report.of_layers, report.of_rings, report.exceeds, report.is_over,
-        report.factor, query.stride(0), splits, dim * NUMBER_SQUARE[layout.value_bits],
-        torch.finfo(torch.float32).max if epsilon is None else epsilon,
+        report.limits, report.factor, query.stride(0), splits, dim * NUMBER_SQUARE[layout.value_bits],
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group), DIM=dim,
         WIDE=triton.next_power_of_2(dim), SPLITS=triton.next_power_of_2(splits), num_warps=4,
     )  # fmt: skip

@@ -20,7 +20,8 @@ class IndexErrors(Settings):
         None,
         gt=0,
         description="a KV head whose bound of a head's relative error is larger reads twice as much at the next step, "
-        "up to `budget_tokens`, and steps with such a head are counted; default: none",
+        "up to `budget_tokens`, and steps with such a head are counted; default: none. A request may have its own: "
+        "`attention_epsilon`",
     )
     on_exceed: Literal["report", "reread"] = Field(
         "report",

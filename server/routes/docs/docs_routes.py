@@ -79,6 +79,7 @@ def _limits_of(service: Service, model_ids: Sequence[str]) -> BodyLimits:
         max_tokenize_items=service.max_tokenize_items,
         max_sequences=service.max_sequences,
         profiles=() if ready is None else tuple(ready.profiles),
+        takes_epsilon=ready is None or not ready.without_epsilon.keys() >= ready.profiles.keys(),
         vocab_size=None if ready is None else ready.vocab_size,
         max_context_tokens=None if ready is None else ready.max_context_tokens,
         has_documents=service.documents is not None,

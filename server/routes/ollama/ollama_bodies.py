@@ -9,7 +9,7 @@ import msgspec
 
 from server.bodies.chat_message import CallId
 from server.bodies.chat_tools import Tool
-from server.bodies.field_table import ATTENTION, OWN_TEMPLATE, STOP, TEXT_ONLY, TOOL, WHOLE_HISTORY
+from server.bodies.field_table import ATTENTION, DECODING, OWN_TEMPLATE, STOP, TEXT_ONLY, TOOL, WHOLE_HISTORY
 from server.bodies.fields import Each, Fields, Rule, does, no_effect, refused, served
 from server.bodies.generation_bodies import MAX_STOP_STRINGS, CacheSalt
 from server.bodies.keep_alive import KeepAlive
@@ -69,6 +69,7 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     options: Options | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     attention_profile: str | None = None
+    attention_epsilon: float | None = None
     cache_salt: CacheSalt | None = None
     keep_alive: KeepAlive | None = None
     priority: int | None = None
@@ -158,7 +159,7 @@ _OLLAMA: dict[str, Rule] = {
     **served("stream", "format", "think"),
     **does("its name, with or without `:latest`; none: the one that is served", "model"),
     "options": OPTIONS,
-    **ATTENTION,
+    **DECODING,
     **no_effect(_CUT, "truncate", "shift"),
     **refused(_LOGPROBS, "logprobs", at=(False,)),
     **refused(_LOGPROBS, "top_logprobs", at=(0,)),

@@ -78,7 +78,8 @@ def _take_shared(body: OllamaBody, to: GenerationBody) -> None:
     to.temperature, to.top_k, to.top_p, to.min_p = options.temperature, options.top_k, options.top_p, options.min_p
     to.seed, to.stop, to.repetition_penalty = options.seed, options.stop, options.repeat_penalty
     to.presence_penalty, to.frequency_penalty = options.presence_penalty, options.frequency_penalty
-    to.attention_profile, to.cache_salt = body.attention_profile, body.cache_salt
+    to.attention_profile, to.attention_epsilon = body.attention_profile, body.attention_epsilon
+    to.cache_salt = body.cache_salt
     to.priority, to.max_seconds = body.priority, body.max_seconds
     if isinstance(body.format, dict):
         to.response_format = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=body.format))
