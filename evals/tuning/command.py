@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evals.cells import CHOOSING_SEED
-from evals.options import Device, Json, Seed, Text, one_line_errors, parse_numbers
+from evals.cells import CHOOSING_SEED, Cell, PromptSettings
+from evals.options import Device, Json, Seed, Text, one_line_errors, parse_numbers, parse_tasks
 from evals.score_rows import Row
 
 if TYPE_CHECKING:
@@ -160,15 +160,21 @@ def indexed(
     context: Annotated[int, typer.Option(min=256, help="tokens of each text that is measured")] = 4096,
     steps: Annotated[int, typer.Option(min=8, help="of these, tokens at its end that are decoded")] = 64,
     samples: Annotated[int, typer.Option(min=1, help="texts")] = 2,
+    names: Annotated[str, typer.Option("--tasks", help="whose score is measured as well, commas between; empty: "
+                                       "none")] = "niah_single_2,niah_multikey_1,niah_multivalue",
+    prompts: Annotated[int, typer.Option(min=1, help="of each task, at most")] = 8,
+    seconds: Annotated[float, typer.Option(min=0, help="for tasks, which end after so long with what is "
+                                           "finished")] = 120.0,
     text: Text = [],  # noqa: B006
     seed: Seed = CHOOSING_SEED,
     device: Device = "auto",
     json_path: Json = None,
 ) -> None:  # fmt: skip
-    """Choose bits and budget of the index of `host: indexed`: the fewest bytes within a KL of the next token.
+    """Choose bits and budget of the index of `host: indexed`: the fewest bytes within a KL of the next token, and
+    without a certain loss of tasks.
 
-    Prints bytes, the error of attention and the KL of each setting along the same tokens as full attention, and the
-    lines of the configuration.
+    Prints bytes, the error of attention, the KL of each setting along the same tokens as full attention, its score on
+    tasks beside full attention's, and the lines of the configuration.
     """
     with one_line_errors():
         import torch
@@ -177,29 +183,38 @@ def indexed(
         from evals.forward import load_decoder
         from evals.report.document import finite, write_document
         from evals.report.table import open_console
+        from evals.run import form_of
         from evals.session import progress_bar, resolve_device
+        from evals.stopping import stopping
         from evals.tasks.text import text_source
         from evals.tokenizer import load_tokenizer
         from evals.tuning.index import KEPT, choose_index, make_grid, measure_index
+        from evals.tuning.index_tasks import add_scores, describe_gate, run_tasks
 
+        tasks = parse_tasks(names)
         folder = model if model.exists() else MODELS / model
         bits = parse_numbers("--key-bits", key_bits), parse_numbers("--value-bits", value_bits)
         grid = make_grid(*bits, [float(share) for share in shares.split(",")])
         on = resolve_device(device)
         decoder = load_decoder(folder, torch.device(on), torch.bfloat16 if on.startswith("cuda") else torch.float32)
-        prompts = text_prompts(load_tokenizer(folder), text_source(tuple(text), {}), context, samples, seed)
+        texts = text_prompts(load_tokenizer(folder), text_source(tuple(text), {}), context, samples, seed)
         with progress_bar(len(grid), "settings") as advance:
-            rows = measure_index(decoder, prompts, grid, steps, advance)
+            rows = measure_index(decoder, texts, grid, steps, advance)
+        with progress_bar(prompts if tasks else 0, "prompts of each task") as advance, stopping(seconds) as stop:
+            settings = PromptSettings(folder, form_of(folder), seed, tuple(text))
+            cells = [Cell(name, context, prompts, (), 0) for name in tasks]
+            rows = add_scores(rows, run_tasks(decoder, cells, settings, grid, stop, advance))
         print_index(rows, open_console())
         configuration = {
             "model": str(folder), "context": context, "steps": steps, "samples": samples, "kl": kl, "device": on,
-            "text": [str(path) for path in text],
+            "text": [str(path) for path in text], "tasks": tasks, "prompts": prompts, "seconds": seconds,
         }  # fmt: skip
         if json_path is not None:
             write_document(json_path, finite({"configuration": configuration, "seeds": {"text": seed}, "rows": rows}))
         chosen = choose_index(rows, kl)
-        print(f"fewest bytes within a KL of {kl:g}: {chosen['bytes']:.1%} of all keys and values, error "
-              f"{chosen['error']:.1%}, KL {chosen['kl']:.4f}")  # fmt: skip
+        print(f"fewest bytes: {chosen['bytes']:.1%} of all keys and values, error {chosen['error']:.1%}, KL "
+              f"{chosen['kl']:.4f}")  # fmt: skip
+        print(f"gate: {describe_gate(chosen, kl, tasks)}")
         words = ", ".join(f"{name}: {chosen[name]:g}" for name in KEPT)
         print(f"profiles:\n  indexed:\n    host: {{method: indexed, {words}}}")
 
@@ -207,15 +222,16 @@ def indexed(
 def print_index(rows: list[Row], console: "Console") -> None:
     from rich.table import Table
 
-    from evals.report.table import percent
+    from evals.report.table import percent, with_range
 
-    table = Table(
-        "key bits", "value bits", "budget", "index, bytes a token", "bytes read", "error", "worst layer", "KL"
-    )
+    table = Table("key bits", "value bits", "budget", "index, bytes a token", "bytes read", "error", "worst layer",
+                  "KL", "tasks: exact", "by index", "difference")  # fmt: skip
     for row in rows:
         table.add_row(str(row["key_bits"]), str(row["value_bits"]), f"{row['budget_share']:.2%}",
                       f"{row['index_bytes']:g}", f"{row['bytes']:.1%}", percent(row["error"]),
-                      f"{percent(row['worst_error'])} ({row['worst_layer']})", f"{row['kl']:.4f}")  # fmt: skip
+                      f"{percent(row['worst_error'])} ({row['worst_layer']})", f"{row['kl']:.4f}",
+                      with_range(row["task_exact"], None, None, ""), with_range(row["task_score"], None, None, ""),
+                      with_range(row["task_difference"], row["task_low"], row["task_high"], "+"))  # fmt: skip
     console.print(table)
 
 

@@ -38,8 +38,7 @@ def measure_index(
     and `kl` of the next token in nats. `advance` is called after each setting.
     """
     shape, rows = decoder.architecture, []
-    token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.dim  # as `LayerIndex` has them
-    at_once = max(1, MOST_INDEX_BYTES // (token_bytes * sum(map(len, prompts))))
+    at_once = count_at_once(decoder, sum(map(len, prompts)))
     for begin in range(0, len(grid), at_once):
         methods = {method.label: method for method in grid[begin : begin + at_once]}
         (_, *found), of_layers = compare_methods(decoder, prompts, methods, forced_tokens)
@@ -61,9 +60,16 @@ def measure_index(
     return sorted(rows, key=lambda row: row["bytes"])
 
 
+def count_at_once(decoder: ReferenceDecoder, num_tokens: int) -> int:
+    """Return how many settings are measured behind one prefill of so many tokens."""
+    shape = decoder.architecture
+    token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.dim  # as `LayerIndex` has them
+    return max(1, MOST_INDEX_BYTES // (token_bytes * num_tokens))
+
+
 def choose_index(rows: Sequence[Row], most_kl: float) -> Row:
-    """Return the row of the fewest bytes within a KL; where shares read alike, since the text is short, the largest.
-    Raises ValueError where none is, naming the nearest.
+    """Return the row of the fewest bytes within a KL that does not fail by tasks; where shares read alike, since the
+    text is short, the largest. Raises ValueError where none is, naming the nearest.
     """
     within = [row for row in rows if row["kl"] <= most_kl]
     if not within:
@@ -72,5 +78,11 @@ def choose_index(rows: Sequence[Row], most_kl: float) -> Row:
         raise ValueError(
             f"tune: a KL of {most_kl:g} allowed, the least of these is {best['kl']:.4f} ({words}); raise --kl or give "
             "larger --shares, --key-bits and --value-bits"
+        )
+    within = [row for row in within if not row.get("task_fails")]
+    if not within:
+        raise ValueError(
+            f"tune: a KL of {most_kl:g} allowed, and all settings within it lose too many points on tasks; give larger "
+            "--shares, --key-bits and --value-bits"
         )
     return min(within, key=lambda row: (row["bytes"], -row["budget_share"]))

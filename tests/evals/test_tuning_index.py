@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from evals.cells import Cell, PromptSettings
 from evals.methods.full import Full
 from evals.methods.method import PromptLayer, Step
+from evals.run import Prompt
+from evals.stopping import Stop
+from evals.store import Record
 from evals.tuning.command import app
 from evals.tuning.index import choose_index, make_grid
 from evals.tuning.index_method import Index, index_bytes
+from evals.tuning.index_tasks import add_scores, describe_gate, run_tasks
 from tests.tolerances import METHOD_FLOAT32
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -126,6 +132,67 @@ def test_the_choice_has_the_fewest_bytes_within_the_kl() -> None:
         choose_index(rows, 0.0001)
 
 
+def record(method: str, task: str, number: int, score: float) -> Record:
+    cell = {"method": method, "task": task, "length": 400, "metric": "m", "text": "t", "seed": 0}
+    return Record(f"{method} {task} {number}", cell, f"{task}-{number}", score, "", None, None, {})
+
+
+def records_of(losses: int, num: int, method: str) -> list[Record]:
+    """A task that full attention can do, on which a method loses so many of `num` prompts, and one that it cannot."""
+    pairs = [(number, 1.0, float(number >= losses)) for number in range(num)]
+    strong = [record(name, "a", number, (exact, own)[name != "full"]) for number, exact, own in pairs
+              for name in ("full", method)]  # fmt: skip
+    return strong + [record(name, "weak", number, 0.0) for number in range(num) for name in ("full", method)]
+
+
+def test_a_setting_that_loses_tasks_for_certain_is_not_chosen_and_the_gate_is_told() -> None:
+    small, large = row(0.002, 0.2, 0.001), row(0.02, 0.25, 0.001)
+    labels = [Index(budget_share=one["budget_share"]).label for one in (small, large)]
+    lost = [*records_of(12, 20, labels[0]), *records_of(0, 20, labels[1])[1::2]]
+    scored = add_scores([small, large], lost)
+    assert [one["task_prompts"] for one in scored] == [20, 20], "of the task that full attention can do"
+    assert [one["task_exact"] for one in scored] == [100.0, 100.0]
+    assert [one["task_score"] for one in scored] == pytest.approx([40.0, 100.0])
+    assert scored[0]["task_low"] < scored[0]["task_difference"] < scored[0]["task_high"] < -1
+    chosen = choose_index(scored, 0.003)
+    assert chosen["budget_share"] == 0.02
+    told = describe_gate(chosen, 0.003, ["a", "weak"])
+    assert told.startswith(
+        "a KL of 0.003 at most, and by 20 prompts no loss of tasks above 1 point for certain; so few"
+    )
+    with pytest.raises(ValueError, match="all settings within it lose too many points"):
+        choose_index(scored[:1], 0.003)
+
+
+def test_one_lost_prompt_of_few_is_no_certain_loss_and_without_tasks_the_kl_is_the_gate() -> None:
+    label = Index(budget_share=0.002).label
+    (one,) = add_scores([row(0.002, 0.2, 0.001)], records_of(1, 8, label))
+    assert choose_index([one], 0.003) is one
+    (weak,) = add_scores([row(0.002, 0.2, 0.001)], [each for each in records_of(1, 8, label) if "weak" in each.key])
+    assert weak["task_difference"] is None
+    assert describe_gate(weak, 0.003, ["weak"]).endswith("full attention scores under 20 points on weak")
+    (none,) = add_scores([row(0.002, 0.2, 0.001)], [])
+    assert describe_gate(none, 0.003, []) == "a KL of 0.003 at most, alone: no tasks were asked for"
+
+
+def test_tasks_take_turns_and_end_with_the_time_but_not_before_there_are_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def answer(decoder: object, prompts: Sequence[Prompt], grid: Sequence[Index]) -> dict[str, list[list[int]]]:
+        seen.append([prompt.sample.task for prompt in prompts])
+        return {method: [[5] for _ in prompts] for method in ("full", *(one.label for one in grid))}
+
+    monkeypatch.setattr("evals.tuning.index_tasks._answer", answer)
+    settings = PromptSettings(Path("deploy/models/reference"), "reference", 0, ())
+    for tasks, rounds in ((["niah_single_2", "niah_multikey_1"], 1), (["niah_single_2"], 2)):
+        seen.clear()
+        cells = [Cell(name, 300, 3, (), 0) for name in tasks]
+        told = run_tasks(None, cells, settings, [Index()], Stop(0.0), lambda: None)  # type: ignore[arg-type]
+        assert seen == [tasks] * rounds
+        assert {one.cell["method"] for one in told} == {"full", "indexed"}
+        assert len(told) == 2 * rounds * len(tasks)
+
+
 def test_a_grid_has_bits_that_are_served() -> None:
     assert [(one.key_bits, one.value_bits) for one in make_grid([4, 8], [2], [0.01])] == [(4, 2), (8, 2)]
     with pytest.raises(ValueError, match="key_bits"):
@@ -135,6 +202,7 @@ def test_a_grid_has_bits_that_are_served() -> None:
 def test_the_command_prints_the_curve_and_the_lines_to_paste(tmp_path: Path) -> None:
     out = tmp_path / "tune.json"
     small = ["--context", "400", "--steps", "8", "--samples", "1", "--key-bits", "4", "--value-bits", "2,4"]
+    small += ["--tasks", "niah_single_2", "--prompts", "2"]
     asked = ["indexed", "--model", "reference", *small, "--shares", "0.01", "--kl", "9", "--device", "cpu"]
     result = CliRunner().invoke(app, [*asked, "--json", str(out)])
     assert result.exit_code == 0, result.output
@@ -142,7 +210,11 @@ def test_the_command_prints_the_curve_and_the_lines_to_paste(tmp_path: Path) -> 
     assert [one["value_bits"] for one in rows] == [2, 4]
     assert rows[0]["bytes"] < rows[1]["bytes"]
     assert rows[0]["error"] > rows[1]["error"] > 0
+    assert [one["task_prompts"] for one in rows] == [2, 2]
+    assert all(one["task_low"] <= one["task_difference"] <= one["task_high"] for one in rows)
+    assert rows[0]["task_score"] == pytest.approx(rows[0]["task_exact"] + rows[0]["task_difference"])
+    assert "gate: a KL of 9 at most, and by 2 prompts" in result.output
     assert "host: {method: indexed, key_bits: 4, value_bits: 2, budget_share: 0.01}" in result.output
-    refused = CliRunner().invoke(app, [*asked[:-3], "0", "--device", "cpu"])
+    refused = CliRunner().invoke(app, [*asked[:-3], "0", "--device", "cpu", "--tasks", ""])
     assert refused.exit_code == 1
     assert "raise --kl" in refused.stderr
