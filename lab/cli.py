@@ -4,6 +4,7 @@ import typer
 
 from evals.cli import app as evals
 from lab.kernels.commands import app as kernel
+from lab.quality_lines import quality_lines
 from lab.speed.cpu_decode_command import cpu_decode
 from lab.speed.drafts_command import drafts
 from lab.speed.load_commands import load_simulated, load_timeline
@@ -14,5 +15,6 @@ app = typer.Typer(no_args_is_help=True, help="Measure what the pages and the log
 
 app.add_typer(kernel, name="kernel")
 app.add_typer(evals, name="eval", help="Run `tandem eval` with the methods of the laboratory, too.")
-for command in (cpu_decode, drafts, load_simulated, load_timeline, trace, peers_llama, peers_serve, peers_table):
+for command in (cpu_decode, drafts, load_simulated, load_timeline, trace, peers_llama, peers_serve, peers_table,
+                quality_lines):  # fmt: skip
     app.command()(command)

@@ -4,13 +4,15 @@
 # which `exact` scores 20 or more), `weak` (the others, by KL), `kl` (next tokens behind TEXT and CODE, by budget, beside
 # other methods) and `hard` (needles among needles at 16,000 tokens, by the project's own model); without any, all. `cpu`
 # before them: few and short prompts on the CPU device, to see that all of it runs. SEED (0), LIMIT (seconds of each
-# process, 200) and SETTINGS (of the method, as `:budget_share=0.02`) from outside. All of a context is in host memory,
-# and every step is audited: `index_beyond` of a row is the share of true errors above their bound. `tandem eval judge
-# FOLDER/tasks-*.json FOLDER/weak-*.json` pools prompts.
+# process, 200, but of `kl`, which has no limit), FEW (texts of a length of `kl` and `weak`, 24) and SETTINGS (of the
+# method, as `:budget_share=0.02`) from outside. All of a context is in host memory, and every step is audited. A part
+# ends with a line a row, of which one of `kl` has 48: `KL own` is along what a profile drew itself (its prompt is
+# computed exactly, so its `KL` along the text is 0), `KL` of the others along the text; `beyond` is the share of true
+# errors above their bound. `tandem eval judge FOLDER/tasks-*.json FOLDER/weak-*.json` pools prompts.
 set -uo pipefail
 OUT=${1:-build/published} MODEL=${2:-deploy/models/reference} TEXT=${3:-} CODE=${4:-}
 mkdir -p "$OUT" && rm -f "$OUT/failed"
-parts=("${@:5}") device=cuda lengths=4000,8000 short=4000 long=8000 samples=400 few=24
+parts=("${@:5}") device=cuda lengths=4000,8000 short=4000 long=8000 samples=400 few=${FEW:-24}
 [ "${parts[0]:-}" = cpu ] && device=cpu lengths=1600 short=1600 long=1600 samples=1 few=1 parts=("${parts[@]:1}")
 [ ${#parts[@]} = 0 ] && parts=(tasks weak kl hard)
 seed=${SEED:-0} limit=${LIMIT:-200} method=profile:indexed${SETTINGS:-}
@@ -31,7 +33,7 @@ job() { # name, options
     local status=$? # 3: cut after LIMIT
     [ $status = 0 ] || [ $status = 3 ] || echo "$1 ended with $status: $(tail -n 1 "$OUT/$1.txt")" | tee "$OUT/failed" >&2
 }
-beside() { wait; grep -hE "profile:|quest|vattention|streaming|^error" "$OUT/$1"-*.txt | cut -c1-150; }
+beside() { wait; grep -hE "^error" "$OUT/$1"-*.txt | cut -c1-150; python -m lab quality-lines "$OUT/$1"-*.json; }
 text=(${TEXT:+--text "$TEXT"})
 for part in "${parts[@]}"; do
     case $part in

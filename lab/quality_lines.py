@@ -1,0 +1,55 @@
+"""Print rows of `tandem eval tasks` and `tandem eval fidelity` as short lines, which a log of few characters holds."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+HEAD = ("task or text", "tokens", "method", "prompts", "failed", "score", "difference [95 %]", "KL", "KL own", "keys",
+        "bytes", "beyond")  # fmt: skip
+
+
+def quality_lines(
+    files: Annotated[list[Path], typer.Argument(help="JSON that `tandem eval tasks` or `fidelity` wrote")],
+) -> None:
+    """Print a line a row: scores in points, KL in nats, shares read in per cent.
+
+    `KL`: along the tokens of a text, or of full attention's answer; `KL own`: along those that the method chose itself,
+    where a profile's prompt is computed exactly. `beyond`: per cent of audited heads whose error was above its bound.
+    """
+    rows: list[tuple[str, ...]] = [HEAD]
+    for file in files:
+        if not file.is_file():
+            print(f"{file}: is not there")
+            continue
+        for row in json.loads(file.read_text())["rows"]:
+            line = line_of(row)
+            if line not in rows:  # full attention stands in several files
+                rows.append(line)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print(" ".join(one.ljust(width) for one, width in zip(row, widths, strict=True)).rstrip())
+
+
+def line_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return a row's values as HEAD names them; `-` where there is none."""
+    gap = row.get("difference")
+    return (
+        str(row.get("task") or row.get("text")),
+        str(row["length"]),
+        row["method"].removeprefix("profile:"),
+        str(row.get("samples") or row.get("prompts")),
+        str(row.get("failures", 0)),
+        _told(row.get("score"), 1, 1),
+        "-" if gap is None else f"{gap:+.1f} [{row['difference_low']:+.1f},{row['difference_high']:+.1f}]",
+        _told(row.get("kl"), 1, 4),
+        _told(row.get("kl_generated"), 1, 4),
+        _told(row.get("head_fraction"), 100, 1),
+        _told(row.get("bytes_fraction"), 100, 1),
+        _told(row.get("index_beyond"), 100, 1),
+    )
+
+
+def _told(value: float | None, times: float, digits: int) -> str:
+    return "-" if value is None else f"{times * value:.{digits}f}"
