@@ -6,12 +6,16 @@ import msgspec
 import pytest
 
 from gpu.config import Composition, GpuConfig
+from gpu.model.architecture import load_architecture
 from scheduler.engine.engine import Engine
+from scheduler.engine.load_engine import load_engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
-from scheduler.messages import Delta, EngineRequest
+from scheduler.messages import Delta, EngineRequest, Ready
+from scheduler.planning.engine_memory import plan_engine
 from tests.scheduler.engines import drain, text
-from tests.scheduler.real_model import ask_variously, check_told, load, shallow_config
+from tests.scheduler.real_model import ask_variously, check_told, shallow_config
 from transfer.host_config import HostConfig
+from transfer.machine import probe_machine
 
 INDEX = {"method": "indexed", "min_context_tokens": 0, "rings": 3, "index_tokens": 12_288, "budget_share": 0.05,
          "least_tokens": 16}  # fmt: skip
@@ -20,7 +24,7 @@ MOST = 24
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+def loaded(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Ready]]:
     config = EngineConfig(
         model=shallow_config(),
         gpu=GpuConfig(device=request.param, dtype="float32", kv_cache_gib=0.05, threads=1),
@@ -28,9 +32,20 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         profiles={"by_index": Composition(host=INDEX)},
         scheduler=SchedulerConfig(max_running=8, max_context_tokens=2600),
     )
-    made = load(config)
-    yield made
-    made.shutdown()
+    plan = plan_engine(config, load_architecture(config.model), probe_machine())
+    engine, ready = load_engine(config, plan, lambda *_: None)
+    yield engine, ready
+    engine.shutdown()
+
+
+@pytest.fixture
+def engine(loaded: tuple[Engine, Ready]) -> Engine:
+    return loaded[0]
+
+
+def test_an_engine_says_which_profiles_take_an_epsilon(loaded: tuple[Engine, Ready]) -> None:
+    _, ready = loaded
+    assert ready.profiles.keys() - ready.without_epsilon.keys() == {"by_index"}
 
 
 def ask(number: int) -> EngineRequest:

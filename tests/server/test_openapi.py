@@ -358,3 +358,12 @@ def test_the_document_names_the_models_profiles_and_numbers_of_this_server_once_
         assert fields["attention_profile"].get("enum") == ([None, "exact"] if is_known else None)
         assert fields["stop_token_ids"]["items"].get("maximum") == (99 if is_known else None)
         assert fields["max_tokens"]["maximum"] == (255 if is_known else 2**31 - 1)
+
+
+def test_the_document_allows_an_epsilon_only_where_some_profile_bounds_its_errors():
+    for takes in (True, False):
+        document = build_document(ROUTES, replace(LIMITS, takes_epsilon=takes), has_keys=False)
+        for name in ("ChatBody", "CompletionBody", "MessagesBody", "ResponsesBody", "OllamaChatBody"):
+            schema = document["components"]["schemas"][name]["properties"]["attention_epsilon"]
+            assert (schema.get("exclusiveMinimum") == 0) is takes, name
+            assert (schema.get("enum") == [None]) is not takes, name
