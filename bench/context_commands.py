@@ -78,19 +78,18 @@ def documents(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a deployment with a `documents` section")],
     lengths: Annotated[str, typer.Option(help="tokens of prompts, with commas")] = "6144,16384,32768",
     policies: Annotated[str, typer.Option(help="names with spaces between; settings as a3:select_layer=5")] =
-        "a3:select_layer=5,seam_tokens=1 a3 cacheblend legolink pie",
+        "a3:select_layer=5,seam_tokens=1 a3 pie",
     places: Annotated[str, typer.Option(help="where chunks are: memory, memory again (once a prompt has read them "
                                         "from files), page cache, disk")] = "memory,page cache,disk",
     ratio: Annotated[float, typer.Option(min=0, max=1, help="of all tokens, computed again")] = 0.15,
     repeats: Annotated[int, typer.Option(min=1, help="prompts of each kind")] = 3,
-    keep: Annotated[int, typer.Option(min=0, help="tokens of a context whose steps are timed beside all; 0: not")] = 0,
     profile: Annotated[str | None, typer.Option(help="whose prefill of what is computed in full is timed")] = None,
     seconds: Annotated[float | None, typer.Option(min=1, help="nothing new is measured after so long")] = None,
     json_file: JsonFile = None,
 ) -> None:  # fmt: skip
     """Time the first token of prompts whose documents are stored, by policy and by where their chunks are.
 
-    The first policy also has a conversation's next turn timed and, with --keep, decode steps of a part of its context.
+    The first policy also has a conversation's next turn timed.
     """
     from bench.benchmark_rows import report
     from bench.documents import SHORTEST_TOKENS, DocumentsBenchmark, run_documents_benchmark
@@ -109,8 +108,7 @@ def documents(
     if sizes[0] < SHORTEST_TOKENS:
         raise typer.BadParameter(f"got {sizes[0]}; wanted at least {SHORTEST_TOKENS}", param_hint="--lengths")
     benchmark = DocumentsBenchmark(
-        sizes, tuple(policies.split()), asked, ratio, repeats, keep,  # type: ignore[arg-type]
-        profile, seconds,
+        sizes, tuple(policies.split()), asked, ratio, repeats, profile, seconds,  # type: ignore[arg-type]
     )  # fmt: skip
     try:
         with failures_told():

@@ -2,10 +2,9 @@
 
 Chunks of 512 random tokens in an order of their own each time, text in front and a question behind. They are read from
 host memory, from the page cache, or from the disk (dropped from the page cache before). Beside that: the choice of
-tokens alone, a conversation's next turn, a profile's prefill of what is computed in full, and decode steps of prompts
-that keep a part of their cells. Gate: `pie` of one chunk behind nothing draws what a whole prefill draws, on the model
-that is timed. Floor: FLOPs of what is computed, or rows over the link, the larger; of steps, weights and rows read.
-What is most wanted comes first, and nothing new begins when the time is over.
+tokens alone, a conversation's next turn, and a profile's prefill of what is computed in full. Gate: `pie` of one chunk
+behind nothing draws what a whole prefill draws, on the model that is timed. Floor: FLOPs of what is computed, or rows
+over the link, the larger. What is most wanted comes first, and nothing new begins when the time is over.
 """
 
 import math
@@ -13,15 +12,13 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import torch
 from rich.console import Console
 
-from bench.benchmark_rows import Row, Timing, announce, measure, require, summarise
+from bench.benchmark_rows import Row, announce, measure, require, summarise
 from bench.documents_floors import drop_from_page_cache, fused_cost, plan_bench_prompt
 from bench.engine_patches import forget_chunks
 from bench.rates import device_name, measure_device_rates, measure_host_matmul
@@ -38,12 +35,10 @@ from scheduler.planning.engine_memory import plan_engine
 from scheduler.planning.step_bytes import StepBytes
 from server.deployment import Deployment
 from transfer.chunks.chunk_store import ChunkStore
-from transfer.machine import GIB, probe_machine
+from transfer.machine import probe_machine
 
 CHUNK_TOKENS, FRONT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 512, 32, 64, 16
 SHORTEST_TOKENS = FRONT_TOKENS + CHUNK_TOKENS + QUESTION_TOKENS
-STEPS, MOST_STEPS = 32, 512
-"""Decode steps that are timed, and those that the first of several prompts may take until the last one runs, too."""
 EXACT = "exact"
 GREEDY = SamplingParams(temperature=0.0)
 Place = Literal["memory", "memory again", "page cache", "disk"]
@@ -55,7 +50,7 @@ Times = tuple[float, float, float]
 class DocumentsBenchmark:
     """The settings of `tandem bench documents`: `lengths` of prompts in tokens; `policies` as `scheduler.fusion_labels`
     names them, the first of which is taken for all but first tokens; `ratio`: of those that have one; times are medians
-    of `repeats`. keep_tokens: of a context, once a prompt is done; 0: not timed. profile: whose prefill is timed beside
+    of `repeats`. profile: whose prefill is timed beside
     `exact`, or None. seconds: no measurement begins later, from the start of all; None: all are made.
     """
 
@@ -64,7 +59,6 @@ class DocumentsBenchmark:
     places: tuple[Place, ...]
     ratio: float
     repeats: int
-    keep_tokens: int
     profile: str | None
     seconds: float | None
 
@@ -153,7 +147,6 @@ class _Bench:
         lengths, places = self._benchmark.lengths, self._benchmark.places
         yield (self.selection_row(length) for length in lengths)
         yield from (self.first_token_rows(length, "memory") for length in lengths)
-        yield from (self.eviction_rows(length) for length in lengths)
         yield from (self.turn_rows(length) for length in lengths)
         for place in [place for place in places if place != "memory"]:
             yield from (self.first_token_rows(length, place) for length in lengths)
@@ -201,49 +194,6 @@ class _Bench:
             times.append(self._first_token([*prompt, *answer, *self._ids(QUESTION_TOKENS)], spans, fusion, EXACT))
         shape, whole = f"{length:,} tokens, memory", self._whole[length][0]
         yield self._row(f"{label}, next turn", shape, _of(times[1:]), floor, floor_ms, whole, {"ratio": fusion.ratio})
-
-    def eviction_rows(self, length: int) -> Iterator[Row]:
-        """Decode steps of as many prompts as run at once, with all cells and with those that the question looks at."""
-        label, fusion = self._first
-        step, batch = self._step, self._deployment.scheduler.max_running
-        token_bytes = step.layer_token * step.architecture.num_layers
-        gb_s = self._rates.get("device_stream_gb_s")
-        whole: Row | None = None
-        for kept in (0, self._benchmark.keep_tokens) if self._benchmark.keep_tokens else ():
-            kept_fusion = msgspec.structs.replace(fusion, keep_tokens=kept)
-            timing, used = self._decode(length, kept_fusion, batch)
-            num_bytes = step.weights(batch) + batch * step.device_kv(min(length, kept or length), 0)
-            extras = {"batch": batch, "used_gib": used * self._deployment.gpu.page_tokens * token_bytes / GIB}
-            if whole is not None:
-                extras["freed_gib"] = whole.extras["used_gib"] - extras["used_gib"]
-            row = self._row(
-                f"{label}, steps", f"{batch} x {length:,} tokens, {f'{kept:,}' if kept else 'all'} kept",
-                (timing.ms, timing.p10, timing.p90),
-                "none measured" if gb_s is None else f"{num_bytes / 1e9:.1f} GB at {gb_s:.0f} GB/s",
-                None if gb_s is None else num_bytes / gb_s / 1e6, None if whole is None else whole.ms, extras,
-            )  # fmt: skip
-            self._console.print(f"{row.name}, {row.shape}: {row.ms:.2f} ms, {extras['used_gib']:.2f} GiB in pages",
-                                highlight=False)  # fmt: skip
-            whole = row
-            yield row
-
-    def _decode(self, length: int, fusion: Fusion, batch: int) -> tuple[Timing, int]:
-        """Return milliseconds of a step of so many prompts, and the pages that they hold meanwhile."""
-        waiting = set()
-        for number in range(batch):
-            prompt, spans = self._prompt(length, number)
-            waiting.add(self._submit(prompt, spans, fusion, EXACT, MOST_STEPS))
-        running, times, used = list(waiting), [], 0
-        while len(times) <= STEPS:
-            for delta in self._engine.step():
-                require(delta.finish_reason is None, delta.error or "a stream ended before all were running")
-                waiting.discard(delta.request_id)
-                if not waiting and delta.request_id == running[0]:
-                    times.append(1e3 * time.perf_counter())
-                    used = max(used, self._engine.stats().pages_used)
-        self._engine.cancel(running)
-        self._drain()
-        return summarise([after - before for before, after in pairwise(times)][1:]), used
 
     def _first_token_row(self, label: str, length: int, fusion: Fusion, place: Place, profile: str) -> Row:
         name = label if profile == EXACT else f"{label}, profile {profile}"

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from gpu.fusion.fusion_plan import FusionSettings, get_policy, plan_fused
+from gpu.fusion.fusion_plan import FusionSettings, chooses_tokens, plan_fused
 from gpu.model.architecture import Architecture
 from gpu.step import FusionPlan, PlacedChunk
 from scheduler.messages import Fusion
@@ -22,7 +22,7 @@ def plan_bench_prompt(
     begins = range(front_tokens, front_tokens + num_chunks * chunk_tokens, chunk_tokens)
     chunks = [PlacedChunk(begin, begin + chunk_tokens, key) for begin in begins]
     windows = [spec.window_tokens for spec in model.layers]
-    settings = FusionSettings(fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, 0)
+    settings = FusionSettings(fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens)
     return plan_fused(settings, chunks, 0, num_tokens, num_tokens, windows)
 
 
@@ -41,10 +41,10 @@ def fused_cost(
     rest = layers - full_layers
     num_pairs = plan.num_chosen * num_tokens / 2 + (plan.question_end - plan.question_begin) * num_tokens
     flops += rest * (2.0 * plan.num_computed * model.num_layer_weights + 4.0 * width * num_pairs)
-    looks = get_policy(plan.policy).looks
-    if looks:  # keys and values of all tokens in the layer that looks
+    chooses = chooses_tokens(plan.policy)
+    if chooses:  # keys and values of all tokens in the layer where it does
         flops += 4.0 * num_tokens * model.hidden * model.num_kv_heads * model.dim
-    return flops, (rest - looks) * shape.layer_bytes(num_chunk_tokens)
+    return flops, (rest - chooses) * shape.layer_bytes(num_chunk_tokens)
 
 
 def drop_from_page_cache(paths: Iterable[Path]) -> None:

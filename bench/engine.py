@@ -309,7 +309,7 @@ def _time_graph(runner: Runner, batch: int, position: int) -> dict[str, Any]:
     """Return the step that was captured, without sampling and without the host: inputs are left as they were."""
     steps = runner.decode_steps
     places = [position] * batch
-    steps.run(Batch(list(range(batch)), places, places, [None] * batch))
+    steps.run(Batch(list(range(batch)), places, [None] * batch))
     captured = steps._find(StepKind(0, False), batch)
     assert captured is not None, "bench: a step of this batch was captured"
     timing = measure(captured.graph.replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS)

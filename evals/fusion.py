@@ -28,7 +28,7 @@ from evals.serving import make_deployment
 from evals.stopping import RunCut, Stop
 from evals.tokenizer import load_tokenizer
 from gpu.attention.prefill_query import PrefillQuery
-from gpu.fusion.fusion_plan import VANILLA, get_policy
+from gpu.fusion.fusion_plan import VANILLA, chooses_tokens
 from gpu.model.architecture import read_architecture
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
@@ -57,7 +57,7 @@ class PolicyRun:
     @property
     def control(self) -> Fusion | None:
         """Return the policy that it has to beat: as many tokens computed again in the same layers, any of them."""
-        if self.fusion is None or not get_policy(self.fusion.policy).chooses:
+        if self.fusion is None or not chooses_tokens(self.fusion.policy):
             return None
         return msgspec.structs.replace(self.fusion, policy="random")
 
@@ -303,7 +303,7 @@ def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
         told = {
             "length": length,
             "policy": one.run.label,
-            "ratio": fusion.ratio if fusion is not None and get_policy(fusion.policy).chooses else None,
+            "ratio": fusion.ratio if fusion is not None and chooses_tokens(fusion.policy) else None,
         }
         for task in ["all", *dict.fromkeys(one.tasks)]:
             own = [number for number, name in enumerate(one.tasks) if task in ("all", name)]

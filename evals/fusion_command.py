@@ -41,8 +41,8 @@ SERVED_POLICY = "{policy}:select_layer={select_layer},seam_tokens={seam_tokens}"
 def fusion(
     model: Annotated[Path, typer.Option("--model", help="Hugging Face folder or GGUF file of the model")],
     policies: Annotated[str, typer.Option("--policies", help="names with spaces between; settings as "
-                                          "a3:select_layer=3,keep_tokens=1024,ratio=0.15")] =
-        f"{SERVED_POLICY} a3 cacheblend legolink random pie full_reuse",
+                                          "a3:select_layer=3,seam_tokens=1,ratio=0.15")] =
+        f"{SERVED_POLICY} a3 random pie",
     ratios: Annotated[str, typer.Option("--ratios", help="of all tokens, computed again; commas between")] =
         "0.05,0.15,0.3,0.5",
     lengths: Lengths = "4096",

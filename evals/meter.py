@@ -59,9 +59,8 @@ def served_fractions(
     if not reads.context_tokens:
         return None
     saved = [part.method.saved_reads(part.settings, reads.methods, shape) for part in parts if part.method.counters]
-    keys_spared = reads.host_tokens - reads.host_keys + shape.group * reads.evicted_rows
-    keys_spared += sum(one.keys for one in saved)
-    rows_spared = reads.evicted_rows + sum(one.rows for one in saved)
+    keys_spared = reads.host_tokens - reads.host_keys + sum(one.keys for one in saved)
+    rows_spared = sum(one.rows for one in saved)
     if not any(one.rows_include_host for one in saved):
         rows_spared += reads.host_tokens // shape.group
     bytes_spared = rows_spared * _row_bytes(shape) - reads.host_bytes - sum(one.own_bytes for one in saved)

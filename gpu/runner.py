@@ -412,7 +412,9 @@ class Runner:
         slots = upload(np.array(sampled.slots, dtype=np.int64), self.device)
         self._last_tokens.index_copy_(0, slots, sampled.tokens)
         if sampled.accepted is not None and self._delta is not None:
-            self._delta.commit(slots, upload(np.array(drawing.cells, dtype=np.int64), self.device), sampled.accepted)
+            self._delta.commit(
+                slots, upload(np.array(drawing.positions, dtype=np.int64), self.device), sampled.accepted
+            )
 
     def shutdown(self) -> None:
         """End the thread that answers; no device is left waiting for it. What is in flight should be collected."""
@@ -496,7 +498,7 @@ class Runner:
                         going_on.runs,
                         going_on.drafts,
                         drafted,
-                        going_on.positions if going_on.cells is None else going_on.cells,
+                        going_on.positions,
                     )
                 )
                 if draws:
@@ -512,10 +514,9 @@ class Runner:
 
         Raises ContextLostError, and ExchangeError where an eager step's device sends no request.
         """
-        cells = group.positions if group.cells is None else group.cells
         reads = host_reads_of(group)
-        reuses = any(side.takes_part(group.slots, cells, reads) for side in self._reusing.values())
-        batch = Batch(group.slots, group.positions, cells, reads, reuses, has_host_reads=reads_host)
+        reuses = any(side.takes_part(group.slots, group.positions, reads) for side in self._reusing.values())
+        batch = Batch(group.slots, group.positions, reads, reuses, has_host_reads=reads_host)
         if group.runs is None and group.drafts is None:
             return self._step(batch), None
         first = self.limits.max_running * (1 if lane is Lane.DEVICE else 2)  # where no other lane's stand

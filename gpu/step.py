@@ -132,9 +132,6 @@ class FusionPlan:
     seam_tokens: at the front of each chunk, chosen before all others.
     question_begin, question_end: the tokens whose attention says what matters.
     num_computed: from `select_layer` on.
-    num_evicted: of tokens between the text in front of the first chunk and what stands behind the last one, which each
-        KV head of each layer evicts once the prompt is done: what is left moves up to the first cells, and the next
-        token's is so much before its position.
     """
 
     policy: str
@@ -145,7 +142,6 @@ class FusionPlan:
     num_computed: int
     question_begin: int
     question_end: int
-    num_evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,10 +465,10 @@ class DecodeGroup(Frozen):
     """Sequences that decode one token each, in one step, whatever their profiles.
 
     The input token of a slot is the one last sampled for it (on the device), at position `positions[i]`; its key and
-    value are written to cell `cells[i]` (None: cells are positions), the last of its context, which is `cells[i] + 1`
-    cells long. `samples[i]` numbers the draw. `host_reads[i]`: what the row reads in host memory; None: nothing, or for
-    the whole group, no row reads anything there. `runs[i]`: tokens that are known to follow the input token; None: no
-    slot has any. Each is computed in a row of its own behind it, at the positions and cells that follow, with the same
+    value are written to the cell of that number, the last of its context. `samples[i]` numbers the draw.
+    `host_reads[i]`: what the row reads in host memory; None: nothing, or for the whole group, no row reads anything
+    there. `runs[i]`: tokens that are known to follow the input token; None: no
+    slot has any. Each is computed in a row of its own behind it, at the positions that follow, with the same
     host read; the draw is behind the last. Such a slot steps by no ring. `drafts[i]`: tokens that may follow the input
     token of a slot without a run; None: no slot has any. They have rows as a run has, and behind each of them another
     token is drawn, with the number that follows: 1 + n draws. The draws up to the first that differs from the draft
@@ -485,7 +481,6 @@ class DecodeGroup(Frozen):
     positions: tuple[int, ...]
     samples: tuple[int, ...]
     host_reads: tuple[HostRead | None, ...] | None = None
-    cells: tuple[int, ...] | None = None
     runs: tuple[tuple[int, ...], ...] | None = None
     drafts: tuple[tuple[int, ...], ...] | None = None
 

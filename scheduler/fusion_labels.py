@@ -1,17 +1,17 @@
-"""Parse policy labels with settings: `a3`, or `a3:select_layer=3,keep_tokens=1024`."""
+"""Parse policy labels with settings: `a3`, or `a3:select_layer=3,seam_tokens=1`."""
 
 from collections.abc import Sequence
 
 import msgspec
 
-from gpu.fusion.fusion_plan import VANILLA, UnknownPolicyError, get_policy
+from gpu.fusion.fusion_plan import VANILLA, UnknownPolicyError, chooses_tokens
 from scheduler.messages import Fusion
 
 SETTINGS: dict[str, type[int] | type[float]] = {
-    "select_layer": int, "seam_tokens": int, "keep_tokens": int, "ratio": float,
+    "select_layer": int, "seam_tokens": int, "ratio": float,
 }  # fmt: skip
 PAPERS_LAYER = 1
-"""Both A3 and CacheBlend choose there."""
+"""A3 chooses there."""
 
 
 class UnknownLabelError(ValueError):
@@ -26,19 +26,18 @@ def parse_fusions(label: str, ratios: Sequence[float]) -> list[Fusion]:
     """
     name, _, text = label.partition(":")
     try:
-        policy = get_policy(name)
+        chooses = chooses_tokens(name)
     except UnknownPolicyError as error:
         raise UnknownLabelError(str(error)) from None
     given = dict(part.partition("=")[::2] for part in text.split(",") if part)
     settings = {key: _read(label, key, value) for key, value in given.items()}
-    used = {"keep_tokens": name != VANILLA, "ratio": policy.chooses}
     for key in settings:
-        if not used.get(key, policy.looks):
+        if not chooses:
             raise UnknownLabelError(f"policy {label!r}: {name} does not use {key}; leave it out")
     if name == VANILLA:
         return []
     own = settings.pop("ratio", None)
-    chosen: Sequence[float] = (0.0,) if not policy.chooses else ratios if own is None else (own,)
+    chosen: Sequence[float] = (0.0,) if not chooses else ratios if own is None else (own,)
     return [
         msgspec.convert({"select_layer": PAPERS_LAYER} | settings | {"policy": name, "ratio": ratio}, Fusion)
         for ratio in chosen

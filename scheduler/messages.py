@@ -88,14 +88,12 @@ class Fusion(msgspec.Struct, frozen=True, kw_only=True):
     policy: a name of `gpu.fusion.fusion_plan`.
     ratio: of all prompt tokens, recomputed, in [0, 1].
     select_layer, seam_tokens: of policies that look.
-    keep_tokens: after the first token, of the context, a layer and head (0: all).
     """
 
     policy: str
     ratio: float
     select_layer: int
     seam_tokens: int = 0
-    keep_tokens: int = 0
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

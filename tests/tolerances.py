@@ -396,9 +396,6 @@ HISTORY_CODE = 1
 # Logits of a fused prompt of a small model in float32 against float64, and rows of its chunks: sums of six layers; the
 # policies, and a token more or less, move them by ten times that.
 FUSED_LOGIT_ATOL = 2e-4
-# Logprobs of what is drawn after three of 200 tokens, the least looked at, are given up in every layer: very little;
-# positions that are off by three, or two thirds of the tokens gone, move them by more.
-EVICTED_LITTLE = 0.1
 # Logits where chunks are kept in 8 or 16 bits: half a scale of rows that span several units, through six layers.
 FUSED_ROWS_INT8_ATOL = 0.5
 # Next-token KL of a prompt all of whose tokens are computed again from one in bf16 by other kernels, in nats: logits

@@ -86,7 +86,7 @@ class HostConfig(Settings):
         return self
 
 
-PolicyName = Literal["a3", "cacheblend", "a3_change", "legolink", "random", "pie", "full_reuse", "vanilla"]
+PolicyName = Literal["a3", "random", "pie", "vanilla"]
 
 
 class DocumentsConfig(Settings):
@@ -105,30 +105,22 @@ class DocumentsConfig(Settings):
     policy: PolicyName = Field(
         "a3",
         description="which tokens of a prompt are computed again where it reuses documents; requests may say another. "
-        "`a3`: those that the question attends to. `cacheblend`: those whose values change most. `a3_change`: the most "
-        "of the product of both. `legolink`: both ends of chunks. `random`: drawn ones. `pie`: none. `full_reuse`: "
-        "none, and no positions. `vanilla`: all",
+        "`a3`: those that the question attends to. `random`: drawn ones. `pie`: none. `vanilla`: all",
     )
     ratio: float = Field(0.15, ge=0, le=1, description="of a prompt's tokens, computed again; requests may say another")
     select_layer: int = Field(
         5,
         ge=1,
-        description="in which the tokens are chosen, of `a3`, `cacheblend` and `random`; the layers before compute all "
-        "(requests may say another). Both papers choose in 1, where the reference model's question does not look at "
+        description="in which the tokens are chosen, of `a3` and `random`; the layers before compute all "
+        "(requests may say another). The paper chooses in 1, where the reference model's question does not look at "
         "what it asks for yet",
     )
     seam_tokens: int = Field(
         1,
         ge=0,
-        description="first tokens of each chunk that are always computed again, of `a3`, `cacheblend` and `random`; "
+        description="first tokens of each chunk that are always computed again, of `a3` and `random`; "
         "counted to `ratio` (requests may say another). The first token of a chunk that was computed alone draws "
         "attention as the first token of a text does; 0, as in the paper, leaves it as it was",
-    )
-    keep_tokens: int = Field(
-        0,
-        ge=0,
-        description="of a prompt with documents, a layer and KV head, kept after its first token, what the question "
-        "looks at and all text around documents; 0: all. Not with windows, host memory or reuse",
     )
     max_documents: int = Field(10_000, ge=1, description="of one API key; one more is refused")
     texts_limit_mib: float = Field(1024.0, gt=0, description="of all documents' texts; one more is refused")

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from gpu.step import HostRead
 
-_WIDE, _NARROW = 3, 6  # int64 and int32 columns
+_WIDE, _NARROW = 2, 6  # int64 and int32 columns
 
 
 class StepRows:
     """The rows of a decode step, as views of one buffer.
 
-    positions (of the rotation), token_slots (where the input token stands in `last_tokens`), cells: int64 `[rows]`.
-    slots, context_lens (in cells, this token's with them): int32 `[rows]`. skips: int32 `[3, rows]`, begin and end of
-    the row's host read, which attention on the device skips, and the end again: the three bounds that
+    positions (of the rotation, and of the cell), token_slots (where the input token stands in `last_tokens`): int64
+    `[rows]`. slots, context_lens (this token's cell with them): int32 `[rows]`. skips: int32 `[3, rows]`, begin and end
+    of the row's host read, which attention on the device skips, and the end again: the three bounds that
     `paged_decode_attention` takes. 0, 0, 0: the row has no host read. drafted: int32 `[rows]`, 1 for a draft's token.
     turns: at most so many rows are of one slot that holds a ring in which they take turns.
 
@@ -34,7 +34,7 @@ class StepRows:
         self.turns = turns
         wide = buffer[: 8 * _WIDE * rows].view(torch.int64).view(_WIDE, rows)
         narrow = buffer[8 * _WIDE * rows :].view(torch.int32).view(_NARROW, rows)
-        self.positions, self.token_slots, self.cells = wide
+        self.positions, self.token_slots = wide
         self.slots, self.context_lens = narrow[:2]
         self.skips = narrow[2:5]
         self.drafted = narrow[5]
@@ -68,7 +68,7 @@ class StepRows:
         return (8 * _WIDE + 4 * _NARROW) * rows
 
     @staticmethod
-    def pack(slots: Sequence[int], token_slots: Sequence[int], positions: Sequence[int], cells: Sequence[int],
+    def pack(slots: Sequence[int], token_slots: Sequence[int], positions: Sequence[int],
              host_reads: Sequence[HostRead | None], rows: int, padding_token_slot: int,
              drafted: Sequence[bool] = ()) -> np.ndarray:  # fmt: skip
         """Return the buffer's bytes, padded to `rows`. drafted: by row; none: no row is of a draft."""
@@ -77,8 +77,8 @@ class StepRows:
         narrow = packed[8 * _WIDE * rows :].view(np.int32).reshape(_NARROW, rows)
         used = len(slots)
         wide[1], narrow[0] = padding_token_slot, -1
-        wide[:, :used] = positions, token_slots, cells
-        narrow[0, :used], narrow[1, :used] = slots, wide[2, :used] + 1
+        wide[:, :used] = positions, token_slots
+        narrow[0, :used], narrow[1, :used] = slots, wide[0, :used] + 1
         narrow[5, : len(drafted)] = drafted
         for row, host_read in enumerate(host_reads):
             if host_read is not None:

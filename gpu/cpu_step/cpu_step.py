@@ -67,15 +67,12 @@ class CpuStep:
         self._parts = _parts(a, self._rows, 1)
         self._compiled: CompiledStep | None = None
 
-    def run(
-        self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, cells: np.ndarray | None = None
-    ) -> Tensor:
+    def run(self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> Tensor:
         """Return logits, float32 `[rows, vocab]`, overwritten by the next step.
 
-        slots int32 `[rows]`, -1 for a row of padding; positions, token_ids, cells (None: positions) int64 `[rows]`; at
-        most MAX_ROWS.
+        slots int32 `[rows]`, -1 for a row of padding; positions, token_ids int64 `[rows]`; at most MAX_ROWS.
         """
-        context_lens = np.where(slots >= 0, (positions if cells is None else cells) + 1, 0).astype(np.int32)
+        context_lens = np.where(slots >= 0, positions + 1, 0).astype(np.int32)
         rows = Rows(token_ids, positions, slots, context_lens)
         threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
         buffers = self._buffers_for(threads)

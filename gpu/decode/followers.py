@@ -50,7 +50,6 @@ class Followers:
         return Batch(
             [batch.slots[row] for row, _ in spread],
             [batch.positions[row] + step for row, step in spread],
-            [batch.cells[row] + step for row, step in spread],
             [batch.host_reads[row] for row, _ in spread],
             batch.reuses,
             [next(places) if step else batch.slots[row] for row, step in spread],
@@ -109,7 +108,6 @@ def _drafting_rows(batch: Batch, rows: Sequence[int], step: int, places: Sequenc
     return Batch(
         [batch.slots[row] for row in rows],
         [batch.positions[row] + step for row in rows],
-        [batch.cells[row] + step for row in rows],
         [batch.host_reads[row] for row in rows],
         True,
         [places[row][step - 1] if step else batch.slots[row] for row in rows],

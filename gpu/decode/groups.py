@@ -18,7 +18,6 @@ def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
         positions=[group.positions[row] for row in rows],
         samples=[group.samples[row] for row in rows],
         host_reads=None if group.host_reads is None else [group.host_reads[row] for row in rows],
-        cells=None if group.cells is None else [group.cells[row] for row in rows],
         runs=None if group.runs is None else [group.runs[row] for row in rows],
         drafts=None if group.drafts is None else [group.drafts[row] for row in rows],
     )

@@ -83,7 +83,7 @@ class LayerLoop:
                 made = decoder.delta.step(layer, hidden, rows)
                 hidden = decoder.leave(layer, hidden, made, None, rows.slots, experts, carried)
                 continue
-            queries = decoder.enter(layer, hidden, rows.positions, rows.cells, rows.slots, None, carried=carried)
+            queries = decoder.enter(layer, hidden, rows.positions, rows.positions, rows.slots, None, carried=carried)
             if decoder.latent is not None:
                 absorbed = decoder.latent.absorb(layer, queries[0])
                 queries = absorbed, absorbed
@@ -153,16 +153,13 @@ def check_coverage(
     ledger = Coverage(reads.layer, [f"of slot {slot}" for slot in rows.slots.tolist()])
     near, far = on_device.near.covered, None if on_device.far is None else on_device.far.covered
     ledger.add(Owner.RESIDENT, near if near is None or far is None else near + far)
-    evicted = (rows.positions - rows.cells).int()  # of a prompt, once it was done
     covered: list[Mapping[Owner, Tensor]] = []
     if reads.window is None:
         covered = [method.covered(reads) for method in ringed]
-        covered.append({Owner.DROPPED: evicted[:, None].expand(-1, reads.query.shape[1])})
     for owner in sorted({owner for one in covered for owner in one}):
         counts = [one[owner] for one in covered if owner in one]
         ledger.add(owner, torch.stack(counts).sum(0, dtype=torch.int32))
     counted = [partial.covered for partial in answers if partial.covered is not None]
     if answers:
         ledger.add(Owner.HOST, torch.stack(counted).sum(0, dtype=torch.int32) if counted else None)
-    whole = rows.context_lens + evicted
-    ledger.check(whole if reads.window is None else rows.context_lens.clamp_max(reads.window))
+    ledger.check(rows.context_lens if reads.window is None else rows.context_lens.clamp_max(reads.window))

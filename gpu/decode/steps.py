@@ -96,7 +96,6 @@ class Batch:
 
     slots: Sequence[int]
     positions: Sequence[int]
-    cells: Sequence[int]
     host_reads: Sequence[HostRead | None]
     reuses: bool = False
     token_slots: Sequence[int] | None = None
@@ -106,7 +105,7 @@ class Batch:
     def __getitem__(self, rows: slice) -> "Batch":
         places = None if self.token_slots is None else self.token_slots[rows]
         return Batch(
-            self.slots[rows], self.positions[rows], self.cells[rows], self.host_reads[rows], self.reuses, places,
+            self.slots[rows], self.positions[rows], self.host_reads[rows], self.reuses, places,
             self.has_host_reads, self.drafted[rows],
         )  # fmt: skip
 
@@ -173,7 +172,7 @@ class DecodeSteps:
         """
         methods = self.loop.reusing if batch.reuses else ()
         for method in methods:
-            method.prepare(batch.slots, batch.cells, batch.host_reads)
+            method.prepare(batch.slots, batch.positions, batch.host_reads)
         launched = self._launch(batch)
         for method in methods:
             method.end_step()
@@ -187,9 +186,9 @@ class DecodeSteps:
         is_plain = not batch.reuses and not adapts
         if self._has_code() and self._compiled is not None and is_plain and len(batch) <= MAX_ROWS:
             slots = np.array(batch.slots, np.int32)
-            positions, cells = np.array(batch.positions, np.int64), np.array(batch.cells, np.int64)
+            positions = np.array(batch.positions, np.int64)
             token_ids = self.loop.last_tokens.numpy()[np.array(batch.places)]
-            return LaunchedStep(self._compiled.run(slots, positions, token_ids, cells))
+            return LaunchedStep(self._compiled.run(slots, positions, token_ids))
         takes_turns = self._count_turns(batch) > 1
         captured = self._find(StepKind(0, batch.reuses, adapts=adapts, turns=takes_turns), len(batch))
         if captured is None:
@@ -267,7 +266,7 @@ class DecodeSteps:
             on_progress((done + 1) / len(steps))
         if self.loop.head is not None:
             for size in sorted({min(size, max_running) for size in batch_sizes}, reverse=True):
-                rows = self._upload(Batch([], [], [], []), size)
+                rows = self._upload(Batch([], [], []), size)
                 graph, logits = capture(lambda rows=rows: self.loop.draft(rows, reads_host=False), pools[False])
                 self._drafts[size] = rows, graph, logits
 
@@ -275,7 +274,7 @@ class DecodeSteps:
         assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
         assert self._answering is not None, "decode: host reads are answered by a thread"
         tier, times, clock = self.host_reader.tier, self.host_reader.times, time.perf_counter
-        num_parts = self.host_reader.halving.choose(batch.cells, batch.host_reads)
+        num_parts = self.host_reader.halving.choose(batch.positions, batch.host_reads)
         if self.loop.decoder.delta is not None and any(batch.drafted):
             num_parts = 1  # or a state would go on in another part without what a draft's first tokens made of it
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
@@ -351,7 +350,7 @@ class DecodeSteps:
                 if borrowing or asked != reads:
                     loans.append(whole.lend())
                 for method in borrowing:
-                    method.borrow(part.slots, part.cells, part.host_reads, whole)
+                    method.borrow(part.slots, part.positions, part.host_reads, whole)
                 if asked != reads:
                     attentions[-1] = tier.attention(asked)
                     whole.give_up()
@@ -450,7 +449,7 @@ class DecodeSteps:
         num_parts = kind.num_parts
         exchanging = self.host_reader.exchanges[:num_parts] if self.host_reader is not None and num_parts else []
         exchanges: list[SlotExchange | None] = [*exchanging] or [None]
-        empty = Batch([], [], [], [])
+        empty = Batch([], [], [])
         sizes = [part.stop - part.start for part in cut(size, max(num_parts, 1))]
         rows_of = [self._upload(empty, num_rows, index) for index, num_rows in enumerate(sizes)]
         most_rows = max(rows.num_rows for rows in rows_of)
@@ -547,7 +546,6 @@ class DecodeSteps:
             batch.slots,
             batch.places,
             batch.positions,
-            batch.cells,
             batch.host_reads,
             num_rows,
             padding_token_slot,

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from gpu.fusion.chunk_copies import Documents
 from gpu.fusion.chunk_rows import read_rows
-from gpu.fusion.eviction import Eviction
 from gpu.fusion.fusion_arrays import staged_chunks
-from gpu.fusion.fusion_plan import get_policy, kept_spans
-from gpu.fusion.token_choice import choose, draw_scores, end_scores, floors, question_scores, value_deviations
+from gpu.fusion.fusion_plan import chooses_tokens, kept_spans
+from gpu.fusion.token_choice import choose, draw_scores, floors, question_scores
 from gpu.layers.decoder import Decoder, Pages
 from gpu.step import PrefillPrompt
 from gpu.upload import upload
@@ -61,7 +60,7 @@ class FusedPrompt:
         assert plan is not None, "fusion: a prompt without chunks"
         self.plan, self.begin, self.num_tokens = plan, prompt.begin, len(prompt.token_ids)
         self._token_ids = prompt.token_ids
-        self._policy = get_policy(plan.policy)
+        self.chooses = chooses_tokens(plan.policy)
         self._decoder, self._documents, self._compute = decoder, documents, compute
         self._spans = kept_spans(plan.chunks, self.num_tokens)
         counts = [end - begin for begin, end in self._spans]
@@ -71,10 +70,9 @@ class FusedPrompt:
             for number, (chunk, count) in enumerate(zip(plan.chunks, counts, strict=True))
         ]
         self._num_rows = int(rows[-1])
-        cells = np.concatenate([np.arange(begin, end) for begin, end in self._spans])
-        at = cells if self._policy.moves else np.concatenate([np.arange(count) for count in counts])
+        at = np.concatenate([np.arange(begin, end) for begin, end in self._spans])
         device = decoder.pool.device
-        self._cells, self._positions = upload(np.stack([cells, at]), device).unbind(0)
+        self._positions = upload(at, device)
         self._slots = torch.full((self._num_rows,), prompt.slot, dtype=torch.int32, device=device)
         self.is_narrow = False
         shape = documents.shape
@@ -92,52 +90,31 @@ class FusedPrompt:
         """Return the tokens behind all chunks: all of them are computed, in every layer."""
         return self.num_tokens - max(self.begin, self._spans[-1][1])
 
-    def make_eviction(self) -> Eviction:
-        """Return what is evicted once the prompt is done."""
-        plan, tail = self.plan, self._spans[-1][1]
-        question_end = max(plan.question_end, tail + 1)  # a question that is a chunk's last token was computed with it
-        return Eviction(plan.chunks[0].begin, tail, question_end, self.num_tokens, plan.num_evicted)
-
     # --- which tokens are computed ------------------------------------------------------------------------------------
 
-    @property
-    def looks(self) -> bool:
-        """Return whether the policy asks for all tokens in `select_layer`."""
-        return self._policy.looks
-
-    def choose_before(self) -> Tensor:
-        """Return the tokens that a policy which does not look computes, int64, ascending, counted from `begin`."""
-        scores = end_scores(self.num_tokens, self._spans, self.plan.num_chosen)
-        return self._choose(upload(scores, self._decoder.pool.device))
+    def choose_none(self) -> Tensor:
+        """Return the tokens that are computed where the policy chooses none, int64, ascending, counted from `begin`."""
+        return self._choose(torch.zeros(self.num_tokens, device=self._decoder.pool.device))
 
     def look(
         self, hidden: Tensor, positions: Tensor, slots: Tensor, pages: Pages | None, chunk_tokens: int,
         keys_of: Callable[[], Tensor],
     ) -> Tensor:  # fmt: skip
-        """Return the tokens that a policy which looks computes: keys and values of all tokens of the layer are computed
-        and stay (eq. 4).
+        """Return the tokens that are computed where the policy chooses: keys and values of all tokens of the layer are
+        computed and stay (eq. 4).
 
         hidden: the layer's input, `[tokens, hidden]`, of positions from `begin` on; keys_of: gathers the layer's keys
         `[kv_heads, context, dim]`.
         """
-        layer, scores = self.plan.select_layer, torch.zeros(self.num_tokens, device=hidden.device)
+        layer = self.plan.select_layer
         for first in range(0, len(hidden), chunk_tokens):
             own = slice(first, first + chunk_tokens)
-
-            def see(rows: Tensor, first: int = self.begin + first) -> None:
-                if self._policy.compares and layer >= self._first_layer:
-                    self._compare(layer, first, rows[:, 1], scores)
-
-            self._decoder.enter(layer, hidden[own], positions[own], positions[own], slots[own], pages, see)
+            self._decoder.enter(layer, hidden[own], positions[own], positions[own], slots[own], pages)
         if self.plan.policy == "random":
-            scores = upload(draw_scores(self._token_ids), hidden.device)
-        elif self.plan.policy in ("a3", "a3_change"):
-            asked = slice(self.plan.question_begin - self.begin, self.plan.question_end - self.begin)
-            query, _ = self._decoder.enter(
-                layer, hidden[asked], positions[asked], positions[asked], slots[asked], pages
-            )  # fmt: skip
-            attention = question_scores(query, keys_of(), self.plan.question_begin, self._decoder.scale)
-            scores = attention * scores.sqrt() if self._policy.compares else attention
+            return self._choose(upload(draw_scores(self._token_ids), hidden.device))
+        asked = slice(self.plan.question_begin - self.begin, self.plan.question_end - self.begin)
+        query, _ = self._decoder.enter(layer, hidden[asked], positions[asked], positions[asked], slots[asked], pages)
+        scores = question_scores(query, keys_of(), self.plan.question_begin, self._decoder.scale)
         return self._choose(scores)
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -145,15 +122,6 @@ class FusedPrompt:
         self.is_narrow = True
         least = upload(floors(self.num_tokens, self._spans, self.plan.seam_tokens)[self.begin :], scores.device)
         return choose(scores[self.begin :], least, self.plan.num_computed)
-
-    def _compare(self, layer: int, first: int, values: Tensor, scores: Tensor) -> None:
-        """Write CacheBlend's scores of the tokens from position `first` on, whose values were computed."""
-        for chunk, (begin, end) in zip(self._chunks, self._spans, strict=True):
-            low, high = max(begin, first), min(end, first + len(values))
-            if low < high:
-                row = chunk.row + low - begin
-                stored = self._rows(layer, row, row + high - low)[:, 1]
-                scores[low:high] = value_deviations(values[low - first : high - first], stored)
 
     # --- what is not --------------------------------------------------------------------------------------------------
 
@@ -171,7 +139,7 @@ class FusedPrompt:
         if layer >= self._first_layer:
             self._copy(layer)
             self._documents.streams.wait_for(self._copied.pop(layer))
-            if not (self.looks and layer == self.plan.select_layer):  # there all is computed
+            if not (self.chooses and layer == self.plan.select_layer):  # there all is computed
                 self._place(layer, pages)
         self._read(max(layer, self._first_layer) + LAYERS_AHEAD)
         if layer + 1 >= self._first_layer and self.is_loaded(layer + 1):
@@ -186,9 +154,7 @@ class FusedPrompt:
         """Return the first layer that needs rows of chunks."""
         if self.plan.num_chosen == self._num_rows:
             return self._documents.shape.num_layers
-        if not self.looks:
-            return 0
-        return self.plan.select_layer + (not self._policy.compares)
+        return self.plan.select_layer + 1 if self.chooses else 0
 
     def _read(self, layer: int) -> None:
         """Begin to read a layer, of chunks that are not lost."""
@@ -236,7 +202,7 @@ class FusedPrompt:
         for begin in range(0, self._num_rows, PLACED_TOKENS):
             own = slice(begin, min(begin + PLACED_TOKENS, self._num_rows))
             rows = self._rows(layer, own.start, own.stop)
-            self._decoder.place(layer, rows, self._positions[own], self._cells[own], self._slots[own], pages)
+            self._decoder.place(layer, rows, self._positions[own], self._positions[own], self._slots[own], pages)
 
     def _rows(self, layer: int, begin: int, end: int) -> Tensor:
         """Return rows of the layer on the device, `[rows, 2, kv_heads, dim]`."""

@@ -28,46 +28,27 @@ FIGURES = {
 """Of a prompt's documents: stored before, whose keys and values stay as they were, at least; computed with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How a fusion policy treats tokens of stored chunks.
-
-    chooses: some tokens are computed again, by the ratio.
-    looks: which ones is known once the whole prompt has passed the layers before `select_layer`.
-    compares: the choice compares values computed in that layer with the stored ones.
-    moves: stored keys are rotated to their place in this prompt; otherwise they keep the rotation of the chunk computed
-        alone.
-    """
-
-    chooses: bool = False
-    looks: bool = False
-    compares: bool = False
-    moves: bool = True
-
-
-POLICIES: dict[PolicyName, Policy] = {
-    "a3": Policy(chooses=True, looks=True),  # tokens that the question attends to most in one layer (A3, eq. 3)
-    "cacheblend": Policy(chooses=True, looks=True, compares=True),  # whose values differ most from the stored ones
-    "a3_change": Policy(chooses=True, looks=True, compares=True),  # the most of both: attention times change of value
-    "legolink": Policy(chooses=True),  # as many at the front of each chunk as at its end (EPIC)
-    "random": Policy(chooses=True, looks=True),  # any tokens: the control of policies that look
-    "pie": Policy(),  # stored keys and values at this prompt's positions, nothing computed again
-    "full_reuse": Policy(moves=False),  # stored keys and values as they are, positions and all
-    "vanilla": Policy(),
+CHOOSES: dict[PolicyName, bool] = {
+    "a3": True,  # the tokens that the question attends to most in one layer (A3, eq. 3)
+    "random": True,  # any tokens: the control
+    "pie": False,  # stored keys and values at this prompt's positions, nothing computed again
+    VANILLA: False,
 }
-"""Each of the names that configurations and requests may say."""
+"""Each policy that configurations and requests may say, and whether it has some tokens of stored chunks computed again,
+by the ratio: which, is known once the whole prompt has passed the layers before `select_layer`.
+"""
 
 
 class UnknownPolicyError(ValueError):
     """A policy that there is none of; the message names the known ones."""
 
 
-def get_policy(name: str) -> Policy:
-    """Return the policy of this name. Raises UnknownPolicyError."""
-    for known, policy in POLICIES.items():
+def chooses_tokens(name: str) -> bool:
+    """Return whether the policy of this name chooses tokens. Raises UnknownPolicyError."""
+    for known, chooses in CHOOSES.items():
         if known == name:
-            return policy
-    raise UnknownPolicyError(f"fusion: unknown policy {name!r}; known: {', '.join(POLICIES)}")
+            return chooses
+    raise UnknownPolicyError(f"fusion: unknown policy {name!r}; known: {', '.join(CHOOSES)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +56,14 @@ class FusionSettings:
     """How a prompt's chunks are reused.
 
     ratio: of all prompt tokens (the paper's r), so many of chunks are computed again.
-    select_layer: where a policy looks.
+    select_layer: where a policy chooses.
     seam_tokens: at the front of each chunk, computed again whatever the ratio is, and counted to it.
-    keep_tokens: that are left once the prompt is done (A3's extension; its C), text in front of the first chunk and
-        behind the last one always among them; 0: all.
     """
 
     policy: str
     ratio: float
     select_layer: int
     seam_tokens: int
-    keep_tokens: int
 
 
 def plan_fused(
@@ -102,27 +80,25 @@ def plan_fused(
     way: it is text, and asks nothing. windows: of the model's layers; the layer that looks attends to everything.
     Raises UnknownPolicyError.
     """
-    name, ratio, keep_tokens = settings.policy, settings.ratio, settings.keep_tokens
+    name, ratio = settings.policy, settings.ratio
     select_layer, seam_tokens = settings.select_layer, settings.seam_tokens
-    policy = get_policy(name)
+    chooses = chooses_tokens(name)
     if name == VANILLA or not chunks:
         return None
     sizes = [end - first for first, end in kept_spans(chunks, num_tokens)]
     num_kept = sum(sizes)
-    num_seam = sum(min(seam_tokens, size) for size in sizes) if policy.looks else 0
-    num_chosen = max(num_seam, min(num_kept, round(ratio * num_prompt_tokens))) if policy.chooses else 0
+    num_seam = sum(min(seam_tokens, size) for size in sizes) if chooses else 0
+    num_chosen = max(num_seam, min(num_kept, round(ratio * num_prompt_tokens))) if chooses else 0
     question_begin = min(chunks[-1].end, num_prompt_tokens - 1)
-    num_always = chunks[0].begin + num_tokens - question_begin
     return FusionPlan(
         policy=name,
         chunks=tuple(chunks),
-        select_layer=find_select_layer(select_layer, windows) if policy.looks else 0,
-        seam_tokens=seam_tokens if policy.looks else 0,
+        select_layer=find_select_layer(select_layer, windows) if chooses else 0,
+        seam_tokens=seam_tokens if chooses else 0,
         num_chosen=num_chosen,
         num_computed=num_tokens - begin - num_kept + num_chosen,
         question_begin=question_begin,
         question_end=num_prompt_tokens,
-        num_evicted=max(0, num_tokens - max(keep_tokens, num_always)) if keep_tokens else 0,
     )
 
 
@@ -135,20 +111,3 @@ def find_select_layer(asked: int, windows: Sequence[int | None]) -> int:
 def kept_spans(chunks: Sequence[PlacedChunk], num_tokens: int) -> list[tuple[int, int]]:
     """Return the spans that need not be computed: all but the prompt's last token, whose logits are asked for."""
     return [(chunk.begin, min(chunk.end, num_tokens - 1)) for chunk in chunks]
-
-
-def choose_ends(spans: Sequence[tuple[int, int]], num_chosen: int) -> list[int]:
-    """Return LegoLink's positions at the ends of each span, in all `num_chosen`, shared out by length; ascending.
-
-    A span's share is cut in two halves, the odd token in front.
-    """
-    total = sum(end - begin for begin, end in spans)
-    positions: list[int] = []
-    seen = given = 0
-    for begin, end in spans:
-        seen += end - begin
-        share = num_chosen * seen // max(1, total) - given
-        given += share
-        front = -(-share // 2)
-        positions += [*range(begin, begin + front), *range(end - (share - front), end)]
-    return positions

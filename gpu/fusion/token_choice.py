@@ -1,8 +1,7 @@
 """Choose which tokens of chunks are computed again: each policy scores every token, and the highest are taken.
 
-A3, eq. 3; CacheBlend (arXiv 2405.16444), section 4.3; EPIC's LegoLink (arXiv 2410.15332). All that a policy looks at is
-handed in. Invariant: nothing here waits for the device, and how many are taken is known before
-(`gpu.fusion.fusion_plan`): ids never come to the host.
+A3, eq. 3. All that a policy looks at is handed in. Invariant: nothing here waits for the device, and how many are taken
+is known before (`gpu.fusion.fusion_plan`): ids never come to the host.
 """
 
 import zlib
@@ -11,12 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
-
-from gpu.fusion.fusion_plan import choose_ends
 
 LOGIT_ENTRIES = 2**25  # of float32 logits of the question at once
-POOLED = 7  # tokens that are kept or evicted nearly together
 COMPUTED = float("inf")
 """The number of what is computed whatever the policy is."""
 _SEAM = 1e30  # above any score; nearer to the seam is higher
@@ -45,35 +40,10 @@ def question_scores(query: Tensor, keys: Tensor, begin: int, scale: float) -> Te
     return total
 
 
-def kept_scores(query: Tensor, keys: Tensor, begin: int, scale: float) -> Tensor:
-    """Return the attention (SnapKV, arXiv 2404.14469, section 4) that each token gets from each KV head's own query
-    heads, summed over question tokens, the mean of POOLED neighbours; float32 `[kv_heads, context]`. As
-    `question_scores`.
-    """
-    heads, (kv_heads, _, _) = query.shape[1] // len(keys), keys.shape
-    each = query.unflatten(1, (kv_heads, heads))
-    own = [question_scores(each[:, head], keys[head, None], begin, scale) for head in range(kv_heads)]
-    return avg_pool1d(torch.stack(own), POOLED, 1, POOLED // 2, count_include_pad=False)
-
-
-def value_deviations(values: Tensor, stored: Tensor) -> Tensor:
-    """Return the squared distance (CacheBlend) of values from the stored ones, `[tokens, kv_heads, dim]`; float32
-    `[tokens]`.
-    """
-    return (values.float() - stored.float()).square_().sum((1, 2))
-
-
 def draw_scores(token_ids: np.ndarray) -> np.ndarray:
     """Return the control's scores, float32 `[tokens]` in [0, 1), the same for the same tokens."""
     generator = np.random.default_rng(zlib.crc32(np.ascontiguousarray(token_ids, "<i4").tobytes()))
     return generator.random(len(token_ids), dtype=np.float32)
-
-
-def end_scores(num_tokens: int, spans: Sequence[tuple[int, int]], num_chosen: int) -> np.ndarray:
-    """Return LegoLink's scores: 1 at the ends of spans that are chosen, else 0; float32 `[num_tokens]`."""
-    scores = np.zeros(num_tokens, np.float32)
-    scores[choose_ends(spans, num_chosen)] = 1.0
-    return scores
 
 
 def floors(num_tokens: int, spans: Sequence[tuple[int, int]], seam_tokens: int) -> np.ndarray:

@@ -70,7 +70,7 @@ class DeltaLayers:
         weights = self._weights(layer)
         mixed, gates = self._projections.mixed(layer, hidden)
         held = self.states.of_layer(layer)
-        numbers, own = self.states.of_slot, (rows.slots, rows.cells, rows.drafted)
+        numbers, own = self.states.of_slot, (rows.slots, rows.positions, rows.drafted)
         return delta_step(mixed, gates, weights, self.own, self._eps, held, numbers, *own)
 
     def commit(self, slots: Tensor, cells: Tensor, accepted: Tensor) -> None:

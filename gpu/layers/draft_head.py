@@ -53,7 +53,7 @@ class DraftHead:
     def follow(self, rows: StepRows, token_ids: Tensor, normed: Tensor) -> None:
         """Take in a step: its rows' normed hidden states, which are kept, and the head's rows of its tokens."""
         self.recent.index_copy_(0, self._places(rows, 0), normed)
-        self.write(token_ids, self._before(rows), rows.positions, rows.cells, rows.slots)
+        self.write(token_ids, self._before(rows), rows.positions, rows.positions, rows.slots)
 
     def fill(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, offsets: Sequence[int]) -> None:
         """Take in prompts behind the last layer. hidden: of all of their computed tokens, packed, int64 `token_ids` and
@@ -81,7 +81,7 @@ class DraftHead:
         joined = self.join(token_ids, torch.where(rows.drafted[:, None] > 0, own, self._before(rows)))
         carried = Carried(None, self.layer, {})
         query, _ = self._decoder.enter(
-            self.layer, joined, rows.positions, rows.cells, rows.slots, None, carried=carried
+            self.layer, joined, rows.positions, rows.positions, rows.slots, None, carried=carried
         )
         return joined, query, carried
 
@@ -102,4 +102,4 @@ class DraftHead:
     def _places(self, rows: StepRows, back: int) -> Tensor:
         """Return where the hidden states of rows stand, or of cells so far back; padding rows have the last slot's."""
         slots = rows.slots.long().remainder(self._slots + 1)
-        return slots * RECENT + (rows.cells - back).remainder(RECENT)
+        return slots * RECENT + (rows.positions - back).remainder(RECENT)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gpu.attention.prefill_attention import Packing
 from gpu.disk.prefix_load import PrefixLoad
-from gpu.fusion.eviction import Eviction
 from gpu.fusion.fused_prompt import FusedPrompt
 from gpu.host.staging import StagedPrompt
 from gpu.layers.decoder import Carried
@@ -66,7 +65,6 @@ class JobState:
     scored: dict[int, list[Logprobs]]  # by slot: pieces so far, in order
     method_states: dict[int, object | None]  # by slot: what the prefill method keeps of the layer
     fused: FusedPrompt | None
-    eviction: Eviction | None = None
     load: PrefixLoad | None = None
     packed: PackedTokens | None = None
     windowed: tuple[slice, WindowedUnit] | None = None  # of the last unit in a layer with a window, and its tokens

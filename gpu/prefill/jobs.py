@@ -132,10 +132,8 @@ class Prefill:
         state = pack_job(job, self.device)
         fused = state.fused = self._fuse(job.prompts[0]) if job.fused is not None else None
         self._jobs[job.job_id] = state
-        if fused is not None and fused.plan.num_evicted:
-            state.eviction = fused.make_eviction()
-        if fused is not None and not fused.looks:
-            state.narrow(fused.choose_before())
+        if fused is not None and not fused.chooses:
+            state.narrow(fused.choose_none())
         if self.staging is not None and job.prompts[0].host is not None:
             try:
                 state.staged = StagedPrompt(self.staging, job.prompts[0])
@@ -242,8 +240,6 @@ class Prefill:
             return
 
         def attend(query: Tensor, pre_rope_query: Tensor) -> Attended:
-            if state.eviction is not None and (num_own := state.num_of_tail(unit)):
-                state.eviction.note(query[len(query) - num_own :])
             return self.attention.attend(state, unit, query, pre_rope_query)
 
         computed = self._layer(state, unit.layer, chunk, attend, pages, None, carried)
@@ -253,10 +249,6 @@ class Prefill:
             staged.end_layer(place)
             if state.load is not None:
                 state.load.end_layer(unit.layer)
-        if state.eviction is not None and unit.end == state.offsets[-1]:
-            rows = self.attention.whole(state, unit.layer)
-            state.eviction.evict(unit.layer, state.job.prompts[0].slot, *rows, self.decoder.scale, self.decoder.pool)
-            self.gathered.forget()
 
     def _compute_recurrent(self, state: JobState, layer: int, chunk: slice, carried: Carried) -> Tensor:
         """Return a recurrent layer's hidden states of a chunk."""
@@ -365,12 +357,12 @@ class Prefill:
         return FusedPrompt(prompt, self.decoder, self._documents, compute)
 
     def _begin_fused_layer(self, state: JobState, layer: int, pages: Pages | None) -> None:
-        """Place the rows of chunks; where the policy looks, it chooses the tokens that go on."""
+        """Place the rows of chunks; where the policy chooses, it chooses the tokens that go on."""
         fused, hidden = state.fused, state.hidden
         if fused is None or hidden is None:
             return
         fused.begin_layer(layer, pages)
-        if fused.looks and layer == fused.plan.select_layer:
+        if fused.chooses and layer == fused.plan.select_layer:
 
             def keys_of() -> Tensor:
                 return self.attention.whole(state, layer)[0]

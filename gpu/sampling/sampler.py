@@ -126,7 +126,7 @@ class Drawing:
     """Rows of logits, and what is drawn of them: at once, or when their masks are known. As `Sampler.sample` takes
     them; `logits` are let go of once drawn. runs, drafts: as `DecodeGroup` has them; such a slot has a row more for
     each token. Of a run's rows the last one is drawn from, of a draft's all. drafted: as in `Sampler.verify`.
-    cells: of input tokens.
+    positions: of input tokens.
     """
 
     logits: torch.Tensor | None
@@ -135,7 +135,7 @@ class Drawing:
     runs: list[list[int]] | None = None
     drafts: list[tuple[int, ...]] | None = None
     drafted: torch.Tensor | None = None
-    cells: list[int] | None = None
+    positions: list[int] | None = None
     _sampled: Sampled | None = field(default=None, init=False)
     _given: Given | None = field(default=None, init=False)
 

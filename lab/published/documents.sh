@@ -8,7 +8,7 @@ SECONDS_LEFT=${SECONDS_LEFT:-380} BENCH_SECONDS=${BENCH_SECONDS:-160} LOAD_SECON
 DEVICE=${DEVICE:-cuda} CONTEXT=${CONTEXT:-40000} PORT=${PORT:-8017}
 MODEL=${MODEL:-random_weights: llama-3.1-8b, tokenizer: "$PWD/deploy/models/reference"}
 MEMORY=${MEMORY:-memory_limit_gib: 76} CHUNK_GIB=${CHUNK_GIB:-24}
-BENCH_LENGTHS=${BENCH_LENGTHS:-6144,16384,32768} KEEP=${KEEP:-1024}
+BENCH_LENGTHS=${BENCH_LENGTHS:-6144,16384,32768}
 EVAL_LENGTHS=${EVAL_LENGTHS:-4096,16384} SAMPLES=${SAMPLES:-200} DOCUMENTS=${DOCUMENTS:-32} PER_PROMPT=${PER_PROMPT:-8}
 began=$(date +%s) server='' failed=0
 left() { echo $((SECONDS_LEFT - ($(date +%s) - began) - $1)); }
@@ -36,16 +36,16 @@ YAML
 tandem eval fusion --model deploy/models/reference --lengths 1024 --samples 1 --maps 1 --policies "a3 pie" --ratios 0.15 \
     --device "$DEVICE" --seconds 25 > "$OUT/warm-up.txt" 2>&1 &
 warming=$!
-part tandem bench documents "$OUT/documents.yaml" --lengths "$BENCH_LENGTHS" --repeats 2 --keep "$KEEP" --profile momo \
+part tandem bench documents "$OUT/documents.yaml" --lengths "$BENCH_LENGTHS" --repeats 2 --profile momo \
     --places "memory,memory again,page cache,disk" \
-    --policies "a3:select_layer=5 a3 legolink pie cacheblend random full_reuse" --seconds "$BENCH_SECONDS" --json "$OUT/documents.json"
+    --policies "a3:select_layer=5 a3 pie random" --seconds "$BENCH_SECONDS" --json "$OUT/documents.json"
 wait "$warming" || true
 tandem serve "$OUT/documents.yaml" > "$OUT/server.txt" 2>&1 &
 server=$!
 part tandem eval fusion --model deploy/models/reference --lengths "$EVAL_LENGTHS" --samples "$SAMPLES" --maps 8 \
-    --policies "a3:select_layer=5 a3 random:select_layer=5 random legolink cacheblend pie full_reuse
-a3:select_layer=5,ratio=0.15,keep_tokens=$KEEP a3:select_layer=3,ratio=0.15 a3:select_layer=7,ratio=0.15
-a3:select_layer=5,ratio=0.15,seam_tokens=8 cacheblend:select_layer=5,ratio=0.15" --ratios 0.05,0.15,0.3,0.5 \
+    --policies "a3:select_layer=5 a3 random:select_layer=5 random pie
+a3:select_layer=3,ratio=0.15 a3:select_layer=7,ratio=0.15
+a3:select_layer=5,ratio=0.15,seam_tokens=8" --ratios 0.05,0.15,0.3,0.5 \
     --device "$DEVICE" --seconds "$(left $((3 * LOAD_SECONDS + 20)))" --json "$OUT/fusion.json"
 for _ in $(seq 240); do
     if is_ready || ! kill -0 "$server" 2> /dev/null; then break; fi

@@ -55,7 +55,7 @@ def time_steps(runner: Runner, numbers: list[int], context: int) -> tuple[float,
     if adapters is not None:
         for slot, number in enumerate(numbers):
             adapters.assign(slot, number)
-    batch = Batch(slots, places, places, [None] * rows)
+    batch = Batch(slots, places, [None] * rows)
     steps.run(batch)
     captured = steps._find(StepKind(0, False, adapts=any(numbers)), rows)
     run = (lambda: steps.run(batch)) if captured is None else captured.graph.replay

@@ -41,7 +41,7 @@ class Intake:
         for request, profile in zip(requests, profiles, strict=True):
             self._capacity.check(request, profile)
             if self._documents is not None:
-                self._documents.check(request, profile)
+                self._documents.check(request)
         known: dict[tuple[int, str, str], tuple[np.ndarray, list[bytes]]] = {}
         sequences = []
         for request, profile in zip(requests, profiles, strict=True):

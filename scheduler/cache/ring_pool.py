@@ -87,8 +87,8 @@ class Rings:
         if not self._free[part.id] or not (_is_for_drafts(sequence) or part.method.takes_ring_late(part.settings)):
             return
         source = self._find_source(part, sequence, None, running) if part.id in self._free_pages else None
-        if self._has_room(part, sequence.next_cell + 1, source):
-            self._writes.append(self._give(part, sequence, sequence.next_cell + 1, source))
+        if self._has_room(part, sequence.next_position + 1, source):
+            self._writes.append(self._give(part, sequence, sequence.next_position + 1, source))
 
     def lacks_page(self, sequence: Sequence) -> bool:
         """Return whether the next token's index needs a page, and none is free."""
@@ -177,7 +177,7 @@ class Rings:
 
     def _needs_page(self, sequence: Sequence) -> bool:
         part = sequence.profile.held_part
-        return part is not None and self._pages_for(part, sequence.next_cell + 1) > len(sequence.ring_pages)
+        return part is not None and self._pages_for(part, sequence.next_position + 1) > len(sequence.ring_pages)
 
     def _find_source(
         self, part: ProfilePart, sequence: Sequence, begin: int | None, holding: Iterable[Sequence]

@@ -17,7 +17,6 @@ class DecodeReads:
     host_tokens: that the host tier covers, and host_keys, those of them whose logit entered the softmax, counted for
         each of its layers and query heads.
     host_bytes: of rows and hash tables that the tier read for them.
-    evicted_rows: rows of KV that KV heads did not read, since the prompt gave them up.
     methods: what the methods counted, by counter (`Method.saved_reads`).
     """
 
@@ -25,7 +24,6 @@ class DecodeReads:
     host_tokens: int
     host_keys: int
     host_bytes: int
-    evicted_rows: int = 0
     methods: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __sub__(self, before: "DecodeReads") -> "DecodeReads":
@@ -34,6 +32,5 @@ class DecodeReads:
             self.host_tokens - before.host_tokens,
             self.host_keys - before.host_keys,
             self.host_bytes - before.host_bytes,
-            self.evicted_rows - before.evicted_rows,
             subtract_counts(self.methods, before.methods),
         )

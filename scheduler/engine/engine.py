@@ -69,7 +69,6 @@ class Engine:
         self._num_steps = 0
         self._step_seconds = 0.0
         self._decode_context_tokens = 0
-        self._evicted_tokens = 0  # of the contexts of decode steps
         self._refused: list[ChunksStored] = []
 
     @property
@@ -150,9 +149,7 @@ class Engine:
         if self._tier is not None:
             counts = self._tier.stats().attention
             host = counts.tokens_covered, counts.keys_scored, counts.bytes_read
-        shape = self._runner.architecture
-        evicted_rows = self._evicted_tokens * shape.num_layers * shape.num_kv_heads
-        return DecodeReads(self._decode_context_tokens, *host, evicted_rows, self._method_counts())
+        return DecodeReads(self._decode_context_tokens, *host, self._method_counts())
 
     @property
     def host_layers(self) -> tuple[int, ...]:
@@ -244,12 +241,8 @@ class Engine:
         1) / 2`.
         """
         for group in plan.decode:
-            lengths = group.lengths
-            for num_rows, place in zip(lengths, group.positions, strict=True):
+            for num_rows, place in zip(group.lengths, group.positions, strict=True):
                 self._decode_context_tokens += num_rows * place + num_rows * (num_rows + 1) // 2
-            if group.cells is not None:
-                evicted = zip(lengths, group.positions, group.cells, strict=True)
-                self._evicted_tokens += sum(num_rows * (place - cell) for num_rows, place, cell in evicted)
 
     def _draw(self, lane: Lane) -> None:
         """Draw a lane's newest step, if all of its masks are known."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpu.fusion.fusion_plan import VANILLA, FusionSettings, UnknownPolicyError, get_policy, plan_fused
-from gpu.profiles import FULL_ATTENTION, Profile
+from gpu.fusion.fusion_plan import VANILLA, FusionSettings, UnknownPolicyError, chooses_tokens, plan_fused
+from gpu.profiles import FULL_ATTENTION
 from gpu.sampling_params import SamplingParams
 from gpu.step import DENSE, NO_SLOT, FusionPlan, PlacedChunk, PrefillJob, PrefillPrompt
 from scheduler.messages import ChunksStored, ChunkStats, DropChunks, EngineRequest, StoreChunks
@@ -93,37 +93,21 @@ class Documents:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def check(self, request: EngineRequest, profile: Profile) -> None:
+    def check(self, request: EngineRequest) -> None:
         """Raise TooLargeError for what cannot be served, by name."""
         fusion = request.fusion
         if fusion is None:
             return
         try:
-            policy = get_policy(fusion.policy)
+            chooses = chooses_tokens(fusion.policy)
         except UnknownPolicyError as error:
             raise TooLargeError(str(error)) from None
         num_layers = len(self._windows)
-        if policy.looks and fusion.select_layer >= num_layers:
+        if chooses and fusion.select_layer >= num_layers:
             raise TooLargeError(
                 f"fusion.select_layer: asked {fusion.select_layer}, the model has layers 0 to {num_layers - 1}; name "
                 "one of them"
             )
-        why = self._why_all_is_kept(profile) if fusion.keep_tokens and request.chunks else None
-        if why is not None:
-            raise TooLargeError(
-                f"fusion.keep_tokens: asked {fusion.keep_tokens}, but {why}; set documents.keep_tokens to 0, or ask "
-                "for another profile"
-            )
-
-    def _why_all_is_kept(self, profile: Profile) -> str | None:
-        """Return where cells must be positions."""
-        if any(window is not None for window in self._windows):
-            return "the model has layers with a window, which is one of positions"
-        if profile.offloads:
-            return f"contexts of the profile {profile.name!r} go to host memory"
-        if profile.ring_part is not None:
-            return f"the profile {profile.name!r} takes over what was read of cells before"
-        return None
 
     def name_chunks(self, sequence: Sequence) -> None:
         """Name the chunks of a prompt. One that is scored is computed whole, and has none."""
@@ -175,17 +159,12 @@ class Documents:
     def plan(self, sequence: Sequence, begin: int) -> FusionPlan | None:
         """Return how its prompt is computed from `begin` on, which no chunk begins before."""
         fusion = sequence.request.fusion
-        sequence.num_dropped = 0
         if fusion is None or not sequence.chunks:
             return None
-        settings = FusionSettings(
-            fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, fusion.keep_tokens
-        )
+        settings = FusionSettings(fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens)
         plan = plan_fused(
             settings, sequence.chunks, begin, sequence.num_tokens, sequence.num_prompt_tokens, self._windows
         )
-        if plan is not None:
-            sequence.num_dropped = plan.num_evicted
         if plan is not None and not sequence.output:  # one that gave way has been told of
             num_left = len(sequence.prompt) - begin - plan.num_computed  # of chunks, as they were computed alone
             num_found = sequence.num_found_tokens or 0

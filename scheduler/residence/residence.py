@@ -220,7 +220,7 @@ class Residence:
         """
         self.pages.reach(num_spare + most // self.page_tokens + 1)
         num_pages = len(sequence.pages) + max(0, self.pages.num_available - num_spare)
-        most = min(most, num_pages * self.page_tokens - sequence.next_cell - 1)
+        most = min(most, num_pages * self.page_tokens - sequence.next_position - 1)
         if self.windows.snapshot_tokens is not None:
             most = self.windows.most_behind(sequence, min(most, MOST_STEP_ROWS - 1))
         elif self.windows.count:
@@ -237,20 +237,13 @@ class Residence:
 
     def grow_known(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
         """Take the pages of so many tokens behind the next draw's: no more than `most_known` says."""
-        self.windows.note_written(sequence, sequence.next_cell + 1 + num_tokens)
-        num_pages = (sequence.next_cell + num_tokens) // self.page_tokens + 1 - len(sequence.pages)
+        self.windows.note_written(sequence, sequence.next_position + 1 + num_tokens)
+        num_pages = (sequence.next_position + num_tokens) // self.page_tokens + 1 - len(sequence.pages)
         if num_pages <= 0:
             return []
         write = PageWrite(sequence.slot, len(sequence.pages), tuple(self.pages.allocate(num_pages)))
         sequence.pages += write.page_ids
         return [write]
-
-    def give_back_evicted(self, sequence: Sequence) -> None:
-        """Free the pages behind a prompt's remaining cells, once those that it dropped have moved up."""
-        if sequence.num_dropped:
-            first = sequence.next_cell // self.page_tokens + 1
-            self.pages.release(sequence.pages[first:])
-            del sequence.pages[first:]
 
     def offload_short(self, running: Iterable[Sequence]) -> bool:
         """Return whether a running sequence that is on the device whole is offloaded, so that its pages can be
@@ -373,4 +366,4 @@ class Residence:
             self.pages.release(first_pages[:num_front], front.number)
 
     def _needs_page(self, sequence: Sequence) -> bool:
-        return sequence.next_cell // self.page_tokens >= len(sequence.pages)
+        return sequence.next_position // self.page_tokens >= len(sequence.pages)

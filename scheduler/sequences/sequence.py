@@ -49,7 +49,6 @@ class Sequence:
     num_in_flight: int = 0  # tokens launched and not collected: draws, and tokens that come without one
     num_drafted: int = 0  # of these, those of a draft, which may be refused: it steps no more until that is known
     num_left_out: int = 0  # steps in a row that went without it, while it was running
-    num_dropped: int = 0  # of its prompt's tokens, once that is done: so many cells before its positions it goes on
 
     # While it waits:
     num_pages: int = 0  # that its tokens take
@@ -120,13 +119,8 @@ class Sequence:
 
     @property
     def next_position(self) -> int:
-        """Return where the input token of the next draw stands."""
+        """Return where the input token of the next draw stands, and its keys and values are written."""
         return len(self.prompt) + len(self.output) + self.num_in_flight - 1
-
-    @property
-    def next_cell(self) -> int:
-        """Return where its keys and values are written."""
-        return len(self.prompt) + len(self.output) + self.num_in_flight - 1 - self.num_dropped
 
     @property
     def wants_draw(self) -> bool:

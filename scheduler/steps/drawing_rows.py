@@ -116,7 +116,7 @@ class KnownTokens:
         """
         if not self.is_on or all(sequence.constraint is None for sequence, _ in rows):
             return None, []
-        cells = sum(sequence.next_cell + 1 for sequence, _ in rows)
+        cells = sum(sequence.next_position + 1 for sequence, _ in rows)
         kind = rows_of(lane, [host_read for _, host_read in rows])
         left_rows, left_cells = self._costs.room_for_runs(kind, len(rows), cells, self._target_seconds)
         left_rows = min(left_rows, self.most_rows - len(rows))
@@ -124,7 +124,7 @@ class KnownTokens:
         writes: list[PageWrite] = []
         for sequence, _ in rows:
             run: list[int] = []
-            constraint, context = sequence.constraint, sequence.next_cell + 1
+            constraint, context = sequence.constraint, sequence.next_position + 1
             if constraint is not None and constraint.matcher is not None and not sequence.steps_by_ring:
                 most = min(left_rows, left_cells // context, sequence.request.max_tokens - sequence.num_drawn - 1)
                 most = self._residence.most_known(sequence, most, num_running)

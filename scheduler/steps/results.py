@@ -89,11 +89,8 @@ class Results:
         constraint = sequence.constraint
         if constraint is not None and token.token_id >= 0 and sequence.request.max_tokens:
             self._constraints.consume([(constraint, token.token_id)])
-        if sequence.state is State.RUNNING:  # its prompt is done
-            if sequence.chunks:
-                self._roster.release_chunks(sequence)
-            if sequence.num_dropped:
-                self._residence.give_back_evicted(sequence)
+        if sequence.state is State.RUNNING and sequence.chunks:  # its prompt is done
+            self._roster.release_chunks(sequence)
         if constraint is not None and constraint.error:
             self._roster.retire(sequence)
             return [make_failure(sequence, f"grammar: the answer cannot go on ({constraint.error})")]

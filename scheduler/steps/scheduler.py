@@ -394,8 +394,7 @@ class Scheduler:
         reading_host: list[int] = []
         others: list[int] = []
         for group in plan.decode if len(self.lanes) > 1 else ():
-            cells = group.positions if group.cells is None else group.cells
-            for cell, host_read in zip(cells, group.host_reads or repeat(None), strict=False):
+            for cell, host_read in zip(group.positions, group.host_reads or repeat(None), strict=False):
                 (others if host_read is None else reading_host).append(self._reads.context(cell + 1, host_read))
         return Load(len(reading_host), len(others), sum(reading_host), sum(others))
 
@@ -484,7 +483,6 @@ def _group(
             positions=tuple(one.next_position for one in sequences),
             samples=tuple(one.num_drawn + len(run) for one, run in zip(sequences, runs or repeat(()), strict=False)),
             host_reads=host_reads if any(host_read is not None for host_read in host_reads) else None,
-            cells=tuple(one.next_cell for one in sequences) if any(one.num_dropped for one in sequences) else None,
             runs=None if runs is None else tuple(map(tuple, runs)),
             drafts=None if drafts is None else tuple(drafts),
         ),

@@ -127,7 +127,6 @@ def choose_fusion(config: DocumentsConfig, choice: FusionChoice | None, num_laye
         ratio=ratio,
         select_layer=select_layer,
         seam_tokens=seam_tokens,
-        keep_tokens=config.keep_tokens,
     )
 
 

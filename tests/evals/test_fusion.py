@@ -76,32 +76,31 @@ def test_divergences_along_an_answer_end_where_another_leaves_it() -> None:
 def test_the_default_policies_have_what_a_deployment_does_that_says_nothing() -> None:
     served = DocumentsConfig()
     (fusion,) = [run.fusion for run in parse_policies([SERVED_POLICY], [served.ratio])[1:]]
-    asked = (fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens, fusion.keep_tokens)
-    assert asked == (served.policy, served.ratio, served.select_layer, served.seam_tokens, served.keep_tokens)
+    asked = (fusion.policy, fusion.ratio, fusion.select_layer, fusion.seam_tokens)
+    assert asked == (served.policy, served.ratio, served.select_layer, served.seam_tokens)
 
 
 def test_policies_come_once_where_they_have_no_ratio_or_one_of_their_own_behind_vanilla() -> None:
-    labels = ["a3:select_layer=3,seam_tokens=4", "pie", "vanilla", "a3:ratio=0.2,keep_tokens=64"]
+    labels = ["a3:select_layer=3,seam_tokens=4", "pie", "vanilla", "a3:ratio=0.2"]
     runs = parse_policies(labels, [0.1, 0.3])
     assert [run.label for run in runs] == ["vanilla", *[labels[0]] * 2, "pie", labels[3]]
     assert [run.fusion.ratio for run in runs[1:]] == [0.1, 0.3, 0.0, 0.2]
     assert (runs[1].fusion.select_layer, runs[1].fusion.seam_tokens) == (3, 4)
-    assert runs[4].fusion.keep_tokens == 64
 
 
 @pytest.mark.parametrize(
     ("label", "wanted"),
     [
-        ("a4", "known: a3, cacheblend"),
-        ("a3:layer=3", "'a3:layer=3': unknown setting 'layer'; have select_layer, seam_tokens, keep_tokens, ratio"),
+        ("a4", "known: a3, random"),
+        ("a3:layer=3", "'a3:layer=3': unknown setting 'layer'; have select_layer, seam_tokens, ratio"),
         ("a3:select_layer=x", "select_layer is 'x'; wanted a whole number that is not negative"),
-        ("a3:keep_tokens=-1", "keep_tokens is '-1'; wanted a whole number"),
+        ("a3:seam_tokens=-1", "seam_tokens is '-1'; wanted a whole number"),
         ("a3:ratio=1.5", "ratio is '1.5'; wanted a number from 0 to 1"),
         ("vanilla:speed=1", "unknown setting 'speed'"),
-        ("vanilla:keep_tokens=64", "'vanilla:keep_tokens=64': vanilla does not use keep_tokens; leave it out"),
+        ("vanilla:seam_tokens=4", "'vanilla:seam_tokens=4': vanilla does not use seam_tokens; leave it out"),
         ("pie:ratio=0.3", "pie does not use ratio"),
-        ("legolink:select_layer=5", "legolink does not use select_layer"),
-        ("full_reuse:seam_tokens=4", "full_reuse does not use seam_tokens"),
+        ("pie:select_layer=5", "pie does not use select_layer"),
+        ("pie:seam_tokens=4", "pie does not use seam_tokens"),
     ],
 )
 def test_a_label_that_says_nothing_that_there_is_is_told_by_name(label: str, wanted: str) -> None:
@@ -110,12 +109,10 @@ def test_a_label_that_says_nothing_that_there_is_is_told_by_name(label: str, wan
 
 
 def test_a_control_computes_as_many_tokens_again_in_the_same_layers() -> None:
-    _, a3, legolink, pie, random = parse_policies(
-        ["a3:select_layer=5,keep_tokens=9", "legolink", "pie", "random"], [0.15]
-    )
-    assert a3.control == Fusion(policy="random", ratio=0.15, select_layer=5, keep_tokens=9)
+    _, a3, pie, random = parse_policies(["a3:select_layer=5", "pie", "random"], [0.15])
+    assert a3.control == Fusion(policy="random", ratio=0.15, select_layer=5)
     assert pie.control is None
-    assert legolink.control == random.fusion
+    assert random.control == random.fusion
 
 
 def test_prompts_are_documents_in_an_order_of_their_own_whose_answers_fit_it(prompts: list[FusionPrompt]) -> None:
@@ -218,7 +215,7 @@ def test_processes_make_the_prompts_that_are_made_here() -> None:
 
 
 def test_a_run_on_the_engine_that_serves_ends_where_it_is_stopped(prompts: list[FusionPrompt]) -> None:
-    runs = parse_policies(["legolink", "full_reuse"], [1.0])
+    runs = parse_policies(["a3:select_layer=1", "pie"], [1.0])
     both = {256: prompts, 200: fusion_prompts(PLAN, 200)[:1]}
     with fusion_engine(REFERENCE, "cpu", max(len(one.token_ids) for one in prompts) + 48, "float32", 64) as engine:
         batches = [{length: len(found[0].scores) for length, found in judged.items()}
@@ -238,12 +235,12 @@ def test_a_run_on_the_engine_that_serves_ends_where_it_is_stopped(prompts: list[
 
         (cut,) = judge(engine, REFERENCE, {256: prompts}, runs, 1, ask_within_a_batch, stop, 1)
         assert [len(one.scores) for one in cut[256]] == [len(one.distances) for one in cut[256]] == [1, 1, 1]
-    exact, whole, full_reuse = found[256]
+    exact, whole, pie = found[256]
     assert exact.divergences == [0.0, 0.0]
-    assert max(whole.along) < 1e-6 < max(full_reuse.along), "all computed again is vanilla"
+    assert max(whole.along) < 1e-6 < max(pie.along), "all computed again is vanilla"
     assert whole.scores == exact.scores
-    assert [far.shape for far in full_reuse.distances] == [(12,)]
-    assert full_reuse.distances[0].max() > 0.01 > whole.distances[0].max()
+    assert [far.shape for far in pie.distances] == [(12,)]
+    assert pie.distances[0].max() > 0.01 > whole.distances[0].max()
     rows = [row for row in fusion_rows(found[256], 256) if row["task"] == "all"]
     assert [row["prompts"] for row in rows] == [2, 2, 2]
     assert 0.5 < rows[1]["recomputed"] < 1.0

@@ -75,12 +75,12 @@ class FusionStand:
 
     def prompt(
         self, token_ids: np.ndarray, spans: list[tuple[int, int]], policy: str, ratio: float, select_layer: int = 1,
-        seam_tokens: int = 0, num_prompt_tokens: int | None = None, begin: int = 0, slot: int = 0, keep_tokens: int = 0,
+        seam_tokens: int = 0, num_prompt_tokens: int | None = None, begin: int = 0, slot: int = 0,
     ) -> PrefillPrompt:  # fmt: skip
         chunks = [PlacedChunk(first, end, self.key(token_ids[first:end])) for first, end in spans]
         num_prompt = num_prompt_tokens or len(token_ids)
         fused = plan_fused(
-            FusionSettings(policy, ratio, select_layer, seam_tokens, keep_tokens), chunks, begin, len(token_ids),
+            FusionSettings(policy, ratio, select_layer, seam_tokens), chunks, begin, len(token_ids),
             num_prompt, [spec.window_tokens for spec in self.decoder.specs],
         )  # fmt: skip
         return PrefillPrompt(slot, token_ids, begin, num_prompt, GREEDY, "exact", fused=fused)
@@ -178,19 +178,16 @@ class Oracle:
         """Logits of the last token, and the tokens that were computed again (eq. 2 to 5)."""
         n, at = len(ids), np.arange(len(ids))
         stored = [np.zeros((2, n, SHAPE.num_kv_heads, SHAPE.dim)) for _ in range(SHAPE.num_layers)]
-        local = at.copy()
         document = np.zeros(n, bool)
         for begin, end in spans:
             for layer, (key, value) in enumerate(self.alone(ids[begin:end])):
                 stored[layer][0, begin:end], stored[layer][1, begin:end] = key, value
-            local[begin:end] = np.arange(end - begin)
             document[begin:end] = True
         document[-1] = False
-        place = local if policy == "full_reuse" else at
-        looks = policy in ("a3", "a3_change", "cacheblend", "random")
-        count = min(int(document.sum()), round(ratio * n)) if policy not in ("pie", "full_reuse") else 0
-        count = max(count, sum(min(seam_tokens, end - begin) for begin, end in spans) if looks else 0)
-        chosen = np.zeros(n, bool) if looks else self.ends(spans, document, count) if count else np.zeros(n, bool)
+        looks = policy != "pie"
+        count = min(int(document.sum()), round(ratio * n))
+        count = max(count, sum(min(seam_tokens, end - begin) for begin, end in spans)) if looks else 0
+        chosen = np.zeros(n, bool)
         hidden = self.embed(ids)
         for layer in range(SHAPE.num_layers):
             full = looks and layer <= select_layer
@@ -199,38 +196,23 @@ class Oracle:
                 if policy == "random":
                     scores = np.random.default_rng(zlib.crc32(ids.astype("<i4").tobytes())).random(n, np.float32)
                 else:
-                    scores = self.scores(policy, query, key, value, stored[layer][1], spans, at)
+                    scores = self.scores(query, key, value, spans, at)
                 for begin, end in spans:
                     seam = np.arange(begin, min(begin + seam_tokens, end))
                     scores[seam] = 1e9 - (seam - begin)
                 order = np.argsort(-np.where(document, scores, -np.inf), kind="stable")
                 chosen[order[:count]] = True
             fresh = np.ones(n, bool) if full else chosen | ~document
-            keys = np.where(fresh[:, None, None], self.rotate(key, at), self.rotate(stored[layer][0], place))
+            keys = np.where(fresh[:, None, None], self.rotate(key, at), self.rotate(stored[layer][0], at))
             values = np.where(fresh[:, None, None], value, stored[layer][1])
             out, _ = self.attend(self.rotate(query, at), keys, values, at)
             hidden = self.leave(layer, hidden, out)
         return self.logits(hidden[-1:])[0], np.flatnonzero(chosen)
 
-    def ends(self, spans: list[tuple[int, int]], document: np.ndarray, count: int) -> np.ndarray:
-        """LegoLink: each chunk gives its share by length, half of it at either end."""
-        chosen = np.zeros(len(document), bool)
-        total, seen = int(document.sum()), 0
-        for begin, end in spans:
-            size = int(document[begin:end].sum())
-            share = count * (seen + size) // total - count * seen // total
-            seen += size
-            chosen[begin : begin + (share + 1) // 2] = True
-            chosen[begin + size - share // 2 : begin + size] = True
-        return chosen
-
-    def scores(self, policy, query, key, value, stored, spans, at):
-        change = ((value - stored) ** 2).sum((1, 2))
-        if policy == "cacheblend":
-            return change
+    def scores(self, query, key, value, spans, at):
         question = at[min(spans[-1][1], len(at) - 1) :]
         _, weights = self.attend(self.rotate(query, at)[question], self.rotate(key, at), value, question)
-        return weights.sum((0, 1)) * (change**0.5 if policy == "a3_change" else 1.0)
+        return weights.sum((0, 1))
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
         return self.weights.embedding.double().numpy()[ids]

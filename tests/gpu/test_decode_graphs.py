@@ -49,13 +49,12 @@ def small_runner(device: str = "cpu", dtype: str = "float32", sizes: tuple[int, 
 
 
 def test_inputs_are_packed_and_padded() -> None:
-    packed = StepRows.pack([3, 0], [3, 8], [17, 5], [15, 5], [HostRead(7, 2, 12), None], 4, 9)
+    packed = StepRows.pack([3, 0], [3, 8], [17, 5], [HostRead(7, 2, 12), None], 4, 9)
     rows = StepRows(torch.from_numpy(packed), 4)
     assert rows.positions.tolist() == [17, 5, 0, 0]
     assert rows.token_slots.tolist() == [3, 8, 9, 9]
-    assert rows.cells.tolist() == [15, 5, 0, 0]
     assert rows.slots.tolist() == [3, 0, -1, -1]
-    assert rows.context_lens.tolist() == [16, 6, 0, 0]
+    assert rows.context_lens.tolist() == [18, 6, 0, 0]
     skip_begin, skip_end, cut = rows.bounds(2)
     assert skip_begin.tolist() == [[2, 2], [0, 0], [0, 0], [0, 0]]
     assert skip_end.tolist() == cut.tolist() == [[12, 12], [0, 0], [0, 0], [0, 0]]
@@ -64,7 +63,7 @@ def test_inputs_are_packed_and_padded() -> None:
 
 def rows_of(size: int) -> StepRows:
     """Slot 1 at position 47, and padding."""
-    return StepRows(torch.from_numpy(StepRows.pack([1], [1], [47], [47], [None], size, 4)), size)
+    return StepRows(torch.from_numpy(StepRows.pack([1], [1], [47], [None], size, 4)), size)
 
 
 @torch.inference_mode()

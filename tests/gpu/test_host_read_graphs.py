@@ -160,7 +160,7 @@ class Log(list[str]):
         return SimpleNamespace(run=run, give_up=lambda: self.append(f"give up {name}"))
 
 
-TWO_ROWS = Batch([0, 1], [9, 9], [9, 9], [HostRead(100, 2, 4), HostRead(101, 2, 4)])
+TWO_ROWS = Batch([0, 1], [9, 9], [HostRead(100, 2, 4), HostRead(101, 2, 4)])
 
 
 def test_layers_are_captured_in_the_order_in_which_their_answers_come() -> None:
@@ -195,6 +195,6 @@ def test_nothing_is_launched_when_a_context_is_lost(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(twins.tier, "attention", MagicMock(side_effect=ContextLostError(101, "rows cannot come")))
         with torch.inference_mode(), pytest.raises(ContextLostError):
-            twins.offloading.decode_steps.run(Batch(group.slots, group.positions, group.positions, group.host_reads))
+            twins.offloading.decode_steps.run(Batch(group.slots, group.positions, group.host_reads))
     assert Recorded.running is None
     check_steps(twins, [0, 1], 3)

@@ -41,7 +41,7 @@ def batch_of(twins: Twins, slots: list[int], change: int = 0) -> Batch:
     """The next step of these slots; `change`: by so many cells the device's skipped range is longer."""
     group = twins.group(slots)
     asks = [replace(ask, end=ask.end + change) for ask in group.host_reads]
-    return Batch(group.slots, group.positions, group.positions, asks)
+    return Batch(group.slots, group.positions, asks)
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])

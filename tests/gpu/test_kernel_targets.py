@@ -625,7 +625,7 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
     own = HistoryRows(rings, cells, skips)
     for beside in (None, Fetched(fetched, listed, lse)):
         note_step(history, maxima, lse, beside, own, 4, kv_heads)
-    step: Any = SimpleNamespace(num_rows=rows, slots=rings, cells=cells, skips=skips)  # a StepRows
+    step: Any = SimpleNamespace(num_rows=rows, slots=rings, positions=cells, skips=skips)  # a StepRows
     turns = Turns(PredictedSettings(weights=Path("unread")), 3, kv_heads, 4, 8192, torch.device("cuda"))
     turns.of_rows(step, rings, empty(1, dtype=torch.bool), shape.num_heads)
     scores, is_in = empty(places, 8192), empty(places, dtype=torch.bool)

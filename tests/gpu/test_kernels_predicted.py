@@ -153,7 +153,7 @@ def test_whose_turn_it_is_is_told_by_one_launch_as_by_many_operations(device: st
             cells[slot] += 1 + (draw.random() < 0.02)
         places = [cells.get(slot, 7) for slot in slots]
         asks = [HostRead(0, 32, 32 + 16 * int(draw.integers(0, 9))) for _ in slots]
-        packed = StepRows.pack(slots, slots, places, places, asks, len(slots), 0)
+        packed = StepRows.pack(slots, slots, places, asks, len(slots), 0)
         samples.fill_(number % 2)
         rows = StepRows(torch.from_numpy(packed), len(slots))
         there = StepRows(torch.from_numpy(packed).to(device), len(slots))

@@ -233,7 +233,7 @@ def test_one_that_takes_its_ring_late_has_the_pages_of_whoever_began_alike() -> 
     def running(hashes: list[bytes]) -> Any:
         return SimpleNamespace(
             ring=None, ring_pages=[], open_context=object(), profile=PROFILES["indexed"], hashes=hashes, slot=0,
-            state=State.RUNNING, num_prompt_tokens=2500, num_tokens=2500, next_cell=2499, next_position=2499,
+            state=State.RUNNING, num_prompt_tokens=2500, num_tokens=2500, next_position=2499,
             request=SimpleNamespace(max_tokens=8, epsilon=None),
         )  # fmt: skip
 

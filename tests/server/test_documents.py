@@ -178,7 +178,7 @@ async def test_the_official_client_names_documents_in_extra_body(docs) -> None:
         model="reference",
         messages=HI,
         max_tokens=4,
-        extra_body={"documents": [made["id"], {"text": OTHER}], "fusion": {"policy": "cacheblend", "ratio": 0.3}},
+        extra_body={"documents": [made["id"], {"text": OTHER}], "fusion": {"policy": "random", "ratio": 0.3}},
     )
     assert answer.usage.prompt_tokens > made["num_tokens"]
     assert answer.usage.prompt_tokens_details.reused_tokens > 0

@@ -109,7 +109,7 @@ class Mac(RingSide):
         skips = rows.skips if reads.skips else self._no_skips[:, : rows.num_rows]
         layer = reads.layer
         matched = match(
-            reads.pre_rope_query, RowRings(ring, own.rings, rows.cells), skips, self._limits[layer],
+            reads.pre_rope_query, RowRings(ring, own.rings, rows.positions), skips, self._limits[layer],
             self.break_even.is_matching[layer], self.break_even.counts[layer], self._kv_heads,
         )  # fmt: skip
         reads.kept[self] = matched
@@ -128,7 +128,7 @@ class Mac(RingSide):
         own, matched = self._rows_of(reads), self._matched(reads)
         whole = complete(
             on_device.near, on_device.far, merge_all(filled) if filled else None, reads.pre_rope_query, matched,
-            RowRings(ring, own.rings, reads.rows.cells), self._limits[reads.layer], own.is_estimate,
+            RowRings(ring, own.rings, reads.rows.positions), self._limits[reads.layer], own.is_estimate,
         )  # fmt: skip
         if reads.attended is None:
             reads.attended = whole

@@ -215,7 +215,7 @@ class Predicted(RingSide):
             whole_lse = torch.logaddexp(near_lse, answer.lse.to(near_lse.device, non_blocking=True))
             near_lse = torch.where(self._samples, near_lse, whole_lse)
         lse = note_step(
-            layer.history, reads.maxima, near_lse, fetched, HistoryRows(own.of_rings.rings, rows.cells, rows.skips),
+            layer.history, reads.maxima, near_lse, fetched, HistoryRows(own.of_rings.rings, rows.positions, rows.skips),
             self._first_block, self._kv_heads,
         )  # fmt: skip
         if not own.choices or not reads.reads_host:
@@ -227,7 +227,7 @@ class Predicted(RingSide):
         with self._aside(place):
             for rings, every in looks:
                 look_at_blocks(
-                    layer, reads.query, lse, HistoryRows(rings, rows.cells, rows.skips), every, self._dim**-0.5,
+                    layer, reads.query, lse, HistoryRows(rings, rows.positions, rows.skips), every, self._dim**-0.5,
                     self._is_int8, counts,
                 )  # fmt: skip
             late = Lateness(self._open_parts, layer.bits, counts) if self.settings.leaves_late else None
@@ -290,7 +290,7 @@ class Predicted(RingSide):
         every = self.settings.calibrate_every
         if not every:
             return _Rows(own, choices, own.rings, own.rings)
-        is_full = rows.cells % every == 0
+        is_full = rows.positions % every == 0
         wanted = own.wanted | is_full[:, None].to(torch.uint8)
         full, partial = torch.where(is_full, own.rings, -1), torch.where(is_full, -1, own.rings)
         return _Rows(replace(own, wanted=wanted), choices, full, partial)

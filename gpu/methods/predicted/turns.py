@@ -134,7 +134,7 @@ class Turns:
         is_in = torch.empty(every, places, dtype=torch.bool, device=device)
         widths, numbers = (torch.empty(size, places, dtype=torch.int32, device=device) for size in (every, 3))
         _turns_kernel[(self._num_rings + 1,)](
-            rows.slots, ring_of_slot, samples, rows.cells, rows.skips, self.last_cells, self.begins, own.rings,
+            rows.slots, ring_of_slot, samples, rows.positions, rows.skips, self.last_cells, self.begins, own.rings,
             own.wanted, is_in, widths, *numbers, rows.num_rows, len(ring_of_slot), self._num_rings, heads,
             self._kv_heads, every, self._settings.history, self._settings.local_tokens, self._first_block, self._blocks,
             ROWS=triton.next_power_of_2(rows.num_rows), HEADS=triton.next_power_of_2(heads),
@@ -149,7 +149,7 @@ class Turns:
         num_rings = self._num_rings
         to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
         cells = torch.full((num_rings + 1,), -1, dtype=torch.int64, device=rings.device)
-        cells.index_copy_(0, to, rows.cells)
+        cells.index_copy_(0, to, rows.positions)
         limits = torch.zeros(num_rings + 1, dtype=torch.int64, device=rings.device)
         limits.index_copy_(0, to, ((rows.skips[1] - rows.skips[0]) // BLOCK_TOKENS).long())
         return cells[:num_rings], limits[:num_rings]
