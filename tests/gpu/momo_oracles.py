@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import erfinv
 
 
 @dataclass(frozen=True)
@@ -22,29 +21,6 @@ def attend_row(query: np.ndarray, keys: np.ndarray, values: np.ndarray, key_bloc
     cuts = np.arange(key_block, len(logits), key_block)
     scores = np.array([logits.max() + np.log(part.sum()) for part in np.split(weights, cuts)])
     return SparseRow(weights @ values / weights.sum(), float(logits.max() + np.log(weights.sum())), scores)
-
-
-def estimate(scores: np.ndarray, k: int, k_exact: int) -> set[int]:
-    """Estimated online top-k of one row: eq. 5 and 6, with `k_exact` slots by rank whose losers go to the others."""
-    exact: dict[int, float] = {}
-    taken: set[int] = set()
-    for block, score in enumerate(scores):
-        seen = scores[: block + 1]
-        offered: tuple[int, float] | None = (block, score)
-        if len(exact) < k_exact:
-            exact[block], offered = score, None
-        elif score > min(exact.values()):
-            lowest = min(exact, key=exact.__getitem__)
-            offered = (lowest, exact.pop(lowest))
-            exact[block] = score
-        remaining_slots, remaining_blocks = k - k_exact - len(taken), len(scores) - block
-        if offered is None or remaining_slots == 0:
-            continue
-        p = 1 - remaining_slots / remaining_blocks
-        threshold = -np.inf if p <= 0 else np.sqrt(2) * seen.std() * erfinv(2 * p - 1) + seen.mean()
-        if offered[1] > threshold:
-            taken.add(offered[0])
-    return set(exact) | taken
 
 
 def top(scores: np.ndarray, k: int) -> set[int]:

@@ -554,11 +554,9 @@ def _prefill(shape: Architecture, dtype: torch.dtype) -> None:
         return
     query = empty(256, shape.num_heads, shape.dim, dtype=dtype)
     keys = empty(shape.num_kv_heads, 1024, shape.dim, dtype=dtype)
-    for name in ("exact", "estimated") if shape.dim == 128 else ("exact",):
-        how = MomoSettings(selection=name).how
-        rows = query_sparse_attention(query, keys, keys, 768, 16, 64, how, 1.0)
-        lists = unite(rows, 12, 8, 2, 64)
-        block_sparse_attention(query, keys, keys, 768, 128, 64, lists, 1.0)
+    rows = query_sparse_attention(query, keys, keys, 768, 16, 64, MomoSettings().k, 1.0)
+    lists = unite(rows, 12, 8, 2, 64)
+    block_sparse_attention(query, keys, keys, 768, 128, 64, lists, 1.0)
 
 
 def _scattered(shape: Architecture, dtype: torch.dtype) -> None:
@@ -1059,7 +1057,7 @@ def test_a_unit_of_momo_runs_what_another_one_compiled():
 def _momo_unit(begin: int, tokens: int) -> None:
     query = empty(tokens, 32, 128, dtype=torch.bfloat16)
     keys = empty(8, begin + tokens, 128, dtype=torch.bfloat16)
-    rows = query_sparse_attention(query, keys, keys, begin, 16, 64, MomoSettings().how, 1.0)
+    rows = query_sparse_attention(query, keys, keys, begin, 16, 64, MomoSettings().k, 1.0)
     lists = unite(rows, begin // 64, 8, 2, 64)
     block_sparse_attention(query, keys, keys, begin, 128, 64, lists, 1.0)
 

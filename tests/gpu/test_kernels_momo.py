@@ -7,7 +7,6 @@ from torch import Tensor
 
 from gpu.methods.momo.block_sparse import block_sparse_attention
 from gpu.methods.momo.query_sparse import SparseRows, query_sparse_attention
-from gpu.methods.momo.settings import Selection
 from gpu.methods.momo.union import KeyLists, unite
 from tests.gpu import momo_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, random, wide
@@ -15,7 +14,7 @@ from tests.tolerances import MOMO_BFLOAT16, MOMO_FLOAT32
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", DTYPES)]
 ATOL = {torch.float32: MOMO_FLOAT32, torch.bfloat16: MOMO_BFLOAT16}
-EXACT, ESTIMATED = Selection("exact", 4, 2), Selection("estimated", 8, 2)
+K = 4
 
 
 def tensors(
@@ -55,7 +54,7 @@ def margin_of(scores: np.ndarray, k: int) -> float:
 )
 def test_sparse_queries_attend_and_choose(tokens, begin, heads, kv_heads, dim, dtype, device):
     query, keys, values = tensors(tokens, begin, heads, kv_heads, dim, dtype, device)
-    rows = query_sparse_attention(query, keys, values, begin, 16, 32, EXACT, dim**-0.5)
+    rows = query_sparse_attention(query, keys, values, begin, 16, 32, K, dim**-0.5)
     assert rows.out.shape == (-(-tokens // 16), heads, dim)
     assert rows.out.dtype == rows.lse.dtype == rows.scores.dtype == torch.float32
     sets, out, lse = chosen_sets(rows), wide(rows.out), wide(rows.lse)
@@ -69,32 +68,15 @@ def test_sparse_queries_attend_and_choose(tokens, begin, heads, kv_heads, dim, d
             np.testing.assert_allclose(lse[row, head], wanted.lse, atol=MOMO_FLOAT32, rtol=0)
             for block, score in zip(rows.blocks[row, head].tolist(), rows.scores[row, head].tolist(), strict=True):
                 assert block < 0 or abs(score - wanted.scores[block]) < MOMO_FLOAT32
-            if margin_of(wanted.scores, EXACT.k) > 2 * MOMO_FLOAT32:
+            if margin_of(wanted.scores, K) > 2 * MOMO_FLOAT32:
                 compared += 1
-                assert sets[row][head] == oracle.top(wanted.scores, EXACT.k)
+                assert sets[row][head] == oracle.top(wanted.scores, K)
     assert compared > 0.8 * len(rows.out) * heads
 
 
-def test_estimated_selection_is_the_papers(dtype, device):
-    tokens, begin, heads, dim = 80, 2000, 4, 64
-    query, keys, values = tensors(tokens, begin, heads, 2, dim, dtype, device)
-    rows = query_sparse_attention(query, keys, values, begin, 16, 32, ESTIMATED, dim**-0.5)
-    sets, same = chosen_sets(rows), 0
-    for row in range(len(rows.out)):
-        for head in range(heads):
-            kv = (wide(tensor)[head // 2, : begin + row * 16 + 1] for tensor in (keys, values))
-            wanted = oracle.attend_row(wide(query)[row * 16, head], *kv, 32, dim**-0.5)
-            same += sets[row][head] == oracle.estimate(wanted.scores, ESTIMATED.k, ESTIMATED.k_exact)
-            assert sets[row][head] != oracle.estimate(wanted.scores, ESTIMATED.k + 1, ESTIMATED.k_exact)
-            exact = sorted(rows.blocks[row, head, : ESTIMATED.k_exact].tolist())
-            assert exact == sorted(oracle.top(wanted.scores, ESTIMATED.k_exact))
-    assert same >= len(rows.out) * heads - 1  # a score within rounding of its threshold
-
-
-@pytest.mark.parametrize("name", ["exact", "estimated"])
-def test_as_many_slots_as_blocks_keep_all_blocks(name, dtype, device):
+def test_as_many_slots_as_blocks_keep_all_blocks(dtype, device):
     query, keys, values = tensors(40, 470, 4, 2, 64, dtype, device)
-    rows = query_sparse_attention(query, keys, values, 470, 4, 32, Selection(name, 16, 4), 0.125)
+    rows = query_sparse_attention(query, keys, values, 470, 4, 32, 16, 0.125)
     for row, sets in enumerate(chosen_sets(rows)):
         assert all(one == set(range((470 + 4 * row) // 32 + 1)) for one in sets)
 
@@ -103,15 +85,14 @@ def test_rows_do_not_depend_on_what_is_computed_with_them(dtype, device):
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("float32 is plain torch on CUDA, whose products of few rows may add in another order")
     query, keys, values = tensors(256, 256, 4, 2, 64, dtype, device)
-    for selection in (EXACT, ESTIMATED):
-        whole = query_sparse_attention(query, keys, values, 256, 16, 32, selection, 0.125)
-        parts = [
-            query_sparse_attention(query[cut], keys, values, 256 + cut.start, 16, 32, selection, 0.125)
-            for cut in (slice(0, 64), slice(64, 256))
-        ]
-        for name in ("out", "lse", "blocks", "scores"):
-            joined = torch.cat([getattr(part, name) for part in parts])
-            assert_same(joined, getattr(whole, name))
+    whole = query_sparse_attention(query, keys, values, 256, 16, 32, K, 0.125)
+    parts = [
+        query_sparse_attention(query[cut], keys, values, 256 + cut.start, 16, 32, K, 0.125)
+        for cut in (slice(0, 64), slice(64, 256))
+    ]
+    for name in ("out", "lse", "blocks", "scores"):
+        joined = torch.cat([getattr(part, name) for part in parts])
+        assert_same(joined, getattr(whole, name))
 
 
 def assert_same(got: Tensor, wanted: Tensor) -> None:
@@ -198,9 +179,9 @@ def test_query_blocks_attend_their_lists(num_blocks, begin, heads, kv_heads, dim
 def test_wrong_arguments_are_named(dtype, device):
     query, keys, values = tensors(64, 64, 4, 2, 64, dtype, device)
     with pytest.raises(ValueError, match=r"query_sparse_attention: keys is \(2, 198, 64\) torch.float16"):
-        query_sparse_attention(query, keys.half(), values, 64, 16, 32, EXACT, 0.125)
+        query_sparse_attention(query, keys.half(), values, 64, 16, 32, K, 0.125)
     with pytest.raises(ValueError, match="queries to position 112 over 100 keys"):
-        query_sparse_attention(query, keys[:, :100], values[:, :100], 64, 16, 32, EXACT, 0.125)
+        query_sparse_attention(query, keys[:, :100], values[:, :100], 64, 16, 32, K, 0.125)
     lists = KeyLists(torch.zeros(1, 4, 3, dtype=torch.int32, device=device),
                      torch.zeros(1, 4, dtype=torch.int32, device=device))  # fmt: skip
     with pytest.raises(ValueError, match=r"queries \[32, 96\) over 198 keys; wanted whole blocks of 64"):

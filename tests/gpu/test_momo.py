@@ -13,7 +13,7 @@ from gpu.attention.prefill_attention import prefill_attention_reference
 from gpu.methods.device_side import Site
 from gpu.methods.momo.attend import sparse_attention
 from gpu.methods.momo.query_blocks import Momo, make_prefill_side
-from gpu.methods.momo.query_sparse import query_sparse_attention, query_sparse_reference
+from gpu.methods.momo.query_sparse import query_sparse_reference
 from gpu.methods.momo.settings import MomoSettings
 from gpu.model.architecture import ModelError, named_shape
 from tests.gpu import momo_oracles as oracle
@@ -69,13 +69,11 @@ def test_it_is_algorithm_1_in_float64():
     assert np.abs(got - wide(dense)).max() > MOMO_BFLOAT16
 
 
-@pytest.mark.parametrize("selection", ["exact", "estimated"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_with_every_block_it_is_dense(selection, dtype, device):
+def test_with_every_block_it_is_dense(dtype, device):
     query, keys, values = tensors(160, dtype, device)
-    settings = WHOLE.model_copy(update={"selection": selection, "k_exact": 4})
-    got = attend(query, keys, values, 64, 160, settings)
+    got = attend(query, keys, values, 64, 160, WHOLE)
     wanted = prefill_attention_reference(query[64:].double(), keys.double(), values.double(), DIM**-0.5).out
     atol = MOMO_FLOAT32 if dtype == torch.float32 else 2 * MOMO_BFLOAT16  # three outputs are added
     np.testing.assert_allclose(wide(got), wide(wanted), atol=atol, rtol=0)
@@ -91,15 +89,13 @@ def test_the_first_query_of_a_window_is_dense(device):
     assert np.delete(error[32:], np.s_[:: SMALL.gamma]).min() > MOMO_FLOAT32  # the first 32 have all blocks in reach
 
 
-@pytest.mark.parametrize("selection", ["exact", "estimated"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_neither_units_nor_what_comes_behind_change_it(selection, dtype, device):
+def test_neither_units_nor_what_comes_behind_change_it(dtype, device):
     query, keys, values = tensors(256, dtype, device)
-    settings = SMALL.model_copy(update={"selection": selection, "k_exact": 1})
-    whole = attend(query, keys, values, 64, 256, settings)
+    whole = attend(query, keys, values, 64, 256, SMALL)
     for cuts in ([64, 96, 256], [64, 128, 160, 256], [128, 256], [192, 224]):
-        pieces = [attend(query, keys, values, *cut, settings) for cut in pairwise(cuts)]
+        pieces = [attend(query, keys, values, *cut, SMALL) for cut in pairwise(cuts)]
         wanted, got = whole[cuts[0] - 64 : cuts[-1] - 64], torch.cat(pieces)
         if device == "cuda" and dtype == torch.bfloat16:
             assert torch.equal(got, wanted)
@@ -107,27 +103,12 @@ def test_neither_units_nor_what_comes_behind_change_it(selection, dtype, device)
             np.testing.assert_allclose(got.cpu(), wanted.cpu(), atol=MOMO_FLOAT32, rtol=0)
 
 
-@pytest.mark.parametrize("selection", ["exact", "estimated"])
-def test_the_references_rows_lie_as_the_kernel_of_the_union_reads_them(selection):
+def test_the_references_rows_lie_as_the_kernel_of_the_union_reads_them():
     query, keys, values = tensors(64, torch.float32, "cpu")
-    how = MomoSettings(selection=selection, k=4, k_exact=1).how
-    rows = query_sparse_reference(query, keys, values, 0, 4, 16, how, DIM**-0.5)
+    rows = query_sparse_reference(query, keys, values, 0, 4, 16, 4, DIM**-0.5)
     assert rows.blocks.is_contiguous()
     assert rows.lse.is_contiguous()
     assert rows.scores.stride(-1) == 1
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_estimated_selection_finds_most_of_what_the_exact_one_does(device):
-    query, keys, values = tensors(2048, torch.float32, device)
-    found = {}
-    for name in ("exact", "estimated"):
-        how = MomoSettings(selection=name, k=8, k_exact=4).how
-        rows = query_sparse_attention(query, keys, values, 0, 64, 16, how, DIM**-0.5)
-        found[name] = [set(one.tolist()) - {-1} for one in rows.blocks.flatten(0, 1)]
-        assert max(map(len, found[name])) == 8
-    both = sum(len(a & b) for a, b in zip(found["exact"], found["estimated"], strict=True))
-    assert both > 0.7 * sum(map(len, found["exact"]))
 
 
 @pytest.mark.parametrize(
@@ -135,8 +116,8 @@ def test_estimated_selection_finds_most_of_what_the_exact_one_does(device):
     [
         ({"gamma": 12}, "gamma is 12; wanted a power of two"),
         ({"query_block": 32}, r"query_block is 32; wanted at least key_block \(64\) and gamma \(16\)"),
-        ({"k": 256}, "k is 256; exact selection keeps at most 128 on chip: write `selection: estimated`"),
-        ({"selection": "estimated", "k": 8}, r"k_exact is 8; wanted less than k \(8\)"),
+        ({"k": 256}, "less than or equal to 128"),
+        ({"selection": "estimated"}, "Extra inputs"),
         ({"k_trim": 2}, "k_trim is 2; wanted more than a query block's own 2"),
         ({"k_trims": 2}, "Extra inputs"),
     ],
@@ -144,11 +125,6 @@ def test_estimated_selection_finds_most_of_what_the_exact_one_does(device):
 def test_settings_that_cannot_be_are_named(given, words):
     with pytest.raises(ValidationError, match=words):
         MomoSettings(**given)
-
-
-def test_estimated_selection_keeps_twice_as_many_unless_told():
-    assert (MomoSettings().k, MomoSettings(selection="estimated").k) == (64, 128)
-    assert MomoSettings(selection="estimated", k=64).k == 64
 
 
 def test_heads_of_256_are_refused_on_a_gpu_in_one_line():

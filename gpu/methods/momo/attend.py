@@ -24,7 +24,7 @@ def sparse_attention(
     size, block = settings.query_block, settings.key_block
     end = begin + len(query)
     keys, values = keys[:, :end], values[:, :end]
-    sparse = query_sparse_attention(query, keys, values, begin, settings.gamma, block, settings.how, scale)
+    sparse = query_sparse_attention(query, keys, values, begin, settings.gamma, block, settings.k, scale)
     lists = unite(sparse, begin // block, size // settings.gamma, size // block, settings.k_trim)
     out = block_sparse_attention(query, keys, values, begin, size, block, lists, scale).out
     correct(out, sparse.out, settings.gamma)
