@@ -15,14 +15,8 @@ OPERATIONS = {
     "attention": "bench.op.attention:decode_cases",
     "prefill": "bench.op.attention:prefill_cases",
     "indexed": "bench.op.indexed:indexed_cases",
-    "hash": "bench.op.hashing:hash_cases",
-    "host-attention": "bench.op.host:attention_cases",
-    "chunks": "bench.op.host:chunk_cases",
-    "exchange": "bench.op.hop:hop_cases",
 }
 """Where each operation's cases come from."""
-
-HOST_ALONE = ("host-attention", "chunks")
 
 
 def op(
@@ -30,7 +24,7 @@ def op(
     shape: Annotated[str, typer.Option(help="a named shape; weights and rows are random")] = "llama-3.1-8b",
     batch: Annotated[str, typer.Option(help="rows of a step, with commas")] = "1,8",
     tokens: Annotated[int, typer.Option(min=1, help="of a context or prompt")] = 32_768,
-    kinds: Annotated[str, typer.Option(help="formats of weights or rows, methods or places, with commas; default: "
+    kinds: Annotated[str, typer.Option(help="formats of weights or rows, methods, with commas; default: "
                                             "the operation's own")] = "",
     threads: Threads = None,
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option()] = "auto",
@@ -48,8 +42,7 @@ def op(
         raise typer.BadParameter(f"got {name}; wanted one of {', '.join(OPERATIONS)}", param_hint="NAME")
     console = Console(stderr=True)
     warn_if_busy(console)
-    has_gpu = torch.cuda.is_available() and name not in HOST_ALONE
-    on = torch.device(device if device != "auto" else "cuda" if has_gpu else "cpu")
+    on = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     named = tuple(kind.strip() for kind in kinds.split(",") if kind.strip())
     asked = Asked(shape, parse_batches(batch), tokens, named, threads or count_physical_cores(), on)
     module, _, function = OPERATIONS[name].partition(":")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bench.benchmark_rows import GateError
 from bench.cli import app
-from bench.op import attention, frame, hashing, host, linear
+from bench.op import attention, frame, linear
 from bench.op.frame import Asked, Case, Work, time_cases
 from bench.op.op_command import OPERATIONS
 from gpu.layers.projections import Projections
@@ -29,8 +29,6 @@ def _rates_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"host_stream_gb_s": 10.0, "host_random_rows_gb_s": 5.0}
     monkeypatch.setattr(frame, "measure_host_rates", lambda threads, gib: dict(known))
     monkeypatch.setattr(frame, "REPEATS", 2)
-    # compiled for minutes; tests/bench/test_host_rate.py runs it
-    monkeypatch.setattr(host, "attend_alike_rows", lambda *given: (lambda: None, 1000))
 
 
 def asked(*kinds: str, batches: tuple[int, ...] = (1, 3), tokens: int = 600) -> Asked:
@@ -119,39 +117,17 @@ def wrong_attention(patch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
 
 
-def wrong_codes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hashing, "encode_keys", lambda keys, planes, codes: codes.view(torch.int16).zero_())
-
-
-def lost_chunks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("transfer.chunks.chunk_folder.ChunkFolder.put", lambda *_: False)
-
-
 @pytest.mark.parametrize(
     ("cases", "kinds", "break_it", "told"),
     [
         (linear.linear_cases, ("bfloat16",), wrong_product, "a product of 1 tokens is"),
         (linear.output_cases, ("Q4_K",), wrong_logits, "logits of 1 tokens are"),
         (attention.decode_cases, ("int8",), wrong_attention, "decode attention, int8: head 0 is"),
-        (hashing.hash_cases, (), wrong_codes, "of the codes are the plain ones"),
-        (host.chunk_cases, (), lost_chunks, "every chunk is stored"),
     ],
-    ids=["linear", "output", "attention", "hash", "chunks"],
+    ids=["linear", "output", "attention"],
 )
 def test_a_wrong_result_gives_no_number(cases, kinds, break_it, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     break_it(monkeypatch)
     one = asked(*kinds)
     with pytest.raises(GateError, match=told):
         time_all(cases(one), one)
-
-
-def test_an_exchange_that_brings_another_ask_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench.op.hop import hop_cases
-
-    def keep_the_old_query(query, codes, counters, slot, *rest):
-        counters.add_(1)
-        slot.flags.copy_(counters)
-
-    monkeypatch.setattr("gpu.exchange.device_slots.exchange_pack", keep_the_old_query)
-    with pytest.raises(GateError, match="hop 2 brought another ask than that of answer 1"):
-        time_all(hop_cases(asked()), asked())
