@@ -202,7 +202,7 @@ class FusedPrompt:
         for begin in range(0, self._num_rows, PLACED_TOKENS):
             own = slice(begin, min(begin + PLACED_TOKENS, self._num_rows))
             rows = self._rows(layer, own.start, own.stop)
-            self._decoder.place(layer, rows, self._positions[own], self._positions[own], self._slots[own], pages)
+            self._decoder.place(layer, rows, self._positions[own], self._slots[own], pages)
 
     def _rows(self, layer: int, begin: int, end: int) -> Tensor:
         """Return rows of the layer on the device, `[rows, 2, kv_heads, dim]`."""

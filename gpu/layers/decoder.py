@@ -200,12 +200,11 @@ class Decoder:
             see(qkv[:, columns:].view(len(qkv), 2, -1, self._dims[index]))
         return query, qkv[:, :columns].view(query.shape)
 
-    def place(self, index: int, rows: Tensor, positions: Tensor, cells: Tensor, slots: Tensor,
-              pages: Pages | None) -> None:  # fmt: skip
+    def place(self, index: int, rows: Tensor, positions: Tensor, slots: Tensor, pages: Pages | None) -> None:
         """Write keys and values that are not computed here, `[tokens, 2, kv_heads, dim]`, contiguous, keys before
-        rotation: they are rotated to `positions` and written as in `enter`.
+        rotation: they are rotated to `positions` and written there, as in `enter`.
         """
-        self._write(index, rows.flatten(1), positions, cells, slots, pages, 0, None)
+        self._write(index, rows.flatten(1), positions, positions, slots, pages, 0, None)
 
     def _write(self, index: int, qkv: Tensor, positions: Tensor, cells: Tensor, slots: Tensor, pages: Pages | None,
                num_heads: int, norms: HeadNorms | None) -> Tensor:  # fmt: skip

@@ -323,7 +323,7 @@ class Prefill:
         rows = torch.zeros(1, 2, shape.num_kv_heads, shape.dim, dtype=pool.dtype, device=self.device)
         read_rows(store_rows(rows[:, 0], shape), rows[:, 1], shape)
         at = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.decoder.place(0, rows, at, at, at.int() - 1, None)
+        self.decoder.place(0, rows, at, at.int() - 1, None)
         keys, values = (side.flatten(1, 2)[:, :1].zero_() for side in (self.gathered.keys, self.gathered.values))
         query = rows.new_zeros(1, self.decoder.architecture.num_heads, shape.dim)
         for window in {spec.window_tokens for spec in self.decoder.specs}:
