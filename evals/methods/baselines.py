@@ -5,18 +5,13 @@ from functools import cache
 from pydantic import ValidationError
 
 from evals.methods.full import Full
-from evals.methods.h2o import H2O
 from evals.methods.method import DecodeMethod, MethodError
 from evals.methods.oracle import Oracle
 from evals.methods.quest import Quest
-from evals.methods.snapkv import SnapKV
 from evals.methods.streaming import Streaming
 from evals.methods.topk import TopK
-from evals.methods.vattention import VAttention
 
-METHODS: dict[str, type[DecodeMethod]] = {
-    method.name: method for method in (Full, Streaming, H2O, SnapKV, Quest, TopK, Oracle, VAttention)
-}
+METHODS: dict[str, type[DecodeMethod]] = {method.name: method for method in (Full, Streaming, Quest, TopK, Oracle)}
 
 
 @cache

@@ -29,7 +29,7 @@ YAML
 }
 index='indexed: {host: {method: indexed, least_tokens: 16, rings: 8, index_tokens: 131072, errors: {audit_steps: 1}}}'
 job() { # name, options
-    tandem eval "${@:2}" --model "$MODEL" --device $device --seed "$seed" --json "$OUT/$1.json" > "$OUT/$1.txt" 2>&1
+    python -m lab eval "${@:2}" --model "$MODEL" --device $device --seed "$seed" --json "$OUT/$1.json" > "$OUT/$1.txt" 2>&1
     local status=$? # 3: cut after LIMIT
     [ $status = 0 ] || [ $status = 3 ] || echo "$1 ended with $status: $(tail -n 1 "$OUT/$1.txt")" | tee "$OUT/failed" >&2
 }

@@ -48,7 +48,7 @@ def test_logits_equal_transformers_for_padded_prompts(decoder: ReferenceDecoder)
 
 def test_every_method_starts_from_the_same_prompt_whatever_ran_before(decoder: ReferenceDecoder) -> None:
     prompts = random_prompts(60, 33)
-    methods = [parse_method(text) for text in ("streaming:budget=0.1", "h2o:budget=0.2", "full")]
+    methods = [parse_method(text) for text in ("streaming:budget=0.1", "quest:budget=0.2", "full")]
     batch = prefill_batch(decoder, prompts, 6, methods)
     runs = [decode_greedy(batch, which, 6, frozenset(), None).tokens for which in range(3)]
     alone = prefill_batch(decoder, prompts, 6, methods[2:])
