@@ -3,12 +3,20 @@
 import re
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
 from bench.drafts import WIDTHS, DraftsBenchmark, run_drafts_benchmark
 from bench.replay import RIGHT, Acceptance
+from tests.bench.test_long_context import measure_little
 
+pytestmark = pytest.mark.usefixtures("_rates_of_little_memory")
 NEVER, HALF = Acceptance("never", (0.0,)), Acceptance("half", (0.5,))
+
+
+@pytest.fixture
+def _rates_of_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_little(monkeypatch)
 
 
 def test_widths_and_rates_are_timed_and_drafts_are_drawn_at_the_rate_that_was_asked() -> None:

@@ -12,19 +12,22 @@ from transfer.simd import rounded_rows, row_tiles, trial
 from transfer.simd.features import HAS_PAIRS, SIMD
 from transfer.simd.trial import compiles
 
+WIDE, NARROW = ("znver5", "znver4", "sapphirerapids"), "haswell"  # with vectors of 512 bits, and without
 
-@pytest.mark.parametrize("processor", ["znver4", "znver5", "sapphirerapids", "haswell"])
+
+@pytest.mark.parametrize("processor", [*WIDE, NARROW])
 def test_products_of_pairs_compile_for_processors_that_have_them_and_an_abort_stays_in_the_child(processor) -> None:
-    """Haswell has no vectors of 512 bits."""
-    wanted = processor != "haswell" or not HAS_PAIRS
+    wanted = processor != NARROW or not HAS_PAIRS
     assert compiles(row_products.__name__, row_products.compile_pairs.__name__, processor) == wanted
 
 
-@pytest.mark.parametrize("processor", ["znver4", "znver5", "sapphirerapids", "haswell"])
+@pytest.mark.parametrize(
+    "processor", [*(pytest.param(name, marks=pytest.mark.long) for name in WIDE[1:]), WIDE[0], NARROW]
+)
 def test_products_of_integers_compile_for_processors_with_vectors_of_512_bits_and_of_256(
     processor, monkeypatch
 ) -> None:
-    monkeypatch.setenv("TANDEM_SIMD", SIMD if processor != "haswell" else "avx2")
+    monkeypatch.setenv("TANDEM_SIMD", SIMD if processor != NARROW else "avx2")
     assert compiles(row_tiles.__name__, row_tiles.compile_products.__name__, processor)
     assert compiles(rounded_rows.__name__, rounded_rows.compile_rounded.__name__, processor)
 

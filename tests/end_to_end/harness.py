@@ -27,9 +27,9 @@ MAX_LENGTH = 1024  # the harness's limit: longer texts are scored window by wind
 RUN_SECONDS = 200
 SEED = 1
 PROMPT_TOKENS = 320  # the facts of two hops take 251
-GENERATED = {"many_needles": 5, "facts_one_hop": 3, "facts_two_hops": 4}
-NUM_CHOSEN = 3  # samples of each kind with choices
-NUM_CHOICES = 4
+GENERATED = {"many_needles": 3, "facts_one_hop": 2, "facts_two_hops": 2}
+NUM_CHOSEN = 2  # samples of each kind with choices
+NUM_CHOICES = 3
 CHOICES = {
     "many_needles": re.compile(r"The special magic number for \S+ is (\d{7})\."),
     "facts_two_hops": re.compile(r"The mayor of [^.]+ is ([^.]+)\."),

@@ -8,7 +8,6 @@ Gemma's norms are spelled out, and shared with no reader.
 
 import json
 import shutil
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,51 +139,45 @@ def wanted_numbers(kind: str, data: np.ndarray, inner: int) -> np.ndarray:
     num_bytes = BYTES[kind][1]
     if kind in READ_BY_GGUF:
         return gguf.quants.dequantize(data, getattr(gguf.GGMLQuantizationType, kind)).astype(np.float64)
-    return np.array([_block(kind, bytes(block)) for block in data.reshape(-1, num_bytes)]).reshape(len(data), inner)
+    return np.ascontiguousarray(_numbers(kind, data.reshape(-1, num_bytes))).reshape(len(data), inner)
 
 
-def _half(block: bytes, at: int) -> float:
-    return float(struct.unpack_from("<e", block, at)[0])
+def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+    return blocks[:, at : at + 2].copy().view("<f2").astype(np.float64)
 
 
-def _six_bits(block: bytes, j: int) -> tuple[int, int]:
-    """Scale and offset of group j, of ggml's `get_scale_min_k4`."""
-    q = block[4:16]
-    if j < 4:
-        return q[j] & 63, q[j + 4] & 63
-    return (q[j + 4] & 15) | ((q[j - 4] >> 6) << 4), (q[j + 4] >> 4) | ((q[j] >> 6) << 4)
+def _six_bits(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and offsets of the eight groups, of ggml's `get_scale_min_k4`."""
+    low, middle, high = (blocks[:, at : at + 4].astype(np.int64) for at in (4, 8, 12))
+    scales = low & 63, (high & 15) | (low >> 6) << 4
+    offsets = middle & 63, (high >> 4) | (middle >> 6) << 4
+    return np.concatenate(scales, 1), np.concatenate(offsets, 1)
 
 
-def _block(kind: str, block: bytes) -> list[float]:
+def _numbers(kind: str, blocks: np.ndarray) -> np.ndarray:
     if kind == "Q8_0":
-        return [_half(block, 0) * q for q in np.frombuffer(block[2:], np.int8).tolist()]
+        return _half(blocks, 0) * blocks[:, 2:].view(np.int8)
     if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
         has_least, is_five = kind.endswith("1"), kind.startswith("Q5")
         at = 2 + 2 * has_least
-        high = int.from_bytes(block[at : at + 4], "little") if is_five else 0
-        quarters = block[at + 4 * is_five :]
-        numbers = [(quarters[i] & 15) | (high >> i & 1) << 4 for i in range(16)]
-        numbers += [(quarters[i] >> 4) | (high >> (i + 16) & 1) << 4 for i in range(16)]
-        d, middle = _half(block, 0), 16 if is_five else 8
-        return [d * q + _half(block, 2) if has_least else d * (q - middle) for q in numbers]
-    found, d, least = [], _half(block, 208 if kind == "Q6_K" else 0), _half(block, 2)
-    for i in range(256):
-        if kind == "Q6_K":
-            half, j = divmod(i, 128)
-            low = block[64 * half + j % 64]
-            low = low & 15 if j < 64 else low >> 4
-            high = block[128 + 32 * half + j % 32] >> 2 * (j // 32) & 3
-            scale = struct.unpack_from("b", block, 192 + i // 16)[0]
-            found.append(d * scale * ((low | high << 4) - 32))
-            continue
-        group, j = divmod(i, 32)
-        low = block[(48 if kind == "Q5_K" else 16) + 32 * (group // 2) + j]
-        q = low >> 4 if group % 2 else low & 15
-        if kind == "Q5_K":
-            q += (block[16 + j] >> group & 1) << 4
-        scale, offset = _six_bits(block, group)
-        found.append(d * scale * q - least * offset)
-    return found
+        quarters = blocks[:, at + 4 * is_five :].astype(np.int64)
+        numbers = np.concatenate((quarters & 15, quarters >> 4), 1)
+        if is_five:
+            numbers |= np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little").astype(np.int64) << 4
+        d = _half(blocks, 0)
+        return d * numbers + _half(blocks, 2) if has_least else d * (numbers - (16 if is_five else 8))
+    whole, i = blocks.astype(np.int64), np.arange(256)
+    if kind == "Q6_K":
+        half, j = divmod(i, 128)
+        low = whole[:, 64 * half + j % 64] >> 4 * (j // 64) & 15
+        high = whole[:, 128 + 32 * half + j % 32] >> 2 * (j // 32) & 3
+        scales = blocks[:, 192:208].view(np.int8)[:, i // 16]
+        return _half(blocks, 208) * scales * ((low | high << 4) - 32)
+    group, j = divmod(i, 32)
+    low = whole[:, (48 if kind == "Q5_K" else 16) + 32 * (group // 2) + j] >> 4 * (group % 2) & 15
+    high = (whole[:, 16 + j] >> group & 1) << 4 if kind == "Q5_K" else 0
+    scales, offsets = (one[:, group] for one in _six_bits(blocks))
+    return _half(blocks, 0) * scales * (low + high) - _half(blocks, 2) * offsets
 
 
 def write(plain: Path, path: Path, kinds: Kinds, metadata: Mapping[str, Any] | None = None, seed: int = 3,

@@ -243,14 +243,22 @@ def replace_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return SamplingParams(**{name: getattr(params, name) for name in params.__struct_fields__} | {"seed": seed})
 
 
+AT_ONCE = 100
+
+
 def texts_of(draft: tuple[int, ...], logits: torch.Tensor, seeds: range) -> list[list[int]]:
-    sampler = Sampler(1, logits.shape[1], torch.device("cpu"))
-    texts = []
-    for seed in seeds:
-        sampler.assign(0, SamplingParams(seed=seed), np.zeros(0, np.int32), np.zeros(0, np.int32))
-        sampled = sampler.verify(logits, [0], [0], [draft])
+    """Steps of AT_ONCE slots, each with a seed of its own."""
+    sampler, slots = Sampler(AT_ONCE, logits.shape[1], torch.device("cpu")), list(range(AT_ONCE))
+    nothing, texts = np.zeros(0, np.int32), []
+    for begin in range(0, len(seeds), AT_ONCE):
+        for slot in slots:
+            sampler.assign(slot, SamplingParams(seed=seeds[begin + slot]), nothing, nothing)
+        sampled = sampler.verify(logits.repeat(AT_ONCE, 1), slots, [0] * AT_ONCE, [draft] * AT_ONCE)
         sampled.copy_to_host()
-        texts.append([token.token_id for token in sampled.to_host()])
+        told: list[list[int]] = [[] for _ in slots]
+        for token in sampled.to_host():
+            told[token.slot].append(token.token_id)
+        texts += told
     return texts
 
 

@@ -82,15 +82,6 @@ def test_after_restarts_a_context_goes_on_from_the_disk(
 
 
 @pytest.mark.parametrize("profile", ["sampled", "reusing", "blocks"])
-def test_what_methods_keep_beside_rows_is_made_again(profile: str, tmp_path: Path, cold: list[list[int]]) -> None:
-    """All of it stays on the device as well, where every method but reuse reads it exactly."""
-    texts, found, _ = converse(tmp_path, profile)
-    assert found[1] >= 1100 - 64 - BLOCK
-    assert found[2] > found[1]
-    assert texts == cold or profile == "reusing"
-
-
-@pytest.mark.parametrize("profile", ["sampled", "reusing", "blocks"])
 def test_what_methods_read_of_the_host_is_there_again(profile: str, tmp_path: Path) -> None:
     """Tables and the rest are built of rows that came from the disk; a turn without them would fail."""
     texts, found, counts = converse(tmp_path, profile, residency="fixed")

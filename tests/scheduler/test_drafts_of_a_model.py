@@ -10,7 +10,7 @@ from gpu.sampling_params import SamplingParams
 from scheduler.drafts.ngrams import NGrams
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
-from scheduler.messages import ACCEPTED, EngineRequest, pack_tokens
+from scheduler.messages import ACCEPTED, Delta, EngineRequest, pack_tokens
 from tests.scheduler.drafting import foresee, take_all
 from tests.scheduler.engines import drain, prompt_of, text
 from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config
@@ -44,24 +44,30 @@ def ask(number: int) -> EngineRequest:
     )  # fmt: skip
 
 
-def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:
-    told, drafts = {}, engine.scheduler.drafts
-    for is_on in (False, True):
-        switch_drafts(drafts, is_on)
-        before = engine.stats()
-        engine.submit([ask(number) for number in range(9)])
-        told[is_on] = drain(engine)
-        after = engine.stats()
-        accepted, steps = after.drafts.accepted - before.drafts.accepted, after.steps - before.steps
-        assert (accepted > MOST) is is_on
-        assert (steps > MOST - 2) or is_on
-    check_told(told[True], told[False], ask)
-    assert any(deltas[-1].figures.get(ACCEPTED) for deltas in told[True].values())
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, list[Delta]]:
+    """What is told token by token."""
+    switch_drafts(engine.scheduler.drafts, False)
+    engine.submit([ask(number) for number in range(9)])
+    told, stats = drain(engine), engine.stats()
+    assert (stats.drafts.accepted, stats.steps > MOST - 2) == (0, True)
+    return told
+
+
+def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine, alone: dict[str, list[Delta]]) -> None:
+    switch_drafts(engine.scheduler.drafts, True)
+    engine.submit([ask(number) for number in range(9)])
+    told = drain(engine)
+    assert engine.stats().drafts.accepted > MOST
+    check_told(told, alone, ask)
+    assert any(deltas[-1].figures.get(ACCEPTED) for deltas in told.values())
 
 
 @pytest.mark.parametrize("engine", [True], indirect=True)
-def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine) -> None:
-    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on))
+def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
+    engine: Engine, alone: dict[str, list[Delta]]
+) -> None:
+    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on), alone)
 
 
 HYBRIDS = ["tiny-qwen3.5", "tiny-qwen3.5-moe", "tiny-qwen3-next"]

@@ -421,7 +421,7 @@ def soon() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("soon")
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     workload=workloads(),
     num_pages=st.integers(55, 90),

@@ -9,7 +9,7 @@ import pytest
 from gpu.config import GpuConfig
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
-from scheduler.messages import EngineRequest
+from scheduler.messages import Delta, EngineRequest
 from server.grammar.structured import schema_grammar
 from tests.scheduler.engines import drain
 from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config, small_host
@@ -55,19 +55,24 @@ def ask(number: int) -> EngineRequest:
     )  # fmt: skip
 
 
-def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:
-    told, runs = {}, {}
-    for jumps in (False, True):
-        engine.scheduler.jumps.is_on = jumps
-        before = engine.stats().masks
-        engine.submit([ask(number) for number in range(6)])
-        told[jumps] = drain(engine)
-        runs[jumps] = engine.stats().masks.jumped_tokens - before.jumped_tokens
-    assert runs[False] == 0
-    assert runs[True] > MOST // 2, "how many is a matter of what steps are expected to take: 120 to 360 of 525"
-    check_told(told[True], told[False], ask)
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, list[Delta]]:
+    """What is told token by token."""
+    engine.scheduler.jumps.is_on = False
+    engine.submit([ask(number) for number in range(6)])
+    told = drain(engine)
+    assert engine.stats().masks.jumped_tokens == 0
+    return told
+
+
+def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine, alone: dict[str, list[Delta]]) -> None:
+    engine.scheduler.jumps.is_on = True
+    engine.submit([ask(number) for number in range(6)])
+    told, jumped = drain(engine), engine.stats().masks.jumped_tokens
+    assert jumped > MOST // 2, "how many is a matter of what steps are expected to take: 120 to 360 of 525"
+    check_told(told, alone, ask)
 
 
 @pytest.mark.parametrize("engine", [True], indirect=True)
-def test_one_that_gives_way_in_a_run_goes_on_as_if_it_had_not(engine: Engine) -> None:
-    check_giving_way(engine, ask, lambda is_on: setattr(engine.scheduler.jumps, "is_on", is_on))
+def test_one_that_gives_way_in_a_run_goes_on_as_if_it_had_not(engine: Engine, alone: dict[str, list[Delta]]) -> None:
+    check_giving_way(engine, ask, lambda is_on: setattr(engine.scheduler.jumps, "is_on", is_on), alone)

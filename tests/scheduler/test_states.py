@@ -3,7 +3,7 @@
 from itertools import chain
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -387,6 +387,7 @@ TURNS = st.lists(
 )
 
 
+@settings(max_examples=60)
 @given(
     turns=TURNS,
     num_states=st.integers(1, 7),
