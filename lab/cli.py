@@ -14,7 +14,16 @@ from lab.speed.trace_command import trace
 app = typer.Typer(no_args_is_help=True, help="Measure what the pages and the log of the project name.")
 
 app.add_typer(kernel, name="kernel")
-app.add_typer(evals, name="eval", help="Run `tandem eval` with the methods of the laboratory, too.")
+
+
+def register_methods() -> None:
+    """Register the methods of the laboratory beside those of `tandem eval`."""
+    import lab.methods  # noqa: F401
+
+
+app.add_typer(
+    evals, name="eval", help="Run `tandem eval` with the methods of the laboratory, too.", callback=register_methods
+)
 for command in (cpu_decode, drafts, load_simulated, load_timeline, trace, peers_llama, peers_serve, peers_table,
                 quality_lines):  # fmt: skip
     app.command()(command)

@@ -13,7 +13,7 @@ set -uo pipefail
 OUT=${1:-build/published} MODEL=${2:-deploy/models/reference} TEXT=${3:-} CODE=${4:-}
 mkdir -p "$OUT" && rm -f "$OUT/failed"
 parts=("${@:5}") device=cuda lengths=4000,8000 short=4000 long=8000 samples=400 few=${FEW:-24}
-[ "${parts[0]:-}" = cpu ] && device=cpu lengths=1600 short=1600 long=1600 samples=1 few=1 parts=("${parts[@]:1}")
+[ "${parts[0]:-}" = cpu ] && device=cpu lengths=1600 short=1400 long=1600 samples=1 few=1 parts=("${parts[@]:1}")
 [ ${#parts[@]} = 0 ] && parts=(tasks weak kl hard)
 seed=${SEED:-0} limit=${LIMIT:-200} method=profile:indexed${SETTINGS:-}
 export NUMBA_NUM_THREADS=1 OMP_NUM_THREADS=1

@@ -1,6 +1,8 @@
 """H2O, SnapKV and vAttention against a float64 numpy oracle of their papers' rules."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -152,3 +154,11 @@ def test_a_method_with_the_whole_context_as_budget_equals_dense_and_padding_does
     settings = ",observe=4" if name == "snapkv" else ""
     check_dense(parse_method(f"{name}:budget=1.0{settings}"))
     check_padded(parse_method(f"{name}:budget=0.3{settings}"))
+
+
+def test_the_laboratorys_command_knows_its_methods() -> None:
+    """In a process of its own: here they are registered."""
+    asked = [sys.executable, "-m", "lab", "eval", "fidelity", "--model", "none", "--method", "nonsense"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "h2o, snapkv, vattention" in done.stderr
