@@ -5,7 +5,7 @@ up.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import cast
@@ -16,6 +16,7 @@ from bench.benchmark_rows import require
 from bench.engine_patches import set_adaptive
 from bench.sample_gate import WatchedTier
 from cpu.cpu_tier import CpuTier
+from gpu.methods.counters import subtract_counts
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.messages import Delta, EngineRequest, HostStats, Logprob, pack_tokens
@@ -41,6 +42,7 @@ class Batch:
     kept_tokens: int  # that the host has, of all rows, and the device reads: at the end
     ready_ms: float  # until copies had landed and tables stood of all rows, from here
     hits: float | None  # query heads that reused attention, of those that looked for a match; None: none looks
+    counts: Mapping[str, float]  # of methods, over all layers, those that are not 0
 
     @property
     def mean_ms(self) -> float:
@@ -159,7 +161,7 @@ class Client:
         for number in range(_WARM_UP_STEPS):
             if number < _WARMUP_STEPS or time.perf_counter() - warm_up < limit_s / 2:
                 self.step(batch)
-        before, reused = self.host_stats(), self.reuse_counts()
+        before, reused, counted = self.host_stats(), self.reuse_counts(), self.engine.stats().methods
         times: list[float] = []
         first = began = time.perf_counter()
         while len(times) < MIN_STEPS or (len(times) < count and began - first < limit_s):
@@ -169,7 +171,9 @@ class Client:
             began = now
         after = self.host_stats()
         tries, hits = (late - early for early, late in zip(reused, self.reuse_counts(), strict=True))
-        return _difference(before, after, times, self.kept_tokens(), ready_ms, hits / tries if tries else None)
+        grown = subtract_counts(self.engine.stats().methods, counted)
+        counts = {name: sum(numbers) / len(times) for name, numbers in grown.items() if any(numbers)}
+        return _difference(before, after, times, self.kept_tokens(), ready_ms, hits / tries if tries else None, counts)
 
     def reuse_counts(self) -> tuple[int, int]:
         """Return query heads that looked for a match, and that found one, so far."""
@@ -250,8 +254,9 @@ class Client:
 
 
 def _difference(
-    before: HostStats, after: HostStats, times: list[float], kept_tokens: int, ready_ms: float, hits: float | None
-) -> Batch:
+    before: HostStats, after: HostStats, times: list[float], kept_tokens: int, ready_ms: float, hits: float | None,
+    counts: Mapping[str, float],
+) -> Batch:  # fmt: skip
     count = len(times)
     return Batch(
         times,
@@ -262,4 +267,5 @@ def _difference(
         kept_tokens,
         ready_ms,
         hits,
+        counts,
     )

@@ -269,6 +269,7 @@ def _extras(ours: Served, measured: Batch, batch: int, attended_ms: float) -> di
         "host_attend_ms": measured.attend_ms,
         "tables_ready_ms": measured.ready_ms,
         "hits": measured.hits,
+        "counts": measured.counts,
         "device_gib": ours.device_gib,
         "host_gib": ours.host_gib,
         "process_gib": ours.process_gib,

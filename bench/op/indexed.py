@@ -69,7 +69,7 @@ class Stand:
         budget = settings.count_chosen(asked.tokens)
         self.rings = torch.arange(batch, **options)
         budgets = torch.full((batch * shape.num_kv_heads,), budget, **options)
-        self.step = RingStep(self.rings, torch.full_like(self.rings, asked.tokens), budgets)
+        self.step = RingStep(self.rings, self.rings, torch.full_like(self.rings, asked.tokens), budgets)
         self.query = torch.empty(batch, shape.num_heads, shape.dim, dtype=asked.dtype, device=device)
         self.query.normal_(generator=generator)
         self.resident_lse = torch.full((batch, shape.num_heads), -1e9, device=device)

@@ -100,11 +100,12 @@ class Stand:
              wanted: torch.Tensor | None = None, layer: int = 1) -> Partial:  # fmt: skip
         """Attend with a row that has ring 1, behind one that has none."""
         device = query.device
-        rows = torch.tensor([-1, 1], dtype=torch.int32, device=device)
+        rows = torch.tensor([-1, 1, -1], dtype=torch.int32, device=device)
+        held = torch.tensor([0, 1, 0], dtype=torch.int32, device=device)
         tokens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
         budgets = torch.tensor([0, 0, budget, budget], dtype=torch.int32, device=device)
         page_slots = torch.tensor([-1, PAGE_SLOT], dtype=torch.int32, device=device)
-        step = RingStep(rows, tokens, budgets, page_slots if self.pages else None)
+        step = RingStep(rows, held, tokens, budgets, page_slots if self.pages else None)
         own = self.index.layer(layer)
         pages, aside = self.pages[layer] if self.pages else None, new_aside(device)
         score_tokens(query, resident_lse, own, self.work, step, self.layout)

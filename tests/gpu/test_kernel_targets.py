@@ -647,7 +647,7 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
     rows, rings, slots = 2, 3, 256
     query, lse = empty(rows, shape.num_heads, shape.dim, dtype=dtype), empty(rows, shape.num_heads)
     numbers = empty(rings, dtype=torch.int32)
-    step = RingStep(numbers, numbers, empty(rings * shape.num_kv_heads, dtype=torch.int32), numbers)
+    step = RingStep(numbers, numbers, numbers, empty(rings * shape.num_kv_heads, dtype=torch.int32), numbers)
     counts = empty(NUM_INDEX_COUNTS, dtype=torch.int64)
     wanted = empty(rows, shape.num_heads, dtype=torch.uint8)
     rotation = empty(shape.dim, shape.dim)

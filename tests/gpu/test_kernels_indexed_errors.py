@@ -43,7 +43,7 @@ def report_step(stand: Stand, query: torch.Tensor, near: Partial, report: Report
     """Attend in layer 1 and report; return the answer of both rows."""
     found = stand.step(query, near.lse, TOKENS, budget)
     found = Partial(found.out, found.lse + np.log(rest_times))
-    numbers = [torch.tensor(own, dtype=torch.int32, device=query.device) for own in ([-1, 1], [0, TOKENS], [0] * 4)]
+    numbers = [torch.tensor(own, dtype=torch.int32, device=query.device) for own in ([1], [1], [0, TOKENS], [0] * 4)]
     report.limits[1] = NO_LIMIT if epsilon is None else epsilon
     report.is_over.zero_()
     report_errors(query, near, found, stand.work, report.layer(1), RingStep(*numbers), stand.layout)
@@ -126,7 +126,7 @@ def test_a_place_that_exceeds_is_read_in_full_and_no_other(device: str, rows: Ro
     found = stand.step(query, resident, 1200, 64)
     before = found.out.clone()
     report.exceeds[:] = torch.tensor([1, 1, 0, 1])
-    numbers = [torch.tensor(own, dtype=torch.int32, device=query.device) for own in ([-1, 1], [0, 1200], [0] * 4)]
+    numbers = [torch.tensor(own, dtype=torch.int32, device=query.device) for own in ([1], [1], [0, 1200], [0] * 4)]
     read_again(query, found, stand.index.layer(1), stand.work, report, RingStep(*numbers), stand.layout)
     logits = softmax_logits(query[1, 3:], stand.runs[1].keys[1][:1200])
     out, lse = partial_of(logits, stand.runs[1].values[1][:1200])

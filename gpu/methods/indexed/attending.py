@@ -14,7 +14,7 @@ from gpu.methods.indexed import MASS_UNIT, READ_SLOTS, SPLIT_TOKENS
 from gpu.methods.indexed.host_rows import find_piece, read_rows, restored_rows, row_address
 from gpu.methods.indexed.page_rows import Pages, page_rows, read_pages
 from gpu.methods.indexed.ring import EMPTY, Index, Layout, Work
-from gpu.methods.indexed.scoring import RingStep, group_shape
+from gpu.methods.indexed.scoring import RingStep, group_shape, place_of
 from gpu.operations.arguments import runs_on_triton
 from gpu.operations.kv.kv_rows import kind_of
 from transfer import places
@@ -37,7 +37,7 @@ def attend_chosen_reference(
 ) -> None:
     """Compute `attend_chosen` in plain torch."""
     group, dim = group_shape(query, layout.kv_heads)
-    for ring, row in enumerate(step.rows.tolist()):
+    for ring, row in step.entries():
         if row < 0 or not int(step.num_tokens[ring]):
             continue
         for kv_head in range(layout.kv_heads):
@@ -102,17 +102,17 @@ def join_parts_reference(work: Work, rings: Tensor, wanted: Tensor, step: RingSt
 
 @triton.jit
 def _attend_kernel(
-    query, ids, fresh, keys, values, lies, piece_centres, piece_key_scales, piece_value_scales, rows, num_tokens,
-    page_slots, key_pages, value_pages, page_table, read_out, read_lse, counts, row_stride, slots, reads, max_pages,
-    first_cell,
+    query, ids, fresh, keys, values, lies, piece_centres, piece_key_scales, piece_value_scales, rows, rings,
+    num_tokens, page_slots, key_pages, value_pages, page_table, read_out, read_lse, counts, row_stride, slots, reads,
+    max_pages, first_cell,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
     """Attend to some slots of one place."""
-    place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring, kv_head = place // KV_HEADS, place % KV_HEADS
-    row, count = tl.load(rows + ring), tl.load(num_tokens + ring)
+    row, ring, place = place_of(rows, rings, KV_HEADS)
+    kv_head, part = place % KV_HEADS, tl.program_id(1)
+    count = tl.load(num_tokens + ring)
     if (row < 0) | (count <= 0):
         return
     member, column = tl.arange(0, SIZE), tl.arange(0, WIDE)[None, :]
@@ -252,12 +252,12 @@ def attend_chosen(
         at = (step.page_slots, pages.keys, pages.values, pages.table)
         max_pages, first_cell = pages.table.stride(0), pages.first_cell
     group, dim = group_shape(query, layout.kv_heads)
-    num_places, slots = index.ids.shape
+    slots = index.ids.shape[1]
     reads = work.read_lse.shape[1]
-    _attend_kernel[(num_places, reads)](
+    _attend_kernel[(step.num_entries * layout.kv_heads, reads)](
         query, index.ids, work.fresh, index.keys, index.values, index.lies, index.piece_centres,
-        index.piece_key_scales, index.piece_value_scales, step.rows, step.num_tokens, *at, work.read_out,
-        work.read_lse, counts, query.stride(0), slots, reads, max_pages, first_cell,
+        index.piece_key_scales, index.piece_value_scales, step.rows, step.rings, step.num_tokens, *at,
+        work.read_out, work.read_lse, counts, query.stride(0), slots, reads, max_pages, first_cell,
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)),
         PIECES=index.lies.shape[2], DIM=dim, WIDE=triton.next_power_of_2(dim), ROWS=layout.rows,
         TILE=TILE // 2 if index.keys.itemsize * dim > 256 else TILE, num_warps=4, num_stages=1, **paged,

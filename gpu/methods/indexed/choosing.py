@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.ring import EMPTY, Index, Layout, Work
-from gpu.methods.indexed.scoring import RingStep, bin_of, bins_of, logits_of, shares_of
+from gpu.methods.indexed.scoring import RingStep, bin_of, bins_of, logits_of, place_of, shares_of
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
@@ -42,7 +42,7 @@ def has_bits(words: Tensor, tokens: Tensor) -> Tensor:
 
 def choose_tokens_reference(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
     """Compute `choose_tokens` in plain torch."""
-    for ring, row in enumerate(step.rows.tolist()):
+    for ring, row in step.entries():
         count = int(step.num_tokens[ring])
         if row < 0 or not count:
             continue
@@ -56,7 +56,7 @@ def choose_tokens_reference(index: Index, work: Work, step: RingStep, layout: La
 
 def give_slots_reference(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
     """Compute `give_slots` in plain torch."""
-    for ring, row in enumerate(step.rows.tolist()):
+    for ring, row in step.entries():
         count = int(step.num_tokens[ring])
         if row < 0 or not count:
             continue
@@ -92,15 +92,15 @@ def _threshold(histogram, place, count, budget):
 
 @triton.jit
 def _choose_tokens_kernel(
-    held, rows, num_tokens, budgets, shifts, logits, total_lse, histogram, chosen, coming, num_coming, tokens, splits,
-    words,
+    held, rows, rings, num_tokens, budgets, shifts, logits, total_lse, histogram, chosen, coming, num_coming, tokens,
+    splits, words,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Choose among one split's tokens of one place."""
-    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring = place // KV_HEADS
+    row, ring, place = place_of(rows, rings, KV_HEADS)
+    split = tl.program_id(1)
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
-    if (tl.load(rows + ring) < 0) | (begin >= count):
+    if (row < 0) | (begin >= count):
         return
     member = tl.arange(0, SIZE)
     token = begin + tl.arange(0, _SPLIT)
@@ -123,14 +123,13 @@ def _choose_tokens_kernel(
 
 @triton.jit
 def _slots_kernel(
-    ids, held, rows, num_tokens, chosen, coming, num_coming, coming_before, fresh, tokens, splits, words, slots,
+    ids, held, rows, rings, num_tokens, chosen, coming, num_coming, coming_before, fresh, tokens, splits, words, slots,
     KV_HEADS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Give slots to one place's chosen tokens: the n-th free slot to the n-th token that comes."""
-    place = tl.program_id(0).to(tl.int64)
-    ring = place // KV_HEADS
+    row, ring, place = place_of(rows, rings, KV_HEADS)
     count = tl.load(num_tokens + ring)
-    if (tl.load(rows + ring) < 0) | (count <= 0):
+    if (row < 0) | (count <= 0):
         return
     split, slot, number = tl.arange(0, SPLITS), tl.arange(0, SLOTS), tl.arange(0, WORDS)
     inside = slot < slots
@@ -166,11 +165,11 @@ def choose_tokens(index: Index, work: Work, step: RingStep, layout: Layout) -> N
     if not runs_on_triton(index.codes):
         choose_tokens_reference(index, work, step, layout)
         return
-    places, tokens = work.logits.shape[:2]
+    tokens = work.logits.shape[1]
     splits, group = work.split_lse.shape[1:]
-    _choose_tokens_kernel[(places, splits)](
-        index.held, step.rows, step.num_tokens, step.budgets, work.shift, work.logits, work.total_lse, work.histogram,
-        work.chosen, work.coming, work.num_coming, tokens, splits, work.chosen.shape[1],
+    _choose_tokens_kernel[(step.num_entries * layout.kv_heads, splits)](
+        index.held, step.rows, step.rings, step.num_tokens, step.budgets, work.shift, work.logits, work.total_lse,
+        work.histogram, work.chosen, work.coming, work.num_coming, tokens, splits, work.chosen.shape[1],
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group),
         num_warps=4,
     )  # fmt: skip
@@ -184,10 +183,10 @@ def give_slots(index: Index, work: Work, step: RingStep, layout: Layout) -> None
     if not runs_on_triton(index.codes):
         give_slots_reference(index, work, step, layout)
         return
-    places, tokens = work.logits.shape[:2]
+    tokens = work.logits.shape[1]
     splits, words, slots = work.split_lse.shape[1], work.chosen.shape[1], index.ids.shape[1]
-    _slots_kernel[(places,)](
-        index.ids, index.held, step.rows, step.num_tokens, work.chosen, work.coming, work.num_coming,
+    _slots_kernel[(step.num_entries * layout.kv_heads,)](
+        index.ids, index.held, step.rows, step.rings, step.num_tokens, work.chosen, work.coming, work.num_coming,
         work.coming_before, work.fresh, tokens, splits, words, slots,
         KV_HEADS=layout.kv_heads, SPLITS=triton.next_power_of_2(splits), WORDS=triton.next_power_of_2(words),
         SLOTS=triton.next_power_of_2(slots), num_warps=32,

@@ -287,7 +287,7 @@ class Indexed(RingSide):
         return _Rows(rings, of_rows, all_wanted, turns, bounds, is_in_pages)
 
     def _steps_of(self, rings: Tensor, of_rows: Tensor, page_slots: Tensor | None) -> tuple[RingStep, ...]:
-        """Return a step by ring, in each layer, of one row a ring at most. rings, of_rows, page_slots: int32 `[rows]`,
+        """Return a step in each layer, of one row a ring at most. rings, of_rows, page_slots: int32 `[rows]`,
         -1: no ring, tokens with an index, and in whose pages they are.
         """
         settings, num_rings, device = self.settings, len(self.upkeep.known), rings.device
@@ -297,11 +297,15 @@ class Indexed(RingSide):
             entries = torch.full((num_rings + 1,), other, dtype=torch.int32, device=device)
             return entries.index_copy_(0, to, of_row)[:num_rings]
 
-        row_of = by_ring(torch.arange(len(rings), dtype=torch.int32, device=device), -1)
+        numbers = torch.arange(len(rings), dtype=torch.int32, device=device)
+        if len(rings) <= num_rings:  # a program for each row: a server of many rings may step with few
+            row_of, ring_of = torch.where(rings >= 0, numbers, -1), rings.clamp_min(0)
+        else:
+            row_of, ring_of = by_ring(numbers, -1), torch.arange(num_rings, dtype=torch.int32, device=device)
         num_tokens = by_ring(of_rows, 0)
         share = (num_tokens.long() * round(settings.budget_share * SHARE_UNIT) + SHARE_UNIT - 1) // SHARE_UNIT
         budgets = share.clamp_min(settings.least_tokens).clamp_max(settings.budget_tokens).int()
         of_places = budgets[:, None].expand(-1, self._layout.kv_heads).flatten()
-        step = RingStep(row_of, num_tokens, of_places, None if page_slots is None else by_ring(page_slots, -1))
+        step = RingStep(row_of, ring_of, num_tokens, of_places, None if page_slots is None else by_ring(page_slots, -1))
         doubled = (of_places << self._report.doublings).clamp_max(self.index.ids.shape[2])  # slots
         return tuple(replace(step, budgets=of_layer) for of_layer in doubled)

@@ -17,7 +17,7 @@ from gpu.methods.indexed import BLOCK_TOKENS, SPLIT_TOKENS
 from gpu.methods.indexed.choosing import has_bits
 from gpu.methods.indexed.codes import VALUE_LOSS, decode_reference
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.methods.indexed.scoring import LOG2E, RingStep, logits_of, page_of, shares_of
+from gpu.methods.indexed.scoring import LOG2E, RingStep, logits_of, page_of, place_of, shares_of
 from gpu.methods.indexed.unpacking import exp2_of
 from gpu.methods.indexed.words import ON_CARD, number_places, numbers_of, word_assembly
 from gpu.operations.arguments import runs_on_triton
@@ -34,7 +34,7 @@ _SPLIT, _WORD, _BLOCK = tl.constexpr(SPLIT_TOKENS), tl.constexpr(WORD_BITS), tl.
 
 def estimate_rest_reference(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
     """Compute `estimate_rest` in plain torch."""
-    for ring, row in enumerate(step.rows.tolist()):
+    for ring, row in step.entries():
         count = int(step.num_tokens[ring])
         if row < 0 or not count:
             continue
@@ -60,7 +60,7 @@ def estimate_rest_reference(index: Index, work: Work, step: RingStep, layout: La
 
 @triton.jit
 def _estimate_kernel(
-    words, value_scales, value_centres, key_scales, table, rotated, rows, num_tokens, shifts, logits, total_lse,
+    words, value_scales, value_centres, key_scales, table, rotated, rows, rings, num_tokens, shifts, logits, total_lse,
     chosen, rest_out, rest_mass, rest_square, tokens, splits, num_words, value_loss,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
     WIDTH: tl.constexpr, LOW: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr, TILE: tl.constexpr,
@@ -69,10 +69,10 @@ def _estimate_kernel(
     """Estimate what is not chosen of one split of one place. Codes stand for numbers around 0, as in the scores. What
     centres add is found behind the loop, if any block has one.
     """
-    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring = place // KV_HEADS
+    row, ring, place = place_of(rows, rings, KV_HEADS)
+    split = tl.program_id(1)
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
-    if (tl.load(rows + ring) < 0) | (begin >= count):
+    if (row < 0) | (begin >= count):
         return
     page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)
     own_words, scales, steps = words + page * _SPLIT * W, value_scales + page * _SPLIT, key_scales + page * _SPLIT
@@ -135,13 +135,13 @@ def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> N
     if not runs_on_triton(index.codes):
         estimate_rest_reference(index, work, step, layout)
         return
-    places, tokens, width = *work.logits.shape[:2], index.value_codes.shape[3]
+    tokens, width = work.logits.shape[1], index.value_codes.shape[3]
     splits, group, dim = work.rest_out.shape[1:]
     size, bits = max(4, triton.next_power_of_2(group)), layout.value_bits
-    _estimate_kernel[(places, splits)](
+    _estimate_kernel[(step.num_entries * layout.kv_heads, splits)](
         index.value_codes.view(torch.int16), index.value_scales, index.value_centres, index.scales, index.table,
-        work.rotated, step.rows, step.num_tokens, work.shift, work.logits, work.total_lse, work.chosen, work.rest_out,
-        work.rest_mass, work.rest_square, tokens, splits, work.chosen.shape[1], VALUE_LOSS[bits],
+        work.rotated, step.rows, step.rings, step.num_tokens, work.shift, work.logits, work.total_lse, work.chosen,
+        work.rest_out, work.rest_mass, work.rest_square, tokens, splits, work.chosen.shape[1], VALUE_LOSS[bits],
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=size, DIM=dim, W=width // 2,
         WIDTH=max(8, triton.next_power_of_2(width // 2)), LOW=8, BITS=bits, ASSEMBLY=word_assembly(bits), TILE=TILE,
         WIDE=triton.next_power_of_2(dim), num_warps=WARPS, num_stages=1,

@@ -33,7 +33,7 @@ from torch import Tensor
 from gpu.methods.indexed import MASS_UNIT, SPLIT_TOKENS, report_arrays
 from gpu.methods.indexed.codes import NUMBER_SQUARE
 from gpu.methods.indexed.ring import Layout, Work
-from gpu.methods.indexed.scoring import RingStep, group_shape
+from gpu.methods.indexed.scoring import RingStep, group_shape, place_of
 from gpu.model.architecture import Architecture
 from gpu.operations.arguments import runs_on_triton
 from transfer.allocation import allocate_all
@@ -99,7 +99,7 @@ def report_errors_reference(query: Tensor, near: Partial, found: Partial, work: 
     """Compute `report_errors` in plain torch."""
     group, dim = group_shape(query, layout.kv_heads)
     answer, factor = merge(near, found), float(report.factor)
-    for ring, row in enumerate(step.rows.tolist()):
+    for ring, row in step.entries():
         if row < 0 or not int(step.num_tokens[ring]):
             continue
         for kv_head in range(layout.kv_heads):
@@ -133,16 +133,15 @@ def report_errors_reference(query: Tensor, near: Partial, found: Partial, work: 
 
 @triton.jit
 def _report_kernel(
-    query, near_out, near_lse, found_out, found_lse, total_lse, rest_mass, rest_square, rows, num_tokens,
+    query, near_out, near_lse, found_out, found_lse, total_lse, rest_mass, rest_square, rows, rings, num_tokens,
     queries, kept_out, kept_lse, outs, errors, doublings, of_layers, of_rings, exceeds, is_over, limits, factor,
     row_stride, splits, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Report one place: all query heads of a KV head of a ring."""
-    place = tl.program_id(0).to(tl.int64)
-    ring, kv_head = place // KV_HEADS, place % KV_HEADS
-    row, count = tl.load(rows + ring).to(tl.int64), tl.load(num_tokens + ring)
+    row, ring, place = place_of(rows, rings, KV_HEADS)
+    row, kv_head, count = row.to(tl.int64), place % KV_HEADS, tl.load(num_tokens + ring)
     if (row < 0) | (count <= 0):
         return
     member, column, split = tl.arange(0, SIZE), tl.arange(0, WIDE)[None, :], tl.arange(0, SPLITS)[:, None]
@@ -209,10 +208,10 @@ def report_errors(query: Tensor, near: Partial, found: Partial, work: Work, repo
         return
     group, dim = group_shape(query, layout.kv_heads)
     splits = work.rest_mass.shape[1]
-    _report_kernel[(work.total_lse.shape[0],)](
+    _report_kernel[(step.num_entries * layout.kv_heads,)](
         query, near.out.contiguous(), near.lse.contiguous(), found.out, found.lse, work.total_lse, work.rest_mass,
-        work.rest_square, step.rows, step.num_tokens, report.queries, report.near_out, report.near_lse, report.out,
-        report.error, report.doublings, report.of_layers, report.of_rings, report.exceeds, report.is_over,
+        work.rest_square, step.rows, step.rings, step.num_tokens, report.queries, report.near_out, report.near_lse,
+        report.out, report.error, report.doublings, report.of_layers, report.of_rings, report.exceeds, report.is_over,
         report.limits, report.factor, query.stride(0), splits, dim * NUMBER_SQUARE[layout.value_bits],
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group), DIM=dim,
         WIDE=triton.next_power_of_2(dim), SPLITS=triton.next_power_of_2(splits), num_warps=4,

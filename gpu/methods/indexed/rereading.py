@@ -13,7 +13,7 @@ from gpu.methods.indexed import SPLIT_TOKENS
 from gpu.methods.indexed.host_rows import find_piece, read_rows, restored_rows, row_address
 from gpu.methods.indexed.reporting import Report
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.methods.indexed.scoring import RingStep, group_shape
+from gpu.methods.indexed.scoring import RingStep, group_shape, place_of
 from gpu.operations.arguments import runs_on_triton
 from transfer import places
 from transfer.partial import Partial
@@ -29,7 +29,7 @@ def read_again_reference(query: Tensor, found: Partial, index: Index, report: Re
                          layout: Layout) -> None:  # fmt: skip
     """Compute `read_again` in plain torch."""
     group, dim = group_shape(query, layout.kv_heads)
-    for ring, row in enumerate(step.rows.tolist()):
+    for ring, row in step.entries():
         count = int(step.num_tokens[ring])
         if row < 0 or not count:
             continue
@@ -44,15 +44,15 @@ def read_again_reference(query: Tensor, found: Partial, index: Index, report: Re
 
 @triton.jit
 def _read_again_kernel(
-    query, exceeds, lies, piece_centres, piece_key_scales, piece_value_scales, rows, num_tokens, split_out, split_lse,
-    row_stride, splits,
+    query, exceeds, lies, piece_centres, piece_key_scales, piece_value_scales, rows, rings, num_tokens, split_out,
+    split_lse, row_stride, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of one place."""
-    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring, kv_head = place // KV_HEADS, place % KV_HEADS
-    row, count, begin = tl.load(rows + ring), tl.load(num_tokens + ring), split * _SPLIT
+    row, ring, place = place_of(rows, rings, KV_HEADS)
+    kv_head, split = place % KV_HEADS, tl.program_id(1)
+    count, begin = tl.load(num_tokens + ring), split * _SPLIT
     if (row < 0) | (begin >= count):
         return
     if tl.load(exceeds + place) == 0:
@@ -90,13 +90,13 @@ def _read_again_kernel(
 
 @triton.jit
 def _replace_kernel(
-    exceeds, rows, num_tokens, split_out, split_lse, out, lse, splits,
+    exceeds, rows, rings, num_tokens, split_out, split_lse, out, lse, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Replace the partial of one query head by what was read again."""
-    place, member = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring, kv_head = place // KV_HEADS, place % KV_HEADS
-    row, count = tl.load(rows + ring).to(tl.int64), tl.load(num_tokens + ring)
+    row, ring, place = place_of(rows, rings, KV_HEADS)
+    row, kv_head, count = row.to(tl.int64), place % KV_HEADS, tl.load(num_tokens + ring)
+    member = tl.program_id(1)
     if (row < 0) | (count <= 0):
         return
     if tl.load(exceeds + place) == 0:
@@ -125,15 +125,15 @@ def read_again(query: Tensor, found: Partial, index: Index, work: Work, report: 
         read_again_reference(query, found, index, report, step, layout)
         return
     group, dim = group_shape(query, layout.kv_heads)
-    num_places, splits = work.split_lse.shape[:2]
+    programs, splits = step.num_entries * layout.kv_heads, work.split_lse.shape[1]
     shape = {"KV_HEADS": layout.kv_heads, "GROUP": group, "DIM": dim, "WIDE": triton.next_power_of_2(dim)}
-    _read_again_kernel[(num_places, splits)](
+    _read_again_kernel[(programs, splits)](
         query, report.exceeds, index.lies, index.piece_centres, index.piece_key_scales, index.piece_value_scales,
-        step.rows, step.num_tokens, work.rest_out, work.split_lse, query.stride(0), splits,
+        step.rows, step.rings, step.num_tokens, work.rest_out, work.split_lse, query.stride(0), splits,
         SIZE=max(16, triton.next_power_of_2(group)), PIECES=index.lies.shape[2], ROWS=layout.rows, TILE=TILE,
         num_warps=4, num_stages=1, **shape,
     )  # fmt: skip
-    _replace_kernel[(num_places, group)](
-        report.exceeds, step.rows, step.num_tokens, work.rest_out, work.split_lse, found.out, found.lse, splits,
-        SPLITS=triton.next_power_of_2(splits), num_warps=4, **shape,
+    _replace_kernel[(programs, group)](
+        report.exceeds, step.rows, step.rings, step.num_tokens, work.rest_out, work.split_lse, found.out, found.lse,
+        splits, SPLITS=triton.next_power_of_2(splits), num_warps=4, **shape,
     )  # fmt: skip

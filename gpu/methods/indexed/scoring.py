@@ -40,15 +40,25 @@ _PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """A step by ring. rows: int32 `[rings]`, the step's row that holds the ring, -1: none; num_tokens: int32 `[rings]`,
-    its tokens with an index; budgets: int32 `[places]`, of which a KV head reads so many exactly; page_slots: int32
+    """Rows of a step that hold a ring, each another one. rows, rings: int32 `[entries]`, -1: no row, and any ring: a
+    captured step has as many entries as it has room for, and kernels a program for each; num_tokens: int32 `[rings]`,
+    of a ring with an index; budgets: int32 `[places]`, of which a KV head reads so many exactly; page_slots: int32
     `[rings]`, the slot in whose pages these tokens lie, -1: in host memory; None: all do.
     """
 
     rows: Tensor
+    rings: Tensor
     num_tokens: Tensor
     budgets: Tensor
     page_slots: Tensor | None = None
+
+    @property
+    def num_entries(self) -> int:
+        return self.rows.shape[0]
+
+    def entries(self) -> list[tuple[int, int]]:
+        """Return each entry's ring and row."""
+        return list(zip(self.rings.tolist(), self.rows.tolist(), strict=True))
 
 
 def bin_of(scores: Tensor) -> Tensor:
@@ -74,7 +84,7 @@ def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, wo
                            layout: Layout) -> None:  # fmt: skip
     """Compute `score_tokens` in plain torch."""
     group, dim = group_shape(query, layout.kv_heads)
-    for ring, row in enumerate(step.rows.tolist()):
+    for ring, row in step.entries():
         num_tokens = int(step.num_tokens[ring])
         if row < 0 or not num_tokens:
             continue
@@ -95,15 +105,22 @@ def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, wo
 
 
 @triton.jit
+def place_of(rows, rings, KV_HEADS: tl.constexpr):
+    """Return the row of this program's entry, -1: none, its ring, and the place of a KV head there, int64."""
+    entry, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    row, ring = tl.load(rows + entry), tl.load(rings + entry).to(tl.int64)
+    return row, ring, ring * KV_HEADS + kv_head
+
+
+@triton.jit
 def _rotate_kernel(
-    query, rotation, centres, rows, num_tokens, rotated, shifts, histogram, row_stride,
+    query, rotation, centres, rows, rings, num_tokens, rotated, shifts, histogram, row_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
     """Make some columns of the rotated queries of one place; the first program also clears its histogram."""
-    place = tl.program_id(0).to(tl.int64)
-    ring, kv_head = place // KV_HEADS, place % KV_HEADS
-    row = tl.load(rows + ring)
+    row, ring, place = place_of(rows, rings, KV_HEADS)
+    kv_head = place % KV_HEADS
     if (row < 0) | (tl.load(num_tokens + ring) <= 0):
         return
     member, column = tl.arange(0, SIZE), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -143,16 +160,16 @@ def page_of(table, ring, split, kv_head, splits, KV_HEADS: tl.constexpr):
 
 @triton.jit
 def _score_kernel(
-    rotated, shifts, codes, scales, table, rows, num_tokens, logits, split_lse, tokens, splits,
+    rotated, shifts, codes, scales, table, rows, rings, num_tokens, logits, split_lse, tokens, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr,
     W: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Score one split of one place. Codes stand for numbers around 0, whose offset is taken off the products."""
-    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring = place // KV_HEADS
+    row, ring, place = place_of(rows, rings, KV_HEADS)
+    split = tl.program_id(1)
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
-    if (tl.load(rows + ring) < 0) | (begin >= count):
+    if (row < 0) | (begin >= count):
         return
     page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)
     first = _query_plane(rotated, place, 0, W, WIDTH, DIM, GROUP, SIZE)
@@ -232,14 +249,13 @@ def bins_of(score):
 
 @triton.jit
 def _count_kernel(
-    resident_lse, shifts, rows, num_tokens, logits, split_lse, total_lse, histogram, tokens, splits,
+    resident_lse, shifts, rows, rings, num_tokens, logits, split_lse, total_lse, histogram, tokens, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Count one split's scores of one place; the first split's program also stores the lse of the whole softmax."""
-    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ring, kv_head = place // KV_HEADS, place % KV_HEADS
-    row, count = tl.load(rows + ring), tl.load(num_tokens + ring)
-    begin = split * _SPLIT
+    row, ring, place = place_of(rows, rings, KV_HEADS)
+    kv_head, split = place % KV_HEADS, tl.program_id(1)
+    count, begin = tl.load(num_tokens + ring), split * _SPLIT
     if (row < 0) | (begin >= count):
         return
     member = tl.arange(0, SIZE)
@@ -270,25 +286,26 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
         score_tokens_reference(query, resident_lse, index, work, step, layout)
         return
     group, dim = group_shape(query, layout.kv_heads)
-    places, tokens = work.logits.shape[:2]
+    programs, tokens = step.num_entries * layout.kv_heads, work.logits.shape[1]
     _, width = plane_bytes(dim, layout.key_bits)
     splits, size = work.split_lse.shape[1], triton.next_power_of_2(group)
     shape = {"KV_HEADS": layout.kv_heads, "GROUP": group}
     wide = triton.next_power_of_2(dim)
     columns = min(ROTATED_COLUMNS, wide)
-    _rotate_kernel[(places, wide // columns)](
-        query, layout.rotation, index.centres, step.rows, step.num_tokens, work.rotated, work.shift, work.histogram,
-        query.stride(0), SIZE=size, DIM=dim, COLUMNS=columns, PART=min(wide, max(4, 128 // size) * wide // columns),
-        num_warps=4, **shape,
+    _rotate_kernel[(programs, wide // columns)](
+        query, layout.rotation, index.centres, step.rows, step.rings, step.num_tokens, work.rotated, work.shift,
+        work.histogram, query.stride(0), SIZE=size, DIM=dim, COLUMNS=columns,
+        PART=min(wide, max(4, 128 // size) * wide // columns), num_warps=4, **shape,
     )  # fmt: skip
-    _score_kernel[(places, splits)](
-        work.rotated, work.shift, index.codes, index.scales, index.table, step.rows, step.num_tokens, work.logits,
-        work.split_lse, tokens, splits, SIZE=max(8, size), DIM=dim, ROW=index.codes.shape[3], W=width,
+    _score_kernel[(programs, splits)](
+        work.rotated, work.shift, index.codes, index.scales, index.table, step.rows, step.rings, step.num_tokens,
+        work.logits, work.split_lse, tokens, splits, SIZE=max(8, size), DIM=dim, ROW=index.codes.shape[3], W=width,
         WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits,
         STEPS=HALF_STEPS[layout.key_bits] if FOURFOLD else 1, TILE=TILE, ASSEMBLY=half_assembly(layout.key_bits),
         num_warps=WARPS, **shape,
     )  # fmt: skip
-    _count_kernel[(places, splits)](
-        resident_lse, work.shift, step.rows, step.num_tokens, work.logits, work.split_lse, work.total_lse,
-        work.histogram, tokens, splits, SIZE=size, SPLITS=triton.next_power_of_2(splits), num_warps=4, **shape,
+    _count_kernel[(programs, splits)](
+        resident_lse, work.shift, step.rows, step.rings, step.num_tokens, work.logits, work.split_lse,
+        work.total_lse, work.histogram, tokens, splits, SIZE=size, SPLITS=triton.next_power_of_2(splits),
+        num_warps=4, **shape,
     )  # fmt: skip
