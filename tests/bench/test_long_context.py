@@ -117,7 +117,7 @@ def test_floors_are_printed_before_the_first_profile_and_the_fraction_read_besid
 
 def test_tokens_a_second_are_of_all_steps():
     """Where rows step in two lanes, or one is late, the median may be of steps with fewer rows."""
-    ours = long_context.Batch([40.0, 40.0, 80.0], 0.0, 0.0, 0.0, 0.0, 0, 0.0, None)
+    ours = long_context.Batch([40.0, 40.0, 80.0], 0.0, 0.0, 0.0, 0.0, 0, 0.0, None, {})
     extras = long_context._extras(Served([], {}, {}, 0.0, 0.0, 0.0, None), ours, 4, 9.0)
     assert extras["mean_ms"] == pytest.approx(160 / 3)
     assert extras["tokens_per_s"] == pytest.approx(75)
