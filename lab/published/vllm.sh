@@ -32,7 +32,7 @@ for kind in "${kinds[@]}"; do
     cat > "$OUT/tandem-$kind.yaml" <<YAML
 model: {$model, tokenizer: "$PWD/deploy/models/reference"}
 gpu: {device: $device, $memory}
-scheduler: {max_running: 64, max_context_tokens: $context}
+scheduler: {max_running: 64, max_context_tokens: $context${FAVOUR:+, favour: $FAVOUR}}
 YAML
     for part in "${parts[@]}"; do
         echo "== $kind: $part"

@@ -24,11 +24,7 @@ _WIDTH = 160  # of tables where the output is no terminal
 _COLUMNS = ("simulated", "seconds", "tokens/s", "prefill", "decode", "few rows", "first ms", "99 %", "token ms", "99 %",
             "gap 99 %", "longest")  # fmt: skip
 _MIXED_CHUNK = 8192
-SETTINGS: dict[str, dict[str, Any]] = {
-    "small units, 0.8 of the time": {"prefill": {"chunk_tokens": 2048, "share": 0.8}},
-    "default": {"prefill": {"chunk_tokens": 8192}},
-    "gaps of up to 4 s": {"token_gap_target_ms": 4000, "prefill": {"chunk_tokens": 8192, "share": 0.95}},
-}
+FAVOURS = ("latency", "auto", "throughput")
 
 
 def load_timeline(
@@ -131,11 +127,12 @@ def _print_simulated(config: Path | str, load: "TokenLoad", times: "DeviceTimes"
     table = Table(box=None, pad_edge=False)
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "simulated" else "right", no_wrap=True)
-    for name, settings in SETTINGS.items():
-        tree = {"prefix_cache": load.turns > 1, "max_running": given.max_running,
-                "max_queue": max(load.requests, given.max_queue), **settings}  # fmt: skip
+    for favour in FAVOURS:
+        chunk = 2048 if favour == "latency" else 8192
+        tree = {"prefix_cache": load.turns > 1, "max_running": given.max_running, "favour": favour,
+                "max_queue": max(load.requests, given.max_queue), "prefill": {"chunk_tokens": chunk}}  # fmt: skip
         told = simulate(SchedulerConfig.model_validate(tree), architecture, load, times)
-        table.add_row(name, *_cells(told))
+        table.add_row(favour, *_cells(told))
     mixed = simulate_mixed(architecture.num_layers, load, times, _MIXED_CHUNK, given.max_running)
     table.add_row("mixed steps", *_cells(mixed))
     console.print(table)

@@ -3,7 +3,6 @@
 import pytest
 
 from gpu.model.shapes import named_shape
-from lab.speed.load_commands import SETTINGS
 from lab.speed.load_simulation import DeviceTimes, Outcome, simulate
 from lab.speed.mixed_steps import mixed_seconds, simulate_mixed
 from lab.speed.token_turns import TokenLoad, summarise_turns
@@ -24,8 +23,8 @@ def longest_gap(outcome: Outcome) -> float:
     return summarise_turns(outcome.turns)["gap_s_most"]
 
 
-def test_the_default_loses_less_to_steps_of_few_rows_and_keeps_the_gap_target() -> None:
-    latency, auto, throughput = (run(**settings) for settings in SETTINGS.values())
+def test_auto_loses_less_to_steps_of_few_rows_and_keeps_the_gap_target() -> None:
+    latency, auto, throughput = (run(favour=favour) for favour in ("latency", "auto", "throughput"))
     assert latency.few_rows_s > 2 * auto.few_rows_s > 2 * throughput.few_rows_s
     assert latency.seconds - auto.seconds > 0.3
     assert longest_gap(auto) <= 0.1005
@@ -33,14 +32,14 @@ def test_the_default_loses_less_to_steps_of_few_rows_and_keeps_the_gap_target() 
 
 
 def test_all_time_is_of_units_and_steps() -> None:
-    outcome = run(token_gap_target_ms=50)
+    outcome = run(favour="auto", token_gap_target_ms=50)
     assert outcome.seconds == pytest.approx(outcome.prefill_s + outcome.decode_s)
     assert longest_gap(outcome) <= 0.0505
 
 
-def test_prompts_that_arrive_begin_sooner_with_the_default_and_streams_keep_the_gap_target() -> None:
+def test_prompts_that_arrive_begin_sooner_with_auto_and_streams_keep_the_gap_target() -> None:
     # Their tokens take as long as before, since the work is the same.
-    latency, auto = run(ARRIVALS, **SETTINGS["small units, 0.8 of the time"]), run(ARRIVALS)
+    latency, auto = (run(ARRIVALS, favour=favour) for favour in ("latency", "auto"))
     sooner, later = summarise_turns(auto.turns), summarise_turns(latency.turns)
     assert sooner["first_s_p50"] < 0.85 * later["first_s_p50"]
     assert sooner["first_s_p99"] < 0.8 * later["first_s_p99"]
@@ -75,7 +74,7 @@ def test_a_mixed_step_reads_the_weights_once() -> None:
 
 def test_mixed_steps_answer_all_and_save_at_most_one_reading_of_weights_a_step_with_prompts() -> None:
     mixed = simulate_mixed(LAYERS, ARRIVALS, TIMES, 8192, 64)
-    apart = run(ARRIVALS)
+    apart = run(ARRIVALS, favour="auto")
     assert [len(turn.times_s) for turn in mixed.turns] == [64] * 120
     assert summarise_turns(mixed.turns)["token_s_p50"] < summarise_turns(apart.turns)["token_s_p50"]
     assert mixed.prefill_s + mixed.decode_s > apart.prefill_s + apart.decode_s - 120 * TIMES.weights_s

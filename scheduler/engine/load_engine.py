@@ -183,7 +183,7 @@ def describe_steps(scheduler: SchedulerConfig, gpu: GpuConfig, plan: MemoryPlan)
     sizes = sorted({min(size, scheduler.max_running) for size in gpu.graph_batch_sizes})
     graphs = ",".join(map(str, sizes)) if plan.device == "cuda" and sizes else "none"
     return (
-        f"chunk_tokens={scheduler.prefill.chunk_tokens} "
+        f"favour={scheduler.favour} chunk_tokens={scheduler.prefill.chunk_tokens} "
         f"token_gap_target_ms={scheduler.token_gap_target_ms:g} max_running={scheduler.max_running} graphs={graphs}"
     )
 

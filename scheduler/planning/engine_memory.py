@@ -40,9 +40,9 @@ _LONGEST_GRAPH = 2048  # tokens of a whole unit of a recurrent model, whose laye
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
     """Plan the machine's memory. Raises PlanError when the deployment does not fit, and ProfileError.
 
-    On a GPU larger prefill units are planned if they cost no context and less than 3 % of the pages. The same holds for
-    graphs of short units, where their sizes are not configured; a context that is as long as memory allows may then be
-    shorter by as much.
+    On a GPU larger prefill units are planned if `scheduler.favour` says so and they cost no context and less than 3 %
+    of the pages. The same holds for graphs of short units, where their sizes are not configured; a context that is as
+    long as memory allows may then be shorter by as much.
 
     Steps whose experts the CPU computes need no memory to fetch these to. Where measured rates choose that, memory is
     shared out again. The number of rows that was chosen then stays, though fewer experts are in host memory: either way

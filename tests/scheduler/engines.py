@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from gpu.model.architecture import NAMED_SHAPES
 from gpu.profiles import Profile
@@ -41,12 +42,11 @@ def make_engine(
     num_states: int = 0,
     snapshot_tokens: int = 64,
     num_host_states: int = 0,
-    share: float | None = None,
+    favour: Literal["auto", "latency"] = "auto",
 ) -> tuple[Engine, PageRunner]:
     prefill = PrefillConfig(
-        chunk_tokens=chunk_tokens, max_jobs=max_jobs, oldest_share=oldest_share, max_hidden_tokens=max_hidden_tokens,
-        share=share,
-    )  # fmt: skip
+        chunk_tokens=chunk_tokens, max_jobs=max_jobs, oldest_share=oldest_share, max_hidden_tokens=max_hidden_tokens
+    )
     config = SchedulerConfig(
         max_running=max_running,
         max_queue=max_queue,
@@ -54,6 +54,7 @@ def make_engine(
         prefill=prefill,
         token_gap_target_ms=token_gap_target_ms,
         jump_forward=jump_forward,
+        favour=favour,
     )
     kept = (num_states, 0, {}, snapshot_tokens, num_host_states) if num_states else (num_windows, SPARE)
     capacity = Capacity(num_pages, PAGE, 10_000, max_hidden_tokens, None, {}, *kept)

@@ -494,10 +494,10 @@ def test_a_block_is_found_only_once_its_last_token_has_been_fed() -> None:
     assert drain(engine)["b"][0].num_cached_tokens == 16
 
 
-@pytest.mark.parametrize("share", [None, 0.8])
-def test_a_short_prompt_is_computed_between_two_tokens_of_a_stream_unless_a_share_is_set(share: float | None) -> None:
+@pytest.mark.parametrize("favour", ["auto", "latency"])
+def test_auto_computes_a_short_prompt_between_two_tokens_of_a_stream_and_latency_shares_the_time(favour: str) -> None:
     runner = PageRunner(SHAPE.num_layers, PAGE, unit_seconds=20e-6, decode_seconds=5e-3)
-    engine, _ = make_engine(num_pages=1200, chunk_tokens=256, token_gap_target_ms=100.0, runner=runner, share=share)
+    engine, _ = make_engine(num_pages=1200, chunk_tokens=256, token_gap_target_ms=100.0, runner=runner, favour=favour)
     engine.submit([make_request("stream", prompt_of(600), max_tokens=1000)])
     for _ in range(40):
         engine.step()
@@ -507,4 +507,4 @@ def test_a_short_prompt_is_computed_between_two_tokens_of_a_stream_unless_a_shar
     deltas = [delta for _ in range(40) for delta in engine.step()]
     told = [delta.request_id for delta in deltas]
     # Two steps were in flight when it came, and the last of its units come with a decode step.
-    assert (told.index("short") <= 3) is (share is None)
+    assert (told.index("short") <= 3) is (favour == "auto")

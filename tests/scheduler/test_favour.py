@@ -1,4 +1,4 @@
-"""How much of the time prefill has, and what larger units of it may cost."""
+"""What `scheduler.favour` stands for, and what larger units of prefill may cost."""
 
 from pathlib import Path
 from typing import Any
@@ -26,39 +26,60 @@ def plan_chunks(machine: str, shape: str = "llama-3.1-8b", gpu: dict[str, Any] |
     return plan_engine(config, named_shape(shape), read_machine(machine)).chunk_tokens
 
 
-def test_prefill_has_what_the_target_leaves_where_many_prompts_wait() -> None:
-    auto = SchedulerConfig()
+def test_throughput_stands_for_a_long_gap_and_a_large_share_and_others_for_the_plain_defaults() -> None:
+    plain, fast = SchedulerConfig(), SchedulerConfig.model_validate({"favour": "throughput"})
+    assert (plain.token_gap_target_ms, plain.prefill.share) == (100, None)
+    assert (fast.token_gap_target_ms, fast.prefill.share) == (4000, 0.95)
+    latency = SchedulerConfig.model_validate({"favour": "latency"})
+    assert latency.model_dump(exclude={"favour"}) == plain.model_dump(exclude={"favour"})
+
+
+def test_auto_gives_prefill_what_the_target_leaves_where_many_prompts_wait() -> None:
+    auto, latency = SchedulerConfig(), SchedulerConfig(favour="latency")
     assert [auto.prefill_share(prompts, 9.0, 32) for prompts in (7, 8)] == [0.8, 1.0]
     assert [auto.prefill_share(prompts, None, 1) for prompts in (3, 4)] == [0.8, 1.0]
+    assert latency.prefill_share(64, 9.0, 1) == 0.8
     assert SchedulerConfig(prefill=PrefillConfig(share=0.8)).prefill_share(64, 9.0, 1) == 0.8
 
 
-def test_a_prompt_that_takes_no_longer_than_the_target_has_all_that_this_leaves() -> None:
-    auto = SchedulerConfig(token_gap_target_ms=50)
+def test_auto_gives_a_prompt_that_takes_no_longer_than_the_target_all_that_this_leaves() -> None:
+    auto, latency = (SchedulerConfig(favour=favour, token_gap_target_ms=50) for favour in ("auto", "latency"))
     assert [auto.prefill_share(1, seconds, 32) for seconds in (0.049, 0.051, None)] == [1.0, 0.8, 0.8]
+    assert latency.prefill_share(1, 0.01, 32) == 0.8
     assert SchedulerConfig(prefill=PrefillConfig(share=0.8)).prefill_share(1, 0.01, 32) == 0.8
 
 
-def test_units_are_large_where_memory_is_plenty_and_small_on_request_and_on_the_cpu() -> None:
+@pytest.mark.parametrize("prefill", [{"share": 0.5}, PrefillConfig(share=0.5)], ids=["mapping", "model"])
+def test_what_is_set_by_itself_wins(prefill: Any) -> None:
+    given = {"favour": "throughput", "token_gap_target_ms": 50, "prefill": prefill}
+    config = SchedulerConfig.model_validate(given)
+    assert (config.token_gap_target_ms, config.prefill.share) == (50, 0.5)
+    again = SchedulerConfig.model_validate_json(config.model_dump_json())
+    assert again == config
+    unset = SchedulerConfig(favour="throughput", prefill=PrefillConfig(max_jobs=2))
+    assert (unset.prefill.share, unset.prefill.max_jobs) == (0.95, 2)
+
+
+def test_units_are_large_where_memory_is_plenty_and_small_for_latency_on_request_and_on_the_cpu() -> None:
     assert plan_chunks("a100-80g") == 8192
+    assert plan_chunks("a100-80g", favour="throughput") == 8192
+    assert plan_chunks("a100-80g", favour="latency") == 2048
     assert plan_chunks("a100-80g", prefill={"chunk_tokens": 1024}) == 1024
     assert plan_chunks("laptop", "tiny", gpu={"device": "cpu", "kv_cache_gib": 0.5}) == 2048
 
 
 def test_larger_units_cost_no_context_and_next_to_no_pages() -> None:
     small = {"memory_limit_gib": 20, "kv": "int8"}
-    tree = {"model": {"random_weights": "llama-3.1-8b"}, "gpu": small}
+    tree = {"model": {"random_weights": "llama-3.1-8b"}, "gpu": small, "scheduler": {"favour": "latency"}}
     shape, machine = named_shape("llama-3.1-8b"), read_machine("a100-80g")
-    auto = plan_engine(EngineConfig.model_validate(tree), shape, machine)
-    least = plan_engine(
-        EngineConfig.model_validate(tree | {"scheduler": {"prefill": {"chunk_tokens": 2048}}}), shape, machine
-    )
+    latency = plan_engine(EngineConfig.model_validate(tree), shape, machine)
+    auto = plan_engine(EngineConfig.model_validate(tree | {"scheduler": {}}), shape, machine)
     large = plan_engine(
         EngineConfig.model_validate(tree | {"scheduler": {"prefill": {"chunk_tokens": 8192}}}), shape, machine
     )
     assert auto.chunk_tokens < large.chunk_tokens == 8192
-    assert auto.max_context_tokens == least.max_context_tokens
-    assert auto.num_pages >= 0.97 * least.num_pages > large.num_pages
+    assert auto.max_context_tokens == latency.max_context_tokens
+    assert auto.num_pages >= 0.97 * latency.num_pages > large.num_pages
 
 
 def test_the_log_says_how_a_load_will_be_stepped_through() -> None:
@@ -68,7 +89,7 @@ def test_the_log_says_how_a_load_will_be_stepped_through() -> None:
     plan = plan_engine(config, named_shape("llama-3.1-8b"), read_machine("a100-80g"))
     scheduler = config.scheduler.model_copy(update={"prefill": PrefillConfig(chunk_tokens=plan.chunk_tokens)})
     told = describe_steps(scheduler, GpuConfig(graph_batch_sizes=(1, 16, 24, 64)), plan)
-    assert told == "chunk_tokens=8192 token_gap_target_ms=100 max_running=20 graphs=1,16,20"
+    assert told == "favour=auto chunk_tokens=8192 token_gap_target_ms=100 max_running=20 graphs=1,16,20"
     assert describe_steps(scheduler, GpuConfig(graph_batch_sizes=()), plan).endswith("graphs=none")
 
 
