@@ -319,6 +319,9 @@ def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: Hos
     shared = None if host is None or method.shared_key is None else getattr(host, method.shared_key)
     known = list(method.settings.model_fields)
     for key in given:
+        if key in method.settings.renamed:
+            now = method.settings.renamed[key]
+            raise ProfileError(f"{where}: {key!r} of {method.name!r} was renamed; write {now!r}")
         if key not in known:
             what = nearest_hint(key, known) or f"; it has {', '.join(known) or 'none'}"
             raise ProfileError(f"{where}: unknown setting {key!r} of {method.name!r}{what}")

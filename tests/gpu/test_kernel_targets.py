@@ -45,7 +45,7 @@ from gpu.methods.momo.query_sparse import query_sparse_attention
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.momo.union import unite
 from gpu.methods.predicted.choosing import choose_blocks
-from gpu.methods.predicted.fetching import fetch_blocks, look_at_blocks
+from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.held_blocks import Blocks
 from gpu.methods.predicted.listing import NUM_COUNTS as NUM_FETCH_COUNTS
 from gpu.methods.predicted.listing import list_blocks
@@ -630,10 +630,12 @@ def _blocks(shape: Architecture, dtype: torch.dtype) -> None:
     limits = empty(places, dtype=torch.int32)
     fresh = choose_blocks(scores, limits, numbers, bits, is_in, counts)
     query = empty(rows, shape.num_heads, shape.dim, dtype=dtype)
+    open_parts = empty(1, dtype=torch.int32)
     for is_int8 in (False, True):
         for stored in _stored(dtype):
             keys = torch.empty(places * slots, 1, 16, width_of(stored, shape.dim), dtype=stored, device="cuda")
-            fetch_blocks(numbers, fresh, lies, keys, keys, kv_heads, is_int8)
+            for late in (None, Lateness(open_parts, bits, counts)):
+                fetch_blocks(numbers, fresh, lies, keys, keys, kv_heads, is_int8, late)
         look_at_blocks(
             Blocks(history, scores, numbers, bits, keys, keys, lies), query, lse, own, 64, 0.1, is_int8, counts
         )

@@ -9,9 +9,9 @@ import torch
 
 from gpu.attention.step_rows import StepRows
 from gpu.methods.predicted.choosing import choose_blocks, choose_blocks_reference, pack_bits
-from gpu.methods.predicted.fetching import BLOCKS_AT_ONCE, CHUNK, PROGRAMS, fetch_blocks, look_at_blocks
+from gpu.methods.predicted.fetching import BLOCKS_AT_ONCE, CHUNK, PROGRAMS, Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.held_blocks import Blocks
-from gpu.methods.predicted.listing import FETCHED, LOOKED, NUM_COUNTS, READ, SKIP, list_blocks
+from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS, READ, SKIP, list_blocks
 from gpu.methods.predicted.noting import Fetched, HistoryRows, note_step
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.methods.predicted.turns import Turns, find_rings
@@ -305,7 +305,7 @@ def test_a_fetched_block_is_its_run_restored_and_other_slots_stay(device: str, k
     keys, values = (torch.full((ids.size, 1, 16, DIM), torch.nan, device=device) for _ in range(2))
     fetch_blocks(
         torch.tensor(ids, device=device), torch.tensor(fresh, device=device), rows.lies, keys, values, KV_HEADS,
-        rows.is_int8,
+        rows.is_int8, None,
     )  # fmt: skip
     assert fresh.any()
     for place, slot in np.ndindex(*ids.shape):
@@ -319,9 +319,10 @@ def test_a_fetched_block_is_its_run_restored_and_other_slots_stay(device: str, k
             torch.testing.assert_close(one, wanted, rtol=2.0**-22, atol=2.0**-20)
 
 
+@pytest.mark.parametrize("open_parts", [0, 1])
 @pytest.mark.parametrize("share", [0.002, 0.08])
 @pytest.mark.parametrize("device", DEVICES)
-def test_blocks_of_many_slots_are_each_fetched_once(device: str, share: float) -> None:
+def test_blocks_of_many_slots_are_each_fetched_or_left_out_once(device: str, share: float, open_parts: int) -> None:
     """More slots than a program looks through at once, and fewer blocks than programs, or several rounds of them."""
     rows, draw, slots = Rows("bfloat16", device), np.random.default_rng(9), 431
     ids = draw.integers(0, 14, (RINGS * KV_HEADS, slots)).astype(np.int32)
@@ -330,16 +331,39 @@ def test_blocks_of_many_slots_are_each_fetched_once(device: str, share: float) -
     assert ids.size > CHUNK
     assert fresh.sum() < PROGRAMS if share < 0.01 else fresh.sum() > 2 * BLOCKS_AT_ONCE * PROGRAMS
     keys, values = (torch.full((ids.size, 1, 16, DIM), torch.nan, device=device) for _ in range(2))
-    own = torch.tensor(ids, device=device)
-    fetch_blocks(own, torch.tensor(fresh, device=device), rows.lies, keys, values, KV_HEADS, rows.is_int8)
-    np.testing.assert_array_equal(own.cpu().numpy(), ids)
+    own, bits, counts = torch.tensor(ids, device=device), torch.tensor(bits_of(ids), device=device), numbers(device)
+    late = Lateness(torch.tensor([open_parts], dtype=torch.int32, device=device), bits, counts)
+    fetch_blocks(own, torch.tensor(fresh, device=device), rows.lies, keys, values, KV_HEADS, rows.is_int8, late)
+    np.testing.assert_array_equal(own.cpu().numpy(), ids if open_parts else np.where(fresh == 1, -1, ids))
+    assert int(counts[LATE]) == -int(counts[FETCHED]) == (0 if open_parts else fresh.sum())
     for one, run in ((keys, 0), (values, 1)):
         got = one.view(*ids.shape, 16, DIM).cpu()
         assert got[torch.tensor(fresh == 0)].isnan().all()
-        for place, slot in np.argwhere(fresh):
+        for place, slot in np.argwhere(fresh) if open_parts else ():
             ring, kv_head = divmod(int(place), KV_HEADS)
             wanted = rows.runs[ring][run][kv_head, 16 * ids[place, slot] :][:16].float()
             torch.testing.assert_close(got[place, slot], wanted, rtol=2.0**-22, atol=2.0**-20)
+
+
+@pytest.mark.parametrize("open_parts", [0, 1])
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_that_are_late_stand_in_no_slot_and_in_no_bit(device: str, open_parts: int) -> None:
+    rows, draw = Rows("bfloat16", device), np.random.default_rng(8)
+    ids = draw_ids(draw, 14)
+    fresh = ((draw.random(ids.shape) < 0.5) & (ids >= 0)).astype(np.uint8)
+    keys, values = (torch.full((ids.size, 1, 16, DIM), torch.nan, device=device) for _ in range(2))
+    own, bits, counts = torch.tensor(ids, device=device), torch.tensor(bits_of(ids), device=device), numbers(device)
+    counts[FETCHED] = 100
+    late = Lateness(torch.tensor([open_parts], dtype=torch.int32, device=device), bits, counts)
+    fetch_blocks(own, torch.tensor(fresh, device=device), rows.lies, keys, values, KV_HEADS, rows.is_int8, late)
+    there = ids if open_parts else np.where(fresh == 1, -1, ids)
+    assert 0 < fresh.sum() < (ids >= 0).sum()
+    np.testing.assert_array_equal(own.cpu().numpy(), there)
+    np.testing.assert_array_equal(bits.cpu().numpy(), bits_of(there))
+    left = 0 if open_parts else int(fresh.sum())
+    assert (int(counts[LATE]), int(counts[FETCHED])) == (left, 100 - left)
+    came = ~keys.isnan().all((1, 2, 3)).cpu().numpy().reshape(ids.shape)
+    np.testing.assert_array_equal(came, (fresh == 1) & bool(open_parts))
 
 
 @pytest.mark.parametrize(("blocks", "every", "rings"), [

@@ -6,7 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from gpu.methods.predicted.held_blocks import Blocks
 from lab.speed.step_trace import trace_steps
 from lab.speed.trace_lanes import COMPUTE, EXCHANGE, FETCH, PREDICTION
 from tests.gpu.method_counts import counts_of
@@ -15,6 +18,14 @@ from tests.gpu.test_predicted_serving import NARROW, WIDE, PredictedTwins
 from tests.gpu.twin_runners import check_steps
 
 PROMPTS = [document_prompt(300, 1), document_prompt(280, 3), document_prompt(60, 2)]
+LOOKS = 1 << 21  # at a counter: a second or two, if what is computed waited for a wish, which waits for it
+
+
+@triton.jit
+def _await_end_kernel(open_parts, looks):
+    """Until no part of a step is open, or after so many looks."""
+    while (tl.load(open_parts, volatile=True) > 0) & (looks > 0):
+        looks -= 1
 
 
 @pytest.mark.gpu
@@ -41,6 +52,36 @@ def test_on_cuda_every_cell_is_covered_once_or_counted_as_dropped(method: str) -
         assert not twins.step([0, 1, 2]).failures
     torch.cuda.synchronize()
     twins.check_slots(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("sizes", [(), (1, 3)])
+def test_on_cuda_blocks_that_are_late_are_left_to_the_sample(sizes: tuple[int, ...], parts: int) -> None:
+    """Others are wished for at every step, and each layer's wish is there when all parts of its step are computed.
+
+    No time would do: the host of these tests answers in Python, and a step of two parts takes as long as it does.
+    """
+    settings = NARROW | {"late": "sample"}
+    twins = PredictedTwins(settings, "predicted+sampled", ringed=(0, 2), device="cuda")
+    side, steps = twins.side, twins.offloading.decode_steps
+    steps.host_reader.halving.always = parts
+
+    def wish(layer: Blocks, choice: object) -> torch.Tensor:
+        _await_end_kernel[(1,)](side._open_parts, LOOKS, num_warps=1)
+        return torch.rand(layer.scores.shape, device="cuda")
+
+    side._score = wish
+    with torch.inference_mode():
+        steps.capture(sizes, lambda done: None)
+    twins.prefill(PROMPTS)
+    check_steps(twins, [0, 1, 2], 20)
+    torch.cuda.synchronize()
+    twins.check_slots(0)
+    counts = counts_of(side)
+    assert counts.late_blocks > 0
+    assert counts.dropped_tokens == 0
+    assert int(side._open_parts) == 0
 
 
 @pytest.mark.gpu

@@ -20,7 +20,9 @@ from gpu.methods.kept import Kept
 from gpu.methods.method import ProfilePart
 from gpu.methods.predicted.choosing import pack_bits
 from gpu.methods.predicted.device import Predicted
+from gpu.methods.predicted.fetching import fetch_blocks
 from gpu.methods.predicted.held_blocks import EMPTY
+from gpu.methods.predicted.noting import note_step
 from gpu.methods.predicted.turns import NEVER
 from gpu.methods.registry import list_methods
 from gpu.profiles import resolve_profiles
@@ -162,6 +164,87 @@ def test_what_is_not_fetched_is_left_to_the_host_where_it_samples() -> None:
     twins.check_slots(0)
 
 
+def leave_some_late(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Of calls that may: as if the step had been over when their layer's blocks were to be fetched."""
+    draw = np.random.default_rng(11)
+
+    def fetch(*given: Any) -> None:
+        *others, late = given
+        if late is not None:
+            assert int(late.open_parts) == 1, "the step is computed now"
+            if draw.random() < share:
+                late = replace(late, open_parts=torch.zeros_like(late.open_parts))
+        fetch_blocks(*others, late)
+
+    monkeypatch.setattr("gpu.methods.predicted.device.fetch_blocks", fetch)
+
+
+def wish_for_others(twins: PredictedTwins) -> None:
+    """Other blocks at every step, whatever is predicted."""
+    twins.side._score = lambda layer, choice: torch.rand(layer.scores.shape)
+
+
+def test_late_blocks_are_left_to_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above; a block that came after all, or stands in a slot that it does not fill, shows as well."""
+    leave_some_late(monkeypatch, 0.5)
+    twins = PredictedTwins(NARROW | {"late": "sample"}, "predicted+sampled", check_coverage=True)
+    twins.prefill_down(0, PROMPT)
+    wish_for_others(twins)
+    for _ in range(30):
+        check_steps(twins, [0], 1)
+        twins.check_slots(0)
+    counts = counts_of(twins.side)
+    assert counts.late_blocks > 0
+    assert 0 < counts.read_tokens < counts.hole_tokens
+    assert counts.dropped_tokens == 0
+    assert int(twins.side._open_parts) == 0
+    reads = counts.read_tokens
+    monkeypatch.undo()
+    twins.step([0])
+    twins.step([0])
+    assert counts_of(twins.side).late_blocks == counts.late_blocks, "nothing is late where steps are in order"
+    slots, layers = NARROW["budget_tokens"], len(twins.tier.shape.layers)
+    assert reads < 30 * slots * NUM_KV_HEADS * layers, "some slots stood empty"
+
+
+def test_late_blocks_are_waited_for_where_nobody_asks_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_some_late(monkeypatch, 1.0)
+    twins = PredictedTwins(NARROW, "predicted+sampled", check_coverage=True)
+    twins.prefill_down(0, PROMPT)
+    wish_for_others(twins)
+    check_steps(twins, [0], 6)
+    assert counts_of(twins.side).late_blocks == 0
+
+
+def test_a_step_that_failed_leaves_none_open() -> None:
+    twins = PredictedTwins(NARROW | {"late": "sample"}, "predicted+sampled")
+    twins.prefill_down(0, PROMPT)
+    twins.side._open_parts.fill_(3)
+    twins.step([0])
+    assert int(twins.side._open_parts) == 0
+
+
+def test_a_step_of_two_parts_ends_once_and_late_is_what_is_not_begun_behind_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If the first part's end waited, all of its blocks would be there, and the second part's last layer behind it."""
+    twins = PredictedTwins(NARROW | {"late": "sample"}, "predicted+sampled", ringed=(0, 1))
+    twins.offloading.decode_steps.host_reader.halving.always = 2
+    for slot, prompt in enumerate((PROMPT, document_prompt(280, 3))):
+        twins.prefill_down(slot, prompt)
+    join, ends = Predicted._join, []
+
+    def note(side: Predicted) -> None:
+        if side._used:
+            ends.append((int(side._open_parts), len(side._used)))
+        join(side)
+
+    monkeypatch.setattr(Predicted, "_join", note)
+    check_steps(twins, [0, 1], 2)
+    num_layers = len(twins.tier.shape.layers)
+    assert ends == [(0, 2 * 2 * num_layers)] * 2, "a query and an lse of each part and layer, in each step"
+
+
 def test_rows_are_lent_until_a_step_that_failed_has_fetched_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = PredictedTwins(NARROW)
     twins.prefill_down(0, PROMPT)
@@ -189,7 +272,7 @@ def test_rows_are_lent_until_a_step_that_failed_has_fetched_what_it_began(monkey
     with pytest.raises(RuntimeError, match="out of memory"):
         twins.offloading.launch(twins.plan([0], []))
     assert events == ["chosen", "waited", "ended"]
-    assert (side._num_open, side._used) == (0, [])
+    assert (side._num_open, int(side._open_parts), side._used) == (0, 0, [])
 
 
 @pytest.mark.parametrize("method", ["predicted", "predicted+sampled"])
@@ -231,18 +314,67 @@ def test_only_the_difference_crosses_the_link() -> None:
     assert counts.looked_blocks == 0
 
 
+# --- steps that attend to everything ----------------------------------------------------------------------------------
+
+
+def test_where_every_step_calibrates_the_logits_are_the_exact_profiles() -> None:
+    """With room for a few blocks only, the host reads all the others; nothing is dropped, and all of it is noted."""
+    twins = PredictedTwins(NARROW | {"calibrate_every": 1}, check_coverage=True)
+    twins.prefill_down(0, PROMPT)
+    check_steps(twins, [0], 12)
+    counts = counts_of(twins.side)
+    assert counts.hole_tokens > counts.read_tokens > 0
+    assert counts.dropped_tokens == 0
+
+
+def test_one_step_of_so_many_calibrates() -> None:
+    twins = PredictedTwins(NARROW | {"calibrate_every": 3, "look_stride_blocks": 0}, check_coverage=True)
+    twins.prefill_down(0, PROMPT)
+    dropped, looked, full = 0, 0, []
+    for _ in range(7):
+        cell = twins.sequences[0].num_tokens
+        assert not twins.step([0]).failures
+        counts = counts_of(twins.side)
+        full.append(counts.looked_blocks > looked)
+        assert full[-1] == (cell % 3 == 0), "the keys of all blocks are looked at"
+        assert full[-1] == (counts.dropped_tokens == dropped), "and nothing is dropped"
+        dropped, looked = counts.dropped_tokens, counts.looked_blocks
+    assert full.count(True) >= 2
+
+
+def test_what_a_sample_says_of_the_rest_is_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that calibrates has the host read all the rest, and then its mass counts, or a sample, and then not."""
+    noted = {}
+    for method in ("predicted", "predicted+sampled"):
+        for every in (0, 1):
+            twins, lses = PredictedTwins(NARROW | {"calibrate_every": every}, method), []
+            twins.prefill_down(0, PROMPT)
+
+            def note(history: torch.Tensor, maxima: torch.Tensor, near_lse: torch.Tensor, *more: Any,
+                     lses: list[torch.Tensor] = lses) -> torch.Tensor:  # fmt: skip
+                lses.append(near_lse.clone())
+                return note_step(history, maxima, near_lse, *more)
+
+            monkeypatch.setattr("gpu.methods.predicted.device.note_step", note)
+            twins.step([0])
+            noted[method, every] = lses[0]
+    assert torch.equal(noted["predicted+sampled", 1], noted["predicted+sampled", 0])
+    assert bool((noted["predicted", 1] > noted["predicted", 0]).all())
+
+
 # --- histories --------------------------------------------------------------------------------------------------------
 
 
-def test_what_decode_leaves_in_a_history_is_what_a_prompt_of_the_same_tokens_leaves() -> None:
+@pytest.mark.parametrize("settings", [WIDE, NARROW | {"calibrate_every": 1}])
+def test_what_decode_leaves_in_a_history_is_what_a_prompt_of_the_same_tokens_leaves(settings: dict[str, Any]) -> None:
     """Where all of a context is read, wherever it lies; a code of eight an octave may round the other way."""
-    twins = PredictedTwins(WIDE)
+    twins = PredictedTwins(settings)
     twins.prefill_down(0, PROMPT)
     tokens = list(PROMPT)
     for _ in range(12):
         tokens.append(int(twins.exact._last_tokens[0]))
         check_steps(twins, [0], 1)
-    fresh = PredictedTwins(WIDE)
+    fresh = PredictedTwins(settings)
     fresh.prefill([np.array(tokens, np.int32)])
     got, wanted = (one.side.blocks.history[:, :NUM_KV_HEADS].int() for one in (twins, fresh))
     used = [cell % twins.side.settings.num_rows for cell in range(len(tokens) - 8, len(tokens))]

@@ -267,8 +267,13 @@ REFUSED = [
     ),
     (
         "x",
-        {"host": {"method": "predicted", "weights": "w", "look_stride_blocks": -1}},
-        "profiles.x.host.look_stride_blocks: Input should be greater than or equal to 0 (got -1)",
+        {"host": {"method": "predicted", "weights": "w", "calibration": 64}},
+        "profiles.x.host: 'calibration' of 'predicted' was renamed; write 'look_stride_blocks'",
+    ),
+    (
+        "x",
+        {"host": {"method": "predicted", "weights": "w", "calibrate_every": -1}},
+        "profiles.x.host.calibrate_every: Input should be greater than or equal to 0 (got -1)",
     ),
 ]
 
@@ -482,7 +487,7 @@ def test_methods_that_cannot_be_together_are_refused_with_the_reason(
     )
 
 
-# --- rows in four bits -----------------------------------------------------------------------------------------------
+# --- late blocks ------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_of_rows_in_four_bits_are_not_fetched() -> None:
@@ -493,3 +498,17 @@ def test_blocks_of_rows_in_four_bits_are_not_fetched() -> None:
     assert resolve({"own": {"host": "indexed"}}, host)
     with pytest.raises(ValueError, match=r"link_share: got 0.5 beside rows: int4"):
         HostConfig.model_validate({"rows": "int4", "link_share": 0.5})
+
+
+def test_late_blocks_are_left_to_a_sample_where_text_may_depend_on_load_alone() -> None:
+    blocks = {"method": "predicted+sampled", "weights": "predictor.safetensors"}
+    waits, leaves = (resolve({"both": {"host": {**blocks, "late": late}}})["both"] for late in ("wait", "sample"))
+    assert resolve({"both": {"host": blocks}})["both"] == waits
+    assert waits.kv_key != leaves.kv_key
+    fixed = HOST.model_copy(update={"residency": "fixed"})
+    assert resolve({"both": {"host": blocks}}, fixed)
+    wanted = r"profiles\.both\.host\.late: got 'sample' beside host\.residency 'fixed'.*wanted 'wait', or .* 'adaptive'"
+    with pytest.raises(ProfileError, match=wanted):
+        resolve({"both": {"host": {**blocks, "late": "sample"}}}, fixed)
+    with pytest.raises(ProfileError, match="unknown setting 'late' of 'predicted'"):
+        resolve({"blocks": {"host": {**blocks, "method": "predicted", "late": "sample"}}})

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from bench.engine_patches import set_adaptive
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import SchedulerConfig
 from tests.gpu.method_counts import counts_of
-from tests.gpu.test_predicted_serving import WEIGHTS
+from tests.gpu.test_predicted_serving import WEIGHTS, leave_some_late
 from tests.scheduler.tiered_engine import (
     ask,
     check_idle,
@@ -107,5 +109,23 @@ def test_where_samples_find_every_key_texts_are_those_of_reading_all_with_epsilo
         assert errors.estimated > 0
         assert errors.in_full > 0
         counts = counts_of(next(iter(engine._runner._reusing.values())))
+        assert 0 < counts.read_tokens < counts.hole_tokens
+        assert counts.dropped_tokens == 0
+
+
+def test_where_blocks_are_late_and_samples_find_every_key_texts_are_those_of_reading_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leave_some_late(monkeypatch, 0.5)
+    late = {"host": {**PROFILES["both"]["host"], "late": "sample"}}
+    with every_key_engine(late) as engine:
+        (side,) = engine._runner._reusing.values()
+        side._score = lambda layer, choice: torch.rand(layer.scores.shape)
+        set_adaptive(engine.scheduler.residence.evictor, False)  # what is offloaded leaves the device at once
+        prompt = prompt_of(LONG_TOKENS, 7)
+        texts = [text(run(engine, [ask(name, prompt, 20, name)])[name]) for name in ("both", "offloaded")]
+        assert texts[0] == texts[1]
+        counts = counts_of(next(iter(engine._runner._reusing.values())))
+        assert counts.late_blocks > 0
         assert 0 < counts.read_tokens < counts.hole_tokens
         assert counts.dropped_tokens == 0

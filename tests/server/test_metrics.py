@@ -18,7 +18,7 @@ REUSE_NAMES = ("tries", "hits", "context_cells", "skipped_cells", "gaps", "ages"
                "stops")  # fmt: skip
 METHODS = {f"reuse_{name}": [2 * number + 1, 2 * number + 2] for number, name in enumerate(REUSE_NAMES)} | {
     "reuse_matching": [1, 0], "fetch_hole_tokens": [37], "fetch_read_tokens": [38], "fetch_dropped_tokens": [39],
-    "fetch_fetched_blocks": [40], "fetch_looked_blocks": [41],
+    "fetch_fetched_blocks": [40], "fetch_looked_blocks": [41], "fetch_late_blocks": [42],
 }  # fmt: skip
 STATS = Stats(
     num_running=1, num_prefilling=2, num_waiting=3, pages_used=4, pages_cached=5, pages_total=6, pages_committed=16,
@@ -48,7 +48,7 @@ COUNTERS = {
     "host_tokens_covered": 29, "host_rows_read": 30, "host_rows_left_out": 34, "host_tokens_reloaded": 35,
     "host_ready_seconds": 31.5, "host_wait_seconds": 32.5, "host_attend_seconds": 33.5, "fetch_hole_tokens": 37,
     "fetch_read_tokens": 38, "fetch_dropped_tokens": 39, "fetch_fetched_blocks": 40, "fetch_looked_blocks": 41,
-    "experts_fetched": 70, "experts_copied": 71, "experts_computed": 72,
+    "fetch_late_blocks": 42, "experts_fetched": 70, "experts_copied": 71, "experts_computed": 72,
     "chunks_written": 81, "chunks_refused": 82, "chunks_evicted": 83, "chunks_set_aside": 84, "chunks_lost": 85,
     "host_answers_estimated": 60, "host_answers_heavy": 61, "host_answers_beyond_bound": 62,
     "host_answers_heavy_beyond_bound": 63, "host_steps_beyond_bound": 64, "host_answers_in_full": 65,

@@ -427,6 +427,15 @@ def test_an_index_is_priced_beside_what_the_cpu_reads_and_with_the_settings_of_a
     assert more.most_contexts == 2
 
 
+def test_steps_that_attend_to_everything_are_priced_by_their_share() -> None:
+    """Keys of all blocks over the link, and all rows but the fetched ones on the host, in one step of four."""
+    plain = compare_default("blocks", look_stride_blocks=0).get("predicted").first
+    full = compare_default("blocks", look_stride_blocks=0, calibrate_every=4).get("predicted").first
+    down, row, heads = full.offloaded_tokens, 512, 29 * 8
+    assert full.fetch_ms - plain.fetch_ms == pytest.approx(down / 4 / 2 * heads * row / 10 / 1e6, rel=PLACEMENT_MS)
+    assert (full.host_ms, plain.host_ms) == (pytest.approx((down - 2048) / 4 * heads * row / 50 / 1e6), 0)
+
+
 def test_a_context_that_is_too_short_for_predictions_is_read_as_without() -> None:
     for name, other in (("blocks", "offloaded"), ("blocks-and-sample", "sampled")):
         found = compare_default(name, context=4096, min_context_tokens=5000)

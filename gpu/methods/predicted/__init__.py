@@ -31,6 +31,7 @@ COUNTERS = {
     "fetch_dropped_tokens": Counter("of these, those that nobody read"),
     "fetch_fetched_blocks": Counter("blocks of 16 tokens of a KV head that came over the link"),
     "fetch_looked_blocks": Counter("blocks whose keys alone did, to predict by"),
+    "fetch_late_blocks": Counter("blocks that did not come, since the step was over, and were left to the sample"),
 }
 
 
@@ -61,7 +62,8 @@ def work_bytes(settings: PredictedSettings, architecture: Architecture, max_runn
     """
     shape, blocks, context = architecture, most_blocks(architecture), architecture.max_context_tokens
     row = shape.num_heads * FLOAT_BYTES * (blocks + settings.num_slots + 4 * shape.dim)
-    looks = -(-blocks // settings.look_stride_blocks) if settings.look_stride_blocks else 0
+    stride = 1 if settings.calibrate_every else settings.look_stride_blocks
+    looks = -(-blocks // stride) if stride else 0
     row += shape.num_kv_heads * (4 * FLOAT_BYTES * blocks + ID_BYTES * (7 * settings.num_slots + looks))
     prompt = FLOAT_BYTES * context * (shape.dim + 4 * shape.group * PROMPT_ROWS)
     return max_running * row + prompt
@@ -80,6 +82,7 @@ class Predicted(RingMethod):
         "history": "history",
         "every": "predict_every",
         "looks": "look_stride_blocks",
+        "full": "calibrate_every",
         "sink": "sink_tokens",
         "local": "local_tokens",
         "exempt": "exempt_layers",
@@ -119,16 +122,19 @@ class Predicted(RingMethod):
     def read_cost(self, settings: Any, context_tokens: int, host_tokens: int) -> ReadCost:
         """Return the cost if each prediction chooses other blocks; what is not fetched is dropped or sampled.
 
-        Keys, half of a token, are looked at in one of `look_stride_blocks` blocks a step.
+        Keys, half of a token, are looked at in one of `look_stride_blocks` blocks a step, and in all blocks in one of
+        `calibrate_every` steps.
         """
         if context_tokens < settings.min_context_tokens:
             return super().read_cost(settings, context_tokens, host_tokens)
+        whole_steps = 1 / settings.calibrate_every if settings.calibrate_every else 0.0
         looked = 1 / settings.look_stride_blocks if settings.look_stride_blocks else 0.0
+        looked = looked * (1 - whole_steps) + whole_steps
         read = min(settings.budget_tokens, host_tokens)
         fetched, rest = read / settings.predict_every + looked * host_tokens / 2, host_tokens - read
         if self.reading is Reading.SAMPLE:
             return ReadCost(fetched, read, sampled=rest)
-        return ReadCost(fetched, read)
+        return ReadCost(fetched, read, streamed=whole_steps * rest)
 
     def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
         """Return what was dropped; the keys that were looked at count against it."""

@@ -5,12 +5,15 @@ layers take in turn; the step ends behind the last of them, so that a block that
 graph. Invariants: what is chosen follows from histories, and these from what was read exactly, never from a sample; in
 which steps a layer's are, from its number and the cell alone; slots change only behind their layer's attention; a step
 that reads more of a context in host memory than was chosen from, or the first of a ring, has its blocks chosen and
-fetched before it begins. A step of two parts ends with the second: the first one's end waits for nothing.
+fetched before it begins. Where the settings leave late blocks to the host's sample, a step that is computed ends
+without those whose fetch has not begun, and they stand in no slot: which these are follows from time, never from what a
+table holds. A step of two parts ends with the second: the first one's end waits for nothing, or all of its blocks would
+be there in time.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,9 +25,9 @@ from gpu.attention.step_rows import StepRows
 from gpu.methods.device_side import LayerReads, Lent, RingSide, Site
 from gpu.methods.predicted import COUNTERS
 from gpu.methods.predicted.choosing import choose_blocks
-from gpu.methods.predicted.fetching import fetch_blocks, look_at_blocks
+from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.held_blocks import EMPTY, Blocks, new_blocks
-from gpu.methods.predicted.listing import FETCHED, LOOKED, NUM_COUNTS, READ, SKIP, list_blocks
+from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS, READ, SKIP, WHOLE, list_blocks
 from gpu.methods.predicted.noting import Fetched, HistoryRows, note_step
 from gpu.methods.predicted.prompt import note_prompt
 from gpu.methods.predicted.settings import PredictedSettings
@@ -50,10 +53,15 @@ CHAINS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What the side knows of a step's rows. choices: layers take them in turn; empty if nothing is to be chosen."""
+    """What the side knows of a step's rows. choices: layers take them in turn; empty if nothing is to be chosen.
+    full, partial: int32 `[rows]`, the rings of rows that attend to everything in this step, and of those that do not;
+    -1: others.
+    """
 
     of_rings: RingRows
     choices: Sequence[Choice]
+    full: Tensor
+    partial: Tensor
 
 
 def make_ring_side(settings: PredictedSettings, site: Site, num_rings: int) -> RingSide:
@@ -101,7 +109,8 @@ class Predicted(RingSide):
         self._streams = Streams(device)
         self._chains = [Streams(device).up for _ in range(CHAINS)]
         self._begun: set[int] = set()  # chains that nobody has waited for
-        self._num_open = 0  # parts of the step that is launched
+        self._open_parts = torch.zeros(1, dtype=torch.int32, device=device)  # of the step that is computed
+        self._num_open = 0  # of the step that is launched
         self._used: list[Tensor] = []  # what the other stream reads, until it is waited for
         self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
         self._host_counts = torch.zeros(self._counts.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -160,6 +169,7 @@ class Predicted(RingSide):
         if reads.layer == self._first_layer:  # a captured step's rows change from replay to replay
             self._of_rows[rows] = self._look_up(rows, reads.reads_host)
             if reads.reads_host:
+                self._open_parts.add_(1)
                 self._num_open += 1
         own, layer = self._of_rows[rows], self._layers[place]
         if reads.maxima is None:
@@ -171,6 +181,9 @@ class Predicted(RingSide):
         reads.kept[self] = listed
         reads.excluded = listed.excluded if reads.excluded is None else reads.excluded | listed.excluded
         reads.wanted = own.of_rings.wanted if reads.wanted is None else reads.wanted & own.of_rings.wanted
+        if self.settings.calibrate_every:
+            rest = (rows.skips[1] - rows.skips[0]) * self._kv_heads - listed.tokens.view(rows.num_rows, -1).sum(1)
+            self._counts[place, WHOLE].add_(torch.where(own.full >= 0, rest, 0).sum())
 
     def read(self, reads: LayerReads, on_device: DevicePartials) -> None:
         listed, place = reads.kept.get(self), self._places.get(reads.layer)
@@ -196,22 +209,34 @@ class Predicted(RingSide):
             return
         assert reads.maxima is not None, "predicted: what is resident tells its maxima"
         own, layer, fetched, rows = self._of_rows[reads.rows], self._layers[place], reads.kept.get(self), reads.rows
-        history = HistoryRows(own.of_rings.rings, rows.positions, rows.skips)
+        near_lse = on_device.near.lse
+        if self.settings.calibrate_every and reads.reads_host:
+            (answer,) = filled[len(reads.fetched) :]  # of rows that asked for all the rest, exact
+            whole_lse = torch.logaddexp(near_lse, answer.lse.to(near_lse.device, non_blocking=True))
+            near_lse = torch.where(self._samples, near_lse, whole_lse)
         lse = note_step(
-            layer.history, reads.maxima, on_device.near.lse, fetched, history, self._first_block, self._kv_heads
-        )
+            layer.history, reads.maxima, near_lse, fetched, HistoryRows(own.of_rings.rings, rows.positions, rows.skips),
+            self._first_block, self._kv_heads,
+        )  # fmt: skip
         if not own.choices or not reads.reads_host:
             return
         self._used.extend((reads.query, lse))
         counts, stride = self._counts[place], self.settings.look_stride_blocks
+        looks = [(own.partial, stride)] if stride else []
+        looks += [(own.full, 1)] if self.settings.calibrate_every else []
         with self._aside(place):
-            if stride:
-                look_at_blocks(layer, reads.query, lse, history, stride, self._dim**-0.5, self._is_int8, counts)
-            self._choose(layer, own.choices[place % len(own.choices)], counts)
+            for rings, every in looks:
+                look_at_blocks(
+                    layer, reads.query, lse, HistoryRows(rings, rows.positions, rows.skips), every, self._dim**-0.5,
+                    self._is_int8, counts,
+                )  # fmt: skip
+            late = Lateness(self._open_parts, layer.bits, counts) if self.settings.leaves_late else None
+            self._choose(layer, own.choices[place % len(own.choices)], counts, late)
 
     def finish(self, rows: StepRows) -> None:
         if not self._of_rows[rows].choices:
             return
+        self._open_parts.sub_(1)
         self._num_open -= 1
         if not self._num_open:
             self._join()
@@ -219,6 +244,7 @@ class Predicted(RingSide):
     def give_up(self) -> None:
         self._join()
         self._num_open = 0
+        self._open_parts.zero_()
 
     def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:
         fetched = reads.kept.get(self)
@@ -226,8 +252,8 @@ class Predicted(RingSide):
             return {}
         skips = reads.rows.skips
         tokens = fetched.listed.tokens.view(reads.rows.num_rows, -1).repeat_interleave(self._group, 1)
-        has_ring = (self._of_rows[reads.rows].of_rings.rings >= 0)[:, None]
-        skip = torch.where(has_ring, (skips[1] - skips[0])[:, None] - tokens, 0)
+        is_partial = (self._of_rows[reads.rows].partial >= 0)[:, None]
+        skip = torch.where(is_partial, (skips[1] - skips[0])[:, None] - tokens, 0)
         return {Owner.FETCHED: tokens, Owner.DROPPED: skip if self._reading.drops_rest else torch.zeros_like(skip)}
 
     def end_step(self) -> None:
@@ -235,8 +261,8 @@ class Predicted(RingSide):
 
     def counts(self) -> dict[str, list[int]]:
         sums = self._host_counts.sum(0).tolist()
-        dropped = sums[SKIP] - sums[READ] if self._reading.drops_rest else 0
-        told = sums[SKIP], sums[READ], dropped, sums[FETCHED], sums[LOOKED]
+        dropped = sums[SKIP] - sums[READ] - sums[WHOLE] if self._reading.drops_rest else 0
+        told = sums[SKIP], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE]
         return {name: [number] for name, number in zip(COUNTERS, told, strict=True)}
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -261,12 +287,18 @@ class Predicted(RingSide):
             own, choices = find_rings(rows, self.ring_of_slot, self._samples, heads), ()
         else:
             own, choices = self.turns.of_rows(rows, self.ring_of_slot, self._samples, heads)
-        return _Rows(own, choices)
+        every = self.settings.calibrate_every
+        if not every:
+            return _Rows(own, choices, own.rings, own.rings)
+        is_full = rows.positions % every == 0
+        wanted = own.wanted | is_full[:, None].to(torch.uint8)
+        full, partial = torch.where(is_full, own.rings, -1), torch.where(is_full, -1, own.rings)
+        return _Rows(replace(own, wanted=wanted), choices, full, partial)
 
-    def _choose(self, layer: Blocks, choice: Choice, counts: Tensor) -> None:
+    def _choose(self, layer: Blocks, choice: Choice, counts: Tensor, late: Lateness | None) -> None:
         scores = self._score(layer, choice)
         fresh = choose_blocks(scores, choice.limits, layer.ids, layer.bits, choice.is_in, counts)
-        fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, self._kv_heads, self._is_int8)
+        fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, self._kv_heads, self._is_int8, late)
 
     def _score(self, layer: Blocks, choice: Choice) -> Tensor:
         """Return scores, float32 `[places, blocks]`."""
@@ -297,7 +329,7 @@ class Predicted(RingSide):
         cells, limits = upload(numbers, self.turns.last_cells.device)
         choice = self.turns.choice_now(cells, limits)
         for layer, counts in zip(self._layers, self._counts, strict=True):
-            self._choose(layer, choice, counts)
+            self._choose(layer, choice, counts, None)
 
     def _place(self, ring: int, places: np.ndarray) -> None:
         """Write where a ring's run lies, in stream order, if it has moved or grown."""

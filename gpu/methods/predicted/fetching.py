@@ -2,7 +2,8 @@
 
 The device reads pinned memory by address, so a block is a few kilobytes over the link and no copy is ordered for it.
 Invariants: centre and scale are given back, so a slot holds what the pages would, stored as there; whoever calls holds
-a loan of the rows until the device has passed. Bytes over the link: of the blocks, once.
+a loan of the rows until the device has passed; a block that is left out stands in no slot and in no bit. Bytes over the
+link: of the blocks, once.
 
 Programs are few, since one warp of them keeps a matrix product off its SM, whose registers a product's block takes to
 98 in a hundred, and one that waits for the link stays for long: 16 leave 116 of 132 SMs to what is computed meanwhile,
@@ -11,6 +12,7 @@ some at once by loads of 16 bytes, so addresses and strides in `lies` are multip
 """
 
 import ctypes
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.methods.predicted.held_blocks import Blocks
-from gpu.methods.predicted.listing import LOOKED, NUM_COUNTS
+from gpu.methods.predicted.held_blocks import EMPTY, Blocks
+from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS
 from gpu.methods.predicted.noting import HistoryRows, code_of
 from gpu.operations.arguments import check, check_dtype, runs_on_triton
 from gpu.operations.kv.kv_rows import (
@@ -45,11 +47,23 @@ WARPS, BLOCKS_AT_ONCE = 8, 4  # of a program: 32 KB on their way, which takes 11
 LOOKS_AT_ONCE = 8  # likewise, of keys alone
 CHUNK = 2048  # slots, or looks, that a program goes through at once
 
-_LOOKED = tl.constexpr(LOOKED)
+_FETCHED, _LOOKED, _LATE = tl.constexpr(FETCHED), tl.constexpr(LOOKED), tl.constexpr(LATE)
 _BLOCK, _WORD, _PLAIN = tl.constexpr(BLOCK_TOKENS), tl.constexpr(WORD_BITS), tl.constexpr(PLAIN)
 _END, _KEYS, _VALUES = tl.constexpr(places.RUN_END), tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
 _CENTRE, _KEY_SCALE = tl.constexpr(places.CENTRE), tl.constexpr(places.KEY_SCALE)
 _VALUE_SCALE, _COLUMNS = tl.constexpr(places.VALUE_SCALE), tl.constexpr(COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """Blocks that are not begun when no step is open any more are left out. open_parts: int32 `[1]`, of a step, that
+    are computed now; bits: int32 `[places, words]` of the layer, see `Blocks`; counts: int64 `[NUM_COUNTS]`, LATE is
+    added to, and FETCHED taken from.
+    """
+
+    open_parts: Tensor
+    bits: Tensor
+    counts: Tensor
 
 
 def read_block(lies: Tensor, block: int, kv_head: int, dim: int, is_int8: bool) -> tuple[Tensor, Tensor]:
@@ -80,10 +94,19 @@ def _at(address: int, num_bytes: int) -> Tensor:
 
 
 def fetch_blocks_reference(
-    ids: Tensor, fresh: Tensor, lies: Tensor, keys: Tensor, values: Tensor, kv_heads: int, is_int8: bool
-) -> None:
+    ids: Tensor, fresh: Tensor, lies: Tensor, keys: Tensor, values: Tensor, kv_heads: int, is_int8: bool,
+    late: Lateness | None,
+) -> None:  # fmt: skip
     """Compute `fetch_blocks` in plain torch."""
     slots = ids.shape[1]
+    if late is not None and int(late.open_parts) <= 0:
+        for place, slot in fresh.nonzero().tolist():
+            block = int(ids[place, slot])
+            late.bits[place, block // WORD_BITS] ^= torch.tensor(1 << block % WORD_BITS).int()
+            ids[place, slot] = EMPTY
+            late.counts[LATE] += 1
+            late.counts[FETCHED] -= 1
+        return
     for place, slot in fresh.nonzero().tolist():
         ring, kv_head = divmod(place, kv_heads)
         own = read_block(lies[ring], int(ids[place, slot]), kv_head, dim_of(keys), is_int8)
@@ -207,9 +230,9 @@ def _find_blocks(mine, item, count, ids, lies, slots, KV_HEADS: tl.constexpr, PI
 
 @triton.jit
 def _fetch_kernel(
-    ids, fresh, lies, keys, values, lists, all_slots, slots,
+    ids, fresh, lies, keys, values, open_parts, bits, counts, lists, all_slots, slots, words,
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr,
-    KIND: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr,
+    KIND: tl.constexpr, LEAVES: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Fetch blocks from host memory. lists: int32 `[programs, cdiv(all_slots, programs)]`, written here: a program's
     slots, which other threads read.
@@ -226,6 +249,16 @@ def _fetch_kernel(
     page, block, piece = _find_blocks(mine, item, count, ids, lies, slots, KV_HEADS, PIECES)
     for begin in range(0, count, ITEMS):
         place, is_there = page // slots, begin + item < count
+        if LEAVES:  # noqa: SIM102 - known when it is compiled
+            # As it is now, and one thread asks for all: each with a load of its own could see another number.
+            if tl.atomic_add(open_parts, 0, sem="relaxed") <= 0:
+                bit = tl.full([ITEMS], 1, tl.int32) << (block % _WORD)
+                tl.atomic_xor(bits + place * words + block // _WORD, bit, mask=is_there)
+                tl.store(ids + page, tl.full([ITEMS], -1, tl.int32), mask=is_there)
+                left = tl.sum(is_there.to(tl.int64), 0)
+                tl.atomic_add(counts + _LATE, left)
+                tl.atomic_add(counts + _FETCHED, -left)
+                is_there = is_there & (item < 0)
         kv_head, token = place % KV_HEADS, block.to(tl.int64) * _BLOCK
         table = lies + place // KV_HEADS * (_COLUMNS * PIECES)
         is_there = is_there & (piece >= 0)
@@ -323,12 +356,13 @@ def _look_kernel(
 
 
 def fetch_blocks(
-    ids: Tensor, fresh: Tensor, lies: Tensor, keys: Tensor, values: Tensor, kv_heads: int, is_int8: bool
-) -> None:
+    ids: Tensor, fresh: Tensor, lies: Tensor, keys: Tensor, values: Tensor, kv_heads: int, is_int8: bool,
+    late: Lateness | None,
+) -> None:  # fmt: skip
     """Bring the blocks of one layer's slots that are `fresh`, uint8 `[places, slots]`; see `Blocks` for the others.
 
-    is_int8: how rows are stored, else bf16. Raises ValueError for another shape, dtype or device; addresses are
-    trusted, and blocks must be of the runs that they lie in.
+    is_int8: how rows are stored, else bf16; late: which may be left out, or None: all are waited for. Raises ValueError
+    for another shape, dtype or device; addresses are trusted, and blocks must be of the runs that they lie in.
     """
     op, (num_places, slots), device, dim = "fetch_blocks", ids.shape, ids.device, dim_of(keys)
     rings, _, pieces = lies.shape
@@ -337,16 +371,21 @@ def fetch_blocks(
     check(op, "lies", lies, (rings, COLUMNS, pieces), torch.int64, device)
     check_pages(op, "keys", keys, (num_places * slots, 1, BLOCK_TOKENS, dim), keys.dtype, device)
     check(op, "values", values, tuple(keys.shape), keys.dtype, device)
+    if late is not None:
+        check(op, "open parts", late.open_parts, (1,), torch.int32, device)
+        check(op, "bits", late.bits, (num_places, late.bits.shape[1]), torch.int32, device)
+        check(op, "counts", late.counts, (NUM_COUNTS,), torch.int64, device)
     if not runs_on_triton(keys):
-        fetch_blocks_reference(ids, fresh, lies, keys, values, kv_heads, is_int8)
+        fetch_blocks_reference(ids, fresh, lies, keys, values, kv_heads, is_int8, late)
         return
     if not has_codes(keys):
         check_dtype(op, keys)
+    lateness = (ids, ids, ids) if late is None else (late.open_parts, late.bits, late.counts)
     lists = torch.empty(PROGRAMS, triton.cdiv(ids.numel(), PROGRAMS), dtype=torch.int32, device=device)
     _fetch_kernel[(PROGRAMS,)](
-        ids, fresh, lies, keys, values, lists, ids.numel(), slots,
+        ids, fresh, lies, keys, values, *lateness, lists, ids.numel(), slots, 1 if late is None else late.bits.shape[1],
         KV_HEADS=kv_heads, PIECES=pieces, DIM=dim, WIDE=triton.next_power_of_2(dim),
-        INT8=is_int8, KIND=kind_of(keys), CHUNK=CHUNK, ITEMS=BLOCKS_AT_ONCE,
+        INT8=is_int8, KIND=kind_of(keys), LEAVES=late is not None, CHUNK=CHUNK, ITEMS=BLOCKS_AT_ONCE,
         num_warps=WARPS,
     )  # fmt: skip
 

@@ -15,8 +15,8 @@ from gpu.methods.predicted.held_blocks import EMPTY
 from gpu.operations.arguments import check, runs_on_triton
 from transfer.tier_shape import BLOCK_TOKENS
 
-SKIP, READ, FETCHED, LOOKED = range(4)  # of counts: tokens by KV head, and blocks
-NUM_COUNTS = 4
+SKIP, READ, FETCHED, LOOKED, LATE, WHOLE = range(6)  # of counts: tokens by KV head, and blocks
+NUM_COUNTS = 6
 
 _BLOCK, _SKIP, _READ = tl.constexpr(BLOCK_TOKENS), tl.constexpr(SKIP), tl.constexpr(READ)
 

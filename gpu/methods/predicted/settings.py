@@ -1,7 +1,8 @@
 """Settings of AttentionPredictor in serving. No torch: the plan and the server's process read them."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -11,8 +12,9 @@ from transfer.tier_shape import BLOCK_TOKENS
 
 
 class PredictedSettings(Settings):
-    """Paper: history = H (64), with predict_every 1, and all read in one step of 5; its block b is BLOCK_TOKENS."""
+    """Paper: history = H (64), calibrate_every = M (5), with predict_every 1; its block b is BLOCK_TOKENS."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"calibration": "look_stride_blocks"}
     weights: Path = Field(description="the predictor: `.safetensors` of `tandem train predictor`, or the authors' .pth")
     budget_tokens: int = Field(2048, ge=32, le=4096, multiple_of=BLOCK_TOKENS, description="of a context's middle, "
                                "that a KV head reads at each step; 512 to 4096 are usual")  # fmt: skip
@@ -21,6 +23,8 @@ class PredictedSettings(Settings):
                                "keeps its blocks meanwhile; layers take turns")  # fmt: skip
     look_stride_blocks: int = Field(256, ge=0, description="in each step one block of so many is looked at anew, in "
                                     "turn, by its keys in host memory; 0: none")  # fmt: skip
+    calibrate_every: int = Field(0, ge=0, description="in one step of so many everything is attended to and noted in "
+                                 "the history, or where the rest is sampled, noted alone; 0: never")  # fmt: skip
     sink_tokens: int = Field(16, ge=1, le=1024, description="in front, always read, as far as the host section has "
                              "no more")  # fmt: skip
     local_tokens: int = Field(64, ge=1, le=4096, description="behind, always read, likewise")
@@ -34,6 +38,11 @@ class PredictedSettings(Settings):
     def num_rows(self) -> int:
         """Return the rows of a history: what a prediction sees, and what has left since the last one."""
         return self.history + self.predict_every
+
+    @property
+    def leaves_late(self) -> bool:
+        """Return whether a step does not wait for blocks that have not come when it is computed."""
+        return False
 
     @property
     def num_slots(self) -> int:

@@ -1,10 +1,15 @@
 """Predicted blocks read exactly on the device, and a sample of all that is left: no token is out of reach.
 
-All that predicts and fetches is `gpu.methods.predicted`'s; what the host reads is a sample, as `sampled` has it.
+All that predicts and fetches is `gpu.methods.predicted`'s; what the host reads is a sample, as `sampled` has it. A
+block that is late may be left to that sample: then what a step reads depends on how fast the link was.
 """
 
+from typing import Any
+
 from gpu.methods.predicted import Predicted
+from gpu.methods.predicted_sampled.settings import PredictedSampledSettings
 from gpu.methods.sampled import Sampled
+from transfer.host_config import HostConfig
 from transfer.reading import Reading
 
 
@@ -13,11 +18,21 @@ class PredictedSampled(Predicted):
     summary = (
         "As `predicted`, but the CPU reads a sample of the blocks that are not fetched, so nothing is dropped."
     )  # fmt: skip
+    settings = PredictedSampledSettings
+    kv_settings = {**Predicted.kv_settings, "late": "late"}
     reading = Reading.SAMPLE
     drafts = False
     why_no_drafts = Sampled.why_no_drafts
     plan_words = "predicted blocks, the rest sampled"
     measured = "gains 0.8 points (a loss of 0.3 to a gain of 2.1) on SmolLM2-135M-Instruct over 127 prompts: too few"
+
+    def find_conflict(self, settings: Any, host: HostConfig) -> str | None:
+        if settings.leaves_late and host.residency == "fixed":
+            return (
+                "late: got 'sample' beside host.residency 'fixed', which guarantees the same text at any load; "
+                "wanted 'wait', or host.residency 'adaptive'"
+            )
+        return super().find_conflict(settings, host)
 
 
 METHOD = PredictedSampled()

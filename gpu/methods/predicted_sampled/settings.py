@@ -1,0 +1,20 @@
+"""Settings of predicted blocks beside a sample of the rest. No torch: the plan and the server's process read them."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from gpu.methods.predicted.settings import PredictedSettings
+
+
+class PredictedSampledSettings(PredictedSettings):
+    """Settings of `predicted`, and what becomes of a block that is not there in time."""
+
+    late: Literal["wait", "sample"] = Field(
+        "wait", description="blocks whose fetch has not begun when a step is computed: wait for them, or leave them to "
+        "the next step's sample; sample: not with host.residency fixed, since text then depends on load"
+    )  # fmt: skip
+
+    @property
+    def leaves_late(self) -> bool:
+        return self.late == "sample"
