@@ -66,6 +66,7 @@ def serve(
         Path | None, typer.Option("--json", help="write benchmark rows; -: print them, and all else on stderr")
     ] = None,
     raw: Annotated[Path | None, typer.Option(help="write a JSON line for each request")] = None,
+    html: Annotated[Path | None, typer.Option(help="write the report as one page")] = None,
 ) -> None:
     """Load any OpenAI-compatible server and measure what its users would feel.
 
@@ -112,7 +113,7 @@ def serve(
     except PlanError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    _write(result, json_file, raw)
+    _write(result, json_file, raw, html)
     if result.interrupted:
         raise typer.Exit(_INTERRUPTED)
     if result.summary.completed == 0:
@@ -139,7 +140,7 @@ def _measure(plan: "LoadPlan", only_json: bool) -> "LoadResult":
     return result
 
 
-def _write(result: "LoadResult", json_file: Path | None, raw: Path | None) -> None:
+def _write(result: "LoadResult", json_file: Path | None, raw: Path | None, html: Path | None) -> None:
     from bench.load.row import make_row, write_raw
 
     if json_file == _STDOUT:
@@ -148,6 +149,13 @@ def _write(result: "LoadResult", json_file: Path | None, raw: Path | None) -> No
         json_file.write_text(json.dumps([make_row(result)], indent=2) + "\n", encoding="utf-8")
     if raw is not None:
         write_raw(raw, result)
+    if html is not None:
+        from bench.load.notes import describe_settings
+        from bench.load.page import write_page
+
+        title = f"Load test of {result.model}"
+        settings = describe_settings(result.plan, result.model, result.counting)
+        write_page(html, title, result.plan.shape, result.summary, result.records, settings, result.notes)
 
 
 def _pick_cache(warm: bool, cold: bool) -> Literal["warm", "cold", "as it comes"]:

@@ -1,4 +1,4 @@
-"""The command and its files: rows with every key, one record for each request."""
+"""The command and its files: rows with every key, a page that loads nothing, one record for each request."""
 
 import json
 import re
@@ -19,6 +19,7 @@ from tests.bench.scripted_server import Behaviour, scripted_server
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "deploy" / "models" / "reference"
 ROW_KEYS = {"name", "shape", "device", "ms", "p10", "p90", "floor", "floor_ms", "peer", "peer_ms", "rates"}
+LOADS = re.compile(r"""(?:src|href|action|data|poster)\s*=\s*["'](?!\#)|url\(\s*["']?(?!\#)|@import|<script|<link""")
 
 
 def serve(*options: str) -> tuple[int, str]:
@@ -28,8 +29,8 @@ def serve(*options: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_run_writes_rows_and_records(tmp_path: Path) -> None:
-    files = {name: tmp_path / f"out.{name}" for name in ("json", "raw")}
+def test_a_run_writes_rows_records_and_a_page(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "raw", "html")}
     script = [Behaviour(first_s=0.01, gap_s=0.002)] * 5 + [Behaviour(kind="disconnect"), Behaviour(cached_tokens=50)]
     with scripted_server(*script) as server:
         options = [option for name, path in files.items() for option in (f"--{name}", str(path))]
@@ -47,6 +48,11 @@ def test_a_run_writes_rows_and_records(tmp_path: Path) -> None:
     records = [json.loads(line) for line in files["raw"].read_text().splitlines()]
     assert [record["outcome"] for record in records].count("failed") == 1
     assert len(records) == 12
+    html = files["html"].read_text()
+    assert not LOADS.search(html)
+    assert set(re.findall(r"https?://[^\s<\"']+", html)) == {server.url}
+    assert html.count("<svg") == 4
+    assert "disconnected mid-stream" in html
 
 
 def test_json_on_standard_output_is_all_that_stands_there() -> None:
@@ -64,10 +70,31 @@ def test_json_on_standard_output_is_all_that_stands_there() -> None:
     assert not Path("-").exists()
 
 
+def test_the_page_reads_on_a_phone(tmp_path: Path) -> None:
+    """390 pixels: nothing is wider than that but what scrolls in its own box (looked at in Chromium, once)."""
+    path = tmp_path / "page.html"
+    with scripted_server(*[Behaviour(first_s=0.01, gap_s=0.002)] * 3) as server:
+        serve("--url", server.url, "--requests", "3", "--tokenizer", str(MODEL), "--html", str(path))
+    html = path.read_text()
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
+    assert ".wide { overflow-x: auto; }" in style
+    columns = [int(width) for width in re.findall(r"minmax\((\d+)px", style)]
+    assert max(columns) <= 160, "columns of fixed width stand beside one another on a phone"
+    assert len(re.findall(r'<div class="wide">\s*(?:<\?xml[^>]*>\s*)?(?:<!DOCTYPE[^>]*>\s*)?<svg', html)) == 4
+    assert re.search(r'<div class="wide">\s*<table>', html)
+
+
+def test_a_page_that_loads_something_would_be_seen() -> None:
+    for bad in ('<img src="a.png">', "<style>@import 'x'</style>", "<script>", "x{background:url(http://a)}"):
+        assert LOADS.search(bad)
+    assert not LOADS.search('<use xlink:href="#m1" clip-path="url(#p1)"/>')
+
+
 def test_a_run_without_a_completed_request_still_reports_and_ends_with_one(tmp_path: Path) -> None:
     with scripted_server(Behaviour(kind="error", status=503)) as server:
         code, output = serve(
-            "--url", server.url, "--requests", "3", "--tokenizer", str(MODEL),
+            "--url", server.url, "--requests", "3", "--tokenizer", str(MODEL), "--html", str(tmp_path / "p.html"),
             "--json", str(tmp_path / "p.json"),
         )  # fmt: skip
     assert code == 1
@@ -118,5 +145,5 @@ def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_the_client_needs_no_torch() -> None:
-    code = "import bench.load.serve_command, bench.load.row, sys; sys.exit('torch' in sys.modules)"
+    code = "import bench.load.serve_command, bench.load.row, bench.load.page, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
