@@ -65,7 +65,7 @@ def tasks(
                                       "model), ruler (for any other) or auto, by the model's vocabulary")] = "auto",
     sent_as: SentAs = "auto",
     dataset: Annotated[list[str], typer.Option("--dataset", help="NAME=FILE, such as longbench/qasper=qasper.jsonl; "
-                                               "repeatable")] = [],  # noqa: B006
+                                               "also longbench_v2, infinitebench/NAME, gsm8k; repeatable")] = [],  # noqa: B006
     questions: Questions = [],  # noqa: B006
     text: Text = [],  # noqa: B006
     forced: Annotated[int, typer.Option("--forced", min=0, help="feed so many tokens of full attention's answer and "

@@ -1,11 +1,12 @@
 """Score predictions against answers, in [0, 1], each as the published scorer that it is named after.
 
-Text metrics come from libraries (`rouge`, `rapidfuzz`, `jieba`), the short rules around them from the
+Text metrics come from libraries (`rouge`, `rouge-score`, `rapidfuzz`, `jieba`), the short rules around them from the
 papers' published formulas. The invariant: a metric takes (prediction, answers, meta) and returns a float; several
 answers mean the best of them, except where all are counted.
 
 Sources: RULER (string_match_all, string_match_part), SQuAD (F1 and its normalisation), LongBench (F1, ROUGE-L,
-classification, retrieval, count, code similarity; first line only where `meta["first_line"]`).
+classification, retrieval, count, code similarity; first line only where `meta["first_line"]`), LongBench v2 (choice),
+InfiniteBench (its twelve rules), GSM8K (the last number).
 """
 
 import re
@@ -18,7 +19,12 @@ Metric = Callable[[str, Sequence[str], dict[str, Any]], float]
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 DIGITS = re.compile(r"\d+")
+DECIMAL = re.compile(r"\d+\.\d+|\d+")
+NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
+CHOICES = (re.compile(r"The correct answer is \(([A-D])\)"), re.compile(r"The correct answer is ([A-D])"))
 CODE_COMMENTS = ("`", "#", "//")
+ANSWER_PREFIXES = ("answer is:", "answer:", "answer is", "option is")
+DEBUG_PREFIXES = ("answer is:", "is:", "answer:")
 CHINESE_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～、《》「」『』【】〔〕—‘’“”…·"
 PUNCTUATION = set(string.punctuation)
 ALL_PUNCTUATION = PUNCTUATION | set(CHINESE_PUNCTUATION)
@@ -108,6 +114,13 @@ def rouge_l_chinese(prediction: str, answer: str) -> float:
     return rouge_l(" ".join(cut_words(prediction)), " ".join(cut_words(answer)))
 
 
+def rouge_l_sum(prediction: str, answer: str) -> float:
+    """Return InfiniteBench's ROUGE-Lsum: the `rouge-score` package's F over lines, without a stemmer."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rougeLsum"], use_stemmer=False).score(answer, prediction)["rougeLsum"].fmeasure
+
+
 def code_similarity(prediction: str, answer: str) -> float:
     """Return LongBench's code metric: edit similarity, in whole per cents, of the first line that is no comment or
     fence.
@@ -178,6 +191,115 @@ def words_edit(prediction: str, answer: str) -> float:
     return Levenshtein.normalized_similarity(prediction.split()[: len(wanted)], wanted) if prediction.strip() else 0.0
 
 
+def last_number(text: str) -> str | None:
+    """Return the last number of a text, without commas, currency and a trailing `.0`; None without one."""
+    numbers = NUMBER.findall(text)
+    if not numbers:
+        return None
+    number = numbers[-1].replace(",", "").replace("$", "")
+    return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+def last_number_match(prediction: str, answer: str) -> float:
+    """Return GSM8K: the last number of the prediction is the answer's (the number after `####` where it is written)."""
+    wanted = last_number(answer.split("####")[-1])
+    return float(wanted is not None and last_number(prediction) == wanted)
+
+
+def first_integer(prediction: str, answer: str) -> float:
+    """Return InfiniteBench's passkey and number string: the first run of digits is the answer, digit for digit."""
+    found = re.search(r"[0-9]+", prediction)
+    return float(found is not None and found[0] == answer)
+
+
+def blanked(text: str, marks: str) -> list[str]:
+    """Return the words of a text whose marks are blanks."""
+    return text.translate(str.maketrans(dict.fromkeys(marks, " "))).split()
+
+
+def among_words(prediction: str, answer: str) -> float:
+    """Return InfiniteBench's key-value retrieval: the answer is a word of the prediction."""
+    return float(answer in blanked(prediction, "\n:\"'.,?!{}"))
+
+
+def among_names(prediction: str, answer: str) -> float:
+    """Return InfiniteBench's dialogue: the name is a word of the prediction in capitals."""
+    return float(answer in [word.upper() for word in blanked(prediction, "\n:\"'.,?!{}")])
+
+
+def last_integer(prediction: str, answer: str) -> float:
+    """Return InfiniteBench's code run: the last word is the integer."""
+    words = blanked(prediction.strip(), "\n.`'\":")
+    return float(bool(words) and re.fullmatch(r"[+-]?\d+", words[-1]) is not None and int(words[-1]) == int(answer))
+
+
+def first_decimal(prediction: str, answer: str) -> float:
+    """Return InfiniteBench's math find: the first number, whole or decimal, has the answer's value."""
+    found = DECIMAL.search(prediction)
+    if found is None:
+        return 0.0
+    return float(float(found[0]) == float(answer))
+
+
+def leading_integers(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
+    """Return InfiniteBench's math calc: the share of intermediate results that are right before the first that is
+    wrong.
+    """
+    got = [int(number) for number in re.findall(r"[0-9]+", prediction)]
+    num_right = 0
+    for wanted, number in zip(answers, got, strict=False):
+        if int(wanted) != number:
+            break
+        num_right += 1
+    return num_right / len(answers)
+
+
+def after_prefix(text: str, prefixes: Sequence[str]) -> str | None:
+    """Return what follows the first prefix, of those in order, that occurs in the text, and one blank; None without
+    any.
+    """
+    for prefix in prefixes:
+        place = text.find(prefix)
+        if place >= 0:
+            return text[place + len(prefix) + 1 :]
+    return None
+
+
+def choice_or_text(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
+    """Return InfiniteBench's book choice: the first letter, or what follows `answer is`, or the first lone A, B, C or
+    D.
+
+    answers: the option's letter and its text.
+    """
+    if prediction[:1] and prediction[0] in "ABCD":
+        return float(prediction[0] in answers)
+    words = blanked(prediction, "\n\"'.,?!{}")
+    named = after_prefix(" ".join(words), ANSWER_PREFIXES)
+    if named is not None:
+        return float(any(named.startswith(answer) for answer in answers))
+    letter = next((word for word in words if word in "ABCD"), None)
+    return float(letter is not None and letter in answers)
+
+
+def debug_choice(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
+    """Return InfiniteBench's code debug. answers: the function's name and the option's letter."""
+    name, letter = answers
+    if prediction[:2] in (f"{letter}.", f"{letter}:"):
+        return 1.0
+    text = re.sub(r"[\n`'\"*-]|[Oo]ption", " ", prediction.strip())
+    named = after_prefix(re.sub(" +", " ", text), DEBUG_PREFIXES)
+    return float(named is not None and named.startswith((letter, name)))
+
+
+def choice(prediction: str, answer: str) -> float:
+    """Return LongBench v2: the letter in `The correct answer is (X)`, else in the same without brackets; no
+    asterisks.
+    """
+    plain = prediction.replace("*", "")
+    found = next((match for form in CHOICES if (match := form.search(plain))), None)
+    return float(found is not None and found[1] == answer)
+
+
 METRICS: dict[str, Metric] = {
     "exact_match": best(exact_match),
     "squad_exact": best(squad_exact),
@@ -186,6 +308,7 @@ METRICS: dict[str, Metric] = {
     "qa_f1_characters": best(qa_f1_characters),
     "rouge_l": best(rouge_l),
     "rouge_l_chinese": best(rouge_l_chinese),
+    "rouge_l_sum": best(rouge_l_sum),
     "code_similarity": best(code_similarity),
     "classification": classification,
     "retrieval": best(retrieval),
@@ -194,4 +317,14 @@ METRICS: dict[str, Metric] = {
     "string_match_part": string_match_part,
     "lines": lines,
     "words_edit": best(words_edit),
+    "last_number": best(last_number_match),
+    "first_integer": best(first_integer),
+    "among_words": best(among_words),
+    "among_names": best(among_names),
+    "last_integer": best(last_integer),
+    "first_decimal": best(first_decimal),
+    "leading_integers": leading_integers,
+    "choice_or_text": choice_or_text,
+    "debug_choice": debug_choice,
+    "choice": best(choice),
 }

@@ -1,4 +1,4 @@
-"""Readers of published benchmarks from local JSONL files: LongBench.
+"""Readers of published benchmarks from local JSONL files: LongBench, LongBench v2, InfiniteBench and GSM8K.
 
 `read(name, path, num_samples)` gives samples; a name is `family/dataset`, such as `longbench/hotpotqa`. Nothing is
 fetched from anywhere. Fields are as published; the instructions around them are worded for this project, so compare
@@ -12,12 +12,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from evals.datasets import longbench
+from evals.datasets import gsm8k, infinitebench, longbench, longbench_v2
 from evals.samples import Sample
 
 Reader = Callable[[Path], Iterator[Sample]]
 
-DATASETS: dict[str, Reader] = {f"longbench/{name}": longbench.reader(name) for name in longbench.DATASETS}
+DATASETS: dict[str, Reader] = {
+    **{f"longbench/{name}": longbench.reader(name) for name in longbench.DATASETS},
+    "longbench_v2": longbench_v2.read,
+    **{f"infinitebench/{name}": infinitebench.reader(name) for name in infinitebench.DATASETS},
+    "gsm8k": gsm8k.read,
+}
 
 
 def read(name: str, path: Path, num_samples: int | None) -> list[Sample]:

@@ -230,6 +230,21 @@ SHEETS: dict[str, Sheet] = {
     "longbench/passage_retrieval_en": {"Paragraph 12": 1.0, "Paragraph 2": 0.0, "Paragraph 121": 0.0},
     "longbench/passage_retrieval_zh": {"段落12": 1.0, "段落2": 0.0},
     "longbench/lcc": CODE, "longbench/repobench-p": CODE,
+    "longbench_v2": {"The correct answer is (C)": 1.0, "The correct answer is (B)": 0.0, "C": 0.0},
+    "gsm8k": {"2 + 2 = 4.\n#### 4": 1.0, "#### 4.0": 1.0, "#### 5": 0.0, "4, no, 5": 0.0, "#### 40": 0.0,
+              "#### 4\nQuestion: 1 + 1?": 1.0},
+    "infinitebench/passkey": {"71432": 1.0, "It is 71432.": 1.0, "71433": 0.0, "714320": 0.0, "1, or 71432": 0.0},
+    "infinitebench/number_string": {"7711432255": 1.0, "771143225": 0.0, "77114322555": 0.0},
+    "infinitebench/kv_retrieval": {'"cd-99"': 1.0, "cd-98": 0.0, "cd-991": 0.0},
+    "infinitebench/longbook_sum_eng": SUMMARY,
+    "infinitebench/longbook_choice_eng": {"B": 1.0, "B. the mill": 1.0, "The answer is the mill": 1.0, "A": 0.0,
+                                          "C. the quay": 0.0, "The answer is the quay": 0.0},
+    "infinitebench/longbook_qa_eng": QA, "infinitebench/longbook_qa_chn": CHINESE,
+    "infinitebench/longdialogue_qa_eng": {"Ada": 1.0, "It is ADA!": 1.0, "Adam": 0.0, "Ben": 0.0},
+    "infinitebench/math_find": {"12.5": 1.0, "12.50": 1.0, "12": 0.0, "125": 0.0},
+    "infinitebench/math_calc": {"[1, 5, 3]": 1.0, "[1, 5, 4]": 2 / 3, "[1, 6, 3]": 1 / 3, "[2, 5, 3]": 0.0},
+    "infinitebench/code_run": {"-12": 1.0, "It returns -12.": 1.0, "12": 0.0, "-1": 0.0},
+    "infinitebench/code_debug": {"D.": 1.0, "The answer is: run_all": 1.0, "A.": 0.0, "The answer is: walk": 0.0},
 }  # fmt: skip
 
 
@@ -239,7 +254,7 @@ def test_answers_to_a_published_row_score_as_its_benchmark_says(name: str, tmp_p
     path.write_text("\n".join(json.dumps(row_of(name)) for _ in range(3)) + "\n\n", encoding="utf-8")
     sample, *others = read(name, path, None)
     assert len(others) == 2
-    assert CONTEXT in sample.prompt
+    assert (CONTEXT in sample.prompt) == (name != "gsm8k")
     assert "{" not in sample.prompt.replace(CONTEXT, "")
     check(sample, SHEETS[name] | {"": 0.0})
 
@@ -265,10 +280,10 @@ def test_seeds_have_no_question_and_no_row_in_common(tokenizer: Any, questions: 
     ]
     assert len(set().union(*asked)) == sum(map(len, asked)) == 16
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row_of("longbench/qasper") | {"_id": str(number)}) for number in range(7)))
-    own = [[sample.sample_id for sample in read_own("longbench/qasper", path, 3, seed)] for seed in range(3)]
-    assert own == [["0", "1", "2"], ["3", "4", "5"], ["0", "1", "2"]]
-    assert len(read_own("longbench/qasper", path, 50, 1)) == 7, "a file may hold fewer than are asked"
+    path.write_text("\n".join(json.dumps(row_of("gsm8k") | {"question": str(number)}) for number in range(7)))
+    own = [[sample.sample_id for sample in read_own("gsm8k", path, 3, seed)] for seed in range(3)]
+    assert own == [["1", "2", "3"], ["4", "5", "6"], ["1", "2", "3"]]
+    assert len(read_own("gsm8k", path, 50, 1)) == 7, "a file may hold fewer than are asked"
 
 
 # --- served

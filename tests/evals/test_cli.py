@@ -47,9 +47,10 @@ def test_errors_are_one_line(arguments: list[str], words: str) -> None:
 
 def test_datasets_run_like_tasks_shortened_and_resumed(tmp_path: Path) -> None:
     rows = [{"context": "word " * 900, "input": f"{n}?", "answers": ["x"], "_id": str(n)} for n in range(3)]
+    book = {"id": 0, "context": "word " * 900, "input": "Which?", "answer": ["12345"], "options": []}
     (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "more.jsonl").write_text("\n".join([json.dumps(rows[0])] * 2))
-    files = [f"longbench/hotpotqa={tmp_path / 'qa.jsonl'}", f"longbench/qasper={tmp_path / 'more.jsonl'}"]
+    (tmp_path / "passkey.jsonl").write_text("\n".join([json.dumps(book)] * 2))
+    files = [f"longbench/hotpotqa={tmp_path / 'qa.jsonl'}", f"infinitebench/passkey={tmp_path / 'passkey.jsonl'}"]
     out = tmp_path / "out.json"
     command = [
         *RUN,
@@ -69,7 +70,7 @@ def test_datasets_run_like_tasks_shortened_and_resumed(tmp_path: Path) -> None:
     found = json.loads(out.read_text())["rows"]
     assert [(row["task"], row["samples"], row["failures"]) for row in found] == [
         ("longbench/hotpotqa", 2, 0),
-        ("longbench/qasper", 2, 0),
+        ("infinitebench/passkey", 2, 0),
     ]
     assert CliRunner().invoke(app, [*command, "--as", "completion"]).exit_code == 0
     assert CliRunner().invoke(app, [*command, "--as", "letters"]).exit_code == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evals.metrics import METRICS, normalize, score
+from evals.metrics import METRICS, last_number, normalize, score
 from tests.tolerances import SCORE_ROUNDING
 
 
@@ -30,6 +30,8 @@ def test_squad_normalisation_drops_case_punctuation_articles_and_spaces() -> Non
         ("rouge_l", "a b c d", ["a c d"], {}, 6 / 7),
         ("rouge_l", "", ["a c d"], {}, 0.0),
         ("rouge_l", "x y", ["a c d"], {}, 0.0),
+        # rouge-score lower-cases and drops punctuation; lines apart: union LCS "the cat" + "sat" = 3, P 3/4, R 3/3
+        ("rouge_l_sum", "The cat\nsat today", ["the cat\nsat"], {}, 6 / 7),
         # first line without a comment; 2 * matches / lengths = 2 * 4 / (5 + 4) = 0.889 -> 89 %
         ("code_similarity", "# note\nabcde\nabcd", ["abcd"], {}, 0.89),
         ("code_similarity", "```\n", ["abcd"], {}, 0.0),
@@ -43,7 +45,33 @@ def test_squad_normalisation_drops_case_punctuation_articles_and_spaces() -> Non
         # "entity" is named inside the right class's name and is not counted
         ("classification", "Other entity", ["Other entity"], {"all_classes": ["entity", "Other entity"]}, 1.0),
         ("classification", "State", ["City"], {"all_classes": ["City", "State"]}, 0.0),
+        ("choice", "Hm. **The correct answer is (C)**", ["C"], {}, 1.0),
+        ("choice", "The correct answer is C", ["C"], {}, 1.0),
+        ("choice", "The correct answer is B; no: The correct answer is (C)", ["C"], {}, 1.0),
+        ("choice", "C", ["C"], {}, 0.0),
+        ("last_number", "First 12, then 3 * 12 = 36. So $1,036.00", ["1036"], {}, 1.0),
+        ("last_number", "#### 18", ["6 + 12 = 18\n#### 18"], {}, 1.0),
+        ("last_number", "no idea", ["18"], {}, 0.0),
+        ("last_number", "18\nQuestion: 5 apples", ["18"], {"stop": ["\nQuestion:"]}, 1.0),
         ("qa_f1", "\nyes\nno no no", ["yes"], {"first_line": True}, 1.0),
+        ("first_integer", "The key is 00719. Not 3", ["00719"], {}, 1.0),
+        ("first_integer", "719", ["00719"], {}, 0.0),
+        ("among_words", '{"value": "ab-12"}', ["ab-12"], {}, 1.0),
+        ("among_words", "ab-123", ["ab-12"], {}, 0.0),
+        ("among_names", "It is Ada: surely", ["ADA"], {}, 1.0),
+        ("last_integer", "func returns `-7`.", ["-7"], {}, 1.0),
+        ("last_integer", "func returns seven", ["7"], {}, 0.0),
+        ("first_decimal", "about 3.5 of 7", ["3.5"], {}, 1.0),
+        ("first_decimal", "12.5", ["12"], {}, 0.0),
+        # right, right, wrong: the fourth no longer counts
+        ("leading_integers", "[1, 3, 9, 4]", ["1", "3", "8", "4"], {}, 0.5),
+        ("choice_or_text", "B. because", ["B", "the mill"], {}, 1.0),
+        ("choice_or_text", "I say the answer is the mill", ["B", "the mill"], {}, 1.0),
+        ("choice_or_text", "perhaps D or B", ["B", "the mill"], {}, 0.0),
+        ("choice_or_text", "", ["B", "the mill"], {}, 0.0),
+        ("debug_choice", "C. f is wrong", ["run_all", "C"], {}, 1.0),
+        ("debug_choice", "The answer is: run_all", ["run_all", "C"], {}, 1.0),
+        ("debug_choice", "run_all", ["run_all", "C"], {}, 0.0),
         ("lines", "a: 1\nc: 2\n", ["a: 1\nb: 2\nc: 2"], {}, 1 / 3),
         # 4 wanted words, one exchanged; what follows is not judged
         ("words_edit", "one two 3 four five six", ["one two three four"], {}, 0.75),
@@ -59,7 +87,7 @@ def test_metric_equals_the_published_formula(
 
 
 def test_every_metric_scores_an_empty_prediction_zero() -> None:
-    answers = {"retrieval": ["Paragraph 3"]}
+    answers = {"retrieval": ["Paragraph 3"], "leading_integers": ["1", "2"], "debug_choice": ["run", "A"]}
     for metric in METRICS:
         assert score(metric, "", answers.get(metric, ["7"]), {"all_classes": ["7"]}) == 0.0, metric
 
@@ -71,3 +99,10 @@ def test_a_score_off_by_more_than_its_rounding_is_told_apart() -> None:
 def test_unknown_metric_names_the_known_ones() -> None:
     with pytest.raises(KeyError, match="exact_match"):
         score("bleu", "", [], {})
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("1,234.50", "1234.5"), ("-3", "-3"), ("$42.", "42"), ("none", None), ("100", "100")]
+)
+def test_last_number_is_written_one_way(text: str, number: str | None) -> None:
+    assert last_number(text) == number
