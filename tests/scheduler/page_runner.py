@@ -149,10 +149,11 @@ class PageRunner:
         return done
 
     def _note(self, plan: StepPlan) -> None:
-        """A plan stays as it was launched: a device that works behind may read it later."""
-        for other, pickled in self.as_launched:
+        """A plan stays as it was launched, for three launches: a device that works behind may read it later."""
+        self.as_launched.append((plan, pickle.dumps(plan)))
+        if len(self.as_launched) > 3:
+            other, pickled = self.as_launched.pop(0)
             assert pickle.dumps(other) == pickled, "a plan was changed behind its launch"
-        self.as_launched = [*self.as_launched[-2:], (plan, pickle.dumps(plan))]
 
     def draw(self, step: "Done", masks: dict[int, np.ndarray]) -> None:
         assert step is self.undrawn

@@ -12,7 +12,7 @@ from gpu.memory.demand import PlanError
 from gpu.model.architecture import load_architecture
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
-from scheduler.messages import ACCEPTED, REJECTED, EngineRequest
+from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest
 from scheduler.planning.engine_memory import plan_engine
 from tests.scheduler.drafting import take_all
 from tests.scheduler.engines import drain, text
@@ -72,17 +72,27 @@ def foresee(engine: Engine, text: list[int], name: str) -> None:
     replace_guesses(engine._runner, replace)
 
 
-def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:
-    told, drafts = {}, engine.scheduler.drafts
-    for is_on in (False, True):
-        switch_drafts(drafts, is_on)
-        before = engine.stats()
-        engine.submit([ask(number) for number in range(6)])
-        told[is_on] = drain(engine)
-        after = engine.stats()
-        assert (after.drafts.proposed > before.drafts.proposed + MOST) is is_on
-    check_told(told[True], told[False], ask)
-    assert any(deltas[-1].figures.get(REJECTED) for deltas in told[True].values())
+def serve(engine: Engine, is_on: bool) -> tuple[dict[str, list[Delta]], int]:
+    """What is told, and how many tokens were drafted."""
+    switch_drafts(engine.scheduler.drafts, is_on)
+    before = engine.stats().drafts.proposed
+    engine.submit([ask(number) for number in range(6)])
+    told = drain(engine)
+    return told, engine.stats().drafts.proposed - before
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, list[Delta]]:
+    told, proposed = serve(engine, is_on=False)
+    assert proposed == 0
+    return told
+
+
+def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine, alone: dict[str, list[Delta]]) -> None:
+    told, proposed = serve(engine, is_on=True)
+    assert proposed > MOST
+    check_told(told, alone, ask)
+    assert any(deltas[-1].figures.get(REJECTED) for deltas in told.values())
 
 
 def test_drafts_that_are_right_take_no_step_and_are_told(engine: Engine) -> None:
@@ -103,8 +113,10 @@ def test_drafts_that_are_right_take_no_step_and_are_told(engine: Engine) -> None
     assert after.steps - before.steps < MOST - MOST // 3
 
 
-def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine) -> None:
-    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on))
+def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
+    engine: Engine, alone: dict[str, list[Delta]]
+) -> None:
+    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on), alone)
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3.5-moe", "tiny-qwen3-next"])

@@ -108,8 +108,13 @@ def draft(model: DraftModel, told: Told, number: int) -> list[int]:
     return list(drafted)
 
 
-def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> None:
-    alone, before = serve(engine, is_on=False), engine.stats().drafts
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, list[Delta]]:
+    return serve(engine, is_on=False)
+
+
+def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine, alone: dict[str, list[Delta]]) -> None:
+    before = engine.stats().drafts
     told, after = serve(engine, is_on=True), engine.stats().drafts
     check_told(told, alone, ask)
     proposed, accepted = after.proposed - before.proposed, after.accepted - before.accepted
@@ -121,10 +126,12 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine) -> 
     assert model_of(engine).num_pages_held == 0
 
 
-def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(engine: Engine) -> None:
+def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
+    engine: Engine, alone: dict[str, list[Delta]]
+) -> None:
     if not engine._is_pipelined:
         pytest.skip("once is enough: results are known later there")
-    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on))
+    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on), alone)
     assert model_of(engine).num_pages_held == 0
 
 
