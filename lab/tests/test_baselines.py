@@ -157,7 +157,7 @@ def test_a_method_with_the_whole_context_as_budget_equals_dense_and_padding_does
 
 
 def test_the_laboratorys_command_knows_its_methods() -> None:
-    """In a process of its own: here they are registered."""
+    """Ask a process of its own: here they are registered."""
     asked = [sys.executable, "-m", "lab", "eval", "fidelity", "--model", "none", "--method", "nonsense"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert done.returncode == 1
