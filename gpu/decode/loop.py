@@ -16,14 +16,18 @@ from torch import Tensor
 
 from gpu.attention.step_rows import StepRows
 from gpu.decode.link_reads import LinkReads
-from gpu.decode.resident_attention import attend
 from gpu.decode.workspaces import StepWorkspaces
 from gpu.exchange.device_experts import ExpertExchange
 from gpu.exchange.device_slots import SlotExchange
+from gpu.kv.pool import KvPool
 from gpu.layers.decoder import Decoder
 from gpu.layers.draft_head import DraftHead
 from gpu.methods.device_side import DeviceSide, LayerReads, RingSide
-from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
+from gpu.operations.arguments import runs_on_numba
+from gpu.operations.decode_attention.decode_launch import PagedReads
+from gpu.operations.decode_attention.latent_decode_attention import LatentReads, latent_decode_attention
+from gpu.operations.decode_attention.numba_decode_attention import paged_decode_attention_cpu
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, Workspace, paged_decode_attention
 from transfer.partial import Coverage, Owner, Partial, merge_all
 
 # A step under way: it stops where the host must answer, and returns logits, float32 `[rows, vocab]`.
@@ -141,6 +145,25 @@ class LayerLoop:
         partial = attend(reads, decoder.pool, decoder.scale, workspace, is_counted=False).near
         made = merge_all([partial])
         return head.end(rows, decoder.leave(head.layer, hidden, made.out, made.lse, rows.slots, carried=carried))
+
+
+def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, is_counted: bool) -> DevicePartials:
+    """Return the partials over the cells that are read, of pages that hold the rows' own tokens already."""
+    rows, layer = reads.rows, reads.layer
+    if pool.latent_rank is not None:
+        own = LatentReads(
+            reads.query, pool.key_pages[layer], pool.table_of(layer), rows.slots, rows.context_lens, scale,
+            pool.latent_rank,
+        )  # fmt: skip
+        return DevicePartials(latent_decode_attention(own, workspace, is_counted), None)
+    table = pool.table_of(layer)
+    asked = PagedReads(
+        reads.query, pool.key_pages[layer], pool.value_pages[layer], table, rows.slots, rows.context_lens, scale
+    )
+    parts = (reads.bounds, reads.has_far, reads.maxima)
+    if runs_on_numba(pool.key_pages[layer]):
+        return paged_decode_attention_cpu(asked, *parts)
+    return paged_decode_attention(asked, workspace, *parts, is_counted)
 
 
 def check_coverage(

@@ -8,24 +8,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.attention.prefill_attention import (
     Packing,
+    default_kernel,
     has_flash,
     packed_prefill_attention,
+    past_attention,
+    prefill_attention,
     scattered_attention,
     windowed_attention,
 )
 from gpu.attention.prefill_query import Attended, PrefillQuery, joined
 from gpu.host.gathered import GatheredKv
 from gpu.layers.decoder import Decoder
+from gpu.layers.latent import LatentLayers
 from gpu.methods.device_side import RingSide
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.job_state import JobState, PackedTokens, PromptPart
-from gpu.prefill.latent_attention import attend_to_latents
+from gpu.prefill.prefill_arrays import EXPANDED_TOKENS
 from gpu.step import DENSE, PrefillPrompt, PrefillUnit
 from gpu.upload import upload
+from transfer.partial import merge
 
 MOST_PACKED_TOKENS = 16_384  # of contexts attended to by one kernel; one of more is worth a launch of its own
 
@@ -187,3 +193,18 @@ class UnitAttention:
             return self._gathered.gather(state.job.job_id, prompt.slot, layer, end)
         keys, values = state.staged.staging.buffer(place)
         return keys[:, :end], values[:, :end]
+
+
+def attend_to_latents(latent: LatentLayers, layer: int, query: Tensor, rows: Tensor) -> Attended:
+    """Attend with queries `[tokens, heads, query_dim]`, rotated, the last of a context, causally to all of its rows
+    `[context, rank + rotated]`. out `[tokens, heads, value]`, lse float32 `[tokens, heads]`.
+    """
+    shape, past = latent.shape, len(rows) - len(query)
+    query = F.pad(query, (0, max(0, shape.value - shape.query_dim)))
+    kernel = default_kernel(query)
+    merged = prefill_attention(query, *latent.expand(layer, rows[past:]), shape.scale, kernel)
+    for begin in range(0, past, EXPANDED_TOKENS):
+        keys, values = latent.expand(layer, rows[begin : min(begin + EXPANDED_TOKENS, past)])
+        piece = merge(merged.partial(), past_attention(query, keys, values, shape.scale, kernel).partial())
+        merged = Attended(piece.out, piece.lse)
+    return Attended(merged.out[..., : shape.value], merged.lse)

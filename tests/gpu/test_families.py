@@ -171,7 +171,7 @@ def test_what_a_model_of_latents_may_leave_out_or_put_together_is_transformers(n
 def test_a_past_of_latents_may_be_expanded_in_pieces_and_experts_lie_in_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gpu.prefill.latent_attention.EXPANDED_TOKENS", 48)
+    monkeypatch.setattr("gpu.prefill.unit_attention.EXPANDED_TOKENS", 48)
     known, prompt = checkpoint("glm4_moe_lite"), draw_prompt(300)
     tokens, logits = generate(load(known.folder, experts_on_card=3), prompt, 4)
     wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]

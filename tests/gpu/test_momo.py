@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gpu.attention.prefill_attention import prefill_attention_reference
 from gpu.methods.device_side import Site
-from gpu.methods.momo.attend import sparse_attention
-from gpu.methods.momo.query_blocks import Momo, make_prefill_side
+from gpu.methods.momo.query_blocks import Momo, make_prefill_side, sparse_attention
 from gpu.methods.momo.query_sparse import query_sparse_reference
 from gpu.methods.momo.settings import MomoSettings
 from gpu.model.architecture import ModelError, named_shape

@@ -11,8 +11,7 @@ from gpu.attention.prefill_query import PrefillQuery
 from gpu.config import Composition, MethodChoice
 from gpu.methods.device_side import Site
 from gpu.methods.momo import METHOD
-from gpu.methods.momo.attend import sparse_attention
-from gpu.methods.momo.query_blocks import Momo, make_prefill_side
+from gpu.methods.momo.query_blocks import Momo, make_prefill_side, sparse_attention
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.prefill_side import warm_up_sides
 from gpu.model.architecture import ModelError, named_shape

@@ -1,7 +1,7 @@
 """MOMO's side of prefill: which queries of a unit are dense and which are sparse.
 
 The first `dense_layers` layers are dense. In the others, query blocks that begin below `dense_until_tokens`, and the
-prompt's last one, attend to everything, as dense prefill does; all between go through `gpu.methods.momo.attend`.
+prompt's last one, attend to everything, as dense prefill does; all between by MOMO's Algorithm 1 and equation 2.
 Invariant: whether a query block is dense depends on its layer, its position and where the prompt ends. Results do not
 depend, bit for bit on a GPU, on where units end for sparse query blocks; for dense ones, as much as dense prefill's.
 """
@@ -9,12 +9,14 @@ depend, bit for bit on a GPU, on where units end for sparse query blocks; for de
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.device_side import Site
-from gpu.methods.momo.attend import sparse_attention
-from gpu.methods.momo.block_sparse import CONFIGS
+from gpu.methods.momo.block_sparse import CONFIGS, block_sparse_attention
+from gpu.methods.momo.query_sparse import query_sparse_attention
 from gpu.methods.momo.settings import MomoSettings
+from gpu.methods.momo.union import unite
 from gpu.methods.prefill_side import PrefillSide
 from gpu.model.architecture import ModelError
 
@@ -83,3 +85,29 @@ class Momo(PrefillSide):
             )
             outs.append(self.dense.attend(asked).out)
         return Attended(outs[0] if len(outs) == 1 else torch.cat(outs), None)
+
+
+def sparse_attention(
+    query: Tensor, keys: Tensor, values: Tensor, begin: int, settings: MomoSettings, scale: float
+) -> Tensor:
+    """Attend whole query blocks: `query [tokens, heads, dim]` at positions from `begin`, a multiple of the query block,
+    on; keys, values `[kv_heads, context, dim]` (heads and tokens strided), context at least begin + tokens.
+
+    float32 `[tokens, heads, dim]` (on the CPU float64 of float64): no softmax over a set, so no lse comes with it.
+    """
+    size, block = settings.query_block, settings.key_block
+    end = begin + len(query)
+    keys, values = keys[:, :end], values[:, :end]
+    sparse = query_sparse_attention(query, keys, values, begin, settings.gamma, block, settings.k, scale)
+    lists = unite(sparse, begin // block, size // settings.gamma, size // block, settings.k_trim)
+    out = block_sparse_attention(query, keys, values, begin, size, block, lists, scale).out
+    correct(out, sparse.out, settings.gamma)
+    return out
+
+
+def correct(out: Tensor, dense_rows: Tensor, gamma: int) -> None:
+    """Add to each window of `gamma` queries what its first one lacks (eq. 2), in place: `out [tokens, heads, dim]`,
+    `dense_rows [tokens / gamma, heads, dim]`.
+    """
+    windows = out.unflatten(0, (-1, gamma))
+    windows += (dense_rows - windows[:, 0])[:, None]
