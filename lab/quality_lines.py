@@ -52,4 +52,4 @@ def line_of(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _told(value: float | None, times: float, digits: int) -> str:
-    return "-" if value is None else f"{times * value:.{digits}f}"
+    return "-" if value is None else f"{round(times * value, digits) + 0.0:.{digits}f}"
