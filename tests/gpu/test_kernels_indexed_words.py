@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.methods.indexed import estimating, words
+from gpu.methods.indexed import estimating, unpacking, words
 from gpu.methods.indexed.building import index_tokens, index_tokens_reference
 from gpu.operations.arguments import INTERPRETED
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
@@ -118,3 +118,19 @@ def _places_kernel(
     number = tl.arange(0, NUMBERS)
     tl.store(found + number, dim)
     tl.store(found + NUMBERS + number, is_dim.to(tl.int32))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_planes_instructions_make_a_whole_number_of_each_code_of_a_key_cpu(bits: int) -> None:
+    """Of four bytes at once, for all bytes; twice the number that a code stands for is twice that and an odd number."""
+    packed = np.random.default_rng(1).permuted(np.tile(np.arange(256, dtype=np.uint8), (4, 1)), axis=1)
+    words_of = np.ascontiguousarray(packed.T).view(np.uint32)[:, 0]
+    for plane, assembly in enumerate(unpacking.plane_assembly(bits)):
+        found = re.search(r"(?:shr\.b32 codes, \$1, (\d+); and\.b32 \$0, codes|xor\.b32 \$0, \$1), 0x(\w+);", assembly)
+        assert found is not None, assembly
+        mask = int(found[2], 16)
+        made = (words_of >> int(found[1])) & mask if found[1] else words_of ^ mask
+        numbers = made.astype(np.uint32)[:, None].view(np.int8).astype(int)
+        code = (packed.T.astype(int) >> (plane * bits)) & (2**bits - 1)
+        lacks = 1 if bits == 8 else 1 - 2**bits
+        assert (2 * numbers + lacks == 2 * (code + 0.5 - 2.0 ** (bits - 1))).all()

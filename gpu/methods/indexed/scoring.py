@@ -4,6 +4,9 @@ logit of a token = (R q . code * scale + q . centre) / sqrt(dim), with the rotat
 once; a KV head's index is read once for all query heads of its group. A token's score is the sum, over these heads, of
 its share of the whole softmax, resident tokens included. Bytes: the index, once, and two bytes a query head and token,
 written once and read twice.
+
+Products are of whole numbers. A query is rounded to 32,000 steps, finer than float16 where it is large, and a step has
+two digits in int8: tiles of the tensor cores have eight columns, and a group of four heads would use half of them.
 """
 
 from dataclasses import dataclass
@@ -16,25 +19,19 @@ from torch import Tensor
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.codes import decode_reference, plane_bytes
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.methods.indexed.unpacking import (
-    FOURFOLD,
-    HALF_STEPS,
-    exp2_of,
-    half_assembly,
-    half_plane_of,
-    half_thirds_of,
-    log2_of,
-)
+from gpu.methods.indexed.unpacking import exp2_of, log2_of, plane_assembly, plane_of, thirds_of, twice_of_zero
 from gpu.operations.arguments import runs_on_triton
 
 TILE, WARPS = 128, 2  # tokens that are scored at once, and by how many warps
+MOST_STEPS = 16_000.0  # of the largest number of a query; two digits of int8 hold 16,319
 ROTATED_COLUMNS = 32  # of a KV head's queries, that one program makes
 LOG2E = 1.4426950408889634
 BINS_PER_OCTAVE = 20
 LOWEST_OCTAVE = -20  # scores of 2^-20 and less are alike
 
 _SPLIT, _BINS = tl.constexpr(SPLIT_TOKENS), tl.constexpr(BINS)
-_LOG2E = tl.constexpr(LOG2E)
+_LOG2E, _MOST_STEPS = tl.constexpr(LOG2E), tl.constexpr(MOST_STEPS)
+_LEAST = tl.constexpr(-1e30)  # of logits: below all, and finite
 _PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE)
 
 
@@ -146,10 +143,23 @@ def _rotate_kernel(
 @triton.jit
 def _query_plane(rotated, place, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
                  GROUP: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    """Return one plane of a place's rotated queries, float16 `[WIDTH, SIZE]`."""
-    byte, member = tl.arange(0, WIDTH)[:, None], tl.arange(0, SIZE)[None, :]
+    """Return one plane of a place's rotated queries, each twice, float32 `[WIDTH, 2 * SIZE]`."""
+    byte, member = tl.arange(0, WIDTH)[:, None], tl.arange(0, 2 * SIZE)[None, :] // 2
     at = rotated + (place * GROUP + member) * DIM + PLANE * W + byte
-    return tl.load(at, mask=(byte < W) & (member < GROUP), other=0.0)
+    return tl.load(at, mask=(byte < W) & (member < GROUP), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _steps_of(query, per_unit):
+    """Return queries in whole steps, int32."""
+    return tl.floor(query * per_unit[None, :] + 0.5).to(tl.int32)
+
+
+@triton.jit
+def _digits_of(steps, COLUMNS: tl.constexpr):
+    """Return the digits of steps, int8: in even columns the higher one, which counts for 128, in odd ones the lower."""
+    high = (steps + 64) >> 7
+    return tl.where(tl.arange(0, COLUMNS)[None, :] % 2 == 0, high, steps - (high << 7)).to(tl.int8)
 
 
 @triton.jit
@@ -162,63 +172,86 @@ def page_of(table, ring, split, kv_head, splits, KV_HEADS: tl.constexpr):
 def _score_kernel(
     rotated, shifts, codes, scales, table, rows, rings, num_tokens, logits, split_lse, tokens, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr,
-    W: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    W: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Score one split of one place. Codes stand for numbers around 0, whose offset is taken off the products."""
+    """Score one split of one place, in whole numbers: a query is in steps, of two digits each."""
     row, ring, place = place_of(rows, rings, KV_HEADS)
     split = tl.program_id(1)
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
     if (row < 0) | (begin >= count):
         return
     page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)
+    COLUMNS: tl.constexpr = 2 * SIZE
     first = _query_plane(rotated, place, 0, W, WIDTH, DIM, GROUP, SIZE)
     second, third, fourth = first, first, first
-    sums = tl.sum(first.to(tl.float32), 0)
+    most = tl.max(tl.abs(first), 0)
     if BITS <= 4:
         second = _query_plane(rotated, place, 1, W, WIDTH, DIM, GROUP, SIZE)
-        sums += tl.sum(second.to(tl.float32), 0)
+        most = tl.maximum(most, tl.max(tl.abs(second), 0))
     if BITS <= 3:
         third = _query_plane(rotated, place, 2, W, WIDTH, DIM, GROUP, SIZE)
         fourth = _query_plane(rotated, place, 3, W, WIDTH, DIM, GROUP, SIZE)
-        sums += tl.sum(third.to(tl.float32), 0) + tl.sum(fourth.to(tl.float32), 0)
-    offset = sums * ((1 << (BITS - 1)) - 0.5 + (STEPS if FOURFOLD else 0))
+        most = tl.maximum(most, tl.maximum(tl.max(tl.abs(third), 0), tl.max(tl.abs(fourth), 0)))
+    per_unit = tl.where(most > 0, _MOST_STEPS / most, 0.0)
+    steps = _steps_of(first, per_unit)
+    total, first_digits = tl.sum(steps, 0), _digits_of(steps, COLUMNS)
+    second_digits, third_digits, fourth_digits = first_digits, first_digits, first_digits
+    if BITS <= 4:
+        steps = _steps_of(second, per_unit)
+        total += tl.sum(steps, 0)
+        second_digits = _digits_of(steps, COLUMNS)
+    if BITS <= 3:
+        steps = _steps_of(third, per_unit)
+        total += tl.sum(steps, 0)
+        third_digits = _digits_of(steps, COLUMNS)
+        steps = _steps_of(fourth, per_unit)
+        total += tl.sum(steps, 0)
+        fourth_digits = _digits_of(steps, COLUMNS)
+    offset, _ = tl.split(tl.reshape(total * twice_of_zero(BITS), [SIZE, 2]))
+    unit, _ = tl.split(tl.reshape(most / (2.0 * _MOST_STEPS), [SIZE, 2]))  # of twice the numbers
     byte, member, lane = tl.arange(0, WIDTH)[None, :], tl.arange(0, SIZE), tl.arange(0, TILE)
     own_codes, own_scales = codes + page * _SPLIT * ROW, scales + page * _SPLIT
     own_logits = logits + place * tokens * GROUP
-    most = tl.full([SIZE], float("-inf"), tl.float32)
-    mass = tl.zeros([TILE, SIZE], tl.float32)
+    most = tl.full([2, 8, SIZE], _LEAST, tl.float32)
+    mass = tl.zeros([2, 8, SIZE], tl.float32)
     coming = tl.load(own_scales + lane, mask=begin + lane < count, other=0.0)
     for at in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
         token = at + lane
         is_there, cell = token < count, at - begin + lane
         scale = coming.to(tl.float32)
         coming = tl.load(own_scales + cell + TILE, mask=(cell + TILE < _SPLIT) & (token + TILE < count), other=0.0)
-        own_row, is_byte = own_codes + cell[:, None] * ROW, is_there[:, None] & (byte < W)
-        packed = tl.load(own_row + byte, mask=is_byte, other=0)
+        own_row = own_codes + cell[:, None] * ROW
+        packed = tl.load(own_row + byte, mask=byte < W, other=0)
         if BITS == 3:
-            thirds = tl.load(own_row + W + byte // 2, mask=is_byte, other=0)
-            product = tl.dot(half_thirds_of(packed, thirds, byte, 0, ASSEMBLY), first)
-            product = tl.dot(half_thirds_of(packed, thirds, byte, 1, ASSEMBLY), second, product)
-            product = tl.dot(half_thirds_of(packed, thirds, byte, 2, ASSEMBLY), third, product)
-            product = tl.dot(half_thirds_of(packed, thirds, byte, 3, ASSEMBLY), fourth, product)
+            thirds = tl.load(own_row + W + byte // 2, mask=byte < W, other=0)
+            product = tl.dot(thirds_of(packed, thirds, byte, 0), first_digits, out_dtype=tl.int32)
+            product = tl.dot(thirds_of(packed, thirds, byte, 1), second_digits, product, out_dtype=tl.int32)
+            product = tl.dot(thirds_of(packed, thirds, byte, 2), third_digits, product, out_dtype=tl.int32)
+            product = tl.dot(thirds_of(packed, thirds, byte, 3), fourth_digits, product, out_dtype=tl.int32)
         else:
-            product = tl.dot(half_plane_of(packed, 0, BITS, ASSEMBLY), first)
+            product = tl.dot(plane_of(packed, 0, BITS, ASSEMBLY), first_digits, out_dtype=tl.int32)
             if BITS <= 4:
-                product = tl.dot(half_plane_of(packed, 1, BITS, ASSEMBLY), second, product)
+                product = tl.dot(plane_of(packed, 1, BITS, ASSEMBLY), second_digits, product, out_dtype=tl.int32)
             if BITS == 2:
-                product = tl.dot(half_plane_of(packed, 2, BITS, ASSEMBLY), third, product)
-                product = tl.dot(half_plane_of(packed, 3, BITS, ASSEMBLY), fourth, product)
-        rounded = ((product * STEPS - offset[None, :]) * scale[:, None]).to(tl.float16)
+                product = tl.dot(plane_of(packed, 2, BITS, ASSEMBLY), third_digits, product, out_dtype=tl.int32)
+                product = tl.dot(plane_of(packed, 3, BITS, ASSEMBLY), fourth_digits, product, out_dtype=tl.int32)
+        high, low = tl.split(tl.reshape(product, [TILE, SIZE, 2]))
+        twice = (high << 8) + (low << 1) + offset[None, :]
+        rounded = (twice.to(tl.float32) * unit[None, :] * scale[:, None]).to(tl.float16)
         to = own_logits + token[:, None] * GROUP + member[None, :]
         tl.store(to, rounded, mask=is_there[:, None] & (member < GROUP)[None, :])
         logit = tl.where(is_there[:, None], rounded.to(tl.float32) * _LOG2E, float("-inf"))
-        higher = tl.maximum(most, tl.max(logit, 0))
-        mass = mass * exp2_of(most - higher)[None, :] + exp2_of(logit - higher[None, :])
+        logit = tl.reshape(logit, [TILE // 32, 2, 2, 8, SIZE])  # a thread has those along the first and third axis
+        higher = tl.maximum(most, tl.max(tl.max(logit, 0), 1))
+        parts = exp2_of(logit - higher[None, :, None, :, :])
+        mass = mass * exp2_of(most - higher) + tl.sum(tl.sum(parts, 0), 1)
         most = higher
+    most, mass = tl.reshape(most, [16, SIZE]), tl.reshape(mass, [16, SIZE])
+    higher = tl.max(most, 0)
+    mass = tl.sum(mass * exp2_of(most - higher[None, :]), 0)
     shift = tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
     to = split_lse + (place * splits + split) * GROUP + member
-    tl.store(to, (most + tl.log2(tl.sum(mass, 0))) / _LOG2E + shift, mask=member < GROUP)
+    tl.store(to, (higher + tl.log2(mass)) / _LOG2E + shift, mask=member < GROUP)
 
 
 @triton.jit
@@ -299,10 +332,9 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
     )  # fmt: skip
     _score_kernel[(programs, splits)](
         work.rotated, work.shift, index.codes, index.scales, index.table, step.rows, step.rings, step.num_tokens,
-        work.logits, work.split_lse, tokens, splits, SIZE=max(8, size), DIM=dim, ROW=index.codes.shape[3], W=width,
-        WIDTH=max(16, triton.next_power_of_2(width)), BITS=layout.key_bits,
-        STEPS=HALF_STEPS[layout.key_bits] if FOURFOLD else 1, TILE=TILE, ASSEMBLY=half_assembly(layout.key_bits),
-        num_warps=WARPS, **shape,
+        work.logits, work.split_lse, tokens, splits, SIZE=max(4, size), DIM=dim, ROW=index.codes.shape[3], W=width,
+        WIDTH=max(32, triton.next_power_of_2(width)), BITS=layout.key_bits, TILE=TILE,
+        ASSEMBLY=plane_assembly(layout.key_bits), num_warps=WARPS, **shape,
     )  # fmt: skip
     _count_kernel[(programs, splits)](
         resident_lse, work.shift, step.rows, step.rings, step.num_tokens, work.logits, work.split_lse,

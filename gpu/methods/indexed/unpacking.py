@@ -1,8 +1,7 @@
-"""Turn packed codes into numbers for products, four at once on a card.
+"""Turn packed codes of keys into whole numbers for products in int8, four bytes at once on a card.
 
-A code at the top of a number's mantissa, behind the high byte 0x3C of float16, is 1 + code / steps.
-So a shift, a mask and two byte permutations turn four bytes into four numbers. The ones are taken off the products,
-next to which they are small enough that sums of many lose nothing.
+A shift and a mask make one plane's codes of four bytes. Codes of 8 bits are taken less 128, to fit. The number that a
+code stands for is that, and one half more or less a whole number, which is added to the products, exactly.
 """
 
 import triton
@@ -13,47 +12,39 @@ from gpu.operations.arguments import INTERPRETED
 FOURFOLD = tl.constexpr(not INTERPRETED)
 
 
-HALF_STEPS = {2: 16, 3: 1024, 4: 64, 8: 1024}
-"""What codes of so many bits are over: 2 to the power of the bits of a mantissa from a code's lowest on."""
-
-
-def half_assembly(bits: int) -> tuple[str, ...]:
-    """Return for each plane the PTX that makes 1 + code / HALF_STEPS, float16, of four bytes with codes. Of 3 bits, a
-    byte has one code by then.
-    """
-    bits = 8 if bits == 3 else bits
-    return _assembly(bits, 8 - bits, 0x3C)
-
-
-def _assembly(bits: int, lowest: int, high: int) -> tuple[str, ...]:
-    """Return each plane's PTX, which moves a code to bit `lowest` of its byte and puts `high` in front."""
-    ones = 0x01010101
-    mask = f"0x{(((1 << bits) - 1) << lowest) * ones:08X}"
-    planes = []
-    for plane in range(8 // bits):
-        by = plane * bits - lowest
-        shift = f"shr.b32 codes, $2, {by};" if by >= 0 else f"shl.b32 codes, $2, {-by};"
-        planes.append(
-            f"{{ .reg .b32 codes; {shift} and.b32 codes, codes, {mask}; "
-            f"prmt.b32 $0, codes, 0x{high * ones:08X}, 0x4140; prmt.b32 $1, codes, 0x{high * ones:08X}, 0x4342; }}"
-        )
-    return tuple(planes)
+def plane_assembly(bits: int) -> tuple[str, ...]:
+    """Return for each plane the PTX that makes whole numbers of four bytes with codes. Not of 3 bits."""
+    if bits == 8:
+        return ("xor.b32 $0, $1, 0x80808080;",)
+    mask = f"0x{((1 << bits) - 1) * 0x01010101:08X}"
+    return tuple(
+        f"{{ .reg .b32 codes; shr.b32 codes, $1, {plane * bits}; and.b32 $0, codes, {mask}; }}"
+        for plane in range(8 // bits)
+    )
 
 
 @triton.jit
-def half_plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return one plane's codes as 1 + code / HALF_STEPS, float16; interpreted, as they are."""
+def twice_of_zero(BITS: tl.constexpr):
+    """Return twice what the whole number 0 stands for."""
+    return 1 if BITS == 8 else 1 - (1 << BITS)
+
+
+@triton.jit
+def plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return one plane's codes as whole numbers, int8."""
     if FOURFOLD:
-        return tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
-    else:  # noqa: RET505 (one of the two is left when it compiles)
-        return ((packed >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float16)
+        return tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
+    elif BITS == 8:  # noqa: RET505 (one of these is left when it compiles)
+        return (packed ^ 128).to(tl.int8, bitcast=True)
+    else:
+        return ((packed >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.int8)
 
 
 @triton.jit
-def half_thirds_of(packed, thirds, byte, PLANE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return as `half_plane_of` one plane's codes of 3 bits. thirds: for each byte the one with the highest bits."""
+def thirds_of(packed, thirds, byte, PLANE: tl.constexpr):
+    """Return as `plane_of` one plane's codes of 3 bits. thirds: for each byte the one with the highest bits."""
     code = ((packed >> (2 * PLANE)) & 3) | (((thirds >> (PLANE + 4 * (byte % 2)).to(tl.uint8)) & 1) << 2)
-    return half_plane_of(code, 0, 8, ASSEMBLY)
+    return code.to(tl.int8)
 
 
 @triton.jit
