@@ -67,7 +67,8 @@ def _estimate_kernel(
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Estimate what is not chosen of one split of one place. Codes stand for numbers around 0, as in the scores. What
-    centres add is found behind the loop, if any block has one.
+    centres add is found behind the loop, if any block has one. All of the next tile is asked for while one is computed;
+    its codes go to the first cache, since codes that are carried through the loop would change their layout too late.
     """
     row, ring, place = place_of(rows, rings, KV_HEADS)
     split = tl.program_id(1)
@@ -90,16 +91,27 @@ def _estimate_kernel(
     out = tl.zeros([16 // BITS * WIDTH, SIZE], tl.float32)
     mass, weights = tl.zeros([TILE, SIZE], tl.float32), tl.zeros([TILE, SIZE], tl.float32)
     square, least = tl.zeros([TILE, SIZE], tl.float32), tl.zeros([TILE], tl.float32)
+    is_there = begin + lane < count
+    coming_logit = logits_of(own_logits, begin + lane, is_there, GROUP, SIZE)
+    coming_bits = tl.load(own_chosen + (begin + lane) // _WORD, mask=is_there, other=0)
+    coming_scale = tl.load(scales + lane, mask=is_there, other=0.0)
+    coming_step = tl.load(steps + lane, mask=is_there, other=0.0)
+    touched = lane * 0
+    some = touched
     for at in range(begin, end, TILE):
-        token = at + lane
-        is_there, cell = token < count, at - begin + lane
-        logit = logits_of(own_logits, token, is_there, GROUP, SIZE)
-        bits = tl.load(own_chosen + token // _WORD, mask=is_there, other=0)
-        scale = tl.load(scales + cell, mask=is_there, other=0.0).to(tl.float32)
-        key_scale = tl.load(steps + cell, mask=is_there, other=0.0).to(tl.float32)
+        some ^= touched
+        cell = at - begin + lane
+        bits, logit = coming_bits >> ((at + lane) % _WORD), coming_logit
+        scale, key_scale = coming_scale.to(tl.float32), coming_step.to(tl.float32)
+        token, after = at + TILE + lane, tl.minimum(cell + TILE, _SPLIT - 1)
+        is_there = token < end
+        touched = tl.load((own_words + after * W).to(tl.pointer_type(tl.int32)))  # so codes are in the first cache then
+        coming_logit = logits_of(own_logits, token, is_there, GROUP, SIZE)
+        coming_bits = tl.load(own_chosen + token // _WORD, mask=is_there, other=0)
+        coming_scale = tl.load(scales + after, mask=is_there, other=0.0)
+        coming_step = tl.load(steps + after, mask=is_there, other=0.0)
         packed = tl.load(own_words + cell[:, None] * W + word, mask=word < W, other=0)
-        is_rest = ((bits >> (token % _WORD)) & 1) == 0
-        share = tl.where(is_rest[:, None], shares_of(logit, less), 0.0)
+        share = tl.where(((bits & 1) == 0)[:, None], shares_of(logit, less), 0.0)
         mass += share
         least = tl.minimum(least, scale)
         weight = share * tl.abs(scale)[:, None]
@@ -124,7 +136,8 @@ def _estimate_kernel(
     to = (place * splits + split) * GROUP + member
     tl.store(rest_out + to[None, :] * DIM + dim[:, None], out, mask=is_head[None, :] & is_dim[:, None])
     tl.store(rest_mass + to, tl.sum(mass, 0), mask=is_head)
-    tl.store(rest_square + to, tl.sum(square, 0), mask=is_head)
+    kept = tl.where(tl.sum(some, 0) == 1, 1e-30, 0.0)  # so that the compiler keeps what was loaded for the cache alone
+    tl.store(rest_square + to, tl.sum(square, 0) + kept, mask=is_head)
 
 
 def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
