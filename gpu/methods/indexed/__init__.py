@@ -111,6 +111,7 @@ def work_arrays(settings: IndexedSettings, architecture: Architecture, num_rings
         "logits": ArraySpec((places, tokens, group), "float16"),
         "split_lse": ArraySpec((places, splits, group), "float32"),
         "total_lse": ArraySpec((places, group), "float32"),
+        "bins": ArraySpec((places, tokens), "int16"),
         "histogram": ArraySpec((places, BINS), "int32"),
         "chosen": ArraySpec((places, tokens // WORD_BITS), "int32"),
         "coming": ArraySpec((places, tokens), "int32"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu.methods.indexed import BINS, SPLIT_TOKENS
 from gpu.methods.indexed.ring import EMPTY, Index, Layout, Work
-from gpu.methods.indexed.scoring import RingStep, bin_of, bins_of, logits_of, place_of, shares_of
+from gpu.methods.indexed.scoring import RingStep, place_of
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
@@ -47,10 +47,8 @@ def choose_tokens_reference(index: Index, work: Work, step: RingStep, layout: La
         if row < 0 or not count:
             continue
         for place in range(ring * layout.kv_heads, (ring + 1) * layout.kv_heads):
-            shift = work.shift[place] - work.total_lse[place]
-            shares = (work.logits[place, :count].T.float() + shift[:, None]).exp()
             threshold = find_threshold(work.histogram[place], count, int(step.budgets[place]))
-            chosen = (bin_of(shares.sum(0)) > threshold).nonzero().flatten()
+            chosen = (work.bins[place, :count] > threshold).nonzero().flatten()
             work.chosen[place] = set_bits(chosen, work.chosen.shape[1])
 
 
@@ -92,9 +90,8 @@ def _threshold(histogram, place, count, budget):
 
 @triton.jit
 def _choose_tokens_kernel(
-    held, rows, rings, num_tokens, budgets, shifts, logits, total_lse, histogram, chosen, coming, num_coming, tokens,
-    splits, words,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    held, rows, rings, num_tokens, budgets, bins, histogram, chosen, coming, num_coming, tokens, splits, words,
+    KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Choose among one split's tokens of one place."""
     row, ring, place = place_of(rows, rings, KV_HEADS)
@@ -102,15 +99,11 @@ def _choose_tokens_kernel(
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
     if (row < 0) | (begin >= count):
         return
-    member = tl.arange(0, SIZE)
     token = begin + tl.arange(0, _SPLIT)
-    is_there = token < count
-    logit = logits_of(logits + place * tokens * GROUP, token, is_there, GROUP, SIZE)
+    own = tl.load(bins + place * tokens + token)
     held_bits = tl.load(held + place * words + token // _WORD)
-    less = tl.load(total_lse + place * GROUP + member, mask=member < GROUP, other=0.0)
-    less -= tl.load(shifts + place * GROUP + member, mask=member < GROUP, other=0.0)
     threshold = _threshold(histogram, place, count, tl.load(budgets + place))
-    is_chosen = is_there & (bins_of(tl.sum(shares_of(logit, less), 1)) > threshold)
+    is_chosen = (token < count) & (own > threshold)
 
     word, bit = begin // _WORD + tl.arange(0, _SPLIT // _WORD), tl.arange(0, _WORD)[None, :]
     own_bits = tl.sum(tl.reshape(is_chosen.to(tl.int32), [_SPLIT // _WORD, _WORD]) << bit, 1)
@@ -165,13 +158,11 @@ def choose_tokens(index: Index, work: Work, step: RingStep, layout: Layout) -> N
     if not runs_on_triton(index.codes):
         choose_tokens_reference(index, work, step, layout)
         return
-    tokens = work.logits.shape[1]
-    splits, group = work.split_lse.shape[1:]
+    tokens, splits = work.logits.shape[1], work.split_lse.shape[1]
     _choose_tokens_kernel[(step.num_entries * layout.kv_heads, splits)](
-        index.held, step.rows, step.rings, step.num_tokens, step.budgets, work.shift, work.logits, work.total_lse,
-        work.histogram, work.chosen, work.coming, work.num_coming, tokens, splits, work.chosen.shape[1],
-        KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group),
-        num_warps=4,
+        index.held, step.rows, step.rings, step.num_tokens, step.budgets, work.bins, work.histogram, work.chosen,
+        work.coming, work.num_coming, tokens, splits, work.chosen.shape[1],
+        KV_HEADS=layout.kv_heads, num_warps=4,
     )  # fmt: skip
 
 

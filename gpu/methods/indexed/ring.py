@@ -80,7 +80,7 @@ class Work:
     logits: float16 `[places, tokens, group]`, estimated and without the centre's term.
     split_lse: float32 `[places, splits, group]`, of all tokens of a split.
     total_lse: float32 `[places, group]`, of those and of what is resident.
-    histogram: int32 `[places, BINS]`.
+    bins: int16 `[places, tokens]`, of tokens' scores; histogram: int32 `[places, BINS]`.
     chosen: int32 `[places, words]`, bits.
     coming: int32 `[places, tokens]`, chosen tokens that are in no slot, from each split's first token on.
     num_coming, coming_before: int32 `[places, splits]`, how many of these a split has, and all splits before it.
@@ -95,6 +95,7 @@ class Work:
     logits: Tensor
     split_lse: Tensor
     total_lse: Tensor
+    bins: Tensor
     histogram: Tensor
     chosen: Tensor
     coming: Tensor

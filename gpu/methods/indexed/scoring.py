@@ -98,7 +98,9 @@ def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, wo
             total = torch.logaddexp(logits.logsumexp(-1), resident_lse[row, heads].float())
             work.total_lse[place] = total
             scores = (logits - total[:, None]).exp().sum(0)
-            work.histogram[place] = torch.bincount(bin_of(scores), minlength=BINS).int()
+            bins = bin_of(scores)
+            work.bins[place, :num_tokens] = bins.short()
+            work.histogram[place] = torch.bincount(bins, minlength=BINS).int()
 
 
 @triton.jit
@@ -282,10 +284,10 @@ def bins_of(score):
 
 @triton.jit
 def _count_kernel(
-    resident_lse, shifts, rows, rings, num_tokens, logits, split_lse, total_lse, histogram, tokens, splits,
+    resident_lse, shifts, rows, rings, num_tokens, logits, split_lse, total_lse, histogram, bins, tokens, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Count one split's scores of one place; the first split's program also stores the lse of the whole softmax."""
+    """Find and count one split's bins of one place; the first split's program also stores the lse of all."""
     row, ring, place = place_of(rows, rings, KV_HEADS)
     kv_head, split = place % KV_HEADS, tl.program_id(1)
     count, begin = tl.load(num_tokens + ring), split * _SPLIT
@@ -304,13 +306,15 @@ def _count_kernel(
     if split == 0:
         tl.store(total_lse + place * GROUP + member, total, mask=member < GROUP)
     score = tl.sum(shares_of(logit, total - shift), 1)
-    counted, number = tl.histogram(bins_of(score), _BINS), tl.arange(0, _BINS)
+    own = bins_of(score)
+    tl.store(bins + place * tokens + token, own.to(tl.int16))
+    counted, number = tl.histogram(own, _BINS), tl.arange(0, _BINS)
     tl.atomic_add(histogram + place * _BINS + number, counted, mask=(counted > 0) & (number > 0), sem="relaxed")
 
 
 def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, step: RingStep, layout: Layout) -> None:
-    """Score the offloaded tokens of every ring's row in one layer: `work.logits`, `total_lse` and `histogram`, whose
-    first bin means nothing.
+    """Score the offloaded tokens of every ring's row in one layer: `work.logits`, `total_lse`, `bins` and
+    `histogram`, whose first bin means nothing.
 
     query: `[rows, heads, dim]`, rotated by position; resident_lse: float32 `[rows, heads]`, of what is read on the
     device; index: of the layer.
@@ -338,6 +342,6 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
     )  # fmt: skip
     _count_kernel[(programs, splits)](
         resident_lse, work.shift, step.rows, step.rings, step.num_tokens, work.logits, work.split_lse,
-        work.total_lse, work.histogram, tokens, splits, SIZE=size, SPLITS=triton.next_power_of_2(splits),
+        work.total_lse, work.histogram, work.bins, tokens, splits, SIZE=size, SPLITS=triton.next_power_of_2(splits),
         num_warps=4, **shape,
     )  # fmt: skip
