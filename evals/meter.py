@@ -61,8 +61,11 @@ def served_fractions(
     saved = [part.method.saved_reads(part.settings, reads.methods, shape) for part in parts if part.method.counters]
     keys_spared = reads.host_tokens - reads.host_keys + sum(one.keys for one in saved)
     rows_spared = sum(one.rows for one in saved)
-    if not any(one.rows_include_host for one in saved):
+    with_host = [one for one in saved if one.rows_include_host]
+    if not with_host:
         rows_spared += reads.host_tokens // shape.group
+    elif len(with_host) > 1:
+        rows_spared -= sum(one.host_rows for one in with_host)
     bytes_spared = rows_spared * _row_bytes(shape) - reads.host_bytes - sum(one.own_bytes for one in saved)
     keys = reads.context_tokens * shape.num_heads  # of one layer, if all are scored
     data = reads.context_tokens * shape.num_kv_heads * _row_bytes(shape)

@@ -105,7 +105,7 @@ class ServingEngine:
     def fractions(self, before: DecodeReads, profile: str) -> Fractions | None:
         """Return what was read since `before`, all of it under this profile; None if nothing was decoded."""
         found = self._profiles[profile]
-        is_hosts = found.ring_part is None or found.ring_part.method.reading is not Reading.NONE
+        is_hosts = all(part.method.reading is not Reading.NONE for part in found.ring_parts)
         layers = len(self._engine.host_layers) if found.offloads and is_hosts else 0
         return served_fractions(self.reads() - before, self._shape, layers, found.parts)
 

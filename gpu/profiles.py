@@ -63,16 +63,16 @@ class Profile:
         return math.lcm(*(part.method.align_tokens(part.settings) for part in self.parts))
 
     @property
-    def ring_part(self) -> ProfilePart | None:
-        """Return the part of whose state a running sequence holds a ring; profiles that have the same part share its
-        rings.
+    def ring_parts(self) -> tuple[ProfilePart, ...]:
+        """Return the parts of whose state a running sequence holds a ring each; profiles that have the same part share
+        its rings.
         """
-        return next((part for part in self.parts if part.method.has_rings), None)
+        return tuple(part for part in self.parts if part.method.has_rings)
 
     @property
-    def held_part(self) -> ProfilePart | None:
-        """Return the part of whose rings a running sequence holds one, for its steps or for its drafts alone."""
-        return self.ring_part or self.draft_part
+    def held_parts(self) -> tuple[ProfilePart, ...]:
+        """Return the parts of whose rings a running sequence holds one, for its steps or for its drafts alone."""
+        return self.ring_parts if self.draft_part is None else (*self.ring_parts, self.draft_part)
 
     @property
     def host_part(self) -> ProfilePart:
@@ -281,12 +281,11 @@ def _find_drafting(
 
 def _check_together(name: str, parts: Iterable[ProfilePart]) -> None:
     for part, other in permutations(parts, 2):
-        for begin, why in part.method.refuses.items():
-            if other.method.name.startswith(begin):
-                raise ProfileError(
-                    f"profiles.{name}: {part.method.name!r} is not served with {other.method.name!r}: {why}; leave out "
-                    f"`{part.method.slot}` or `{other.method.slot}`"
-                )
+        if why := part.method.why_not_beside(part.settings, other.method.name):
+            raise ProfileError(
+                f"profiles.{name}: {part.method.name!r} is not served with {other.method.name!r}: {why}; leave out "
+                f"`{part.method.slot}` or `{other.method.slot}`"
+            )
 
 
 def _check_draft(name: str, draft: DraftConfig, parts: Iterable[ProfilePart], host: HostConfig | None) -> None:
@@ -294,7 +293,7 @@ def _check_draft(name: str, draft: DraftConfig, parts: Iterable[ProfilePart], ho
     for part in parts:
         method, why = part.method, part.method.why_no_draft(part.settings, draft.most_tokens)
         if not why and method.has_rings and draft.profile is not None:
-            why = "a sequence holds one ring, and what drafts has it"
+            why = "a sequence that holds a ring for drafts steps without one"
         elif method.reading is Reading.SAMPLE and host is not None and host.sampled.errors is not None:
             why = "host.sampled.errors counts steps, and which heads it has read in full goes by their number"
         if why:

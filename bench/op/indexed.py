@@ -69,7 +69,7 @@ class Stand:
         budget = settings.count_chosen(asked.tokens)
         self.rings = torch.arange(batch, **options)
         budgets = torch.full((batch * shape.num_kv_heads,), budget, **options)
-        self.step = RingStep(self.rings, self.rings, torch.full_like(self.rings, asked.tokens), budgets)
+        self.step = RingStep(self.rings, self.rings, torch.full_like(budgets, asked.tokens), budgets)
         self.query = torch.empty(batch, shape.num_heads, shape.dim, dtype=asked.dtype, device=device)
         self.query.normal_(generator=generator)
         self.resident_lse = torch.full((batch, shape.num_heads), -1e9, device=device)
@@ -141,10 +141,8 @@ class Stand:
 
     def full(self) -> Partial:
         """Attend to all rows in pages."""
-        pages = self.pages
-        asked = PagedReads(
-            self.query, pages.keys, pages.values, pages.table, self.rings, self.step.num_tokens, self.shape.dim**-0.5
-        )
+        pages, lengths = self.pages, torch.full_like(self.rings, self.tokens)
+        asked = PagedReads(self.query, pages.keys, pages.values, pages.table, self.rings, lengths, self.shape.dim**-0.5)
         return paged_decode_attention(asked, self._workspace).near
 
     def layer_kept(self, layer: Index) -> Partial:

@@ -54,12 +54,14 @@ class SavedReads:
     rows: keys with their values that KV heads did not read.
     own_bytes: that it read and wrote for this.
     rows_include_host: `rows` hold those in host memory as well.
+    host_rows: of those, which another such method of the profile holds too.
     """
 
     keys: int = 0
     rows: int = 0
     own_bytes: int = 0
     rows_include_host: bool = False
+    host_rows: int = 0
 
 
 def add_counts(counts: Sequence[Counts]) -> dict[str, list[int]]:

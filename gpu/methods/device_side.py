@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, get_args
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.attention.step_rows import StepRows
-from gpu.methods.method import ProfilePart, Where
+from gpu.methods.method import ProfilePart, Slot, Where
 from gpu.model.architecture import Architecture
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from gpu.step import HostRead, PartId, RingGrowth, RingWrite
@@ -140,6 +140,8 @@ class DeviceSide:
         """Encode keys as they are stored, `[kv_heads, tokens, dim]`, to uint16 `[kv_heads, tables, tokens]`."""
 
 
+_ORDER = get_args(Slot)
+
 TimeSteps = Callable[[int, int], tuple[float, float]]
 """Returns the seconds of a step without a method and with it, of so many rows with contexts of so many tokens."""
 
@@ -248,10 +250,12 @@ def make_device_sides(
 ) -> dict[PartId, DeviceSide]:
     """Return the sides of the parts that do something on the device, by part.
 
+    What reuses comes before what reads host memory: heads that take something over ask for nothing there.
+
     num_rings: of the parts with rings; ring_pages: of the parts whose rings share some.
     """
     sides: dict[PartId, DeviceSide] = {}
-    for part in parts:
+    for part in sorted(parts, key=lambda one: _ORDER.index(one.method.slot)):
         if part.method.device_side is None:
             continue
         module = import_module(part.method.device_side)

@@ -120,6 +120,10 @@ class Method:
         """Return why these settings cannot stand beside a `host` section, or None where they can."""
         return None
 
+    def why_not_beside(self, settings: Any, other: str) -> str:
+        """Return why it is not composed with the method of this name; empty: it is."""
+        return next((why for begin, why in self.refuses.items() if other.startswith(begin)), "")
+
     def why_no_draft(self, settings: Any, most_tokens: int) -> str:
         """Return why a profile with it has no drafts of so many tokens; empty: it has."""
         return ""

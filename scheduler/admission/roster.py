@@ -116,7 +116,7 @@ class Roster:
         If there is not enough, short contexts are offloaded so that their pages can be evicted; after that the last in
         this order are preempted.
         """
-        growing = [one for one in stepping if one.ring is not None or self._residence.may_grow(one)]
+        growing = [one for one in stepping if one.rings or self._residence.may_grow(one)]
         if not growing:  # as in most steps
             return Growth()
         writes, rings = [], []
@@ -247,4 +247,4 @@ def _turn(sequence: Sequence) -> tuple[float, float]:
 
 def _shares(other: Sequence, taker: Sequence) -> bool:
     """Return whether both have rings that share pages."""
-    return other.ring is not None and taker.ring is not None and other.ring[0] == taker.ring[0]
+    return any(held.pages and part in other.rings for part, held in taker.rings.items())

@@ -5,6 +5,8 @@ offloads the first.
 
 A ring for drafts alone is taken at any time when one is free; nobody waits for it, or is preempted.
 
+A profile of several methods with rings holds one of each. At admission it takes all that do not come later, or waits.
+
 Rings of a method that shares pages among them take these as their sequences grow. A sequence that begins with the
 tokens of a running one holds that one's pages as well: those whose tokens are all common, and whose rows the device has
 in common. Such a page is never written again, so the last one, in which both go on, is never shared.
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 
 from gpu.methods.method import ProfilePart
 from gpu.step import PartId, RingCopy, RingGrowth, RingWrite
-from scheduler.sequences.sequence import Sequence, State
+from scheduler.sequences.sequence import HeldRing, Sequence, State
 
 
 class Rings:
@@ -57,83 +59,84 @@ class Rings:
         holding: sequences that hold slots, of which running ones may have pages in common with it. begin: where its
         prefill would start; None: not known yet, and if it lacks pages, it does so wherever that is.
         """
-        part = self._part_of(sequence)
-        if part is None or self._is_late(part, sequence) or _is_for_drafts(sequence):
-            return False
-        if self._has_room(part, sequence.num_tokens):
-            return False
-        source = self._find_source(part, sequence, begin, holding) if self._free[part.id] else None
-        return source is None or not self._has_room(part, sequence.num_tokens, source)
+        for part in _parts_of(sequence):
+            if self._is_late(part, sequence) or _is_for_drafts(sequence, part):
+                continue
+            if self._has_room(part, sequence.num_tokens):
+                continue
+            source = self._find_source(part, sequence, begin, holding) if self._free[part.id] else None
+            if source is None or not self._has_room(part, sequence.num_tokens, source):
+                return True
+        return False
 
     def take(self, sequence: Sequence, begin: int, holding: Iterable[Sequence]) -> None:
-        """Give a sequence a ring from the next plan on, if it needs one.
+        """Give a sequence the rings that it needs from the next plan on.
 
         begin: where its prefill starts. If a running sequence computed what is in front with a ring of the kind, its
         entries are copied, but for pages that both hold from now on.
         """
-        part = self._part_of(sequence)
-        if part is None or self._is_late(part, sequence):
-            return
-        source = self._find_source(part, sequence, begin, holding)
-        if not _is_for_drafts(sequence) or self._has_room(part, sequence.num_tokens, source):
-            self._writes.append(self._give(part, sequence, sequence.num_tokens, source))
+        for part in _parts_of(sequence):
+            if self._is_late(part, sequence):
+                continue
+            source = self._find_source(part, sequence, begin, holding)
+            if not _is_for_drafts(sequence, part) or self._has_room(part, sequence.num_tokens, source):
+                self._writes.append(self._give(part, sequence, sequence.num_tokens, source))
 
     def take_late(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Give a running sequence the ring that it did not take at admission, from the next plan on, once it has tokens
-        in host memory and there is one with pages for it.
+        """Give a running sequence the rings that it did not take at admission, from the next plan on, once it has
+        tokens in host memory and there is one with pages for it.
         """
-        if sequence.ring is not None or sequence.open_context is None or (part := self._part_of(sequence)) is None:
+        if sequence.open_context is None:
             return
-        if not self._free[part.id] or not (_is_for_drafts(sequence) or part.method.takes_ring_late(part.settings)):
-            return
-        source = self._find_source(part, sequence, None, running) if part.id in self._free_pages else None
-        if self._has_room(part, sequence.next_position + 1, source):
-            self._writes.append(self._give(part, sequence, sequence.next_position + 1, source))
+        for part in _parts_of(sequence):
+            if part.id in sequence.rings or not self._free[part.id]:
+                continue
+            if not (_is_for_drafts(sequence, part) or part.method.takes_ring_late(part.settings)):
+                continue
+            source = self._find_source(part, sequence, None, running) if part.id in self._free_pages else None
+            if self._has_room(part, sequence.next_position + 1, source):
+                self._writes.append(self._give(part, sequence, sequence.next_position + 1, source))
 
     def lacks_page(self, sequence: Sequence) -> bool:
         """Return whether the next token's index needs a page, and none is free."""
-        if sequence.ring is None or _is_for_drafts(sequence):
-            return False
-        return self._needs_page(sequence) and not self._num_pages_of(sequence.ring[0])
+        return any(
+            self._needs_page(part, sequence) and not self._num_pages_of(part.id)
+            for part in sequence.profile.held_parts
+            if part.id in sequence.rings and not _is_for_drafts(sequence, part)
+        )
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Return whether it holds a ring for its drafts, with pages for the tokens that it has."""
-        return sequence.ring is not None and _is_for_drafts(sequence) and not self._needs_page(sequence)
+        part = sequence.profile.draft_part
+        return part is not None and part.id in sequence.rings and not self._needs_page(part, sequence)
 
     def grow(self, sequence: Sequence) -> list[RingGrowth]:
-        """Take the page that the next token needs, if it does; `lacks_page` says that there is one."""
-        if sequence.ring is None or not self._needs_page(sequence):
-            return []
-        part, ring = sequence.ring
-        if _is_for_drafts(sequence) and not self._num_pages_of(part):
-            return []
-        growth = RingGrowth(part, ring, self._hold(part, 1))
-        sequence.ring_pages += growth.pages
-        return [growth]
+        """Take the pages that the next token needs, if it does; `lacks_page` says that there are."""
+        growth = []
+        for part in sequence.profile.held_parts:
+            held = sequence.rings.get(part.id)
+            if held is None or not self._needs_page(part, sequence):
+                continue
+            if _is_for_drafts(sequence, part) and not self._num_pages_of(part.id):
+                continue
+            growth.append(RingGrowth(part.id, held.number, self._hold(part.id, 1)))
+            held.pages += growth[-1].pages
+        return growth
 
     def give_back(self, sequence: Sequence) -> None:
-        """Take a ring back from a sequence that leaves its slot, and the pages that nobody else holds."""
-        if sequence.ring is not None:
-            part, ring = sequence.ring
-            self._free[part].append(ring)
-            for page in reversed(sequence.ring_pages):
+        """Take the rings back from a sequence that leaves its slot, and the pages that nobody else holds."""
+        for part, held in sequence.rings.items():
+            self._free[part].append(held.number)
+            for page in reversed(held.pages):
                 self._holders[part][page] -= 1
                 if self._holders[part][page] == 0:
                     self._free_pages[part].append(page)
-            sequence.ring, sequence.ring_pages = None, []
+        sequence.rings = {}
 
     def take_writes(self) -> list[RingWrite]:
         """Return the rings given since the last call."""
         writes, self._writes = self._writes, []
         return writes
-
-    def _part_of(self, sequence: Sequence) -> ProfilePart | None:
-        """Return the part whose ring a sequence needs, by its prompt and longest answer, or None."""
-        part = sequence.profile.held_part
-        if part is None:
-            return None
-        longest = sequence.num_prompt_tokens + sequence.request.max_tokens
-        return part if longest >= part.method.least_ring_tokens(part.settings) else None
 
     def _is_late(self, part: ProfilePart, sequence: Sequence) -> bool:
         """Return whether a waiting sequence takes its ring later."""
@@ -146,18 +149,17 @@ class Rings:
 
     def _give(self, part: ProfilePart, sequence: Sequence, num_tokens: int, source: "_Source | None") -> RingWrite:
         ring = self._free[part.id].pop()
-        sequence.ring = part.id, ring
         common = () if source is None else source.pages
         pages = None
         if part.id in self._free_pages:
             for page in common:
                 self._holders[part.id][page] += 1
             pages = (*common, *self._hold(part.id, self._pages_for(part, num_tokens) - len(common)))
-            sequence.ring_pages = list(pages)
+        sequence.rings[part.id] = HeldRing(ring, list(pages or ()))
         copy = None if source is None else RingCopy(source.ring, source.begin, source.end)
         return RingWrite(
-            sequence.slot, part.id, ring, sequence.profile.reading, copy, pages, len(common), _is_for_drafts(sequence),
-            sequence.request.epsilon,
+            sequence.slot, part.id, ring, sequence.profile.reading, copy, pages, len(common),
+            _is_for_drafts(sequence, part), sequence.request.epsilon,
         )  # fmt: skip
 
     def _hold(self, part: PartId, count: int) -> tuple[int, ...]:
@@ -175,9 +177,9 @@ class Rings:
     def _num_pages_of(self, part: PartId) -> int:
         return len(self._free_pages.get(part, []))
 
-    def _needs_page(self, sequence: Sequence) -> bool:
-        part = sequence.profile.held_part
-        return part is not None and self._pages_for(part, sequence.next_position + 1) > len(sequence.ring_pages)
+    def _needs_page(self, part: ProfilePart, sequence: Sequence) -> bool:
+        """Return whether the next token needs a further page of a ring that is held."""
+        return self._pages_for(part, sequence.next_position + 1) > len(sequence.rings[part.id].pages)
 
     def _find_source(
         self, part: ProfilePart, sequence: Sequence, begin: int | None, holding: Iterable[Sequence]
@@ -187,7 +189,7 @@ class Rings:
         """
         best: _Source | None = None
         for other in holding:
-            if other.ring is None or other.ring[0] != part.id or other.state is not State.RUNNING:
+            if part.id not in other.rings or other.state is not State.RUNNING:
                 continue
             num_blocks = _count_common(sequence, other) if begin is None else begin // self._page_tokens
             if num_blocks == 0 or len(other.hashes) < num_blocks:
@@ -203,13 +205,13 @@ class Rings:
 
     def _source_of(self, part: ProfilePart, sequence: Sequence, other: Sequence, begin: int) -> "_Source":
         """Return what a running sequence has of the tokens before `begin`; pages that end behind it are not common."""
-        assert other.ring is not None
+        held = other.rings[part.id]
         pages: tuple[int, ...] = ()
         if part.id in self._free_pages:
             page_tokens = part.method.ring_page_tokens(part.settings)
-            pages = tuple(other.ring_pages[: max(begin - self._sink_tokens, 0) // page_tokens])
+            pages = tuple(held.pages[: max(begin - self._sink_tokens, 0) // page_tokens])
         drafted = 0 if other.profile.draft is None else other.profile.draft.most_tokens  # what a refused one wrote
-        return _Source(other.ring[1], begin, max(other.next_position + drafted, sequence.num_tokens), pages)
+        return _Source(held.number, begin, max(other.next_position + drafted, sequence.num_tokens), pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,13 @@ def _count_common(one: Sequence, other: Sequence) -> int:
     return bisect_left(range(fewest), True, key=lambda block: one.hashes[block] != other.hashes[block])
 
 
-def _is_for_drafts(sequence: Sequence) -> bool:
-    """Return whether a ring of its profile is for drafts alone."""
-    return sequence.profile.draft_part is not None
+def _parts_of(sequence: Sequence) -> list[ProfilePart]:
+    """Return the parts of whose rings a sequence needs one, by its prompt and longest answer."""
+    longest = sequence.num_prompt_tokens + sequence.request.max_tokens
+    held = sequence.profile.held_parts
+    return [part for part in held if longest >= part.method.least_ring_tokens(part.settings)]
+
+
+def _is_for_drafts(sequence: Sequence, part: ProfilePart) -> bool:
+    """Return whether a ring of the part is for the sequence's drafts alone."""
+    return part is sequence.profile.draft_part

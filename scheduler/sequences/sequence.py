@@ -23,6 +23,14 @@ class State(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
+class HeldRing:
+    """A ring that a sequence holds. number: among those of its part; pages: of those that the part's rings share."""
+
+    number: int
+    pages: list[int] = field(default_factory=list)
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """Tokens known so far, and what the sequence holds while it is prefilling or running."""
@@ -38,8 +46,7 @@ class Sequence:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     lane: Lane = Lane.DEVICE  # that its last step was launched in
-    ring: tuple[PartId, int] | None = None  # while it holds one: of which part of its profile, and the number
-    ring_pages: list[int] = field(default_factory=list)  # likewise, of those that the part's rings share
+    rings: dict[PartId, HeldRing] = field(default_factory=dict)  # that it holds, by part of its profile
     constraint: Constraint | None = None  # what its draws are held to
     window: int | None = None  # while it holds one: its number
     branches: tuple[WindowBranch, ...] = ()  # the windows that its prefill leaves further to the front
@@ -131,8 +138,8 @@ class Sequence:
 
     @property
     def steps_by_ring(self) -> bool:
-        """Return whether its steps use the ring that it holds; they do not use one that is for its drafts alone."""
-        return self.ring is not None and self.profile.draft_part is None
+        """Return whether its steps use a ring that it holds; they do not use one that is for its drafts alone."""
+        return any(part.id in self.rings for part in self.profile.ring_parts)
 
     @property
     def needs_every_token(self) -> bool:

@@ -12,6 +12,7 @@ from gpu.profiles import resolve_profiles
 from scheduler.engine.decode_reads import DecodeReads
 from tests.evals.test_serving import MODEL
 from tests.tolerances import EXACT_FRACTION
+from transfer.host_config import HostConfig
 
 SHAPE = replace(read_architecture(MODEL), num_layers=4, num_heads=4, num_kv_heads=2, dim=64)
 STEPS = DecodeReads(100 + 60, host_tokens=(80 + 40) * 3 * 4, host_keys=360, host_bytes=40_000)
@@ -64,3 +65,24 @@ def test_what_is_reused_is_read_by_nobody_and_its_rings_are_read() -> None:
     found_down = served_fractions(down, SHAPE, 0, [part])
     assert found_down.bytes_all > found.bytes_all, "rows that the host stands for are spared already; it read some"
     assert found_down.head_all < found.head_all
+
+
+def test_rows_in_host_memory_that_two_methods_count_are_spared_once() -> None:
+    """One step over a context of 160, 80 of it with an index, in four layers: three of four heads take over 100 tokens
+    each; the other one reads 10 by index beside the 80 on the device, which a neighbour that hit reads 60 of.
+    """
+    both = Composition.model_validate({"reuse": "mac", "host": {"method": "indexed"}})
+    parts = resolve_profiles({"both": both}, HostConfig())["both"].parts
+    mac, index = parts
+    tries, dim = 4 * 4, SHAPE.dim
+    counts = {
+        "reuse_tries": [tries], "reuse_hits": [3 * 4], "reuse_context_cells": [160 * 4 * 4],
+        "reuse_skipped_cells": [300 * 4], "reuse_kv_cells": [(80 + 60) * 4], "index_offloaded_tokens": [80 * 4],
+        "index_read_tokens": [10 * 4], "index_scored_tokens": [80 * 4],
+        "index_audited_heads": [0], "index_audit_beyond": [0],
+    }  # fmt: skip
+    found = served_fractions(DecodeReads(160, 0, 0, 0, methods=counts), SHAPE, 0, parts)
+    assert found.head_all == pytest.approx((3 * 60 + 80 + 10) / (160 * 4), rel=EXACT_FRACTION)
+    own = tries * try_bytes(mac.settings, SHAPE) + 80 * 4 * (index.settings.token_bytes(dim) + 2 * dim // 32)
+    rows = 4 * (80 + 60 + 10) * 256
+    assert found.bytes_all == pytest.approx((rows + own) / (4 * 2 * 160 * 256), rel=EXACT_FRACTION)

@@ -9,7 +9,7 @@ import torch
 from gpu.methods.indexed import most_pages
 from gpu.methods.indexed.attending import NUM_COUNTS, join_parts
 from gpu.methods.indexed.building import copy_pieces, index_pages, index_tokens, index_tokens_reference
-from gpu.methods.indexed.layer_step import new_aside, read_scored
+from gpu.methods.indexed.layer_step import new_aside, read_scored, spare_heads, spare_shares
 from gpu.methods.indexed.page_rows import Pages, centre_pages
 from gpu.methods.indexed.ring import BEHIND_ALL, Index, Layout, Work, new_index, new_layout, new_work
 from gpu.methods.indexed.scoring import RingStep, score_tokens
@@ -102,10 +102,12 @@ class Stand:
         device = query.device
         rows = torch.tensor([-1, 1, -1], dtype=torch.int32, device=device)
         held = torch.tensor([0, 1, 0], dtype=torch.int32, device=device)
-        tokens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+        tokens = torch.tensor([0, 0, num_tokens, num_tokens], dtype=torch.int32, device=device)
         budgets = torch.tensor([0, 0, budget, budget], dtype=torch.int32, device=device)
         page_slots = torch.tensor([-1, PAGE_SLOT], dtype=torch.int32, device=device)
         step = RingStep(rows, held, tokens, budgets, page_slots if self.pages else None)
+        if wanted is not None:
+            step, resident_lse = spare_heads(step, wanted, self.layout), spare_shares(resident_lse, wanted)
         own = self.index.layer(layer)
         pages, aside = self.pages[layer] if self.pages else None, new_aside(device)
         score_tokens(query, resident_lse, own, self.work, step, self.layout)

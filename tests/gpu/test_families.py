@@ -316,7 +316,8 @@ def test_a_ministral3_that_sees_pictures_loads_its_text_and_refuses_mac(is_defau
     with pytest.raises(ModelError, match=r"a mistral3 whose text_config\.model_type is 'qwen3'; served"):
         read_architecture(tmp_path)
     shape = read_architecture(known.folder)
-    part = resolve_profiles({"own": Composition.model_validate({"reuse": {"method": "mac"}})}, None)["own"].ring_part
+    named = {"own": Composition.model_validate({"reuse": {"method": "mac"}})}
+    (part,) = resolve_profiles(named, None)["own"].ring_parts
     site = Site(shape, None, 16, 2, torch.float32, torch.float32, CPU)
     with pytest.raises(ModelError, match=r"mac: queries of .* grow with their positions"):
         make_device_sides([part], site, {part.id: 1})

@@ -36,7 +36,7 @@ PROMPT = document_prompt(300, 1)
 
 def indexed_part(settings: dict[str, Any]) -> ProfilePart:
     composition = Composition.model_validate({"host": {"method": "indexed", **settings}})
-    part = resolve_profiles({"own": composition}, HostConfig())["own"].ring_part
+    part = resolve_profiles({"own": composition}, HostConfig())["own"].ring_parts[0]
     assert part is not None
     return part
 
@@ -192,7 +192,7 @@ def test_a_captured_step_of_rows_with_rings_is_replayed_without_the_cpu(monkeypa
 
 def test_methods_of_other_rows_leave_a_row_that_skips_host_memory_alone() -> None:
     composition = Composition.model_validate({"reuse": {"method": "mac", "min_context_tokens": 0}})
-    mac = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_part
+    mac = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_parts[0]
     assert mac is not None
     twins = IndexedTwins(ALL, beside=(mac,))
     twins.prefill_down(0, PROMPT)
@@ -347,7 +347,7 @@ def test_a_captured_step_of_resident_rows_is_replayed(monkeypatch: pytest.Monkey
 
 def test_a_resident_row_beside_a_row_of_mac_is_exact() -> None:
     composition = Composition.model_validate({"reuse": {"method": "mac", "min_context_tokens": 0}})
-    mac = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_part
+    mac = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_parts[0]
     assert mac is not None
     for order in ((), (mac,)):
         twins = IndexedTwins(ALL | ON_CARD, before=order, beside=() if order else (mac,), offload_block_tokens=NEVER)

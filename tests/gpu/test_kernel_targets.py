@@ -649,7 +649,8 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
     rows, rings, slots = 2, 3, 256
     query, lse = empty(rows, shape.num_heads, shape.dim, dtype=dtype), empty(rows, shape.num_heads)
     numbers = empty(rings, dtype=torch.int32)
-    step = RingStep(numbers, numbers, numbers, empty(rings * shape.num_kv_heads, dtype=torch.int32), numbers)
+    of_places = empty(rings * shape.num_kv_heads, dtype=torch.int32)
+    step = RingStep(numbers, numbers, of_places, of_places, numbers)
     counts = empty(NUM_INDEX_COUNTS, dtype=torch.int64)
     wanted = empty(rows, shape.num_heads, dtype=torch.uint8)
     rotation = empty(shape.dim, shape.dim)
@@ -686,7 +687,7 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
             for name, spec in report_arrays(shape, 1, rings).items()
         }
         report = Report(**_empty_arrays(own_specs))
-        report_errors(query, found, found, work, report, step, layout)
+        report_errors(query, found, found, wanted, work, report, step, layout)
         read_again(query, found, own, work, report, step, layout)
 
 

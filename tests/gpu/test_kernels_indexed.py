@@ -8,6 +8,7 @@ import torch
 
 from gpu.methods.indexed import BINS, BLOCK_TOKENS
 from gpu.methods.indexed.attending import FETCHED, HEADS, MASS, OFFLOADED, READ
+from gpu.methods.indexed.attending import TOKENS as SCORED
 from gpu.methods.indexed.building import index_pages, index_tokens
 from gpu.methods.indexed.codes import decode_reference, encode_keys_reference, encode_values_reference, make_rotation
 from gpu.methods.indexed.scoring import BINS_PER_OCTAVE, LOWEST_OCTAVE
@@ -332,6 +333,32 @@ def test_a_head_that_wants_nothing_has_the_empty_partial(device: str) -> None:
     assert distance(partial.out[1, others], expected(stand, query, 512, stand.chosen())[0][others]) < (
         INDEXED_PARTIAL + INDEXED_SCORES
     )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_heads_that_want_nothing_have_no_part_in_a_choice_and_a_kv_head_without_others_is_not_read(device: str) -> None:
+    stand = make_stand(64, 3, [1100, 76], device, builds=False)
+    query, resident = draw_query(stand, device)
+    stand.step(query, resident, 1176, 64)
+    before, counts = stand.chosen(), stand.counts.clone()
+    wanted = torch.ones(2, 6, dtype=torch.uint8, device=device)
+    wanted[1, [1, 2, 3, 4, 5]] = 0
+    stand.work.logits[KV_HEADS + 1] = torch.nan
+    partial = stand.step(query, resident, 1176, 64, wanted)
+    chosen = stand.chosen()
+    assert chosen[0] != before[0], "the first head chooses alone"
+    assert chosen[1] == before[1]
+    assert stand.work.logits[KV_HEADS + 1].isnan().all()
+    own = (stand.counts - counts).tolist()
+    assert [own[OFFLOADED], own[READ], own[HEADS], own[SCORED]] == [1176, len(chosen[0]), 1, 1176]
+    logits = softmax_logits(query[1, :1], estimated_keys(stand, 0, 1176))[0]
+    least = np.sort(logits)[::-1][len(chosen[0])]
+    assert logits[chosen[0]].min() > least - 0.05, "up to two bins"
+    out, lse = expected(stand, query, 1176, chosen)
+    assert distance(partial.out[1, :1], out[:1]) < INDEXED_PARTIAL + INDEXED_SCORES
+    assert abs(float(partial.lse[1, 0]) - lse[0]) < INDEXED_SCORES
+    assert (partial.lse[1, 1:] == -torch.inf).all()
+    assert (partial.out[1, 1:] == 0).all()
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import torch
 
 from gpu.methods.indexed import MASS_UNIT
 from gpu.methods.indexed.codes import NUMBER_SQUARE, VALUE_LOSS
+from gpu.methods.indexed.layer_step import spare_heads
 from gpu.methods.indexed.reporting import (
     BOUND,
     ESTIMATED,
@@ -16,6 +17,7 @@ from gpu.methods.indexed.reporting import (
     READ_MASS,
     ROUNDING,
     STEPS_OVER,
+    UNREPORTED,
     Report,
     new_report,
     report_errors,
@@ -38,15 +40,23 @@ def near_of(query: torch.Tensor, resident: torch.Tensor) -> Partial:
     return Partial(out.to(query.device), resident)
 
 
+def step_of(query: torch.Tensor, num_tokens: int) -> RingStep:
+    """Return the step of a row that has ring 1."""
+    numbers = [1], [1], [0, 0, num_tokens, num_tokens], [0] * 4
+    return RingStep(*(torch.tensor(own, dtype=torch.int32, device=query.device) for own in numbers))
+
+
 def report_step(stand: Stand, query: torch.Tensor, near: Partial, report: Report, epsilon: float | None = None,
-                budget: int = 100, rest_times: float = 1.0) -> Partial:  # fmt: skip
-    """Attend in layer 1 and report; return the answer of both rows."""
-    found = stand.step(query, near.lse, TOKENS, budget)
+                budget: int = 100, rest_times: float = 1.0, wanted: torch.Tensor | None = None) -> Partial:  # fmt: skip
+    """Attend in layer 1 and report; return the answer of both rows. wanted: None: every head reads by index."""
+    found = stand.step(query, near.lse, TOKENS, budget, wanted)
     found = Partial(found.out, found.lse + np.log(rest_times))
-    numbers = [torch.tensor(own, dtype=torch.int32, device=query.device) for own in ([1], [1], [0, TOKENS], [0] * 4)]
+    if wanted is None:
+        wanted = torch.ones(query.shape[:2], dtype=torch.uint8, device=query.device)
     report.limits[1] = NO_LIMIT if epsilon is None else epsilon
     report.is_over.zero_()
-    report_errors(query, near, found, stand.work, report.layer(1), RingStep(*numbers), stand.layout)
+    step = spare_heads(step_of(query, TOKENS), wanted, stand.layout)
+    report_errors(query, near, found, wanted, stand.work, report.layer(1), step, stand.layout)
     return merge(near, found)
 
 
@@ -117,6 +127,25 @@ def test_budgets_halve_again_once_bounds_are_far_below_epsilon(device: str) -> N
     assert 2 <= num_over < 6
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_heads_that_read_nothing_by_index_are_in_no_sum_of_a_report(device: str) -> None:
+    stand = make_stand(64, 3, LENGTHS, device, builds=False)
+    query, resident = draw_query(stand, device)
+    near, report = near_of(query, resident), new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
+    report.factor.fill_(1.0)
+    wanted = torch.ones(2, 6, dtype=torch.uint8, device=device)
+    wanted[1, [0, 1, 3, 4, 5]] = 0
+    report_step(stand, query, near, report, epsilon=1e-4, wanted=wanted)
+    errors = report.error[1, KV_HEADS:]
+    assert (errors.flatten()[[0, 1, 3, 4, 5]] == UNREPORTED).all()
+    error = float(errors[0, 2])
+    assert ROUNDING <= error < 1
+    assert abs(int(report.of_layers[1, BOUND]) - error * MASS_UNIT) <= 2
+    assert int(report.of_layers[1, OVER]) == int(report.of_rings[1, HEADS]) == 1
+    assert 0 < int(report.of_rings[1, ESTIMATED]) + int(report.of_rings[1, READ]) < MASS_UNIT
+    assert report.doublings[1, KV_HEADS:].tolist() == [1, 0]
+
+
 @pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_place_that_exceeds_is_read_in_full_and_no_other(device: str, rows: Rows) -> None:
@@ -126,8 +155,7 @@ def test_a_place_that_exceeds_is_read_in_full_and_no_other(device: str, rows: Ro
     found = stand.step(query, resident, 1200, 64)
     before = found.out.clone()
     report.exceeds[:] = torch.tensor([1, 1, 0, 1])
-    numbers = [torch.tensor(own, dtype=torch.int32, device=query.device) for own in ([1], [1], [0, 1200], [0] * 4)]
-    read_again(query, found, stand.index.layer(1), stand.work, report, RingStep(*numbers), stand.layout)
+    read_again(query, found, stand.index.layer(1), stand.work, report, step_of(query, 1200), stand.layout)
     logits = softmax_logits(query[1, 3:], stand.runs[1].keys[1][:1200])
     out, lse = partial_of(logits, stand.runs[1].values[1][:1200])
     assert distance(found.out[1, 3:], out) < INDEXED_PARTIAL

@@ -109,7 +109,7 @@ def test_its_window_stays_on_the_device_so_that_a_hit_asks_the_host_for_nothing(
 
 
 def ring_bytes(reuse: dict[str, Any]) -> int:
-    part = profiles_of(reuse)["mac"].ring_part
+    part = profiles_of(reuse)["mac"].ring_parts[0]
     return part.method.footprint(part.settings, SHAPE, 1).sequence_bytes
 
 
@@ -129,7 +129,7 @@ def test_rings_are_planned_as_many_as_are_asked_for_or_an_eighth_of_what_is_left
     (part,) = asked.num_rings
     (item,) = [item for item in asked.items if item.name == "rings of mac"]
     assert (asked.num_rings[part], item.bytes) == (3, 3 * ring_bytes({"rings": 3}))
-    assert part == profiles_of({"rings": 3})["mac"].ring_part.id
+    assert part == profiles_of({"rings": 3})["mac"].ring_parts[0].id
     derived = plan_of({}, max_running=64)
     (count,) = derived.num_rings.values()
     taken = {item.name: item.bytes for item in derived.items}

@@ -34,7 +34,7 @@ PROMPT = document_prompt(300, 1)
 
 def mac_part(settings: dict[str, Any]) -> ProfilePart:
     composition = Composition.model_validate({"reuse": {"method": "mac", **settings}})
-    part = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_part
+    part = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_parts[0]
     assert part is not None
     return part
 

@@ -113,7 +113,7 @@ BOOKKEEPING_BYTES = 64
 def test_one_ring_more_takes_what_its_method_states(tree: dict[str, Any]) -> None:
     shape, host = replace(TINY, max_context_tokens=4096), HostConfig(dense_layers=())
     profile = resolve_profiles({"own": Composition.model_validate(tree)}, host)["own"]
-    part = profile.ring_part
+    part = profile.ring_parts[0]
     layers = tuple(part.settings.layers(shape)) if hasattr(part.settings, "layers") else tuple(range(shape.num_layers))
     tier = TierShape(layers, shape.num_heads, shape.num_kv_heads, shape.dim, "bfloat16", 8, 75)
     site = Site(shape, tier, 16, SLOTS, torch.float32, torch.float32, CPU)

@@ -46,7 +46,7 @@ PAGE = BLOCK = 16
 
 def predicted_part(settings: dict[str, Any], method: str = "predicted") -> ProfilePart:
     composition = Composition.model_validate({"host": {"method": method, **settings}})
-    part = resolve_profiles({"blocks": composition}, HostConfig())["blocks"].ring_part
+    part = resolve_profiles({"blocks": composition}, HostConfig())["blocks"].ring_parts[0]
     assert part is not None
     return part
 

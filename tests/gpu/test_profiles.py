@@ -61,9 +61,9 @@ def test_what_may_draft_and_what_is_refused_says_why() -> None:
     with pytest.raises(ProfileError, match=r"profiles\.fast\.draft: is not served with 'mac': .* set min_gap to 8 and"):
         resolve_profiles({"fast": Composition(draft="ngram", reuse={"method": "mac"})}, None)
     reuse = {"method": "mac", "min_gap": 8, "max_gap": 1016}
-    assert resolve_profiles({"fast": Composition(draft="ngram", reuse=reuse)}, None)["fast"].ring_part is not None
+    assert resolve_profiles({"fast": Composition(draft="ngram", reuse=reuse)}, None)["fast"].ring_parts
     verified = Composition(host="offloaded", draft={"profile": "indexed"}, reuse=reuse)
-    with pytest.raises(ProfileError, match=r"is not served with 'mac': a sequence holds one ring"):
+    with pytest.raises(ProfileError, match=r"is not served with 'mac': a sequence that holds a ring for drafts"):
         resolve_profiles({"fast": verified}, HostConfig())
     for host in ("offloaded", "sampled", "indexed"):
         fast = Composition(draft="ngram", host={"method": host})
@@ -76,6 +76,20 @@ def test_what_may_draft_and_what_is_refused_says_why() -> None:
             Composition(draft=wrong)
 
 
+def test_a_profile_may_reuse_over_an_index_of_what_is_in_host_memory() -> None:
+    index = {"method": "indexed", "min_context_tokens": 0}
+    both = resolve_profiles({"both": Composition(reuse="mac", host=index)}, HostConfig())["both"]
+    assert [part.method.name for part in both.ring_parts] == ["mac", "indexed"]
+    assert both.held_parts == both.ring_parts
+    assert both.reading is Reading.INDEXED
+    predicted = {"method": "predicted", "weights": "some.safetensors"}
+    for resident in ("indexed", "auto"):
+        with pytest.raises(ProfileError, match=rf"'indexed' is not served with 'mac': .*{resident}.*; set `resident:"):
+            resolve_profiles({"both": Composition(reuse="mac", host=index | {"resident": resident})}, HostConfig())
+    with pytest.raises(ProfileError, match="'mac' is not served with 'predicted'"):
+        resolve_profiles({"both": Composition(reuse="mac", host=predicted)}, HostConfig())
+
+
 def test_a_profile_may_draft_for_another_that_reads_the_same_context() -> None:
     named = {
         "rough": Composition(host={"method": "indexed", "budget_share": 0.002}),
@@ -86,8 +100,8 @@ def test_a_profile_may_draft_for_another_that_reads_the_same_context() -> None:
     assert fast.draft_part == profiles["rough"].host_part
     assert verified.draft_part is not None
     assert verified.draft_part.method.name == "indexed"
-    assert verified.ring_part is None
-    assert verified.held_part == verified.draft_part
+    assert verified.ring_parts == ()
+    assert verified.held_parts == (verified.draft_part,)
     assert {fast.kv_key, verified.kv_key} == {profiles["offloaded"].kv_key}, "what is kept is what verifies wrote"
     assert verified.reading is Reading.WHOLE
     assert verified.composition == "host: offloaded, draft: indexed"
@@ -112,7 +126,7 @@ def test_a_profile_may_draft_for_another_that_reads_the_same_context() -> None:
         ({"host": "offloaded", "draft": {"profile": "exact"}}, "'exact' does not draft for others: it reads no less"),
         ({"host": "offloaded", "draft": {"profile": "mac"}}, "'mac' does not draft for others: it keeps no context"),
         ({"draft": {"profile": "indexed"}}, "'exact' has none there; set `host: offloaded`"),
-        ({"host": "indexed", "draft": {"profile": "indexed"}}, "a sequence holds one ring, and what drafts has it"),
+        ({"host": "indexed", "draft": {"profile": "indexed"}}, "a sequence that holds a ring for drafts steps"),
     ],
 )
 def test_a_profile_that_cannot_draft_is_refused(composition: dict[str, object], why: str) -> None:

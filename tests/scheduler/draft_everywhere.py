@@ -48,7 +48,7 @@ class Oracle:
 
 def drafting(profile: Profile) -> Profile:
     """Return the profile with drafts, where its steps look at no ring."""
-    return profile if profile.held_part is not None else replace(profile, draft=DraftConfig(most_tokens=MOST_TOKENS))
+    return profile if profile.held_parts else replace(profile, draft=DraftConfig(most_tokens=MOST_TOKENS))
 
 
 def pytest_configure() -> None:

@@ -24,12 +24,13 @@ COMPOSITIONS = {
     "reusing": {"reuse": REUSE},
     "reusing-down": {"reuse": REUSE, "host": "offloaded"},
     "indexed": {"host": {"method": "indexed", "min_context_tokens": 100}},
+    "both": {"reuse": REUSE, "host": {"method": "indexed", "min_context_tokens": 100}},
 }
 PROFILES = resolve_profiles(
     {name: Composition.model_validate(tree) for name, tree in COMPOSITIONS.items()}, HostConfig()
 )
-RINGS = PROFILES["reusing"].ring_part.id
-INDEXES = PROFILES["indexed"].ring_part.id
+RINGS = PROFILES["reusing"].ring_parts[0].id
+INDEXES = PROFILES["indexed"].ring_parts[0].id
 SINK, WINDOW, OFFLOAD_BLOCK, RESIDENT = 16, 32, 64, 128
 BLOCK_BYTES = 1000
 TABLE_BYTES = 300  # of a block, where contexts are sampled
@@ -108,7 +109,7 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     assert residence.evictor.holders == {}
     assert engine.scheduler.rings.num_free == residence._capacity.num_rings
     assert engine.scheduler.rings.num_free_pages == residence._capacity.ring_pages
-    assert runner.ring_of == {}
+    assert runner.ring_holders == {}
     assert residence.windows.num_free == residence.windows.count
     assert set(contexts._contexts) | set(contexts._closed) == set(runner.contexts)
     while contexts.evict_idle([]):

@@ -22,6 +22,7 @@ from gpu.step import (
     LogitsUnit,
     Offload,
     PageEviction,
+    PartId,
     PrefillJob,
     PrefillPrompt,
     Reload,
@@ -116,7 +117,7 @@ class PageRunner:
         self.failures: dict[int, str] = {}
         self.failed: set[int] = set()
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
-        self.ring_of: dict[int, tuple[str, int]] = {}  # by slot
+        self.ring_holders: dict[tuple[PartId, int], int] = {}  # slots
         self.copies: list[RingCopy] = []
         self.num_cells: dict[int, int] = {}  # by slot, that are written
         self.masks: dict[int, np.ndarray] = {}
@@ -170,7 +171,7 @@ class PageRunner:
         self.prompt_logprobs = {}
         self.failures = {}
         for slot in plan.released_slots:
-            self.ring_of.pop(slot, None)
+            self.ring_holders = {ring: own for ring, own in self.ring_holders.items() if own != slot}
             self._cut(slot)
             self._vacate(slot)
         for context_id in plan.closed_contexts:
@@ -210,7 +211,7 @@ class PageRunner:
                 if slot not in self.failed:
                     self._check_context(slot, ask)
                 self._check_window(slot, position)
-                assert not (run and slot in self.ring_of), "who holds a ring looks at it with each token"
+                assert not (run and slot in self.ring_holders.values()), "who holds a ring looks at it with each token"
                 assert not (draft and run), "what must follow is no draft"
                 assert slot not in masks or not draft or len(masks[slot]) == 1 + len(draft), "a mask for each row"
                 for place, token_id in enumerate([self.last[slot], *run, *draft], position):
@@ -239,26 +240,26 @@ class PageRunner:
 
     def _assign(self, write: RingWrite, plan: StepPlan) -> None:
         """A ring is one slot's; what is copied to it is of the tokens that the new prompt has in front."""
-        assert (write.part, write.ring) not in self.ring_of.values(), "the ring is another slot's"
+        assert (write.part, write.ring) not in self.ring_holders, "the ring is another slot's"
         prompts = [one for job in plan.new_jobs for one in job.prompts if one.slot == write.slot]
         if not prompts:
             assert write.slot in self.context_of, "a ring that comes late is of a slot with tokens in host memory"
             if write.source is not None:
-                (other,) = [slot for slot, ring in self.ring_of.items() if ring == (write.part, write.source.ring)]
+                other = self.ring_holders[write.part, write.source.ring]
                 assert self._read(other, 0, write.source.begin) == self._read(write.slot, 0, write.source.begin)
-            self.ring_of[write.slot] = write.part, write.ring
+            self.ring_holders[write.part, write.ring] = write.slot
             return
         (prompt,) = prompts
         if write.source is not None:
             source, begin = write.source, write.source.begin
-            (other,) = [slot for slot, ring in self.ring_of.items() if ring == (write.part, source.ring)]
+            other = self.ring_holders[write.part, source.ring]
             tokens = self._read(other, 0, begin)
             assert tokens == prompt.token_ids[:begin].tolist()
             assert begin == prompt.begin
             last = max(self.num_cells[other], len(prompt.token_ids))
             assert source.end >= last, "nothing stands for what the other wrote, or for the prompt's own"
             self.copies.append(source)
-        self.ring_of[write.slot] = write.part, write.ring
+        self.ring_holders[write.part, write.ring] = write.slot
 
     def _check_window(self, slot: int, num_tokens: int, is_row: bool = False) -> None:
         """What is written there is what pages have of the last of so many tokens."""

@@ -59,6 +59,32 @@ def test_served_answers_from_host_memory_are_exact_with_late_rings_and_shared_pa
         assert set(engine.scheduler.rings.num_free_pages.values()) == {2}
 
 
+def test_served_answers_that_reuse_over_an_index_are_exact_where_nothing_matches_and_covered_where_much_does() -> None:
+    """Two rings of each method, a late one of the index, and a sequence that is preempted and begins again."""
+    scheduler = SchedulerConfig(max_running=4, max_context_tokens=1024)
+    reuse = {"method": "mac", "capacity": 32, "band": 16, "max_prefix_share": 1.0, "min_context_tokens": 0,
+             "stops_matching": False, "rings": 2}  # fmt: skip
+    index = ALL | {"resident": "full"}
+    strict, loose = reuse | {"tau": 0.999, "layer_tau": {0: "off"}}, reuse | {"tau": 0.0}
+    profiles = {"strict": {"reuse": strict, "host": index}, "loose": {"reuse": loose, "host": index}}
+    config = tiered_config(0.125, {"resident_tokens": 256, "residency": "fixed"}, scheduler, profiles)
+    prompts = [prompt_of(330, 1), prompt_of(240, 2)]
+    with running_engine(config) as engine:
+        exact = run(engine, [ask(f"exact {n}", prompt, 60, "offloaded") for n, prompt in enumerate(prompts)])
+        own = [ask(f"strict {n}", prompt, 60, "strict") for n, prompt in enumerate(prompts)]
+        answers = run(engine, own, leave_and_preempt(engine, [], ["strict 0"]))
+        for number in range(len(prompts)):
+            assert text(answers[f"strict {number}"]) == text(exact[f"exact {number}"])
+        run(engine, [ask("loose", prompts[0], 30, "loose")])
+        counts = engine._runner.method_counts()
+        of_index = next(one for one in counts.values() if "index_read_tokens" in one)
+        hits = {sum(one["reuse_hits"]) > 0 for one in counts.values() if "reuse_hits" in one}
+        assert hits == {False, True}
+        assert sum(of_index["index_read_tokens"]) == sum(of_index["index_offloaded_tokens"]) > 0
+        check_rings(engine)
+        check_idle(engine)
+
+
 def test_prompts_whose_attention_was_pruned_are_decoded_by_an_index_as_they_are_read_in_full() -> None:
     """What `prefill: momo` has written is indexed like any other prompt."""
     scheduler = SchedulerConfig(max_running=4, max_context_tokens=1024)

@@ -11,7 +11,7 @@ from scheduler.cache.ring_pool import Rings
 from scheduler.engine.engine import Engine
 from scheduler.sequences.sequence import State
 from tests.scheduler.engines import PAGE, answer, drain, prompt_of
-from tests.scheduler.host_engines import INDEXES, PROFILES, SINK, ask, check_idle, make_engine
+from tests.scheduler.host_engines import INDEXES, PROFILES, RINGS, SINK, ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
 from transfer.reading import Reading
 
@@ -34,7 +34,7 @@ def check_pages(runner: PageRunner) -> int:
     for plan in runner.plans:
         for slot in plan.released_slots:
             ring_of.pop(slot, None)
-        for write in plan.ring_writes:
+        for write in [write for write in plan.ring_writes if write.part == INDEXES]:
             assert write.reading is Reading.INDEXED
             common = write.pages[: write.num_shared]
             if common:
@@ -58,14 +58,19 @@ def check_pages(runner: PageRunner) -> int:
 
 
 def num_shared(runner: PageRunner) -> list[int]:
-    return [write.num_shared for plan in runner.plans for write in plan.ring_writes]
+    return [write.num_shared for plan in runner.plans for write in plan.ring_writes if write.part == INDEXES]
+
+
+def pages_of(sequence: Any) -> list[int]:
+    held = sequence.rings.get(INDEXES)
+    return [] if held is None else held.pages
 
 
 def check_counts(engine: Engine) -> None:
     """Every page is free, or held, and by as many sequences as is counted."""
     rings, held = engine.scheduler.rings, {}
     for sequence in engine.scheduler.roster.holding():
-        for page in sequence.ring_pages:
+        for page in pages_of(sequence):
             held[page] = held.get(page, 0) + 1
     pages = range(len(rings._holders[INDEXES]))
     assert rings._holders[INDEXES] == [held.get(page, 0) for page in pages]
@@ -144,10 +149,11 @@ def test_one_that_stays_on_the_device_takes_no_ring_and_waits_for_none() -> None
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-def test_answers_to_one_prompt_hold_the_pages_of_its_index_together(seed: int | None) -> None:
+@pytest.mark.parametrize("profile", ["indexed", "both"])
+def test_answers_to_one_prompt_hold_the_pages_of_its_index_together(profile: str, seed: int | None) -> None:
     """Three of 3 pages each, of which 2 are common, where 5 pages are all there are."""
-    engine, runner = make_indexed_engine(index_pages=5, order=None if seed is None else Random(seed))
-    answer(engine, [ask(f"r{n}", prompt_of(2500), 12 + n, "indexed") for n in range(3)])
+    engine, runner = make_indexed_engine(num_rings=3, index_pages=5, order=None if seed is None else Random(seed))
+    answer(engine, [ask(f"r{n}", prompt_of(2500), 12 + n, profile) for n in range(3)])
     assert sorted(num_shared(runner)) == [0, 2, 2]
     assert check_pages(runner) == 5
     assert engine.scheduler.roster.num_preemptions == 0
@@ -175,10 +181,10 @@ def test_pages_stay_while_one_of_those_that_hold_them_does() -> None:
     check_pages(runner)
 
 
-def play(seed: int, num_steps: int = 160) -> PageRunner:
+def play(seed: int, num_steps: int = 160, profiles: tuple[str, ...] = ("indexed",)) -> PageRunner:
     """Prompts with common fronts come, grow, are preempted and cancelled, in two lanes; counts hold at each step."""
     draw = Random(seed)
-    engine, runner = make_indexed_engine(num_indexes=4, index_pages=8, order=Random(seed))
+    engine, runner = make_indexed_engine(num_rings=3, num_indexes=4, index_pages=8, order=Random(seed))
     fronts = [prompt_of(2400, salt=salt) for salt in range(2)]
     alive: list[str] = []
     for number in range(num_steps):
@@ -188,7 +194,7 @@ def play(seed: int, num_steps: int = 160) -> PageRunner:
             front = draw.choice(fronts)[: draw.choice([900, 1100, 2100, 2400])]
             alive.append(f"r{number}")
             prompt = front + prompt_of(draw.choice([1, 40]), salt=number)
-            engine.submit([ask(alive[-1], prompt, draw.choice([8, 60]), "indexed")])
+            engine.submit([ask(alive[-1], prompt, draw.choice([8, 60]), profiles[number % len(profiles)])])
         elif change == "cancel" and alive:
             engine.cancel([alive.pop(draw.randrange(len(alive)))])
         elif change == "preempt" and roster.running:
@@ -207,15 +213,21 @@ def test_pages_are_whoevers_tokens_they_have_whatever_becomes_of_those_that_hold
     assert max(num_shared(play(seed))) == 2
 
 
+@pytest.mark.parametrize("seed", [5, 6])
+def test_sequences_that_hold_a_ring_of_each_of_two_methods_share_pages_with_those_that_hold_one(seed: int) -> None:
+    runner = play(seed, profiles=("both", "both", "indexed"))
+    assert {write.part for plan in runner.plans for write in plan.ring_writes} == {RINGS, INDEXES}
+
+
 def test_a_page_too_many_in_common_or_given_back_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     source_of, give_back = Rings._source_of, Rings.give_back
 
     def with_one_more(self: Rings, part: Any, sequence: Any, other: Any, begin: int) -> Any:
         found = source_of(self, part, sequence, other, begin)
-        return replace(found, pages=tuple(other.ring_pages[: len(found.pages) + 1]))
+        return replace(found, pages=tuple(pages_of(other)[: len(found.pages) + 1]))
 
     def of_all(self: Rings, sequence: Any) -> None:
-        for page in sequence.ring_pages:
+        for page in pages_of(sequence):
             self._holders[INDEXES][page] = 1
         give_back(self, sequence)
 
@@ -232,7 +244,7 @@ def test_one_that_takes_its_ring_late_has_the_pages_of_whoever_began_alike() -> 
 
     def running(hashes: list[bytes]) -> Any:
         return SimpleNamespace(
-            ring=None, ring_pages=[], open_context=object(), profile=PROFILES["indexed"], hashes=hashes, slot=0,
+            rings={}, open_context=object(), profile=PROFILES["indexed"], hashes=hashes, slot=0,
             state=State.RUNNING, num_prompt_tokens=2500, num_tokens=2500, next_position=2499,
             request=SimpleNamespace(max_tokens=8, epsilon=None),
         )  # fmt: skip
@@ -246,7 +258,7 @@ def test_one_that_takes_its_ring_late_has_the_pages_of_whoever_began_alike() -> 
     own, second = rings.take_writes()
     assert (own.source, own.num_shared) == (None, 0)
     assert (second.num_shared, second.pages[:2]) == (2, own.pages[:2])
-    assert other.ring is None, "it lacks a page: one is common, and of two others one is free"
+    assert other.rings == {}, "it lacks a page: one is common, and of two others one is free"
     rings.give_back(alike)
     rings.take_late(other, [first, alike, other])
     (third,) = rings.take_writes()

@@ -13,7 +13,7 @@ from gpu.step import PartId, RingWrite, StepPlan
 from scheduler.cache.ring_pool import Rings
 from scheduler.engine.engine import Engine
 from tests.scheduler.engines import PAGE, answer, check_output, drain, prompt_of
-from tests.scheduler.host_engines import RINGS, ask, check_idle, make_engine
+from tests.scheduler.host_engines import INDEXES, RINGS, ask, check_idle, make_engine
 from tests.scheduler.page_runner import PageRunner
 from transfer.reading import Reading
 
@@ -45,9 +45,47 @@ def test_a_request_of_a_profile_that_reuses_holds_a_ring_until_it_leaves() -> No
     engine, runner = make_engine(num_rings=2)
     requests = [ask("a", prompt_of(150), 20, "reusing"), ask("b", prompt_of(200, salt=1), 20, "reusing-down")]
     deltas = start(engine, requests)
-    assert sorted(runner.ring_of.values()) == [(RINGS, 0), (RINGS, 1)]
+    assert sorted(runner.ring_holders) == [(RINGS, 0), (RINGS, 1)]
     assert engine.scheduler.rings.num_free == {RINGS: 0}
     finish(engine, requests, deltas)
+    check_idle(engine, runner)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_request_of_two_methods_with_rings_holds_one_of_each_and_begins_with_copies_of_both(seed: int | None) -> None:
+    order = None if seed is None else Random(seed)
+    engine, runner = make_engine(num_pages=400, num_rings=3, num_indexes=3, limit_blocks=2000, order=order)
+    answer(engine, [ask(f"choice{index}", prompt_of(600), 12, "both") for index in range(3)])
+    given = [(write.slot, write.part) for write in ring_writes(runner)]
+    assert {part for _, part in given[::2]} == {RINGS}
+    assert [(slot, INDEXES) for slot, _ in given[::2]] == given[1::2]
+    assert {write.part for write in ring_writes(runner) if write.source is not None} == {RINGS, INDEXES}
+    check_idle(engine, runner)
+
+
+@pytest.mark.parametrize(("num_rings", "num_indexes"), [(1, 2), (2, 1)])
+def test_a_request_that_lacks_one_of_its_two_rings_holds_none_meanwhile(num_rings: int, num_indexes: int) -> None:
+    engine, runner = make_engine(num_pages=400, num_rings=num_rings, num_indexes=num_indexes, limit_blocks=2000)
+    requests = [ask("first", prompt_of(300), 20, "both"), ask("second", prompt_of(280, salt=1), 20, "both")]
+    engine.submit(requests)
+    deltas: dict[str, list] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+        assert sorted(part.method for part, _ in runner.ring_holders) in ([], ["indexed", "mac"])
+    for request in requests:
+        check_output(request, deltas[request.request_id])
+    check_idle(engine, runner)
+
+
+def test_a_ring_that_comes_late_is_taken_beside_one_that_came_at_admission() -> None:
+    """The prompt stays on the device; the index begins when tokens of the answer are offloaded."""
+    engine, runner = make_engine(num_pages=400, num_rings=1, num_indexes=1, limit_blocks=2000)
+    request = ask("grows", prompt_of(110), 200, "both")
+    answer(engine, [request])
+    given = [(step, write.part) for step, plan in enumerate(runner.plans) for write in plan.ring_writes]
+    assert [part for _, part in given] == [RINGS, INDEXES]
+    assert given[0][0] < given[1][0]
     check_idle(engine, runner)
 
 

@@ -97,6 +97,17 @@ def test_the_default_may_be_named_without_a_profile_and_a_profile_of_that_name_h
     assert set(found.memory.num_rings.values()) == {1}
 
 
+def test_a_profile_that_reuses_over_an_index_is_planned_with_rings_of_both() -> None:
+    found = plan(long(gib=40, profiles={"both": {"reuse": "mac", "host": {"method": "indexed", "rings": 2}}}))
+    items = {item.name: item.bytes for item in found.memory.items}
+    one = 32 * 32 * 1024 * (256 + 256 + 13)
+    mac = next(count for part, count in found.memory.num_rings.items() if part.method == "mac")
+    assert items["rings of mac"] == mac * one > 0
+    assert items["pages of indexed"] >= 96 * 28e6
+    assert items["rings of indexed"] > 0
+    assert found.memory.own_windows["both"] >= 1280, "so that a hit asks the index for nothing"
+
+
 def test_a_request_for_it_where_none_is_planned_is_told_how_to_plan_one() -> None:
     assert why_unknown("indexed", ["exact"]).startswith("'indexed' plans memory for its sequences; name a profile")
 

@@ -33,6 +33,7 @@ COUNTERS = {
     "index_offloaded_tokens": Counter("tokens that steps had an index of, for each KV head and layer"),
     "index_read_tokens": Counter("of these, those that were chosen and read exactly"),
     "index_fetched_rows": Counter("of these, those whose rows came over the link in that step"),
+    "index_scored_tokens": Counter("tokens that steps had an index of, for each query head that read by it and layer"),
     "index_heads": Counter("query heads of rows with an index", by_layer=True),
     "index_estimated_mass": Counter(
         "millionths of the softmax that were estimated, summed over these query heads", by_layer=True
@@ -165,7 +166,6 @@ class Indexed(RingMethod):
         "exceed": "on_exceed",
     }
     kv_host = OFFLOAD_KEYS
-    refuses = {"mac": "a running sequence holds one ring, and both methods want one"}
     reading = Reading.INDEXED
     device_side = "gpu.methods.indexed.device"
     drafts = True
@@ -201,6 +201,14 @@ class Indexed(RingMethod):
             sequence_numbers=2 * slots * architecture.dim,
             page_bytes=sum_bytes(page_arrays(settings, architecture, num_layers, 1).values()),
             page_tokens=SPLIT_TOKENS,
+        )
+
+    def why_not_beside(self, settings: Any, other: str) -> str:
+        if other != "mac" or settings.resident == "full":
+            return ""
+        return (
+            f"with `resident: {settings.resident}` cells up to the window are read by an index, and a summary ends a "
+            "band before its query, which may be further back; set `resident: full`"
         )
 
     def why_no_draft(self, settings: Any, most_tokens: int) -> str:
@@ -247,8 +255,9 @@ class Indexed(RingMethod):
         offloaded, read = sum(counts["index_offloaded_tokens"]), sum(counts["index_read_tokens"])
         token_bytes = settings.token_bytes(architecture.dim) + 2 * architecture.dim // BLOCK_TOKENS
         index_bytes = offloaded * token_bytes
-        saved = offloaded - read
-        return SavedReads(architecture.group * saved, saved, index_bytes, rows_include_host=True)
+        saved, scored = offloaded - read, sum(counts["index_scored_tokens"])
+        keys = scored * saved // offloaded if offloaded else 0
+        return SavedReads(keys, saved, index_bytes, rows_include_host=True, host_rows=offloaded)
 
 
 def _index_tokens(settings: IndexedSettings, num_tokens: int) -> int:

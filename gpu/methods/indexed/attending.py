@@ -21,15 +21,15 @@ from transfer import places
 from transfer.partial import Partial
 from transfer.places import COLUMNS
 
-OFFLOADED, READ, FETCHED, HEADS, MASS = range(5)  # of counts, in the order of `indexed.COUNTERS`
-NUM_COUNTS = 5
+OFFLOADED, READ, FETCHED, TOKENS, HEADS, MASS = range(6)  # of counts, in the order of `indexed.COUNTERS`
+NUM_COUNTS = 6
 TILE = 64  # slots that are attended to at once
 
 _SPLIT, _READS = tl.constexpr(SPLIT_TOKENS), tl.constexpr(READ_SLOTS)
 _KEYS, _VALUES = tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
 _COLUMNS, _MASS_UNIT = tl.constexpr(COLUMNS), tl.constexpr(MASS_UNIT)
 _OFFLOADED, _READ, _FETCHED = tl.constexpr(OFFLOADED), tl.constexpr(READ), tl.constexpr(FETCHED)
-_HEADS, _MASS = tl.constexpr(HEADS), tl.constexpr(MASS)
+_TOKENS, _HEADS, _MASS = tl.constexpr(TOKENS), tl.constexpr(HEADS), tl.constexpr(MASS)
 
 
 def attend_chosen_reference(
@@ -37,29 +37,27 @@ def attend_chosen_reference(
 ) -> None:
     """Compute `attend_chosen` in plain torch."""
     group, dim = group_shape(query, layout.kv_heads)
-    for ring, row in step.entries():
-        if row < 0 or not int(step.num_tokens[ring]):
-            continue
-        for kv_head in range(layout.kv_heads):
-            place, heads = ring * layout.kv_heads + kv_head, slice(kv_head * group, (kv_head + 1) * group)
-            ids = index.ids[place]
-            own = (ids != EMPTY).nonzero().flatten()
-            slot = -1 if step.page_slots is None else int(step.page_slots[ring])
-            if pages is not None and slot >= 0:
-                keys, values = (read_pages(rows, pages, slot, ids[own].long(), kv_head)
-                                for rows in (pages.keys, pages.values))  # fmt: skip
-            else:
-                _fetch_reference(index, work, ring, kv_head, layout)
-                counts[FETCHED] += work.fresh[place].sum()
-                keys, values = index.keys[place, own].float(), index.values[place, own].float()
-            logits = query[row, heads].float() @ keys.T * dim**-0.5
-            lse = logits.logsumexp(-1) if len(own) else torch.full((group,), -torch.inf)
-            work.read_lse[place] = -torch.inf
-            work.read_lse[place, 0] = lse
-            weights = (logits - lse[:, None]).exp()
-            work.read_out[place, 0] = weights @ values
-            counts[OFFLOADED] += step.num_tokens[ring]
-            counts[READ] += len(own)
+    for place, row, count in step.list_places(layout.kv_heads):
+        ring, kv_head = divmod(place, layout.kv_heads)
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        ids = index.ids[place]
+        own = (ids != EMPTY).nonzero().flatten()
+        slot = -1 if step.page_slots is None else int(step.page_slots[ring])
+        if pages is not None and slot >= 0:
+            keys, values = (read_pages(rows, pages, slot, ids[own].long(), kv_head)
+                            for rows in (pages.keys, pages.values))  # fmt: skip
+        else:
+            _fetch_reference(index, work, ring, kv_head, layout)
+            counts[FETCHED] += work.fresh[place].sum()
+            keys, values = index.keys[place, own].float(), index.values[place, own].float()
+        logits = query[row, heads].float() @ keys.T * dim**-0.5
+        lse = logits.logsumexp(-1) if len(own) else torch.full((group,), -torch.inf)
+        work.read_lse[place] = -torch.inf
+        work.read_lse[place, 0] = lse
+        weights = (logits - lse[:, None]).exp()
+        work.read_out[place, 0] = weights @ values
+        counts[OFFLOADED] += count
+        counts[READ] += len(own)
 
 
 def _fetch_reference(index: Index, work: Work, ring: int, kv_head: int, layout: Layout) -> None:
@@ -79,15 +77,15 @@ def join_parts_reference(work: Work, rings: Tensor, wanted: Tensor, step: RingSt
     found = Partial.empty(rows, heads, dim, work.rest_out.device)
     group = work.rest_mass.shape[2]
     for row, ring in enumerate(rings.tolist()):
-        if ring < 0 or not int(step.num_tokens[ring]):
-            continue
-        for head in range(heads):
+        for head in range(heads) if ring >= 0 else ():
             place, member = ring * (heads // group) + head // group, head % group
+            num_tokens = int(step.num_tokens[place])
+            if not num_tokens or not wanted[row, head]:
+                continue
             mass = work.rest_mass[place, :, member].sum()
             counts[HEADS] += 1
             counts[MASS] += int(mass * MASS_UNIT)
-            if not wanted[row, head]:
-                continue
+            counts[TOKENS] += num_tokens
             rest_lse = mass.log() + work.total_lse[place, member]
             lses = torch.cat([work.read_lse[place, :, member], rest_lse[None]])
             rest = work.rest_out[place, :, member].sum(0) @ layout.rotation.T / mass.clamp_min(1e-38)
@@ -112,7 +110,7 @@ def _attend_kernel(
     """Attend to some slots of one place."""
     row, ring, place = place_of(rows, rings, KV_HEADS)
     kv_head, part = place % KV_HEADS, tl.program_id(1)
-    count = tl.load(num_tokens + ring)
+    count = tl.load(num_tokens + place)
     if (row < 0) | (count <= 0):
         return
     member, column = tl.arange(0, SIZE), tl.arange(0, WIDE)[None, :]
@@ -195,14 +193,14 @@ def _join_kernel(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ring, column = tl.load(rings + row), tl.arange(0, WIDE)
     to = row * HEADS + head
+    place = ring.to(tl.int64) * (HEADS // GROUP) + head // GROUP
     count = 0
     if ring >= 0:
-        count = tl.load(num_tokens + ring)
+        count = tl.load(num_tokens + place)
     if count <= 0:
         tl.store(out + to * DIM + column, tl.zeros([WIDE], tl.float32), mask=column < DIM)
         tl.store(lse + to, float("-inf"))
         return
-    place = ring.to(tl.int64) * (HEADS // GROUP) + head // GROUP
     member = head % GROUP
     split, part = tl.arange(0, SPLITS), tl.arange(0, READS)
     is_split, is_part = split * _SPLIT < count, part < reads
@@ -228,8 +226,9 @@ def _join_kernel(
         answer = (tl.sum(read * weight[:, None], 0) + tl.sum(turned * rest[None, :], 1)) / sums
         tl.store(out + to * DIM + dim, tl.where(is_wanted, answer, 0.0), mask=dim < DIM)
     tl.store(lse + to, tl.where(is_wanted, most + tl.log(sums), float("-inf")))
-    tl.atomic_add(counts + _HEADS, tl.full([], 1, tl.int64), sem="relaxed")
-    tl.atomic_add(counts + _MASS, (mass * _MASS_UNIT).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts + _HEADS, is_wanted.to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts + _MASS, tl.where(is_wanted, mass * _MASS_UNIT, 0.0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts + _TOKENS, tl.where(is_wanted, count, 0).to(tl.int64), sem="relaxed")
 
 
 def attend_chosen(
@@ -269,7 +268,7 @@ def join_parts(work: Work, rings: Tensor, wanted: Tensor, step: RingStep, layout
     """Return the partial over all offloaded tokens of rows with a ring, the empty one for others.
 
     rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]`, 0: the head reads nothing of it; shape: rows, heads
-    and dim; counts: int64 `[NUM_COUNTS]`, HEADS and MASS are added to.
+    and dim; counts: int64 `[NUM_COUNTS]`, TOKENS, HEADS and MASS are added to.
     """
     if not runs_on_triton(work.logits):
         return join_parts_reference(work, rings, wanted, step, layout, shape, counts)

@@ -23,7 +23,7 @@ import torch
 
 from gpu.methods.device_side import Lent
 from gpu.methods.indexed.exact import attend_exactly
-from gpu.methods.indexed.reporting import Report
+from gpu.methods.indexed.reporting import UNREPORTED, Report
 from gpu.upload import upload
 from transfer.copies import PASSED, Event
 from transfer.host_tier import Loan
@@ -185,7 +185,10 @@ class Audits:
     def run(self, audit: _Audit) -> None:
         """Read what was audited, and count; in the thread of its own."""
         audit.copied.synchronize()
-        told = {name: one.numpy().astype(np.float64) for name, one in self._told.items()}
+        own = self._told["error"].numpy() != UNREPORTED
+        if not own.any():
+            return  # a step in which all of them took over what another had read
+        told = {name: one.numpy()[own].astype(np.float64) for name, one in self._told.items()}
         reading = audit.reading
         out, lse = attend_exactly(
             reading.table[audit.layer],

@@ -42,25 +42,17 @@ def has_bits(words: Tensor, tokens: Tensor) -> Tensor:
 
 def choose_tokens_reference(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
     """Compute `choose_tokens` in plain torch."""
-    for ring, row in step.entries():
-        count = int(step.num_tokens[ring])
-        if row < 0 or not count:
-            continue
-        for place in range(ring * layout.kv_heads, (ring + 1) * layout.kv_heads):
-            threshold = find_threshold(work.histogram[place], count, int(step.budgets[place]))
-            chosen = (work.bins[place, :count] > threshold).nonzero().flatten()
-            work.chosen[place] = set_bits(chosen, work.chosen.shape[1])
+    for place, _, count in step.list_places(layout.kv_heads):
+        threshold = find_threshold(work.histogram[place], count, int(step.budgets[place]))
+        chosen = (work.bins[place, :count] > threshold).nonzero().flatten()
+        work.chosen[place] = set_bits(chosen, work.chosen.shape[1])
 
 
 def give_slots_reference(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
     """Compute `give_slots` in plain torch."""
-    for ring, row in step.entries():
-        count = int(step.num_tokens[ring])
-        if row < 0 or not count:
-            continue
+    for place, _, count in step.list_places(layout.kv_heads):
         tokens = torch.arange(count, device=work.chosen.device)
-        for place in range(ring * layout.kv_heads, (ring + 1) * layout.kv_heads):
-            _give_slots(index, work, place, tokens[has_bits(work.chosen[place], tokens)])
+        _give_slots(index, work, place, tokens[has_bits(work.chosen[place], tokens)])
 
 
 def _give_slots(index: Index, work: Work, place: int, chosen: Tensor) -> None:
@@ -94,9 +86,9 @@ def _choose_tokens_kernel(
     KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Choose among one split's tokens of one place."""
-    row, ring, place = place_of(rows, rings, KV_HEADS)
+    row, _, place = place_of(rows, rings, KV_HEADS)
     split = tl.program_id(1)
-    count, begin = tl.load(num_tokens + ring), split * _SPLIT
+    count, begin = tl.load(num_tokens + place), split * _SPLIT
     if (row < 0) | (begin >= count):
         return
     token = begin + tl.arange(0, _SPLIT)
@@ -120,8 +112,8 @@ def _slots_kernel(
     KV_HEADS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Give slots to one place's chosen tokens: the n-th free slot to the n-th token that comes."""
-    row, ring, place = place_of(rows, rings, KV_HEADS)
-    count = tl.load(num_tokens + ring)
+    row, _, place = place_of(rows, rings, KV_HEADS)
+    count = tl.load(num_tokens + place)
     if (row < 0) | (count <= 0):
         return
     split, slot, number = tl.arange(0, SPLITS), tl.arange(0, SLOTS), tl.arange(0, WORDS)

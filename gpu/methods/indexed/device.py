@@ -2,7 +2,8 @@
 
 Before a step, tokens that were offloaded since the last one are indexed from their rows in host memory, so growth,
 preemption, a copied ring and pages that were evicted all end in the same place. Within a step nothing is decided by the
-host. The CPU is asked nothing for rows with an index.
+host. The CPU is asked nothing for rows with an index. Query heads that another method spares the rows in host memory
+(`LayerReads.wanted`) take no part in a choice, and a KV head without any other reads nothing of its index.
 
 With `resident: indexed`, a row without a host read has an index of its pages between sink and window. What is indexed
 before a step is what the step skips, and `Upkeep.in_pages` says how much that is: nothing where `resident: auto` finds
@@ -28,11 +29,12 @@ from gpu.methods.indexed.attending import (
     NUM_COUNTS,
     OFFLOADED,
     READ,
+    TOKENS,
     join_parts,
 )
 from gpu.methods.indexed.auditing import Audits, Reading
 from gpu.methods.indexed.crossovers import WHAT, Crossovers, identify, measure_crossovers, pays
-from gpu.methods.indexed.layer_step import new_aside, read_scored
+from gpu.methods.indexed.layer_step import new_aside, read_scored, spare_heads, spare_shares
 from gpu.methods.indexed.reporting import (
     BOUND,
     GENERATION,
@@ -210,14 +212,16 @@ class Indexed(RingSide):
             resident = torch.logaddexp(resident, on_device.far.lse)
         rows, heads, dim = query.shape
         near = on_device.near if on_device.far is None else merge(on_device.near, on_device.far)
-        report = self._of_layers[place]
+        report, is_whole = self._of_layers[place], wanted is own.all_wanted
+        if not is_whole:
+            resident = spare_shares(resident, wanted)
         for rings, steps in own.turns:
-            step = steps[place]
+            step = steps[place] if is_whole else spare_heads(steps[place], wanted, self._layout)
             score_tokens(query, resident.contiguous(), layer, work, step, self._layout)
             read_scored(query, layer, work, step, self._layout, counts, pages, self._asides[reads.skips])
             found = join_parts(work, rings, wanted, step, self._layout, (rows, heads, dim), counts)
             reads.fetched.append(found)
-            report_errors(query, near, found, work, report, step, self._layout)
+            report_errors(query, near, found, wanted, work, report, step, self._layout)
             if self.settings.on_exceed == "reread":
                 read_again(query, found, layer, work, report, step, self._layout)
 
@@ -240,7 +244,7 @@ class Indexed(RingSide):
 
     def counts(self) -> dict[str, list[int]]:
         read, noted, audits = self._told[0], self._told[1], self.audits
-        tokens = read.sum(0)[[OFFLOADED, READ, FETCHED]].tolist()
+        tokens = read.sum(0)[[OFFLOADED, READ, FETCHED, TOKENS]].tolist()
         of_layers = [
             read[:, HEADS].tolist(),
             read[:, MASS].tolist(),
@@ -306,6 +310,7 @@ class Indexed(RingSide):
         share = (num_tokens.long() * round(settings.budget_share * SHARE_UNIT) + SHARE_UNIT - 1) // SHARE_UNIT
         budgets = share.clamp_min(settings.least_tokens).clamp_max(settings.budget_tokens).int()
         of_places = budgets[:, None].expand(-1, self._layout.kv_heads).flatten()
-        step = RingStep(row_of, ring_of, num_tokens, of_places, None if page_slots is None else by_ring(page_slots, -1))
+        counts = num_tokens[:, None].expand(-1, self._layout.kv_heads).flatten()
+        step = RingStep(row_of, ring_of, counts, of_places, None if page_slots is None else by_ring(page_slots, -1))
         doubled = (of_places << self._report.doublings).clamp_max(self.index.ids.shape[2])  # slots
         return tuple(replace(step, budgets=of_layer) for of_layer in doubled)

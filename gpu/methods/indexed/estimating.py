@@ -34,28 +34,24 @@ _SPLIT, _WORD, _BLOCK = tl.constexpr(SPLIT_TOKENS), tl.constexpr(WORD_BITS), tl.
 
 def estimate_rest_reference(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
     """Compute `estimate_rest` in plain torch."""
-    for ring, row in step.entries():
-        count = int(step.num_tokens[ring])
-        if row < 0 or not count:
-            continue
-        for place in range(ring * layout.kv_heads, (ring + 1) * layout.kv_heads):
-            shift = work.shift[place] - work.total_lse[place]
-            shares = (work.logits[place, :count].T.float() + shift[:, None]).exp()
-            is_chosen = has_bits(work.chosen[place], torch.arange(count, device=shares.device))
-            rest = torch.where(is_chosen, 0.0, shares)
-            codes, scales = (index.rows_of(one, place, count) for one in (index.value_codes, index.value_scales))
-            values = decode_reference(codes, scales, layout.value_bits)
-            centres = index.rows_of(index.value_centres, place, count).float()
-            values += centres.repeat_interleave(BLOCK_TOKENS, 0)[:count]
-            work.rest_out[place] = 0.0
-            work.rest_mass[place] = 0.0
-            work.rest_out[place, 0] = rest @ values
-            work.rest_mass[place, 0] = rest.sum(-1)
-            work.rest_square[place] = 0.0
-            own = work.rotated[place].float().square().sum(-1) / KEY_VARIANCE
-            steps = index.rows_of(index.scales, place, count).float().square()
-            noise = VALUE_LOSS[layout.value_bits] + (own[:, None] * steps).clamp_max(MOST_VARIANCE).expm1()
-            work.rest_square[place, 0] = ((rest * scales.float()).square() * noise).sum(-1)
+    for place, _, count in step.list_places(layout.kv_heads):
+        shift = work.shift[place] - work.total_lse[place]
+        shares = (work.logits[place, :count].T.float() + shift[:, None]).exp()
+        is_chosen = has_bits(work.chosen[place], torch.arange(count, device=shares.device))
+        rest = torch.where(is_chosen, 0.0, shares)
+        codes, scales = (index.rows_of(one, place, count) for one in (index.value_codes, index.value_scales))
+        values = decode_reference(codes, scales, layout.value_bits)
+        centres = index.rows_of(index.value_centres, place, count).float()
+        values += centres.repeat_interleave(BLOCK_TOKENS, 0)[:count]
+        work.rest_out[place] = 0.0
+        work.rest_mass[place] = 0.0
+        work.rest_out[place, 0] = rest @ values
+        work.rest_mass[place, 0] = rest.sum(-1)
+        work.rest_square[place] = 0.0
+        own = work.rotated[place].float().square().sum(-1) / KEY_VARIANCE
+        steps = index.rows_of(index.scales, place, count).float().square()
+        noise = VALUE_LOSS[layout.value_bits] + (own[:, None] * steps).clamp_max(MOST_VARIANCE).expm1()
+        work.rest_square[place, 0] = ((rest * scales.float()).square() * noise).sum(-1)
 
 
 @triton.jit
@@ -72,7 +68,7 @@ def _estimate_kernel(
     """
     row, ring, place = place_of(rows, rings, KV_HEADS)
     split = tl.program_id(1)
-    count, begin = tl.load(num_tokens + ring), split * _SPLIT
+    count, begin = tl.load(num_tokens + place), split * _SPLIT
     if (row < 0) | (begin >= count):
         return
     page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)

@@ -4,6 +4,8 @@ Both follow the choice and do not meet before they are joined. Chosen rows wait 
 use a few multiprocessors; the estimate reads the device's memory with all of them.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from gpu.methods.indexed.choosing import choose_tokens, give_slots
 from gpu.methods.indexed.estimating import estimate_rest
 from gpu.methods.indexed.page_rows import Pages
 from gpu.methods.indexed.ring import Index, Layout, Work
-from gpu.methods.indexed.scoring import RingStep
+from gpu.methods.indexed.scoring import ELSEWHERE, RingStep
 
 _FIRST = -1  # a stream's priority
 
@@ -20,6 +22,22 @@ _FIRST = -1  # a stream's priority
 def new_aside(device: torch.device) -> torch.cuda.Stream | None:
     """Return a stream for chosen rows, which go first where both want a multiprocessor; None on the CPU."""
     return torch.cuda.Stream(device, _FIRST) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def spare_heads(step: RingStep, wanted: Tensor, layout: Layout) -> RingStep:
+    """Return a step without the KV heads of which no query head reads by index. wanted: uint8 `[rows, heads]`, 0: the
+    head has what it needs from elsewhere.
+    """
+    num_rings, kv_heads = len(step.num_tokens) // layout.kv_heads, layout.kv_heads
+    is_read = wanted[step.rows.clamp_min(0).long()].unflatten(1, (kv_heads, -1)).amax(2)
+    to = torch.where(step.rows >= 0, step.rings, num_rings).long()  # entries without a row meet behind the last ring
+    of_rings = wanted.new_zeros(num_rings + 1, kv_heads).index_copy_(0, to, is_read)
+    return replace(step, num_tokens=torch.where(of_rings[:num_rings].flatten() != 0, step.num_tokens, 0))
+
+
+def spare_shares(resident_lse: Tensor, wanted: Tensor) -> Tensor:
+    """Return what is resident, so that heads which read nothing by index have no share in any score."""
+    return torch.where(wanted != 0, resident_lse, ELSEWHERE)
 
 
 def read_scored(

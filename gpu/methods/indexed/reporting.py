@@ -41,12 +41,13 @@ from transfer.partial import Partial, merge
 
 ROUNDING = 2.0**-9  # of an output in bfloat16, relative
 NO_LIMIT = torch.finfo(torch.float32).max  # of errors
+UNREPORTED = -1.0
 MOST_DOUBLINGS = 7  # the largest budget is so many doublings above the smallest
 READ_MASS, BOUND, OVER = range(3)  # of `Report.of_layers`
 HEADS, ESTIMATED, READ, STEPS_OVER, GENERATION = range(5)  # of `Report.of_rings`
 
 _SPLIT, _MASS_UNIT = tl.constexpr(SPLIT_TOKENS), tl.constexpr(MASS_UNIT)
-_ROUNDING, _MOST_DOUBLINGS = tl.constexpr(ROUNDING), tl.constexpr(MOST_DOUBLINGS)
+_ROUNDING, _UNREPORTED, _MOST_DOUBLINGS = (tl.constexpr(one) for one in (ROUNDING, UNREPORTED, MOST_DOUBLINGS))
 _READ_MASS, _BOUND, _OVER = tl.constexpr(READ_MASS), tl.constexpr(BOUND), tl.constexpr(OVER)
 _HEADS, _ESTIMATED, _READ = tl.constexpr(HEADS), tl.constexpr(ESTIMATED), tl.constexpr(READ)
 _STEPS_OVER = tl.constexpr(STEPS_OVER)
@@ -58,7 +59,8 @@ class Report:
     """What steps note. By layer, with one axis of layers in front or of one layer, of the last step:
 
     queries, near_out, out: float32 `[places, group, dim]`: the query, what is resident, and the answer.
-    near_lse, error: float32 `[places, group]`: of what is resident, and the expected relative error of the answer.
+    near_lse, error: float32 `[places, group]`: of what is resident, and the expected relative error of the answer;
+    UNREPORTED: of a query head that read nothing by index.
     doublings: int32 `[places]`, of budgets. factor: float32 `[]`, of bounds. of_layers: int64 `[NUM_OF_LAYERS]`, sums
     since the start.
 
@@ -94,60 +96,65 @@ def new_report(shape: Architecture, num_layers: int, num_rings: int, device: tor
     return report
 
 
-def report_errors_reference(query: Tensor, near: Partial, found: Partial, work: Work, report: Report, step: RingStep,
-                            layout: Layout) -> None:  # fmt: skip
+def report_errors_reference(query: Tensor, near: Partial, found: Partial, wanted: Tensor, work: Work, report: Report,
+                            step: RingStep, layout: Layout) -> None:  # fmt: skip
     """Compute `report_errors` in plain torch."""
     group, dim = group_shape(query, layout.kv_heads)
     answer, factor = merge(near, found), float(report.factor)
-    for ring, row in step.entries():
-        if row < 0 or not int(step.num_tokens[ring]):
-            continue
-        for kv_head in range(layout.kv_heads):
-            place, heads = ring * layout.kv_heads + kv_head, slice(kv_head * group, (kv_head + 1) * group)
-            own_lse, scale = answer.lse[row, heads], dim * NUMBER_SQUARE[layout.value_bits]
-            of_total = (work.total_lse[place] - own_lse).exp()
-            expected = scale * work.rest_square[place].sum(0) * of_total.square()
-            lengths = answer.out[row, heads].square().sum(-1).clamp_min(1e-30)
-            error = (expected / lengths + ROUNDING**2).sqrt()
-            report.queries[place] = query[row, heads].float()
-            report.near_out[place], report.near_lse[place] = near.out[row, heads], near.lse[row, heads]
-            report.out[place], report.error[place] = answer.out[row, heads], error
-            estimated = work.rest_mass[place].sum(0) * of_total
-            read = ((found.lse[row, heads] - own_lse).exp() - estimated).clamp_min(0.0)
-            limit = float(report.limits[ring])
-            is_over = factor * error > limit
-            report.of_layers[READ_MASS] += (read * MASS_UNIT).long().sum()
-            report.of_layers[BOUND] += (factor * error * MASS_UNIT).long().sum()
-            report.of_layers[OVER] += is_over.sum()
-            report.of_rings[ring, HEADS] += group
-            report.of_rings[ring, ESTIMATED] += (estimated * MASS_UNIT).long().sum()
-            report.of_rings[ring, READ] += (read * MASS_UNIT).long().sum()
-            report.exceeds[place] = int(is_over.any())
-            if bool(is_over.any()):
-                report.of_rings[ring, STEPS_OVER] += 1 - report.is_over[ring]
-                report.is_over[ring] = 1
-                report.doublings[place] = min(int(report.doublings[place]) + 1, MOST_DOUBLINGS)
-            elif bool((factor * error < limit / 2).all()):
-                report.doublings[place] = max(int(report.doublings[place]) - 1, 0)
+    report.error.unflatten(0, (-1, layout.kv_heads))[step.rings[step.rows >= 0].long()] = UNREPORTED
+    for place, row, _ in step.list_places(layout.kv_heads):
+        ring, kv_head = divmod(place, layout.kv_heads)
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        own = wanted[row, heads] != 0
+        own_lse, scale = answer.lse[row, heads], dim * NUMBER_SQUARE[layout.value_bits]
+        of_total = (work.total_lse[place] - own_lse).exp()
+        expected = scale * work.rest_square[place].sum(0) * of_total.square()
+        lengths = answer.out[row, heads].square().sum(-1).clamp_min(1e-30)
+        error = (expected / lengths + ROUNDING**2).sqrt()
+        report.queries[place] = query[row, heads].float()
+        report.near_out[place], report.near_lse[place] = near.out[row, heads], near.lse[row, heads]
+        report.out[place], report.error[place] = answer.out[row, heads], torch.where(own, error, UNREPORTED)
+        estimated = work.rest_mass[place].sum(0) * of_total
+        read = ((found.lse[row, heads] - own_lse).exp() - estimated).clamp_min(0.0)
+        estimated, read, bound = estimated[own], read[own], factor * error[own]
+        limit = float(report.limits[ring])
+        is_over = bound > limit
+        report.of_layers[READ_MASS] += (read * MASS_UNIT).long().sum()
+        report.of_layers[BOUND] += (bound * MASS_UNIT).long().sum()
+        report.of_layers[OVER] += is_over.sum()
+        report.of_rings[ring, HEADS] += own.sum()
+        report.of_rings[ring, ESTIMATED] += (estimated * MASS_UNIT).long().sum()
+        report.of_rings[ring, READ] += (read * MASS_UNIT).long().sum()
+        report.exceeds[place] = int(is_over.any())
+        if bool(is_over.any()):
+            report.of_rings[ring, STEPS_OVER] += 1 - report.is_over[ring]
+            report.is_over[ring] = 1
+            report.doublings[place] = min(int(report.doublings[place]) + 1, MOST_DOUBLINGS)
+        elif bool((bound < limit / 2).all()):
+            report.doublings[place] = max(int(report.doublings[place]) - 1, 0)
 
 
 @triton.jit
 def _report_kernel(
-    query, near_out, near_lse, found_out, found_lse, total_lse, rest_mass, rest_square, rows, rings, num_tokens,
-    queries, kept_out, kept_lse, outs, errors, doublings, of_layers, of_rings, exceeds, is_over, limits, factor,
-    row_stride, splits, scale,
+    query, near_out, near_lse, found_out, found_lse, wanted, total_lse, rest_mass, rest_square, rows, rings,
+    num_tokens, queries, kept_out, kept_lse, outs, errors, doublings, of_layers, of_rings, exceeds, is_over, limits,
+    factor, row_stride, splits, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Report one place: all query heads of a KV head of a ring."""
     row, ring, place = place_of(rows, rings, KV_HEADS)
-    row, kv_head, count = row.to(tl.int64), place % KV_HEADS, tl.load(num_tokens + ring)
-    if (row < 0) | (count <= 0):
+    row, kv_head, count = row.to(tl.int64), place % KV_HEADS, tl.load(num_tokens + place)
+    if row < 0:
         return
     member, column, split = tl.arange(0, SIZE), tl.arange(0, WIDE)[None, :], tl.arange(0, SPLITS)[:, None]
     is_head = member < GROUP
     is_number = is_head[:, None] & (column < DIM)
     head, to = (row * KV_HEADS + kv_head) * GROUP + member, place * GROUP + member
+    if count <= 0:
+        tl.store(errors + to, tl.zeros([SIZE], tl.float32) + _UNREPORTED, mask=is_head)
+        return
+    is_own = is_head & (tl.load(wanted + head, mask=is_head, other=0) != 0)
     near = tl.load(near_lse + head, mask=is_head, other=0.0)
     found = tl.load(found_lse + head, mask=is_head, other=0.0)
     most = tl.maximum(near, found)
@@ -167,15 +174,15 @@ def _report_kernel(
 
     at = (place * splits + split) * GROUP + member[None, :]
     is_split = (split * _SPLIT < count) & is_head[None, :]
-    of_total = tl.exp(tl.load(total_lse + to, mask=is_head, other=0.0) - own_lse)
+    of_total = tl.exp(tl.load(total_lse + to, mask=is_own, other=0.0) - tl.where(is_own, own_lse, 0.0))
     mass = tl.sum(tl.load(rest_mass + at, mask=is_split, other=0.0), 0) * of_total
     square = tl.sum(tl.load(rest_square + at, mask=is_split, other=0.0), 0) * of_total * of_total
     length = tl.maximum(tl.sum(out * out, 1), 1e-30)
     error = tl.sqrt(square * scale / length + _ROUNDING * _ROUNDING)
-    tl.store(errors + to, error, mask=is_head)
-    bound = tl.where(is_head, error * tl.load(factor), 0.0)
-    read = tl.where(is_head, tl.maximum(of_found / sums - mass, 0.0), 0.0)
-    mass = tl.where(is_head, mass, 0.0)
+    tl.store(errors + to, tl.where(is_own, error, _UNREPORTED), mask=is_head)
+    bound = tl.where(is_own, error * tl.load(factor), 0.0)
+    read = tl.where(is_own, tl.maximum(of_found / sums - mass, 0.0), 0.0)
+    mass = tl.where(is_own, mass, 0.0)
     limit = tl.load(limits + ring)
     num_over = tl.sum((bound > limit).to(tl.int64), 0)
     read_mass, rest = tl.sum((read * _MASS_UNIT).to(tl.int64), 0), tl.sum((mass * _MASS_UNIT).to(tl.int64), 0)
@@ -183,7 +190,7 @@ def _report_kernel(
     tl.atomic_add(of_layers + _BOUND, tl.sum((bound * _MASS_UNIT).to(tl.int64), 0), sem="relaxed")
     tl.atomic_add(of_layers + _OVER, num_over, sem="relaxed")
     sums_of_ring = of_rings + ring * _OF_RINGS
-    tl.atomic_add(sums_of_ring + _HEADS, tl.full([], GROUP, tl.int64), sem="relaxed")
+    tl.atomic_add(sums_of_ring + _HEADS, tl.sum(is_own.to(tl.int64), 0), sem="relaxed")
     tl.atomic_add(sums_of_ring + _ESTIMATED, rest, sem="relaxed")
     tl.atomic_add(sums_of_ring + _READ, read_mass, sem="relaxed")
     before = tl.load(doublings + place)
@@ -196,23 +203,24 @@ def _report_kernel(
         tl.store(doublings + place, tl.maximum(before - 1, 0))
 
 
-def report_errors(query: Tensor, near: Partial, found: Partial, work: Work, report: Report, step: RingStep,
-                  layout: Layout) -> None:  # fmt: skip
+def report_errors(query: Tensor, near: Partial, found: Partial, wanted: Tensor, work: Work, report: Report,
+                  step: RingStep, layout: Layout) -> None:  # fmt: skip
     """Note one layer's errors of rows with a ring; above a ring's limit they are counted, and budgets double.
 
-    query: `[rows, heads, dim]`; near: what is resident; found: what `join_parts` returned; report: of the layer, whose
-    `is_over` is 0 before the step's first layer.
+    query: `[rows, heads, dim]`; near: what is resident; found: what `join_parts` returned of `wanted`; report: of the
+    layer, whose `is_over` is 0 before the step's first layer.
     """
     if not runs_on_triton(work.logits):
-        report_errors_reference(query, near, found, work, report, step, layout)
+        report_errors_reference(query, near, found, wanted, work, report, step, layout)
         return
     group, dim = group_shape(query, layout.kv_heads)
     splits = work.rest_mass.shape[1]
     _report_kernel[(step.num_entries * layout.kv_heads,)](
-        query, near.out.contiguous(), near.lse.contiguous(), found.out, found.lse, work.total_lse, work.rest_mass,
-        work.rest_square, step.rows, step.rings, step.num_tokens, report.queries, report.near_out, report.near_lse,
-        report.out, report.error, report.doublings, report.of_layers, report.of_rings, report.exceeds, report.is_over,
-        report.limits, report.factor, query.stride(0), splits, dim * NUMBER_SQUARE[layout.value_bits],
+        query, near.out.contiguous(), near.lse.contiguous(), found.out, found.lse, wanted, work.total_lse,
+        work.rest_mass, work.rest_square, step.rows, step.rings, step.num_tokens, report.queries,
+        report.near_out, report.near_lse, report.out, report.error, report.doublings, report.of_layers,
+        report.of_rings, report.exceeds, report.is_over, report.limits, report.factor, query.stride(0), splits,
+        dim * NUMBER_SQUARE[layout.value_bits],
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=triton.next_power_of_2(group), DIM=dim,
         WIDE=triton.next_power_of_2(dim), SPLITS=triton.next_power_of_2(splits), num_warps=4,
     )  # fmt: skip

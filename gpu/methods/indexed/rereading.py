@@ -29,17 +29,14 @@ def read_again_reference(query: Tensor, found: Partial, index: Index, report: Re
                          layout: Layout) -> None:  # fmt: skip
     """Compute `read_again` in plain torch."""
     group, dim = group_shape(query, layout.kv_heads)
-    for ring, row in step.entries():
-        count = int(step.num_tokens[ring])
-        if row < 0 or not count:
+    for place, row, count in step.list_places(layout.kv_heads):
+        if not report.exceeds[place]:
             continue
-        for kv_head in range(layout.kv_heads):
-            if not report.exceeds[ring * layout.kv_heads + kv_head]:
-                continue
-            heads = slice(kv_head * group, (kv_head + 1) * group)
-            keys, values = read_rows(index, ring, kv_head, torch.arange(count), layout.rows)
-            logits = query[row, heads].float() @ keys.T * dim**-0.5
-            found.out[row, heads], found.lse[row, heads] = logits.softmax(-1) @ values, logits.logsumexp(-1)
+        ring, kv_head = divmod(place, layout.kv_heads)
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        keys, values = read_rows(index, ring, kv_head, torch.arange(count), layout.rows)
+        logits = query[row, heads].float() @ keys.T * dim**-0.5
+        found.out[row, heads], found.lse[row, heads] = logits.softmax(-1) @ values, logits.logsumexp(-1)
 
 
 @triton.jit
@@ -52,7 +49,7 @@ def _read_again_kernel(
     """Attend to one split of one place."""
     row, ring, place = place_of(rows, rings, KV_HEADS)
     kv_head, split = place % KV_HEADS, tl.program_id(1)
-    count, begin = tl.load(num_tokens + ring), split * _SPLIT
+    count, begin = tl.load(num_tokens + place), split * _SPLIT
     if (row < 0) | (begin >= count):
         return
     if tl.load(exceeds + place) == 0:
@@ -94,8 +91,8 @@ def _replace_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Replace the partial of one query head by what was read again."""
-    row, ring, place = place_of(rows, rings, KV_HEADS)
-    row, kv_head, count = row.to(tl.int64), place % KV_HEADS, tl.load(num_tokens + ring)
+    row, _, place = place_of(rows, rings, KV_HEADS)
+    row, kv_head, count = row.to(tl.int64), place % KV_HEADS, tl.load(num_tokens + place)
     member = tl.program_id(1)
     if (row < 0) | (count <= 0):
         return

@@ -25,6 +25,7 @@ from gpu.operations.arguments import runs_on_triton
 TILE, WARPS = 128, 2  # tokens that are scored at once, and by how many warps
 MOST_STEPS = 16_000.0  # of the largest number of a query; two digits of int8 hold 16,319
 ROTATED_COLUMNS = 32  # of a KV head's queries, that one program makes
+ELSEWHERE = 1e30  # as what is resident of a query head that reads no token here: none has a share of its softmax
 LOG2E = 1.4426950408889634
 BINS_PER_OCTAVE = 20
 LOWEST_OCTAVE = -20  # scores of 2^-20 and less are alike
@@ -38,9 +39,10 @@ _PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE
 @dataclass(frozen=True, slots=True)
 class RingStep:
     """Rows of a step that hold a ring, each another one. rows, rings: int32 `[entries]`, -1: no row, and any ring: a
-    captured step has as many entries as it has room for, and kernels a program for each; num_tokens: int32 `[rings]`,
-    of a ring with an index; budgets: int32 `[places]`, of which a KV head reads so many exactly; page_slots: int32
-    `[rings]`, the slot in whose pages these tokens lie, -1: in host memory; None: all do.
+    captured step has as many entries as it has room for, and kernels a program for each; num_tokens: int32 `[places]`,
+    of a ring with an index, 0 where no query head of a KV head reads them; budgets: int32 `[places]`, of which a KV
+    head reads so many exactly; page_slots: int32 `[rings]`, the slot in whose pages these tokens lie, -1: in host
+    memory; None: all do.
     """
 
     rows: Tensor
@@ -53,9 +55,11 @@ class RingStep:
     def num_entries(self) -> int:
         return self.rows.shape[0]
 
-    def entries(self) -> list[tuple[int, int]]:
-        """Return each entry's ring and row."""
-        return list(zip(self.rings.tolist(), self.rows.tolist(), strict=True))
+    def list_places(self, kv_heads: int) -> list[tuple[int, int, int]]:
+        """Return the places that read something: each with its row and its number of tokens."""
+        counts, entries = self.num_tokens.tolist(), zip(self.rings.tolist(), self.rows.tolist(), strict=True)
+        own = [(ring * kv_heads + kv_head, row) for ring, row in entries if row >= 0 for kv_head in range(kv_heads)]
+        return [(place, row, counts[place]) for place, row in own if counts[place]]
 
 
 def bin_of(scores: Tensor) -> Tensor:
@@ -81,26 +85,23 @@ def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, wo
                            layout: Layout) -> None:  # fmt: skip
     """Compute `score_tokens` in plain torch."""
     group, dim = group_shape(query, layout.kv_heads)
-    for ring, row in step.entries():
-        num_tokens = int(step.num_tokens[ring])
-        if row < 0 or not num_tokens:
-            continue
-        for kv_head in range(layout.kv_heads):
-            place, heads = ring * layout.kv_heads + kv_head, slice(kv_head * group, (kv_head + 1) * group)
-            codes, scales = (index.rows_of(one, place, num_tokens) for one in (index.codes, index.scales))
-            keys = decode_reference(codes, scales, layout.key_bits)
-            rotated = query[row, heads].float() @ layout.rotation * dim**-0.5
-            work.rotated[place] = rotated.half()
-            logits = rotated @ keys.T
-            work.logits[place, :num_tokens] = logits.T.half()
-            work.shift[place] = centre_terms(query, index, place, row, layout)
-            logits = work.logits[place, :num_tokens].T.float() + work.shift[place][:, None]
-            total = torch.logaddexp(logits.logsumexp(-1), resident_lse[row, heads].float())
-            work.total_lse[place] = total
-            scores = (logits - total[:, None]).exp().sum(0)
-            bins = bin_of(scores)
-            work.bins[place, :num_tokens] = bins.short()
-            work.histogram[place] = torch.bincount(bins, minlength=BINS).int()
+    for place, row, num_tokens in step.list_places(layout.kv_heads):
+        first = place % layout.kv_heads * group
+        heads = slice(first, first + group)
+        codes, scales = (index.rows_of(one, place, num_tokens) for one in (index.codes, index.scales))
+        keys = decode_reference(codes, scales, layout.key_bits)
+        rotated = query[row, heads].float() @ layout.rotation * dim**-0.5
+        work.rotated[place] = rotated.half()
+        logits = rotated @ keys.T
+        work.logits[place, :num_tokens] = logits.T.half()
+        work.shift[place] = centre_terms(query, index, place, row, layout)
+        logits = work.logits[place, :num_tokens].T.float() + work.shift[place][:, None]
+        total = torch.logaddexp(logits.logsumexp(-1), resident_lse[row, heads].float())
+        work.total_lse[place] = total
+        scores = (logits - total[:, None]).exp().sum(0)
+        bins = bin_of(scores)
+        work.bins[place, :num_tokens] = bins.short()
+        work.histogram[place] = torch.bincount(bins, minlength=BINS).int()
 
 
 @triton.jit
@@ -118,9 +119,9 @@ def _rotate_kernel(
     PART: tl.constexpr,
 ):  # fmt: skip
     """Make some columns of the rotated queries of one place; the first program also clears its histogram."""
-    row, ring, place = place_of(rows, rings, KV_HEADS)
+    row, _, place = place_of(rows, rings, KV_HEADS)
     kv_head = place % KV_HEADS
-    if (row < 0) | (tl.load(num_tokens + ring) <= 0):
+    if (row < 0) | (tl.load(num_tokens + place) <= 0):
         return
     member, column = tl.arange(0, SIZE), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     own = query + row.to(tl.int64) * row_stride + (kv_head * GROUP + member)[:, None] * DIM
@@ -179,7 +180,7 @@ def _score_kernel(
     """Score one split of one place, in whole numbers: a query is in steps, of two digits each."""
     row, ring, place = place_of(rows, rings, KV_HEADS)
     split = tl.program_id(1)
-    count, begin = tl.load(num_tokens + ring), split * _SPLIT
+    count, begin = tl.load(num_tokens + place), split * _SPLIT
     if (row < 0) | (begin >= count):
         return
     page = page_of(table, ring, split, place % KV_HEADS, splits, KV_HEADS)
@@ -288,9 +289,9 @@ def _count_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Find and count one split's bins of one place; the first split's program also stores the lse of all."""
-    row, ring, place = place_of(rows, rings, KV_HEADS)
+    row, _, place = place_of(rows, rings, KV_HEADS)
     kv_head, split = place % KV_HEADS, tl.program_id(1)
-    count, begin = tl.load(num_tokens + ring), split * _SPLIT
+    count, begin = tl.load(num_tokens + place), split * _SPLIT
     if (row < 0) | (begin >= count):
         return
     member = tl.arange(0, SIZE)
@@ -317,7 +318,7 @@ def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, 
     `histogram`, whose first bin means nothing.
 
     query: `[rows, heads, dim]`, rotated by position; resident_lse: float32 `[rows, heads]`, of what is read on the
-    device; index: of the layer.
+    device, or ELSEWHERE; index: of the layer.
     """
     if not runs_on_triton(index.codes):
         score_tokens_reference(query, resident_lse, index, work, step, layout)
