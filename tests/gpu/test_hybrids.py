@@ -41,7 +41,9 @@ GREEDY = SamplingParams(temperature=0.0)
 PAGES = 40
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    "name", [*HYBRIDS, *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_next", "qwen3_5_moe"))]
+)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_64_greedy_tokens_behind_any_prompt_are_those_of_transformers(name: str, length: int) -> None:
     known, prompt = checkpoint(name), draw_prompt(length)
