@@ -84,6 +84,8 @@ class Profile:
         """Return why a request may not say which error is too large, behind the profile's name; empty: it may."""
         if self.draft is not None:
             return "has drafts, and budgets would follow errors of tokens that are not drawn"
+        if any(part.method.slot == "reuse" for part in self.parts):
+            return "takes over attention of earlier queries, whose errors nothing bounds"
         return self.host_part.method.why_no_epsilon(self.host_part.settings)
 
     @property

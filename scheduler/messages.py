@@ -87,7 +87,7 @@ class Fusion(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: a name of `gpu.fusion.fusion_plan`.
     ratio: of all prompt tokens, recomputed, in [0, 1].
-    select_layer, seam_tokens: of policies that look.
+    select_layer, seam_tokens: of policies that choose.
     """
 
     policy: str
@@ -133,8 +133,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def prefix_salt(self) -> str:
         """Return what requests have alike that share prefixes: what is decoded depends on epsilon, too."""
-        salt = f"{self.adapter} {self.cache_salt}" if self.adapter else self.cache_salt
-        return salt if self.epsilon is None else f"{self.epsilon!r} {salt}"
+        return f"{self.adapter} {self.told_salt}" if self.adapter else self.told_salt
+
+    @property
+    def told_salt(self) -> str:
+        """Return the part of `prefix_salt` that cache events tell as one beside the adapter."""
+        return self.cache_salt if self.epsilon is None else f"{self.epsilon!r} {self.cache_salt}"
 
     @property
     def num_prompt_tokens(self) -> int:

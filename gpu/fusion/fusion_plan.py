@@ -77,7 +77,7 @@ def plan_fused(
     """Return the plan of a prompt's tokens `[begin, num_tokens)`, or None where all of them are computed as ever.
 
     chunks: ascending, disjoint, behind `begin`. `[num_prompt_tokens, num_tokens)` was drawn before the sequence gave
-    way: it is text, and asks nothing. windows: of the model's layers; the layer that looks attends to everything.
+    way: it is text, and asks nothing. windows: of the model's layers; the layer that chooses attends to everything.
     Raises UnknownPolicyError.
     """
     name, ratio = settings.policy, settings.ratio

@@ -174,7 +174,7 @@ class PrefixCache:
             return
         tokens = sequence.tokens_from(begin * self._page_tokens)[: (end - begin) * self._page_tokens]
         request = sequence.request
-        events.describe(self.known_hashes(sequence), begin, end, tokens, request.adapter, request.cache_salt)
+        events.describe(self.known_hashes(sequence), begin, end, tokens, request.adapter, request.told_salt)
 
     def leave_live(self, sequence: Sequence) -> None:
         """Publish the pages of a sequence that is preempted, for itself alone where they are not whole or end with

@@ -255,8 +255,9 @@ ATTENTION: dict[str, Rule] = {
 DECODING: dict[str, Rule] = {
     **ATTENTION,
     **does("of a profile that bounds its errors: a head whose bound is above it reads twice as much at the next step, "
-           "and steps with such a head are counted (`index_steps_over`). Prefixes are shared with requests of the same "
-           "value. Default: the profile's `errors.epsilon`", "attention_epsilon"),
+           "as far as the profile has slots (they are planned for its own `errors.epsilon`), and steps with such a "
+           "head are counted (`index_steps_over`). Prefixes are shared with requests of the same value. Default: the "
+           "profile's `errors.epsilon`", "attention_epsilon"),
 }  # fmt: skip
 
 SESSION: dict[str, Rule] = does(

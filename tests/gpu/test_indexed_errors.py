@@ -19,7 +19,7 @@ from tests.gpu.kernel_oracles import distance, wide
 from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt
 from tests.gpu.test_host_read_graphs import Recorded, fake_graphs
-from tests.gpu.test_indexed_serving import FEW, IndexedTwins
+from tests.gpu.test_indexed_serving import FEW, NEVER, ON_CARD, IndexedTwins
 from tests.gpu.test_kernels_indexed import draw_query, partial_of, softmax_logits
 from tests.gpu.test_kernels_indexed_errors import TOKENS, near_of, report_step
 from tests.gpu.twin_runners import check_steps
@@ -195,6 +195,14 @@ def test_a_head_above_epsilon_reads_twice_as_much_at_each_step_up_to_its_slots(e
         assert max(reads) <= 46
     assert twins.side.figures_of(0)["index_steps_over"] == over
     assert (sum(counts_of(twins.side).heads_over) > 0) == bool(over)
+
+
+def test_a_context_that_is_whole_on_the_card_has_a_bound_before_anything_is_audited() -> None:
+    twins = IndexedTwins({**FEW, **ON_CARD, "errors": {"epsilon": 1e-4}}, offload_block_tokens=NEVER)
+    twins.prefill([document_prompt(600, 1)])
+    for _ in range(3):
+        twins.step([0])
+    assert twins.side.figures_of(0)["index_steps_over"] == 3
 
 
 def test_a_captured_step_goes_by_the_epsilon_of_whoever_holds_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:

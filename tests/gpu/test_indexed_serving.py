@@ -345,6 +345,16 @@ def test_a_captured_step_of_resident_rows_is_replayed(monkeypatch: pytest.Monkey
     assert counts_of(twins.side).read_tokens > 0
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_resident_rows_of_two_parts_are_exact_whichever_side_comes_first(is_first: bool) -> None:
+    other = indexed_part(ALL | ON_CARD | {"key_bits": 8})
+    twins = IndexedTwins(ALL | ON_CARD, before=() if is_first else (other,), beside=(other,) if is_first else (),
+                         offload_block_tokens=NEVER)  # fmt: skip
+    twins.prefill([PROMPT])
+    check_steps(twins, [0], 4)
+    assert counts_of(twins.side).read_tokens > 0
+
+
 def test_a_resident_row_beside_a_row_of_mac_is_exact() -> None:
     composition = Composition.model_validate({"reuse": {"method": "mac", "min_context_tokens": 0}})
     mac = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_parts[0]

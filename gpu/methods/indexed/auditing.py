@@ -119,7 +119,10 @@ class Audits:
         self.of_layers = [AuditSums() for _ in range(layers)]
         self.worst = 0.0
         self.calibration = Calibration(layers)
-        self.factors, self._is_new = self.calibration.factors, True
+        self.factors, self._is_new = self.calibration.factors, False
+        report.factor.copy_(
+            torch.from_numpy(self.factors)
+        )  # also of steps that read no host memory, so are not audited
         self._steps = self._turn = 0
         self._picked: _Audit | None = None
         self._last: _Audit | None = None

@@ -194,7 +194,7 @@ class Indexed(RingSide):
             return
         own = self._of_rows[reads.rows]
         if own.bounds is not None and own.is_in_pages is not None:
-            others = reads.bounds if reads.has_far else None  # of rows that hold another method's ring
+            others = reads.bounds  # of rows that hold a ring of another part
             reads.bounds = own.bounds if others is None else torch.where(own.is_in_pages, own.bounds, others)
         wanted = reads.wanted if reads.skips and reads.wanted is not None else own.all_wanted
         reads.kept[self] = wanted
