@@ -3,7 +3,7 @@
 A recurrent layer is `gpu.layers.delta_layers`. Any other is norm, QKV, RoPE and KV write; what methods do before
 attention; the host read; attention to resident cells and to what methods have fetched; the host's answer; the merge of
 all partials; output projection and MLP. Each (row, head) states what it reads, by its bounds on the device and by its
-host read. Every cell of its context is read once; in a layer with a window, every cell of that
+host read. Every cell of its context is read once, or counted as dropped; in a layer with a window, every cell of that
 window, and methods take no part there. A step that requests anything of the CPU does so, and awaits the answer, in
 every offloaded layer, whatever its rows read there. A step in which methods alone read host memory requests nothing.
 """
@@ -169,7 +169,7 @@ def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, 
 def check_coverage(
     reads: LayerReads, on_device: DevicePartials, answers: Sequence[Partial], ringed: Sequence[RingSide] = ()
 ) -> None:
-    """Check that the device, the host and methods with rings together read or took over each row's context, or
+    """Check that the device, the host and methods with rings together read, took over or dropped each row's context, or
     its window, once. Waits for device and host. Raises CoverageError.
     """
     rows = reads.rows
