@@ -100,8 +100,6 @@ def test_blocks_that_a_method_excludes_are_not_covered(block: int) -> None:
         exchange.slot.excluded = torch.zeros(len(exchange.slot.flags), NUM_KV_HEADS, 1, dtype=torch.int32)
     method.has_bits = True
     twins.prefill([document_prompt(300, 1)])
-    with pytest.raises(
-        CoverageError, match=r"layer 1, request of slot 0, head 0: resident 96, host 192 = 288 tokens"
-    ):
+    with pytest.raises(CoverageError, match=r"layer 1, request of slot 0, head 0: resident 96, host 192 = 288 tokens"):
         twins.step([0])
     assert method.covered == [208 - BLOCK_TOKENS], "of each head"
