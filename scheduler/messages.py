@@ -137,7 +137,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def told_salt(self) -> str:
-        """Return the part of `prefix_salt` that cache events tell as one beside the adapter."""
+        """Return the salt that cache events tell beside the adapter: the request's own, with its epsilon in front."""
         return self.cache_salt if self.epsilon is None else f"{self.epsilon!r} {self.cache_salt}"
 
     @property

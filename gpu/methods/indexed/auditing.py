@@ -120,9 +120,8 @@ class Audits:
         self.worst = 0.0
         self.calibration = Calibration(layers)
         self.factors, self._is_new = self.calibration.factors, False
-        report.factor.copy_(
-            torch.from_numpy(self.factors)
-        )  # also of steps that read no host memory, so are not audited
+        # Steps that read no host memory are never audited, and have bounds all the same
+        report.factor.copy_(torch.from_numpy(self.factors))
         self._steps = self._turn = 0
         self._picked: _Audit | None = None
         self._last: _Audit | None = None

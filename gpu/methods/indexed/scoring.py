@@ -38,11 +38,13 @@ _PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """Rows of a step that hold a ring, each another one. rows, rings: int32 `[entries]`, -1: no row, and any ring: a
-    captured step has as many entries as it has room for, and kernels a program for each; num_tokens: int32 `[places]`,
-    of a ring with an index, 0 where no query head of a KV head reads them; budgets: int32 `[places]`, of which a KV
-    head reads so many exactly; page_slots: int32 `[rings]`, the slot in whose pages these tokens lie, -1: in host
-    memory; None: all do.
+    """Hold the rows of a step that read by a ring, at most one row a ring.
+
+    rows, rings: int32 `[entries]`, a row and its ring; a row of -1 stands for none, beside any ring, since a captured
+    step has a fixed number of entries. Kernels have programs for each entry. num_tokens: int32 `[places]`, tokens with
+    an index, 0 where no query head of the KV head reads them. budgets: int32 `[places]`, how many of these the KV head
+    reads exactly. page_slots: int32 `[rings]`, the slot in whose pages these tokens lie, -1: in host memory; None: all
+    are in host memory.
     """
 
     rows: Tensor
