@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from gpu.batching.capture import capture
+from gpu.batching.capture import graph_seconds
 from gpu.ranks import ProcessRanks, Ranks, SmallSums
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,6 @@ _SIZES = tuple(4096 << power for power in range(9))  # bytes, of sums that are t
 _DTYPES = (torch.bfloat16, torch.float32)  # that the kernel has
 _ALIGNMENT = 16  # bytes, of what a thread loads and stores
 _SUMS = 32  # of a captured graph
-_ROUNDS = 8
 
 Time = tuple[int, float, float]
 Seconds = Callable[[Callable[[Tensor], Tensor], int, torch.device], float]  # of one sum of so many bytes
@@ -111,7 +110,7 @@ def choose(
     assert sums is not None, "all ranks have opened it"
     if not _agree(ranks, what_is_wrong(ranks, sums, device)):
         return None
-    times = list(_times(ranks, sums, device, seconds or graph_seconds))
+    times = list(_times(ranks, sums, device, seconds or _sum_seconds))
     sums.most_bytes = quicker_up_to(times)
     if ranks.rank == 0:
         told = " ".join(f"{size}:{1e6 * by_nccl:.1f}/{1e6 * own:.1f}" for size, by_nccl, own in times)
@@ -143,19 +142,10 @@ def _times(ranks: Ranks, sums: SmallSums, device: torch.device, seconds: Seconds
         yield size, ranks.most(seconds(ranks.add_up, size, device)), ranks.most(seconds(sums.add_up, size, device))
 
 
-def graph_seconds(add_up: Callable[[Tensor], Tensor], num_bytes: int, device: torch.device) -> float:
+def _sum_seconds(add_up: Callable[[Tensor], Tensor], num_bytes: int, device: torch.device) -> float:
     """Return the seconds that a sum of so many bytes takes between others, in a captured graph."""
     partial = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
-    graph, _ = capture(lambda: [add_up(partial) for _ in range(_SUMS)], None)
-    took = []
-    for _ in range(_ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        took.append(begin.elapsed_time(end))
-    return 1e-3 * min(took) / _SUMS
+    return graph_seconds(lambda: [add_up(partial) for _ in range(_SUMS)]) / _SUMS
 
 
 def what_is_wrong(ranks: Ranks, sums: SmallSums, device: torch.device) -> str | None:

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from gpu.batching.capture import graph_seconds
 from gpu.batching.halving import Halving, most_rows_of_parts
 from gpu.batching.step_reads import StepReads
 from gpu.decode.followers import Followers
@@ -299,8 +300,9 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:
-        """Capture the decode steps of every kind as CUDA graphs; does nothing on the CPU."""
+        """Choose how decode steps multiply, and capture those of every kind as CUDA graphs; does nothing on the CPU."""
         if self.device.type == "cuda":
+            self._prefill.decoder.projections.choose_tiles(batch_sizes, graph_seconds)
             self.decode_steps.capture(batch_sizes, on_progress)
 
     @torch.inference_mode()

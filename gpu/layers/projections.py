@@ -6,6 +6,8 @@ Bytes moved: the weights once for each call. On the CPU a library repacks them i
 notice; small decode batches go through `gpu.cpu_step.cpu_step` there.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +18,7 @@ from gpu.layers.expert_mlp import ExpertMlp
 from gpu.layers.staged_experts import StagedExperts
 from gpu.layers.widened import Widened
 from gpu.model.matrix_formats import OF_EXPERTS, widened_bytes
-from gpu.model.spec import Architecture
+from gpu.model.spec import Activation, Architecture
 from gpu.operations.experts.shared_expert import add_shared
 from gpu.operations.head_norm import HeadNorms
 from gpu.operations.kv.latent_write import LATENT_EPS
@@ -30,11 +32,12 @@ from gpu.operations.linear.adapter_product import (
     swiglu_raised,
 )
 from gpu.operations.linear.packed_matrix import Stored
+from gpu.operations.linear.tile_choice import Product, TileChoice, Use
 from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.swiglu import swiglu
 from gpu.ranks import Ranks
 from gpu.weights.host_experts import tensors_of
-from gpu.weights.matrix import PackedMatrix, as_matrix
+from gpu.weights.matrix import Matrix, PackedMatrix, PlainMatrix, as_matrix
 from gpu.weights.weights import Weights
 
 
@@ -63,8 +66,13 @@ class Projections:
         self._cap, self._gain = architecture.logit_cap, architecture.logit_gain
         size = widened_bytes(architecture, weights.embedding.dtype.itemsize)
         widened = self.widened = Widened(size, weights.embedding.device)
+        self._tile_choice = choice = TileChoice()
         self._matrices = [
-            {name: as_matrix(stored, widened) for name, stored in layer.matrices.items() if name not in OF_EXPERTS}
+            {
+                name: as_matrix(stored, widened, choice)
+                for name, stored in layer.matrices.items()
+                if name not in OF_EXPERTS
+            }
             for layer in weights.layers
         ]
         for layer in self._matrices:
@@ -75,7 +83,7 @@ class Projections:
             else ExpertMlp(layer.experts, spec.experts, spec.activation, index, self.staged, self._is_first)
             for index, (layer, spec) in enumerate(zip(weights.layers, architecture.layers, strict=True))
         ]  # fmt: skip
-        self._logits = as_matrix(weights.logits)
+        self._logits = as_matrix(weights.logits, choice=choice)
 
     def warm_up(self, most_tokens: int) -> None:
         """Compile what depends on how many tokens there are, up to so many: products of experts, of each kind."""
@@ -89,6 +97,36 @@ class Projections:
                 kinds.setdefault(formats, (experts, norm))
         for experts, norm in kinds.values():
             experts.warm_up(most_tokens, norm)
+
+    def choose_tiles(self, sizes: Sequence[int], seconds: Callable[[Callable[[], object]], float]) -> None:
+        """Choose by time how decode steps of so many rows are multiplied by plain matrices, on CUDA. seconds: runs and
+        times work on the device.
+        """
+        properties = torch.cuda.get_device_properties(self.weights.embedding.device)
+        self._tile_choice.choose(self._products(), sizes, seconds, properties.shared_memory_per_block_optin)
+
+    def _products(self) -> list[Product]:
+        """Return the products of decode steps with plain matrices in bf16, those of one shape and use together."""
+        found: dict[tuple[Use, torch.Size], Product] = {}
+
+        def add(
+            use: Use, matrix: Matrix, x_dtype: torch.dtype = torch.bfloat16, activation: Activation = "silu"
+        ) -> None:
+            if isinstance(matrix, PlainMatrix) and matrix.dtype == torch.bfloat16:
+                key, weight = (use, matrix.weight.shape), matrix.weight
+                before = found[key].weights if key in found else ()
+                found[key] = Product(use, (*before, weight), x_dtype, activation)
+
+        for matrices, layer, spec in zip(self._matrices, self.weights.layers, self._specs, strict=True):
+            for name, matrix in matrices.items():
+                if name == "output":
+                    add("add", matrix, torch.float32)
+                elif name == "gate_up" and layer.gate_up_bias is None:
+                    add("gate_up", matrix, activation=spec.activation)
+                else:
+                    add("add" if name == "down" else "linear", matrix)
+        add("logits", self._logits)
+        return [*found.values()]
 
     def qkv(
         self, layer: int, hidden: Tensor, kept: Tensor | None = None, adapters: AdapterRows | None = None

@@ -21,6 +21,8 @@ from gpu.operations.linear.packed_linear import (
 )  # fmt: skip
 from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.operations.linear.plain_linear import gate_up_swiglu, linear, logits_linear, norm_gate_up_swiglu, norm_linear
+from gpu.operations.linear.plain_tiles import Tiles
+from gpu.operations.linear.tile_choice import TileChoice, Use
 
 
 class Matrix(Protocol):
@@ -53,10 +55,11 @@ class Matrix(Protocol):
 
 
 class PlainMatrix:
-    """A tensor as it lies there: bf16 or float32."""
+    """A tensor as it lies there: bf16 or float32. choice: how several tokens are multiplied; None: as `linear` does."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, choice: TileChoice | None = None) -> None:
         self.weight = weight
+        self._choice = choice
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,22 +70,25 @@ class PlainMatrix:
         return self.weight.nbytes
 
     def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return linear(x, self.weight, residual)
+        return linear(x, self.weight, residual, self._tiles("linear" if residual is None else "add", x))
 
     def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
-        return norm_linear(x, norm, eps, self.weight, bias)
+        return norm_linear(x, norm, eps, self.weight, bias, self._tiles("linear", x))
 
     def gate_up(self, x: Tensor, activation: Activation) -> Tensor:
-        return gate_up_swiglu(x, self.weight, activation)
+        return gate_up_swiglu(x, self.weight, activation, self._tiles("gate_up", x))
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
-        return norm_gate_up_swiglu(x, norm, eps, self.weight, activation)
+        return norm_gate_up_swiglu(x, norm, eps, self.weight, activation, self._tiles("gate_up", x))
 
     def logits(self, x: Tensor) -> Tensor:
-        return logits_linear(x, self.weight)
+        return logits_linear(x, self.weight, self._tiles("logits", x))
 
     def unpack(self) -> Tensor:
         return self.weight
+
+    def _tiles(self, use: Use, x: Tensor) -> Tiles | None:
+        return None if self._choice is None else self._choice.tiles(use, self.weight, len(x))
 
 
 class PackedMatrix:
@@ -119,11 +125,13 @@ class PackedMatrix:
         return unpack(self.packed)
 
 
-def as_matrix(held: Tensor | Packed | Matrix, widened: Widen = widen) -> Matrix:
-    """Return what multiplies by weights in place. widened: what widens packed ones for prefill."""
+def as_matrix(held: Tensor | Packed | Matrix, widened: Widen = widen, choice: TileChoice | None = None) -> Matrix:
+    """Return what multiplies by weights in place. widened: what widens packed ones for prefill; choice: of plain ones,
+    how several tokens are multiplied.
+    """
     if isinstance(held, Packed):
         return PackedMatrix(held, widened)
-    return PlainMatrix(held) if isinstance(held, Tensor) else held
+    return PlainMatrix(held, choice) if isinstance(held, Tensor) else held
 
 
 Held = Stored | Matrix  # a matrix in its place

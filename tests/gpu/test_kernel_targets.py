@@ -100,7 +100,14 @@ from gpu.operations.linear.packed_linear import (
     unpack,
 )
 from gpu.operations.linear.packed_matrix import Packed
-from gpu.operations.linear.plain_linear import linear, logits_linear, norm_gate_up_swiglu, norm_linear
+from gpu.operations.linear.plain_linear import (
+    gate_up_swiglu,
+    linear,
+    logits_linear,
+    norm_gate_up_swiglu,
+    norm_linear,
+)
+from gpu.operations.linear.plain_tiles import Tiles, candidates, fitted
 from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.operations.prefill_attention.scattered_attention import scattered_attention_kernel
 from gpu.operations.race import race
@@ -277,6 +284,28 @@ def _projections(shape: Architecture, dtype: torch.dtype) -> None:
         linear(middle, weight(shape.hidden, shape.intermediate), x)
         if tokens == 1:  # more go to cuBLAS
             logits_linear(x, weight(shape.vocab_size, shape.hidden))
+
+
+def _tiled(shape: Architecture, dtype: torch.dtype) -> None:
+    if dtype != torch.bfloat16:
+        return
+    attention, hidden, intermediate = shape.num_heads * shape.dim, shape.hidden, shape.intermediate
+
+    def ways(rows: int, inner: int, tokens: int, itemsize: int, is_activated: bool) -> list[Tiles]:
+        found = candidates(rows, inner, tokens, is_activated)
+        cut = [fitted(one, tokens, itemsize, is_activated, SHARED_KIB[89] * 1024) for one in found]
+        return [one for one in cut if one is not None]
+
+    for tokens in (4, 32, 64):
+        x = empty(tokens, hidden, dtype=dtype)
+        for tiles in ways(hidden, attention, tokens, 4, False):
+            linear(empty(tokens, attention), empty(hidden, attention, dtype=dtype), x, tiles)
+        for tiles in ways(attention, hidden, tokens, 2, False):
+            linear(x, empty(attention, hidden, dtype=dtype), None, tiles)
+        for tiles in ways(intermediate, hidden, tokens, 2, True):
+            gate_up_swiglu(x, empty(2 * intermediate, hidden, dtype=dtype), "silu", tiles)
+        for tiles in ways(shape.vocab_size, hidden, tokens, 2, False):
+            logits_linear(x, empty(shape.vocab_size, hidden, dtype=dtype), tiles)
 
 
 def _packed(shape: Architecture, dtype: torch.dtype) -> None:
@@ -746,6 +775,8 @@ LAUNCHES: dict[str, Callable[[Architecture, torch.dtype], None]] = {
     "_bounds_kernel": _mac,
     "_complete_kernel": _mac,
     "_gemv_kernel": _projections,
+    "_plain_tiles_kernel": _tiled,
+    "_add_parts_kernel": _tiled,
     "_packed_tiles_kernel": _packed,
     "_unpack_kernel": _packed,
     "_router_logits_kernel": _experts,

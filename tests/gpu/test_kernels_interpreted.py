@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "offload_rows", "exchange", "merge", "gather", "momo",
            "mac", "fused", "packed", "predictor", "predicted", "scattered", "kv_rows", "experts", "fetch_experts",
            "far_experts", "expert_request", "indexed", "indexed_errors", "indexed_words", "latent",
-           "recurrent", "linked")  # fmt: skip
+           "recurrent", "linked", "plain_tiles")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
@@ -27,6 +27,7 @@ SELECTED = " or ".join(
         "(test_kernels_attention and cpu and float32 and (contexts0-shape0 or contexts1-shape6 or padding or nan))",
         "(test_kernels_attention and cpu and float32 and (bounds_many-shape0 or largest))",
         "(test_kernels_linear and bfloat16 and (1-50-1056 or 3-50-1056 or 4-6-72))",
+        "(test_kernels_plain_tiles and not cuda and not 16-)",
         "(test_sampler_race and cpu and (reference or edges) and not 200-24 and not 64-1025)",
         "(test_kernels_simhash and cpu and float32 and not 8193 and not random_rows)",
         "(test_kernels_offload_rows and cpu and float32 and not shape3 and not shape4)",

@@ -1,9 +1,9 @@
 """Projections of a decode step, with RMSNorm, SwiGLU and the residual fused in where one token is decoded.
 
-For one token of a bf16 weight on CUDA the weight's bytes are the whole cost, and one Triton kernel streams them; more
-tokens go to the vendor's matrix product, which is faster from two on (lab/LAB.md). A program owns whole output rows,
-so a result does not depend on how programs are scheduled. Bytes moved: the weight once; each program reads the token
-(and the norm's weight) again, from L1 and L2.
+For one token of a bf16 weight on CUDA the weight's bytes are the whole cost, and one Triton kernel streams them. With
+several, `plain_tiles` multiplies where tiles are given, and the vendor's matrix product elsewhere. A program owns whole
+output rows, so a result does not depend on how programs are scheduled. Bytes moved: the weight once; each program reads
+the token (and the norm's weight) again, from L1 and L2.
 """
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpu.model.spec import Activation, is_gated
 from gpu.operations.arguments import check, runs_on_triton
+from gpu.operations.linear.plain_tiles import MOST_TILED_TOKENS, Tiles, plain_tiles
 from gpu.operations.rms_norm import check_norm, rms_norm
 from gpu.operations.swiglu import activated, swiglu
 
@@ -81,22 +82,25 @@ def _gemv_kernel(
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < num_rows)
 
 
-def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
     """Return `x @ weight.T (+ residual)`: x `[tokens, in]`, weight `[out, in]`, residual `[tokens, out]` -> `[tokens,
     out]`.
 
     The result is new and in weight.dtype; x may be float32 where the weight is bf16 (a partial's output, for instance).
-    Raises ValueError for another shape, or a residual of another dtype or device.
+    tiles: how 2 to MOST_TILED_TOKENS tokens are multiplied, here as in other products; None: by the vendor's. Raises
+    ValueError for another shape, or a residual of another dtype or device.
     """
     _check_inner("linear", x, weight)
     if residual is not None:
         check("linear", "residual", residual, (x.shape[0], weight.shape[0]), weight.dtype, weight.device)
+    if tiles is not None and _is_tiled(x, weight):
+        return plain_tiles(x, weight, residual, None, weight.dtype, tiles)
     if not _is_gemv(x, weight):
         return linear_reference(x, weight, residual)
     return _launch(x, weight, None, 0.0, residual, None, weight.dtype)
 
 
-def logits_linear(x: Tensor, weight: Tensor) -> Tensor:
+def logits_linear(x: Tensor, weight: Tensor, tiles: Tiles | None = None) -> Tensor:
     """Return `x @ weight.T` in float32: x `[tokens, in]` and weight `[vocab, in]` of one dtype -> `[tokens, vocab]`.
 
     On CUDA sums are never rounded to bf16: spacing 2**-4 at a logit of 16 would tie and reorder tokens. On the CPU bf16
@@ -104,6 +108,8 @@ def logits_linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     _check_inner("logits_linear", x, weight)
     check("logits_linear", "x", x, tuple(x.shape), weight.dtype, weight.device)
+    if tiles is not None and _is_tiled(x, weight):
+        return plain_tiles(x, weight, None, None, torch.float32, tiles)
     if _is_gemv(x, weight):
         return _launch(x, weight, None, 0.0, None, None, torch.float32)
     if weight.is_cuda and weight.dtype != torch.float32:
@@ -111,7 +117,9 @@ def logits_linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight).float()
 
 
-def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, tiles: Tiles | None = None
+) -> Tensor:
     """Return `rms_norm(x, norm_weight, eps) @ weight.T (+ bias)`: x `[tokens, hidden]`, weight `[out, hidden]`, bias
     `[out]`, norm_weight `[hidden]` of weight.dtype or float32 -> `[tokens, out]`.
 
@@ -121,14 +129,17 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias
     check_norm("norm_linear", "norm_weight", norm_weight, x)
     if bias is not None:
         check("norm_linear", "bias", bias, (weight.shape[0],), weight.dtype, weight.device)
+    if tiles is not None and _is_tiled(x, weight):
+        return plain_tiles(rms_norm(x, norm_weight, eps), weight, bias, None, weight.dtype, tiles)
     if not _is_gemv(x, weight):
         return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
     return _launch(x, weight, norm_weight, eps, bias, None, weight.dtype)
 
 
 def norm_gate_up_swiglu(
-    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu"
-) -> Tensor:
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu",
+    tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
     """Return `swiglu(rms_norm(x) @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first, or
     `[intermediate, hidden]` of an activation without a gate.
 
@@ -136,14 +147,20 @@ def norm_gate_up_swiglu(
     """
     _check_inner("norm_gate_up_swiglu", x, gate_up_weight)
     check_norm("norm_gate_up_swiglu", "norm_weight", norm_weight, x)
+    if tiles is not None and _is_tiled(x, gate_up_weight):
+        return gate_up_swiglu(rms_norm(x, norm_weight, eps), gate_up_weight, activation, tiles)
     if not _is_gemv(x, gate_up_weight):
         return swiglu(F.linear(rms_norm(x, norm_weight, eps), gate_up_weight), activation)
     return _launch(x, gate_up_weight, norm_weight, eps, None, activation, gate_up_weight.dtype)
 
 
-def gate_up_swiglu(x: Tensor, gate_up_weight: Tensor, activation: Activation = "silu") -> Tensor:
+def gate_up_swiglu(
+    x: Tensor, gate_up_weight: Tensor, activation: Activation = "silu", tiles: Tiles | None = None
+) -> Tensor:
     """Return `swiglu(x @ gate_up_weight.T)`, as `norm_gate_up_swiglu` does of normed rows."""
     _check_inner("gate_up_swiglu", x, gate_up_weight)
+    if tiles is not None and _is_tiled(x, gate_up_weight):
+        return plain_tiles(x, gate_up_weight, None, activation, gate_up_weight.dtype, tiles)
     if not _is_gemv(x, gate_up_weight):
         return swiglu(F.linear(x, gate_up_weight), activation)
     return _launch(x, gate_up_weight, None, 0.0, None, activation, gate_up_weight.dtype)
@@ -156,7 +173,16 @@ def _check_inner(op: str, x: Tensor, weight: Tensor) -> None:
 
 
 def _is_gemv(x: Tensor, weight: Tensor) -> bool:
-    if not runs_on_triton(x) or x.shape[0] != 1 or weight.dtype != torch.bfloat16:
+    return x.shape[0] == 1 and _is_multiplied(x, weight)
+
+
+def _is_tiled(x: Tensor, weight: Tensor) -> bool:
+    return 1 < x.shape[0] <= MOST_TILED_TOKENS and _is_multiplied(x, weight)
+
+
+def _is_multiplied(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the kernels here take these tensors."""
+    if not runs_on_triton(x) or weight.dtype != torch.bfloat16:
         return False
     return x.dtype in (torch.bfloat16, torch.float32) and x.stride(1) == 1 and weight.is_contiguous()
 

@@ -1,0 +1,181 @@
+"""Several tokens times a bf16 matrix: tiles of weights go through shared memory to tensor cores.
+
+Bias or residual and the activation are fused in. The weight is the first operand, so that few tokens fill a product of
+64 rows. A program owns rows of the result, or a part of their columns; then a second kernel adds the parts' sums up in
+their order, so a result does not depend on how programs are scheduled. Bytes moved: the weight once for each tile of
+tokens, and the tokens once for each program, from L2.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpu.model.spec import Activation, is_gated
+from gpu.operations.arguments import INTERPRETED
+from gpu.operations.swiglu import activated
+
+MOST_TILED_TOKENS = 64
+LEAST_TOKENS = 16  # of a tile
+MANY_ROWS = 8192  # programs of whole rows fill a device
+SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a product is cut: `rows` by `columns` of the weight at a time, `stages` of them on their way; `parts`:
+    programs that share the columns of their rows, `splits`: parts of these columns that the warps of a program share.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int
+    stages: int
+    splits: int = 1
+    parts: int = 1
+
+
+def candidates(num_rows: int, inner: int, tokens: int, has_one_part: bool) -> list[Tiles]:
+    """Return the tiles that are among the fastest somewhere, of 40 that were timed on an H200 (lab/LAB.md).
+
+    num_rows: of the result, which has so many tokens; has_one_part: whether sums of parts of the columns are of no use,
+    as for an activation.
+    """
+    few = tokens <= LEAST_TOKENS
+    if has_one_part or num_rows >= MANY_ROWS:
+        return [Tiles(64, 128, 4, 4), Tiles(128, 128, 4, 3) if few else Tiles(128, 64, 4, 4)]
+    found = [Tiles(64, 128, 4, 4), Tiles(64, 128, 4, 4, parts=2)]
+    found.append(Tiles(16, 64, 4, 4, splits=4) if few else Tiles(128, 64, 4, 4, parts=4))
+    return [one for one in found if one.parts == 1 or inner % (one.columns * one.parts) == 0]
+
+
+def fitted(tiles: Tiles, tokens: int, x_itemsize: int, gates: bool, most_bytes: int) -> Tiles | None:
+    """Return the tiles with as many stages as shared memory of `most_bytes` holds; None: it holds no two."""
+    of_weights = 2 * tiles.rows * (1 + gates)
+    stage = tiles.columns * tiles.splits * (of_weights + x_itemsize * block_of(tokens))
+    stages = min(tiles.stages, most_bytes // stage)
+    return replace(tiles, stages=stages) if stages >= 2 else None
+
+
+def block_of(tokens: int) -> int:
+    """Return the tokens of a tile, with the padding that they are multiplied with."""
+    return max(LEAST_TOKENS, triton.next_power_of_2(tokens))
+
+
+@triton.jit
+def _tile(
+    sums, x, weight, row, token, column, is_token, inner, x_stride,
+    EVEN: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return sums, and the products of the tile of these columns."""
+    if EVEN:
+        weights = tl.load(weight + row * inner + column, eviction_policy="evict_first")
+        tokens = tl.load(x + token * x_stride + column, mask=is_token, other=0.0)
+    else:
+        inside = column < inner
+        weights = tl.load(weight + row * inner + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        tokens = tl.load(x + token * x_stride + column, mask=is_token & inside, other=0.0)
+    turned = tl.permute(tokens.to(DTYPE), (0, 2, 1)) if SPLITS > 1 else tl.trans(tokens.to(DTYPE))
+    return tl.dot(weights.to(DTYPE), turned, sums, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _plain_tiles_kernel(
+    x, weight, added, out, sums_out, num_tokens, num_rows, inner, x_stride, added_stride,
+    GATES: tl.constexpr, ACTIVATION: tl.constexpr, ADDS: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr, SPLITS: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    first_row, first_token = tl.program_id(0) * BLOCK_ROWS, tl.program_id(1) * BLOCK_TOKENS
+    row = tl.minimum(tl.arange(0, BLOCK_ROWS), num_rows - 1 - first_row)
+    token = first_token + tl.arange(0, BLOCK_TOKENS)
+    is_token = token < num_tokens
+    column = tl.arange(0, BLOCK_INNER)
+    if SPLITS > 1:
+        row, token, is_token = row[None, :, None], token[None, :, None], is_token[None, :, None]
+        column = tl.arange(0, SPLITS)[:, None, None] * BLOCK_INNER + column[None, None, :]
+        sums = tl.zeros([SPLITS, BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    else:
+        row, token, is_token, column = row[:, None], token[:, None], is_token[:, None], column[None, :]
+        sums = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    up_sums = sums
+    own = weight + first_row.to(tl.int64) * inner
+    ups = own + num_rows.to(tl.int64) * inner
+    share = inner // PARTS
+    first = tl.program_id(2) * share
+    for begin in tl.range(first, first + share, BLOCK_INNER * SPLITS, num_stages=STAGES):
+        sums = _tile(sums, x, own, row, token, begin + column, is_token, inner, x_stride, EVEN, SPLITS, DTYPE)
+        if GATES:
+            up_sums = _tile(up_sums, x, ups, row, token, begin + column, is_token, inner, x_stride, EVEN, SPLITS,
+                            DTYPE)  # fmt: skip
+    result = tl.sum(sums, 0) if SPLITS > 1 else sums
+    if ACTIVATION != "none":
+        result = activated(result, tl.sum(up_sums, 0) if SPLITS > 1 else up_sums, ACTIVATION)
+    row_out = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
+    token_out = (first_token + tl.arange(0, BLOCK_TOKENS)[None, :]).to(tl.int64)
+    inside = (row_out < num_rows) & (token_out < num_tokens)
+    place = token_out * num_rows + row_out
+    if PARTS > 1:
+        part = tl.program_id(2).to(tl.int64) * num_tokens
+        tl.store(sums_out + part * num_rows + place, result, mask=inside)
+    else:
+        if ADDS:
+            before = tl.load(added + token_out * added_stride + row_out, mask=inside, other=0.0)
+            result += before.to(tl.float32)
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _add_parts_kernel(
+    sums, added, out, num_tokens, num_rows, added_stride,
+    ADDS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    total = tl.zeros([BLOCK], tl.float32)
+    for PART in tl.static_range(PARTS):
+        total += tl.load(sums + (PART * num_tokens + token) * num_rows + row, mask=inside, other=0.0)
+    if ADDS:
+        total += tl.load(added + token * added_stride + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * num_rows + row, total.to(out.dtype.element_ty), mask=inside)
+
+
+def plain_tiles(
+    x: Tensor, weight: Tensor, added: Tensor | None, activation: Activation | None, dtype: torch.dtype, tiles: Tiles
+) -> Tensor:
+    """Return `x @ weight.T (+ added)`, or `activation(gate) * up` of it, new, `[tokens, rows]` of `dtype`. Arguments
+    are checked.
+
+    x: `[tokens, inner]`, bf16 or float32, of 2 to MOST_TILED_TOKENS tokens; weight: bf16 `[rows, inner]`, contiguous,
+    twice as many rows where the activation has a gate, gate first; added: `[tokens, rows]`, or `[rows]` for all; none
+    with an activation.
+    """
+    gates = activation is not None and is_gated(activation)
+    (tokens, inner), num_rows = x.shape, len(weight) // (1 + gates)
+    assert added is None or activation is None, "nothing is added to what is activated"
+    assert tiles.parts == 1 or activation is None, "parts of a sum are not activated"
+    x = x if x.stride(1) == 1 else x.contiguous()
+    block_tokens = block_of(tokens)
+    out = torch.empty(tokens, num_rows, dtype=dtype, device=x.device)
+    before, stride = (out, 0) if added is None else (added.contiguous(), 0 if added.ndim == 1 else num_rows)
+    sums = out
+    if tiles.parts > 1:
+        sums = torch.empty(tiles.parts, tokens, num_rows, dtype=torch.float32, device=x.device)
+    is_narrow = weight.dtype == torch.bfloat16 and not INTERPRETED  # which multiplies bits
+    grid = triton.cdiv(num_rows, tiles.rows), triton.cdiv(tokens, block_tokens), tiles.parts
+    _plain_tiles_kernel[grid](
+        x, weight, before, out, sums, tokens, num_rows, inner, x.stride(0), stride,
+        GATES=gates, ACTIVATION=activation or "none", ADDS=added is not None,
+        EVEN=inner % (tiles.columns * tiles.splits * tiles.parts) == 0,
+        DTYPE=tl.bfloat16 if is_narrow else tl.float32, BLOCK_ROWS=tiles.rows, BLOCK_TOKENS=block_tokens,
+        BLOCK_INNER=tiles.columns, SPLITS=tiles.splits, PARTS=tiles.parts, STAGES=tiles.stages,
+        num_warps=tiles.num_warps,
+    )  # fmt: skip
+    if tiles.parts > 1:
+        _add_parts_kernel[(triton.cdiv(num_rows, SUM_BLOCK), tokens)](
+            sums, before, out, tokens, num_rows, stride, ADDS=added is not None, PARTS=tiles.parts, BLOCK=SUM_BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+    return out
