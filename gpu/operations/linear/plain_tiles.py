@@ -43,12 +43,14 @@ def candidates(num_rows: int, inner: int, tokens: int, has_one_part: bool) -> li
     num_rows: of the result, which has so many tokens; has_one_part: whether sums of parts of the columns are of no use,
     as for an activation.
     """
-    few = tokens <= LEAST_TOKENS
     if has_one_part or num_rows >= MANY_ROWS:
-        return [Tiles(64, 128, 4, 4), Tiles(128, 128, 4, 3) if few else Tiles(128, 64, 4, 4)]
-    found = [Tiles(64, 128, 4, 4), Tiles(64, 128, 4, 4, parts=2)]
-    found.append(Tiles(16, 64, 4, 4, splits=4) if few else Tiles(128, 64, 4, 4, parts=4))
-    return [one for one in found if one.parts == 1 or inner % (one.columns * one.parts) == 0]
+        return [Tiles(64, 128, 4, 4), Tiles(128, 128, 4, 3) if tokens <= 32 else Tiles(128, 64, 4, 4)]
+    found = [Tiles(64, 128, 4, 4)]
+    if inner % (2 * 128) == 0:
+        found.append(Tiles(64, 128, 4, 4, parts=2))
+    if tokens <= LEAST_TOKENS:
+        found.append(Tiles(16, 64, 4, 4, splits=4))
+    return found
 
 
 def fitted(tiles: Tiles, tokens: int, x_itemsize: int, gates: bool, most_bytes: int) -> Tiles | None:
