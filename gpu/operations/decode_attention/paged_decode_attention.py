@@ -48,6 +48,7 @@ CONFIGS = {
 }
 
 REDUCED_DIMS = 128  # of a program that merges splits: all of a head of 512 take it as long as attention does
+NUMBERS_OF_A_WARP = 1024  # of splits that are merged: many programs of few numbers wait for their warps
 DECODED_DIMS = tuple(sorted({dim for _, dim in CONFIGS}))
 
 
@@ -268,10 +269,11 @@ def merge_splits(
     """
     out, lse, covered = given
     requests, heads, dim = out.shape[-3:]
-    block_dim = min(REDUCED_DIMS, triton.next_power_of_2(dim))
+    block_dim, block_splits = min(REDUCED_DIMS, triton.next_power_of_2(dim)), triton.next_power_of_2(splits)
     _reduce_kernel[(requests, heads, triton.cdiv(dim, block_dim))](
         workspace.out, workspace.lse, split_covered, out, lse, slots if covered is None else covered, slots,
         context_lens, splits,
-        HEADS=heads, DIM=dim, BLOCK_DIM=block_dim, BLOCK_SPLITS=triton.next_power_of_2(splits),
-        BLOCK_TOKENS=block_tokens, COUNTED=covered is not None, num_warps=4,
+        HEADS=heads, DIM=dim, BLOCK_DIM=block_dim, BLOCK_SPLITS=block_splits,
+        BLOCK_TOKENS=block_tokens, COUNTED=covered is not None,
+        num_warps=min(4, max(1, block_splits * block_dim // NUMBERS_OF_A_WARP)),
     )  # fmt: skip
