@@ -168,7 +168,7 @@ class FakeEngine:
         self.load()
         while True:
             self.pulse.begin_turn()
-            if self.pull.poll(0 if self.settings.get("token_s", 0.0) == 0 and self.running else 1):
+            if self.pull.poll(0 if self.has_due() else 1):
                 while self.pull.poll(0):
                     message = self.decode(self.pull.recv())
                     if isinstance(message, Shutdown):
@@ -176,6 +176,11 @@ class FakeEngine:
                         return
                     self.handle(message)
             self.step()
+
+    def has_due(self) -> bool:
+        """Return whether a token is due at once."""
+        now = time.monotonic()
+        return self.settings.get("token_s", 0.0) == 0 and any(one.due_s <= now for one in self.running.values())
 
     def handle(self, message: ToEngine) -> None:
         if isinstance(message, Expect):

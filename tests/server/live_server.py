@@ -47,7 +47,7 @@ class Running:
     async def until(self, holds: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:
         async with asyncio.timeout(seconds):
             while not await holds():
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.02)
 
     async def until_ready(self) -> None:
         async def ready() -> bool:

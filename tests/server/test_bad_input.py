@@ -19,14 +19,6 @@ NAMED = {"type": "function", "function": {"name": "g"}}
 DEEP = "[" * 100_000 + "]" * 20_000
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture
-def live(shared_live: Running) -> Running:
-    return shared_live
-
-
 def tool_with(function: dict) -> dict:
     return {"type": "function", "function": {"name": "f"} | function}
 
@@ -335,12 +327,6 @@ async def test_each_profile_has_a_longest_context_of_its_own(live):
     assert "110, the context has 100" in error["message"]
     cut = await live.http.post(COMPLETION, json=body | {"attention_profile": "narrow", "max_tokens": None})
     assert cut.json()["usage"]["completion_tokens"] == 10
-
-
-async def test_a_default_limit_is_cut_to_the_context_but_a_given_one_is_not(live):
-    body = {"prompt": [7] * 16380, "temperature": 0}
-    assert (await live.http.post(COMPLETION, json=body)).json()["usage"]["completion_tokens"] == 4
-    assert (await live.http.post(COMPLETION, json=body | {"max_tokens": 5})).status_code == 400
 
 
 async def test_a_50_mb_body_is_refused_unread(live):

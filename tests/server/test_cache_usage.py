@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 
 from server.routes.chat.chat_answers import Usage
 from server.routes.messages.message_answers import MessageUsage
@@ -16,13 +15,12 @@ HI = [{"role": "user", "content": "Hi there, you."}]
 PASSED = {"computing_is_faster": 512, "reads_paused": 0}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest.fixture(scope="module")
 async def passing() -> AsyncIterator[Running]:
     async with running_server(make_deployment(), fake_command(disk=1, passed_over=512, computed_again=48)) as live:
         yield live
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("path", "body", "usage", "details"),
     [
@@ -48,7 +46,6 @@ async def test_tokens_that_are_computed_though_they_are_there_are_told_with_the_
     }
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_restore_tells_them_too(passing: Running) -> None:
     said = [{"role": "user", "content": "so " * 40}]
     await passing.http.post("/v1/chat/completions", json={"messages": said, "max_tokens": 4, "session_id": "s"})

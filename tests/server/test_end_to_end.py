@@ -1,7 +1,6 @@
 """`tandem serve` on the reference model, with the real engine process, asked by the official client."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from typing import Literal
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 import yaml
 from openai import BadRequestError, NotFoundError, OpenAI, pydantic_function_tool
@@ -26,7 +24,6 @@ from server.deployment import load_deployment
 from server.planning.deployment_plan import resolve_plan
 from tests.server.event_subscriber import AllBlocksCleared, BlockStored, Subscriber
 from tests.server.live_server import REFERENCE, ROOT
-from tests.tolerances import CHUNKING_LOGPROB_ATOL
 from transfer.machine import probe_machine
 
 START_SECONDS = 200
@@ -311,25 +308,6 @@ def test_answers_are_held_to_what_was_asked(client):
         texts(structured_outputs={"json": {"type": "array", "uniqueItems": True}})
 
 
-def test_a_question_about_a_document_is_answered_and_the_next_one_finds_its_prefix(client):
-    first = client.chat.completions.create(model="reference", messages=CHAT, temperature=0, max_tokens=24)
-    assert "4815162" in first.choices[0].message.content
-    assert first.choices[0].finish_reason == "stop"
-    chunks = list(
-        client.chat.completions.create(
-            model="reference",
-            messages=CHAT,
-            temperature=0,
-            max_tokens=24,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
-    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert streamed == first.choices[0].message.content
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0.9 * first.usage.prompt_tokens
-
-
 def test_a_session_is_told_of_and_nothing_of_it_is_found_once_it_is_forgotten(server, client):
     root, asked = server[1], {"model": "reference", "max_tokens": 4, "temperature": 0}
 
@@ -370,58 +348,6 @@ def test_an_answer_with_drafts_is_the_answer_without_and_what_was_predicted_is_t
         assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
     with pytest.raises(BadRequestError, match=r"prediction.content\[0\].type"):
         client.chat.completions.create(prediction={"type": "content", "content": [{"type": "image"}]}, **options)
-
-
-def test_prompt_logprobs_of_echo_are_those_of_scoring_the_same_tokens_one_by_one(client, tokenizer):
-    text = "It was the best of times, it was the worst of times"
-    options = {"model": "reference", "temperature": 0, "logprobs": 1}
-    whole = client.completions.create(prompt=text, echo=True, max_tokens=1, **options).choices[0]
-    num_prompt = len(tokenizer.encode(text, True))
-    assert len(whole.logprobs.tokens) == num_prompt + 1
-    assert whole.logprobs.token_logprobs[0] is None
-    assert whole.text.startswith(text)
-    token_ids = tokenizer.encode(text, True)
-    for i in (3, num_prompt - 1):
-        bias = {str(token_ids[i]): 100}
-        alone = client.completions.create(prompt=token_ids[:i], max_tokens=1, logit_bias=bias, **options).choices[0]
-        assert alone.logprobs.tokens == [whole.logprobs.tokens[i]]
-        scored = alone.logprobs.token_logprobs[0]
-        assert abs(scored - whole.logprobs.token_logprobs[i]) < CHUNKING_LOGPROB_ATOL
-        assert abs(scored - whole.logprobs.token_logprobs[i - 1]) > CHUNKING_LOGPROB_ATOL, "one position off is seen"
-
-
-def test_the_same_seed_draws_the_same_text_and_n_counts_up_from_it(client):
-    options = {"model": "reference", "prompt": "Once upon a time", "temperature": 1.0, "max_tokens": 12}
-    many = client.completions.create(seed=7, n=3, **options)
-    texts = [choice.text for choice in many.choices]
-    assert len(set(texts)) > 1
-    assert texts[1] == client.completions.create(seed=8, **options).choices[0].text
-
-
-def test_a_killed_engine_is_replaced(server, client):
-    def engine() -> psutil.Process | None:
-        children = psutil.Process(server[0].pid).children()
-        return next((child for child in children if "scheduler.engine.engine_process" in child.cmdline()), None)
-
-    first = engine()
-    with httpx.stream(
-        "POST",
-        f"{server[1]}/v1/completions",
-        json={"prompt": "Once", "stream": True, "max_tokens": 2000, "ignore_eos": True},
-        timeout=60,
-    ) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        os.kill(first.pid, signal.SIGKILL)
-        last = [line for line in lines if line][-1]
-    assert json.loads(last[6:])["error"]["code"] == "engine_dead"
-    assert httpx.get(f"{server[1]}/health").status_code == 503
-    ends = time.monotonic() + START_SECONDS
-    while httpx.get(f"{server[1]}/health").status_code != 200:
-        assert time.monotonic() < ends
-        time.sleep(0.1)
-    assert engine() is not None
-    assert client.completions.create(model="reference", prompt="Once", max_tokens=2).usage.completion_tokens == 2
 
 
 def test_what_tandem_plan_shows_and_the_log_says_is_what_the_engine_allocates(server):

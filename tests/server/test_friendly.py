@@ -44,17 +44,6 @@ async def test_without_a_setting_a_completion_ends_at_16_and_a_chat_with_the_con
     assert long["usage"]["total_tokens"] == 100
 
 
-async def test_n_is_named_where_n_is_the_cause(live: Running) -> None:
-    async def refused(**body: Any) -> str:
-        error = (await live.http.post(COMPLETION, json=body)).json()["error"]
-        assert error["message"].startswith(f"{error['param']}: ")
-        return str(error["param"])
-
-    assert await refused(prompt=["a"] * 10, n=128) == "n"
-    assert await refused(prompt=["a"] * 1000) == "prompt"
-    assert await refused(prompt=["a"] * 1000, n=2) == "prompt"
-
-
 # --- sampling of the model's own --------------------------------------------------------------------------------------
 
 
@@ -161,7 +150,8 @@ async def test_pages_of_named_origins_may_ask_and_no_others(live: Running) -> No
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, ours)
 
 
-async def test_a_router_learns_the_model_its_limits_and_its_load(live: Running) -> None:
+async def test_a_router_learns_the_model_its_limits_and_its_load(own_live: Running) -> None:
+    live = own_live
     info = (await live.http.get("/server_info")).json()
     assert (info["served_model_name"], info["tp_size"], info["dp_size"]) == ("reference", 1, 1)
     assert (info["max_total_tokens"], info["max_running_requests"]) == (16384, 64)
@@ -193,21 +183,6 @@ async def test_a_router_learns_the_model_its_limits_and_its_load(live: Running) 
 
     await live.until(busy)
     asking.cancel()
-
-
-async def test_a_remote_tokenizer_of_lm_eval_works_as_the_local_one(live: Running, tokenizer: Any) -> None:
-    from lm_eval.utils import RemoteTokenizer, check_remote_tokenizer_support
-
-    def use() -> None:
-        assert check_remote_tokenizer_support(f"{live.url}/v1/completions", max_retries=1)
-        remote = RemoteTokenizer(f"{live.url}/v1/completions", max_retries=1)
-        assert (remote.bos_token, remote.eos_token) == ("<|begin_of_text|>", "<|end|>")
-        assert remote.eos_token_id == tokenizer.vocabulary.token_to_id("<|end|>")
-        assert remote.decode(remote.encode("naïve 東京")) == "naïve 東京"
-        rendered = remote.apply_chat_template([{"role": "user", "content": "Hi"}])
-        assert rendered == "<|begin_of_text|><|user|>\nHi<|end|><|assistant|>\n"
-
-    await asyncio.to_thread(use)
 
 
 # --- a slow start -----------------------------------------------------------------------------------------------------

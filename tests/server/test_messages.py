@@ -1,7 +1,6 @@
 """`/v1/messages`, asked by Anthropic's client: text, tools, thinking, events, counts and errors."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -14,7 +13,7 @@ from server.bodies.generation_bodies import ChatBody
 from server.routes.messages.message_bodies import MessagesBody
 from server.routes.messages.message_translation import translate_messages
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
-from tests.server.scripted_model import HERMES, Script, make_model, scripted_server
+from tests.server.scripted_model import Script
 
 FROM_CARD = {"card": 7, "host": 0, "disk": 0}
 PROMPT = "The café on the 5th street, 東京, is open."
@@ -33,19 +32,16 @@ def client(live: Running, key: str = "k") -> AsyncAnthropic:
     return AsyncAnthropic(base_url=live.url, api_key=key, max_retries=0, timeout=20)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def claude(live: Running) -> AsyncIterator[AsyncAnthropic]:
     async with client(live) as asking:
         yield asking
 
 
 @pytest.fixture
-async def hermes(tmp_path: Path) -> AsyncIterator[tuple[AsyncAnthropic, Script]]:
-    async with (
-        scripted_server(tmp_path, make_model(tmp_path / "model", HERMES)) as (running, script),
-        client(running) as asking,
-    ):
-        yield asking, script
+async def scripted(hermes: tuple[Running, Script]) -> AsyncIterator[tuple[AsyncAnthropic, Script]]:
+    async with client(hermes[0]) as one:
+        yield one, hermes[1]
 
 
 def ask(asking: AsyncAnthropic, **options: Any):
@@ -100,8 +96,8 @@ async def test_the_events_of_a_stream_are_the_clients(claude):
     assert set(kinds[2:-3]) == {"content_block_delta"}
 
 
-async def test_calls_of_tools_are_blocks_and_are_answered(hermes):
-    asking, script = hermes
+async def test_calls_of_tools_are_blocks_and_are_answered(scripted):
+    asking, script = scripted
     asked = {"model": "scripted", "messages": [{"role": "user", "content": "Weather?"}], "tools": TOOLS}
     script.add(f"Let me look.{CALL}", f"Let me look.{CALL}")
     given = await ask(asking, **asked)
@@ -125,8 +121,8 @@ async def test_calls_of_tools_are_blocks_and_are_answered(hermes):
     assert counted.input_tokens == answered.usage.input_tokens + answered.usage.cache_read_input_tokens
 
 
-async def test_a_call_that_max_tokens_cuts_is_a_block_with_the_input_so_far_whole_and_streamed(hermes):
-    asking, script = hermes
+async def test_a_call_that_max_tokens_cuts_is_a_block_with_the_input_so_far_whole_and_streamed(scripted):
+    asking, script = scripted
     asked = {"model": "scripted", "messages": [{"role": "user", "content": "Weather?"}], "tools": TOOLS}
     call = CALL.replace("東京", "a city with a long name " * 3)
     num_inputs = 0
@@ -144,8 +140,8 @@ async def test_a_call_that_max_tokens_cuts_is_a_block_with_the_input_so_far_whol
     assert num_inputs > 2
 
 
-async def test_a_tool_that_must_be_called_is_offered_with_the_words_of_chats(hermes):
-    asking, script = hermes
+async def test_a_tool_that_must_be_called_is_offered_with_the_words_of_chats(scripted):
+    asking, script = scripted
     script.add(CALL)
     given = await ask(asking, model="scripted", tools=TOOLS, tool_choice={"type": "tool", "name": "weather"})
     assert [block.type for block in given.content] == ["tool_use"]
@@ -154,8 +150,8 @@ async def test_a_tool_that_must_be_called_is_offered_with_the_words_of_chats(her
     assert given.content[0].text == "No."
 
 
-async def test_thinking_is_a_block_of_its_own_and_goes_back(hermes):
-    asking, script = hermes
+async def test_thinking_is_a_block_of_its_own_and_goes_back(scripted):
+    asking, script = scripted
     says = "It rains.\n</think>\n\nWet."
     script.add(says, says, "More.")
     asked = {"model": "scripted", "thinking": {"type": "enabled", "budget_tokens": 1024}}
@@ -172,8 +168,8 @@ class City(pydantic.BaseModel):
     name: str
 
 
-async def test_a_form_is_parsed_by_the_official_client_beside_tools_too(hermes):
-    asking, script = hermes
+async def test_a_form_is_parsed_by_the_official_client_beside_tools_too(scripted):
+    asking, script = scripted
     script.add('{"name": "東京"}', CALL, '{"name": "東京"}')
     asked = {"model": "scripted", "messages": HI, "max_tokens": 500, "output_format": City}
     given = await asking.messages.parse(**asked)
@@ -286,23 +282,3 @@ def test_every_field_of_the_official_client_is_known():
 
     for params, fields in ((MessageCreateParamsStreaming, MESSAGES), (MessageCountTokensParams, COUNT_TOKENS)):
         assert params.__required_keys__ | params.__optional_keys__ <= set(fields.rules)
-
-
-async def test_a_last_turn_of_the_assistants_is_continued_on_both_routes(live):
-    begun = [*HI, {"role": "assistant", "content": "The capital"}]
-    whole = (await live.http.post("/v1/messages/count_tokens", json={"messages": HI})).json()["input_tokens"]
-    said = (await live.http.post("/v1/messages/count_tokens", json={"messages": begun})).json()["input_tokens"]
-    tokens = (await live.http.post("/tokenize", json={"prompt": "The capital", "add_special_tokens": False})).json()
-    assert said == whole + len(tokens["tokens"]), "neither an end of the turn nor a new one"
-    options = {"messages": begun, "max_tokens": 5, "temperature": 0}
-    own = (await live.http.post("/v1/messages", json=options)).json()["content"][0]["text"]
-    asked = options | {"continue_final_message": True, "add_generation_prompt": False}
-    chat = await live.http.post("/v1/chat/completions", json=asked)
-    assert chat.json()["choices"][0]["message"]["content"] == own
-    for wrong, param in (
-        ({"continue_final_message": True}, "add_generation_prompt"),
-        ({"add_generation_prompt": False}, "add_generation_prompt"),
-        (asked | {"messages": HI}, "continue_final_message"),
-    ):
-        answer = await live.http.post("/v1/chat/completions", json=options | wrong)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -7,14 +7,11 @@ from typing import Any
 import ollama
 import pydantic
 import pytest
-import pytest_asyncio
 
 from server.routes.ollama.ollama_bodies import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE, OPTIONS
 from server.routes.ollama.ollama_model_routes import REFUSED
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 from tests.server.scripted_model import Script
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = "The capital of 東京 é on the 5th street, that is all."
 HI = [{"role": "user", "content": PROMPT}]
@@ -32,21 +29,21 @@ TOOLS = [
 CALL = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "東京"}}\n</tool_call>'
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def asking(shared_live: Running) -> AsyncIterator[ollama.AsyncClient]:
-    async with ollama.AsyncClient(shared_live.url) as client:
+@pytest.fixture(scope="module")
+async def asking(live: Running) -> AsyncIterator[ollama.AsyncClient]:
+    async with ollama.AsyncClient(live.url) as client:
         yield client
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def scripted(shared_hermes: tuple[Running, Script]) -> AsyncIterator[tuple[ollama.AsyncClient, Script]]:
-    running, script = shared_hermes
+@pytest.fixture
+async def scripted(hermes: tuple[Running, Script]) -> AsyncIterator[tuple[ollama.AsyncClient, Script]]:
+    running, script = hermes
     async with ollama.AsyncClient(running.url) as client:
         yield client, script
 
 
-async def test_a_chat_is_an_answer_of_the_chat_whole_and_streamed(shared_live, asking):
-    chat = await shared_live.openai.chat.completions.create(model="reference", messages=HI, temperature=0)
+async def test_a_chat_is_an_answer_of_the_chat_whole_and_streamed(live, asking):
+    chat = await live.openai.chat.completions.create(model="reference", messages=HI, temperature=0)
     whole = await asking.chat("reference", HI, options=COLD)
     assert whole.message.content == chat.choices[0].message.content
     assert (whole.done, whole.done_reason, whole.message.role) == (True, "stop", "assistant")
@@ -61,7 +58,7 @@ async def test_a_chat_is_an_answer_of_the_chat_whole_and_streamed(shared_live, a
     assert parts[-1].model == "reference:latest"
 
 
-async def test_a_prompt_goes_through_the_template_and_a_raw_one_does_not(shared_live, asking):
+async def test_a_prompt_goes_through_the_template_and_a_raw_one_does_not(live, asking):
     chat = [{"role": "system", "content": "Be brief."}, *HI]
     same = await asking.chat("reference", chat, options=COLD)
     told = await asking.generate("reference", PROMPT, system="Be brief.", options=COLD)
@@ -73,14 +70,14 @@ async def test_a_prompt_goes_through_the_template_and_a_raw_one_does_not(shared_
     assert parts[-1].done_reason == "stop"
 
 
-async def test_a_stream_is_lines_of_json_unless_it_is_turned_off(shared_live):
+async def test_a_stream_is_lines_of_json_unless_it_is_turned_off(live):
     body = {"model": "reference", "messages": HI, "options": COLD}
-    answer = await shared_live.http.post("/api/chat", json=body)
+    answer = await live.http.post("/api/chat", json=body)
     assert answer.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in answer.text.splitlines()]
     assert lines[-1]["done"]
     assert len(lines) > 2
-    whole = await shared_live.http.post("/api/chat", json=body | {"stream": False})
+    whole = await live.http.post("/api/chat", json=body | {"stream": False})
     assert whole.headers["content-type"] == "application/json"
     assert whole.json()["message"]["content"] == "".join(line["message"]["content"] for line in lines)
 
@@ -110,15 +107,15 @@ async def test_options_draw_as_their_fields_in_chats_do(asking):
     assert longest.done_reason == "stop"
 
 
-async def test_a_prompt_beyond_the_clients_own_limit_is_read_and_the_answer_says_so(shared_live):
+async def test_a_prompt_beyond_the_clients_own_limit_is_read_and_the_answer_says_so(live):
     body = {"model": "reference", "messages": HI, "stream": False}
-    short = await shared_live.http.post("/api/chat", json=body | {"options": {"num_ctx": 4}})
+    short = await live.http.post("/api/chat", json=body | {"options": {"num_ctx": 4}})
     assert short.json()["warn"].startswith("options.num_ctx: got 4, less than the ")
-    streamed = await shared_live.http.post("/api/generate", json={
+    streamed = await live.http.post("/api/generate", json={
         "model": "reference", "prompt": PROMPT, "options": {"num_ctx": 4}})  # fmt: skip
     assert [("warn" in json.loads(line)) for line in streamed.text.splitlines()][-2:] == [False, True]
     for options in ({"num_ctx": 4096}, {"num_ctx": 0}, {}):
-        assert "warn" not in (await shared_live.http.post("/api/chat", json=body | {"options": options})).json()
+        assert "warn" not in (await live.http.post("/api/chat", json=body | {"options": options})).json()
 
 
 async def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(asking):
@@ -130,12 +127,12 @@ async def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(asking):
         await asking.generate("reference", "word " * 20_000, raw=True)
 
 
-async def test_nothing_asked_is_a_model_that_is_loaded(shared_live, asking):
+async def test_nothing_asked_is_a_model_that_is_loaded(live, asking):
     for path in ("/api/chat", "/api/generate"):
-        answer = await shared_live.http.post(path, json={}, headers={"x-request-timeout": "soon"})
+        answer = await live.http.post(path, json={}, headers={"x-request-timeout": "soon"})
         assert answer.status_code == 400
         for body in ({"attention_profile": "none"}, {"options": {"temperature": -1}}, {"format": "xml"}):
-            answer = await shared_live.http.post(path, json=body)
+            answer = await live.http.post(path, json=body)
             assert (answer.status_code, next(iter(body)) in answer.json()["param"]) == (400, True)
     assert (await asking.generate("reference")).done_reason == "load"
     assert (await asking.chat("reference", [])).done_reason == "load"
@@ -217,15 +214,15 @@ async def test_the_model_is_listed_shown_and_loaded(asking):
     assert shown.template
 
 
-async def test_a_version_is_told_that_clients_take(shared_live):
-    answer = (await shared_live.http.get("/api/version")).json()
+async def test_a_version_is_told_that_clients_take(live):
+    answer = (await live.http.get("/api/version")).json()
     assert tuple(map(int, answer["version"].split("."))) >= (0, 6, 4)
     assert set(answer) == {"version", "tandem"}
 
 
-async def test_work_on_models_is_refused_by_name_with_what_to_do(shared_live, asking):
+async def test_work_on_models_is_refused_by_name_with_what_to_do(live, asking):
     for (method, path), told in REFUSED.items():
-        answer = await shared_live.http.request(method, path.replace("{digest}", "sha256:0"))
+        answer = await live.http.request(method, path.replace("{digest}", "sha256:0"))
         assert (answer.status_code, answer.json()["error"]) == (400, told)
     with pytest.raises(ollama.ResponseError, match="tandem serve hf:OWNER/NAME"):
         await asking.pull("llama3.2")
@@ -234,7 +231,7 @@ async def test_work_on_models_is_refused_by_name_with_what_to_do(shared_live, as
             await refused
 
 
-async def test_what_is_wrong_with_a_body_is_named_in_ollamas_words(shared_live, subtests):
+async def test_what_is_wrong_with_a_body_is_named_in_ollamas_words(live, subtests):
     for path, body, named in (
         ("chat", {"model": "other", "messages": HI}, "model"),
         ("chat", {"messages": HI, "model": "reference", "options": {"temperature": 5}}, "options.temperature"),
@@ -257,7 +254,7 @@ async def test_what_is_wrong_with_a_body_is_named_in_ollamas_words(shared_live, 
         ("embed", {"input": "a", "model": "reference", "dimensions": 4}, "dimensions"),
     ):  # fmt: skip
         with subtests.test(body=body, named=named):
-            answer = await shared_live.http.post(f"/api/{path}", json=body)
+            answer = await live.http.post(f"/api/{path}", json=body)
             assert answer.status_code in (400, 404)
             told = answer.json()
             assert isinstance(told["error"], str)
@@ -265,17 +262,17 @@ async def test_what_is_wrong_with_a_body_is_named_in_ollamas_words(shared_live, 
             assert told["param"].startswith(named)
 
 
-async def test_an_engine_that_fails_is_told_on_a_line(shared_live):
+async def test_an_engine_that_fails_is_told_on_a_line(live):
     body = {"model": "reference", "messages": HI, "attention_profile": "breaks"}
-    answer = await shared_live.http.post("/api/chat", json=body)
+    answer = await live.http.post("/api/chat", json=body)
     assert "not finite" in json.loads(answer.text.splitlines()[-1])["error"]
-    whole = await shared_live.http.post("/api/chat", json=body | {"stream": False})
+    whole = await live.http.post("/api/chat", json=body | {"stream": False})
     assert (whole.status_code, "not finite" in whole.json()["error"]) == (500, True)
 
 
-async def test_a_field_that_nobody_knows_has_no_effect_and_is_named(shared_live):
+async def test_a_field_that_nobody_knows_has_no_effect_and_is_named(live):
     body = {"model": "reference", "messages": HI, "stream": False, "new_one": 1, "options": {"other": 2}}
-    answer = await shared_live.http.post("/api/chat", json=body)
+    answer = await live.http.post("/api/chat", json=body)
     assert answer.status_code == 200
     assert answer.headers["x-tandem-ignored"] == "new_one, options.other"
 

@@ -12,14 +12,6 @@ PROMPT = "The café on the 5th street, 東京, is open — naïve €."
 CHAT = [{"role": "user", "content": PROMPT}]
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture
-def live(shared_live: Running) -> Running:
-    return shared_live
-
-
 def complete(live: Running, **options):
     return live.openai.completions.create(**{"model": "reference", "prompt": PROMPT, "temperature": 0} | options)
 

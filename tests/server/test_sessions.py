@@ -68,11 +68,12 @@ async def test_a_response_that_follows_another_is_of_its_session(live: Running) 
     asked = {"input": "And?", "previous_response_id": first["id"]}
     second = (await live.http.post(RESPONSES, json=asked)).json()
     await live.http.post(RESPONSES, json=asked | {"previous_response_id": second["id"]})
-    (mine,) = await sessions(live)
-    assert (mine["id"], len(mine["conversations"])) == ("mine", 3)
+    (mine,) = [one for one in await sessions(live) if one["id"] == "mine"]
+    assert len(mine["conversations"]) == 3
 
 
-async def test_what_is_kept_is_told_and_a_session_is_forgotten(live: Running) -> None:
+async def test_what_is_kept_is_told_and_a_session_is_forgotten(own_live: Running) -> None:
+    live = own_live
     for name, content in (("a", "One"), ("b", "Two"), ("a", "Three")):
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "prompt_cache_key": name}
         await live.http.post(CHAT, json=body)

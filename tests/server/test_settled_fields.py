@@ -85,11 +85,6 @@ async def test_a_number_of_tokens_out_of_range_is_told_in_one_wording(live: Runn
                 assert told == (400, f"{field}: got {value}, wanted from {least} to 2147483647")
 
 
-async def test_storing_a_chat_has_no_effect(live: Running) -> None:
-    for value in (True, False, None):
-        await post(live, CHAT, messages=HI, store=value, max_tokens=2)
-
-
 async def test_special_tokens_are_shown_by_completions_alone(live: Running, tokenizer: Tokenizer) -> None:
     special = min(tokenizer.special_ids - set(tokenizer.eos_ids))
     asked = {"prompt": [special, 500], "max_tokens": 2, "temperature": 0}

@@ -13,14 +13,6 @@ SLOW = {"attention_profile": "slow"}  # 50 ms a token
 NEVER = {"attention_profile": "long_prefill"}
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture
-def live(shared_live: Running) -> Running:
-    return shared_live
-
-
 async def until_idle(live: Running) -> None:
     async def idle() -> bool:
         return await live.metric("tandem_requests_running") == 0

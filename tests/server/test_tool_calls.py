@@ -6,7 +6,6 @@ from typing import Any
 
 import openai
 import pydantic
-import pytest
 
 from tests.server.live_server import REFERENCE, Running
 from tests.server.scripted_model import MISTRAL, Script, make_model, scripted_server
@@ -25,15 +24,6 @@ TOOLS = [WEATHER, CLOCK]
 ARGUMENTS = '{"city": "東京, {\\"x\\"}"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 Served = tuple[Running, Script]
-
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture
-def hermes(shared_hermes: Served) -> Served:
-    shared_hermes[1].path.write_text("")
-    return shared_hermes
 
 
 async def chat(served: Served, says: str, **options: Any) -> Any:
@@ -134,26 +124,6 @@ async def test_the_result_of_a_call_goes_back_through_the_template(hermes: Serve
     assert "<tools>" not in text, "what must not be called is not offered"
 
 
-async def test_what_is_no_call_is_text(hermes: Served, subtests: pytest.Subtests) -> None:
-    for says in [
-        '{"city": "Rome"}',
-        '{"name": "weather"}',
-        "<tool_call>weather(Rome)</tool_call>",
-        '<tool_call>{"name": "weather", "arguments": 5}</tool_call> said',
-        "<tool_call>",
-        "before <tool_call>{} after",
-    ]:
-        with subtests.test(says=says):
-            assert read((await chat(hermes, says)).choices[0].message) == {
-                "content": says,
-                "reasoning": "",
-                "calls": [],
-            }
-            summed, _, reason = await stream(hermes, says)
-            assert summed == {"content": says, "reasoning": "", "calls": []}
-            assert reason == "stop"
-
-
 async def test_without_tools_and_with_none_calls_are_text(hermes: Served) -> None:
     for options in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}, {"tools": []}):
         done = (await chat(hermes, CALL, **options)).choices[0]
@@ -168,14 +138,6 @@ async def test_without_parallel_calls_the_answer_ends_before_the_second(hermes: 
     summed, _, reason = await stream(hermes, says, parallel_tool_calls=False)
     assert (summed["calls"], summed["content"], reason) == ([("weather", ARGUMENTS)], "", "tool_calls")
     assert len((await chat(hermes, says)).choices[0].message.tool_calls) == 2
-
-
-async def test_a_call_that_max_tokens_cuts_short_is_told_as_far_as_it_came(hermes: Served) -> None:
-    done = (await chat(hermes, CALL, max_tokens=40)).choices[0]
-    (call,) = done.message.tool_calls
-    assert done.finish_reason == "length"
-    assert ARGUMENTS.startswith(call.function.arguments)
-    assert 0 < len(call.function.arguments) < len(ARGUMENTS)
 
 
 async def test_reasoning_is_apart_from_the_answer_also_where_the_template_begins_it(hermes: Served) -> None:

@@ -220,6 +220,7 @@ async def test_a_call_that_fails_says_with_what(
     assert not whole.status.is_unset
     if profile != "dies":  # what an engine said last may be lost with it
         assert ("prefill" in spans) == (profile == "breaks")
+    await live.until_ready()
 
 
 async def test_a_caller_who_does_not_sample_has_no_spans(live: Running, exporter: InMemorySpanExporter) -> None:
