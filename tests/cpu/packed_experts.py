@@ -48,6 +48,7 @@ FORMATS = {
     "NVFP4": Format("fp4", 16),
     "FP4 of rows": Format("fp4", 0),
 }
+PLAIN = Format("bfloat16", 0)
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,11 @@ class Experts:
     down_bias: np.ndarray | None = None
 
 
-def draw_rows(asked: Format, rows: int, inner: int) -> tuple[PackedRows, np.ndarray]:
+def draw_rows(asked: Format, rows: int, inner: int) -> tuple[torch.Tensor | PackedRows, np.ndarray]:
     """What words have behind the last column is not zero; tensors beside them stand in buffers of NaN, or of ones."""
+    if asked is PLAIN:
+        plain = torch.from_numpy(np.random.default_rng(rows).normal(size=(rows, inner))).bfloat16()
+        return plain, plain.double().numpy()
     group = asked.group or inner
     drawn: Drawn = draw_packed(
         asked.kind, rows, inner, group, asked.row_block, asked.has_zeros, False, torch.float32, "cpu", asked.run

@@ -21,9 +21,8 @@ def test_products_of_pairs_compile_for_processors_that_have_them_and_an_abort_st
     assert compiles(row_products.__name__, row_products.compile_pairs.__name__, processor) == wanted
 
 
-@pytest.mark.parametrize(
-    "processor", [*(pytest.param(name, marks=pytest.mark.long) for name in WIDE[1:]), WIDE[0], NARROW]
-)
+@pytest.mark.long  # half a minute each
+@pytest.mark.parametrize("processor", [*WIDE, NARROW])
 def test_products_of_integers_compile_for_processors_with_vectors_of_512_bits_and_of_256(
     processor, monkeypatch
 ) -> None:

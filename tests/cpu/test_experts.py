@@ -7,12 +7,12 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cpu.experts import GATED, MADE, ROUNDED, HostExperts
 from gpu.model.architecture import named_shape
 from gpu.weights.expert_shares import ExpertShares, experts_of
+from tests.cpu.packed_experts import Experts
+from tests.cpu.packed_experts import oracle as expert_oracle
 from tests.tolerances import HOST_EXPERTS_FLOAT32, HOST_EXPERTS_SHARE
 from transfer.exchange import LAST_STAMP, ExchangeError
 from transfer.expert_exchange import NOT_HERE, ExpertRequests, ExpertSlot, LayerExperts, new_expert_slot
@@ -31,16 +31,10 @@ def draw_layer(
 
 
 def oracle(layer: LayerExperts, hidden: np.ndarray, experts: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Float64, from the definition: sum over places of share * down @ (silu(gate @ x) * (up @ x))."""
     gate_up, down = layer.gate_up.double().numpy(), layer.down.double().numpy()
-    width, out = down.shape[1], np.zeros(hidden.shape)
-    for row, x in enumerate(hidden.astype(np.float64)):
-        for expert, share in zip(experts[row], shares[row].astype(np.float64), strict=True):
-            if 0 <= expert < layer.count:
-                both = gate_up[expert * 2 * width : (expert + 1) * 2 * width] @ x
-                gate, up = both[:width], both[width:]
-                out[row] += share * (down[expert * len(x) : (expert + 1) * len(x)] @ (gate / (1 + np.exp(-gate)) * up))
-    return out
+    sizes = layer.count, -1, gate_up.shape[1]
+    plain = Experts(layer, gate_up.reshape(sizes), down.reshape(layer.count, sizes[2], -1))
+    return expert_oracle(plain, hidden, experts, shares)
 
 
 def fill(slot: ExpertSlot, seed: int, experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,28 +98,6 @@ def test_the_comparison_sees_an_expert_that_is_left_out_and_another_rows_share()
     assert off(got, oracle(layer, hidden, experts, shares)) < HOST_EXPERTS_FLOAT32
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, MOST_ROWS), st.integers(0, 2**32 - 1), st.floats(0, 1))
-def test_a_rows_sum_is_the_same_in_every_batch_and_on_any_number_of_threads(rows: int, seed: int, gone: float) -> None:
-    """To the last bit: whatever others take, and whoever computes."""
-    layer, draw = draw_layer(0, torch.bfloat16), np.random.default_rng(seed)
-    experts = np.array([draw.permutation(COUNT)[:PER_TOKEN] for _ in range(rows)])
-    experts[draw.uniform(size=experts.shape) < gone] = NOT_HERE
-    slot, sums = new_expert_slot(MOST_ROWS, HIDDEN, PER_TOKEN, CPU), []
-    for threads in (1, 2):
-        worker = HostExperts([layer], MOST_ROWS, PER_TOKEN, threads)
-        hidden, shares = fill(slot, seed, experts)
-        answer(worker, slot, 0, rows)
-        sums.append(slot.out[:rows].clone())
-    assert torch.equal(*sums)
-    assert off(sums[0].numpy(), oracle(layer, hidden, experts, shares)) < HOST_EXPERTS_FLOAT32
-    last = rows - 1
-    slot.hidden[0], slot.shares[0] = torch.tensor(hidden[last]), torch.tensor(shares[last])
-    slot.experts[0] = torch.tensor(experts[last])
-    answer(worker, slot, 0, 1)
-    assert torch.equal(slot.out[0], sums[0][last])
-
-
 def test_two_lanes_that_compute_side_by_side_do_not_mix() -> None:
     """Each has a worker, and both share the layers and numba's threads."""
     layer, sums = draw_layer(0, torch.bfloat16), {}
@@ -148,27 +120,6 @@ def test_two_lanes_that_compute_side_by_side_do_not_mix() -> None:
     for lane in (0, 1):
         assert len(sums[lane, "beside"]) == 50
         assert torch.equal(torch.stack(sums[lane, "beside"]), torch.stack(sums[lane, "alone"]))
-
-
-def test_widths_of_a_real_model_and_blocks_that_do_not_divide_them() -> None:
-    """Claims of whole blocks: rows of 2,048 and 768, and 4 rows a claim that ends in the middle of an expert."""
-    for hidden, width in ((2048, 768), (32, 32), (4096, 96)):
-        layer = draw_layer(1, torch.bfloat16, 3, hidden, width)
-        worker, slot = HostExperts([layer], 2, 2, 2), new_expert_slot(2, hidden, 2, CPU)
-        experts = np.array([[2, 0], [1, 2]])
-        states, shares = fill(slot, 3, experts)
-        answer(worker, slot, 0, 2)
-        assert off(slot.out.numpy(), oracle(layer, states, experts, shares)) < HOST_EXPERTS_FLOAT32
-
-
-def test_a_number_that_is_not_finite_stays_in_its_row() -> None:
-    layer, experts = draw_layer(0, torch.bfloat16), np.array([[1, 2, 3, 4], [1, 2, 5, 6]])
-    worker, slot = HostExperts([layer], MOST_ROWS, PER_TOKEN, 2), new_expert_slot(MOST_ROWS, HIDDEN, PER_TOKEN, CPU)
-    hidden, shares = fill(slot, 0, experts)
-    slot.hidden[0, 5] = float("nan")
-    answer(worker, slot, 0, 2)
-    assert bool(slot.out[0].isnan().all())
-    assert off(slot.out[1:2].numpy(), oracle(layer, hidden[1:], experts[1:], shares[1:])) < HOST_EXPERTS_FLOAT32
 
 
 def test_a_step_is_answered_ask_by_ask_as_the_device_comes_to_them() -> None:

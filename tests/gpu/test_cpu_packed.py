@@ -40,6 +40,11 @@ FEW_BITS = [*(kind for kind in KINDS if kind is not None), ("int4", 32, 1, False
             ("int8", 32, 1, False, False, 32), ("fp4", 32, 1, False, False, None),
             ("fp4", 16, 1, False, False, None)]  # fmt: skip
 
+WIDENED = [
+    *((kind, torch.float32) for kind in FEW_BITS),
+    *(pytest.param(kind, torch.bfloat16, marks=[] if kind[1] == 128 else pytest.mark.long) for kind in FEW_BITS),
+]  # each is compiled for a second; numbers of all kinds are rounded to bf16 alike
+
 
 @pytest.fixture(autouse=True)
 def _threads_as_before():
@@ -151,8 +156,7 @@ def test_products_are_those_of_the_numbers_whatever_the_rows_and_threads(
     assert torch.equal(packed_product(x[-1:].contiguous(), packed), got[-1:])
 
 
-@pytest.mark.parametrize("kind", FEW_BITS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "dtype"), WIDENED, ids=str)
 def test_a_widened_matrix_has_each_number_rounded_once(kind: tuple, dtype: torch.dtype) -> None:
     """But those of runs, which are sums of two that have been rounded already."""
     packed, wanted = draw(kind, 23, 768, dtype)

@@ -30,8 +30,10 @@ from tests.tolerances import FAMILY_LOGITS, FAMILY_LOGITS_FAR
 CPU = torch.device("cpu")
 TINY = [name for name in NAMED_SHAPES if name.startswith("tiny")]
 STEPS = 64
-FAR_IN_SUITE = ("gemma4", "gemma4 with inputs", "ministral3", "smollm3", "muse_glimmer", "glm4_moe_lite", "granite",
-                "olmo3", "mistral4")  # fmt: skip
+OF_2026 = ("gemma4", "gemma4 with inputs", "ministral3", "smollm3", "muse_glimmer", "glm4_moe_lite", "granite", "olmo3",
+           "mistral4")  # fmt: skip
+# Windows, layers that share their keys, and latents whose queries grow; the others' are seen behind 200 tokens, too.
+FAR_IN_SUITE = ("gemma4", "mistral4", "muse_glimmer")
 CASES = [(name, (5, 200)) for name in CONFIGS]  # lengths of prompts of one batch
 CASES += [
     pytest.param(name, (3000,), marks=[] if name in FAR_IN_SUITE else pytest.mark.long) for name in CONFIGS
@@ -158,9 +160,22 @@ def test_what_a_model_of_latents_has_beyond_others_is_seen_if_it_is_left_out(wha
             },
         ),
         ("mistral4", {"rope_interleave": False, "rope_parameters": None}),
+        ("gpt_oss", {"tie_word_embeddings": True}),
+        ("gpt_oss", {"rope_scaling": None, "layer_types": None}),
+        ("gemma4", {"tie_word_embeddings": False}),
+        ("gemma4", {"layer_types": None, "rope_parameters": None, "final_logit_softcapping": None}),
+        ("gemma4", {"attention_k_eq_v": False}),  # so that KV heads of other layers are not its own, either
+        ("gemma4", {"enable_moe_block": False, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}),
+        ("gemma4", {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}),
+        ("gemma4", {"model_type": "gemma4_unified_text", "enable_moe_block": False, "num_kv_shared_layers": 3}),
+        ("gemma4", {"head_dim": 32, "num_global_key_value_heads": 2, "sliding_window": 5000}),
+        ("gemma4 with inputs", {"use_double_wide_mlp": False, "num_kv_shared_layers": 0}),
+        ("smollm3", {"no_rope_layers": None, "layer_types": None, "attention_bias": True, "mlp_bias": True}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 24, "layer_types": None,
+                     "tie_word_embeddings": False}),
     ],
-)
-def test_what_a_model_of_latents_may_leave_out_or_put_together_is_transformers(name: str, change: dict) -> None:
+)  # fmt: skip
+def test_what_a_family_may_leave_out_or_put_together_is_transformers(name: str, change: dict) -> None:
     known, prompt = checkpoint(name, **change), draw_prompt(60)
     tokens, logits = generate(load(known.folder), prompt, 6)
     wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
@@ -199,36 +214,6 @@ def test_sinks_that_are_left_out_are_seen() -> None:
     for layer in runner._prefill.decoder.weights.layers:
         layer.sinks.fill_(-100.0)
     assert off(generate(runner, prompt, 2)[1][:1], known.logits(prompt)[-1:]) > 100 * FAMILY_LOGITS
-
-
-@pytest.mark.parametrize("change", [{"tie_word_embeddings": True}, {"rope_scaling": None, "layer_types": None}])
-def test_absent_keys_of_a_gpt_oss_mean_what_transformers_says_and_its_output_matrix_may_be_tied(change: dict) -> None:
-    known, prompt = checkpoint("gpt_oss", **change), draw_prompt(60)
-    tokens, logits = generate(load(known.folder), prompt, 4)
-    wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
-    assert off(logits, wanted) < FAMILY_LOGITS
-    assert wanted.argmax(-1).tolist() == tokens
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("gemma4", {"tie_word_embeddings": False}),
-        ("gemma4", {"layer_types": None, "rope_parameters": None, "final_logit_softcapping": None}),
-        ("gemma4", {"attention_k_eq_v": False}),  # so that KV heads of other layers are not its own, either
-        ("gemma4", {"enable_moe_block": False, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}),
-        ("gemma4", {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}),
-        ("gemma4", {"model_type": "gemma4_unified_text", "enable_moe_block": False, "num_kv_shared_layers": 3}),
-        ("gemma4", {"head_dim": 32, "num_global_key_value_heads": 2, "sliding_window": 5000}),
-        ("gemma4 with inputs", {"use_double_wide_mlp": False, "num_kv_shared_layers": 0}),
-    ],
-)
-def test_what_a_gemma4_may_leave_out_or_put_together_is_transformers(name: str, change: dict) -> None:
-    known, prompt = checkpoint(name, **change), draw_prompt(60)
-    tokens, logits = generate(load(known.folder), prompt, 6)
-    wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
-    assert off(logits, wanted) < FAMILY_LOGITS
-    assert wanted.argmax(-1).tolist() == tokens
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4 with inputs"])
@@ -282,7 +267,7 @@ def test_what_a_gemma4_has_beyond_others_is_seen_if_it_is_left_out(what: str, mo
     assert off(generate(runner, prompt, 2)[1][:1], known.logits(prompt)[-1:]) > 100 * FAMILY_LOGITS
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", *FAR_IN_SUITE])
+@pytest.mark.parametrize("name", ["gpt_oss", *OF_2026])
 def test_an_output_matrix_may_be_tied_or_not_and_a_checkpoint_in_parts(name: str, tmp_path: Path) -> None:
     """In each family of 2026; a Muse Glimmer's is its own, since its embeddings are normed."""
     is_tied = not CONFIGS[name].get("tie_word_embeddings", False) and name != "muse_glimmer"
@@ -344,21 +329,6 @@ def test_a_mistral4_that_sees_pictures_loads_its_text_with_experts_apart_or_not(
     (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text | {"rope_parameters": turned}}))
     with pytest.raises(ModelError, match=r"partial_rotary_factor is 0\.5; wanted 16 of 40"):
         read_architecture(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"no_rope_layers": None, "layer_types": None, "attention_bias": True, "mlp_bias": True},
-        {"use_sliding_window": True, "sliding_window": 24, "layer_types": None, "tie_word_embeddings": False},
-    ],
-)
-def test_what_a_smollm3_may_leave_out_or_ask_for_is_transformers(change: dict) -> None:
-    known, prompt = checkpoint("smollm3", **change), draw_prompt(60)
-    tokens, logits = generate(load(known.folder), prompt, 6)
-    wanted = known.logits(np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
-    assert off(logits, wanted) < FAMILY_LOGITS
-    assert wanted.argmax(-1).tolist() == tokens
 
 
 def test_beyond_its_original_positions_longrope_has_its_other_frequencies() -> None:

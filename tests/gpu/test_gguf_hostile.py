@@ -196,7 +196,7 @@ def run(whole_file: bytes, folder: Path, count: int, seed: int) -> dict[str, int
 
 @pytest.mark.parametrize(
     ("count", "seed"),
-    [(500, 1), pytest.param(10_000, 2, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+    [(250, 1), pytest.param(10_000, 2, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
 )
 def test_damaged_files_are_refused_in_one_line_or_read_as_the_format_says(
     whole_file: bytes, tmp_path: Path, count: int, seed: int

@@ -3,7 +3,6 @@ a step of its own with no other token to draw.
 """
 
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -11,38 +10,15 @@ import torch
 
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
-from gpu.step import DecodeGroup, Lane, PageWrite, PrefillJob, SampledToken, StepPlan
+from gpu.step import DecodeGroup, Lane, PageWrite, SampledToken, StepPlan
 from tests.gpu.poison import poison_pool
-from tests.gpu.reference_model import Pages, document_prompt, layer_units, prefill_prompts, reference_runner
+from tests.gpu.reference_model import document_prompt
+from tests.gpu.test_drafts import DEVICES, PENALISED, PLAIN, PROMPTS, QUIET, begin, runner_on
 from tests.gpu.twin_runners import Twins
 from tests.tolerances import CHUNKING_LOGPROB_ATOL, HOP_LOGITS_FLOAT32
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-PROMPTS = [document_prompt(length, length) for length in (10, 47, 120)]
 KNOWN = {0: {2: 301, 3: 17, 4: 301, 7: 55}, 1: {}, 2: {1: 9, 3: 44, 4: 45, 5: 46, 6: 47, 7: 301}}  # by slot and draw
 NUM_TOKENS = 10
-PLAIN = SamplingParams(temperature=0.0, num_logprobs=2)
-QUIET = SamplingParams(temperature=0.0)
-PENALISED = SamplingParams(
-    temperature=1.0, seed=5, num_logprobs=0, repetition_penalty=1.3, frequency_penalty=0.9, presence_penalty=0.4
-)
-
-
-@cache
-def runner_on(device: str) -> Runner:
-    return reference_runner("float32", device, max_running=16, num_pages=64, max_context_tokens=512,
-                            graph_batch_sizes=(4, 16) if device == "cuda" else ())  # fmt: skip
-
-
-def begin(runner: Runner, params: list[SamplingParams]) -> list[list[SampledToken]]:
-    """PROMPTS in slots 0 .. 2, and their first draws."""
-    pages, told = Pages(runner), []
-    for prompt, own in zip(prefill_prompts(PROMPTS), params, strict=True):
-        job = PrefillJob(prompt.slot, [replace(prompt, sampling=own)])
-        writes = [pages.take(prompt.slot, len(prompt.token_ids) + 2 * NUM_TOKENS)]
-        plan = StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, 512))
-        told.append([*runner.launch(plan).collect().tokens])
-    return told
 
 
 def end(runner: Runner) -> None:

@@ -10,23 +10,20 @@ import pytest
 import torch
 
 from gpu.attention.step_rows import StepRows
-from gpu.config import Composition
 from gpu.methods.device_side import LayerReads
 from gpu.methods.indexed.device import Indexed
 from gpu.methods.mac.device import Mac
-from gpu.methods.method import ProfilePart
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
-from gpu.profiles import resolve_profiles
-from gpu.step import RingCopy, RingWrite, StepPlan
+from gpu.step import RingWrite, StepPlan
 from tests.gpu.kernel_oracles import wide
 from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt
+from tests.gpu.ring_twins import RingTwins, ring_parts
 from tests.gpu.test_host_read_graphs import Recorded, fake_graphs
 from tests.gpu.test_indexed_serving import ALL, FEW
 from tests.gpu.test_mac_serving import LOOSE, SMALL, STRICT
-from tests.gpu.twin_runners import DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, Twins, check_steps, furthest
+from tests.gpu.twin_runners import DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32, MAC_SUMMARY_ATOL
-from transfer.host_config import HostConfig
 from transfer.partial import Partial
 from transfer.reading import Reading
 
@@ -35,37 +32,16 @@ GROUP = NUM_HEADS // NUM_KV_HEADS
 SOME = SMALL | {"tau": 0.6, "max_prefix_share": 0.3}  # some heads match, and some do not
 
 
-def parts_of(mac: dict[str, Any], index: dict[str, Any]) -> tuple[ProfilePart, ...]:
-    own = Composition.model_validate({"reuse": {"method": "mac", **mac}, "host": {"method": "indexed", **index}})
-    return resolve_profiles({"own": own}, HostConfig())["own"].ring_parts
-
-
-class BothTwins(Twins):
-    """Slots of `ringed` hold the rings of their numbers, of both methods."""
-
+class BothTwins(RingTwins):
     def __init__(
         self, mac: dict[str, Any], index: dict[str, Any], ringed: tuple[int, ...] = (0,), swaps: bool = False,
         **more: Any,
     ) -> None:  # fmt: skip
         """swaps: whether the parts are given in the other order."""
-        self.parts = parts_of(mac, index)
+        parts = ring_parts(reuse={"method": "mac", **mac}, host={"method": "indexed", **index})
         own = {"reading": Reading.INDEXED, "check_coverage": True, "window_tokens": 64, **more}
-        super().__init__(more_parts=self.parts[::-1] if swaps else self.parts, **own)
-        for slot in ringed:
-            self.assign(slot)
-
-    def assign(self, slot: int, source: RingCopy | None = None, ring: int | None = None) -> None:
-        number = slot if ring is None else ring
-        writes = [RingWrite(slot, part.id, number, self.reading, source) for part in self.parts]
-        self.offloading.launch(StepPlan(ring_writes=writes)).collect()
-
-    @property
-    def mac(self) -> Mac:
-        return self.offloading._reusing[self.parts[0].id]
-
-    @property
-    def index(self) -> Indexed:
-        return self.offloading._reusing[self.parts[1].id]
+        super().__init__(parts[::-1] if swaps else parts, ringed, **own)
+        self.mac, self.index = self.side_of(Mac), self.side_of(Indexed)
 
     @property
     def hits(self) -> int:
@@ -87,17 +63,17 @@ def test_where_nothing_matches_a_budget_of_everything_gives_the_exact_profiles_l
 
 def test_hits_and_misses_cover_every_cell_once_while_the_context_grows() -> None:
     """Coverage is checked in each layer of each step; where each head hits, the index is read for none."""
-    twins = BothTwins(SOME, FEW)
+    twins = BothTwins(SOME, FEW, offload_block_tokens=32)
     twins.prefill([PROMPT])
-    for _ in range(66):
+    for _ in range(40):
         assert not twins.step([0]).failures
     mac, own = counts_of(twins.mac), counts_of(twins.index)
     assert 0 < sum(mac.hits) < sum(mac.tries)
     offloaded_layers = [layer for layer, heads in enumerate(own.heads) if heads]
     assert [own.heads[layer] for layer in offloaded_layers] == [
-        66 * NUM_HEADS - mac.hits[layer] for layer in offloaded_layers
+        40 * NUM_HEADS - mac.hits[layer] for layer in offloaded_layers
     ]
-    assert twins.sequences[0].run_end > 16 + 64
+    assert twins.sequences[0].run_end > 224, "more than with the prompt"
 
 
 def test_a_step_in_which_every_head_hits_reads_nothing_of_the_index() -> None:
@@ -217,8 +193,8 @@ def test_rows_of_either_method_alone_of_both_and_of_none_share_a_step() -> None:
     for swaps in (False, True):
         twins = BothTwins(SOME, ALL, ringed=(0,), swaps=swaps)
         twins.prefill([PROMPT, document_prompt(280, 3), document_prompt(290, 5), document_prompt(60, 2)])
-        mac, index = (part.id for part in twins.parts)
-        writes = [RingWrite(1, index, 1, Reading.INDEXED), RingWrite(2, mac, 2, Reading.INDEXED)]
+        ids = {part.method.name: part.id for part in twins.parts}
+        writes = [RingWrite(slot, ids[name], slot, Reading.INDEXED) for slot, name in ((1, "indexed"), (2, "mac"))]
         twins.offloading.launch(StepPlan(ring_writes=writes)).collect()
         for _ in range(4):
             assert not twins.step([0, 1, 2, 3]).failures
@@ -233,22 +209,8 @@ def test_whatever_becomes_of_two_contexts_every_step_covers_all_of_them(seed: in
     draw = np.random.default_rng(seed)
     twins = BothTwins(SOME, FEW, kept_tokens=1024, window_tokens=64)
     twins.prefill([PROMPT, PROMPT])
-    ringed = [0]
     for _ in range(7):
-        slot = int(draw.choice([0, 1]))
-        sequence, change = twins.sequences[slot], draw.choice(["evict", "evict", "reload", "assign", "fork", "grow"])
-        if change == "evict" and sequence.run_end > max(sequence.released, 16):
-            first = max(sequence.released, 16) // 16
-            twins.give_up(sequence, 16 * int(draw.integers(first + 1, sequence.run_end // 16 + 1)))
-        elif change == "reload" and sequence.released > 16:
-            begin = 16 * int(draw.integers(1, sequence.released // 16))
-            twins.restore(twins.fetch(sequence, begin))
-            sequence.released = begin if begin > 16 else 0
-        elif change == "assign" and slot in ringed:
-            twins.assign(slot)
-        elif change == "fork" and 1 not in ringed:
-            twins.assign(1, RingCopy(0, 200, twins.sequences[0].num_tokens))
-            ringed.append(1)
+        twins.change(int(draw.choice([0, 1])), draw, twins.sequences[0].num_tokens)
         for _ in range(int(draw.integers(1, 4))):
             assert not twins.step([0, 1]).failures
     assert twins.hits > 0

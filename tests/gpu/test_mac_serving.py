@@ -3,7 +3,6 @@
 The twin that offloads serves rows with rings; the other one is exact, and its oracle where nothing matches.
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.config import Composition
 from gpu.methods.mac.device import Mac
-from gpu.methods.method import ProfilePart
-from gpu.profiles import resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
 from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt, layer_units
+from tests.gpu.ring_twins import RingTwins, ring_parts
 from tests.gpu.twin_runners import NUM_HEADS, NUM_LAYERS, Twins, check_steps, furthest
 from tests.tolerances import HOP_LOGITS_FLOAT32, MAC_QUERY_RTOL, MAC_SUMMARY_ATOL, MAC_SUMMARY_STORED_ATOL
-from transfer.host_config import HostConfig
 from transfer.reading import Reading
 
 SMALL = {
@@ -32,31 +28,9 @@ LOOSE = SMALL | {"tau": 0.0}
 PROMPT = document_prompt(300, 1)
 
 
-def mac_part(settings: dict[str, Any]) -> ProfilePart:
-    composition = Composition.model_validate({"reuse": {"method": "mac", **settings}})
-    part = resolve_profiles({"mac": composition}, HostConfig())["mac"].ring_parts[0]
-    assert part is not None
-    return part
-
-
-class MacTwins(Twins):
-    """Slots of `ringed` hold the rings of their numbers."""
-
+class MacTwins(RingTwins):
     def __init__(self, settings: dict[str, Any], ringed: tuple[int, ...] = (0,), **more: Any) -> None:
-        self.part = mac_part(settings)
-        super().__init__(more_parts=[self.part], **more)
-        for slot in ringed:
-            self.assign(slot, slot)
-
-    def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
-        write = RingWrite(slot, self.part.id, ring, self.reading, source)
-        self.offloading.launch(StepPlan(ring_writes=[write])).collect()
-
-    @property
-    def side(self) -> Mac:
-        side = self.offloading._reusing[self.part.id]
-        assert isinstance(side, Mac)
-        return side
+        super().__init__(ring_parts(reuse={"method": "mac", **settings}), ringed, **more)
 
     @property
     def counts(self) -> SimpleNamespace:
@@ -83,14 +57,14 @@ def test_where_nothing_matches_the_logits_are_the_exact_profiles(goes_down: bool
 @pytest.mark.parametrize(("kept_tokens", "reading"), [(0, Reading.WHOLE), (96, Reading.SAMPLE)])
 def test_hits_and_misses_cover_every_cell_once_wherever_it_lies(reading: Reading, kept_tokens: int) -> None:
     """Coverage is checked in each layer of each step; heads that hit ask the host for nothing."""
-    twins = MacTwins(LOOSE, reading=reading, check_coverage=True, kept_tokens=kept_tokens)
+    twins = MacTwins(LOOSE, reading=reading, check_coverage=True, kept_tokens=kept_tokens, offload_block_tokens=32)
     twins.prefill([PROMPT])
-    for _ in range(80):
+    for _ in range(40):
         assert not twins.step([0]).failures
     counts = twins.counts
     assert all(0 < hits <= tries for hits, tries in zip(counts.hits, counts.tries, strict=True))
     assert sum(counts.hits) < sum(counts.tries) or sum(counts.ages) > sum(counts.gaps)
-    assert twins.sequences[0].run_end > 16 + 64
+    assert twins.sequences[0].run_end > 224, "more than with the prompt"
 
 
 def test_hits_are_near_what_exact_attention_gives_and_not_equal_to_it() -> None:
@@ -112,27 +86,6 @@ def test_heads_that_are_refused_read_everything_and_are_counted() -> None:
     counts = twins.counts
     assert sum(counts.hits) == 0
     assert 0 < sum(counts.refused) <= sum(counts.tries)
-
-
-def test_known_tokens_of_a_row_without_a_ring_are_beside_one_that_holds_it() -> None:
-    """Their ids stand where no slot's do."""
-    twins = MacTwins(STRICT)
-    twins.prefill([PROMPT, document_prompt(60, 2)])
-    plan = twins.plan([0, 1], [])
-    plan = replace(plan, decode=[replace(plan.decode[0], runs=[[], [7, 11]])])
-    twins.offloading._last_tokens.copy_(twins.exact._last_tokens)
-    twins.exact.launch(twins.exact_plan(plan)).collect()
-    assert not twins.offloading.launch(plan).collect().failures
-    assert twins.offloading._last_tokens[1] == twins.exact._last_tokens[1]
-
-
-def test_rows_without_a_ring_share_the_step_and_are_exact() -> None:
-    twins = MacTwins(LOOSE, ringed=(0, 2), check_coverage=True)
-    twins.prefill([PROMPT, document_prompt(280, 3), document_prompt(60, 2), document_prompt(40, 4)])
-    for _ in range(6):
-        assert not twins.step([0, 1, 2, 3]).failures
-        assert furthest(twins, [1, 3]) < HOP_LOGITS_FLOAT32
-    assert sum(twins.counts.hits) > 0
 
 
 def test_a_step_in_which_no_row_holds_a_ring_goes_without_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,8 +192,7 @@ def test_layers_that_are_off_keep_no_ring_and_read_everything() -> None:
 
 
 def test_two_settings_have_rings_of_their_own_and_share_steps() -> None:
-    other = mac_part(STRICT)
-    part = mac_part(LOOSE)
+    (part,), (other,) = (ring_parts(reuse={"method": "mac", **settings}) for settings in (LOOSE, STRICT))
     twins = Twins(more_parts=[part, other], check_coverage=True)
     for slot, own in ((0, part), (1, other)):
         twins.offloading.launch(StepPlan(ring_writes=[RingWrite(slot, own.id, 0, Reading.NONE)])).collect()
@@ -251,12 +203,3 @@ def test_two_settings_have_rings_of_their_own_and_share_steps() -> None:
     counts = twins.offloading.method_counts()
     assert sum(counts[part.id]["reuse_hits"]) > 0
     assert sum(counts[other.id]["reuse_tries"]) == 8 * NUM_HEADS * (NUM_LAYERS - 1)
-
-
-@pytest.mark.parametrize("summaries", ["float32", "bfloat16"])
-def test_on_the_device_a_ring_takes_what_is_planned(summaries: str) -> None:
-    part = mac_part(SMALL | {"summaries": summaries})
-    twins = Twins(more_parts=[part])
-    store = twins.offloading._reusing[part.id]._store
-    num_bytes = sum(getattr(store, name)[:, 0].nbytes for name in store.__slots__)
-    assert num_bytes == part.method.footprint(part.settings, twins.offloading.architecture, 1).sequence_bytes

@@ -3,6 +3,7 @@
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,34 +81,24 @@ def find_bytes(plan: MemoryPlan, name: str) -> int:
     return next(item.bytes for item in plan.items if item.name == name)
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    shape=st.sampled_from(sorted(NAMED_SHAPES)),
-    machine=st.sampled_from(sorted(MACHINES)),
-    limit=st.none() | st.floats(0.5, 90),
-    kv_cache=st.none() | st.floats(0.01, 40),
+NAMES, PLACES = st.sampled_from(sorted(NAMED_SHAPES)), st.sampled_from(sorted(MACHINES))
+GPUS = st.builds(
+    GpuConfig, memory_limit_gib=st.none() | st.floats(0.5, 90), kv_cache_gib=st.none() | st.floats(0.01, 40),
     page_tokens=st.sampled_from([16, 32, 64]),
-    context=st.none() | st.integers(1, 140_000),
-    hidden=st.none() | st.integers(1, 200_000),
-    running=st.integers(1, 256),
-    chunk=st.sampled_from([16, 512, 2048, 8192]),
-)
+)  # fmt: skip
+# The longest context, the most hidden states, and the most that run.
+SIZES = st.tuples(st.none() | st.integers(1, 140_000), st.none() | st.integers(1, 200_000), st.integers(1, 256))
+Sizes = tuple[int | None, int | None, int]
+
+
+@settings(max_examples=300, deadline=None)
+@given(NAMES, PLACES, GPUS, SIZES, st.sampled_from([16, 512, 2048, 8192]))
 def test_a_plan_fits_its_limits_and_holds_its_longest_context_or_is_refused_in_one_line(
-    shape: str,
-    machine: str,
-    limit: float | None,
-    kv_cache: float | None,
-    page_tokens: int,
-    context: int | None,
-    hidden: int | None,
-    running: int,
-    chunk: int,
+    shape: str, machine: str, gpu: GpuConfig, sizes: Sizes, chunk: int
 ) -> None:
-    gpu = GpuConfig.model_validate(
-        {"memory_limit_gib": limit, "kv_cache_gib": kv_cache, "page_tokens": page_tokens, "device": "auto"}
-    )
+    (context, hidden, _), page_tokens = sizes, gpu.page_tokens
     try:
-        plan = make_plan(named_shape(shape), machine, gpu, context, hidden, running, chunk)
+        plan = make_plan(named_shape(shape), machine, gpu, *sizes, chunk)
     except PlanError as error:
         message = str(error)
         assert "\n" not in message
@@ -327,25 +318,38 @@ def test_every_step_that_is_captured_is_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "gpu", "context", "hidden", "parts"),
+    ("machine", "gpu", "asked", "parts"),
     [
-        ("rtx4090", GpuConfig(memory_limit_gib=14), None, None, ("gpu.memory_limit_gib", "14.96 GiB", "14.00 GiB")),
-        ("rtx4090", GpuConfig(memory_limit_gib=16), None, None, ("gpu.memory_limit_gib", "chunk_tokens", "16.00 GiB")),
-        ("rtx4090", GpuConfig(memory_limit_gib=17.2), None, None, ("gpu.memory_limit_gib", "2,048 tokens")),
-        ("rtx4090", GpuConfig(memory_limit_gib=25), None, None, ("gpu.memory_limit_gib", "23.99 GiB")),
-        ("rtx4090", GpuConfig(), 100_000, None, ("gpu.memory_limit_gib", "scheduler.max_context_tokens", "12.21 GiB")),
-        ("rtx4090", GpuConfig(kv_cache_gib=8), None, None, ("gpu.kv_cache_gib", "8 GiB", "22.07 GiB")),
-        ("rtx4090", GpuConfig(kv_cache_gib=0.1), None, None, ("gpu.kv_cache_gib", "0.1 GiB", "0.25 GiB")),
-        ("rtx4090", GpuConfig(), 200_000, None, ("scheduler.max_context_tokens", "131,072")),
-        ("rtx4090", GpuConfig(), 8192, 100, ("scheduler.prefill.max_hidden_tokens", "8,192")),
-        ("laptop", GpuConfig(device="cuda"), None, None, ("gpu.device", "laptop", "auto or cpu")),
+        ("rtx4090", GpuConfig(memory_limit_gib=14), {}, ("gpu.memory_limit_gib", "14.96 GiB", "14.00 GiB")),
+        ("rtx4090", GpuConfig(memory_limit_gib=16), {}, ("gpu.memory_limit_gib", "chunk_tokens", "16.00 GiB")),
+        ("rtx4090", GpuConfig(memory_limit_gib=17.2), {}, ("gpu.memory_limit_gib", "2,048 tokens")),
+        ("rtx4090", GpuConfig(memory_limit_gib=25), {}, ("gpu.memory_limit_gib", "23.99 GiB")),
+        ("rtx4090", GpuConfig(), {"max_context_tokens": 100_000},
+         ("gpu.memory_limit_gib", "scheduler.max_context_tokens", "12.21 GiB")),
+        ("rtx4090", GpuConfig(kv_cache_gib=8), {}, ("gpu.kv_cache_gib", "8 GiB", "22.07 GiB")),
+        ("rtx4090", GpuConfig(kv_cache_gib=0.1), {}, ("gpu.kv_cache_gib", "0.1 GiB", "0.25 GiB")),
+        ("rtx4090", GpuConfig(), {"max_context_tokens": 200_000}, ("scheduler.max_context_tokens", "131,072")),
+        ("rtx4090", GpuConfig(), {"max_context_tokens": 8192, "max_hidden_tokens": 100},
+         ("scheduler.prefill.max_hidden_tokens", "8,192")),
+        ("laptop", GpuConfig(device="cuda"), {}, ("gpu.device", "laptop", "auto or cpu")),
+        ("rtx4090", GpuConfig(), {"host": HostConfig(dense_layers=(0, 32))}, ("host.dense_layers", "32", "0 to 31")),
+        ("rtx4090", GpuConfig(), {"host": HostConfig(dense_layers=(-1,))}, ("host.dense_layers", "-1")),
+        ("rtx4090", GpuConfig(), {"host": HostConfig(dense_layers=tuple(range(32)))}, ("host.dense_layers", "all 32")),
+        ("rtx4090", GpuConfig(), {"host": HostConfig(memory_limit_gib=100)},
+         ("host.memory_limit_gib", "100.00 GiB", "62.50 GiB")),
+        ("rtx4090", GpuConfig(), {"max_context_tokens": 98_304, "host": HostConfig(memory_limit_gib=4)},
+         ("host.memory_limit_gib", "98,304", "4.00 GiB")),
+        ("rtx4090", GpuConfig(kv_cache_gib=1), {"max_context_tokens": 65_536, "host": HostConfig()},
+         ("gpu.kv_cache_gib", "1.00 GiB", "host.resident_tokens")),
+        ("rtx4090", GpuConfig(memory_limit_gib=18.5), {"max_context_tokens": 65_536, "host": HostConfig()},
+         ("gpu.memory_limit_gib", "host.resident_tokens")),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused_with_its_numbers_and_the_key_to_change(
-    machine: str, gpu: GpuConfig, context: int | None, hidden: int | None, parts: tuple[str, ...]
+    machine: str, gpu: GpuConfig, asked: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(PlanError) as error:
-        make_plan(SHAPE_8B, machine, gpu, context, hidden)
+        make_plan(SHAPE_8B, machine, gpu, **asked)
     for part in parts:
         assert part in str(error.value)
 
@@ -417,43 +421,20 @@ def assert_holds_its_longest_context(plan: MemoryPlan, num_layers: int) -> None:
     assert plan.resident_tokens >= plan.sink_tokens + plan.window_tokens + plan.offload_block_tokens
 
 
+HOSTS = st.builds(
+    HostConfig, memory_limit_gib=st.none() | st.floats(0.1, 400), resident_tokens=st.integers(0, 20_000),
+    dense_layers=st.none() | st.lists(st.integers(-1, 6), max_size=3), rows=st.sampled_from(["bfloat16", "int8"]),
+)  # fmt: skip
+
+
 @settings(max_examples=300, deadline=None)
-@given(
-    shape=st.sampled_from(sorted(NAMED_SHAPES)),
-    machine=st.sampled_from(sorted(MACHINES)),
-    host_gib=st.sampled_from([16, 128, 512]),
-    limit=st.none() | st.floats(0.5, 90),
-    kv_cache=st.none() | st.floats(0.01, 40),
-    host_limit=st.none() | st.floats(0.1, 400),
-    dense=st.none() | st.lists(st.integers(-1, 6), max_size=3),
-    resident=st.integers(0, 20_000),
-    rows=st.sampled_from(["bfloat16", "int8"]),
-    page_tokens=st.sampled_from([16, 32, 64]),
-    context=st.none() | st.integers(1, 140_000),
-    hidden=st.none() | st.integers(1, 200_000),
-    running=st.integers(1, 256),
-)
+@given(NAMES, PLACES, st.sampled_from([16, 128, 512]), GPUS, HOSTS, SIZES)
 def test_a_plan_with_host_memory_holds_its_longest_context_or_is_refused_in_one_line(
-    shape: str,
-    machine: str,
-    host_gib: int,
-    limit: float | None,
-    kv_cache: float | None,
-    host_limit: float | None,
-    dense: list[int] | None,
-    resident: int,
-    rows: str,
-    page_tokens: int,
-    context: int | None,
-    hidden: int | None,
-    running: int,
+    shape: str, machine: str, host_gib: int, gpu: GpuConfig, host: HostConfig, sizes: Sizes
 ) -> None:
-    gpu = GpuConfig.model_validate({"memory_limit_gib": limit, "kv_cache_gib": kv_cache, "page_tokens": page_tokens})
-    host = HostConfig.model_validate(
-        {"memory_limit_gib": host_limit, "dense_layers": dense, "resident_tokens": resident, "rows": rows}
-    )
+    context, hidden, running = sizes
     try:
-        plan = make_plan(named_shape(shape), with_memory(machine, host_gib), gpu, context, hidden, running, host=host)
+        plan = make_plan(named_shape(shape), with_memory(machine, host_gib), gpu, *sizes, host=host)
     except PlanError as error:
         message = str(error)
         assert "\n" not in message
@@ -548,27 +529,6 @@ def test_resident_pages_hold_the_windows_of_all_that_may_run_or_a_note_says_of_h
     assert few.num_pages * 16 >= 16 * (16 + 64 + 2 * 128)
     assert not any("max_running" in note for note in few.notes)
     assert any("scheduler.max_running is 200" in note for note in many.notes)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "host", "context", "parts"),
-    [
-        (GpuConfig(), HostConfig(dense_layers=(0, 32)), None, ("host.dense_layers", "32", "0 to 31")),
-        (GpuConfig(), HostConfig(dense_layers=(-1,)), None, ("host.dense_layers", "-1")),
-        (GpuConfig(), HostConfig(dense_layers=tuple(range(32))), None, ("host.dense_layers", "all 32")),
-        (GpuConfig(), HostConfig(memory_limit_gib=100), None, ("host.memory_limit_gib", "100.00 GiB", "62.50 GiB")),
-        (GpuConfig(), HostConfig(memory_limit_gib=4), 98_304, ("host.memory_limit_gib", "98,304", "4.00 GiB")),
-        (GpuConfig(kv_cache_gib=1), HostConfig(), 65_536, ("gpu.kv_cache_gib", "1.00 GiB", "host.resident_tokens")),
-        (GpuConfig(memory_limit_gib=18.5), HostConfig(), 65_536, ("gpu.memory_limit_gib", "host.resident_tokens")),
-    ],
-)
-def test_what_does_not_fit_with_host_memory_names_the_key_to_change(
-    gpu: GpuConfig, host: HostConfig, context: int | None, parts: tuple[str, ...]
-) -> None:
-    with pytest.raises(PlanError) as error:
-        make_plan(SHAPE_8B, "rtx4090", gpu, context, host=host)
-    for part in parts:
-        assert part in str(error.value)
 
 
 def test_on_the_cpu_pages_and_host_memory_that_were_asked_for_fit_together_beside_documents_or_are_refused() -> None:

@@ -14,10 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu.config import Composition
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.kept import Kept
-from gpu.methods.method import ProfilePart
 from gpu.methods.predicted.choosing import pack_bits
 from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
@@ -25,11 +23,11 @@ from gpu.methods.predicted.held_blocks import EMPTY
 from gpu.methods.predicted.noting import note_step
 from gpu.methods.predicted.turns import NEVER
 from gpu.methods.registry import list_methods
-from gpu.profiles import resolve_profiles
 from gpu.step import RingCopy, RingWrite, StepPlan
 from tests.gpu.method_counts import counts_of
 from tests.gpu.reference_model import document_prompt
-from tests.gpu.twin_runners import DIM, NUM_KV_HEADS, Twins, check_steps, furthest
+from tests.gpu.ring_twins import RingTwins, ring_parts
+from tests.gpu.twin_runners import NUM_KV_HEADS, Twins, check_steps, furthest
 from tests.reference_tier import stored_rows
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.copies import Event
@@ -44,32 +42,11 @@ PROMPT = document_prompt(300, 1)
 PAGE = BLOCK = 16
 
 
-def predicted_part(settings: dict[str, Any], method: str = "predicted") -> ProfilePart:
-    composition = Composition.model_validate({"host": {"method": method, **settings}})
-    part = resolve_profiles({"blocks": composition}, HostConfig())["blocks"].ring_parts[0]
-    assert part is not None
-    return part
-
-
-class PredictedTwins(Twins):
-    """Slots of `ringed` hold the rings of their numbers."""
-
+class PredictedTwins(RingTwins):
     def __init__(self, settings: dict[str, Any], method: str = "predicted", ringed: tuple[int, ...] = (0,),
                  **more: Any) -> None:  # fmt: skip
-        self.part = predicted_part(settings, method)
-        super().__init__(more_parts=[self.part], reading=list_methods()[method].reading, **more)
-        for slot in ringed:
-            self.assign(slot, slot)
-
-    def assign(self, slot: int, ring: int, source: RingCopy | None = None) -> None:
-        write = RingWrite(slot, self.part.id, ring, self.reading, source)
-        self.offloading.launch(StepPlan(ring_writes=[write])).collect()
-
-    @property
-    def side(self) -> Predicted:
-        side = self.offloading._reusing[self.part.id]
-        assert isinstance(side, Predicted)
-        return side
+        parts = ring_parts(host={"method": method, **settings})
+        super().__init__(parts, ringed, reading=list_methods()[method].reading, **more)
 
     def ids(self, ring: int) -> torch.Tensor:
         """`[layers, kv_heads, slots]`."""
@@ -104,9 +81,9 @@ def test_where_every_block_is_fetched_the_logits_are_the_exact_profiles(kept_tok
     """From the first step on, over offload blocks that are offloaded meanwhile: each is fetched before the step that
     releases it.
     """
-    twins = PredictedTwins(WIDE, check_coverage=True, kept_tokens=kept_tokens)
+    twins = PredictedTwins(WIDE, check_coverage=True, kept_tokens=kept_tokens, offload_block_tokens=32)
     twins.prefill_down(0, PROMPT)
-    check_steps(twins, [0], 70)
+    check_steps(twins, [0], 40)
     counts = counts_of(twins.side)
     assert counts.hole_tokens == counts.read_tokens > 0
     assert counts.dropped_tokens == 0
@@ -134,9 +111,9 @@ def test_a_layers_blocks_change_in_its_turns_alone(every: int, monkeypatch: pyte
 
 
 def test_a_context_that_goes_down_while_it_runs_has_its_blocks_from_the_first_step() -> None:
-    twins = PredictedTwins(WIDE, check_coverage=True)
+    twins = PredictedTwins(WIDE, check_coverage=True, offload_block_tokens=32)
     twins.prefill([PROMPT])
-    check_steps(twins, [0], 70)
+    check_steps(twins, [0], 40)
     assert counts_of(twins.side).dropped_tokens == 0
 
 
@@ -273,29 +250,6 @@ def test_rows_are_lent_until_a_step_that_failed_has_fetched_what_it_began(monkey
         twins.offloading.launch(twins.plan([0], []))
     assert events == ["chosen", "waited", "ended"]
     assert (side._num_open, int(side._open_parts), side._used) == (0, 0, [])
-
-
-@pytest.mark.parametrize("method", ["predicted", "predicted+sampled"])
-def test_known_tokens_of_a_row_without_a_ring_are_beside_one_that_holds_it(method: str) -> None:
-    """Their ids stand where no slot's do."""
-    twins = PredictedTwins(NARROW, method, ringed=(0,))
-    twins.prefill([PROMPT, document_prompt(60, 2)])
-    plan = twins.plan([0, 1], [])
-    plan = replace(plan, decode=[replace(plan.decode[0], runs=[[], [7, 11]])])
-    twins.offloading._last_tokens.copy_(twins.exact._last_tokens)
-    twins.exact.launch(twins.exact_plan(plan)).collect()
-    assert not twins.offloading.launch(plan).collect().failures
-    assert twins.offloading._last_tokens[1] == twins.exact._last_tokens[1]
-
-
-@pytest.mark.parametrize("method", ["predicted", "predicted+sampled"])
-def test_rows_without_a_ring_share_the_step_and_are_exact(method: str) -> None:
-    twins = PredictedTwins(NARROW, method, ringed=(0, 2), check_coverage=True)
-    twins.prefill([PROMPT, document_prompt(280, 3), document_prompt(60, 2), document_prompt(40, 4)])
-    for _ in range(6):
-        assert not twins.step([0, 1, 2, 3]).failures
-        assert furthest(twins, [1, 2, 3]) < HOP_LOGITS_FLOAT32
-    assert counts_of(twins.side).read_tokens > 0
 
 
 def test_only_the_difference_crosses_the_link() -> None:
@@ -443,18 +397,6 @@ def test_addresses_that_no_load_takes_are_refused() -> None:
     table[-1, VALUE_ROW_BYTES] = 24
     with pytest.raises(AssertionError, match="addresses that 16 does not divide"):
         side._place(0, table)
-
-
-@pytest.mark.parametrize("settings", [WIDE, NARROW])
-def test_on_the_device_a_ring_takes_no_more_than_is_planned(settings: dict[str, Any]) -> None:
-    twins = PredictedTwins(settings, dense_layers=(0, 1))
-    store, method = twins.side.blocks, twins.part.method
-    num_bytes = sum(getattr(store, name).nbytes for name in store.__slots__) // 3
-    runner = twins.offloading
-    shape = replace(runner.architecture, max_context_tokens=runner.limits.max_context_tokens)
-    planned = method.footprint(twins.part.settings, shape, 1)
-    assert num_bytes == planned.sequence_bytes + planned.sequence_rows * shape.dim * 4
-    assert shape.dim == DIM
 
 
 class _MeanwhileMode(TorchDispatchMode):

@@ -200,21 +200,8 @@ def test_files_that_are_not_ours_are_neither_counted_nor_touched(tmp_path: Path)
     assert (tmp_path / MODEL / f"{key_of(5).name}.txt").exists()
 
 
-WHAT = st.sampled_from(["put", "put", "get", "get", "delete", "restart"])
+WHAT = st.sampled_from(["put", "put", "get", "get", "touch", "delete", "restart"])
 OPERATIONS = st.lists(st.tuples(WHAT, st.integers(0, 4)), min_size=10, max_size=40)
-
-
-def test_the_one_that_was_read_stays_also_after_a_restart(tmp_path: Path) -> None:
-    folder = open_folder(tmp_path, 2 * FILE_BYTES)
-    store(folder, 1)
-    store(folder, 2)
-    fetch(folder, 1)
-    folder = open_folder(tmp_path, 2 * FILE_BYTES)
-    store(folder, 3)
-    assert [fetch(folder, number) is not None for number in (1, 2, 3)] == [True, False, True]
-    folder.touch(key_of(1))
-    store(folder, 4)
-    assert [fetch(folder, number) is not None for number in (1, 3, 4)] == [True, False, True]
 
 
 @settings(max_examples=40, deadline=None)
@@ -223,8 +210,7 @@ def test_the_least_recently_used_go_as_in_an_ordered_dictionary(
     operations: list[tuple[str, int]], capacity: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.mktemp("chunks")
-    limit = max(1, capacity * FILE_BYTES)
-    folder, model = open_folder(root, limit), OrderedDict[int, None]()
+    folder, model = open_folder(root, max(1, capacity * FILE_BYTES)), OrderedDict[int, None]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         for what, number in operations:
@@ -241,8 +227,15 @@ def test_the_least_recently_used_go_as_in_an_ordered_dictionary(
             elif what == "delete":
                 folder.delete(key_of(number))
                 model.pop(number, None)
+            elif what == "touch":
+                folder.touch(key_of(number))
+                if number in model:
+                    model.move_to_end(number)
             else:
-                folder = open_folder(root, limit)
+                capacity = number
+                folder = open_folder(root, max(1, capacity * FILE_BYTES))
+                while len(model) > capacity:
+                    model.popitem(last=False)
             assert {path.name for path in root.rglob("*.kv")} == {f"{key_of(one).name}.kv" for one in model}
             assert folder.bytes_held() == len(model) * FILE_BYTES
     shutil.rmtree(root)
