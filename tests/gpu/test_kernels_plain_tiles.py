@@ -122,3 +122,17 @@ def test_tiles_that_are_wrong_or_raise_are_out_and_named(monkeypatch, caplog):
     assert choice.tiles("add", weight, 8) == found[2]
     assert "no such instruction" in caplog.text
     assert "differs from the vendor's product" in caplog.text
+
+
+@interpreted
+def test_what_is_chosen_for_attentions_output_is_compiled_for_a_short_prompts_too(monkeypatch):
+    called = []
+    multiply = Product.multiply
+    monkeypatch.setattr(
+        Product, "multiply", lambda self, x, *rest: (called.append((x.dtype, rest[-1])), multiply(self, x, *rest))[1]
+    )
+    choice, told = TileChoice(), iter([5.0, 4.0, 3.0, 4.5])
+    weight = torch.randn(64, 512).bfloat16()
+    product = Product("add", (weight,), torch.float32)
+    choice.choose([product], [8], lambda run: (run(), next(told))[1], 232_448)
+    assert (torch.bfloat16, choice.tiles("add", weight, 8)) in called

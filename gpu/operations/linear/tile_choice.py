@@ -109,6 +109,8 @@ class TileChoice:
                 log.warning("products event=rejected tiles=%s reason=%r", tiles, " ".join(str(error).split())[:200])
         best = min(times, key=times.__getitem__, default=None)
         is_faster = best is not None and times[best] < GAIN * library
+        if is_faster and x.dtype != weights[0].dtype:  # a short prompt's tokens: compile now what they need, too
+            product.multiply(x.to(weights[0].dtype), weights[0], residual, best)
         log.info(
             "products event=chosen use=%s rows=%d inner=%d tokens=%d vendor_us=%.1f tiles_us=%s chosen=%s",
             product.use, rows, inner, tokens, 1e6 * library,
