@@ -1,11 +1,13 @@
 """Parse the name of a method that is a serving profile, with settings that stand in for the deployment's own.
 
 `profile:NAME`, or `profile:sampled:bits_per_table=10,num_tables=200` for other settings of the profile's method, so
-that one run compares several. Invariant: two methods that need the same deployment compare equal in it.
+that one run compares several. Values are read as YAML, as in a deployment's file. Invariant: two methods that need the
+same deployment compare equal in it.
 """
 
 from dataclasses import dataclass
 
+import yaml
 from pydantic import ValidationError
 
 from gpu.config import Composition, MethodChoice
@@ -58,7 +60,7 @@ def _with_settings(method: str, text: str, found: ServedMethod) -> Deployment:
     parts = [part for part in profile.parts if part.method.settings.model_fields]
     if not parts or deployment is None:
         raise ProfileError(f"--method {method}: profile {profile.name!r} takes no settings; leave out `:{text}`")
-    given = dict(part.partition("=")[::2] for part in text.split(","))
+    given = {key: yaml.safe_load(value) for key, _, value in (part.partition("=") for part in text.split(","))}
     part = next((part for part in parts if given.keys() <= part.method.settings.model_fields.keys()), parts[0])
     try:
         settings = part.method.settings.model_validate({**part.settings.model_dump(), **given})

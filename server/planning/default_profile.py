@@ -12,7 +12,7 @@ from gpu.memory.demand import PlanError
 from gpu.memory.plan import MemoryPlan
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
-from gpu.profiles import FULL_ATTENTION, resolve_profiles
+from gpu.profiles import FULL_ATTENTION, Profile, resolve_profiles
 from scheduler.planning.engine_memory import plan_engine
 from server.deployment import Deployment
 from server.planning.placements import PAYS, Placement, Planned, place
@@ -62,10 +62,11 @@ def _read_all(
     """Return what reads all of one longest context, by profile: those that have room for it."""
     profiles, rates = resolve_profiles(stays.profiles, stays.host), find_rates(machine, measured_path())
     context = memory.max_context_tokens
-    placed = {
-        name: place(Planned(profiles[name].host_part, stays, memory, architecture, context), (1,), 0.0, rates)
-        for name in whole_readers()
-    }
+
+    def planned(profile: Profile) -> Planned:
+        return Planned(profile.host_part, profile.held_parts, stays, memory, architecture, context)
+
+    placed = {name: place(planned(profiles[name]), (1,), 0.0, rates) for name in whole_readers()}
     return {name: one for name, one in placed.items() if one.first is not None}
 
 
@@ -83,11 +84,12 @@ def _weigh(
 ) -> tuple[str | None, str]:
     """Return why the candidate is not taken, or None, and what it takes beside what reads all."""
     context = memory.max_context_tokens
-    part = resolve_profiles(takes.all_profiles, takes.host)[takes.default_profile].host_part
+    profile = resolve_profiles(takes.all_profiles, takes.host)[takes.default_profile]
     longest = takes.scheduler.model_copy(update={"max_context_tokens": context})
     takes = takes.model_copy(update={"scheduler": longest})
     try:
-        planned = Planned(part, takes, plan_engine(takes, architecture, machine), architecture, context)
+        room = plan_engine(takes, architecture, machine)
+        planned = Planned(profile.host_part, profile.held_parts, takes, room, architecture, context)
     except PlanError as error:
         return f"{context:,} tokens with an index: {error}", ""
     mine = place(planned, (1,), 0.0, find_rates(machine, measured_path()))

@@ -223,10 +223,12 @@ def expected_share(bits_per_table: int, num_tables: int) -> float:
 class Planned:
     """Hold a deployment with one placement, its memory, and the length of its contexts.
 
+    held_parts: of whose rings a running context holds one.
     `tier`, `demand`: None where the host is not used.
     """
 
     part: ProfilePart
+    held_parts: tuple[ProfilePart, ...]
     config: Deployment
     memory: MemoryPlan
     architecture: Architecture
@@ -249,7 +251,8 @@ def _plan_for(part: ProfilePart, is_taken: bool, deployment: Deployment, plan: R
     """Return the plan of a placement; the deployment's own is as it is. Raises PlanError and ProfileError."""
     context = plan.memory.max_context_tokens
     if is_taken:
-        return Planned(part, plan.deployment, plan.memory, plan.architecture, context)
+        held = plan.profiles[plan.deployment.default_profile].held_parts
+        return Planned(part, held, plan.deployment, plan.memory, plan.architecture, context)
     scheduler = deployment.scheduler.model_copy(
         update={"max_context_tokens": context, "default_profile": FULL_ATTENTION}
     )
@@ -260,7 +263,8 @@ def _plan_for(part: ProfilePart, is_taken: bool, deployment: Deployment, plan: R
     elif part.method.has_rings and part.id not in plan.memory.num_rings:
         profiles = profiles | {part.method.name: _compose(part.method.name)}
     config = deployment.model_copy(update={"host": host, "profiles": profiles, "scheduler": scheduler})
-    return Planned(part, config, plan_engine(config, plan.architecture, plan.machine), plan.architecture, context)
+    held, memory = (part,) if part.method.has_rings else (), plan_engine(config, plan.architecture, plan.machine)
+    return Planned(part, held, config, memory, plan.architecture, context)
 
 
 def _without_host(profiles: Profiles) -> Profiles:
@@ -299,11 +303,11 @@ def _count_contexts(planned: Planned) -> tuple[int, str | None]:
     )
     in_host = capacity.limit_bytes // num_bytes if num_bytes else in_pages
     most = min(running, in_pages, in_host)
-    if planned.part.method.has_rings:
-        most = min(most, memory.num_rings.get(planned.part.id, 0))  # none where a plan found no room
-        page_tokens = planned.part.method.ring_page_tokens(planned.part.settings)
+    for part in planned.held_parts:
+        most = min(most, memory.num_rings.get(part.id, 0))  # none where a plan found no room
+        page_tokens = part.method.ring_page_tokens(part.settings)
         if page_tokens:
-            most = min(most, memory.num_ring_pages.get(planned.part.id, 0) // -(-context // page_tokens))
+            most = min(most, memory.num_ring_pages.get(part.id, 0) // -(-context // page_tokens))
     return most, None if most else f"host memory or KV pages do not hold {context:,} tokens"
 
 

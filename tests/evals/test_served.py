@@ -190,6 +190,15 @@ def test_settings_in_a_methods_name_make_their_own_deployment() -> None:
     assert alone == (None, {"profile:exact": "exact"})
 
 
+def test_a_setting_that_is_one_of_several_numbers_is_read_as_a_number() -> None:
+    named = {"near": Composition.model_validate({"host": {"method": "indexed"}})}
+    found = served_method(
+        "profile:near:key_bits=3,budget_share=0.02", DEPLOYMENT.model_copy(update={"profiles": named})
+    )
+    settings = found.profile.host_part.settings
+    assert (settings.key_bits, settings.budget_share) == (3, 0.02)
+
+
 def test_settings_of_a_named_profile_are_those_of_all_that_share_them() -> None:
     named = {"careful": Composition.model_validate({"host": {"method": "sampled", "num_tables": 150}})}
     whole = {"whole": Composition.model_validate({"host": "offloaded"})}

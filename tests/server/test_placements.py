@@ -427,6 +427,13 @@ def test_an_index_is_priced_beside_what_the_cpu_reads_and_with_the_settings_of_a
     assert more.most_contexts == 2
 
 
+def test_no_more_contexts_fit_than_each_of_a_profiles_methods_has_rings() -> None:
+    both = {"reuse": {"method": "mac", "rings": 1}, "host": {"method": "indexed", "rings": 4}}
+    tree = eight_b() | {"profiles": {"both": both}}
+    tree["scheduler"] = tree.get("scheduler", {}) | {"default_profile": "both"}
+    assert compare(tree).get("indexed").most_contexts == 1
+
+
 def test_steps_that_attend_to_everything_are_priced_by_their_share() -> None:
     """Keys of all blocks over the link, and all rows but the fetched ones on the host, in one step of four."""
     plain = compare_default("blocks", look_stride_blocks=0).get("predicted").first
