@@ -302,7 +302,9 @@ class Runner:
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:
         """Choose how decode steps multiply, and capture those of every kind as CUDA graphs; does nothing on the CPU."""
         if self.device.type == "cuda":
-            self._prefill.decoder.projections.choose_tiles(batch_sizes, graph_seconds)
+            seconds = partial(graph_seconds, on=torch.cuda.Stream())
+            self._prefill.decoder.projections.choose_tiles(batch_sizes, seconds)
+            torch.cuda.empty_cache()  # what was timed is not in the plan
             self.decode_steps.capture(batch_sizes, on_progress)
 
     @torch.inference_mode()
