@@ -1,6 +1,6 @@
 """`tandem bench soak` on a real server: no stream is lost or mixed up with another, and memory stays flat.
 
-Takes TANDEM_SOAK_SECONDS (6 by default; 120 is what a release is held to) after each prompt's lone run.
+Takes TANDEM_SOAK_SECONDS (4 by default; 120 is what a release is held to) after each prompt's lone run.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tests.tolerances import (
     SAMPLED_FLIPS_PER_TOKEN,
 )
 
-SOAK_SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "6"))
+SOAK_SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "4"))
 MODEL = os.environ.get("TANDEM_REAL_MODEL")
 NUM_CLIENTS = 32
 NUM_TOKENS = 24

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from gpu.config import ModelConfig
+from gpu.config import GpuConfig, ModelConfig
 from gpu.model.architecture import load_architecture
 from gpu.sampling_params import SamplingParams
 from scheduler.engine.engine import Engine
 from scheduler.engine.load_engine import load_engine
-from scheduler.engine_config import EngineConfig
+from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from tests.gpu.reference_model import FOLDER, shallow_model
+from tests.scheduler.drafting import note_drafts, spoil_in_turn
 from tests.scheduler.engines import drain, prompt_of, text
 from transfer.host_config import HostConfig, SampledConfig
 from transfer.machine import probe_machine
@@ -42,6 +43,28 @@ def load(config: EngineConfig) -> Engine:
     plan = plan_engine(config, load_architecture(config.model), probe_machine())
     engine, _ = load_engine(config, plan, lambda *_: None)
     return engine
+
+
+def load_small(
+    model: str | ModelConfig, gpu: dict[str, Any] | None = None, max_running: int = 4, max_context_tokens: int = 1024,
+    prefix_cache: bool = True, max_jobs: int = 8, **sections: Any,
+) -> Engine:  # fmt: skip
+    """Return an engine whose prompts take several units; a model's name is that of random weights. sections: others of
+    its configuration.
+    """
+    return load(
+        EngineConfig(
+            model=ModelConfig(random_weights=model) if isinstance(model, str) else model,
+            gpu=GpuConfig.model_validate({"device": "cpu", "dtype": "float32", "threads": 1} | (gpu or {})),
+            scheduler=SchedulerConfig(
+                max_running=max_running,
+                max_context_tokens=max_context_tokens,
+                prefix_cache=prefix_cache,
+                prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096, max_jobs=max_jobs),
+            ),
+            **sections,
+        )
+    )
 
 
 def ask_variously(
@@ -87,6 +110,24 @@ def check_told(told: dict[str, list[Delta]], alone: dict[str, list[Delta]], ask:
         assert len(mine) == (len(text(deltas)) if request.sampling.num_logprobs is not None else 0)
         assert [one.logprob for one in mine] == pytest.approx([one.logprob for one in others], abs=within)
         assert [one.top[0][0] for one in mine] == [one.top[0][0] for one in others]
+
+
+def check_every_number(
+    engine: Engine, alone: dict[str, list[Delta]], ask: Asked, longest: int, patch: pytest.MonkeyPatch,
+    profile: str = "",
+) -> None:  # fmt: skip
+    """Of drafts of each length up to the longest each number of tokens is accepted, and what is told is what was told
+    without drafts. profile: whose drafts count; "": all.
+    """
+    seen = note_drafts(engine, patch, profile)
+    spoil_in_turn(engine, alone)
+    wanted = {(length, right) for length in range(1, longest + 1) for right in range(length + 1)}
+    for _ in range(6):  # who shares a step, and so how many rows are left for whom, is a matter of time
+        engine.submit([ask(int(name)) for name in alone])
+        check_told(drain(engine), alone, ask)
+        if seen >= wanted:
+            return
+    raise AssertionError(f"not seen: {wanted - seen}")
 
 
 def check_giving_way(

@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from gpu.config import Composition, GpuConfig, ModelConfig
-from gpu.model.architecture import load_architecture
+from gpu.config import Composition
 from scheduler.engine.engine import Engine
-from scheduler.engine.load_engine import load_engine
-from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
-from scheduler.planning.engine_memory import plan_engine
+from tests.scheduler.real_model import load_small
 from tests.scheduler.test_states_of_a_model import ask, draw, serve
 from transfer.disk.disk_config import DiskConfig
 from transfer.host_config import HostConfig, SampledConfig
-from transfer.machine import probe_machine
 
 BLOCK = 64
 PROFILES = {
@@ -28,21 +24,13 @@ PROFILES = {
 def make_engine(
     folder: Path | None, residency: str = "adaptive", pages_gib: float = 0.02, prefix_cache: bool = True, **host: Any
 ) -> Engine:
-    model = ModelConfig(random_weights="tiny")
     settings = {"memory_limit_gib": 0.25, "resident_tokens": 256, "residency": residency, "threads": 1} | host
-    config = EngineConfig(
-        model=model,
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1),
+    return load_small(
+        "tiny", {"kv_cache_gib": pages_gib}, max_running=3, max_context_tokens=2048, prefix_cache=prefix_cache,
         host=HostConfig(**settings, sampled=SampledConfig(bits_per_table=6, num_tables=20)),
         profiles={name: Composition.model_validate(tree) for name, tree in PROFILES.items()},
         disk=None if folder is None else DiskConfig(folder=folder, block_tokens=BLOCK, choose="always"),
-        scheduler=SchedulerConfig(
-            max_running=3, max_context_tokens=2048, prefix_cache=prefix_cache,
-            prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096),
-        ),
     )  # fmt: skip
-    plan = plan_engine(config, load_architecture(model), probe_machine())
-    return load_engine(config, plan, lambda stage, fraction: None)[0]
 
 
 def converse(folder: Path | None, profile: str, turns: int = 3, restarts: bool = True, **how: Any):

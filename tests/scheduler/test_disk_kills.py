@@ -6,7 +6,7 @@ from random import Random
 
 from tests.scheduler.disk_soak import Soak
 
-SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "6"))
+SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "4"))
 
 
 def test_a_killed_engine_goes_on_with_the_texts_of_a_cold_one_within_its_limit(tmp_path: Path) -> None:

@@ -14,22 +14,19 @@ import pytest
 import torch
 from msgspec import structs
 
-from gpu.config import GpuConfig, ModelConfig
+from gpu.config import ModelConfig
 from gpu.memory.demand import PlanError
-from gpu.model.architecture import ModelError, load_architecture
+from gpu.model.architecture import ModelError
 from gpu.operations.kv.kv_rows import make_codes, read_codes
 from gpu.step import SavedBlock
 from scheduler.engine.engine import Engine
-from scheduler.engine.load_engine import load_engine
-from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.messages import AskSessions, Delta
-from scheduler.planning.engine_memory import plan_engine
 from scheduler.residence.kept_sessions import answer_sessions
 from tests.scheduler.engines import drain, text
+from tests.scheduler.real_model import load_small
 from tests.scheduler.test_states_of_a_model import FEW_TOKENS, ask, converse, draw, serve
 from transfer.disk.context_store import ContextStore
 from transfer.disk.disk_config import DiskConfig
-from transfer.machine import probe_machine
 from transfer.simd.features import HAS_VECTORS
 
 BLOCK, PAGE = 64, 16
@@ -40,19 +37,13 @@ def make_engine(
     folder: Path | None, pages_gib: float = 0.05, name: str = "tiny", prefix_cache: bool = True, device: str = "cpu",
     kv: str = "auto", dtype: str = "float32", quantised: dict[str, str] | None = None, **disk: Any,
 ) -> Engine:  # fmt: skip
-    model = ModelConfig(random_weights=name, **(quantised or {}))
     settings = {"folder": folder, "block_tokens": BLOCK, "choose": "always"} | disk
-    config = EngineConfig(
-        model=model,
-        gpu=GpuConfig(device=device, dtype=dtype, kv_cache_gib=pages_gib, threads=1, kv=kv),
+    return load_small(
+        ModelConfig(random_weights=name, **(quantised or {})),
+        {"device": device, "dtype": dtype, "kv_cache_gib": pages_gib, "kv": kv},
+        prefix_cache=prefix_cache,
         disk=None if folder is None else DiskConfig(**settings),
-        scheduler=SchedulerConfig(
-            max_running=4, max_context_tokens=1024, prefix_cache=prefix_cache,
-            prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096),
-        ),
-    )  # fmt: skip
-    plan = plan_engine(config, load_architecture(model), probe_machine())
-    return load_engine(config, plan, lambda stage, fraction: None)[0]
+    )
 
 
 def test_after_a_restart_a_prompt_begins_with_what_is_on_disk(tmp_path: Path) -> None:
@@ -206,7 +197,7 @@ def cold_texts(cold: Engine) -> list[list[int]]:
     return converse(cold, answers=FEW_TOKENS)[0]
 
 
-@pytest.mark.parametrize("pages_gib", [0.05, FEW_PAGES_GIB])
+@pytest.mark.parametrize("pages_gib", [pytest.param(0.05, marks=pytest.mark.long), FEW_PAGES_GIB])
 def test_turns_and_forks_with_restarts_between_give_the_text_of_a_cold_server(
     pages_gib: float, tmp_path: Path, cold_texts: list[list[int]]
 ) -> None:
@@ -239,7 +230,7 @@ def test_what_was_evicted_from_pages_comes_from_the_disk(tmp_path: Path, cold: E
 def test_many_at_once_come_from_the_disk_each_as_alone(tmp_path: Path, cold: Engine) -> None:
     requests = [ask(f"r{number}", draw(200 + 137 * (number % 5), number // 2), 30) for number in range(10)]
     alone = [serve(cold, [request])[0][0] for request in requests]
-    for pages_gib in (0.05, FEW_PAGES_GIB, FEW_PAGES_GIB):
+    for pages_gib in (0.05, FEW_PAGES_GIB):
         engine = make_engine(tmp_path, pages_gib)
         assert [told for told, _ in serve(engine, requests)] == alone
         engine.shutdown()
@@ -516,7 +507,7 @@ def test_what_is_left_when_the_engine_ends_is_written_before(tmp_path: Path) -> 
 def test_restarts_damage_and_little_room_in_any_order_change_no_text(tmp_path: Path, cold: Engine) -> None:
     """A soak: conversations go on, some are cancelled, files are damaged or gone, and the server starts again."""
     random, histories = Random(5), {number: draw(150 + 90 * number, number) for number in range(3)}
-    ends = time.monotonic() + float(os.environ.get("TANDEM_SOAK_SECONDS", "6"))
+    ends = time.monotonic() + float(os.environ.get("TANDEM_SOAK_SECONDS", "4"))
     limit_gib = 14 * 2**18 / 2**30  # some 13 blocks
     engine, turn, num_found = make_engine(tmp_path, FEW_PAGES_GIB, limit_gib=limit_gib), 0, 0
     while time.monotonic() < ends or turn < 12:

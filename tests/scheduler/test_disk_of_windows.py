@@ -9,46 +9,28 @@ import pytest
 import torch
 from msgspec import structs
 
-from gpu.config import GpuConfig, ModelConfig
+from gpu.config import ModelConfig
 from gpu.disk.prefix_load import PrefixLoad
 from gpu.memory.demand import PlanError
 from gpu.memory.refusals import check_disk
 from gpu.model.architecture import load_architecture
 from scheduler.engine.engine import Engine
-from scheduler.engine.load_engine import load_engine
-from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.messages import AskSessions
-from scheduler.planning.engine_memory import plan_engine
 from scheduler.residence.kept_sessions import answer_sessions
+from tests.scheduler.real_model import load_small
 from tests.scheduler.test_states_of_a_model import ANSWERS, FEW_TOKENS, ask, converse, draw, serve
 from transfer.disk.disk_config import DiskConfig
 from transfer.host_config import HostConfig
-from transfer.machine import probe_machine
 
 BLOCK = 128
 STATEFUL = ("tiny-qwen3.5", "tiny-nemotron-h")
 MODELS = ["tiny-qwen3.5", "tiny-gemma3"]  # with states and with windows
 
 
-def make_engine(
-    folder: Path | None, name: str, prefix_cache: bool = True, pages_gib: float = 0.3, **more: Any
-) -> Engine:
-    model = ModelConfig(random_weights=name)
-    gpu = {"device": "cpu", "dtype": "float32", "kv_cache_gib": pages_gib, "threads": 1, "snapshot_tokens": 64}
-    if name not in STATEFUL:
-        gpu["kv_windows"] = 12
-    config = EngineConfig(
-        model=model,
-        gpu=GpuConfig(**gpu),
-        disk=None if folder is None else DiskConfig(folder=folder, block_tokens=BLOCK, choose="always"),
-        scheduler=SchedulerConfig(
-            max_running=4, max_context_tokens=more.pop("max_context_tokens", 1024), prefix_cache=prefix_cache,
-            prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096),
-        ),
-        **more,
-    )  # fmt: skip
-    plan = plan_engine(config, load_architecture(model), probe_machine())
-    return load_engine(config, plan, lambda stage, fraction: None)[0]
+def make_engine(folder: Path | None, name: str, **more: Any) -> Engine:
+    gpu: dict[str, Any] = {"kv_cache_gib": 0.3, "snapshot_tokens": 64}
+    disk = None if folder is None else DiskConfig(folder=folder, block_tokens=BLOCK, choose="always")
+    return load_small(name, gpu if name in STATEFUL else gpu | {"kv_windows": 12}, disk=disk, **more)
 
 
 def answers_of(name: str) -> tuple[int, int]:
@@ -67,7 +49,7 @@ def converse_cold(name: str) -> tuple[list[list[int]], list[int]]:
 def test_a_conversation_goes_on_after_a_restart_at_each_turn(name: str, tmp_path: Path) -> None:
     cold, engine = make_engine(None, name, prefix_cache=False), None
     history, answer = draw(300, 1), answers_of(name)[0]
-    for turn in range(4):
+    for turn in range(3):
         engine = make_engine(tmp_path, name)
         told, found = serve(engine, [ask(f"t{turn}", history, answer)])[0]
         assert told == serve(cold, [ask(f"t{turn}", history, answer)])[0][0]

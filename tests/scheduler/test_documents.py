@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from gpu.attention.prefill_query import Attended, PrefillQuery
-from gpu.config import Composition, GpuConfig, ModelConfig
+from gpu.config import Composition, ModelConfig
 from gpu.in_flight import InFlight
 from gpu.memory.demand import PlanError
 from gpu.methods.momo.query_blocks import Momo
@@ -21,8 +21,7 @@ from gpu.model.spec import RopeScaling
 from gpu.sampling_params import SamplingParams
 from gpu.step import FUSED, PrefillUnit, StepPlan
 from scheduler.engine.engine import Engine
-from scheduler.engine.load_engine import chunk_kv_key, load_engine
-from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
+from scheduler.engine.load_engine import chunk_kv_key
 from scheduler.messages import (
     ChunkSpan,
     ChunksStored,
@@ -34,12 +33,11 @@ from scheduler.messages import (
     StoreChunks,
     pack_tokens,
 )
-from scheduler.planning.engine_memory import plan_engine
 from scheduler.sequences.capacity import TooLargeError
+from tests.scheduler.real_model import load_small
 from tests.tolerances import FUSED_LOGIT_ATOL
 from transfer.chunks.chunk_format import ChunkKey, digest_tokens
 from transfer.host_config import DocumentsConfig, HostConfig
-from transfer.machine import probe_machine
 
 MODEL = ModelConfig(random_weights="tiny")
 SHAPE = load_architecture(MODEL)
@@ -57,29 +55,18 @@ CHUNKS = [draw(size, 10 + number) for number, size in enumerate(SIZES)]
 
 
 def make_engine(
-    folder: Path,
-    host: HostConfig | None = None,
-    pages_gib: float = 0.1,
-    model: ModelConfig = MODEL,
-    checks: bool = False,
-    profiles: dict[str, Composition] | None = None,
-    max_jobs: int = 8,
-    **documents: object,
-) -> Engine:
-    config = EngineConfig(
-        model=model,
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1, check_coverage=checks),
+    folder: Path, host: HostConfig | None = None, pages_gib: float = 0.1, model: ModelConfig = MODEL,
+    checks: bool = False, profiles: dict[str, Composition] | None = None, max_jobs: int = 8, **documents: object,
+) -> Engine:  # fmt: skip
+    return load_small(
+        model,
+        {"kv_cache_gib": pages_gib, "check_coverage": checks},
+        max_context_tokens=2048,
+        max_jobs=max_jobs,
         host=host,
         profiles=profiles or {},
         documents=DocumentsConfig(**{"folder": folder, "rows": "float32", "memory_limit_gib": 0.1, **documents}),
-        scheduler=SchedulerConfig(
-            max_running=4,
-            max_context_tokens=2048,
-            prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096, max_jobs=max_jobs),
-        ),
     )
-    plan = plan_engine(config, load_architecture(model), probe_machine())
-    return load_engine(config, plan, lambda stage, fraction: None)[0]
 
 
 @pytest.fixture
@@ -580,8 +567,7 @@ def remove(file: Path, draw: np.random.Generator) -> None:
     file.unlink()
 
 
-@pytest.mark.parametrize("damage", [flip, cut, exchange, remove])
-@pytest.mark.parametrize("policy", ["a3", "pie"])
+@pytest.mark.parametrize(("damage", "policy"), [(flip, "a3"), (cut, "pie"), (exchange, "a3"), (remove, "pie")])
 def test_whatever_happens_to_files_answers_are_those_of_whole_ones(
     damage: Callable[[Path, np.random.Generator], None], policy: str, tmp_path: Path
 ) -> None:

@@ -74,16 +74,6 @@ def test_the_text_is_the_same_and_takes_fewer_steps_where_drafts_are_right(is_pi
     assert (steps[True] < 0.7 * steps[False]) if spoilt == 0.0 else steps[True] > 0
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 14))
-def test_the_most_tokens_of_an_answer_end_it_wherever_a_draft_is(max_tokens: int) -> None:
-    engine, _ = make_engine(max_running=32)
-    requests = [request_of(str(number), 10 + number, max_tokens) for number in range(4)]
-    foresee(engine, outputs_of(requests), 0.1)
-    engine.submit(requests)
-    check_all(requests, drain(engine))
-    check_empty(engine)
-
-
 def test_a_stop_token_ends_a_text_and_is_not_drafted() -> None:
     engine, runner = make_engine(max_running=32)
     requests = [msgspec.structs.replace(request_of(str(n), 10 + n), stop_token_ids=[7, 11]) for n in range(12)]

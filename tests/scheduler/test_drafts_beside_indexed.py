@@ -14,10 +14,17 @@ from gpu.profiles import ProfileError, resolve_profiles
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest
-from tests.scheduler.drafting import foresee, take_all
+from tests.scheduler.drafting import foresee
 from tests.scheduler.engines import drain, text
-from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, logprobs, shallow_config
-from tests.scheduler.test_drafts_over_host_memory import SpoiltAt
+from tests.scheduler.real_model import (
+    ask_variously,
+    check_every_number,
+    check_giving_way,
+    check_told,
+    load,
+    logprobs,
+    shallow_config,
+)
 from transfer.host_config import HostConfig
 
 LENGTH = 5
@@ -78,7 +85,8 @@ def draft(engine: Engine, alone: Mapping[str, list[Delta]], spoilt: float) -> No
 @pytest.mark.parametrize(
     ("engine", "spoilt"),
     [
-        pytest.param(("cpu", False), 0.3, marks=pytest.mark.long), (COUNTED, 0.0), (COUNTED, 0.3), (COUNTED, 1.0),
+        pytest.param(("cpu", False), 0.3, marks=pytest.mark.long), (COUNTED, 0.3),
+        *(pytest.param(COUNTED, spoilt, marks=pytest.mark.long) for spoilt in (0.0, 1.0)),
         pytest.param(("cuda", False), 0.3, marks=pytest.mark.gpu),
     ],
     indirect=["engine"],
@@ -100,24 +108,7 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(
 def test_every_number_of_drafted_tokens_is_accepted_and_refused(
     engine: Engine, alone: dict[str, list[Delta]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: set[tuple[int, int]] = set()
-    drafts, outputs = engine.scheduler.drafts, {name: text(deltas) for name, deltas in alone.items()}
-    tell = drafts.tell
-
-    def noted(lane: object, drafted: list[tuple[Any, int, int]], *rest: object) -> None:
-        seen.update((length, right) for one, length, right in drafted if one.profile.name == "by_index")
-        tell(lane, drafted, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(drafts, "tell", noted)
-    switch_drafts(drafts, True)
-    drafts.make_source = lambda config, sequence: SpoiltAt(sequence.num_prompt_tokens, outputs[sequence.request_id])
-    take_all(engine)
-    wanted = {(length, right) for length in range(1, LENGTH + 1) for right in range(length + 1)}
-    for _ in range(6):
-        check_told(serve(engine), alone, ask)
-        if seen >= wanted:
-            break
-    assert seen >= wanted
+    check_every_number(engine, alone, ask, LENGTH, monkeypatch, "by_index")
 
 
 @pytest.mark.parametrize("engine", [COUNTED, CAPTURED], indirect=True)

@@ -13,10 +13,9 @@ from gpu.profiles import ProfileError, resolve_profiles
 from scheduler.engine.engine import Engine
 from scheduler.engine_config import SchedulerConfig
 from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest
-from tests.scheduler.drafting import foresee, take_all
+from tests.scheduler.drafting import foresee
 from tests.scheduler.engines import drain, text
-from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, logprobs
-from tests.scheduler.test_drafts_over_host_memory import SpoiltAt
+from tests.scheduler.real_model import ask_variously, check_every_number, check_giving_way, check_told, logprobs
 from tests.scheduler.tiered_engine import running_engine, tiered_config
 
 LENGTH = 4
@@ -73,7 +72,11 @@ def draft(engine: Engine, alone: Mapping[str, list[Delta]], spoilt: float) -> No
     foresee(engine, {name: text(deltas) for name, deltas in alone.items()}, spoilt)
 
 
-@pytest.mark.parametrize("spoilt", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("engine", "spoilt"),
+    [(True, 0.0), (True, 0.3), (True, 1.0), pytest.param(False, 0.3, marks=pytest.mark.long)],
+    indirect=["engine"],
+)
 def test_what_is_drawn_and_told_is_what_it_is_token_by_token(
     engine: Engine, alone: dict[str, list[Delta]], spoilt: float
 ) -> None:
@@ -93,24 +96,7 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(
 def test_every_number_of_drafted_tokens_is_accepted_and_refused(
     engine: Engine, alone: dict[str, list[Delta]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: set[tuple[int, int]] = set()
-    drafts, outputs = engine.scheduler.drafts, {name: text(deltas) for name, deltas in alone.items()}
-    tell = drafts.tell
-
-    def noted(lane: object, drafted: list[tuple[object, int, int]], *rest: object) -> None:
-        seen.update((num_drafted, num_accepted) for _, num_drafted, num_accepted in drafted)
-        tell(lane, drafted, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(drafts, "tell", noted)
-    switch_drafts(drafts, True)
-    drafts.make_source = lambda config, sequence: SpoiltAt(sequence.num_prompt_tokens, outputs[sequence.request_id])
-    take_all(engine)
-    wanted = {(length, right) for length in range(1, LENGTH + 1) for right in range(length + 1)}
-    for _ in range(6):
-        check_told(serve(engine), alone, ask)
-        if seen >= wanted:
-            break
-    assert seen >= wanted
+    check_every_number(engine, alone, ask, LENGTH, monkeypatch)
 
 
 @pytest.mark.parametrize("engine", [True], indirect=True)

@@ -119,7 +119,7 @@ def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
     check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on), alone)
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3.5-moe", "tiny-qwen3-next"])
+@pytest.mark.parametrize("name", ["tiny-qwen3.5-moe", pytest.param("tiny-qwen3-next", marks=pytest.mark.long)])
 def test_experts_and_other_orders_change_no_text(name: str) -> None:
     engine, told = load(configure(name)), {}
     take_all(engine)

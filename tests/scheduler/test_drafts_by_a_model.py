@@ -25,9 +25,9 @@ from scheduler.planning.engine_memory import plan_engine
 from scheduler.sequences.sequence import Sequence as Running
 from scheduler.sequences.sequence import State
 from tests.gpu.reference_model import shallow_model
-from tests.scheduler.drafting import take_all
+from tests.scheduler.drafting import note_drafts, take_all
 from tests.scheduler.engines import drain, prompt_of
-from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config
+from tests.scheduler.real_model import ask_variously, check_told, load, shallow_config
 from transfer.machine import probe_machine
 
 MOST = 40
@@ -126,15 +126,6 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine, alo
     assert model_of(engine).num_pages_held == 0
 
 
-def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
-    engine: Engine, alone: dict[str, list[Delta]]
-) -> None:
-    if not engine._is_pipelined:
-        pytest.skip("once is enough: results are known later there")
-    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on), alone)
-    assert model_of(engine).num_pages_held == 0
-
-
 @pytest.mark.parametrize("is_right", [True, False])
 def test_rows_follow_accepted_tokens_alone_and_such_that_do_not_are_seen(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, is_right: bool
@@ -157,7 +148,7 @@ def test_rows_follow_accepted_tokens_alone_and_such_that_do_not_are_seen(
     assert model.num_pages_held == 0
 
 
-def test_the_same_model_is_right_and_every_number_is_accepted_and_refused() -> None:
+def test_the_same_model_is_right_and_every_number_is_accepted_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(config_of(DraftConfig(model=SAME)))
     take_all(engine)
     drafts, most = engine.scheduler.drafts, DraftConfig().most_tokens
@@ -165,19 +156,14 @@ def test_the_same_model_is_right_and_every_number_is_accepted_and_refused() -> N
     check_told(serve(engine, is_on=True, numbers=(0, 1)), alone, ask)
     stats = drafts.stats()
     assert stats.accepted == stats.proposed > MOST
-    seen: set[tuple[int, int]] = set()
-    model, tell, turns = model_of(engine), drafts.tell, cycle(range(most + 1))
+    model, turns, seen = model_of(engine), cycle(range(most + 1)), note_drafts(engine, monkeypatch)
     draft = model.draft
 
     def spoilt(asked: Sequence[tuple[Running, int]]) -> list[tuple[int, ...]]:
         right = next(turns)
         return [(*one[:right], *((token ^ 1) for token in one[right:])) for one in draft(asked)]
 
-    def noted(lane: object, drafted: list[tuple[object, int, int]], *rest: object) -> None:
-        seen.update((num_drafted, num_accepted) for _, num_drafted, num_accepted in drafted)
-        tell(lane, drafted, *rest)  # type: ignore[arg-type]
-
-    model.draft, drafts.tell = spoilt, noted  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(model, "draft", spoilt)
     for number in (0, 1):
         check_told(serve(engine, is_on=True, numbers=(number,)), {f"{number}": alone[f"{number}"]}, ask)
     engine.shutdown()

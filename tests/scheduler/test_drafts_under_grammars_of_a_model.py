@@ -82,7 +82,7 @@ def alone(engine: Engine) -> dict[str, list[Delta]]:
     return serve(engine, drafts=False, jumps=False)
 
 
-@pytest.mark.parametrize("jumps", [False, True])
+@pytest.mark.parametrize("jumps", [pytest.param(False, marks=pytest.mark.long), True])
 def test_what_is_drawn_and_told_is_what_it_is_token_by_token(
     engine: Engine, alone: dict[str, list[Delta]], jumps: bool
 ) -> None:
@@ -93,15 +93,20 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(
     assert all(by_profile[name] > 0 for name in DRAFTING), by_profile
     assert by_profile["exact"] == 0
     under_grammars = sum(accepted[f"{at}"] for at in NUMBERS if ask(at).grammar)
-    assert under_grammars > MOST // 2
+    assert under_grammars > MOST // 4
     assert sum(accepted.values()) > under_grammars, "and under other rules"
 
 
 def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
     engine: Engine, alone: dict[str, list[Delta]]
 ) -> None:
+    """Each source of drafts has one of the four; its rings and its pages come back."""
     engine.scheduler.jumps.is_on = False
     check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on), alone)
+    model = engine.scheduler.drafts.model
+    assert model is not None
+    assert model.num_pages_held == 0
+    assert not any(side.held or side.resting for side in engine._runner._reusing.values())
 
 
 def test_texts_of_several_answers_and_their_ends_are_the_same_with_drafts(engine: Engine) -> None:

@@ -139,18 +139,6 @@ def test_profiles_do_not_share_contexts() -> None:
     ]
 
 
-def test_prompt_logprobs_fork_nothing() -> None:
-    engine, runner = make_engine()
-    engine.submit([ask("a", prompt_of(300))])
-    drain(engine)
-    request = ask("b", prompt_of(300), num_prompt_logprobs=0)
-    engine.submit([request])
-    deltas = drain(engine)["b"]
-    check_output(request, deltas)
-    assert deltas[0].num_cached_tokens == 0
-    check_idle(engine, runner)
-
-
 def test_all_rows_of_a_step_are_one_group_whatever_their_profiles_and_wherever_their_tokens_lie() -> None:
     engine, runner = make_engine(num_pages=200)
     requests = [
@@ -205,34 +193,6 @@ def test_dense_pages_bound_a_context() -> None:
         engine.submit([ask("a", prompt_of(fits), max_tokens=1)])
     request = ask("b", prompt_of(fits - 5), max_tokens=5)
     answer(engine, [request])
-    check_idle(engine, runner)
-
-
-def test_an_idle_context_gives_way_to_a_new_one() -> None:
-    engine, runner = make_engine(limit_blocks=60)
-    for salt in range(4):
-        request = ask(f"r{salt}", prompt_of(500, salt=salt))
-        engine.submit([request])
-        check_output(request, drain(engine)[request.request_id])
-    assert len(runner.contexts) == 2 or len(runner.contexts) == 1
-    engine.submit([ask("again", prompt_of(500, salt=0))])
-    assert drain(engine)["again"][0].num_cached_tokens == 0
-    check_idle(engine, runner)
-
-
-def test_a_request_waits_for_the_host_memory_of_another() -> None:
-    engine, runner = make_engine(limit_blocks=50)
-    requests = [ask(f"r{i}", prompt_of(500, salt=i), max_tokens=60) for i in range(2)]
-    engine.submit(requests)
-    most = 0
-    deltas: dict[str, list] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            deltas.setdefault(delta.request_id, []).append(delta)
-        most = max(most, len({slot for plan in runner.plans[-1:] for group in plan.decode for slot in group.slots}))
-    assert most == 1
-    for request in requests:
-        check_output(request, deltas[request.request_id])
     check_idle(engine, runner)
 
 

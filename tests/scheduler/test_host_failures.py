@@ -94,8 +94,7 @@ def test_requests_wait_for_host_memory_and_one_that_never_fits_is_told_what_does
         engine.submit([ask("never", prompt_of(2500, 1), 200)])
 
 
-@pytest.mark.parametrize("kind", ["map", "pin"])
-@pytest.mark.parametrize("when", ["prefill", "decode"])
+@pytest.mark.parametrize(("when", "kind"), [("prefill", "map"), ("decode", "pin")])
 def test_a_host_that_refuses_ends_one_request_and_says_why(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, when: str, kind: str
 ) -> None:
@@ -213,8 +212,7 @@ def test_a_token_without_a_finite_embedding_ends_its_request_alone(
     assert [text(deltas[other.request_id]) for other in others] == expected
 
 
-@pytest.mark.parametrize("profile", ["sampled", "offloaded"])
-@pytest.mark.parametrize("what", ["keys", "values"])
+@pytest.mark.parametrize(("profile", "what"), [("sampled", "keys"), ("offloaded", "values")])
 def test_rows_that_turn_into_nan_on_the_host_end_their_request_alone(engine: Engine, profile: str, what: str) -> None:
     other, bad = (
         ask("other", prompt_of(LONG, 7), 10, profile),

@@ -1,44 +1,26 @@
 """A model of latents behind the engine: turns, forks, preemptions and drafts give the text of a cold server."""
 
+from typing import Any
+
 from msgspec.structs import replace
 
-from gpu.config import Composition, GpuConfig, ModelConfig
-from gpu.model.architecture import load_architecture
+from gpu.config import Composition
 from scheduler.engine.engine import Engine
-from scheduler.engine.load_engine import load_engine
-from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
-from scheduler.planning.engine_memory import plan_engine
+from tests.scheduler.real_model import load_small
 from tests.scheduler.test_states_of_a_model import FEW_TOKENS, ask, converse, draw, serve
-from transfer.machine import probe_machine
 
 FEW_PAGES_GIB = 0.0015  # 1,258 tokens, where the longest context has 1,024 and several run
 
 
-def make_engine(
-    prefix_cache: bool = True, pages_gib: float = 0.05, max_running: int = 4, drafts: bool = False,
-    kv: str = "auto",
-) -> Engine:  # fmt: skip
-    model = ModelConfig(random_weights="tiny-glm4-moe-lite")
-    profiles = {"quick": Composition.model_validate({"draft": "ngram"})} if drafts else {}
-    config = EngineConfig(
-        model=model, profiles=profiles,
-        gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=pages_gib, threads=1, kv=kv),
-        scheduler=SchedulerConfig(
-            max_running=max_running, max_context_tokens=1024, prefix_cache=prefix_cache,
-            default_profile="quick" if drafts else "exact",
-            prefill=PrefillConfig(chunk_tokens=96, max_hidden_tokens=4096),
-        ),
-    )  # fmt: skip
-    plan = plan_engine(config, load_architecture(model), probe_machine())
-    return load_engine(config, plan, lambda stage, fraction: None)[0]
+def make_engine(pages_gib: float = 0.05, kv: str = "auto", **more: Any) -> Engine:
+    return load_small("tiny-glm4-moe-lite", {"kv_cache_gib": pages_gib, "kv": kv}, **more)
 
 
 def test_turns_forks_and_few_pages_give_the_text_of_a_cold_server() -> None:
     cold = converse(make_engine(prefix_cache=False), answers=FEW_TOKENS)
-    for engine in (make_engine(), make_engine(pages_gib=FEW_PAGES_GIB, max_running=3)):
-        warm = converse(engine, answers=FEW_TOKENS)
-        assert warm[0] == cold[0]
-        assert sum(warm[1]) > 0 == sum(cold[1])
+    warm = converse(make_engine(pages_gib=FEW_PAGES_GIB, max_running=3), answers=FEW_TOKENS)
+    assert warm[0] == cold[0]
+    assert sum(warm[1]) > 0 == sum(cold[1])
 
 
 def test_many_at_once_are_each_served_as_alone() -> None:
@@ -62,5 +44,5 @@ def test_drafts_are_verified_in_rows_of_one_step() -> None:
     cold = make_engine(prefix_cache=False, max_running=1)
     alone = [serve(cold, [request])[0][0] for request in requests]
     quick = [replace(request, attention_profile="quick") for request in requests]
-    engine = make_engine(drafts=True, max_running=12)
+    engine = make_engine(profiles={"quick": Composition.model_validate({"draft": "ngram"})}, max_running=12)
     assert [told for told, _ in serve(engine, quick)] == alone

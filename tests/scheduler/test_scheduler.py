@@ -27,14 +27,6 @@ from tests.scheduler.engines import (
 from tests.scheduler.page_runner import PageRunner, expected_output
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
-def test_one_request_draws_what_its_context_implies(is_pipelined: bool) -> None:
-    engine, _ = make_engine(is_pipelined=is_pipelined)
-    request = make_request("a", prompt_of(37), max_tokens=20)
-    answer(engine, [request])
-    check_empty(engine)
-
-
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     """Requests with the step at which each arrives and, for some, the step at which it is cancelled."""
@@ -136,14 +128,6 @@ def test_profiles_do_not_share_what_they_computed() -> None:
     assert deltas["b"][0].num_cached_tokens == 0
 
 
-def test_requests_of_different_profiles_whose_contexts_are_on_the_device_are_one_group() -> None:
-    engine, runner = make_engine()
-    requests = [make_request(f"r{i}", prompt_of(20, salt=i), profile="exact" if i % 2 else "other") for i in range(4)]
-    answer(engine, requests)
-    assert max(len(plan.decode) for plan in runner.plans) == 1
-    assert 4 in [len(group.slots) for plan in runner.plans for group in plan.decode]
-
-
 def test_the_next_turn_of_a_conversation_finds_its_answer_cached() -> None:
     engine, _ = make_engine()
     first = make_request("a", prompt_of(30), max_tokens=20)
@@ -151,17 +135,6 @@ def test_the_next_turn_of_a_conversation_finds_its_answer_cached() -> None:
     answer = text(drain(engine)["a"])
     engine.submit([make_request("b", first.prompt_token_ids + answer + prompt_of(5, salt=2))])
     assert drain(engine)["b"][0].num_cached_tokens == 48  # of 49 tokens whose keys were computed: three full pages
-
-
-def test_a_cached_prefix_is_evicted_when_pages_are_needed() -> None:
-    engine, _ = make_engine(num_pages=10)
-    for salt in range(5):
-        request = make_request(f"r{salt}", prompt_of(90, salt=salt), max_tokens=4)
-        engine.submit([request])
-        check_output(request, drain(engine)[request.request_id])
-    engine.submit([make_request("again", prompt_of(90, salt=0), max_tokens=4)])
-    assert drain(engine)["again"][0].num_cached_tokens < 80
-    check_empty(engine)
 
 
 def test_cancellation_frees_pages_within_one_step() -> None:
@@ -173,24 +146,6 @@ def test_cancellation_frees_pages_within_one_step() -> None:
     assert engine.stats().pages_used == 0
     assert drain(engine) == {}
     check_empty(engine)
-
-
-def test_cancelling_one_prompt_of_a_packed_job_keeps_the_others() -> None:
-    engine, runner = make_engine()
-    requests = [make_request(f"r{i}", prompt_of(12, salt=i)) for i in range(3)]
-    engine.submit(requests)
-    plan = engine.scheduler.schedule(lambda _: True)
-    assert len(plan.new_jobs) == 1
-    assert len(plan.new_jobs[0].prompts) == 3
-    engine.scheduler.postprocess(runner.launch(plan).collect())
-    engine, runner = make_engine(chunk_tokens=36, runner=PageRunner(SHAPE.num_layers, PAGE))
-    engine.submit(requests)
-    engine.step()
-    engine.cancel(["r1"])
-    deltas = drain(engine)
-    assert set(deltas) == {"r0", "r2"}
-    check_output(requests[0], deltas["r0"])
-    check_output(requests[2], deltas["r2"])
 
 
 def test_a_full_queue_refuses_all_of_a_submission() -> None:
@@ -210,31 +165,6 @@ def test_a_request_that_can_never_fit_is_refused_by_name() -> None:
     assert not engine.has_work
 
 
-def test_zero_max_tokens_computes_the_prompt_alone() -> None:
-    engine, _ = make_engine()
-    engine.submit([make_request("a", prompt_of(40), max_tokens=0)])
-    (delta,) = drain(engine)["a"]
-    assert (delta.token_ids, delta.finish_reason) == ([], "length")
-    check_empty(engine)
-
-
-@pytest.mark.parametrize("min_tokens", [0, 4, 5, 6, 12])
-def test_a_stop_token_ends_a_text_of_min_tokens(min_tokens: int) -> None:
-    """The fifth token is the stop token: it ends a text that has four if four are enough, else another is drawn."""
-    prompt = prompt_of(10)
-    free = expected_output(prompt, 12, [], "exact", 0)
-    assert free.index(free[4]) == 4
-    engine, _ = make_engine()
-    engine.submit([make_request("a", prompt, max_tokens=12, stop=[free[4]], min_tokens=min_tokens)])
-    deltas = drain(engine)["a"]
-    if min_tokens <= 4:
-        assert text(deltas) == free[:5]
-        assert deltas[-1].finish_reason == "stop"
-    else:
-        assert text(deltas)[:5] == [*free[:4], (free[4] + 1) % 50]
-        assert text(deltas) == expected_output(prompt, 12, [free[4]], "exact", min_tokens)
-
-
 @pytest.mark.parametrize("num_pages", [64, 10])
 def test_a_stop_token_is_not_drawn_before_min_tokens_and_ends_the_output_then(num_pages: int) -> None:
     """Also across preemption: ten pages are too few for both."""
@@ -248,14 +178,6 @@ def test_a_stop_token_is_not_drawn_before_min_tokens_and_ends_the_output_then(nu
     assert not set(text(deltas)[:24]) & set(stop)
     assert len(text(deltas)) >= 25
     assert (engine.stats().preemptions > 0) == (num_pages == 10)
-
-
-def test_prompt_logprobs_read_no_cached_prefix() -> None:
-    engine, _ = make_engine()
-    engine.submit([make_request("a", prompt_of(64))])
-    drain(engine)
-    engine.submit([make_request("b", prompt_of(64), num_prompt_logprobs=0)])
-    assert drain(engine)["b"][0].num_cached_tokens == 0
 
 
 def check_broken(engine: Engine, request: EngineRequest, deltas: list[Delta]) -> None:
@@ -353,22 +275,6 @@ def test_a_short_prompt_during_a_long_prefill_waits_for_two_units_at_most(is_pip
     drain(engine)
 
 
-def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
-    """Short prompts that share nothing come so fast that one is always there to be preferred."""
-    engine, _ = make_engine(num_pages=1200, chunk_tokens=64, max_running=16, max_hidden_tokens=20_000)
-    engine.submit([make_request("long", prompt_of(640), max_tokens=1)])
-    done, num_short = False, 0
-    for _ in range(600):
-        while engine.stats().num_waiting < 2:
-            engine.submit([make_request(f"s{num_short}", [1000 + num_short, *prompt_of(59)], max_tokens=1)])
-            num_short += 1
-        done = done or any(delta.request_id == "long" for delta in engine.step())
-        if done:
-            break
-    assert done
-    assert num_short > 20, "and they were preferred meanwhile"
-
-
 def gaps_of_a_stream(target_ms: float, decode_seconds: float, chunk_tokens: int = 4096) -> list[float]:
     """Simulated seconds between a stream's tokens while 9,000 tokens are prefilled, 20 us a token-layer."""
     runner = PageRunner(SHAPE.num_layers, PAGE, unit_seconds=20e-6, decode_seconds=decode_seconds)
@@ -390,22 +296,16 @@ def gaps_of_a_stream(target_ms: float, decode_seconds: float, chunk_tokens: int 
             return gaps
 
 
-def test_a_long_prefill_keeps_the_gap_between_tokens_near_its_target() -> None:
-    gaps = gaps_of_a_stream(target_ms=50.0, decode_seconds=5e-3)
+@pytest.mark.parametrize(
+    ("decode_seconds", "chunk_tokens", "least"),
+    [(5e-3, 4096, 0.02), (20e-3, 4096, 0.04), (20e-3, 256, 0.04)],  # a share of 0.8 would be 100 ms a gap of 20 ms
+)
+def test_a_long_prefill_keeps_the_gap_between_tokens_near_its_target(
+    decode_seconds: float, chunk_tokens: int, least: float
+) -> None:
+    gaps = gaps_of_a_stream(target_ms=50.0, decode_seconds=decode_seconds, chunk_tokens=chunk_tokens)
     assert max(gaps) <= 0.055
-    assert sum(gaps) / len(gaps) >= 0.02  # and it uses the time it may take
-
-
-def test_the_target_binds_where_prefills_share_of_the_time_would_exceed_it() -> None:
-    gaps = gaps_of_a_stream(target_ms=50.0, decode_seconds=20e-3)  # a share of 0.8 would be 100 ms a gap
-    assert max(gaps) <= 0.055
-    assert sum(gaps) / len(gaps) >= 0.04
-
-
-def test_small_units_between_two_tokens_add_up_to_no_more_than_the_target() -> None:
-    gaps = gaps_of_a_stream(target_ms=50.0, decode_seconds=20e-3, chunk_tokens=256)
-    assert max(gaps) <= 0.055
-    assert sum(gaps) / len(gaps) >= 0.04
+    assert sum(gaps) / len(gaps) >= least, "it uses the time that it may take"
 
 
 def test_prefill_goes_on_where_decode_alone_takes_longer_than_the_target() -> None:

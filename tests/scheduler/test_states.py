@@ -66,14 +66,6 @@ def test_a_prompt_whose_last_block_is_whole_leaves_a_state_in_front_of_its_last_
     check_empty(engine)
 
 
-def test_choices_of_one_prompt_begin_behind_it_while_the_first_goes_on() -> None:
-    engine, runner = make_engine(num_states=6, num_pages=200)
-    answer(engine, [make_request(f"r{i}", prompt_of(150), max_tokens=90) for i in range(4)])
-    computed = [prompt.num_computed_tokens for plan in runner.plans for job in plan.new_jobs for prompt in job.prompts]
-    assert computed == [150] + 3 * [150 - 144]
-    check_empty(engine)
-
-
 def test_prompts_that_part_in_the_middle_begin_there_from_the_third_one_on() -> None:
     engine, _ = make_engine(num_states=8, num_pages=300)
     found = [
@@ -160,18 +152,6 @@ def test_where_one_state_is_left_it_is_the_prompts_own_end(num_states: int, want
     engine, runner = make_engine(num_states=num_states)
     assert converse(engine, "a", 163, 1) == [0]
     assert branches_of(runner) == wanted
-    check_empty(engine)
-
-
-def test_as_many_run_as_there_are_states_and_the_others_wait() -> None:
-    engine, _ = make_engine(num_states=2, num_pages=200)
-    requests = [make_request(f"r{i}", prompt_of(50, salt=i), max_tokens=20) for i in range(5)]
-    engine.submit(requests)
-    engine.step()
-    assert engine.stats().num_waiting >= 3
-    deltas = drain(engine)
-    for request in requests:
-        check_output(request, deltas[request.request_id])
     check_empty(engine)
 
 

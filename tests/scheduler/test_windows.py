@@ -35,11 +35,24 @@ def test_the_next_turn_begins_where_the_last_one_ended() -> None:
     check_empty(engine)
 
 
-def test_choices_of_one_prompt_begin_behind_it_while_the_first_goes_on() -> None:
-    engine, runner = make_engine(num_windows=6, num_pages=200)
+KEPT = ["num_windows", "num_states"]
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_choices_of_one_prompt_begin_behind_it_while_the_first_goes_on(kept: str) -> None:
+    engine, runner = make_engine(num_pages=200, **{kept: 6})
     requests = [make_request(f"r{i}", prompt_of(150), max_tokens=90) for i in range(4)]
     answer(engine, requests)
     assert prefilled(runner) == [150] + 3 * [150 - 144]
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_who_finds_no_window_or_state_waits_for_one(kept: str) -> None:
+    engine, runner = make_engine(max_running=8, num_pages=200, **{kept: 2})
+    requests = [make_request(f"r{i}", prompt_of(40, salt=i), max_tokens=20) for i in range(6)]
+    answer(engine, requests)
+    assert max(len(group.slots) for plan in runner.plans for group in plan.decode) == 2
     check_empty(engine)
 
 
@@ -150,30 +163,6 @@ def test_a_window_has_the_ends_whose_cells_are_there() -> None:
         deltas = drain(engine)[name]
         check_output(request, deltas)
         assert deltas[0].num_cached_tokens == (160 if shared >= 160 else 0)
-
-
-def test_who_finds_no_window_waits_for_one() -> None:
-    engine, runner = make_engine(num_windows=2, max_running=8, num_pages=200)
-    requests = [make_request(f"r{i}", prompt_of(40, salt=i), max_tokens=20) for i in range(6)]
-    answer(engine, requests)
-    assert max(len(group.slots) for plan in runner.plans for group in plan.decode) == 2
-    check_empty(engine)
-
-
-def test_nothing_is_kept_of_a_context_without_finite_logits() -> None:
-    engine, runner = make_engine(num_windows=4)
-    engine.submit([make_request("a", prompt_of(200), max_tokens=40)])
-    while not engine.scheduler.roster.running:
-        engine.step()
-    runner.broken = {engine.scheduler.roster.running[0].slot}
-    drain(engine)
-    assert not engine.scheduler.residence.windows._kept, "its prompt's copy was, before it failed"
-    runner.broken = set()
-    again = make_request("b", prompt_of(200))
-    engine.submit([again])
-    deltas = drain(engine)["b"]
-    check_output(again, deltas)
-    assert deltas[0].num_cached_tokens == 0
 
 
 def test_nothing_is_kept_of_what_began_behind_a_context_that_failed() -> None:
