@@ -1,9 +1,9 @@
-"""A thread that answers the host reads of decode steps, so that the launching thread goes on to the next step.
+"""Answer the host reads of decode steps in a thread, so that the launching thread goes on to the next step.
 
-A step that awaits answers on the device is handed over once it is launched; its host reads were frozen before. Steps
-are answered in the order of their launches. This thread counts a slot's stamps when it comes to a step, so a launch
-disturbs no step before it. A step that fails releases its slots, and so does each step behind it until `recover`. So
-the device never waits for ever, and no answer follows from a failed step. The thread waits for the device alone.
+A step that awaits answers on the device is handed over once it is launched. Its host reads were frozen before. Steps
+are answered in the order of their launches. This thread advances a slot's stamps when it comes to a step, so a launch
+disturbs no earlier step. A step that fails releases its slots, and so does each later step until `recover`. So the
+device never waits for ever, and no answer follows from a failed step. The thread waits only for the device.
 """
 
 import weakref
@@ -19,7 +19,7 @@ import torch
 from transfer.exchange import ExchangeError, Handshake
 from transfer.host_tier import Answered
 
-# Told of a step that is answered: its rows, its parts, what the host says of it, and the seconds that this took.
+# Called after a step is answered, with the numbers of its rows and parts, the host's report, and the seconds it took.
 OnAnswered = Callable[[int, int, Answered, float], None]
 
 
@@ -33,7 +33,7 @@ class Exchange(Protocol):
 
 
 class PendingRequests(Protocol):
-    """A step's requests in one slot, frozen.
+    """A step's frozen requests in one slot.
 
     See `transfer.host_tier.Attention` and `transfer.expert_exchange.ExpertRequests`.
     """
@@ -49,7 +49,7 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SlotRequests:
-    """The rows of a step with requests in one slot: their requests, and how many rows the first of them has."""
+    """A step's requests in one slot. num_rows: the rows of the first request."""
 
     exchange: Exchange
     requests: PendingRequests
@@ -57,18 +57,19 @@ class SlotRequests:
 
 
 class Answers:
-    """The answers of one step, under way."""
+    """The answers of one step, given or to come."""
 
     def __init__(self, host: Answerer, parts: Sequence[SlotRequests]) -> None:
         self.host = host
         self.parts = parts
-        self.attended_s = 0.0  # once it is over: in which the host attended
+        self.attended_s = 0.0  # seconds in which the host attended; set once the step is over
         self._is_over = Event()
         self._error: BaseException | None = None
 
     def wait(self) -> str | None:
-        """Wait until the last answer is given; return None, or why the step failed. The device, which awaits the
-        answers, may still compute what follows the last. Raises errors that are our own mistakes.
+        """Wait until the last answer is given. Return None, or the reason why the step failed.
+
+        The device may still compute what follows the last answer. Raises errors that are our own mistakes.
         """
         self._is_over.wait()
         if self._error is None or isinstance(self._error, ExchangeError):
@@ -77,15 +78,16 @@ class Answers:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the last answer is given, or none will be."""
+        """Return whether the last answer was given, or the step has failed."""
         return self._is_over.is_set()
 
     def end(self, error: BaseException | None) -> None:
+        """Mark the step as over, with the error that it failed with, if any."""
         self._error = error
         self._is_over.set()
 
     def give_up(self, error: BaseException) -> None:
-        """Release the slots without an answer, and whatever is read for them."""
+        """Release the slots without an answer, and the host memory that is read for them."""
         for part in self.parts:
             part.exchange.slot.release()
         for part in self.parts:
@@ -97,8 +99,9 @@ class Answers:
 
 
 class Answering:
-    """The thread that answers one device's host requests. Its methods are called from the thread that launches; the
-    other begins with the first step.
+    """The thread that answers one device's host requests; it starts with the first step.
+
+    All methods but `answer` are called from the thread that launches steps.
     """
 
     def __init__(self, exchanges: Sequence[Exchange], on_answered: OnAnswered) -> None:
@@ -112,7 +115,7 @@ class Answering:
         weakref.finalize(self, self._steps.put, None)
 
     def hand_over(self, host: Answerer, parts: Sequence[SlotRequests]) -> Answers:
-        """Queue a launched step, with the parts whose host reads are answered in turns."""
+        """Queue a launched step. The host reads of its parts are answered in turns."""
         answers = self._last = Answers(host, parts)
         if self._is_stopped:
             answers.give_up(_stopped())
@@ -129,8 +132,10 @@ class Answering:
             self._last._is_over.wait()
 
     def recover(self) -> None:
-        """Recover before a step with host reads is launched: if one before it failed, wait for those behind it and for
-        the device, and count its requests anew. The caller must not trust what steps in flight read and wrote.
+        """Make the slots usable again if an earlier step failed. Called before a step with host reads is launched.
+
+        Waits for the steps behind the failed one and for the device, and restarts the count of requests. The caller
+        must not trust what steps in flight read and wrote.
         """
         if self._failure is None and not any(exchange.slot.is_released for exchange in self._exchanges):
             return
@@ -141,14 +146,17 @@ class Answering:
         self._failure = None
 
     def stop(self) -> None:
-        """End the thread behind the step that it is at. Steps handed over and not begun fail, as do those to come."""
+        """Stop the thread after its current step.
+
+        Steps that were handed over but not begun fail, and so do later ones.
+        """
         self._is_stopped = True
         self._steps.put(None)
         if self._thread is not None:
             self._thread.join()
 
     def answer(self, answers: Answers) -> None:
-        """Answer queued steps, in the thread of its own."""
+        """Answer a queued step; runs in the answering thread."""
         try:
             if self._is_stopped:
                 raise _stopped()
@@ -161,7 +169,7 @@ class Answering:
             rows = sum(part.num_rows for part in answers.parts)
             self._on_answered(rows, len(answers.parts), answered, perf_counter() - began_s)
             answers.attended_s = answered.attended_s
-        except BaseException as error:  # the outermost handler of this thread: `Answers.wait` says or raises it
+        except BaseException as error:  # the outermost handler of this thread: `Answers.wait` returns or raises it
             self._failure = self._failure or ExchangeError(str(error))
             answers.give_up(error)
             return
@@ -170,10 +178,11 @@ class Answering:
 
 @torch.inference_mode()
 def _serve(steps: "SimpleQueue[tuple[Answering, Answers] | None]") -> None:
+    """Answer the queued steps one by one, until a None."""
     while (step := steps.get()) is not None:
         answering, answers = step
         answering.answer(answers)
-        del step, answering, answers  # so that whoever has let go of them does so
+        del step, answering, answers  # or this thread would keep them alive while it waits
 
 
 def _stopped() -> ExchangeError:

@@ -1,9 +1,9 @@
-"""Rows of a decode step behind a slot's input token: known tokens, and drafts that the device makes itself.
+"""Add rows to a decode step for the tokens behind a slot's input token: known tokens, and drafts.
 
-A slot's input token stands in `last_tokens` at its slot; the caller says where the tokens behind it stand, in order. A
-profile drafts in steps of one token. Each reads the token that the step before it drew, and draws as the verifying step
-will. These steps write cells that the verifying step writes again, so nothing has to be undone, and the host waits for
-none of them.
+A slot's input token is in `last_tokens` at its slot; the caller gives the index from which the tokens behind it follow
+in order. A profile drafts in steps of one token. Each draft step reads the token that the step before it drew, and
+draws as the verifying step will. Draft steps write cells that the verifying step writes again, so nothing has to be
+undone, and the host waits for none of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,10 @@ from gpu.upload import upload
 
 
 class Followers:
-    """step: computes a batch. last_tokens: as `gpu.decode.loop.LayerLoop` has them. sides: of methods with rings.
-    guess: returns logits of what the checkpoint's head guesses behind a batch, whose slots hold no ring that drafts.
+    """Adds rows for known tokens and drafts to a batch, and draws the drafts.
+
+    step: computes a batch. last_tokens: see `gpu.decode.loop.LayerLoop`. sides: of methods with rings. guess: returns
+    the logits of the tokens that the checkpoint's draft head guesses after a batch whose slots hold no drafting ring.
     """
 
     def __init__(
@@ -36,8 +38,9 @@ class Followers:
         self._guess = guess
 
     def add_rows(self, batch: Batch, group: DecodeGroup, first: int) -> Batch:
-        """Return a batch of the slots' first rows with a row for each token of a run or a draft, whose ids it puts to
-        `last_tokens` from place `first` on.
+        """Return the batch with a row more for each token of a run or a draft. batch: the first row of each slot.
+
+        The ids of these tokens are written to `last_tokens` from index `first` on.
         """
         drafts = group.drafts or [()] * len(group.slots)
         followers, most = group.followers, (len(self._last_tokens) - 1) // 3
@@ -58,8 +61,12 @@ class Followers:
         )
 
     def draft(self, batch: Batch, whole: Batch, group: DecodeGroup) -> tuple[list[LaunchedStep], Tensor | None]:
-        """Draft what is TO_DRAFT. Return the launched steps, and int64 the tokens of all drafts of the group, in order;
-        no steps and None where there is nothing to draft. batch: of the slots' first rows; whole: with those behind.
+        """Draft the tokens that are marked TO_DRAFT. batch: the first row of each slot.
+
+        whole: the batch with all rows.
+
+        Returns the launched steps, and the tokens of all drafts of the group in order, int64. Returns no steps and None
+        if there is nothing to draft.
         """
         drafting = [row for row, draft in enumerate(group.drafts or ()) if TO_DRAFT in draft]
         if not drafting:
@@ -87,7 +94,7 @@ class Followers:
         self, batch: Batch, rows: Sequence[int], guess: Callable[[Batch], Tensor], samples: Sequence[int],
         places: Sequence[Sequence[int]],
     ) -> None:  # fmt: skip
-        """Draw the drafts of these rows, a token of each in a step."""
+        """Draw the drafts of these rows, one token of each row per step."""
         for step in range(max((len(places[row]) for row in rows), default=0)):
             going_on = [row for row in rows if step < len(places[row])]
             logits = guess(_drafting_rows(batch, going_on, step, places))
@@ -104,7 +111,7 @@ class Followers:
 
 
 def _drafting_rows(batch: Batch, rows: Sequence[int], step: int, places: Sequence[Sequence[int]]) -> Batch:
-    """Return the rows that draft the token number `step` of their drafts."""
+    """Return the rows that draft token number `step` of their drafts."""
     return Batch(
         [batch.slots[row] for row in rows],
         [batch.positions[row] + step for row in rows],
@@ -117,7 +124,7 @@ def _drafting_rows(batch: Batch, rows: Sequence[int], step: int, places: Sequenc
 
 
 def _places_of_drafts(whole: Batch, group: DecodeGroup) -> list[list[int]]:
-    """Return where the tokens of each slot's draft stand in `last_tokens`."""
+    """Return the indices in `last_tokens` of the tokens of each slot's draft."""
     places = iter(whole.places)
     of_slots = [[*islice(places, length)] for length in group.lengths]
     return [own[len(own) - len(draft) :] for own, draft in zip(of_slots, group.drafts or (), strict=True)]

@@ -1,4 +1,4 @@
-"""Find the rows of a decode group that go on where others failed, and what rows read in host memory."""
+"""Select the rows of a decode group that go on after others failed, and list the rows' host reads."""
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from transfer.host_tier import ContextLostError
 
 
 def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
-    """Return the group's other rows; the group itself where it has none of `slots`."""
+    """Return the group without the rows of `slots`; the group itself if it has none of them."""
     rows = [row for row, slot in enumerate(group.slots) if slot not in slots]
     if len(rows) == len(group.slots):
         return group
@@ -24,7 +24,7 @@ def without_slots(group: DecodeGroup, slots: Container[int]) -> DecodeGroup:
 
 
 def slots_over(group: DecodeGroup, error: ContextLostError) -> dict[int, str]:
-    """Return the slots of the rows that read the context that is lost, with the reason."""
+    """Return the slots of the rows that read the lost context, with the reason."""
     rows = zip(group.slots, host_reads_of(group), strict=True)
     return {
         slot: str(error)

@@ -1,12 +1,12 @@
-"""Read a part of what decode steps attend to in host memory over the link, while the CPU attends to the rest.
+"""Attend to a share of the host reads on the device, over the link, while the CPU attends to the rest.
 
-A row that attends to all of its context's run leaves the run's last tokens to the device, which reads them where they
-lie. The share balances the time that a token takes on each side. The CPU's time grows with the number of rows that read
-the token together, and the link's does not, so there is a share for each number of rows. Shares are fixed when the
-engine starts.
+A row that attends to a whole run leaves the last tokens of that run to the device, which reads them in host memory. The
+share balances the time that a token takes on each side. The CPU's time grows with the number of rows that read the
+token together, and the link's does not, so there is a share for each number of rows. Shares are fixed when the engine
+starts.
 
-Invariant: of each row's run the CPU is asked for a front, and the device attends to what is behind it, in every
-offloaded layer.
+Invariant: in every offloaded layer the CPU is asked for the front of each row's run, and the device attends to the
+rest.
 """
 
 import logging
@@ -32,10 +32,10 @@ from transfer.host_tier import Attention, ContextRead, HostTier
 from transfer.partial import Partial
 from transfer.tier_shape import TierShape
 
-LEAST_TOKENS = 4096  # of a run that is shared: less is attended to before a transfer pays
+LEAST_TOKENS = 4096  # of a run that is shared: the CPU attends to a shorter one before a transfer pays
 _SHARE_TOKENS = 64  # what the device reads is a multiple of this
 _MOST_SHARE = 0.9
-_MEASURED_TOKENS = 8_192  # of one layer: no cache lies before the link
+_MEASURED_TOKENS = 8_192  # of one layer; more are not needed, since no cache lies before the link
 _REPEATS = 3
 
 _COPIED = [
@@ -49,9 +49,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Part:
-    """What the rows of one part of a step read over the link. chunks: int64 `[layers, rows, COLUMNS, CHUNKS]` on the
-    device, and `known`, what it holds; sharing: int32 `[3, rows]`, `together` and `leaders` of `linked_attention`, and
-    tokens.
+    """What the rows of one part of a step read over the link.
+
+    chunks: int64 `[layers, rows, COLUMNS, CHUNKS]` on the device; known: its values, on the host.
+    sharing: int32 `[3, rows]`: `together` and `leaders` of `linked_attention`, and the number of tokens.
     """
 
     chunks: Tensor
@@ -61,8 +62,10 @@ class _Part:
 
 
 class LinkReads:
-    """The device's share of contexts in host memory. shares: of a run, by how many rows read it together, from one on;
-    the last is of more.
+    """The device's share of contexts in host memory.
+
+    shares: the share of a run by the number of rows that read it together, from one on; the last entry is for more
+    rows.
     """
 
     def __init__(self, shape: TierShape, shares: Sequence[float], scale: float, device: torch.device) -> None:
@@ -82,8 +85,9 @@ class LinkReads:
         self._part_of: WeakKeyDictionary[StepRows, _Part] = WeakKeyDictionary()
 
     def assign(self, rows: StepRows, part: int) -> None:
-        """Register the rows of a step as its part number `part`, for which `attend` reads what `fill` was told. Rows of
-        a part with more than MOST_LINKED_ROWS are not registered.
+        """Register the rows of a step as its part number `part`, for which `attend` reads what `fill` uploaded.
+
+        A part with more than MOST_LINKED_ROWS rows is not registered.
         """
         if rows.num_rows <= MOST_LINKED_ROWS and part < LINKED_PARTS:
             self._part_of[rows] = self._parts[part]
@@ -92,10 +96,10 @@ class LinkReads:
         self, part: int, reads: Sequence[ContextRead], host_reads: Sequence[HostRead | None], whole: Attention,
         is_linked: bool = True,
     ) -> Sequence[ContextRead]:  # fmt: skip
-        """Upload what the rows of a part read over the link, in stream order, and return what they ask of the CPU.
+        """Upload which tokens a part's rows read over the link, in stream order. Return what is left for the CPU.
 
-        reads: the rows' whole runs; whole: the attention over these, lent to the device until it has passed the step;
-        is_linked: False where some part of the step is too large: then no part reads anything over the link.
+        reads: the rows' whole runs. whole: the attention over these, lent to the device until it has passed the step.
+        is_linked: False if some part of the step is too large; then no part reads anything over the link.
         """
         asked = [*reads]
         own, sharing = self._parts[part], np.zeros((3, MOST_LINKED_ROWS), np.int32)
@@ -123,7 +127,7 @@ class LinkReads:
         return asked
 
     def attend(self, reads: LayerReads, is_counted: bool) -> Partial | None:
-        """Attend to a layer's share of the rows; None: the step is too large to have one."""
+        """Attend to the device's share in one layer. Returns None if the step is too large to have a share."""
         part = self._part_of.get(reads.rows)
         if part is None:
             return None
@@ -138,7 +142,9 @@ class LinkReads:
         return Partial(out, lse, covered if reads.wanted is None else torch.where(reads.wanted != 0, covered, 0))
 
     def _groups(self, host_reads: Sequence[HostRead | None]) -> list[tuple[int, int]]:
-        """Return the first row and the number of those that read the same run together, of runs that are shared."""
+        """Return the first row and the number of rows of each group that reads one run together, for runs that are
+        shared.
+        """
         groups, row = [], 0
         for read, same in groupby(host_reads):
             left = len(list(same))
@@ -155,8 +161,9 @@ class LinkReads:
 
 
 def cut_chunks(table: np.ndarray, front: int, end: int) -> np.ndarray | None:
-    """Return the chunks of a run's tokens `[front, end)`, int64 `[layers, COLUMNS, CHUNKS]`; None: it lies in too many
-    pieces. table: as in `transfer.places`.
+    """Cut tokens `[front, end)` of a run into chunks, int64 `[layers, COLUMNS, CHUNKS]`.
+
+    Returns None if the tokens lie in too many pieces. table: as in `transfer.places`.
     """
     begins, ends = np.maximum(table[0, places.RUN_BEGIN], front), np.minimum(table[0, places.RUN_END], end)
     pieces = np.flatnonzero(ends > begins)
@@ -182,8 +189,9 @@ def cut_chunks(table: np.ndarray, front: int, end: int) -> np.ndarray | None:
 def open_link(
     tier: HostTier, share: float | None, scale: float, dtype: torch.dtype, device: torch.device
 ) -> LinkReads | None:
-    """Return the device's share of contexts in host memory, None where it has none. share: of runs; None: by what both
-    sides take, measured here. dtype: of queries.
+    """Return the device's share of contexts in host memory, or None if it has none.
+
+    share: the share of a run; None: measure both sides here and balance their times. dtype: of queries.
     """
     shape = tier.shape
     if share == 0 or shape.rows not in ("bfloat16", "int8") or shape.num_heads // shape.num_kv_heads > 16:
@@ -204,8 +212,8 @@ def open_link(
 
 
 def measure_link(shape: TierShape, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the seconds that the device takes to attend to one token of one layer in pinned memory: the best of
-    several.
+    """Return the seconds in which the device attends to one token of one layer in pinned memory: the best of several
+    runs.
     """
     stored = torch.int8 if shape.rows == "int8" else torch.bfloat16
     rows = torch.zeros(2, shape.num_kv_heads, _MEASURED_TOKENS, shape.dim, dtype=stored).pin_memory()

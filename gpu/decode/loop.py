@@ -1,11 +1,13 @@
-"""The loop over layers of a decode step, for rows of any profile.
+"""Compute the layers of a decode step, for rows of any profile.
 
-A recurrent layer is `gpu.layers.delta_layers`. Any other is norm, QKV, RoPE and KV write; what methods do before
-attention; the host read; attention to resident cells and to what methods have fetched; the host's answer; the merge of
-all partials; output projection and MLP. Each (row, head) states what it reads, by its bounds on the device and by its
-host read. Every cell of its context is read once, or counted as dropped; in a layer with a window, every cell of that
-window, and methods take no part there. A step that requests anything of the CPU does so, and awaits the answer, in
-every offloaded layer, whatever its rows read there. A step in which methods alone read host memory requests nothing.
+A recurrent layer is `gpu.layers.delta_layers`. Every other layer is, in this order: norm, QKV, RoPE and KV write; the
+`before` hooks of methods; the request to the host; attention to resident cells and to what methods have fetched; the
+host's answer; the merge of all partials; output projection and MLP.
+
+Each (row, head) states what it reads, by its bounds on the device and by its host read. Every cell of its context is
+read once, or counted as dropped. In a layer with a window that holds for every cell of the window, and methods take no
+part. A step that requests anything of the CPU does so, and awaits the answer, in every offloaded layer, whatever its
+rows read there. A step in which methods alone read host memory requests nothing.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -30,17 +32,22 @@ from gpu.operations.decode_attention.numba_decode_attention import paged_decode_
 from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, Workspace, paged_decode_attention
 from transfer.partial import Coverage, Owner, Partial, merge_all
 
-# A step under way: it stops where the host must answer, and returns logits, float32 `[rows, vocab]`.
+# A step under way: it yields where the host must answer, and returns logits, float32 `[rows, vocab]`.
 Step = Generator[None, None, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLoop:
-    """The layers of a decode step over static buffers. offloaded_layers: offloaded layers, in which a step reads host
-    memory; last_tokens: int64 `[3 * max_rows + 1]`, slots' last ones, tokens that are known to follow these in a step
-    of either lane, and one for padding; workspaces: scratch of attention; methods: what they do on the device, in
-    order; checks_coverage: in a debug run, every layer counts what its partials cover; link: the device's share of what
-    the CPU is asked, or None; head: of the checkpoint, that drafts, or None.
+    """Computes the layers of a decode step over static buffers.
+
+    offloaded_layers: layers in which a step reads host memory.
+    last_tokens: int64 `[3 * max_rows + 1]`: the last token of each slot, the known tokens that follow them in a step of
+    either lane, and one entry for padding.
+    workspaces: scratch memory of attention.
+    methods: device sides, in the order in which they are called.
+    checks_coverage: in a debug run, count in every layer what its partials cover.
+    link: the device's share of what the CPU is asked for, or None.
+    head: the checkpoint's draft head, or None.
     """
 
     decoder: Decoder
@@ -64,11 +71,15 @@ class LayerLoop:
 
     def step(self, rows: StepRows, exchange: SlotExchange | None, reuses: bool,
              experts: ExpertExchange | None = None, lends: bool = False, adapts: bool = True) -> Step:  # fmt: skip
-        """Compute one token for each row. exchange: for requests to the CPU, or None for a step without any. lends:
-        methods alone read host memory; without that and without an exchange no row may skip a range. reuses: whether
-        some row may hold a ring. experts: where the CPU computes experts in host memory; None: they are fetched.
-        adapts: whether some row may have an adapter. It yields once a layer has sent its host reads: what follows
-        reads the answer, or awaits it on the device; requests for experts are answered, or awaited, in between.
+        """Compute one token for each row. Yields after a layer has sent its host reads.
+
+        What follows a yield reads the answer, or awaits it on the device. Requests for experts are answered, or
+        awaited, in between.
+
+        exchange: for requests to the CPU, or None for a step without any. lends: methods alone read host memory;
+        without that and without an exchange no row may skip a range. reuses: whether some row may hold a ring. experts:
+        where the CPU computes experts in host memory; None: they are fetched. adapts: whether some row may have an
+        adapter.
         """
         decoder = self.decoder
         methods = [method for method in self.methods if reuses or not method.reuses]
@@ -132,8 +143,10 @@ class LayerLoop:
         return logits
 
     def draft(self, rows: StepRows, reads_host: bool) -> Tensor:
-        """Return logits of what the checkpoint's head guesses behind each row's token, float32 `[rows, vocab]`.
-        reads_host: it is for a step with host reads, whose buffers it has.
+        """Return the logits of the token that the checkpoint's draft head guesses after each row's token, float32
+        `[rows, vocab]`.
+
+        reads_host: the draft is for a step with host reads, and uses that step's buffers.
         """
         head, decoder = self.head, self.decoder
         assert head is not None, "decode: a head drafts, but none is loaded"
@@ -148,7 +161,7 @@ class LayerLoop:
 
 
 def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, is_counted: bool) -> DevicePartials:
-    """Return the partials over the cells that are read, of pages that hold the rows' own tokens already."""
+    """Attend to the resident cells of each row. The pages already hold the rows' own tokens."""
     rows, layer = reads.rows, reads.layer
     if pool.latent_rank is not None:
         own = LatentReads(
@@ -169,8 +182,9 @@ def attend(reads: LayerReads, pool: KvPool, scale: float, workspace: Workspace, 
 def check_coverage(
     reads: LayerReads, on_device: DevicePartials, answers: Sequence[Partial], ringed: Sequence[RingSide] = ()
 ) -> None:
-    """Check that the device, the host and methods with rings together read, took over or dropped each row's context, or
-    its window, once. Waits for device and host. Raises CoverageError.
+    """Check that device, host and methods with rings together covered each row's context, or its window, exactly once.
+
+    A cell counts as covered if it is read, taken over or dropped. Waits for device and host. Raises CoverageError.
     """
     rows = reads.rows
     ledger = Coverage(reads.layer, [f"of slot {slot}" for slot in rows.slots.tolist()])

@@ -1,7 +1,6 @@
-"""Have the CPU's decode step compiled by a child process at a machine's first start, while steps go layer by layer.
+"""Compile the CPU's decode step in a child process at a machine's first start, while steps run layer by layer.
 
-Numba's cache has the code then, and a next step takes it from there. A compiler that ends its process ends the child's
-alone.
+The child fills Numba's cache, and a later step loads the code from there. If the compiler crashes, only the child ends.
 """
 
 import json
@@ -21,24 +20,25 @@ from transfer.simd.numba_cache import cached_signatures, can_save
 log = logging.getLogger(__name__)
 
 COMPILE = (sys.executable, "-m", "gpu.compile_step")
-WORK = COMPILED[0]  # of the step's functions the one that takes a model: the first argument behind two numbers
+WORK = COMPILED[0]  # the function that takes a model, as its third argument
 
 
 def is_cached(dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
-    """Return whether there is code of the step for a model whose embedding and rows in pages have these types."""
+    """Return whether the cache has the step's code for these dtypes of the embedding and of rows in pages."""
     kinds = tuple(numba.typeof(kind) for kind in kinds_of(*dtypes))
     return any(signature[2].types[:2] == kinds for signature in cached_signatures(WORK))
 
 
 class StepCode:
-    """The code of a compiled step: there, under way, or not to be had."""
+    """The code of a compiled step: ready, being compiled, or not available."""
 
     def __init__(
         self, dtypes: tuple[torch.dtype, torch.dtype], settings: str | None, kinds: Sequence[tuple[str, int]] = ()
     ) -> None:
-        """Start a child, unless the code is there, or could be kept nowhere, or nobody wants one: then the first step
-        compiles it, if that is to be done. dtypes: of embedding and rows in pages; settings, kinds: of
-        `gpu.compile_step`, settings None: without a child.
+        """Start the child process if the code is needed, missing and can be cached.
+
+        Otherwise the first compiled step compiles it. dtypes: of the embedding and of rows in pages. settings, kinds:
+        see `gpu.compile_step`; settings None: no child is started.
         """
         self._dtypes, self._began_s = dtypes, time.monotonic()
         self._child: subprocess.Popen[bytes] | None = None
@@ -50,7 +50,7 @@ class StepCode:
             log.info("decode event=compiling effect='steps go layer by layer until that is done, once a machine'")
 
     def is_ready(self) -> bool:
-        """Return whether a step may use it."""
+        """Return whether a step may use the code."""
         if self._child is not None and self._child.poll() is not None:
             status = self._child.returncode
             self.close()
@@ -62,7 +62,7 @@ class StepCode:
         return self._is_ready
 
     def close(self) -> None:
-        """End the child, if there is one."""
+        """Kill the child process, if there is one."""
         if self._child is not None:
             self._child.kill()
             self._child.communicate()

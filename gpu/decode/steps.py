@@ -1,21 +1,23 @@
-"""Run decode steps on static buffers: as CUDA graphs for a ladder of batch sizes, else the same loop eagerly.
+"""Run decode steps on static buffers: as CUDA graphs for a ladder of batch sizes, else eagerly by the same loop.
 
-Steps differ in whether some row reads host memory, in whether the CPU does that or methods alone, in whether some row
-holds a ring of a method that reuses, and, without host reads, in whether some row has an adapter. On
-CUDA a whole step is one graph for the next larger captured size, with both half batches in turns if there are two. It
-awaits each answer on the device, so it is launched once and handed to the thread that answers (`answering`), and the
-next step may be launched behind it. Larger batches, and the CPU device, run the loop eagerly in the launching thread:
-each layer behind its answer, and the whole step behind those in flight. On the CPU a small batch without host reads
-runs as the compiled step.
+A captured step is chosen by its batch size and by four questions. Does some row read host memory? Does the CPU do that,
+or do methods alone? Does some row hold a ring of a method that reuses? And, in steps without host reads, has some row
+an adapter?
+
+On CUDA a whole step is one graph of the next larger captured size. If there are two half batches, the graph computes
+them in turns. The graph awaits each answer of the CPU on the device. So the step is launched once and handed to the
+thread that answers (`answering`), and the next step may be launched behind it. Larger batches, and the CPU device, run
+the loop eagerly in the launching thread: each layer waits for its answer, and the whole step for those in flight. On
+the CPU a small batch without host reads runs as the compiled step.
 
 A step reads its tokens from `last_tokens` on the device, so the host never waits for one. A slot of the exchange has
 one open request at a time, and host and device count its stamps alike. Layers are computed on one stream, in the order
-in which the host answers. No device is left waiting for an answer. A launch that must end before it returns
-(CUDA_LAUNCH_BLOCKING) cannot wait for answers: then no step with host reads is captured.
+in which the host answers. No device is left waiting for an answer. With CUDA_LAUNCH_BLOCKING a launch returns when it
+has ended, so it cannot wait for answers: then no step with host reads is captured.
 
-The CPU computes experts in host memory for captured steps of few rows, whose requests are listed as they are captured,
-and on the CPU device; such requests have slots of their own, one a lane, and threads that answer them. All other steps
-fetch experts.
+The CPU computes experts in host memory for captured steps of few rows, and on the CPU device. The requests of a
+captured step are listed as it is captured. Requests for experts have slots of their own, one per lane, and threads that
+answer them. All other steps fetch experts.
 """
 
 import logging
@@ -61,11 +63,12 @@ LAUNCHES_BLOCK = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
 
 @dataclass(slots=True)
 class HostReadTimes:
-    """Totals over all answered steps with host reads, by the host's clock; a benchmark takes differences.
+    """Totals over all answered steps with host reads, in the host's time; a benchmark takes differences.
 
-    rows: of all steps; launch_s: handing steps to the device (on the CPU: computing them); ready_s: waiting for
-    offloads to land and tables to stand; attention_s: of the tier, waiting for queries and attending, while others are
-    launched perhaps.
+    rows: of all steps.
+    launch_s: time to launch steps on the device (on the CPU: to compute them).
+    ready_s: time to wait for offloads to land and for tables to be ready.
+    attention_s: time in the host tier, to wait for queries and to attend; other steps may be launched meanwhile.
     """
 
     steps: int = 0
@@ -78,7 +81,11 @@ class HostReadTimes:
 
 @dataclass(frozen=True, slots=True)
 class HostReader:
-    """What steps with host reads use: the tier, an exchange slot for each part of a batch, and how batches are cut."""
+    """Holds what steps with host reads use.
+
+    tier: the host tier. exchanges: an exchange slot for each part of a batch. halving: decides whether a batch is cut
+    in two.
+    """
 
     tier: HostTier
     exchanges: Sequence[SlotExchange]
@@ -88,10 +95,13 @@ class HostReader:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of a step, one token each. host_reads: what a row reads in host memory, or None; reuses: whether some
-    row holds a ring. token_slots: where input tokens stand in `last_tokens`; None: at the row's slot. Rows of one slot
-    are in the order of their positions. has_host_reads: it has the buffers of rows with host reads, whether one is left
-    of these or not. drafted: of the rows that are tokens of drafts; none: there are none.
+    """The rows of a step, one token each. Rows of one slot are in the order of their positions.
+
+    host_reads: what each row reads in host memory, or None.
+    reuses: whether some row holds a ring.
+    token_slots: index in `last_tokens` of each row's input token; None: the row's slot.
+    has_host_reads: whether the step runs in the buffers of rows with host reads, even if no such row is left.
+    drafted: for each row, whether its token is a draft; empty: no row's is.
     """
 
     slots: Sequence[int]
@@ -111,7 +121,7 @@ class Batch:
 
     @property
     def places(self) -> Sequence[int]:
-        """Return the places of the rows' input tokens in `last_tokens`."""
+        """Return the index in `last_tokens` of each row's input token."""
         return self.slots if self.token_slots is None else self.token_slots
 
     def __len__(self) -> int:
@@ -119,8 +129,9 @@ class Batch:
 
 
 class LaunchedStep(NamedTuple):
-    """A step's logits, float32 `[rows, vocab]`, which the next step overwrites, and the answers that the device awaits
-    for them: to its requests for attention, and for experts.
+    """A launched step: its logits, and the answers that the device awaits for them.
+
+    logits: float32 `[rows, vocab]`; the next step overwrites them. answers: to requests for attention, and for experts.
     """
 
     logits: Tensor
@@ -129,7 +140,9 @@ class LaunchedStep(NamedTuple):
 
 @dataclass(slots=True)
 class _Captured:
-    """A step of one size: `rows` and `logits`, float32 `[rows, vocab]`, of each part. expert_requests: or None."""
+    """A captured step of one size: `rows` and `logits`, float32 `[rows, vocab]`, of each part; its expert requests, or
+    None.
+    """
 
     rows: list[StepRows]
     graph: torch.cuda.CUDAGraph
@@ -138,10 +151,14 @@ class _Captured:
 
 
 class DecodeSteps:
-    """Decode steps: captured, compiled or eager. host_reader: None where nothing is offloaded; host_read_stream: of
-    steps with host reads, where they have their own; experts: where the CPU is asked for experts, of steps without
-    host reads first, of those with them last; compile_settings: as of `StepCode`; turns: that rows take in a ring at
-    most.
+    """Runs decode steps: captured, compiled or eager.
+
+    host_reader: None where nothing is offloaded.
+    host_read_stream: stream of steps with host reads, where they have their own.
+    experts: exchanges for experts that the CPU computes: first that of steps without host reads, last that of steps
+    with them.
+    compile_settings: see `StepCode`.
+    turns: the most rows of a step that take turns in one ring.
     """
 
     def __init__(self, loop: LayerLoop, host_reader: HostReader | None,
@@ -164,11 +181,11 @@ class DecodeSteps:
         self._expert_answering = [Answering([one], lambda *told: None) for one in experts]
 
     def run(self, batch: Batch) -> LaunchedStep:
-        """Decode one token a row. Asynchronous, but for eager steps with host reads: these return when the last one is
-        answered and what follows it is launched.
+        """Decode one token per row.
 
-        Raises ContextLostError before anything is launched, and ExchangeError where an eager step's device asks
-        nothing.
+        Asynchronous, except for eager steps with host reads: these return when the last answer is there and the work
+        behind it is launched. Raises ContextLostError before anything is launched, and ExchangeError if the device
+        sends no request in an eager step.
         """
         methods = self.loop.reusing if batch.reuses else ()
         for method in methods:
@@ -179,6 +196,7 @@ class DecodeSteps:
         return launched
 
     def _launch(self, batch: Batch) -> LaunchedStep:
+        """Launch a step by the fastest way that takes it: as the compiled step, as a captured one, or eagerly."""
         if batch.has_host_reads or any(host_read is not None for host_read in batch.host_reads):
             return self._run_lent(batch) if self._methods_read(batch) else self._run_host_reads(batch)
         adapters = self.loop.decoder.adapters
@@ -200,8 +218,10 @@ class DecodeSteps:
         return LaunchedStep(captured.logits[0][: len(batch)], self._answer_experts(captured, reads_host=False))
 
     def draft(self, batch: Batch) -> Tensor:
-        """Return logits of what the checkpoint's head guesses behind each row, float32 `[rows, vocab]`, which the next
-        such step overwrites: by a graph beside steps without host reads, else eagerly.
+        """Return the logits of the token that the checkpoint's draft head guesses after each row, float32 `[rows,
+        vocab]`.
+
+        Runs a graph beside steps without host reads, else eagerly. The next call overwrites the logits.
         """
         size = min((size for size in self._drafts if size >= len(batch)), default=None)
         if size is None or batch.has_host_reads:
@@ -220,25 +240,27 @@ class DecodeSteps:
 
     @property
     def most_rows(self) -> int:
-        """Return the most rows of a step that is compiled or captured, where any are."""
+        """Return the most rows of any step that is compiled or captured; without such a step, the most rows of any
+        step.
+        """
         if self._compiled is not None:
             return num_step_rows(self.loop.max_rows)
         return max((size for _, size in self._captured), default=self.loop.max_rows)
 
     def drain(self) -> None:
-        """Wait until every host read of launched steps has its answer, and is counted, or has failed."""
+        """Wait until every host read of the launched steps has been answered and counted, or has failed."""
         for answering in self._all_answering:
             answering.drain()
 
     def shutdown(self) -> None:
-        """End the threads that answer, and a child that compiles."""
+        """Stop the threads that answer requests, and the child process that compiles."""
         for answering in self._all_answering:
             answering.stop()
         if self._code is not None:
             self._code.close()
 
     def drop_graphs(self) -> None:
-        """Let go of all captured graphs."""
+        """Free all captured graphs."""
         self._captured.clear()
         self._drafts.clear()
 
@@ -247,11 +269,12 @@ class DecodeSteps:
         return [*([] if self._answering is None else [self._answering]), *self._expert_answering]
 
     def capture(self, batch_sizes: Sequence[int], on_progress: Callable[[float], None]) -> None:
-        """Capture steps for these batch sizes: those with host reads share one memory pool, since one runs at a time,
-        and so do those that do not.
+        """Capture steps for these batch sizes, and call `on_progress` with the share that is done.
+
+        Steps with host reads share one memory pool, since one of them runs at a time, and so do steps without.
         """
         if self.loop.checks_coverage:
-            return  # it waits for the device in every layer
+            return  # the check waits for the device in every layer
         max_running = self.loop.max_rows
         with_host_reads = self.host_reader is not None and not LAUNCHES_BLOCK
         lends = any(method.reads_alone for method in self.loop.reusing)
@@ -271,12 +294,13 @@ class DecodeSteps:
                 self._drafts[size] = rows, graph, logits
 
     def _run_host_reads(self, batch: Batch) -> LaunchedStep:
+        """Launch a step in which the CPU attends to host reads, in one part or two."""
         assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
         assert self._answering is not None, "decode: host reads are answered by a thread"
         tier, times, clock = self.host_reader.tier, self.host_reader.times, time.perf_counter
         num_parts = self.host_reader.halving.choose(batch.positions, batch.host_reads)
         if self.loop.decoder.delta is not None and any(batch.drafted):
-            num_parts = 1  # or a state would go on in another part without what a draft's first tokens made of it
+            num_parts = 1  # a draft's tokens must stay in one part: each continues the recurrent state of those before
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
         kind = StepKind(num_parts, batch.reuses, adapts=self._has_adapters, turns=self._count_turns(batch) > 1)
         captured = self._find(kind, len(batch))
@@ -303,7 +327,7 @@ class DecodeSteps:
         return LaunchedStep(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
 
     def _run_lent(self, batch: Batch) -> LaunchedStep:
-        """Launch a step whose rows are read in host memory by methods alone, behind no answer of the CPU."""
+        """Launch a step whose host reads are done by methods alone, so that no answer of the CPU is awaited."""
         assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
         times, clock = self.host_reader.times, time.perf_counter
         takes_turns = self._count_turns(batch) > 1
@@ -332,9 +356,11 @@ class DecodeSteps:
     def _attentions_of(
         self, parts: Sequence[Batch], link: LinkReads | None = None, is_linked: bool = False
     ) -> Iterator[list[Attention]]:
-        """Yield the tier's attention of each part, lent to methods that read by themselves, and to `link`, until the
-        device has passed what is launched meanwhile. Gives all of them up where that fails. is_linked: the device reads
-        a part of what is asked over the link.
+        """Yield the host tier's attention for each part of a batch.
+
+        The rows are lent to methods that read host memory themselves, and to `link`, until the device has passed what
+        is launched in the `with` block. All attentions are given up if the block fails. is_linked: the device reads a
+        share of the requested tokens over the link.
         """
         assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
         attentions: list[Attention] = []
@@ -366,7 +392,7 @@ class DecodeSteps:
                 loan.end(self._point())
 
     def _methods_read(self, batch: Batch) -> bool:
-        """Return whether methods alone read what rows skip, so that nothing is requested of the CPU."""
+        """Return whether methods alone do the host reads of all rows, so that nothing is requested of the CPU."""
         if not batch.reuses:
             return False
         alone = [method for method in self.loop.reusing if method.reads_alone]
@@ -374,7 +400,7 @@ class DecodeSteps:
         return bool(reading) and all(any(method.has_ring(slot) for method in alone) for slot in reading)
 
     def _run_eagerly(self, parts: Sequence[Batch], attentions: Sequence[Attention], reuses: bool) -> Tensor:
-        """Return the logits of all rows, behind the answers to steps in flight, since their slots are the same."""
+        """Return the logits of all rows. Steps in flight are answered first, since they use the same exchange slots."""
         assert self.host_reader is not None
         assert self._answering is not None
         self._answering.drain()
@@ -398,13 +424,13 @@ class DecodeSteps:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _observe(self, rows: int, num_parts: int, answered: Answered, attention_s: float) -> None:
-        """Note the times of an answered step; see `answering.OnAnswered`."""
+        """Record the times of an answered step; see `answering.OnAnswered`."""
         assert self.host_reader is not None
         self.host_reader.halving.observe(rows, num_parts, answered.waited_s, answered.attended_s)
         self._count(rows, num_parts, attention_s)
 
     def _point(self) -> Event:
-        """Return an event of the current stream; whoever waits for it leaves the core to others."""
+        """Record and return an event on the current stream. Waiting for it blocks without using a CPU core."""
         device = self.loop.last_tokens.device
         if device.type == "cpu":
             return PASSED
@@ -413,7 +439,7 @@ class DecodeSteps:
         return event
 
     def _count(self, rows: int, num_parts: int, attention_s: float) -> None:
-        """Count a step that has its answers."""
+        """Add an answered step to the totals."""
         assert self.host_reader is not None
         times = self.host_reader.times
         times.steps += 1
@@ -424,8 +450,9 @@ class DecodeSteps:
     def _take_turns(
         self, steps: Sequence[Step], attentions: Sequence[Attention], exchanges: Sequence[SlotExchange]
     ) -> tuple[list[Tensor], float]:
-        """Answer each host request of eager steps, and compute what is behind it; the parts' logits, and seconds of
-        answers.
+        """Answer each host request of eager steps and compute the layers behind it, part by part.
+
+        Returns the logits of each part, and the seconds that answers took.
         """
         assert self.host_reader is not None
         times, clock, num_requests = self.host_reader.times, time.perf_counter, len(self.loop.offloaded_layers)
@@ -445,7 +472,10 @@ class DecodeSteps:
         return logits, attention_s
 
     def _capture(self, kind: StepKind, size: int, pool: tuple[int, int]) -> _Captured:
-        """Capture steps. Nobody answers while a step with host reads warms up, so its slots are released."""
+        """Capture a step as a CUDA graph.
+
+        Exchange slots are released meanwhile, since nobody answers the requests of a step that warms up.
+        """
         num_parts = kind.num_parts
         exchanging = self.host_reader.exchanges[:num_parts] if self.host_reader is not None and num_parts else []
         exchanges: list[SlotExchange | None] = [*exchanging] or [None]
@@ -470,8 +500,9 @@ class DecodeSteps:
         self, rows_of: Sequence[StepRows], exchanges: Sequence[SlotExchange | None], kind: StepKind,
         experts: ExpertExchange | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """Return the logits of a step's parts, in the order of `_take_turns`; its answers come by themselves. Its
-        requests for experts are those that `experts` lists afterwards.
+        """Return the logits of a step's parts, which are computed in turns as in `_take_turns`.
+
+        The step's expert requests are afterwards those that `experts` lists. Answers come from other threads.
         """
         if experts is not None:
             experts.take_requests()
@@ -485,14 +516,16 @@ class DecodeSteps:
         return [_logits_of(step) for step in steps]
 
     def _experts_of(self, num_rows: int, reads_host: bool) -> ExpertExchange | None:
-        """Return where a step of so many rows requests experts; None: it fetches them."""
+        """Return where a step of so many rows requests experts of the CPU; None: the step fetches experts."""
         if not self._experts:
             return None
         experts = self._experts[_place(reads_host)]
         return experts if num_rows <= experts.max_rows else None
 
     def _eager_experts(self, num_rows: int) -> ExpertExchange | None:
-        """Return the exchange for experts of an eager step on the CPU; on a GPU it would wait for the launch."""
+        """Return the exchange for experts of an eager step on the CPU. On a GPU the request would wait for the launch
+        to end.
+        """
         experts = self._experts_of(num_rows, reads_host=False)
         return experts if experts is not None and experts.is_at_once else None
 
@@ -501,7 +534,7 @@ class DecodeSteps:
             self._expert_answering[_place(reads_host)].recover()
 
     def _answer_experts(self, captured: _Captured, reads_host: bool) -> tuple[Answers, ...]:
-        """Hand the workers the expert requests of a launched step."""
+        """Hand the expert requests of a launched step to the threads that answer them."""
         if captured.expert_requests is None:
             return ()
         place = _place(reads_host)
@@ -513,20 +546,18 @@ class DecodeSteps:
         )
 
     def _find(self, kind: StepKind, num_rows: int) -> _Captured | None:
-        """Return the smallest captured step of a kind that so many rows fit."""
+        """Return the smallest captured step of this kind that has room for so many rows, or None."""
         fitting = [size for known, size in self._captured if known == kind and size >= num_rows]
         return self._captured[kind, min(fitting)] if fitting else None
 
     def _count_turns(self, batch: Batch) -> int:
-        """Return how many rows of a batch are of one slot that holds a ring in which rows take turns, at most; 1 where
-        nothing does.
-        """
+        """Return the most rows of a batch that share a ring in which rows take turns; 1 if none do."""
         sides = [side for side in self.loop.reusing if side.takes_turns]
         if not (sides and batch.reuses and any(batch.drafted)):
             return 1
         counts = Counter(slot for slot in batch.slots if any(side.has_ring(slot) for side in sides))
         turns = max(counts.values(), default=1)
-        assert turns <= self._most_turns, "decode: a draft is longer than any profile of its ring has them"
+        assert turns <= self._most_turns, "decode: a draft is longer than any profile of its ring allows"
         return turns
 
     def _upload(self, batch: Batch, num_rows: int, part: int = 0) -> StepRows:
@@ -554,12 +585,12 @@ class DecodeSteps:
 
 
 def _place(reads_host: bool) -> int:
-    """Return the place of a step's exchange for experts: steps with host reads have the last."""
+    """Return the index of a step's exchange for experts: the last one is for steps with host reads."""
     return -1 if reads_host else 0
 
 
 def _logits_of(step: Step) -> Tensor:
-    """Return what a step computes behind its last answer."""
+    """Run a step on from its last answer to its end, and return its logits."""
     try:
         next(step)
     except StopIteration as end:
@@ -572,14 +603,15 @@ def _context_read(host_read: HostRead | None) -> ContextRead:
 
 
 def _widened_kinds(weights: Weights) -> list[tuple[str, int]]:
-    """Return the kinds of rows that are widened: the embedding's, and those of matrices that prompts widen."""
+    """Return the kinds of rows that are widened: those of the embedding, and of matrices that prefill widens."""
     plain = [one for one in weights.matrices if isinstance(one, Packed) and not one.in_tiles]
     return widened_kinds([weights.embedding, *plain])
 
 
 def _has_compiled_step(loop: LayerLoop) -> bool:
-    """Return whether a compiled step can take the place of the loop: for rows without host reads and rings, uncounted,
-    and in which no method takes part.
+    """Return whether a compiled step can replace the loop, for rows without host reads and without rings.
+
+    It cannot if coverage is checked, or if a method takes part in every step.
     """
     if loop.checks_coverage or not all(method.needs_host_reads or method.reuses for method in loop.methods):
         return False

@@ -10,8 +10,10 @@ from gpu.operations.decode_attention.paged_decode_attention import Workspace, wo
 
 @dataclass(frozen=True, slots=True)
 class StepWorkspaces:
-    """Scratch of decode steps: for layers that attend to all of a context and for layers with a window, whose heads may
-    differ; of each, one for steps without host reads and one for steps with them.
+    """Scratch memory of decode steps.
+
+    whole: for layers that attend to all of a context. windowed: for layers with a window, whose heads may differ. Each
+    pair has first the scratch for steps without host reads, then that for steps with them.
     """
 
     whole: tuple[Workspace, Workspace]
@@ -30,10 +32,10 @@ def open_workspaces(
     has_rings: bool,
     has_tier: bool,
 ) -> StepWorkspaces:
-    """Allocate the scratch of steps of up to `max_rows` rows over contexts of up to `context_tokens`.
+    """Allocate the scratch memory of steps of up to `max_rows` rows over contexts of up to `context_tokens`.
 
-    has_rings: methods merge a partial of their own, which takes another part of the scratch. Without a tier (has_tier)
-    no step reads host memory, and both kinds of step share one.
+    has_rings: methods merge a partial of their own, which takes an extra part of the scratch. has_tier: False where no
+    step reads host memory; then both kinds of step share one scratch.
     """
     heads = architecture.num_heads, architecture.num_kv_heads, architecture.dim
     if architecture.latent is not None:

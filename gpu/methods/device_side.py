@@ -1,7 +1,8 @@
-"""The device side of a method: hooks before and after a decode step reads a layer, and on keys that are offloaded.
+"""Define what a method does on the device: hooks around the attention of each decode layer, and on keys being
+offloaded.
 
-Invariant: what a method does is ordered by the device's stream alone and takes no decision on the host, so a step with
-it may be captured.
+Invariant: only the device's stream orders what a method does, and the host takes no decision in it. So a step with the
+method can be captured as a CUDA graph.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +28,17 @@ from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS, TierShape
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a method runs.
+    """Describes where a method runs: the model, the memory and the device.
 
     tier_shape: shape of the offloaded rows, or None.
-    sink_tokens: tokens in front of them that stay on the device.
-    max_running: slots.
+    sink_tokens: tokens in front of the offloaded ones that stay on the device.
+    max_running: number of slots.
     dtype: of the model's activations.
     stored: dtype of rows in pages (`kv_rows`).
-    window_tokens: that an offloaded context keeps at its end.
-    pages: of each layer its keys, values and page table, as `paged_decode_attention` takes them.
-    ring_pages: that a method's rings share; None: nobody counts them, and each ring has its own.
+    window_tokens: tokens at the end of an offloaded context that stay on the device.
+    pages: keys, values and page table of each layer, as `paged_decode_attention` takes them.
+    ring_pages: number of pages that a method's rings share; None: there is no such number, and each ring has its own
+    memory.
     """
 
     architecture: Architecture
@@ -59,23 +61,25 @@ class Site:
 
 @dataclass(slots=True)
 class LayerReads:
-    """What one layer reads for each row; methods change it before it is read.
+    """What one decode layer reads for each row. Methods change it before the layer attends.
 
-    rows: of all profiles; `RingSide.ring_of_slot` says which ones are a method's own. query, pre_rope_query: `[rows,
-    heads, dim]`, rotated and not. bounds, has_far, maxima: of what is on the device, see `paged_decode_attention`
-    (bounds None: all of each context). window: of the layer, in cells, or None: bounds say so already, and methods have
-    no part in it.
+    rows: rows of all profiles; `RingSide.ring_of_slot` says which ones are a method's own. query, pre_rope_query:
+    `[rows, heads, dim]`, after and before RoPE. bounds, has_far, maxima: which resident cells are read, see
+    `paged_decode_attention` (bounds None: all of each context). window: the layer's sliding window in cells, or None.
+    In a layer with a window `bounds` already express it, and methods take no part.
 
-    reads_host: whether the CPU is asked in this layer for the rows' host reads. What it is asked:
-    - codes: of the query, uint16 `[rows, heads, tables]`; None: there are no hash tables.
+    reads_host: whether this layer asks the CPU to attend to the rows' host reads. The request consists of:
+    - codes: hash codes of the query, uint16 `[rows, heads, tables]`; None: there are no hash tables.
     - wanted: uint8 `[rows, heads]`, 0: the head asks for nothing; None: all heads ask. Combine with `&`.
     - excluded: int32 `[rows, kv_heads, site.exclusion_words]`; None: nothing is excluded. Bit b of word w stands for
-      tokens `[16 n, 16 n + 16)` of the row's host read, `n = 32 w + b`, counted from `rows.skips[0]`: if it is set, the
-      CPU leaves them out. Bits behind the end of a host read mean nothing. Combine with `|`.
-    skips: whether rows skip their host reads in this layer: where the CPU is asked, or methods read all of it.
+      tokens `[16 n, 16 n + 16)` of the row's host read, `n = 32 w + b`, counted from `rows.skips[0]`. The CPU leaves
+      out tokens whose bit is set. Bits behind the end of a host read mean nothing. Combine with `|`.
 
-    kept: what methods keep of the layer from before they read it until after. fetched: what methods read themselves, a
-    partial each. attended: all that was read, merged, by methods that do that themselves; None: nobody has.
+    skips: whether rows skip their host reads on the device in this layer, because the CPU is asked or methods read all
+    of them.
+
+    kept: what methods pass from `before` to `after`. fetched: partials of what methods read themselves. attended: the
+    merged result, set by a method that merges itself; None: the caller merges.
     """
 
     layer: int
@@ -97,7 +101,7 @@ class LayerReads:
 
 
 class Lent(Protocol):
-    """What a step's rows ask for in host memory, where it lies: see `transfer.host_tier.Attention.places`."""
+    """Where a step's host reads lie in host memory: see `transfer.host_tier.Attention.places`."""
 
     def places(self, row: int) -> np.ndarray: ...
 
@@ -107,10 +111,10 @@ class Lent(Protocol):
 class DeviceSide:
     """The default device side of a method: every hook does nothing, and a method overrides those that it needs.
 
-    needs_host_reads: whether it is left out of steps without host reads.
-    reuses: whether it takes part only in steps in which a row holds one of its rings, and is told of rings and prompts.
-    makes_codes: whether it makes codes of offloaded keys for the host's hash tables; at most one method of a deployment
-        does.
+    needs_host_reads: whether the method is left out of steps without host reads.
+    reuses: whether it takes part only in steps in which a row holds one of its rings, and is notified of rings and
+    prompts.
+    makes_codes: whether it encodes offloaded keys for the host's hash tables. At most one method of a deployment does.
     """
 
     needs_host_reads: ClassVar[bool] = False
@@ -118,49 +122,54 @@ class DeviceSide:
     makes_codes: ClassVar[bool] = False
 
     def before(self, reads: LayerReads) -> None:
-        """Change what a layer reads. Keys and values of the step's tokens are written, and nothing is read yet."""
+        """Change what a layer reads. The step's own keys and values are already written, and nothing is read yet."""
 
     def read(self, reads: LayerReads, on_device: DevicePartials) -> None:
-        """Read what the method reads itself, into `fetched`; the host is asked, if it is, and near and far are read."""
+        """Read what the method reads itself, and append it to `reads.fetched`.
+
+        The CPU has been asked by now, if it is asked at all, and the near and far cells have been attended to.
+        """
 
     def after(self, reads: LayerReads, on_device: DevicePartials, filled: Sequence[Partial]) -> None:
-        """Look at what was read, or merge results of its own into it.
+        """Inspect what was read, or merge the method's own results into it.
 
-        filled: partials of the ranges that the device skipped, from fetched blocks and from the host; not merged yet.
+        filled: partials, not merged yet, of the ranges that the device skipped: from fetched blocks and from the host.
         """
 
     def finish(self, rows: StepRows) -> None:
-        """Wait, in stream order, for what it has begun aside; the step's last layer is computed."""
+        """Wait, in stream order, for the method's work on other streams. Called after the step's last layer."""
 
     def counts(self) -> Mapping[str, Sequence[int]]:
-        """Return the method's counters without waiting, of steps that are over at least: one number, or one a layer."""
+        """Return the method's counters without waiting: a single number, or one per layer. They cover at least all
+        finished steps.
+        """
         return {}
 
     def encode_keys(self, keys: Tensor, codes: Tensor) -> None:
-        """Encode keys as they are stored, `[kv_heads, tokens, dim]`, to uint16 `[kv_heads, tables, tokens]`."""
+        """Encode stored keys, `[kv_heads, tokens, dim]`, into `codes`, uint16 `[kv_heads, tables, tokens]`."""
 
 
 _ORDER = get_args(Slot)
 
 TimeSteps = Callable[[int, int], tuple[float, float]]
-"""Returns the seconds of a step without a method and with it, of so many rows with contexts of so many tokens."""
+"""Takes a number of rows and of context tokens. Returns the seconds of such a step without a method, and with it."""
 
 
 class RingSide(DeviceSide):
-    """The device side of a method with rings: it takes part in the steps of rows that hold one, and is told of prompts.
+    """The device side of a method with rings: it acts on rows that hold a ring, and is notified of prompts.
 
-    borrows: it reads rows in host memory by itself, and is told where they lie before each step with a host read.
-    takes_turns: rows of one slot take turns in its ring (`StepRows.turns`).
-    reads_alone: a row that holds one of its rings requests nothing of the CPU (`Reading.device_reads_all`). held: rings
-    by slot, as the host knows them in the order of plans; resting: those that take no part until they are woken.
-    ring_of_slot: int32 `[max_running + 1]` on the device, -1: none; the last is of padding rows.
+    borrows: whether it reads host memory by itself, and is told where the rows lie before each step with a host read.
+    takes_turns: whether rows of one slot take turns in its ring (`StepRows.turns`).
+    reads_alone: whether a row with one of its rings requests nothing of the CPU (`Reading.device_reads_all`).
+    held: rings by slot, as the host knows them in the order of plans. resting: rings that take no part until `wake`.
+    ring_of_slot: int32 `[max_running + 1]` on the device, -1: no ring; the last entry is for padding rows.
     """
 
     reuses: ClassVar[bool] = True
     borrows: ClassVar[bool] = False
     reads_alone: ClassVar[bool] = False
     takes_turns: ClassVar[bool] = False
-    # Of a method that goes by times of steps; forced: while these are timed, they go through the method or without it.
+    # While `learn_times` runs: True sends steps through the method, False around it. None: the method chooses.
     forced: bool | None = None
     num_rings: int = 0
     num_pages: int = 0  # that the rings share
@@ -172,17 +181,18 @@ class RingSide(DeviceSide):
         self.ring_of_slot = torch.full((site.max_running + 1,), -1, dtype=torch.int32, device=site.device)
 
     def assign(self, write: RingWrite) -> None:
-        """Give a slot a ring, empty or a copy of another's front; asynchronous."""
+        """Give a slot a ring that is empty or a copy of the front of another ring; asynchronous."""
         self.held[write.slot] = write.ring
         self.ring_of_slot[write.slot].fill_(write.ring)
 
     def grow(self, growth: RingGrowth) -> None:
-        """Give a ring that is held further pages; asynchronous. A method whose rings share pages overrides this."""
+        """Give more pages to a ring that a slot holds; asynchronous. Methods whose rings share pages override this."""
         raise NotImplementedError(f"{type(self).__name__}: its rings share no pages")
 
     def figures_of(self, slot: int) -> Mapping[str, int]:
-        """Return the method's figures of the request in a slot that holds a ring, since it was assigned: without
-        waiting, of steps that are over at least.
+        """Return the method's figures of the request in a slot that holds a ring, counted since the ring was assigned.
+
+        Does not wait; the figures cover at least all finished steps.
         """
         return {}
 
@@ -206,40 +216,51 @@ class RingSide(DeviceSide):
         return slot in self.held
 
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
-        """Look at queries of the slot's prompt, in order, with the keys up to them. attend: dense, with an lse."""
+        """Observe queries of the slot's prompt, in order, with the keys up to them. attend: dense attention that
+        returns an lse.
+        """
 
     @property
     def goes_by_times(self) -> bool:
-        """Return whether the method chooses by times of steps; see `learn_times`."""
+        """Return whether the method makes choices from measured step times; see `learn_times`."""
         return False
 
     def learn_times(self, time: TimeSteps, sizes: Sequence[int], longest: int, where: Where) -> None:
-        """Time what it chooses by, when an engine starts. sizes: rows of steps; longest: tokens of a context."""
+        """Time the steps that the method chooses between, when an engine starts.
+
+        sizes: numbers of rows in a step. longest: tokens of the longest context.
+        """
 
     def forget_counts(self) -> None:
-        """Forget what steps were counted so far, which were none of a request."""
+        """Reset the counters, after steps that belong to no request, such as those that were timed."""
 
     def takes_part(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> bool:
-        """Return whether it has a part in a step of these rows, which write to `cells`: if some hold a ring."""
+        """Return whether the method takes part in a step of these rows, which is so if some row holds a ring.
+
+        cells: the cells that the rows write to.
+        """
         return any(slot in self.held for slot in slots)
 
     def prepare(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> None:
-        """Prepare a step of these rows, which write to `cells`, before anything of it is launched."""
+        """Prepare for a step of these rows before any of it is launched. cells: the cells that the rows write to."""
 
     def borrow(
         self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None], lent: Lent
     ) -> None:
-        """Prepare a step of these rows that is about to be launched. lent: to read from until the device has passed."""
+        """Prepare for a step with host reads that is about to be launched.
+
+        lent: host rows, which the method may read until the device has passed the step.
+        """
 
     def give_up(self) -> None:
-        """Wait, in stream order, for what was begun beside a step that came to nothing."""
+        """Wait, in stream order, for work that was begun beside a step that failed."""
 
     def covered(self, reads: LayerReads) -> Mapping[Owner, Tensor]:
-        """Return cells that the method answers for or drops, int32 `[rows, heads]` by owner; for debug runs."""
+        """Return how many cells the method answers for or drops, int32 `[rows, heads]` by owner; used in debug runs."""
         return {}
 
     def end_step(self) -> None:
-        """Follow a step in which it had a part, on the same stream."""
+        """Follow up on a step in which the method took part, on the same stream."""
 
 
 def make_device_sides(
@@ -248,11 +269,12 @@ def make_device_sides(
     num_rings: Mapping[PartId, int],
     ring_pages: Mapping[PartId, int] = MappingProxyType({}),
 ) -> dict[PartId, DeviceSide]:
-    """Return the sides of the parts that do something on the device, by part.
+    """Return the device sides of the parts that have one, by part.
 
-    What reuses comes before what reads host memory: heads that take something over ask for nothing there.
+    Sides of the slot `reuse` come before those of `host`, because a head that reuses a result asks the host for
+    nothing.
 
-    num_rings: of the parts with rings; ring_pages: of the parts whose rings share some.
+    num_rings: by part, for parts with rings. ring_pages: by part, for parts whose rings share pages.
     """
     sides: dict[PartId, DeviceSide] = {}
     for part in sorted(parts, key=lambda one: _ORDER.index(one.method.slot)):

@@ -1,8 +1,9 @@
-"""Choose the kernel that attends to a chunk's past on this machine, by measuring when an engine starts.
+"""Choose the kernel that attends to a prefill chunk's past on this machine, by measurements when an engine starts.
 
-Candidates are cuDNN, over pieces of the past or, with hardly any past, in a square, FlashAttention and efficient
-attention. One that raises here, or whose result differs from the reference's by more than rounding, is out, and the log
-says so. Every plan that cuDNN may need later is made here, in the thread that will use it: plans are kept by thread.
+The candidates are FlashAttention, efficient attention, and cuDNN: over pieces of the past or, if there is hardly any
+past, in one causal square. A candidate that raises here, or whose result differs from the reference by more than
+rounding, is rejected, and the log says so. Every plan that cuDNN may need later is made here, in the thread that will
+use it, because cuDNN keeps plans per thread.
 """
 
 import logging
@@ -41,14 +42,14 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Attended]
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The kernels that attend to a chunk's past on this machine.
+    """The kernels that attend to a prefill chunk's past on this machine.
 
-    whole: the faster kernel that takes any past at once.
-    least_past: by padded number of queries, the shortest past from which cuDNN over pieces is faster; none: never.
+    whole: the fastest kernel that takes any past in one launch.
+    least_past: by padded number of queries, the shortest past from which cuDNN over pieces is faster; no entry: never.
     tflop_s: of each candidate, at the most queries and the longest past that were measured.
-    out: why a candidate is none.
-    most_square: the tokens of the largest square that cuDNN takes, 0: none.
-    square_gain: how many times faster than `whole` it takes that one.
+    out: the rejected candidates, with the reason.
+    most_square: tokens of the largest square that cuDNN takes, 0: none.
+    square_gain: how many times faster than `whole` cuDNN computes that square.
     """
 
     whole: Whole
@@ -59,13 +60,15 @@ class KernelChoice:
     square_gain: float = 0.0
 
     def is_square(self, num_queries: int, past: int) -> bool:
-        """Return whether a chunk of so many queries is faster as a square, which computes its past's queries, too."""
+        """Return whether a prefill chunk is faster as a square, although a square computes the queries of the past,
+        too.
+        """
         size = square_size(past + num_queries)
         needed = num_queries * (num_queries + 2 * past)
         return LEAST_SQUARE <= size <= self.most_square and size * size < self.square_gain * needed
 
     def kernel(self, num_queries: int, past: int) -> Kernel:
-        """Return the kernel for so many queries behind such a past."""
+        """Return the fastest kernel for so many queries after a past of so many tokens."""
         least = self.least_past.get(padded_queries(num_queries))
         return self.whole if least is None or past < least else "cudnn"
 
@@ -74,10 +77,10 @@ class KernelChoice:
 
 
 def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int) -> KernelChoice:
-    """Measure and decide, and make cuDNN's plans; takes seconds. On CUDA in half precision, where `has_flash`.
+    """Measure the candidates, choose among them, and make cuDNN's plans. Takes seconds.
 
-    keys, values: `[kv_heads, context, dim]`, strided as prefill's own buffers are, which they may be: they are
-    overwritten. num_heads: of queries; chunk_tokens: the most queries of a unit.
+    For CUDA in half precision, where `has_flash`. keys, values: `[kv_heads, context, dim]`, strided as prefill's own
+    buffers, which they may be: they are overwritten. num_heads: query heads. chunk_tokens: the most queries of a unit.
     """
     context, dim = keys.shape[1:]
     most = min(chunk_tokens, context)
@@ -117,10 +120,10 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
 def decide(
     candidates: Sequence[str], seconds: Callable[[str, int, int], float], most: int, context: int
 ) -> tuple[Whole, dict[int, int]]:
-    """Return `whole` and `least_past` of a KernelChoice, from the seconds of candidates over so many queries behind
-    such a past.
+    """Return `whole` and `least_past` of a KernelChoice.
 
-    most: queries of a unit; context: of queries and past together. Raises RuntimeError where nothing takes any past.
+    seconds: the time of a candidate by its name, number of queries and tokens of past. most: queries of a unit.
+    context: the most queries and past together. Raises RuntimeError if no candidate takes any past.
     """
     wholes: list[Whole] = [name for name in get_args(Whole) if name in candidates]
     if not wholes:
@@ -130,7 +133,7 @@ def decide(
     whole = min(wholes, key=lambda name: seconds(name, most, longest))
     least_past: dict[int, int] = {}
     for size in _sizes(most) if "cudnn" in candidates else []:
-        tokens = most if size >= most else size * 3 // 4  # a padded chunk is between a half and full, the longest full
+        tokens = most if size >= most else size * 3 // 4  # a padded chunk is half full or more; the longest is full
         for past in reversed(pasts):
             if seconds("cudnn", tokens, past) >= seconds(whole, tokens, past):
                 break
@@ -139,12 +142,12 @@ def decide(
 
 
 def _sizes(most: int) -> list[int]:
-    """Return padded numbers of queries of chunks up to `most`."""
+    """Return the padded numbers of queries that chunks of up to `most` queries have."""
     return [LEAST_QUERIES << place for place in range((padded_queries(most) // LEAST_QUERIES).bit_length())]
 
 
 def _make_plans(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
-    """Make plans for every number of queries and piece that there can be."""
+    """Make cuDNN's plans for every number of queries and every length of piece that can occur."""
     for size in _sizes(len(query)):
         for piece in range((keys.shape[1] // PIECE_TOKENS).bit_length()):
             own = slice(0, PIECE_TOKENS << piece)
@@ -154,8 +157,9 @@ def _make_plans(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> No
 
 
 def _square_gain(query: Tensor, keys: Tensor, values: Tensor, scale: float, whole: Whole) -> float:
-    """Make cuDNN's plan of each size, and return how many times faster than `whole` the largest square is; 0 if its
-    result is wrong.
+    """Make cuDNN's plan of each square size.
+
+    Return how many times faster than `whole` the largest is; 0 if it is wrong.
     """
     why = find_fault(attend_in_square, query, keys, values, scale)
     if why is not None:
@@ -176,7 +180,7 @@ def _whole(name: Whole) -> Attend:
 
 
 def find_fault(attend: Attend, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> str | None:
-    """Return what is wrong with a kernel's attention of a context's last queries, or None."""
+    """Return what is wrong with a kernel's attention for the last queries of a context, or None."""
     try:
         got = attend(query, keys, values, scale)
         if keys.is_cuda:
@@ -201,7 +205,7 @@ def find_fault(attend: Attend, query: Tensor, keys: Tensor, values: Tensor, scal
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of a call, launches and all: the better of REPEATS behind one that is not timed."""
+    """Return the seconds of a call, its launches included: the best of REPEATS calls after one that is not timed."""
     best = float("inf")
     for repeat in range(REPEATS + 1):
         torch.cuda.synchronize()

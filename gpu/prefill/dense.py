@@ -1,7 +1,7 @@
-"""Dense prefill, for profiles without a prefill method: each query attends to its whole past, exactly.
+"""Attend densely in prefill, for profiles without a prefill method: each query attends exactly to its whole past.
 
-Short prompts are packed into one launch (`unit_attention`), and other methods fall back on it. The kernel depends on
-the numbers of queries and keys and on what was chosen at start.
+Short prompts are packed into one launch (`unit_attention`), and other methods fall back on this one. The kernel depends
+on the numbers of queries and keys and on what was measured at start.
 """
 
 import logging
@@ -26,9 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class Dense(PrefillSide):
-    """Dense attention. It keeps no state and any unit may end anywhere. choice: the fastest kernel here; None: not
-    measured. limits_prefill_blocks: rows of the other lane wait for the host now, so a block of attention keeps to the
-    limit of `bound_blocks`.
+    """Dense attention, which keeps no state between units. A unit may end anywhere.
+
+    choice: the fastest kernels on this machine; None: not measured. limits_prefill_blocks: whether rows of the other
+    lane wait for the host now; then each block of a kernel keeps to the limit of `bound_blocks`.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,9 @@ class Dense(PrefillSide):
         self._key_seconds: float | None = None
 
     def choose(self, keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int) -> None:
-        """Measure what is fastest, where there is a choice, and keep it for `tandem doctor`; see `choose_kernel`."""
+        """Measure which kernel is fastest if there is a choice, and store the result for `tandem doctor`; see
+        `choose_kernel`.
+        """
         if not has_flash(keys):
             return
         self.choice = choice = choose_kernel(keys, values, num_heads, chunk_tokens)
@@ -58,8 +61,10 @@ class Dense(PrefillSide):
         keep_measured(measured_path(), "prefill_attention", of, choice.as_row())
 
     def bound_blocks(self, seconds: float) -> None:
-        """Bound the keys that one block of a prefill kernel reads while decode rows wait, to what it reads in so many
-        seconds by measured rates, but at least a few thousand. seconds 0: no bound.
+        """Limit the keys that one block of a prefill kernel reads while decode rows wait.
+
+        The limit is what a block reads in so many seconds by measured rates, but at least a few thousand keys. seconds
+        0: no limit.
         """
         if seconds and self._key_seconds is not None:
             self.longest_piece = longest_piece(seconds, self._key_seconds)

@@ -1,4 +1,7 @@
-"""What graphs of layers take, and which layers have some (`gpu.prefill.layer_graphs`). No torch: plans count it."""
+"""List the buffers of layer graphs, and the layers that have graphs (`gpu.prefill.layer_graphs`).
+
+Has no torch, so that memory plans can count them.
+"""
 
 from collections.abc import Sequence
 
@@ -6,14 +9,15 @@ from gpu.layers.layer_arrays import HIDDEN_COPIES, mlp_columns
 from gpu.model.spec import Architecture, LayerSpec
 from transfer.arrays import FLOATS, ArraySpec, sum_bytes
 
-SHARED_MEMORY_ROOM = 1.25  # blocks of different layers do not fill one another's places
+SHARED_MEMORY_ROOM = 1.25  # a block that one layer has freed may not fit another layer's
 LAYER_GRAPH_BYTES = 2**19
 """Of the two graphs of a layer for one number of tokens; measured at 8B with their activations: 0.2 to 1.1 MiB."""
 
 
 def layers_in_graphs(architecture: Architecture) -> list[int]:
-    """Return the layers whose parts before and behind attention, or a recurrent state, get nothing of other layers
-    beside hidden states, so that graphs hold them (`gpu.prefill.layer_graphs`).
+    """Return the layers that CUDA graphs can hold (`gpu.prefill.layer_graphs`).
+
+    Around its attention or recurrent state, such a layer gets nothing from other layers but hidden states.
     """
     a = architecture
     if a.latent is not None or a.layer_inputs is not None:
@@ -27,8 +31,10 @@ def layers_in_graphs(architecture: Architecture) -> list[int]:
 
 
 def between_widths(architecture: Architecture) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Return the numbers of a token that go from a layer's first graph to its second: a query, one before rotation, and
-    attention's output; and what a recurrent layer's state takes in, with its gates, and what it gives.
+    """Return how many numbers of a token go from a layer's first graph to its second, as two triples.
+
+    First, for attention: the query after RoPE, the query before it, and attention's output. Second, for a recurrent
+    layer: what its state takes in, the gates, and what it returns.
     """
     a, own = architecture, architecture.recurrent
     query = a.num_heads * max(a.heads_of(spec).dim for spec in a.layer_pattern)
@@ -37,8 +43,10 @@ def between_widths(architecture: Architecture) -> tuple[tuple[int, int, int], tu
 
 
 def graph_arrays(architecture: Architecture, num_tokens: int, dtype_bytes: int) -> dict[str, ArraySpec]:
-    """Return what graphs of layers read and write for units of up to so many tokens. between: of `between_widths`, of
-    one kind of layers at a time; wide: attention's output of a layer with sinks, which are merged in float32.
+    """Return the arrays that layer graphs read and write, for units of up to so many tokens.
+
+    between: as in `between_widths`, for one kind of layers at a time. wide: attention's output in a layer with sinks,
+    which are merged in float32.
     """
     a, dtype = architecture, FLOATS[dtype_bytes]
     attention, recurrent = between_widths(a)
@@ -55,8 +63,9 @@ def graph_arrays(architecture: Architecture, num_tokens: int, dtype_bytes: int) 
 
 
 def layer_graphs_bytes(architecture: Architecture, sizes: Sequence[int], dtype_bytes: int) -> int:
-    """Return the bytes of graphs of layers for units of these sizes: their buffers, one graph's activations in memory
-    that all of them share, and the graphs themselves.
+    """Return the bytes of layer graphs for units of these sizes.
+
+    These are the buffers, one graph's activations, whose memory all graphs share, and the graphs themselves.
     """
     layers, most = layers_in_graphs(architecture), max(sizes, default=0)
     if not layers or not most:
@@ -68,10 +77,11 @@ def layer_graphs_bytes(architecture: Architecture, sizes: Sequence[int], dtype_b
 
 
 def captured_columns(architecture: Architecture, spec: LayerSpec) -> int:
-    """Return the numbers of a token that a layer's graph holds at once, the larger one of the two. In front of
-    attention: the norm, QKV, which counts twice where a part of it is copied out, and the rotated query. In front of a
-    state: the norm and what it is projected to. Behind them: the MLP with hidden states, and what is multiplied by the
-    output matrix, with its gates.
+    """Return how many numbers of a token a layer's graph holds at once: the larger count of its two graphs.
+
+    Before attention: the norm, QKV, which counts twice where a part of it is copied out, and the rotated query. Before
+    a state: the norm and its projection. After either: the MLP with hidden states, and the input of the output matrix
+    with its gates.
     """
     a, own = architecture, spec.recurrent
     if own is not None:

@@ -1,7 +1,7 @@
-"""A prefill job on the device: its packed tokens, what is kept of them between units, and which prompt owns which.
+"""Hold a prefill job on the device: its packed tokens, what is kept between units, and which prompt owns which token.
 
-Packed tokens stand in the prompts' order, and `offsets` say where each begins, also once a job is narrowed to some of
-its tokens, or a prompt is cut out.
+Packed tokens are in the order of the prompts, and `offsets` say where each prompt begins. That holds also after a job
+is narrowed to some of its tokens, or a prompt is cut out.
 """
 
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from gpu.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """What a unit has of one prompt: tokens `[begin, end)` of the job, the last of the prompt's first `context`."""
+    """A unit's part of one prompt: tokens `[begin, end)` of the job, which end the prompt's first `context` tokens."""
 
     prompt: PrefillPrompt
     begin: int
@@ -36,13 +36,15 @@ class PromptPart:
 
     @property
     def past(self) -> int:
-        """Return the prompt's tokens in front of the part."""
+        """Return the number of the prompt's tokens in front of the part."""
         return self.context - self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """Tokens `[begin, end)` of a job, whose prompts are attended to together: the same in every layer."""
+    """The packing of a job's tokens `[begin, end)`, whose prompts are attended to in one launch; the same in every
+    layer.
+    """
 
     begin: int
     end: int
@@ -52,7 +54,9 @@ class PackedTokens:
 
 @dataclass(slots=True)
 class JobState:
-    """A job on the device: packed token ids, positions (int64) and slots (int32), all `[tokens]`; prompts' offsets."""
+    """A job on the device: token ids and positions (int64) and slots (int32), all `[tokens]`; offsets of
+    its prompts.
+    """
 
     job: PrefillJob
     offsets: list[int]
@@ -62,17 +66,18 @@ class JobState:
     hidden: Tensor | None
     staged: StagedPrompt | None
     has_failed: bool
-    scored: dict[int, list[Logprobs]]  # by slot: pieces so far, in order
-    method_states: dict[int, object | None]  # by slot: what the prefill method keeps of the layer
+    scored: dict[int, list[Logprobs]]  # by slot: the logprobs computed so far, in order
+    method_states: dict[int, object | None]  # by slot: the prefill method's state in the current layer
     fused: FusedPrompt | None
     load: PrefixLoad | None = None
     packed: PackedTokens | None = None
     windowed: tuple[slice, WindowedUnit] | None = None  # of the last unit in a layer with a window, and its tokens
-    kept: dict[int, Tensor] = field(default_factory=dict)  # of `Carried`, of all tokens of the job
+    kept: dict[int, Tensor] = field(default_factory=dict)  # as `Carried.kept`, for all tokens of the job
 
     def put(self, chunk: slice, rows: Tensor) -> None:
-        """Take a unit's new hidden states, `[tokens, hidden]`; those of all tokens, or in their place, are not
-        copied.
+        """Store a unit's new hidden states, `[tokens, hidden]`.
+
+        Copies nothing if they are all of the job's, or already in place.
         """
         assert self.hidden is not None, "prefill: a unit of a job whose tokens are not embedded"
         if rows.shape == self.hidden.shape and rows.dtype == self.hidden.dtype:
@@ -81,20 +86,23 @@ class JobState:
             self.hidden[chunk] = rows
 
     def num_of_tail(self, unit: PrefillUnit) -> int:
-        """Return how many tokens at the unit's end stand behind all chunks."""
+        """Return how many tokens at the unit's end come after all document chunks."""
         assert self.fused is not None
         num_own = self.fused.num_tail_tokens - (self.offsets[-1] - unit.end)
         return min(unit.end - unit.begin, max(0, num_own))
 
     def narrow(self, ids: Tensor) -> None:
-        """Compute from now on only these tokens: packed ids, ascending, int64, the last one among them."""
+        """Go on with these tokens only. ids: packed indices, int64, ascending, the last token among them."""
         self.token_ids, self.positions, self.slots = self.token_ids[ids], self.positions[ids], self.slots[ids]
         self.hidden = None if self.hidden is None else self.hidden[ids]
         self.kept = {layer: rows[ids] for layer, rows in self.kept.items()}
         self.offsets = [0, len(ids)]
 
     def cut(self, slot: int) -> None:
-        """Take the slot's prompt out, one of several; hidden states of the others stay, in whichever layer they are."""
+        """Remove the slot's prompt, one of several.
+
+        The others keep their hidden states, in whichever layer they are.
+        """
         prompts = self.job.prompts
         index = next(index for index, prompt in enumerate(prompts) if prompt.slot == slot)
         begin, end = self.offsets[index : index + 2]
@@ -110,7 +118,7 @@ class JobState:
         self.packed = self.windowed = None
 
     def keep(self, layer: int, chunk: slice, carried: Carried) -> None:
-        """Keep a chunk's keys and values of a layer, if later layers have them, too."""
+        """Store the layer's keys and values of a chunk if later layers share them."""
         if layer not in carried.kept:
             return
         rows = carried.kept[layer]
@@ -129,7 +137,7 @@ class JobState:
 
 
 def pack_job(job: PrefillJob, device: torch.device) -> JobState:
-    """Pack a job before its first unit; the caller prepares offloaded prompts and those with chunks."""
+    """Pack a job before its first unit. The caller prepares offloaded prompts and those with document chunks."""
     offsets = [0]
     for prompt in job.prompts:
         offsets.append(offsets[-1] + prompt.num_computed_tokens)
@@ -148,7 +156,7 @@ def _without(tensor: Tensor, begin: int, end: int) -> Tensor:
 
 
 def ends_with(job: PrefillJob, unit: Unit, num_layers: int) -> bool:
-    """Return whether a unit is the job's last."""
+    """Return whether the unit is the job's last."""
     if isinstance(unit, LogitsUnit):
         return unit.end == job.num_scored_tokens
     is_last = unit.layer == num_layers - 1 and unit.end == job.num_tokens_in(unit.layer)

@@ -1,8 +1,9 @@
-"""Prefill jobs: packed prompts that go through the model layer by layer, in resumable units.
+"""Run prefill jobs: packed prompts that go through the model layer by layer, in units that can be interleaved.
 
-The hidden states of a job live from its first unit to its last or to its drop, those of a prompt until it is cut out. A
-unit reads only its own job's pages or staging, so units of several jobs and decode steps interleave freely, and layers
-may be cut into units at different places. An offloaded prompt is alone in its job, and so is one of document chunks.
+A job's hidden states live until its last unit or until the job is dropped; those of one prompt until it is cut out of
+the job. A unit reads only its own job's pages or staging, so units of several jobs and decode steps interleave freely,
+and each layer may be cut into units at different places. An offloaded prompt is alone in its job, and so is a job of
+document chunks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,14 +39,16 @@ from gpu.step import DENSE, LogitsUnit, PrefillJob, PrefillPrompt, PrefillUnit, 
 from transfer.chunks.chunk_format import ChunkKey
 from transfer.host_tier import HostMemoryError, HostTier
 
-LOOK_TOKENS = 2048  # of the layer in which a policy looks, projected at once
-LOST_CHUNK_TOKENS = 2048  # of a chunk that is computed while its prompt waits, at once
+LOOK_TOKENS = 2048  # projected at once, in the layer in which a fusion policy chooses tokens
+LOST_CHUNK_TOKENS = 2048  # computed at once, of a lost document chunk for which a prompt waits
 
 
 @dataclass(frozen=True, slots=True)
 class PromptStores:
-    """What prompts come from and go to beside pages. tier, row_transfer: where prompts with a `host` go, and how; or
-    None and None. documents: where chunks come from, and go; or None. disk: where prompts' fronts come from; or None.
+    """Where prompts load KV from and store it to, other than pages.
+
+    tier, row_transfer: the host tier for offloaded prompts and the copies to it; both None without one. documents:
+    stored document chunks, or None. disk: contexts on disk, from which the fronts of prompts are loaded, or None.
     """
 
     tier: HostTier | None = None
@@ -55,11 +58,11 @@ class PromptStores:
 
 
 class Prefill:
-    """All prefill jobs under way; their prompts have no more than `max_hidden_tokens` tokens to compute together.
+    """Holds all prefill jobs under way. Together they have at most `max_hidden_tokens` tokens to compute.
 
-    sides: what attends to prompts, by what units name it, `DENSE` among them. reusing: what sees the prompts of slots
-    that hold its rings. stores: what prompts come from and go to beside pages. head: that takes in what is computed; or
-    None.
+    sides: prefill methods by the name that units use, `DENSE` among them. reusing: methods that observe the prompts of
+    slots that hold one of their rings. stores: where prompts load from and store to. head: the draft head, which is fed
+    with the final hidden states; or None.
     """
 
     def __init__(
@@ -93,15 +96,15 @@ class Prefill:
         self._failures: dict[int, str] = {}
 
     def drop_graphs(self) -> None:
-        """Let go of all captured layers."""
+        """Free all captured layers."""
         self._graphs.drop()
 
     def add(self, job: PrefillJob) -> None:
-        """Take in a job and its prompts' sampling options; an offloaded prompt gets its room on the host.
+        """Add a job: assign its prompts' sampling options, and reserve host memory for an offloaded prompt.
 
-        Where the host refuses, the slot has failed (`take_failures`), and the job's units do nothing. Raises ValueError
-        for a prompt that computes no token, for more hidden states than `max_hidden_tokens`, and for an offloaded
-        prompt that is not alone in its job, or comes while another one is under way.
+        If host memory is refused, the slot fails (`take_failures`) and the job's units do nothing. Raises ValueError
+        for a prompt that has no token to compute, for more hidden states than `max_hidden_tokens`, and for an offloaded
+        prompt that is not alone in its job or comes while another one is under way.
         """
         under_way = sum(state.job.num_tokens for state in self._jobs.values())
         under_way += sum(state.num_tokens for _, state in self._chunk_jobs.values())
@@ -144,7 +147,7 @@ class Prefill:
             state.load = PrefixLoad(self._disk, job.prompts[0].disk, state.staged)
 
     def drop(self, job_id: int) -> None:
-        """Forget a job, finished or not, and free all that it holds; nothing happens if there is none."""
+        """Drop a job, finished or not, and free all that it holds. Does nothing if there is no such job."""
         self._chunk_jobs.pop(job_id, None)
         state = self._jobs.pop(job_id, None)
         if state is not None and state.fused is not None:
@@ -154,7 +157,7 @@ class Prefill:
         self.gathered.forget()
 
     def cut(self, slot: int) -> None:
-        """Forget a slot's prompt if it is in a job under way; the others in it stay as they are computed."""
+        """Remove a slot's prompt from the job that computes it, if there is one; the job's other prompts go on."""
         for job_id, state in self._jobs.items():
             if any(prompt.slot == slot for prompt in state.job.prompts):
                 if len(state.job.prompts) == 1:
@@ -165,7 +168,7 @@ class Prefill:
                 return
 
     def take_failures(self) -> dict[int, str]:
-        """Return the slots that failed since the last call, and why: they get no token from their jobs."""
+        """Return the slots that failed since the last call, with the reason. Their jobs draw no token for them."""
         failures, self._failures = self._failures, {}
         return failures
 
@@ -174,21 +177,23 @@ class Prefill:
         return len(self._jobs) + len(self._chunk_jobs)
 
     def is_loaded(self, job_id: int, layer: int) -> bool:
-        """Return whether a unit that begins this layer of the job waits for no disk, as far as is known."""
+        """Return whether a unit that begins this layer waits for no document chunk from disk, as far as is known."""
         state = self._jobs.get(job_id)
         return state is None or state.fused is None or state.fused.is_loaded(layer)
 
     def is_read(self, job_id: int, layer: int) -> bool:
-        """Return whether a unit may begin this layer of a job whose front comes from the disk."""
+        """Return whether a unit may begin this layer of a job whose prompt has its front on disk."""
         state = self._jobs.get(job_id)
         return state is not None and (state.has_failed or (state.load is not None and state.load.is_loaded(layer)))
 
     def lost_jobs(self) -> list[int]:
-        """Return the jobs under way whose fronts turned out not to be on disk: nothing of them can be computed."""
+        """Return the jobs under way whose fronts turned out to be missing on disk. No unit of them can be computed."""
         return [job_id for job_id, state in self._jobs.items() if state.load is not None and state.load.is_lost]
 
     def run(self, unit: Unit, draws: bool = True) -> FinishedJob | None:
-        """Compute one unit; the one that ends the job also samples, if it `draws`."""
+        """Compute one unit. The unit that ends the job also draws the first tokens if `draws` is set, and returns the
+        result.
+        """
         if unit.job_id in self._chunk_jobs:
             self._compute_chunks(unit)
             return None
@@ -212,7 +217,7 @@ class Prefill:
         return finished
 
     def _compute(self, state: JobState, unit: PrefillUnit) -> None:
-        """Compute a unit. Raises HostMemoryError where the host has no room, or cannot return rows."""
+        """Compute a unit. Raises HostMemoryError if host memory has no room, or cannot return rows."""
         if state.hidden is None:
             state.hidden = self.decoder.embed(state.token_ids)
         staged = state.staged
@@ -251,7 +256,7 @@ class Prefill:
                 state.load.end_layer(unit.layer)
 
     def _compute_recurrent(self, state: JobState, layer: int, chunk: slice, carried: Carried) -> Tensor:
-        """Return a recurrent layer's hidden states of a chunk."""
+        """Return the hidden states of a prefill chunk after a recurrent layer."""
         delta = self.decoder.delta
         assert delta is not None, "a recurrent layer has states"
         assert state.hidden is not None, "prefill: its tokens are embedded"
@@ -271,7 +276,7 @@ class Prefill:
     def _compute_windowed(
         self, windows: WindowPrefill, state: JobState, layer: int, chunk: slice, carried: Carried
     ) -> Tensor:
-        """Return a layer's hidden states of a chunk, where its windows are kept by themselves."""
+        """Return the hidden states of a prefill chunk after a layer whose window is stored outside of pages."""
         assert state.hidden is not None, "prefill: its tokens are embedded"
         slots, window = state.slots[chunk], self.decoder.specs[layer].window_tokens
         assert window is not None, "prefill: a layer without a window has its rows in pages"
@@ -297,7 +302,7 @@ class Prefill:
 
     def _layer(self, state: JobState, layer: int, chunk: slice, attend: Attend, pages: Pages | None,
                cells: Tensor | None, carried: Carried) -> Tensor:  # fmt: skip
-        """Return a layer's hidden states of a chunk: by graphs where it has some, else kernel by kernel."""
+        """Return the hidden states of a prefill chunk after a layer, by a CUDA graph if one covers it, else eagerly."""
         assert state.hidden is not None, "prefill: its tokens are embedded"
         hidden, positions, slots = state.hidden[chunk], state.positions[chunk], state.slots[chunk]
         if state.fused is None and self._graphs.covers(layer, len(slots), pages):
@@ -305,8 +310,9 @@ class Prefill:
         return self.decoder.layer(layer, hidden, positions, slots, attend, Target(pages, cells), carried)
 
     def capture(self, sizes: Sequence[int], seconds: Callable[[int], float]) -> None:
-        """Capture layers of units of up to these numbers of tokens as CUDA graphs, where these are faster by `seconds`
-        of a prompt of so many tokens.
+        """Capture layers for units of up to these numbers of tokens as CUDA graphs, where graphs are faster.
+
+        seconds: returns the time that a prompt of so many tokens takes.
         """
         windows, windowed = self.windows, self.decoder.pool.windows.shape.layers
 
@@ -316,7 +322,10 @@ class Prefill:
         self._graphs.capture(sizes, pages_of, seconds)
 
     def warm_up_chunks(self) -> None:
-        """Compile what prompts with chunks need now, not in one: on numbers that mean nothing, of no slot."""
+        """Compile the kernels for prompts with document chunks, so that no prompt waits for them.
+
+        Runs on zeros, for no slot.
+        """
         if self._documents is None:
             return
         shape, pool = self._documents.shape, self.decoder.pool
@@ -330,6 +339,7 @@ class Prefill:
             scattered_attention(query, keys, values, at, self.decoder.scale, window)
 
     def _compute_chunks(self, unit: Unit) -> None:
+        """Compute a unit of a job of document chunks, and store the chunks after the last one."""
         job, state = self._chunk_jobs[unit.job_id]
         assert isinstance(unit, PrefillUnit), "prefill: nothing of a chunk is scored"
         state.compute(unit.layer, unit.begin, unit.end)
@@ -342,7 +352,7 @@ class Prefill:
         return ChunkJob(token_ids, keys, self.decoder, self._documents, self.attention.sides[DENSE].attend)
 
     def _fuse(self, prompt: PrefillPrompt) -> FusedPrompt:
-        """Begin a prompt of document chunks. A chunk that is lost is computed while the prompt waits."""
+        """Begin a prompt of stored document chunks. A chunk that was lost is computed while the prompt waits."""
         assert self._documents is not None, "prefill: chunks in a plan, but there is no library"
         assert prompt.fused is not None
         chunks = prompt.fused.chunks
@@ -357,7 +367,10 @@ class Prefill:
         return FusedPrompt(prompt, self.decoder, self._documents, compute)
 
     def _begin_fused_layer(self, state: JobState, layer: int, pages: Pages | None) -> None:
-        """Place the rows of chunks; where the policy chooses, it chooses the tokens that go on."""
+        """Write the rows of stored chunks to the layer.
+
+        In the selection layer, keep only the tokens that are computed again.
+        """
         fused, hidden = state.fused, state.hidden
         if fused is None or hidden is None:
             return
@@ -370,6 +383,7 @@ class Prefill:
             state.narrow(fused.look(hidden, state.positions, state.slots, pages, LOOK_TOKENS, keys_of))
 
     def _check_host(self, job: PrefillJob) -> None:
+        """Raise ValueError if an offloaded prompt of the job is not alone, or has no host tier to go to."""
         offloaded = [prompt.slot for prompt in job.prompts if prompt.host is not None]
         if not offloaded:
             return
@@ -382,5 +396,6 @@ class Prefill:
             )
 
     def _fail(self, state: JobState, error: HostMemoryError) -> None:
+        """Mark a job as failed, and free its hidden states and staging."""
         state.has_failed, state.hidden, state.staged = True, None, None
         self._failures[state.job.prompts[0].slot] = str(error)

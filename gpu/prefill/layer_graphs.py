@@ -1,10 +1,9 @@
-"""Layers of prefill units as CUDA graphs: what comes before attention is one graph, what comes behind another.
+"""Run layers of prefill units as CUDA graphs: one graph for what comes before attention, one for what comes after it.
 
-For a few hundred tokens, and in layers of many launches for some thousand, the host takes longer to launch a layer's
-kernels than the device takes to run them. Attention
-follows each prompt's past, so it is launched between the two, and so is what takes tokens into a recurrent layer's
-state. A unit takes the graph of the smallest size that holds
-its tokens. Rows beyond them are in no slot: they write no keys, and their outputs are not read.
+For a few hundred tokens, and some thousand in layers of many launches, the host takes longer to launch a layer's
+kernels than the device takes to run them. Attention depends on each prompt's past, so it is launched between the two
+graphs, and so is the update of a recurrent layer's state. A unit takes the graph of the smallest size that holds its
+tokens. Rows beyond them are in no slot: they write no keys, and their outputs are not read.
 
 Invariant: graphs read and write only the buffers here, weights, KV pages and the windows' buffer, and run on one
 stream, one after another.
@@ -37,7 +36,7 @@ class Replayed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A graph, and the matrices that it reads widened."""
+    """A graph, and the matrices that it reads in widened form."""
 
     graph: Replayed
     widened: list[Packed]
@@ -45,7 +44,10 @@ class _Graph:
 
 @dataclass(frozen=True, slots=True)
 class _LayerGraphs:
-    """The two graphs of one layer for one size. pages: where the first one writes keys and values, None: the pool's."""
+    """The two graphs of one layer for one size.
+
+    pages: where the first one writes keys and values; None: to the pool.
+    """
 
     before: _Graph
     behind: _Graph
@@ -53,35 +55,39 @@ class _LayerGraphs:
 
 
 class LayerGraphs:
-    """Captured layers of units of up to `most_tokens` tokens; none on the CPU, and none where no size is asked for.
-    What all of them pass on lies in the same buffers.
+    """Captured layers for units of up to `most_tokens` tokens. All of them pass data in the same buffers.
+
+    There are none on the CPU, and none if no size was captured.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._least: dict[int, int] = {}  # by size, ascending: the fewest tokens of a unit that takes it
         self._layers: dict[tuple[int, int], _LayerGraphs] = {}  # by layer and size
-        self._num_filled = 0  # rows of the buffers that are in slots
+        self._num_filled = 0  # rows of the buffers that belong to a slot
 
     @property
     def most_tokens(self) -> int:
-        """Return the tokens of the longest unit that has graphs; 0: none has."""
+        """Return the tokens of the longest unit that has graphs; 0: no unit has."""
         return max(self._least, default=0)
 
     def drop(self) -> None:
-        """Let go of all captured layers."""
+        """Free all captured layers."""
         self._least.clear()
         self._layers.clear()
 
     def capture(
         self, sizes: Sequence[int], pages_of: Callable[[int], Pages | None], seconds: Callable[[int], float]
     ) -> None:
-        """Capture layers for these numbers of tokens, and keep a number's graphs only where replaying is faster here
-        than launching kernels one by one: for all prompts that would use them, if it is so of the shortest, which
-        wastes most rows; or for those alone that have the whole number, as all units of a long prompt but its last do.
+        """Capture layers for these numbers of tokens, and keep those graphs that are faster here than separate
+        launches.
+
+        A size is timed with the shortest unit that would use it, which wastes the most rows. If the graphs are faster,
+        they serve all those units. Otherwise they may still serve units of exactly that size, as all units of a long
+        prompt but its last have.
 
         pages_of: where a layer's keys and values go; None: to the pool's pages.
-        seconds: times a prompt of so many tokens with the graphs that there are by then.
+        seconds: times a prompt of so many tokens with the graphs captured so far.
         """
         layers = [layer for layer in layers_in_graphs(self._decoder.architecture) if not self._has_far_experts(layer)]
         if not layers or not sizes:
@@ -89,12 +95,12 @@ class LayerGraphs:
         self._allocate(max(sizes))
         pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         taken = {}
-        for size in sorted(set(sizes), reverse=True):  # small blocks would leave no room for large ones
+        for size in sorted(set(sizes), reverse=True):  # largest first: small blocks would leave no room for large ones
             before = self._memory_bytes()
             for layer in layers:
                 self._capture_layer(layer, size, pages_of(layer), pool)
             taken[size] = (self._memory_bytes() - before) / 2**20
-        told = []
+        reports = []
         for size in sorted(taken):
             lengths = sorted({self.most_tokens + 1, size})
             launched = [seconds(length) for length in lengths]
@@ -107,16 +113,16 @@ class LayerGraphs:
             )
             if faster:
                 self._least[size] = faster[0]
-                told.append(f"{size} for units from {faster[0]} tokens on ({times}; {taken[size]:.0f} MiB)")
+                reports.append(f"{size} for units from {faster[0]} tokens on ({times}; {taken[size]:.0f} MiB)")
             else:
                 del self._least[size]
                 for layer in layers:
                     del self._layers[layer, size]
-                told.append(f"{size} dropped, no faster than launching ({times})")
-        log.info("prefill graphs of %d layers, replayed for launched: %s", len(layers), "; ".join(told))
+                reports.append(f"{size} dropped, no faster than launching ({times})")
+        log.info("prefill graphs of %d layers, replayed for launched: %s", len(layers), "; ".join(reports))
 
     def covers(self, layer: int, num_tokens: int, pages: Pages | None) -> bool:
-        """Return whether a layer has a graph for so many tokens whose keys and values go to these pages."""
+        """Return whether a layer has a graph for so many tokens that writes its keys and values to these pages."""
         if not 0 < num_tokens <= self.most_tokens or num_tokens < self._least[self._size_of(num_tokens)]:
             return False
         graphs = self._layers.get((layer, self._size_of(num_tokens)))
@@ -126,8 +132,9 @@ class LayerGraphs:
 
     def run(self, layer: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
             cells: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Compute one layer as `Decoder.layer` does, in place of `hidden`, of a number of tokens that `covers` names;
-        return `hidden`.
+        """Compute one layer as `Decoder.layer` does, in place; return `hidden`.
+
+        `covers` must hold for its number of tokens.
         """
         num, graphs = len(hidden), self._layers[layer, self._size_of(len(hidden))]
         self._positions[:num].copy_(positions)
@@ -144,7 +151,7 @@ class LayerGraphs:
         return hidden.copy_(self._hidden[:num])
 
     def run_recurrent(self, layer: int, hidden: Tensor, slots: Tensor, parts: Sequence[StatePart]) -> Tensor:
-        """Compute a recurrent layer likewise, of tokens `[tokens, hidden]` that are those of `parts`, in order."""
+        """Compute a recurrent layer in the same way. hidden: `[tokens, hidden]`, the tokens of `parts` in order."""
         delta, num, graphs = self._decoder.delta, len(hidden), self._layers[layer, self._size_of(len(hidden))]
         assert delta is not None, "a recurrent layer has states"
         if self._decoder.adapters is not None:
@@ -161,7 +168,7 @@ class LayerGraphs:
         captured.graph.replay()
 
     def _memory_bytes(self) -> int:
-        """Return what is taken of the device's memory, graphs themselves included."""
+        """Return the bytes of the device's memory in use, graphs included."""
         if self._device.type != "cuda":
             return 0
         free, total = torch.cuda.mem_get_info(self._device)
@@ -190,7 +197,7 @@ class LayerGraphs:
         return self._decoder.weights.layers[layer].sinks is not None
 
     def _attended_of(self, layer: int) -> Tensor:
-        """Return attention's output; sinks are merged in float32, as they are without a graph."""
+        """Return the buffer for attention's output: float32 where sinks are merged, as without a graph."""
         return self._wide if self._has_sinks(layer) else self._attended
 
     def _rows(self, buffer: Tensor, layer: int, num_tokens: int) -> Tensor:
@@ -229,8 +236,10 @@ class LayerGraphs:
         return _Graph(record(noting, pool)[0], noted)
 
     def _attention_work(self, layer: int, size: int, pages: Pages | None) -> tuple[_Work, _Work]:
-        """Return what comes before attention and behind it. What is carried from one to the other, gates of the output,
-        lies in memory of the graphs: between the two no other graph of that memory is replayed.
+        """Return the work before attention and the work after it.
+
+        Gates of the output pass from one to the other in the graphs' own memory; no other graph of that memory runs in
+        between.
         """
         decoder, hidden, slots = self._decoder, self._hidden[:size], self._slots[:size]
         positions, cells = self._positions[:size], self._cells[:size]
@@ -251,7 +260,7 @@ class LayerGraphs:
         return before, behind
 
     def _state_work(self, layer: int, size: int) -> tuple[_Work, _Work]:
-        """Return what comes before a recurrent layer's state and behind it."""
+        """Return the work before a recurrent layer's state is updated and the work after that."""
         decoder, hidden, slots, made = self._decoder, self._hidden[:size], self._slots[:size], self._made[:size]
 
         def before() -> None:
@@ -266,7 +275,7 @@ class LayerGraphs:
 
 
 def _cut(buffer: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """Return arrays of a buffer's memory, `[rows, width]` each, one behind another."""
+    """Cut a buffer's memory into arrays of `[rows, width]`, one behind another."""
     rows = len(buffer)
     parts = buffer.flatten()[: rows * sum(widths)].split([rows * width for width in widths])
     return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]

@@ -1,6 +1,6 @@
-"""Outputs of a finished prefill job: logits to draw from, logprobs of prompts, and pooled vectors.
+"""Compute the outputs of a finished prefill job: logits to draw from, logprobs of prompts, and pooled vectors.
 
-A prompt's results depend on its own hidden states alone, and no bit of them on where units of logits are cut.
+A prompt's results depend on its own hidden states alone, and where units of logits are cut changes no bit of them.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ from gpu.sampling.sampler import Drawing, Sampled, gather_logprobs, to_pinned
 from gpu.step import LogitsUnit, TokenLogprob
 from gpu.upload import upload
 
-POOLED_TOKENS = 2048  # normed at once for a mean
+POOLED_TOKENS = 2048  # tokens that are normed at once for a mean
 
 
 @dataclass(slots=True)
 class FinishedJob:
-    """Next tokens of a job's prompts, in order; by slot, what those get that asked: prompt logprobs, and vectors of
-    float32 (`gpu.pooling`).
+    """The results of a job: the next tokens of its prompts, in order, and what some requests asked for, by slot.
+
+    prompt_logprobs: of prompts that are scored. pooled: float32 vectors (`gpu.pooling`).
     """
 
     drawing: Drawing
@@ -36,18 +37,18 @@ class FinishedJob:
         return self.drawing.sampled
 
     def copy_to_host(self) -> None:
-        """Start the copies to the host, on the current stream."""
+        """Start the copies of all results to the host, on the current stream."""
         self.sampled.copy_to_host()
         self.prompt_logprobs = {slot: logprobs.copy_to_host() for slot, logprobs in self.prompt_logprobs.items()}
         self.pooled = {slot: to_pinned(vector) for slot, vector in self.pooled.items()}
 
     def prompt_logprobs_to_host(self) -> dict[int, tuple[TokenLogprob, ...]]:
-        """Return prompt logprobs, after the copies have run: `[slot][i]` belongs to prompt token `i + 1`."""
+        """Return the prompt logprobs once the copies have run: `[slot][i]` belongs to prompt token `i + 1`."""
         return {slot: tuple(logprobs.to_list()) for slot, logprobs in self.prompt_logprobs.items()}
 
 
 def score_tokens(decoder: Decoder, state: JobState, unit: LogitsUnit) -> None:
-    """Return logprobs of a unit's tokens, prompt by prompt."""
+    """Compute the logprobs of a unit's tokens, prompt by prompt, and append them to `state.scored`."""
     assert state.hidden is not None
     first = 0
     for prompt, offset in zip(state.job.prompts, state.offsets, strict=False):
@@ -66,6 +67,7 @@ def score_tokens(decoder: Decoder, state: JobState, unit: LogitsUnit) -> None:
 
 
 def finish_job(decoder: Decoder, state: JobState) -> FinishedJob:
+    """Compute the results of a job whose layers are done. Nothing is drawn yet."""
     prompts, hidden = state.job.prompts, state.hidden
     assert hidden is not None
     last_rows = upload(np.array(state.offsets[1:], dtype=np.int64) - 1, decoder.pool.device)
@@ -76,7 +78,7 @@ def finish_job(decoder: Decoder, state: JobState) -> FinishedJob:
 
 
 def _pool(decoder: Decoder, state: JobState, hidden: Tensor, logits: Tensor) -> dict[int, Tensor]:
-    """Return vectors by slot. hidden: of all tokens of the job; logits: of the prompts' last ones."""
+    """Return the pooled vectors by slot. hidden: of all tokens of the job. logits: of each prompt's last token."""
     pooled = {}
     for row, prompt in enumerate(state.job.prompts):
         begin, end = state.offsets[row], state.offsets[row + 1]

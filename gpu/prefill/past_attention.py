@@ -1,14 +1,14 @@
-"""Attend to a chunk's past in pieces of a few sizes, and merge these with the chunk itself.
+"""Attend to a prefill chunk's past in pieces of a few sizes, and merge these with the chunk itself.
 
-There are two reasons to cut. First, cuDNN makes a plan for every shape, which takes as long as attending to thousands
-of tokens, and a past grows with each chunk. So a past is cut into pieces of powers of two, the longest in front, and
-queries are padded to such a number: the few dozen plans that a deployment can need are made while it loads. Second, a
-block of such a kernel keeps its SM until it has seen all keys of its launch, while the other lane's kernels wait: the
-longest piece bounds that time. The rest of the past and the chunk's own causal part are one launch of a kernel that
-needs no plans.
+There are two reasons to cut the past. First, cuDNN makes a plan for every shape, which takes as long as attending to
+thousands of tokens, and a past grows with each chunk. So a past is cut into pieces of powers of two, the longest in
+front, and the number of queries is padded to a power of two. Then a deployment needs a few dozen plans, which are made
+while it loads. Second, a block of such a kernel keeps its SM until it has seen all keys of its launch, while the other
+lane's kernels wait. The length of the longest piece bounds that time. The rest of the past and the chunk's own causal
+part are one launch of a kernel that needs no plans.
 
-A chunk with little past or none is a causal square, which cuDNN computes in one launch: queries are padded in front,
-for the past, and all at the end, to a multiple of SQUARE_STEP.
+A chunk with little or no past is a causal square, which cuDNN computes in one launch: queries are padded in front, for
+the past, and both queries and keys at the end, to a multiple of SQUARE_STEP.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from gpu.attention.prefill_query import Attended
 from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.prefill.prefill_arrays import MERGED_PIECES, PIECE_TOKENS
 
-LEAST_QUERIES = 256  # of a padded chunk; shorter ones are launches, not work
-SQUARE_STEP = 1024  # of squares' sizes
+LEAST_QUERIES = 256  # of a padded chunk; with fewer, a launch takes longer than its work
+SQUARE_STEP = 1024  # a square's size is a multiple of this
 LEAST_SQUARE = 2048
 TILE_QUERIES = 128  # of a block, in all kernels that we know
 
@@ -32,8 +32,11 @@ Kernel = Whole | Literal["cudnn"]
 
 
 def cut_past(num_tokens: int, most_tokens: int | None) -> list[range]:
-    """Cut `[0, num_tokens)` into pieces, the longest in front, none longer than `most_tokens`, a power of two, or any:
-    None; up to PIECE_TOKENS - 1 are left over at the end.
+    """Cut `[0, num_tokens)` into pieces, the longest in front.
+
+    Up to PIECE_TOKENS - 1 tokens are left over at the end.
+
+    most_tokens: the longest piece, a power of two; None: no limit.
     """
     pieces, begin = [], 0
     while num_tokens - begin >= PIECE_TOKENS:
@@ -45,14 +48,15 @@ def cut_past(num_tokens: int, most_tokens: int | None) -> list[range]:
 
 
 def longest_piece(block_seconds: float, key_seconds: float) -> int:
-    """Return the tokens of the longest piece that a block attends to within so many seconds, at `key_seconds` each: a
-    power of two as pieces are, PIECE_TOKENS at the least.
+    """Return the tokens of the longest piece that a block attends to in so many seconds: a power of two.
+
+    key_seconds: seconds per token. The result is at least PIECE_TOKENS.
     """
     return max(PIECE_TOKENS, 1 << (max(1, int(block_seconds / key_seconds)).bit_length() - 1))
 
 
 def key_seconds(flop_s: float, dim: int, num_sms: int) -> float:
-    """Return a block's seconds for a key of its launch, at so many FLOP/s of the device: a tile on each SM."""
+    """Return a block's seconds per key of its launch, if the device computes `flop_s` and each SM has one tile."""
     return 4.0 * TILE_QUERIES * dim * num_sms / flop_s
 
 
@@ -62,14 +66,14 @@ def padded_queries(num_queries: int) -> int:
 
 
 def square_size(num_tokens: int) -> int:
-    """Return the size of the square that has so many tokens."""
+    """Return the size of the smallest square that holds so many tokens."""
     return -(-num_tokens // SQUARE_STEP) * SQUARE_STEP
 
 
 def attend_in_square(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
-    """Attend as `prefill_attention`, by one causal launch of cuDNN.
+    """Attend as `prefill_attention` does, by one causal launch of cuDNN.
 
-    Copies all rows, so that those of one size have the same strides, and one plan.
+    Copies all rows, so that all squares of one size have the same strides and share a plan.
     """
     (tokens, heads, dim), (kv_heads, end, _) = query.shape, keys.shape
     size, past = square_size(end), end - tokens
@@ -85,9 +89,10 @@ def attend_in_pieces(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, kernel: Whole, piece_kernel: Kernel,
     most_tokens: int | None,
 ) -> Attended:  # fmt: skip
-    """Attend as `prefill_attention`, which gets the rest by `kernel`; pieces of up to `most_tokens` go to
-    `piece_kernel`, some merged before the next are computed. Of a past of PIECE_TOKENS or more; cuDNN on CUDA in half
-    precision alone. Raises RuntimeError where cuDNN has no plan.
+    """Attend as `prefill_attention` does, with the past in pieces that are merged, a few at a time.
+
+    Pieces of up to `most_tokens` go to `piece_kernel`, the rest to `kernel`. The past has at least PIECE_TOKENS tokens.
+    cuDNN needs CUDA and half precision. Raises RuntimeError if cuDNN has no plan.
     """
     tokens = query.shape[0]
     pieces = cut_past(keys.shape[1] - tokens, most_tokens)
@@ -109,7 +114,7 @@ def _merge_pieces(
     query: Tensor, keys: Tensor, values: Tensor, pieces: Sequence[range], before: Attended, scale: float,
     kernel: Kernel, dtype: torch.dtype,
 ) -> Attended:  # fmt: skip
-    """Merge pieces with what was attended to before, and drop their own outputs."""
+    """Attend to these pieces, and merge the results with what was attended to before."""
     tokens, outs, lses = before.out.shape[0], [], []
     for piece in pieces:
         of_keys, of_values = keys[:, piece.start : piece.stop], values[:, piece.start : piece.stop]
@@ -123,7 +128,7 @@ def _merge_pieces(
 
 
 def compile_merges(num_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile merges of every number of pieces that may occur now, not in a prompt."""
+    """Compile the merge of every number of pieces that may occur, so that no prompt waits for it."""
     outs = torch.zeros(MERGED_PIECES + 1, LEAST_QUERIES, num_heads, dim, dtype=dtype, device=device)
     lses = torch.zeros(MERGED_PIECES + 1, num_heads, LEAST_QUERIES, device=device).transpose(1, 2)
     for count in range(1, MERGED_PIECES + 1):
@@ -133,8 +138,10 @@ def compile_merges(num_heads: int, dim: int, dtype: torch.dtype, device: torch.d
 
 
 def cudnn_attention(query: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scale: float) -> Attended:
-    """Attend with queries `[tokens, heads, dim]` to all keys `[kv_heads, context, dim]`, or causally to as many, by
-    cuDNN, which has a plan for each shape in each thread. Raises RuntimeError where it has none.
+    """Attend by cuDNN, with queries `[tokens, heads, dim]`, to all of `[kv_heads, context, dim]` or, if causal, to a
+    square.
+
+    cuDNN keeps a plan for each shape in each thread. Raises RuntimeError if it has none.
     """
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), None, True, 0.0, is_causal, False,

@@ -1,6 +1,7 @@
-"""Attention of a unit's queries in a layer: which keys and values, by which method, and which methods see them.
+"""Attend for a prefill unit in one layer: select keys and values, call the method, and show the queries to other
+methods.
 
-A query is given what it would be given if its prompt were alone. Methods that reuse what queries read see a prompt's
+A prompt's queries get the same result as if the prompt were alone. Methods that reuse what queries read see a prompt's
 queries in order.
 """
 
@@ -33,12 +34,15 @@ from gpu.step import DENSE, PrefillPrompt, PrefillUnit
 from gpu.upload import upload
 from transfer.partial import merge
 
-MOST_PACKED_TOKENS = 16_384  # of contexts attended to by one kernel; one of more is worth a launch of its own
+MOST_PACKED_TOKENS = 16_384  # of all contexts in one launch; a longer context is worth a launch of its own
 
 
 class UnitAttention:
-    """Attention of prefill units. sides: what attends to prompts, by what units name it, `DENSE` among them. reusing:
-    what sees the prompts of slots that hold its rings. gathered: where rows of pages are copied to.
+    """Attention of prefill units.
+
+    sides: prefill methods by the name that units use, `DENSE` among them.
+    reusing: methods that observe the prompts of slots that hold one of their rings.
+    gathered: buffer to which rows of pages are copied.
     """
 
     def __init__(
@@ -53,8 +57,9 @@ class UnitAttention:
         self._most_packed_tokens = min(MOST_PACKED_TOKENS, gathered.pool.max_pages * gathered.pool.page_tokens)
 
     def attend(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Attended:
-        """Attend for a unit whose keys and values are written; all `[tokens, heads, dim]`. To latents it is
-        dense.
+        """Attend for a unit whose keys and values are written; all `[tokens, heads, dim]`.
+
+        Attention to latents is always dense.
         """
         latent = self._decoder.latent
         if latent is not None:
@@ -69,13 +74,13 @@ class UnitAttention:
         return self._attend_packed(state, unit, query, pre_rope_query)
 
     def whole(self, state: JobState, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all of the one prompt's tokens, as they stand now."""
+        """Return the keys and values of all tokens of the job's only prompt, as they are now."""
         self._gathered.forget()
         prompt = state.job.prompts[0]
         return self._keys_and_values(state, prompt, layer, len(prompt.token_ids))
 
     def _attend_scattered(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Attended:
-        """Attend densely for a unit of few tokens among the prompt's."""
+        """Attend densely for a unit whose tokens are scattered over the prompt."""
         keys, values = self.whole(state, unit.layer)
         positions, window = state.positions[unit.begin : unit.end], self._decoder.specs[unit.layer].window_tokens
         num_tokens, scale = keys.shape[1], self._decoder.scale
@@ -87,7 +92,7 @@ class UnitAttention:
         return scattered_attention(query, keys, values, positions, scale, window)
 
     def _show_tail(self, state: JobState, unit: PrefillUnit, prefill_query: PrefillQuery) -> None:
-        """Show a prompt's last queries, in order, to the methods that want them."""
+        """Show a prompt's last queries, in order, to the methods in whose rings its slot takes part."""
         num_own, slot = state.num_of_tail(unit), state.job.prompts[0].slot
         if not num_own or not any(method.has_ring(slot) for method in self.reusing):
             return
@@ -105,7 +110,9 @@ class UnitAttention:
         self._show(tail, slot)
 
     def _attend_packed(self, state: JobState, unit: PrefillUnit, query: Tensor, pre_rope_query: Tensor) -> Attended:
-        """Attend for a packed chunk: all prompts at once, or prompt by prompt; all `[tokens, heads, dim]`."""
+        """Attend for a packed prefill chunk: all prompts in one launch, or prompt by prompt; all `[tokens, heads,
+        dim]`.
+        """
         parts = state.parts(unit.begin, unit.end)
         window = self._decoder.specs[unit.layer].window_tokens
         is_packed = (unit.method == DENSE or window is not None) and len(parts) > 1 and has_flash(query)
@@ -125,16 +132,16 @@ class UnitAttention:
     def _attend_part(
         self, state: JobState, unit: PrefillUnit, part: PromptPart, query: Tensor, pre_rope_query: Tensor
     ) -> Attended:
-        """Attend for one prompt's part by the unit's method; both queries are the unit's."""
+        """Attend for one prompt's part of a unit by the unit's method. query, pre_rope_query: of the whole unit."""
         side, prompt = self.sides[unit.method], part.prompt
         num_prompt_tokens = len(prompt.token_ids)
         window = self._decoder.specs[unit.layer].window_tokens
-        if window is not None:  # which methods have no part in
+        if window is not None:  # methods take no part in such a layer
             keys, values = self._keys_and_values(state, prompt, unit.layer, part.context)
             own = slice(part.begin - unit.begin, part.end - unit.begin)
             return windowed_attention(query[own], keys, values, window, self._decoder.scale)
         begin = part.context - (part.end - part.begin)
-        keeps_state = unit.method != DENSE  # whose prompts may have begun packed with others
+        keeps_state = unit.method != DENSE  # a dense prompt may have begun packed with others, and needs no state
         if keeps_state and begin == prompt.begin:
             state.method_states[prompt.slot] = side.make_state(unit.layer, begin, num_prompt_tokens)
         prefill_query = self._query_of(state, unit, part, query, pre_rope_query)
@@ -145,7 +152,7 @@ class UnitAttention:
         return attended
 
     def _show(self, query: PrefillQuery, slot: int) -> None:
-        """Show queries to the methods that will reuse what queries like these read."""
+        """Show queries to the methods that will reuse what similar queries read."""
         for method in self.reusing:
             if method.has_ring(slot):
                 method.see_prompt(slot, query, self.sides[DENSE].attend)
@@ -153,7 +160,7 @@ class UnitAttention:
     def _query_of(
         self, state: JobState, unit: PrefillUnit, part: PromptPart, query: Tensor, pre_rope_query: Tensor
     ) -> PrefillQuery:
-        """Return a prompt's part of a unit as a query; both queries are the unit's."""
+        """Return one prompt's part of a unit as a PrefillQuery. query, pre_rope_query: of the whole unit."""
         keys, values = self._keys_and_values(state, part.prompt, unit.layer, part.context)
         own = slice(part.begin - unit.begin, part.end - unit.begin)
         return PrefillQuery(
@@ -170,7 +177,7 @@ class UnitAttention:
         )
 
     def _pack(self, state: JobState, unit: PrefillUnit, parts: list[PromptPart]) -> PackedTokens:
-        """Return what the last layer's unit had, if it was of the same tokens."""
+        """Return the packing of a unit's tokens. Consecutive layers of the same tokens share it."""
         known = state.packed
         if known is not None and (known.begin, known.end) == (unit.begin, unit.end):
             return known
@@ -187,7 +194,9 @@ class UnitAttention:
         return state.packed
 
     def _keys_and_values(self, state: JobState, prompt: PrefillPrompt, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return `[kv_heads, end, dim]` of a prompt's tokens `[0, end)`: staged, or gathered from pages."""
+        """Return the keys and values `[kv_heads, end, dim]` of a prompt's tokens `[0, end)`, from staging or from
+        pages.
+        """
         place = state.staged.place(layer) if state.staged is not None else None
         if state.staged is None or place is None:
             return self._gathered.gather(state.job.job_id, prompt.slot, layer, end)
@@ -196,8 +205,10 @@ class UnitAttention:
 
 
 def attend_to_latents(latent: LatentLayers, layer: int, query: Tensor, rows: Tensor) -> Attended:
-    """Attend with queries `[tokens, heads, query_dim]`, rotated, the last of a context, causally to all of its rows
-    `[context, rank + rotated]`. out `[tokens, heads, value]`, lse float32 `[tokens, heads]`.
+    """Attend causally to all latent rows of a context, for its last queries.
+
+    query: `[tokens, heads, query_dim]`, after RoPE. rows: `[context, rank + rotated]`. Returns out `[tokens, heads,
+    value]` and lse float32 `[tokens, heads]`.
     """
     shape, past = latent.shape, len(rows) - len(query)
     query = F.pad(query, (0, max(0, shape.value - shape.query_dim)))

@@ -1,10 +1,10 @@
-"""Prefill of a layer whose windows are kept by themselves: a unit's own rows stand beside what the window has.
+"""Prefill a layer whose windows are stored outside of pages: a unit's rows are kept beside the window until it is done.
 
-A unit writes its keys and values to a buffer; a prompt's queries attend to the end of its window and to their own rows
-there; then the last rows take their places in the window. So a window need be no longer than what a token sees, however
-long units are. A prompt may leave a second window, as its window was at an earlier token, for prompts that differ from
-there on. Cells of a window are written in the order of a prompt's units, and none that a query of this unit or of the
-next one sees is lost.
+A unit writes its keys and values to a buffer. A prompt's queries attend to the end of its window and to their own rows
+in the buffer. Then the unit's last rows are copied to the window. So a window need be no longer than what a token sees,
+however long units are. A prompt may leave a second window, a copy of its own at an earlier token, for prompts that
+differ from there on. Cells of a window are written in the order of a prompt's units, and none is overwritten that a
+query of this unit or of the next one sees.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,11 @@ from transfer.allocation import allocate, allocate_empty
 
 @dataclass(frozen=True, slots=True)
 class UnitPart:
-    """Tokens `[begin, end)` of a unit are those of `slot` that end its first `context`. branch: of its prompt."""
+    """A prompt's part of a unit: tokens `[begin, end)` of the unit are the last of the first `context` tokens of
+    `slot`.
+
+    branch: the second window that the prompt leaves, or None.
+    """
 
     slot: int
     begin: int
@@ -36,11 +40,11 @@ class UnitPart:
 
     @property
     def first(self) -> int:
-        """Return the cell of its first token."""
+        """Return the cell of the part's first token."""
         return self.context - (self.end - self.begin)
 
     def branched(self, num_cells: int) -> slice:
-        """Return its tokens of the unit that are in the branch's window, of so many cells, at the end."""
+        """Return the unit's tokens that are among the last `num_cells` of the branch's window."""
         if self.branch is None:
             return slice(self.begin, self.begin)
         first = self.begin + max(0, self.branch.end - num_cells - self.first)
@@ -48,8 +52,9 @@ class UnitPart:
 
 
 class WindowedUnit:
-    """What is the same in each windowed layer of a unit. What is the same in each layer of a unit: where its rows go.
-    positions, slots: of its tokens.
+    """Where a unit's rows go in the windows: the same in every layer with a window.
+
+    positions, slots: of the unit's tokens.
     """
 
     def __init__(self, pool: KvPool, parts: Sequence[UnitPart], positions: Tensor, slots: Tensor) -> None:
@@ -71,18 +76,21 @@ class WindowedUnit:
         self.offsets = cells % pool.page_tokens
 
     def is_whole(self) -> bool:
-        """Return whether no prompt has tokens in front of its own."""
+        """Return whether every prompt's part begins at the prompt's first token."""
         return all(part.first == 0 for part in self.parts)
 
     def packing(self, device: torch.device) -> Packing:
-        """Return the packing of prompts that are whole."""
+        """Return the packing of the parts, which must begin at their prompts' first tokens (`is_whole`)."""
         begins = np.array([0, *(part.end for part in self.parts)], np.int32)
         uploaded, most = upload(begins, device), max(part.context for part in self.parts)
         return Packing(uploaded, uploaded, most, most)
 
 
 class WindowPrefill:
-    """The buffer, of keys and of values `[1, kv_heads, tokens, dim]`: it grows to the longest unit, by doubling."""
+    """Holds the buffer for a unit's keys and values, each `[1, kv_heads, tokens, dim]`.
+
+    The buffer grows to the longest unit, by doubling.
+    """
 
     def __init__(self, pool: KvPool, scale: float) -> None:
         self.pool = pool
@@ -91,7 +99,7 @@ class WindowPrefill:
         self._resize(0)
 
     def pages(self, num_tokens: int) -> Pages:
-        """Return the buffer as one page, which is every slot's first; cells there are a unit's tokens."""
+        """Return the buffer as a single page, the first one of every slot. Its cells are the unit's tokens."""
         if num_tokens > self._keys.shape[2]:
             self._resize(num_tokens)
         return self._keys, self._values, self._one_page
@@ -101,7 +109,7 @@ class WindowPrefill:
         return self._cells[:num_tokens]
 
     def attend(self, unit: WindowedUnit, layer: int, window: int, query: Tensor) -> Attended:
-        """Attend for all of a unit's prompts, whose rows are in the buffer; query, out: `[tokens, heads, dim]`."""
+        """Attend for all prompts of a unit whose rows are in the buffer; query and output: `[tokens, heads, dim]`."""
         keys, values = self._keys[0], self._values[0]
         if len(unit.parts) > 1 and unit.is_whole() and has_flash(query):
             own = [rows[:, : len(query)].transpose(0, 1) for rows in (keys, values)]
@@ -114,13 +122,15 @@ class WindowPrefill:
         return joined(attended)
 
     def keep(self, unit: WindowedUnit, layer: int) -> None:
-        """Write the last rows of each prompt to its window, once they are attended to."""
+        """Copy the last rows of each prompt to its window, after they were attended to."""
         kept = [[buffer[0, :, kept] for kept in unit.kept] for buffer in (self._keys, self._values)]
         keys, values = (rows[0] if len(rows) == 1 else torch.cat(rows, 1) for rows in kept)
         self.pool.write(layer, unit.page_ids, unit.offsets, keys, values)
 
     def _before(self, layer: int, part: UnitPart, window: int, own: list[Tensor]) -> list[Tensor]:
-        """Return keys and values `[kv_heads, tokens, dim]` of a prompt's tokens and those in front that they see."""
+        """Return the keys and values `[kv_heads, tokens, dim]` of a part's tokens and of the tokens in front that they
+        see.
+        """
         first = max(0, part.first - window + 1)
         if first == part.first:
             return own
