@@ -1,9 +1,9 @@
 """Compute causal attention of a prompt's queries, the last tokens of a context, to that whole context.
 
 Query i of n sees keys `[0, context - n + i]`. Several prompts may be packed, and none sees another's keys. Keys are not
-repeated in memory for query heads that share them. On CUDA in bf16 it is FlashAttention; elsewhere the past and the
-queries' own tokens are two partials, merged, because those kernels align a causal mask to the upper left. The CPU's
-computes all of a causal square, so few queries are attended with at once there.
+repeated in memory for query heads that share them. On CUDA in bf16 this is one FlashAttention launch. Elsewhere the
+past and the queries' own tokens are two partials, which are merged, because those kernels align a causal mask to the
+upper left. The CPU's kernel computes all of a causal square, so the CPU attends with few queries at once.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from gpu.operations.prefill_attention.scattered_attention import scattered_atten
 from transfer.partial import Partial, merge
 
 FLASH_DIM_MULTIPLE, FLASH_MOST_DIM = 8, 256
-MASKED_ENTRIES = 2**24  # of a mask of scattered queries at once
+MASKED_ENTRIES = 2**24  # most entries of a mask for scattered queries
 MASK_MULTIPLE = 16
-BLOCK_ROWS = 256  # queries of the CPU's kernel at once
-WINDOW_ROWS = 512  # queries of a window at once, where a mask says what they see
+BLOCK_ROWS = 256  # queries that the CPU's kernel takes at once
+WINDOW_ROWS = 512  # queries in a layer with a window that are computed at once with a mask
 
 
 def prefill_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
@@ -43,11 +43,11 @@ Whole = Literal["flash", "efficient"]
 
 
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Whole) -> Attended:
-    """Attend to a whole context: query `[tokens, heads, dim]`; key, value `[kv_heads, context, dim]` (strided), context
-    >= tokens, rotated.
+    """Attend to a whole context with its last `tokens` queries. Queries and keys are rotated.
 
-    The queries are the context's last `tokens`. kernel: `flash` where `has_flash`; on the CPU there is one, by either
-    name. out `[tokens, heads, dim]` in the query's dtype, or float32 where it is merged; lse float32 `[tokens, heads]`.
+    query `[tokens, heads, dim]`; key, value `[kv_heads, context, dim]` (strided), context >= tokens. kernel: `flash`
+    where `has_flash`; the CPU has one kernel, under either name. Returns out `[tokens, heads, dim]` in the query's
+    dtype, or in float32 where partials are merged, and lse float32 `[tokens, heads]`.
     """
     if kernel == "flash" and query.is_cuda:
         return _flash(query, key, value, True, scale)
@@ -63,7 +63,7 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, k
 
 
 def past_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Whole) -> Attended:
-    """Attend to keys that every query sees, none of them its own; otherwise as `prefill_attention`."""
+    """Attend to keys that every query sees, none of them its own; otherwise like `prefill_attention`."""
     if kernel == "flash" and query.is_cuda:
         return _flash(query, key, value, False, scale)
     return _two_sided(query, key, value, False, scale)
@@ -72,14 +72,15 @@ def past_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kern
 def scattered_attention(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, window: int | None
 ) -> Attended:
-    """Attend with queries at any ascending positions, int64 `[tokens]` on the device. Otherwise as `prefill_attention`.
+    """Attend with queries at any ascending positions, int64 `[tokens]` on the device; otherwise like
+    `prefill_attention`.
 
-    window: as in `windowed_attention`, None: a query sees all before it. Behind the last query keys and values may be
-    anything, NaN included: those of units to come are not written yet.
+    window: as in `windowed_attention`; None: a query sees all tokens before it. Keys and values behind the last query
+    may hold anything, NaN included, because those of later units are not written yet.
     """
     if serves(query):
         return Attended(*scattered_attention_kernel(query, key, value, positions, scale, window))
-    if query.is_cuda:  # where a look at the last position would wait for the device
+    if query.is_cuda:  # reading the last position would wait for the device
         behind = (torch.arange(key.shape[1], device=query.device) > positions[-1])[None, :, None]
         key, value = key.masked_fill(behind, 0.0), value.masked_fill(behind, 0.0)
     else:
@@ -100,7 +101,9 @@ def scattered_attention(
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where prompts that are computed together begin: int32 `[prompts + 1]` each, on the device, the last the end."""
+    """Where packed prompts begin in the queries and keys: int32 `[prompts + 1]` each, on the device; the last entry is
+    the end.
+    """
 
     query_begins: Tensor
     key_begins: Tensor
@@ -109,10 +112,10 @@ class Packing:
 
 
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Attended:
-    """Attend with queries that see themselves and the tokens before them, `window` together. Otherwise as
-    `prefill_attention`.
+    """Attend with queries that see themselves and the tokens before them, `window` tokens in all.
 
-    FlashAttention where there is one, else WINDOW_ROWS queries at once with a mask.
+    Otherwise like `prefill_attention`. Uses FlashAttention where available, else WINDOW_ROWS queries at once with a
+    mask.
     """
     tokens, context = query.shape[0], key.shape[1]
     first = max(0, context - tokens - window + 1)  # the first key that any query sees
@@ -126,7 +129,7 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, s
     attended = []
     for begin in range(0, tokens, WINDOW_ROWS):
         rows = query[begin : begin + WINDOW_ROWS]
-        last = torch.arange(len(rows), device=query.device) + (context - tokens + begin)  # key that each sees last
+        last = torch.arange(len(rows), device=query.device) + (context - tokens + begin)  # the last key each sees
         low, high = max(0, context - tokens + begin - window + 1), context - tokens + begin + len(rows)
         seen = torch.arange(low, high, device=query.device)
         mask = torch.zeros(len(rows), high - low, dtype=query.dtype, device=query.device)
@@ -138,8 +141,7 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, s
 def packed_prefill_attention(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None = None
 ) -> Attended:
-    """Return `prefill_attention` of each prompt, or of `windowed_attention`, by one kernel; where
-    `has_flash`.
+    """Compute `prefill_attention`, or `windowed_attention`, of each packed prompt in one launch; where `has_flash`.
 
     query `[tokens, heads, dim]`; key, value `[context tokens of all prompts, kv_heads, dim]`.
     """
@@ -152,12 +154,14 @@ def packed_prefill_attention(
 
 
 def default_kernel(query: Tensor) -> Whole:
-    """Return the kernel to use where nothing is measured."""
+    """Return the kernel to use where none was measured."""
     return "flash" if has_flash(query) else "efficient"
 
 
 def has_flash(query: Tensor) -> bool:
-    """Return whether FlashAttention computes for queries like this."""
+    """Return whether FlashAttention takes queries like this one: on CUDA, in half precision, with a head size that it
+    serves.
+    """
     dim = query.shape[-1]
     is_served = dim % FLASH_DIM_MULTIPLE == 0 and dim <= FLASH_MOST_DIM
     return query.is_cuda and query.dtype != torch.float32 and is_served
@@ -172,7 +176,9 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 
 
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-    """Attend on the CPU, BLOCK_ROWS queries at once: to what they all see, and causally to their own tokens, merged."""
+    """Attend on the CPU, BLOCK_ROWS queries at once: to the keys that all of them see, and causally to their own,
+    merged.
+    """
     attended = []
     for first in range(0, len(query), BLOCK_ROWS):
         rows, begin = query[first : first + BLOCK_ROWS], key.shape[1] - len(query) + first
@@ -180,7 +186,7 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Atten
         whole = _two_sided(rows, key[:, begin:end], value[:, begin:end], True, scale)
         if begin:
             past = _two_sided(rows, key[:, :begin], value[:, :begin], False, scale)
-            share = torch.sigmoid(past.partial_lse - whole.partial_lse)[..., None]  # of what all see
+            share = torch.sigmoid(past.partial_lse - whole.partial_lse)[..., None]  # weight of the keys that all see
             out = torch.lerp(whole.out.float(), past.out.float(), share)
             whole = Attended(out, torch.logaddexp(past.partial_lse, whole.partial_lse))
         attended.append(whole)
@@ -198,10 +204,10 @@ def _two_sided(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: f
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Attended:
-    """Return query heads with those of a group as a batch over the same keys."""
+    """Attend with the query heads of each group as a batch over the same keys, which are not copied."""
     tokens, heads, dim = query.shape
     kv_heads = key.shape[0]
-    if mask is not None and query.is_cuda:  # its rows are read in aligned pieces
+    if mask is not None and query.is_cuda:  # the kernel reads a mask's rows in aligned pieces
         mask = F.pad(mask, (0, -mask.shape[1] % MASK_MULTIPLE))[:, : mask.shape[1]]
         mask = mask.expand(heads // kv_heads, kv_heads, *mask.shape)
     grouped = query.view(tokens, kv_heads, heads // kv_heads, dim).permute(2, 1, 0, 3)  # [group, kv_heads, tokens, dim]
@@ -223,7 +229,10 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cau
 
 
 def _as_one(grouped: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-    """Attend on the CPU with a group's heads as one of more queries, which see the same keys: products are longer."""
+    """Attend on the CPU with the heads of a group as one head with more queries, which see the same keys.
+
+    The matrix products are longer then.
+    """
     group, kv_heads, tokens, dim = grouped.shape
     rows = grouped.transpose(0, 1).reshape(1, kv_heads, group * tokens, dim)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

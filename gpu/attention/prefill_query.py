@@ -1,4 +1,4 @@
-"""The queries of one prompt in one layer of a prefill unit, and what a prefill method returns for them."""
+"""Define the queries of one prompt in one layer of a prefill unit, and what a prefill method returns for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from transfer.partial import Partial
 class PrefillQuery:
     """Queries of one prompt in `layer`: query i sees the keys of positions `[0, positions[i]]`.
 
-    query, pre_rope_query: `[tokens, heads, dim]`, rotated and not.
+    query, pre_rope_query: `[tokens, heads, dim]`, after and before RoPE.
     keys, values: `[kv_heads, context, dim]` (strided), rotated, of positions `[0, context)`; all in the pool's dtype.
-    positions: int64 `[tokens]` on the device, ascending. They need be neither consecutive nor the context's last ones;
-        `begin` is the first one's where they are consecutive, else None.
-    num_prompt_tokens: of the whole prefill, computed before and to come, so its last position plus one.
-    state: what the method made for this job, prompt and layer, or None.
+    positions: int64 `[tokens]` on the device, ascending. They need be neither consecutive nor the context's last.
+    begin: the first position if positions are consecutive, else None.
+    num_prompt_tokens: of the whole prompt, computed and still to come: its last position plus one.
+    state: what the method's `make_state` returned for this prompt and layer, or None.
     """
 
     layer: int
@@ -35,9 +35,11 @@ class PrefillQuery:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """The output of a prefill method. out: `[tokens, heads, dim]`, float32 or the model's dtype. lse: float32 `[tokens,
-    heads]`, natural log; or None: the method covers the whole past by no softmax over a set, and what it returns is
-    merged with nothing.
+    """The output of a prefill method.
+
+    out: `[tokens, heads, dim]`, float32 or the model's dtype. lse: float32 `[tokens, heads]`, natural logarithm. None:
+    the method covers the whole past, but not by a softmax over a set of keys, so its output cannot be merged with
+    another.
     """
 
     out: Tensor
@@ -45,7 +47,7 @@ class Attended:
 
     @property
     def partial_lse(self) -> Tensor:
-        """Return the lse, to merge the output with another; it must have one."""
+        """Return the lse, for merging the output with another. Asserts that there is one."""
         assert self.lse is not None, "attended: a method that has no lse covers the whole past"
         return self.lse
 
@@ -54,7 +56,7 @@ class Attended:
 
 
 def joined(attended: Sequence[Attended]) -> Attended:
-    """Return the outputs of queries that stand behind each other as one; without an lse if any has none."""
+    """Concatenate the outputs of consecutive queries. The result has an lse if every output has one."""
     if len(attended) == 1:
         return attended[0]
     lses = [one.lse for one in attended if one.lse is not None]

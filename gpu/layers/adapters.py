@@ -1,9 +1,9 @@
-"""LoRA adapters beside the matrices of a model: small products, of rows with different adapters at once.
+"""Apply LoRA adapters beside a model's matrices, for a batch whose rows have different adapters.
 
-All adapters of a matrix stand below each other, so a batch takes two products more, whatever its rows ask for: with
-all of them, `x @ down.T`, in which each row keeps the columns of its own adapter, and back, `@ up.T`; steps of few rows
-have kernels for them. Rows without one keep none. Captured steps read which adapter a slot has on the device; there are
-others for rows that all have none.
+The adapters of a matrix are stacked, so a batch takes two more products, whatever its rows ask for: with all of them,
+`x @ down.T`, in which each row keeps only the columns of its own adapter, and back, `@ up.T`. Steps of few rows have
+kernels for both. Rows without an adapter keep no column. Captured steps read the adapter of each slot on the device.
+Steps in which no row has an adapter are captured separately.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,20 +20,20 @@ from gpu.weights.tensor_places import row_order
 
 
 class Adapters:
-    """Adapters on the device, numbered from 1 in their order, and the one that each slot has; 0: none."""
+    """Adapters on the device, numbered from 1 in their order, and the number that each slot has; 0: none."""
 
     def __init__(
         self, files: Sequence[AdapterFile], architecture: Architecture, max_running: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        """Read the adapters' tensors, rounded to `dtype`; ups are multiplied by their gains before."""
+        """Load the adapters' tensors, rounded to `dtype`. The up matrices are multiplied by their gains first."""
         self.count = len(files)
         self.products = _load(files, architecture, dtype, device)
-        self._ids = torch.zeros(1 + max_running, dtype=torch.int64, device=device)  # behind that of no slot
+        self._ids = torch.zeros(1 + max_running, dtype=torch.int64, device=device)  # entry 0 is for rows of no slot
         self._of_slot = [0] * max_running
 
     def assign(self, slot: int, number: int) -> None:
-        """Give a slot its adapter, behind what is launched."""
+        """Give a slot its adapter, in stream order after what is launched."""
         assert 0 <= number <= self.count, f"adapters: {number} of {self.count}"
         self._of_slot[slot] = number
         self._ids[slot + 1 : slot + 2].fill_(number)
@@ -43,14 +43,14 @@ class Adapters:
         return any(self._of_slot[slot] for slot in slots)
 
     def rows(self, slots: Tensor) -> AdapterRows:
-        """Return what tokens of these slots have. slots: int32 `[tokens]`, -1 in rows of no slot."""
+        """Return the adapters of tokens in these slots, int32 `[tokens]`; -1 for rows of no slot."""
         return AdapterRows(self._ids.index_select(0, slots.long() + 1)[:, None])
 
 
 def _load(
     files: Sequence[AdapterFile], architecture: Architecture, dtype: torch.dtype, device: torch.device
 ) -> dict[tuple[int, str], StackedAdapters]:
-    """Return the products of every matrix that some adapter changes, by layer and name."""
+    """Load the stacked adapters of every matrix that some adapter changes, by layer and name."""
     parts: dict[tuple[int, str], list[tuple[int, AdapterPart]]] = {}
     for number, file in enumerate(files, 1):
         for part in file.parts:
@@ -82,7 +82,10 @@ def _load(
 
 
 def _ranges_of(counts: Mapping[tuple[int, int], Sequence[int]], num_rows: int) -> tuple[AdapterRange, ...]:
-    """Return all rows of a matrix in ranges, of how many columns adapters have in some of them, in their order."""
+    """Return ranges that cover all rows of a matrix, in order.
+
+    counts: for each range (begin, rows) that adapters change, the number of columns that each adapter has there.
+    """
     ranges, end = [], 0
     for (begin, rows), of_range in counts.items():
         assert begin >= end, "adapters: parts of a matrix do not overlap"
@@ -96,8 +99,9 @@ def _ranges_of(counts: Mapping[tuple[int, int], Sequence[int]], num_rows: int) -
 
 
 def _whose(counts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return `StackedAdapters`' owners and spans, of how many columns each adapter has, range by range; the first is
-    none.
+    """Return the owners and spans of `StackedAdapters`.
+
+    counts: for each range, the number of columns of each adapter; index 0 stands for no adapter.
     """
     of_all = torch.tensor(counts)
     numbers = torch.arange(of_all.shape[1], dtype=torch.int64).expand_as(of_all)
@@ -107,7 +111,9 @@ def _whose(counts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
 
 
 def _order_of(architecture: Architecture, layer: int, part: AdapterPart) -> Tensor | None:
-    """Return which row of the adapter each of ours is, as of the matrix itself; None: the same one."""
+    """Return, for each of our rows, the adapter's row, if the matrix itself was reordered on loading; None: the same
+    order.
+    """
     order = row_order(architecture, architecture.layers[layer]) if part.matrix == "qkv" else None
     if order is None or part.what == "value":
         return None

@@ -1,6 +1,6 @@
-"""The slots in which the CPU is asked to compute experts in host memory, and the workers that do.
+"""Open the exchange slots and workers by which the CPU computes experts in host memory.
 
-What the CPU has no code for is refused in one line, before any step is captured.
+A model or machine that this does not work for is refused with one line, before any step is captured.
 """
 
 import logging
@@ -24,8 +24,9 @@ def open_exchanges(
     weights: Weights, shape: Architecture, max_rows: int, device: torch.device, open_experts: OpenExperts,
     num_lanes: int,
 ) -> list[ExpertExchange]:  # fmt: skip
-    """Return a slot of `max_rows` rows for each lane, and the workers that answer in it; none where no expert lies in
-    host memory. Raises ModelError where this machine's CPU, or the model, cannot.
+    """Return an exchange of `max_rows` rows for each lane, with its workers; none if no expert is in host memory.
+
+    Raises ModelError if this machine's CPU or the model does not support it.
     """
     hosts = [layer.experts and layer.experts.host for layer in weights.layers]
     if not any(hosts):
@@ -48,8 +49,9 @@ def open_exchanges(
 
 
 def _layer_of(experts: ExpertWeights, activation: Activation, shape: Architecture) -> LayerExperts | None:
-    """Return a layer's experts in host memory, with float32 copies of their biases, which lie on the card. They are
-    multiplied in integers unless `model.products` is own.
+    """Return a layer's experts in host memory, with float32 copies of their biases, which are on the card.
+
+    They are multiplied in integers unless `model.products` is `own`.
     """
     host = experts.host
     if host is None:
@@ -63,6 +65,7 @@ def _layer_of(experts: ExpertWeights, activation: Activation, shape: Architectur
 
 
 def _last(bias: Tensor | None, experts: ExpertWeights, host: HostExperts) -> Tensor | None:
+    """Return the part of a bias that belongs to the experts in host memory, on the CPU."""
     if bias is None:
         return None
     return bias.view(len(experts.router), -1)[-host.count :].flatten().to("cpu", torch.float32)

@@ -1,7 +1,7 @@
-"""The layers of a decoder, as its specs say, as functions over tensors.
+"""Compute the layers of a decoder, as its specs describe them, as functions over tensors.
 
-Attention is passed in, or stands between the two halves of a layer. Each hidden state depends on its own row and on
-what attention returns for that row, so padding rows and packed neighbours change nothing.
+Attention is passed in, or comes between the two halves of a layer. Each hidden state depends on its own row and on what
+attention returns for that row, so padding rows and packed neighbours change nothing.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from gpu.operations.sinks import add_sinks
 from gpu.ranks import Ranks
 from gpu.weights.weights import Weights
 
-# (query, pre_rope_query), both [tokens, heads, dim], to attention's output, of that shape and any floating dtype.
+# Maps (query, pre_rope_query), both [tokens, heads, dim], to attention's output, of that shape and any floating dtype.
 Attend = Callable[[Tensor, Tensor], Attended]
 
-# (keys and values before rotation, [tokens, 2, kv_heads, dim], a view), of those tokens that a layer computes.
+# Takes the keys and values of the tokens that a layer computes, before rotation: a view [tokens, 2, kv_heads, dim].
 See = Callable[[Tensor], None]
 
 # Where a layer's keys and values are written: key_pages, value_pages `[num_pages, kv_heads, page_tokens, dim]`, in the
@@ -44,8 +44,9 @@ Pages = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a layer writes keys and values. pages: None: the pool's; cells: int64 `[tokens]`, None: positions are
-    cells; see: is shown what is written.
+    """Where a layer writes keys and values.
+
+    pages: None: the pool's. cells: int64 `[tokens]`; None: the positions. see: called with what is written.
     """
 
     pages: Pages | None = None
@@ -58,15 +59,16 @@ IN_POOL = Target()
 
 @dataclass(slots=True)
 class Carried:
-    """What goes from layer to layer beside hidden states.
+    """What one layer passes to later ones beside hidden states.
 
-    inputs: of all layers, of one layer alone, or of none (`Projections.inputs`), from `first_layer` on.
-    kept: keys and values `[tokens, 2 * kv_heads * dim]` that later layers have, too, before norms and rotation, by the
-        layer that made them.
-    query_scale: of `Decoder.query_scale`; output_gate `[tokens, heads * dim]`: of the layer that is computed, if it has
-        one.
-    adapters: of the tokens, once a layer has asked for them.
-    adapts: whether some token may have one.
+    inputs: extra inputs (`Projections.inputs`) of all layers from `first_layer` on, or of that layer alone; None: the
+    model has none.
+    kept: keys and values `[tokens, 2 * kv_heads * dim]` that later layers share, before norms and rotation, by the
+    layer that made them.
+    query_scale: see `Decoder.query_scale`.
+    output_gate: `[tokens, heads * dim]`, of the layer that is being computed, if it has one.
+    adapters: the adapters of the tokens, looked up when a layer first needs them.
+    adapts: whether some token may have an adapter.
     """
 
     inputs: Tensor | None
@@ -82,8 +84,9 @@ class Carried:
 
 
 def parted_gates(rows: Tensor, num_heads: int, is_apart: bool) -> tuple[Tensor, Tensor]:
-    """Return queries and gates, both `[.., heads * dim]`, of rows `[.., 2 * heads * dim]` that have a gate behind each
-    query head, or, apart, behind all of them.
+    """Split rows `[.., 2 * heads * dim]` into queries and gates, both `[.., heads * dim]`.
+
+    is_apart: the gates follow all query heads; else each query head is followed by its gate.
     """
     if is_apart:
         query, gates = rows.chunk(2, -1)
@@ -93,7 +96,7 @@ def parted_gates(rows: Tensor, num_heads: int, is_apart: bool) -> tuple[Tensor, 
 
 
 class Decoder:
-    """Weights, RoPE tables and the KV pool that the layers write to."""
+    """The layers of a model: its weights, its RoPE tables, and the KV pool that the layers write to."""
 
     def __init__(self, architecture: Architecture, weights: Weights, pool: KvPool, max_context_tokens: int,
                  adapters: Adapters | None = None, ranks: Ranks | None = None) -> None:  # fmt: skip
@@ -103,7 +106,7 @@ class Decoder:
         self.adapters = adapters
         self.projections = Projections(weights, architecture, adapters, ranks)
         latent = architecture.latent
-        self.scale = architecture.dim**-0.5 if latent is None else latent.scale  # norms of queries have what differs
+        self.scale = architecture.dim**-0.5 if latent is None else latent.scale  # other scales are in query norms
         self._kept_layers = frozenset(architecture.kept_layers)
         self.specs = architecture.layers
         self.delta = None if pool.states is None else DeltaLayers(architecture, self.projections, pool.states)
@@ -118,12 +121,14 @@ class Decoder:
 
     @property
     def cos(self) -> Tensor:
-        """Return the first layer's cosines, float32 `[max_context_tokens, dim // 2]`; a plain model has no others."""
+        """Return the first layer's cosines, float32 `[max_context_tokens, dim // 2]`; most models have the same in
+        every layer.
+        """
         return self._rope_tables[0][0]
 
     @property
     def sin(self) -> Tensor:
-        """Return the sines, as `cos`."""
+        """Return the first layer's sines, like `cos`."""
         return self._rope_tables[0][1]
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -133,19 +138,19 @@ class Decoder:
         return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
 
     def carry(self, token_ids: Tensor, positions: Tensor, embedded: Tensor, layers: range) -> Carried:
-        """Return what these layers get beside hidden states. embedded: `embed(token_ids)`."""
+        """Return what these layers get beside hidden states, for a step. embedded: `embed(token_ids)`."""
         inputs = self.projections.inputs(embedded, token_ids, layers)
         return Carried(inputs, layers.start, {}, self.query_scale(positions))
 
     def carry_to(self, layer: int, token_ids: Tensor, positions: Tensor, kept: dict[int, Tensor]) -> Carried:
-        """Return what one layer gets beside hidden states. kept: as in `Carried`."""
+        """Return what a single layer gets beside hidden states. kept: as in `Carried`."""
         inputs = None
         if self.weights.inputs is not None:
             inputs = self.projections.inputs(self.embed(token_ids), token_ids, range(layer, layer + 1))
         return Carried(inputs, layer, kept, self.query_scale(positions))
 
     def query_scale(self, positions: Tensor) -> Tensor | None:
-        """Return what rotated queries are multiplied by, `[tokens, 1, 1]` in the weights' dtype; None: by nothing."""
+        """Return the factor of rotated queries, `[tokens, 1, 1]` in the weights' dtype; None: there is none."""
         growth = self.architecture.query_growth
         if growth is None:
             return None
@@ -154,11 +159,12 @@ class Decoder:
 
     def layer(self, index: int, hidden: Tensor, positions: Tensor, slots: Tensor, attend: Attend,
               target: Target = IN_POOL, carried: Carried | None = None) -> Tensor:  # fmt: skip
-        """Compute one layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`; keys and values go to the slots'
-        pages, each to its cell.
+        """Compute one layer: hidden `[tokens, hidden]` -> new `[tokens, hidden]`.
 
-        positions: int64 `[tokens]`; slots: int32 `[tokens]`, -1 in padding rows; carried: None only for a model that
-        has nothing of it. The KV that `attend` sees has these tokens.
+        Keys and values are written to the slots' pages.
+
+        positions: int64 `[tokens]`. slots: int32 `[tokens]`, -1 in padding rows. carried: may be None only for a model
+        that carries nothing. When `attend` is called, the KV of these tokens is already written.
         """
         cells = positions if target.cells is None else target.cells
         query, pre_rope_query = self.enter(index, hidden, positions, cells, slots, target.pages, target.see, carried)
@@ -170,8 +176,8 @@ class Decoder:
               carried: Carried | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute the part of a layer before attention: write keys and values, return `(query, pre_rope_query)`.
 
-        See `layer`. cells: of the slots' contexts, where they are written. Both queries are `[tokens, heads, dim]`, of
-        the weights' dtype; of latent attention both are the rotated one, of `query_dim` numbers.
+        See `layer`. cells: where in the slots' contexts they are written. Both queries are `[tokens, heads, dim]` in
+        the weights' dtype. With latent attention both are the rotated query, of `query_dim` numbers.
         """
         if self.latent is not None:
             assert pages is None, "rows of latents are written to pages alone"
@@ -201,8 +207,10 @@ class Decoder:
         return query, qkv[:, :columns].view(query.shape)
 
     def place(self, index: int, rows: Tensor, positions: Tensor, slots: Tensor, pages: Pages | None) -> None:
-        """Write keys and values that are not computed here, `[tokens, 2, kv_heads, dim]`, contiguous, keys before
-        rotation: they are rotated to `positions` and written there, as in `enter`.
+        """Write keys and values that are not computed here, such as stored ones, to their positions' cells.
+
+        rows: `[tokens, 2, kv_heads, dim]`, contiguous, keys before rotation. The keys are rotated to `positions`, as in
+        `enter`.
         """
         self._write(index, rows.flatten(1), positions, positions, slots, pages, 0, None)
 
@@ -217,11 +225,12 @@ class Decoder:
 
     def leave(self, index: int, hidden: Tensor, attended: Tensor, lse: Tensor | None, slots: Tensor,
               exchange: ExpertExchange | None = None, carried: Carried | None = None) -> Tensor:  # fmt: skip
-        """Compute the part of a layer after attention: its output, `[tokens, heads, dim]` of any floating dtype, or a
-        recurrent layer's `[tokens, value_heads * value_dim]`, projected and added to `hidden`, and the MLP. The layer's
-        sinks, if it has some, are merged here, into `attended`. lse: `[tokens, heads]` of all that was attended to,
-        None only for a layer without sinks; slots: see `layer`; exchange: where the CPU computes experts, if it does;
-        carried: see `layer`.
+        """Compute the part of a layer after attention: output projection, residual and MLP.
+
+        attended: attention's output, `[tokens, heads, dim]` of any floating dtype, or a recurrent layer's, `[tokens,
+        value_heads * value_dim]`. The layer's sinks, if it has some, are merged into it here. lse: `[tokens, heads]` of
+        all that was attended to, None only for a layer without sinks. slots, carried: see `layer`. exchange: where the
+        CPU computes experts, or None.
         """
         sinks = self.weights.layers[index].sinks
         if sinks is not None:
@@ -237,15 +246,16 @@ class Decoder:
 
     def mlp(self, index: int, hidden: Tensor, slots: Tensor, exchange: ExpertExchange | None,
             carried: Carried | None) -> Tensor:  # fmt: skip
-        """Compute the part of a layer behind its mixer, if it has one: all of a layer that is an MLP alone. Arguments
-        are those of `leave`.
+        """Compute the part of a layer after its mixer, if it has one: for a layer that is only an MLP, all of it.
+
+        The arguments are those of `leave`.
         """
         if self.specs[index].has_mlp:
             hidden = self.projections.mlp(index, hidden, slots, exchange, self._adapters_of(slots, carried))
         return self.projections.end(index, hidden, None if carried is None else carried.inputs_of(index))
 
     def _adapters_of(self, slots: Tensor, carried: Carried | None) -> AdapterRows | None:
-        """Return the adapters of tokens in these slots, which are looked up once for all layers of a step."""
+        """Return the adapters of tokens in these slots. They are looked up once for all layers of a step."""
         if self.adapters is None or (carried is not None and not carried.adapts):
             return None
         if carried is None:
@@ -255,9 +265,11 @@ class Decoder:
         return carried.adapters
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return next-token logits, float32 `[tokens, vocab]`, of the last layer's `[tokens, hidden]`."""
+        """Return next-token logits, float32 `[tokens, vocab]`, of the last layer's hidden states `[tokens, hidden]`."""
         return self.projections.logits(hidden)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return what logits are made of, `[tokens, hidden]`, of the last layer's hidden states."""
+        """Return the last layer's hidden states after the final norm, `[tokens, hidden]`: the input of the logits'
+        product.
+        """
         return self.projections.final_norm(hidden)

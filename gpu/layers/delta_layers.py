@@ -1,7 +1,7 @@
-"""Recurrent layers of a decoder: a step's rows, or parts of prompts, through projections and state.
+"""Compute the recurrent layers of a decoder, for the rows of a step or for parts of prompts.
 
-Products are of all rows at once, as in other layers; between them rows of one sequence follow one another. Padding rows
-and packed neighbours change nothing.
+Products take all rows at once, as in other layers. Between them, rows of one sequence are processed in order. Padding
+rows and packed neighbours change nothing.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,14 @@ from gpu.operations.recurrent.delta_prefill import Span, delta_prefill, plan_spa
 from gpu.operations.recurrent.delta_step import delta_commit, delta_commit_reference, delta_step, stack
 from gpu.step import WindowBranch
 
-MOST_PLANNED = 1024  # units whose spans are kept on the device, some 2 KiB each: those of half a million tokens
+MOST_PLANNED = 1024  # units whose spans are cached on the device, some 2 KiB each: enough for half a million tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Tokens `[begin, end)` of a unit are those of the sequence with state `number` from position `first` on. branches:
-    states that its prompt leaves.
+    """A prompt's part of a unit: tokens `[begin, end)` of the unit are the sequence's, from position `first` on.
+
+    number: of the sequence's state. branches: copies of the state that the prompt leaves.
     """
 
     number: int
@@ -37,7 +38,7 @@ class StatePart:
     branches: Sequence[WindowBranch]
 
     def spans(self) -> list[Span]:
-        """Return the part as spans, each with the states that are copies of the one behind it."""
+        """Return the part as spans, each with the numbers of the states that are copied from the state at its end."""
         left: dict[int, list[int]] = {}
         for branch in self.branches:
             at = self.begin + branch.end - self.first
@@ -66,7 +67,7 @@ class DeltaLayers:
         self._stacked = stack([self._weights(layer) for layer in states.layers]) if has_kernels else None
 
     def step(self, layer: int, hidden: Tensor, rows: StepRows) -> Tensor:
-        """Return what a layer's output projection is of, `[rows, value_heads * value_dim]`: one token a row."""
+        """Return a layer's input to its output projection, `[rows, value_heads * value_dim]`, for one token per row."""
         weights = self._weights(layer)
         mixed, gates = self._projections.mixed(layer, hidden)
         held = self.states.of_layer(layer)
@@ -74,9 +75,9 @@ class DeltaLayers:
         return delta_step(mixed, gates, weights, self.own, self._eps, held, numbers, *own)
 
     def commit(self, slots: Tensor, cells: Tensor, accepted: Tensor) -> None:
-        """Have all layers' states take in drafted tokens that were drawn; see `delta_commit`."""
+        """Update all layers' states with drafted tokens that were accepted; see `delta_commit`."""
         if self.own.is_short:
-            return  # inputs that are in the ring by their positions are all that there is
+            return  # the state is the ring of last inputs, which are found by their positions
         if self._stacked is not None:
             delta_commit(self._stacked, self.own, self.states.all_layers, self.states.of_slot, slots, cells, accepted)
             return
@@ -85,14 +86,15 @@ class DeltaLayers:
             delta_commit_reference(self._weights(layer), self.own, held, self.states.of_slot, slots, cells, accepted)
 
     def prefill(self, layer: int, hidden: Tensor, parts: Sequence[StatePart]) -> Tensor:
-        """Return the same of a unit's tokens `[tokens, hidden]`, which are those of `parts`, in order."""
+        """Return the same as `step` for a unit's tokens `[tokens, hidden]`, which are those of `parts`, in order."""
         return self.take_in(layer, *self._projections.mixed(layer, hidden), parts)
 
     def take_in(
         self, layer: int, mixed: Tensor, gates: Tensor, parts: Sequence[StatePart], out: Tensor | None = None
     ) -> Tensor:
-        """Return what `prefill` does, of what `Projections.mixed` has made of the tokens. out: where it goes; None: to
-        new memory.
+        """Update the states with projected tokens, and return what `prefill` does.
+
+        mixed, gates: from `Projections.mixed`. out: where the result is written; None: to new memory.
         """
         weights, held = self._weights(layer), self.states.of_layer(layer)
         spans = tuple(span for part in parts for span in part.spans())

@@ -1,11 +1,11 @@
-"""A head that comes with a checkpoint and drafts (`gpu.model.draft_head_shape`), as the last layer of a decoder.
+"""Draft with the head that comes with a checkpoint (`gpu.model.draft_head_shape`), as the last layer of a decoder.
 
-The head's row of a cell is made of the token there and of the normed hidden state of the token in front. So all that it
-reads of a context is known as soon as the context is, and a page depends only on its own tokens and those in front. The
-first cell has no token in front: its row is made of a hidden state of zeros, and is not attended to. Behind a cached
-prefix, the hidden state in front of the first computed token is not there any more: its row is made of zeros as well,
-and is attended to. Normed hidden states are kept by slot and cell: those of refused tokens are overwritten as their
-rows are.
+The head's row of a cell is computed from the token there and from the normed hidden state of the token in front. So all
+that it reads of a context is known as soon as the context is, and a page depends only on its own tokens and those in
+front. The first cell has no token in front: its row is computed from a hidden state of zeros, and is not attended to.
+After a cached prefix, the hidden state in front of the first computed token is no longer known: its row is computed
+from zeros as well, and is attended to. Normed hidden states are kept by slot and cell. Those of refused tokens are
+overwritten when their rows are.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,14 @@ from gpu.weights.matrix import as_matrix
 from gpu.weights.weights import DraftWeights
 from transfer.allocation import allocate_all
 
-_TOKENS_AT_ONCE = 512  # of a prompt
+_TOKENS_AT_ONCE = 512  # tokens of a prompt that are computed at once
 
 
 class DraftHead:
-    """The head over a decoder's weights and pages. layer: its number. recent, guessed: `[(slots + 1) * RECENT,
-    hidden]`, normed hidden states of the last cells of each slot: the model's, and the head's own of drafted tokens.
+    """The draft head over a decoder's weights and pages.
+
+    layer: its number. recent, guessed: normed hidden states of each slot's last cells, `[(slots + 1) * RECENT,
+    hidden]`: those of the model, and the head's own for drafted tokens.
     """
 
     def __init__(self, decoder: Decoder, weights: DraftWeights) -> None:
@@ -41,23 +43,25 @@ class DraftHead:
         self.recent, self.guessed = (made[name].zero_() for name in ("recent", "guessed"))
 
     def join(self, token_ids: Tensor, before: Tensor) -> Tensor:
-        """Return what the layer takes, `[tokens, hidden]`. before: normed hidden states of the tokens in front."""
+        """Return the head layer's input, `[tokens, hidden]`. before: normed hidden states of the tokens in front."""
         embedded = rms_norm(self._decoder.embed(token_ids), self._weights.embedding_norm, self._eps)
         return self._mix.linear(torch.cat([embedded, rms_norm(before, self._weights.hidden_norm, self._eps)], 1))
 
     def write(self, token_ids: Tensor, before: Tensor, positions: Tensor, cells: Tensor, slots: Tensor) -> None:
-        """Write the rows of tokens whose hidden states in front are known."""
+        """Write the head's rows of tokens whose hidden states in front are known."""
         carried = Carried(None, self.layer, {})
         self._decoder.enter(self.layer, self.join(token_ids, before), positions, cells, slots, None, carried=carried)
 
     def follow(self, rows: StepRows, token_ids: Tensor, normed: Tensor) -> None:
-        """Take in a step: its rows' normed hidden states, which are kept, and the head's rows of its tokens."""
+        """Store a step's normed hidden states, and write the head's rows of its tokens."""
         self.recent.index_copy_(0, self._places(rows, 0), normed)
         self.write(token_ids, self._before(rows), rows.positions, rows.positions, rows.slots)
 
     def fill(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, offsets: Sequence[int]) -> None:
-        """Take in prompts behind the last layer. hidden: of all of their computed tokens, packed, int64 `token_ids` and
-        `positions`, which are cells, int32 `slots`; offsets: where each begins, and the end.
+        """Write the head's rows of prompts that have passed the last layer, and store their last hidden states.
+
+        hidden: of all their computed tokens, packed. token_ids, positions: int64; positions are cells. slots: int32.
+        offsets: where each prompt begins, and the end.
         """
         for begin in range(0, len(hidden), _TOKENS_AT_ONCE):
             end = min(begin + _TOKENS_AT_ONCE, len(hidden))
@@ -74,8 +78,9 @@ class DraftHead:
             self.recent.index_copy_(0, place, self._decoder.final_norm(hidden[last : last + 1]))
 
     def enter(self, rows: StepRows, token_ids: Tensor) -> tuple[Tensor, Tensor, Carried]:
-        """Begin to draft behind each row's token: return what goes on beside attention, the query, and what is carried.
-        A row that is `drafted` goes on behind the head's own hidden state.
+        """Begin to draft after each row's token. Return the residual input, the query, and what is carried.
+
+        A row that is `drafted` continues from the head's own hidden state, any other row from the model's.
         """
         own = self.guessed.index_select(0, self._places(rows, 1))
         joined = self.join(token_ids, torch.where(rows.drafted[:, None] > 0, own, self._before(rows)))
@@ -86,12 +91,12 @@ class DraftHead:
         return joined, query, carried
 
     def bounds(self, rows: StepRows, num_heads: int) -> Tensor:
-        """Return bounds of attention to all cells but the first, int32 `[3, rows, heads]`."""
+        """Return bounds of attention to all cells except the first, int32 `[3, rows, heads]`."""
         first = rows.context_lens.clamp_max(1)
         return torch.stack([torch.zeros_like(first), first, first]).unsqueeze(-1).expand(3, rows.num_rows, num_heads)
 
     def end(self, rows: StepRows, hidden: Tensor) -> Tensor:
-        """Return logits of the layer's output, float32 `[rows, vocab]`, whose norm is kept."""
+        """Store the norm of the layer's output, and return its logits, float32 `[rows, vocab]`."""
         normed = rms_norm(hidden, self._weights.norm, self._eps)
         self.guessed.index_copy_(0, self._places(rows, 0), normed)
         return self._decoder.projections.logits_of(normed)
@@ -100,6 +105,9 @@ class DraftHead:
         return self.recent.index_select(0, self._places(rows, 1))
 
     def _places(self, rows: StepRows, back: int) -> Tensor:
-        """Return where the hidden states of rows stand, or of cells so far back; padding rows have the last slot's."""
+        """Return the indices of the rows' hidden states, or of those `back` cells earlier.
+
+        Padding rows have the last slot's.
+        """
         slots = rows.slots.long().remainder(self._slots + 1)
         return slots * RECENT + (rows.positions - back).remainder(RECENT)

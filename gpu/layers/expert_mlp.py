@@ -1,10 +1,10 @@
-"""The MLP of a layer with experts: routing, the products of the experts that are taken, their sum and the residual.
+"""Compute the MLP of a layer with experts: routing, the products of the chosen experts, their sum and the residual.
 
-Experts that no token takes are not read. Where they lie changes no bit, as long as the card computes them. The products
-of a layer depend on the number of tokens alone, so a graph holds them. Launches: three for up to MOST_ALONE tokens
+Experts that no token chooses are not read. As long as the card computes them, their place in memory changes no bit. The
+kernels depend on the number of tokens alone, so a graph can hold them. Launches: three for up to MOST_ALONE tokens
 where no matrix is packed, else four for up to LEAST_PAIRS, and six beyond, or more where experts are widened in parts.
-Where some experts are in host memory: two more, or one, and one for each tensor that is fetched. Where the CPU computes
-these: four more, or three; its request goes out before the card's own products and is awaited behind them.
+If some experts are in host memory: one or two more, and one for each tensor that is fetched. If the CPU computes these:
+three or four more; the request is sent before the card's own products and awaited after them.
 """
 
 import torch
@@ -33,14 +33,16 @@ from gpu.operations.linear.packed_matrix import Packed
 from gpu.operations.rms_norm import rms_norm
 from gpu.weights.weights import ExpertWeights
 
-# Tokens whose products are of vectors: of more, experts that several take are read too often. Experts of few bits, of
-# which either matrix may be, are multiplied in tiles whatever the number of tokens.
+# Up to so many tokens are multiplied as vectors. With more, experts that several choose are read too often. Packed
+# experts (either matrix may be packed) are multiplied in tiles whatever the number of tokens.
 MOST_ALONE = 4
 
 
 class ExpertMlp:
-    """The MLP of one layer with experts. staged: brings those in host memory to the card, by the layer's number; None:
-    none lie there. adds: what it makes is added to hidden states, or else to zeros: another device adds these.
+    """The MLP of one layer with experts.
+
+    staged: brings experts from host memory to the card; None: none are there. layer: the layer's number in `staged`.
+    adds: whether the output is added to the hidden states. If not, another device adds them.
     """
 
     def __init__(self, weights: ExpertWeights, experts: Experts, activation: Activation, layer: int = 0,
@@ -56,15 +58,17 @@ class ExpertMlp:
 
     def __call__(self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None = None,
                  exchange: ExpertExchange | None = None) -> Tensor:  # fmt: skip
-        """Return norm and experts added to `hidden`, `[tokens, hidden]`, new; where an MLP stands beside them, without
-        `hidden`. slots: int32 `[tokens]`, -1 in rows that are not in use, for which nothing is fetched; None: all are.
-        exchange: where the CPU computes experts in host memory; None: they are fetched.
+        """Return the norm's and the experts' output added to `hidden`, `[tokens, hidden]`, as a new tensor.
+
+        `hidden` is not added where an MLP runs beside the experts. slots: int32 `[tokens]`, -1 in rows that are not in
+        use, for which nothing is fetched; None: all are in use. exchange: where the CPU computes experts in host
+        memory; None: they are fetched.
         """
         return self.with_norm(hidden, norm, eps, slots, exchange)[0]
 
     def with_norm(self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None,
                   exchange: ExpertExchange | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return what a call returns, and the norm, `[tokens, hidden]`."""
+        """Return what a call returns, and the normed hidden states, `[tokens, hidden]`."""
         if self.weights.host is None or len(hidden) == 0:
             exchange = None
         made, normed = self._make(hidden, norm, eps, slots, exchange)
@@ -73,8 +77,8 @@ class ExpertMlp:
     def _make(
         self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None, exchange: ExpertExchange | None
     ) -> tuple[Tensor, Tensor]:
-        """Return what the card computes, added to `hidden`: all experts, or those that the CPU does not compute; and
-        the norm.
+        """Return what the card computes, added to `hidden`, and the norm: all experts, or those that the CPU does not
+        compute.
         """
         weights, experts, beside = self.weights, self.experts, self.weights.beside
         base = hidden if self._adds else torch.zeros_like(hidden)
@@ -111,13 +115,13 @@ class ExpertMlp:
         return down_tiles(product, tiles, matrices, base, experts), normed
 
     def _matrices(self, far: FarExperts | None) -> ExpertMatrices:
-        """Return what this layer's products read. far: of experts in host memory, or None."""
+        """Return the matrices that the products read. far: experts in host memory, or None."""
         weights, beside = self.weights, self.weights.beside
         gains = self._gains if beside is None else beside.gains
         return ExpertMatrices(weights.gate_up, weights.down, far, weights.gate_up_bias, weights.down_bias, gains)
 
     def warm_up(self, most_tokens: int, norm: Tensor) -> None:
-        """Run every kernel that up to `most_tokens` at once may meet, on zeros: what is compiled is compiled now."""
+        """Run every kernel that up to `most_tokens` tokens may need on zeros, so that all are compiled."""
         counts = [
             1,
             2,
@@ -135,23 +139,24 @@ class ExpertMlp:
     def _find_far(
         self, normed: Tensor, ids: Tensor, shares: Tensor, slots: Tensor | None, exchange: ExpertExchange | None
     ) -> FarExperts | None:
-        """Fetch the experts in host memory, or ask the CPU for them."""
+        """Fetch the chosen experts from host memory, or request their outputs of the CPU."""
         host = self.weights.host
         if exchange is None or host is None:
             return self._fetch(ids, slots)
-        assert self._staged is not None, "experts in host memory: something knows their places"
+        assert self._staged is not None, "experts in host memory: `staged` knows their places"
         shares = shares if self._gains is None else shares * self.experts.gain
         exchange.request(self._layer, normed, ids, shares, self.experts.num_experts - host.count, slots)
         return self._staged.without_experts(self._layer)
 
     def _fetch(self, ids: Tensor, slots: Tensor | None) -> FarExperts | None:
-        """Fetch the experts in host memory that some token takes. If there are at least as many choices as experts,
-        nearly all experts are taken, and all are copied.
+        """Fetch the experts in host memory that some token chooses.
+
+        With at least as many choices as experts nearly all are needed, and the whole layer is copied.
         """
         host, num_experts, num_pairs = self.weights.host, self.experts.num_experts, ids.numel()
         if host is None or num_pairs == 0:
             return None
-        assert self._staged is not None, "experts in host memory: something brings them to the card"
+        assert self._staged is not None, "experts in host memory: `staged` brings them to the card"
         if num_pairs >= num_experts and self._staged.is_kept:
             return self._staged.copy_layer(self._layer)
         listed = list_experts(ids, num_experts - host.count, num_experts, min(host.count, num_pairs), slots,

@@ -1,8 +1,8 @@
-"""Latent attention (MLA, arXiv 2405.04434) of a decoder's layers: queries, rows, and what heads make of them.
+"""Compute latent attention (MLA, arXiv 2405.04434) of a decoder's layers: queries, latent rows, and heads' outputs.
 
-A step asks rows themselves: `absorb` multiplies queries by what makes keys, and `values` makes of the latents that
-attention returns what heads' values would have given. A prompt's attention makes keys and values of its rows
-(`expand`), which takes fewer products where many queries see a row.
+A decode step attends to the latent rows themselves: `absorb` multiplies queries by the matrix that would make keys, and
+`values` turns attended latents into what the heads' values would have given. A prompt's attention expands its rows to
+keys and values (`expand`), which takes fewer products if many queries see a row.
 """
 
 import torch
@@ -16,7 +16,7 @@ from gpu.operations.kv.row_places import RowPlaces
 
 
 class LatentLayers:
-    """All layers' latent attention. rope_tables: of each layer, as in `Decoder`."""
+    """The latent attention of all layers. rope_tables: of each layer, as in `Decoder`."""
 
     def __init__(self, architecture: Architecture, latent: Latent, projections: Projections,
                  rope_tables: list[tuple[Tensor, Tensor]]) -> None:  # fmt: skip
@@ -36,7 +36,7 @@ class LatentLayers:
 
     def enter(self, layer: int, hidden: Tensor, positions: Tensor, cells: Tensor, slots: Tensor, pages: Tensor,
               page_table: Tensor) -> Tensor:  # fmt: skip
-        """Write tokens' rows to pages; return queries `[tokens, heads, query_dim]`, rotated."""
+        """Write the tokens' latent rows to pages; return queries `[tokens, heads, query_dim]`, rotated."""
         made, query = self._projections.latent_queries(layer, hidden)
         norm = self._projections.weights.layers[layer].latent
         assert norm is not None, "all layers have latents"
@@ -53,21 +53,23 @@ class LatentLayers:
         return query
 
     def absorb(self, layer: int, query: Tensor) -> Tensor:
-        """Return queries that are asked of rows, `[tokens, heads, rank + rotated]`."""
+        """Return absorbed queries, which attend to latent rows, `[tokens, heads, rank + rotated]`."""
         plain = query[..., : self.shape.plain].transpose(0, 1)
         latents = torch.bmm(plain, self._to_keys[layer]).transpose(0, 1)
         return torch.cat([latents, query[..., self.shape.plain :]], -1)
 
     def values(self, layer: int, attended: Tensor) -> Tensor:
-        """Return heads' outputs `[tokens, heads, value]` of attended latents, `[tokens, heads, rank]` of any floating
-        dtype.
+        """Return the heads' outputs `[tokens, heads, value]`.
+
+        attended: latents `[tokens, heads, rank]`, of any floating dtype.
         """
         latents = attended.to(self._to_values[layer].dtype).transpose(0, 1)
         return torch.bmm(latents, self._to_values[layer].transpose(1, 2)).transpose(0, 1)
 
     def expand(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of rows `[tokens, rank + rotated]`: both `[heads, tokens, width]`, of the wider of
-        keys and values, zeros behind the other.
+        """Return the keys and values of latent rows `[tokens, rank + rotated]`, both `[heads, tokens, width]`.
+
+        width: the larger head size of keys and values; the smaller one is padded with zeros.
         """
         shape, tokens = self.shape, len(rows)
         rank, width = shape.rank, max(shape.query_dim, shape.value)

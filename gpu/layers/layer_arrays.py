@@ -1,4 +1,4 @@
-"""What the layers of a decoder take beside weights and KV: rotation tables, and one layer's activations. No torch.
+"""Compute the sizes of what a decoder's layers need beside weights and KV: RoPE tables and activations. No torch.
 
 `tests/gpu/test_memory_peaks.py` compares the numbers of copies with what layers hold while they run.
 """
@@ -8,27 +8,28 @@ from gpu.operations.recurrent.state_arrays import segment_bytes
 from transfer.arrays import FLOATS, ArraySpec
 
 HIDDEN_COPIES = 4  # of a token's hidden state: a layer's input, norms, output
-LAYER_INPUT_COPIES = 4  # of what a layer gets beside hidden states: projected, normed, of the table, their sum
+LAYER_INPUT_COPIES = 4  # of a layer's extra inputs: projected, normed, from the table, their sum
 BESIDE_COPIES = 4  # of a hidden state, where a layer has an MLP and experts: outputs and norms of both
-QUERY_COPIES = 6  # as wide as a query: rotated, attention's output in both precisions, its merge
+QUERY_COPIES = 6  # arrays as wide as a query: rotated, attention's output in both precisions, its merge
 
 
 def rope_array(dim: int, num_tokens: int) -> ArraySpec:
-    """Return the cosines, `[tokens, dim / 2]`, of layers with one rotation; sines are alike."""
+    """Return the array of cosines, `[tokens, dim / 2]`, of layers with one rotation; sines take another."""
     return ArraySpec((num_tokens, dim // 2), "float32")
 
 
 def rope_bytes(architecture: Architecture, num_tokens: int) -> int:
-    """Return the bytes of the tables of all layers, which share those of the same rotation."""
+    """Return the bytes of all layers' RoPE tables. Layers with the same rotation share one."""
     return 2 * sum(rope_array(dim, num_tokens).num_bytes for _, dim in architecture.ropes)
 
 
 def activation_bytes(
     architecture: Architecture, num_tokens: int, dtype_bytes: int, more_outputs: int, on_cuda: bool
 ) -> int:
-    """Return the bytes of one layer over so many tokens: input, norms and outputs, QKV, the rotated query, attention's
-    output in both precisions and its merge, gate and up, their product. more_outputs: of attention and of methods, as
-    wide as a query.
+    """Return the bytes of one layer's activations over so many tokens.
+
+    These are input, norms and outputs, QKV, the rotated query, attention's output in both precisions and its merge,
+    gate and up, and their product. more_outputs: further arrays as wide as a query, of attention and methods.
     """
     a = architecture
     hidden = HIDDEN_COPIES + any(spec.post_norms for spec in a.layer_pattern)
@@ -41,8 +42,9 @@ def activation_bytes(
 
 
 def _attention_columns(architecture: Architecture, spec: LayerSpec, more_outputs: int) -> int:
-    """Return the numbers that attention makes of a token: QKV, and arrays as wide as a query. QKV counts twice where a
-    part of it is copied out of the product.
+    """Return how many numbers attention makes of a token: QKV, and arrays as wide as a query.
+
+    QKV counts twice where a part of it is copied out of the product.
     """
     if not spec.has_mixer:
         return 0
@@ -65,8 +67,10 @@ def _attention_columns(architecture: Architecture, spec: LayerSpec, more_outputs
 
 
 def mlp_columns(architecture: Architecture, spec: LayerSpec) -> int:
-    """Return the numbers that an MLP makes of a token: gate, up and their product; of experts, product and output of
-    each that the token takes, and the routing, whose logits are twice as long as other numbers.
+    """Return how many numbers an MLP makes of a token: gate, up and their product.
+
+    For experts: product and output of each chosen expert, and the routing, whose logits are twice as wide as other
+    numbers.
     """
     experts = spec.experts
     if not spec.has_mlp:

@@ -1,9 +1,8 @@
-"""The matrix products of a layer, with the norms, activation and residuals around them.
+"""Compute the matrix products of a layer, with the norms, activation and residuals around them.
 
-Norms of hidden states are applied here, by `ExpertMlp`, and by the compiled step of the CPU; norms of heads by
-`rope_kv_write`.
-Bytes moved: the weights once for each call. On the CPU a library repacks them in every call, which prefill does not
-notice; small decode batches go through `gpu.cpu_step.cpu_step` there.
+Norms of hidden states are applied here, by `ExpertMlp`, and by the CPU's compiled step; norms of heads by
+`rope_kv_write`. Bytes moved: the weights once per call. On the CPU a library repacks the weights in every call. Prefill
+does not notice that, and small decode batches use `gpu.cpu_step.cpu_step` instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,11 +41,11 @@ from gpu.weights.weights import Weights
 
 
 class Projections:
-    """Hidden states `[tokens, hidden]` in and out; results are new tensors.
+    """The matrix products of all layers. Takes hidden states `[tokens, hidden]` and returns new tensors.
 
-    One kernel launch for each method but `mlp` (two; of experts see `expert_mlp`) and `logits` (two), and one
-    more for each norm behind a product and each bias but that of `qkv`. ranks: of a model that is split over devices,
-    which add up what `output` and `mlp` make, and gather logits; None: it is not split.
+    Each method is one kernel launch, but `mlp` (two; with experts see `expert_mlp`) and `logits` (two). Each norm after
+    a product, and each bias but that of `qkv`, takes one more. ranks: of a model that is split over devices; they add
+    up the outputs of `output` and `mlp`, and gather logits. None: the model is not split.
     """
 
     def __init__(self, weights: Weights, architecture: Architecture, adapters: Adapters | None = None,
@@ -86,7 +85,9 @@ class Projections:
         self._logits = as_matrix(weights.logits, choice=choice)
 
     def warm_up(self, most_tokens: int) -> None:
-        """Compile what depends on how many tokens there are, up to so many: products of experts, of each kind."""
+        """Compile the kernels whose choice depends on the number of tokens, up to so many: the products of each kind of
+        experts.
+        """
         kinds = {}
         for experts, layer in zip(self._experts, self.weights.layers, strict=True):
             if experts is not None:
@@ -99,14 +100,17 @@ class Projections:
             experts.warm_up(most_tokens, norm)
 
     def choose_tiles(self, sizes: Sequence[int], seconds: Callable[[Callable[[], object]], float]) -> None:
-        """Choose by time how decode steps of so many rows are multiplied by plain matrices, on CUDA. seconds: runs and
-        times work on the device.
+        """Time how decode steps of so many rows are best multiplied by plain matrices, and keep the fastest way.
+
+        On CUDA.
+
+        seconds: runs work on the device and returns its time.
         """
         properties = torch.cuda.get_device_properties(self.weights.embedding.device)
         self._tile_choice.choose(self._products(), sizes, seconds, properties.shared_memory_per_block_optin)
 
     def _products(self) -> list[Product]:
-        """Return the products of decode steps with plain matrices in bf16, those of one shape and use together."""
+        """Return the products of decode steps with plain matrices in bf16, grouped by shape and use."""
         found: dict[tuple[Use, torch.Size], Product] = {}
 
         def add(
@@ -131,9 +135,10 @@ class Projections:
     def qkv(
         self, layer: int, hidden: Tensor, kept: Tensor | None = None, adapters: AdapterRows | None = None
     ) -> Tensor:  # fmt: skip
-        """Return norm and QKV: `[tokens, (heads + 2 * kv_heads) * dim]`, before norms of heads; where a layer's output
-        has gates, these stand behind each query head. kept: the part of keys and values, of a layer that has another
-        one's. adapters: of the tokens, None: they have none, here as in other products.
+        """Return norm and QKV, `[tokens, (heads + 2 * kv_heads) * dim]`, before norms of heads.
+
+        Where a layer's output is gated, a gate follows each query head. kept: keys and values of the layer whose KV
+        this layer shares. adapters: of the tokens; None: they have none, here as in the other products.
         """
         weights, spec = self.weights.layers[layer], self._specs[layer]
         made = self._norm_linear(
@@ -149,8 +154,8 @@ class Projections:
         return torch.cat([made, kept], 1)
 
     def mixed(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a recurrent layer makes of the norm: `[tokens, projected_width]`, and the gates of its state,
-        `[tokens, gate_rows]`.
+        """Return a recurrent layer's projections after the norm: `[tokens, projected_width]`, and gates `[tokens,
+        gate_rows]`.
         """
         weights, own = self.weights.layers[layer], self._specs[layer].recurrent
         assert weights.recurrent is not None, "the layer is recurrent"
@@ -163,8 +168,9 @@ class Projections:
         return made, as_matrix(weights.recurrent.gates).linear(normed)
 
     def latent_queries(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a layer with latent attention makes of hidden states: rows `[tokens, rank + rotated]` and queries
-        `[tokens, heads * query_dim]`, contiguous, both before rotation.
+        """Return latent rows `[tokens, rank + rotated]` and queries `[tokens, heads * query_dim]` of a layer.
+
+        Both are before rotation; the queries are contiguous.
         """
         weights, matrices = self.weights.layers[layer], self._matrices[layer]
         made = matrices["qkv"].norm_linear(hidden, weights.attention_norm, self.eps, None)
@@ -174,7 +180,7 @@ class Projections:
         return row, matrices["query_up"].norm_linear(first, weights.latent.query_norm, LATENT_EPS, None)
 
     def head_norms(self, layer: int) -> HeadNorms | None:
-        """Return the norms of query, key and value heads, which `rope_kv_write` applies; None: there are none."""
+        """Return the norms of query, key and value heads, which `rope_kv_write` applies; None: the layer has none."""
         weights = self.weights.layers[layer]
         if weights.query_norm is None or weights.key_norm is None or self._specs[layer].wide_qk_norm:
             return None
@@ -183,7 +189,7 @@ class Projections:
     def output(
         self, layer: int, attended: Tensor, hidden: Tensor, adapters: AdapterRows | None = None
     ) -> Tensor:  # fmt: skip
-        """Return attention's output, `[tokens, heads * dim]` of any float type, projected and added to `hidden`."""
+        """Return the output projection added to `hidden`. attended: `[tokens, heads * dim]` of any floating dtype."""
         weights = self.weights.layers[layer]
         return self._add(
             attended, layer, "output", weights.output_bias, weights.attention_post_norm, hidden, adapters
@@ -191,8 +197,9 @@ class Projections:
 
     def mlp(self, layer: int, hidden: Tensor, slots: Tensor | None = None,
             exchange: ExpertExchange | None = None, adapters: AdapterRows | None = None) -> Tensor:  # fmt: skip
-        """Return norm and MLP added to `hidden`. slots: int32 `[tokens]`, -1 in rows that are not in use; None: all
-        are. exchange: see `ExpertMlp`.
+        """Return norm and MLP added to `hidden`.
+
+        slots: int32 `[tokens]`, -1 in rows that are not in use; None: all are in use. exchange: see `ExpertMlp`.
         """
         weights, experts = self.weights.layers[layer], self._experts[layer]
         beside = experts and experts.weights.beside
@@ -231,7 +238,7 @@ class Projections:
 
     def _norm_linear(self, layer: int, name: str, hidden: Tensor, norm: Tensor | None, bias: Tensor | None,
                      adapters: AdapterRows | None) -> Tensor:  # fmt: skip
-        """Return norm, if there is one, product, bias and adapters."""
+        """Apply the norm, if there is one, the product, the bias and the adapters."""
         matrix, added = self._matrices[layer][name], self._added.get((layer, name))
         if added is not None and adapters is not None:
             x, lowered = self._lower(added, hidden, norm, adapters)
@@ -244,13 +251,15 @@ class Projections:
     def _lower(
         self, added: StackedAdapters, hidden: Tensor, norm: Tensor | None, adapters: AdapterRows
     ) -> tuple[Tensor, Lowered]:
-        """Return the norm, if there is one, and what adapters' downs make of it."""
+        """Return the hidden states after the norm, if there is one, and their products with the adapters' down
+        matrices.
+        """
         if norm is None:
             return hidden, lower(hidden, added, adapters)
         return lower_normed(hidden, norm, self.eps, added, adapters)
 
     def _norm_widely(self, layer: int, qkv: Tensor) -> None:
-        """Normalise all query heads of a token together, and all key heads, in place."""
+        """Normalise all query heads of a token together, and all its key heads together, in place."""
         weights, begin = self.weights.layers[layer], 0
         for norm in (weights.query_norm, weights.key_norm):
             assert norm is not None, "the layer has both"
@@ -259,8 +268,9 @@ class Projections:
             begin += len(norm)
 
     def inputs(self, embedded: Tensor, token_ids: Tensor, layers: range) -> Tensor | None:
-        """Return what these layers get of tokens beside hidden states, `[tokens, layers, width]`; None: nothing.
-        embedded: as `Decoder.embed` returns it, of the same tokens.
+        """Return the extra inputs of these layers, `[tokens, layers, width]`; None: the model has none.
+
+        embedded: `Decoder.embed` of the same tokens.
         """
         weights = self.weights.inputs
         if weights is None:
@@ -268,14 +278,15 @@ class Projections:
         width, num_tokens = len(weights.norm), len(token_ids)
         own = slice(layers.start * width, layers.stop * width)
         made = as_matrix(weights.projection[own]).linear(embedded)
-        made = rms_norm(made.view(-1, width), weights.norm, self.eps * embedded.shape[1])  # as of its hidden ** -0.5
+        made = rms_norm(made.view(-1, width), weights.norm, self.eps * embedded.shape[1])  # as of hidden ** -0.5 times it
         table = weights.table.unflatten(1, (-1, width))[:, layers.start : layers.stop]
         rows = table.index_select(0, token_ids).mul_(torch.tensor(width**0.5, dtype=made.dtype).item())
         return made.view(num_tokens, len(layers), width).add_(rows).mul_(2**-0.5)
 
     def end(self, layer: int, hidden: Tensor, inputs: Tensor | None) -> Tensor:
-        """Return what a layer makes of its hidden states behind the MLP. inputs: `[tokens, width]` of `inputs`; hidden
-        may be changed.
+        """Add a layer's extra input after the MLP, and scale its output, if the model does. `hidden` may be changed.
+
+        inputs: `[tokens, width]`, from `inputs`.
         """
         weights = self.weights.layers[layer]
         if weights.inputs is not None:
@@ -286,11 +297,11 @@ class Projections:
         return hidden if weights.scale is None else hidden.mul_(weights.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return final norm and logits, float32 `[tokens, vocab]`, capped if the model caps them."""
+        """Return the logits after the final norm, float32 `[tokens, vocab]`, capped if the model caps them."""
         return self.logits_of(self.final_norm(hidden))
 
     def logits_of(self, normed: Tensor) -> Tensor:
-        """Return logits as `logits`, of hidden states that are normed."""
+        """Return the logits of hidden states that are already normed; otherwise like `logits`."""
         logits = self._logits.logits(normed)
         if self._ranks is not None and not self._has_all_logits:
             logits = self._ranks.join(logits)
@@ -303,8 +314,9 @@ class Projections:
 
     def _add(self, x: Tensor, layer: int, name: str, bias: Tensor | None, post_norm: Tensor | None, hidden: Tensor,
              adapters: AdapterRows | None, lowered: Lowered | None = None) -> Tensor:  # fmt: skip
-        """Return product, bias and adapters, normed if there is a norm, and added to `hidden`. lowered: of x, None:
-        what adapters need is computed here.
+        """Return product, bias and adapters, normed if there is a post-norm, and added to `hidden`.
+
+        lowered: the product of x with the adapters' down matrices; None: it is computed here.
         """
         matrix, added = self._matrices[layer][name], self._added.get((layer, name))
         adapts = added is not None and adapters is not None
@@ -318,17 +330,19 @@ class Projections:
         return product if post_norm is None else rms_norm_add(product, post_norm, self._post_eps, hidden)
 
     def _add_up(self, partial: Tensor) -> Tensor:
-        """Return the sum over devices of what each has made of its own columns."""
+        """Return the sum over devices of each one's share of the product."""
         return partial if self._ranks is None else self._ranks.add_up(partial)
 
 
 def _format_of(stored: Stored) -> tuple[object, ...]:
-    """Return what kernels are compiled for: runs and zero points show in the types of its tensors."""
+    """Return what kernels are compiled for: kind, group, and the dtypes of the tensors, which show runs and zero
+    points.
+    """
     return (getattr(stored, "kind", None), getattr(stored, "group", None), *(one.dtype for one in tensors_of(stored)))
 
 
 def _stage(weights: Weights, architecture: Architecture) -> StagedExperts | None:
-    """Return what brings experts in host memory to the card, if any lie there."""
+    """Return what brings experts from host memory to the card, or None if none are there."""
     hosts = [layer.experts and layer.experts.host for layer in weights.layers]
     if not any(hosts):
         return None

@@ -1,8 +1,8 @@
-"""Rotary position tables: inverse frequencies of every served scaling, and cosines and sines of all positions.
+"""Compute RoPE tables: the inverse frequencies of every served scaling, and cosines and sines of all positions.
 
 The part of a head that is not rotated has angle zero. Weights are loaded in an order in which element i pairs with i +
-dim / 2, whatever a checkpoint's layout. The tables of a deployment never change, so a cached key stays valid.
-Frequencies equal Hugging Face's `ROPE_INIT_FUNCTIONS` in float32.
+dim / 2, whatever a checkpoint's layout. The tables of a deployment never change, so cached keys stay valid. Frequencies
+equal Hugging Face's `ROPE_INIT_FUNCTIONS` in float32.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ def rope_tables(architecture: Architecture, max_context_tokens: int, device: tor
                 rope: RopeScaling | None = None, dim: int | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return cos and sin, float32 `[max_context_tokens, dim // 2]` on `device`, times the scaling's attention factor.
 
-    rope: of some layers, None: the model's own; dim: of their heads, likewise. Pairs that are not rotated have cosine 1
+    rope, dim: the scaling and head size of some layers; None: the model's own. Pairs that are not rotated have cosine 1
     and sine 0.
     """
     frequencies, attention_factor = inverse_frequencies(architecture, max_context_tokens, rope, dim)
@@ -34,10 +34,10 @@ def rope_tables(architecture: Architecture, max_context_tokens: int, device: tor
 
 
 def rope_key(architecture: Architecture, max_context_tokens: int) -> str:
-    """Return 32 hexadecimal digits for all frequencies of a deployment, which name stored KV that outlives it.
+    """Return 32 hexadecimal digits that identify all RoPE frequencies of a deployment, to name KV on disk.
 
-    Values depend on them as rotated keys do: `model.rope` changes them, and of `dynamic` and `longrope` the longest
-    context.
+    Stored values depend on the frequencies as rotated keys do. `model.rope` changes them, and with `dynamic` and
+    `longrope` so does the longest context.
     """
     digest = hashlib.blake2b(digest_size=16)
     for rope, dim in architecture.ropes:
@@ -49,7 +49,7 @@ def rope_key(architecture: Architecture, max_context_tokens: int) -> str:
 def layer_rope_tables(
     architecture: Architecture, max_context_tokens: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the tables of each layer; layers of the same frequencies share theirs."""
+    """Return the tables of each layer; layers with the same frequencies share one."""
     ropes = architecture.ropes
     tables = [rope_tables(architecture, max_context_tokens, device, rope, dim) for rope, dim in ropes]
     return [tables[ropes.index(architecture.rope_of(spec))] for spec in architecture.layers]
@@ -57,12 +57,12 @@ def layer_rope_tables(
 
 def inverse_frequencies(architecture: Architecture, max_context_tokens: int,
                         rope: RopeScaling | None = None, dim: int | None = None) -> tuple[Tensor, float]:  # fmt: skip
-    """Return frequencies in radians a token, float32 `[rotary_dim // 2]` on the CPU, and the factor of cosines and
+    """Return frequencies in radians per token, float32 `[rotary_dim // 2]` on the CPU, and the factor of cosines and
     sines.
 
-    `dynamic` and `longrope` depend on the length of the text, and keys already cached would turn stale as a text grows:
-    their frequencies are fixed at the deployment's `max_context_tokens` instead, whatever a text's own length is.
-    Raises ModelError for a setting that is missing or is no positive number.
+    `dynamic` and `longrope` depend on the length of a text, so cached keys would turn stale as a text grows. Here the
+    deployment's `max_context_tokens` fixes their frequencies, whatever a text's own length is. Raises ModelError for a
+    setting that is missing or not a positive number.
     """
     rope, dim = rope or architecture.rope, architecture.rotary_dim or dim or architecture.dim
     model_tokens = architecture.max_context_tokens
@@ -92,6 +92,10 @@ def inverse_frequencies(architecture: Architecture, max_context_tokens: int,
 
 
 def _setting(rope: RopeScaling, key: str, absent: float | None) -> float:
+    """Return a setting of the scaling, or `absent`.
+
+    Raises ModelError if it is missing without one, or is not positive.
+    """
     value: Any = rope.settings.get(key)
     if value is None and absent is not None:
         return absent
@@ -105,7 +109,7 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeScaling, dim: int, factor: float) -> Tensor:
-    """Stretch long wavelengths by `factor`, keep short ones, and blend those between."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend those in between."""
     low, high = _setting(rope, "low_freq_factor", None), _setting(rope, "high_freq_factor", None)
     original_tokens = _setting(rope, "original_max_position_embeddings", None)
     plain = _plain(rope.theta, dim)
@@ -132,7 +136,7 @@ def _yarn(rope: RopeScaling, dim: int, factor: float, original_tokens: float) ->
 
 
 def _longrope(rope: RopeScaling, dim: int, is_long: bool) -> Tensor:
-    """Compute LongRoPE (arXiv 2402.13753): a factor for each frequency, by the text's length."""
+    """Compute LongRoPE (arXiv 2402.13753): one factor for each frequency, depending on the text's length."""
     key = "long_factor" if is_long else "short_factor"
     factors = rope.settings.get(key)
     if not isinstance(factors, list) or len(factors) != dim // 2:

@@ -1,11 +1,11 @@
-"""Bring experts from host memory to the card, into slots and stacks that the products read.
+"""Bring experts from host memory to the card, into slots and buffers that the products read.
 
-A decode step fetches the experts that its tokens take, each once, into slots that live as long as the layer's products;
-the device decides which, inside the captured step. A prompt takes nearly all experts of a layer, so they are copied
-whole, the next layer's beside the products of this one, and kept from prefill chunk to prefill chunk. Buffers are
-filled behind all that was launched on the stream that reads them, and read behind what fills them. Other streams, and
-captured steps, have memory of their own. Bytes over the link: of a decode step each expert that is taken, once; of a
-prompt each layer's experts once, while no more than STAGED_STACKS layers are needed in turn.
+A decode step fetches the experts that its tokens choose, each once, into slots that live until the layer's products are
+done; the device decides which, inside the captured step. A prompt chooses nearly all experts of a layer, so they are
+copied whole, the next layer's beside the products of this one, and kept from prefill chunk to prefill chunk. A buffer
+is filled after everything launched on the stream that reads it, and read after it is filled. Other streams, and
+captured steps, have memory of their own. Bytes over the link: in a decode step each chosen expert once; for a prompt
+each layer's experts once, as long as no more than STAGED_STACKS layers are needed in turn.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ from transfer.copies import PASSED, Event, Streams
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A buffer for one layer's experts. memory: uint8; layer: whose experts it holds, or None; filled: when they are
-    there.
+    """A buffer for one layer's experts.
+
+    memory: uint8. layer: whose experts it holds, or None. filled: event after which they are there.
     """
 
     memory: Tensor
@@ -33,8 +34,11 @@ class _Buffer:
 
 
 class StagedExperts:
-    """The experts in host memory of all layers, and their slots on the card, by the layer's number; None: it has none
-    in host memory. nums_on_card: of each layer's experts. It belongs to the stream that it is made on.
+    """The experts in host memory of all layers, and their slots on the card.
+
+    It belongs to the stream that creates it.
+
+    layers: by the layer's number; None: the layer has no experts in host memory. nums_on_card: of each layer's experts.
     """
 
     def __init__(self, layers: Sequence[HostExperts | None], nums_on_card: Sequence[int], device: torch.device) -> None:
@@ -48,37 +52,37 @@ class StagedExperts:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._streams = Streams(device)
         size = max((one.num_bytes(one.count) for one in layers if one is not None), default=0)
-        self._buffers = [  # used longest ago first
+        self._buffers = [  # the least recently used first
             _Buffer(torch.empty(size, dtype=torch.uint8, device=device), None, PASSED) for _ in range(STAGED_STACKS)
         ]
         self._last: int | None = None
         self.num_listed = torch.zeros(1, dtype=torch.int64, device=device)
-        """On the device: what was fetched one by one since the start, also by steps that are replayed."""
+        """Experts fetched one by one since the start, also by replayed steps; counted on the device."""
         self._host_count = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._num_fetched = 0
         self.num_copied = 0
-        """Experts of layers that were copied whole."""
+        """Experts that were copied with their whole layer."""
 
     @property
     def num_fetched(self) -> int:
-        """Return `num_listed` up to the last step that is over; waits for nothing."""
+        """Return `num_listed` as of the last finished step, without waiting."""
         # The copies of two lanes may land in either order, so a later one can be smaller.
         self._num_fetched = max(self._num_fetched, int(self._host_count))
         return self._num_fetched
 
     def end_step(self) -> None:
-        """Count what the last launched step fetches once it is over."""
+        """Start to copy the count to the host, after what the last launched step fetches."""
         self._host_count.copy_(self.num_listed, non_blocking=True)
 
     @property
     def is_kept(self) -> bool:
-        """Return whether what is needed now may stay for the next use: on this stream, and not in a graph."""
+        """Return whether experts may stay in a buffer for the next use: on this stream, and not in a graph."""
         if self._stream is None:
             return True
         return torch.cuda.current_stream(self._device) == self._stream and not torch.cuda.is_current_stream_capturing()
 
     def fetch_listed(self, layer: int, listed: Listed) -> FarExperts:
-        """Return the listed experts in their slots; the caller launches what reads them before the next call."""
+        """Fetch the listed experts into slots. The caller launches what reads them before the next call."""
         own, num_slots = self._of(layer), len(listed.wanted)
         if self.is_kept:
             buffer = self._take(None)
@@ -91,12 +95,13 @@ class StagedExperts:
         return FarExperts(slots.gate_up, slots.down, listed.places)
 
     def without_experts(self, layer: int) -> FarExperts:
-        """Return none of a layer's experts, for something else computes them."""
+        """Return a layer without experts on the card, because the CPU computes them."""
         return FarExperts(None, None, self._places[layer])
 
     def copy_layer(self, layer: int) -> FarExperts:
-        """Return all experts of a layer, in their order; the caller launches what reads them before the next call. The
-        next layer's copy follows if this layer came behind the one before it.
+        """Return all experts of a layer, in order. The caller launches what reads them before the next call.
+
+        If layers come in order, the next layer's copy is started as well.
         """
         assert self.is_kept, "staged experts: nothing is kept for another stream, nor in a graph"
         place = self._numbers.index(layer)

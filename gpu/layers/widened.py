@@ -1,10 +1,10 @@
-"""Matrices of few bits as prefill multiplies them, kept from one unit of a layer to the next.
+"""Keep packed matrices in the form in which prefill multiplies them, from one unit of a layer to the next.
 
-Prefill goes layer by layer, chunk after chunk, so a kept matrix is widened once a layer and not once a chunk. A layer's
-largest matrices have a place each; those that do not fit beside these share the room behind them, and are widened
-whenever they are asked for. What is kept is written and read on one stream; for other streams, and in a captured step,
-matrices are widened in new memory. A captured layer of a prefill, which runs on that stream, reads the same places:
-what has a place of its own is made ready in front of it.
+Prefill goes layer by layer, chunk after chunk, so a kept matrix is widened once per layer and not once per chunk. A
+layer's largest matrices have their own places. Those that do not fit beside them share the room that is left, and are
+widened on every use. Kept matrices are written and read on one stream. On other streams, and in a captured step,
+matrices are widened in new memory. A captured layer of prefill runs on that one stream and reads the same places, so
+matrices with their own places are widened before its graph is replayed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The bytes of a widened matrix. is_own: no other matrix of its layer has them."""
+    """The bytes of a widened matrix. is_own: no other matrix of its layer uses them."""
 
     begin: int
     end: int
@@ -30,20 +30,21 @@ class _Place:
 
 
 class Widened:
-    """Matrices widened to the compute dtype, in `most_bytes`; a larger one is not kept. It belongs to the stream that
-    it is made on. What it returns is valid until the next matrix is asked for.
+    """Matrices widened to the compute dtype, in `most_bytes` of memory; a larger matrix is not kept.
+
+    It belongs to the stream that creates it. A result is valid until the next matrix is requested.
     """
 
     def __init__(self, most_bytes: int, device: torch.device) -> None:
         self.most_bytes = most_bytes
         self._memory: Tensor | None = None  # of bytes, from the first matrix on
         self._places: dict[int, _Place] = {}  # by the address of a matrix's words
-        self._kept: dict[int, _Place] = {}  # those that are there now
-        self._noted: list[Packed] | None = None  # what a layer that is captured asks for
+        self._kept: dict[int, _Place] = {}  # the matrices that are in memory now
+        self._noted: list[Packed] | None = None  # the matrices that the layer being captured uses
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def lay_out(self, layer: Sequence[Packed]) -> None:
-        """Give the matrices of a layer their places. Of a large one most is saved, so these come first."""
+        """Assign places to the matrices of a layer, the largest first, since keeping these saves the most."""
         sizes = [(_bytes_of(packed), packed.words.data_ptr()) for packed in layer]
         left = sorted((size for size in sizes if size[0] <= self.most_bytes), reverse=True)
         begin, shared = 0, []
@@ -59,7 +60,10 @@ class Widened:
         self._places |= {key: _Place(begin, begin + size, False) for size, key in shared}
 
     def __call__(self, packed: Packed) -> Tensor:
-        """Return `[rows, inner]` of packed.dtype, columns in the matrix's order; not to be written to."""
+        """Return the matrix, `[rows, inner]` of packed.dtype, columns in the matrix's order.
+
+        The caller must not write to it.
+        """
         place = self._places.get(packed.words.data_ptr())
         if place is None:
             return widen(packed)
@@ -74,7 +78,7 @@ class Widened:
         return memory if place.is_own else widen(packed, memory)
 
     def make_ready(self, packed: Packed) -> None:
-        """Widen a matrix that has a place of its own, if it is not there, and forget what its place had."""
+        """Widen a matrix that has its own place, unless it is there, and forget what the place held before."""
         key = packed.words.data_ptr()
         place = self._places[key]
         if key in self._kept:
@@ -88,8 +92,10 @@ class Widened:
 
     @contextmanager
     def noted(self, noted: list[Packed]) -> Iterator[None]:
-        """Note what is asked for, in the graph of a layer that is captured. What has a place of its own is not widened:
-        whoever replays the graph calls `make_ready` with each of the list before.
+        """List the matrices that are used while a layer is captured.
+
+        A matrix with its own place is not widened in the graph: before each replay the caller calls `make_ready` with
+        each of the list.
         """
         noted.clear()
         self._noted = noted
@@ -99,7 +105,7 @@ class Widened:
             self._noted = None
 
     def _memory_of(self, packed: Packed, place: _Place) -> Tensor:
-        """Return a place as a matrix `[rows, inner]`."""
+        """Return the memory of a place as a matrix `[rows, inner]`."""
         if self._memory is None:
             self._memory = torch.empty(self.most_bytes, dtype=torch.uint8, device=packed.words.device)
         return self._memory[place.begin : place.end].view(packed.dtype).view(packed.rows, packed.inner)
