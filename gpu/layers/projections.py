@@ -278,7 +278,7 @@ class Projections:
         width, num_tokens = len(weights.norm), len(token_ids)
         own = slice(layers.start * width, layers.stop * width)
         made = as_matrix(weights.projection[own]).linear(embedded)
-        made = rms_norm(made.view(-1, width), weights.norm, self.eps * embedded.shape[1])  # as of hidden ** -0.5 times it
+        made = rms_norm(made.view(-1, width), weights.norm, self.eps * embedded.shape[1])  # as of it by hidden ** -0.5
         table = weights.table.unflatten(1, (-1, width))[:, layers.start : layers.stop]
         rows = table.index_select(0, token_ids).mul_(torch.tensor(width**0.5, dtype=made.dtype).item())
         return made.view(num_tokens, len(layers), width).add_(rows).mul_(2**-0.5)

@@ -1,4 +1,4 @@
-"""The attention methods, a folder each: what one states of itself, its kernels and state.
+"""Hold the attention methods, a folder each: a method's description of itself, its kernels and its state.
 
-`docs/ARCHITECTURE.md` says how to add one; `tests/gpu/new_method/alternate` is the smallest that does something.
+`docs/ARCHITECTURE.md` says how to add a method; `tests/gpu/new_method/alternate` is a small example.
 """

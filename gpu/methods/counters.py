@@ -1,18 +1,18 @@
-"""A method's counters while it serves, and how evaluations use them. No torch."""
+"""Define a method's counters while it serves, and how evaluations use them. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Counts = Mapping[str, Sequence[int]]
-"""Numbers by counter: one a layer for a counter that is `by_layer`, else a single one."""
+"""Numbers by counter: one per layer if the counter is `by_layer`, else a single one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """One named number of a method; `/metrics` shows it as `tandem_NAME`.
+    """A named number of a method; `/metrics` shows it as `tandem_NAME`.
 
-    description: its help text. by_layer: there is one number for each layer of the model. is_gauge: the number is the
-    present one; else it only grows since the engine started.
+    description: its help text. by_layer: there is one number per layer of the model. is_gauge: the number is a present
+    value; else it only grows from the engine's start.
     """
 
     description: str
@@ -22,10 +22,11 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class RequestFigure:
-    """One number of a single request, which its answer's `usage` has by name; `/metrics` sums it as `tandem_METRIC`.
+    """A number of a single request. The answer's `usage` has it by name; `/metrics` sums it as `tandem_METRIC`.
 
-    description: help text. of_prompt: it is of the prompt, stands in `prompt_tokens_details` and counts once for all
-    answers to it; else it is added up over answers, in `completion_tokens_details`. metric: empty, it is not summed.
+    description: help text. of_prompt: the number describes the prompt. Then it is in `prompt_tokens_details`, and
+    counts once for all answers to the prompt; else it is summed over answers, in `completion_tokens_details`. metric:
+    empty: it is not summed.
     """
 
     description: str
@@ -35,9 +36,9 @@ class RequestFigure:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A quotient of two counters that evaluations report.
+    """A quotient of two counters, `part` over `whole`, that evaluations report.
 
-    by_group: multiply it by the query heads of a KV head. of_all_layers: report it of all layers together as well.
+    by_group: multiply it by the query heads of a KV head. of_all_layers: report it also over all layers together.
     """
 
     part: str
@@ -48,13 +49,13 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class SavedReads:
-    """What a method spared decode steps, and what it cost them.
+    """What a method saved decode steps from reading, and what it cost them.
 
-    keys: that query heads did not read, summed over heads and layers.
+    keys: keys that query heads did not read, summed over heads and layers.
     rows: keys with their values that KV heads did not read.
-    own_bytes: that it read and wrote for this.
-    rows_include_host: `rows` hold those in host memory as well.
-    host_rows: of those, which another such method of the profile holds too.
+    own_bytes: bytes that the method read and wrote itself.
+    rows_include_host: whether `rows` include rows in host memory.
+    host_rows: those of `rows` that another such method of the profile counts as well.
     """
 
     keys: int = 0
@@ -65,7 +66,7 @@ class SavedReads:
 
 
 def add_counts(counts: Sequence[Counts]) -> dict[str, list[int]]:
-    """Return the sums by name over several methods or settings."""
+    """Return the sums by name over several methods or profiles."""
     sums: dict[str, list[int]] = {}
     for one in counts:
         for name, numbers in one.items():
@@ -75,7 +76,7 @@ def add_counts(counts: Sequence[Counts]) -> dict[str, list[int]]:
 
 
 def subtract_counts(after: Counts, before: Counts) -> dict[str, list[int]]:
-    """Return what was counted between two looks."""
+    """Return what was counted between two readings of the counters."""
     return {
         name: [late - early for late, early in zip(numbers, before.get(name, [0] * len(numbers)), strict=True)]
         for name, numbers in after.items()

@@ -1,4 +1,4 @@
-"""The tokens and layers of a context that stay on the device when the rest is in host memory. No torch."""
+"""Say which tokens and layers of a context stay on the device when the rest is in host memory. No torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,13 +14,15 @@ OFFLOAD_KEYS = {
     "resident": "resident_tokens",
     "residency": "residency",
 }
-"""Settings of the `host` section that change a decoded token's KV where contexts go there (`Method.kv_host`)."""
+"""Settings of the `host` section that change a decoded token's KV if contexts are offloaded (`Method.kv_host`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Tokens that stay on the device. sink_tokens, window_tokens: at the front and end of each context, before they are
-    rounded up to whole pages; dense_layers: layers of which all tokens stay, sorted.
+    """The tokens and layers of a context that stay on the device.
+
+    sink_tokens, window_tokens: at the front and the end of each context, before rounding up to whole pages.
+    dense_layers: layers of which all tokens stay, sorted.
     """
 
     sink_tokens: int
@@ -29,13 +31,16 @@ class Kept:
 
 
 def keep_as_set(host: HostConfig, architecture: Architecture) -> Kept:
-    """Return what the `host` section asks for; by default layers 0 and half the depth. Window layers always stay."""
+    """Return what the `host` section keeps.
+
+    Layers with a window stay always, and by default layer 0 and the middle one.
+    """
     layers = (0, architecture.num_layers // 2) if host.dense_layers is None else host.dense_layers
     return Kept(host.sink_tokens, host.window_tokens, tuple(sorted({*layers, *architecture.layers_apart})))
 
 
 def join_kept(kept: Iterable[Kept]) -> Kept:
-    """Return what all of these keep: the most tokens, and every layer that one of them keeps."""
+    """Return what all of these keep together: the most tokens, and every layer that one of them keeps."""
     every = list(kept)
     return Kept(
         max((one.sink_tokens for one in every), default=0),

@@ -1,6 +1,8 @@
-"""The contract of an attention method: a base class with defaults, filled in by each folder of `gpu.methods`. No torch.
+"""Define what an attention method states about itself: a base class with defaults, which each method overrides.
 
-Nobody outside of its folder asks for a method's name: what it states here is all that others know of it.
+No torch.
+
+No code outside of a method's folder compares its name: what the method states here is all that others know of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +27,14 @@ class NoSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Device memory that a method takes, in bytes.
+    """Device memory that a method takes.
 
-    sequence_bytes: of a ring, or for each running sequence of a method without rings.
-    sequence_rows: keys and values of one KV head beside that, stored as in KV pages.
-    sequence_numbers: beside both, numbers of the type that computes.
-    work_bytes: that its steps and prompts pass through, for all sequences together.
-    page_bytes: of a page of `page_tokens` tokens, of those that its rings share and take as contexts grow; 0: they
-        share none.
+    sequence_bytes: bytes of a ring, or of each running sequence for a method without rings.
+    sequence_rows: further rows (key and value of one KV head), stored as in KV pages.
+    sequence_numbers: further numbers, in the compute dtype.
+    work_bytes: scratch memory of its steps and prompts, for all sequences together.
+    page_bytes: bytes of a page of `page_tokens` tokens, if its rings share pages and take more as contexts grow; 0:
+    they share none.
     """
 
     sequence_bytes: int = 0
@@ -47,10 +49,10 @@ class Footprint:
 class ReadCost:
     """What a decode step reads of one row's context in host memory, in tokens of all its KV heads.
 
-    fetched: brought over the link.
-    on_device: read on the device after that.
-    streamed: read by the CPU one behind another.
-    sampled: of which the CPU reads the sample that hash tables choose.
+    fetched: tokens brought over the link.
+    on_device: tokens read on the device after that.
+    streamed: tokens read by the CPU one after another.
+    sampled: tokens of which the CPU reads only the sample that hash tables choose.
     """
 
     fetched: float = 0.0
@@ -62,89 +64,95 @@ class ReadCost:
 class Method:
     """An attention method; `gpu/methods/<name>/__init__.py` has an instance as `METHOD`.
 
-    `_` in a folder's name is `+` in the method's, which joins two methods: the name of one is a single word. Only
-    `name` and `summary` are needed. The defaults are those of full attention on the device.
+    A method that joins two others has `+` in its name and `_` in its folder's; all other names are single words. Only
+    `name` and `summary` are required. The defaults are those of full attention on the device.
     """
 
-    # What it is called, and where it stands in a profile.
+    # Its name, and the slot of a profile that it fills.
     name: ClassVar[str]
     summary: ClassVar[str]  # one sentence for docs/CONFIGURATION.md
     slot: ClassVar[Slot] = "host"
-    refuses: ClassVar[Mapping[str, str]] = {}  # why it is not composed with others, by how their names begin
+    refuses: ClassVar[Mapping[str, str]] = {}  # methods it is not composed with: start of their name -> reason
     # Its settings.
     settings: ClassVar[type[Settings]] = NoSettings
-    shared_key: ClassVar[str | None] = None  # of `host`: settings of all profiles there; None: each has its own
-    # Settings that change the KV it writes, by their short names in `kv_key`; none: it writes the model's own KV.
+    shared_key: ClassVar[str | None] = None  # key of `host` with one set of settings for all profiles; None: none
+    # Settings that change the KV it writes, by their short names in `kv_key`. Empty: it writes the model's own KV.
     kv_settings: ClassVar[Mapping[str, str]] = {}  # settings of its own
     kv_host: ClassVar[Mapping[str, str]] = {}  # settings of the `host` section
     # What it does with a context in host memory.
     reading: ClassVar[Reading] = Reading.NONE
     excludes_blocks: ClassVar[bool] = False  # its device side sets `LayerReads.excluded`
-    # What it does in decode steps and prefill. A sequence of a method with rings holds a ring while it runs, if it has
-    # `least_ring_tokens`, and waits in admission while none is free. A step has rows of all profiles, and
-    # `RingSide.ring_of_slot` alone says whose they are: a method that changes its own rows only has rings, even if it
-    # keeps nothing in them.
+    # What it does in decode steps and prefill. With a method with rings, a running sequence holds a ring if it has
+    # `least_ring_tokens`, and waits for admission while none is free. A step has rows of all profiles, and only
+    # `RingSide.ring_of_slot` says which method they belong to. So a method that changes only its own rows has rings,
+    # even if it keeps nothing in them.
     has_rings: ClassVar[bool] = False
-    # Module with `make_device_side(settings, site)`, or of a method with rings `make_ring_side(settings, site,
+    # Module with `make_device_side(settings, site)`, or, with rings, `make_ring_side(settings, site,
     # num_rings)`: see `gpu.methods.device_side`.
     device_side: ClassVar[str | None] = None
-    # Of a method with rings: whether a ring may draft for a sequence whose own steps go without it (`RingSide.rest`).
+    # With rings: whether a ring may draft for a sequence whose other steps run without it (`RingSide.rest`).
     drafts: ClassVar[bool] = False
-    # Whether rows of one sequence in a step, as a draft has them, take turns in its ring: `StepRows.turns`.
+    # Whether several rows of a sequence in one step, such as a draft's, take turns in its ring: `StepRows.turns`.
     takes_turns: ClassVar[bool] = False
-    why_no_drafts: ClassVar[str] = "it reads no less than what verifies does"  # where it does not
+    why_no_drafts: ClassVar[str] = "it reads no less than what verifies does"  # if it does not
     prefill_side: ClassVar[str | None] = None  # module with make_prefill_side(settings, site, dense)
-    # Whether its outputs come with the mass of what they stand for, which attention sinks are merged with.
+    # Whether its outputs come with an lse, which attention sinks need to be merged.
     has_mass: ClassVar[bool] = True
-    token_outputs: ClassVar[int] = 0  # memory that its sides take for a token, in outputs as wide as a query
+    token_outputs: ClassVar[int] = 0  # memory of its sides per token, in arrays as wide as a query
     # What it counts.
     counters: ClassVar[Mapping[str, Counter]] = {}  # of `DeviceSide.counts`, on /metrics
     figures: ClassVar[Mapping[str, RequestFigure]] = {}  # of `RingSide.figures_of`, in an answer's `usage`
     shares: ClassVar[Mapping[str, Share]] = {}  # quotients of counters that evaluations report
-    # What `tandem plan` and evaluations say of it.
+    # What `tandem plan` and evaluations say about it.
     plan_name: ClassVar[str] = ""  # empty: `name`
-    plan_words: ClassVar[str] = ""  # how contexts are read; empty: "device and host", and its name
-    measured: ClassVar[str] = ""  # what it lost on a pretrained model; empty: it reads everything
+    plan_words: ClassVar[str] = ""  # how contexts are read; empty: "device and host" and its name
+    measured: ClassVar[str] = ""  # its measured loss on a pretrained model; empty: it reads everything
     scored: ClassVar[tuple[Settings, ...]] = ()  # settings that the evaluations' set of served profiles runs
-    # Whether requests get it that name no profile, where a deployment leaves that open and it takes clearly less time
-    # than what reads everything: only of a method that held its promise on a pretrained model (`measured`).
+    # Whether requests without a profile get it, if the deployment names no default and it takes clearly less time
+    # than reading everything: only for a method whose quality held on a pretrained model (`measured`).
     is_default_if_faster: ClassVar[bool] = False
-    profiles: ClassVar[Mapping[str, Composition]] = {}  # with other methods, by names that `default_profile` may say
+    profiles: ClassVar[Mapping[str, Composition]] = {}  # with other methods, by names for `default_profile`
 
     @property
     def reads_all(self) -> bool:
-        """Return whether it says where contexts lie, and reads all of them without keeping anything of a sequence."""
+        """Return whether it decides only where contexts are stored: it reads all of them, and keeps nothing per
+        sequence.
+        """
         return self.slot == "host" and not self.has_rings and self.reading in (Reading.NONE, Reading.WHOLE)
 
     def find_conflict(self, settings: Any, host: HostConfig) -> str | None:
-        """Return why these settings cannot stand beside a `host` section, or None where they can."""
+        """Return why these settings do not work with a `host` section, or None if they do."""
         return None
 
     def why_not_beside(self, settings: Any, other: str) -> str:
-        """Return why it is not composed with the method of this name; empty: it is."""
+        """Return why it cannot be composed with the method of this name; empty: it can."""
         return next((why for begin, why in self.refuses.items() if other.startswith(begin)), "")
 
     def why_no_draft(self, settings: Any, most_tokens: int) -> str:
-        """Return why a profile with it has no drafts of so many tokens; empty: it has."""
+        """Return why a profile with it can have no drafts of so many tokens; empty: it can."""
         return ""
 
     def why_no_epsilon(self, settings: Any) -> str:
-        """Return why a request may not say which error is too large, behind the profile's name; empty: it may."""
+        """Return why a request may not set its largest error, to follow the profile's name in a message;
+        empty: it may.
+        """
         return "bounds no error of a step"
 
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept | None:
-        """Return what it needs on the device of a context in host memory, or None where it needs nothing."""
+        """Return which part of an offloaded context it needs on the device, or None if it needs nothing."""
         return None
 
     def align_tokens(self, settings: Any) -> int:
-        """Return the tokens of a block: prefill units and shared prefixes end at its multiples. 1: there are no blocks.
+        """Return the tokens of a block.
 
-        The last block of a prompt may be computed otherwise and is not shared.
+        Prefill units and shared prefixes end at multiples of it; 1: there are no blocks.
+
+        The last block of a prompt may be computed differently, and is not shared.
         """
         return 1
 
     def works_in(self, settings: Any, architecture: Architecture) -> bool:
-        """Return whether the model has a layer for it. A profile with rings is refused where there is none."""
+        """Return whether the model has a layer in which it works. A profile with rings is refused if there is none."""
         return len(architecture.layers_apart) < architecture.num_layers
 
     def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
@@ -152,17 +160,19 @@ class Method:
         return Footprint()
 
     def count_rings(self, settings: Any) -> int | None:
-        """Return how many rings there are; None: as many as an eighth of the free memory holds, if they take any."""
+        """Return the number of rings. None: as many as an eighth of the free memory holds, if they take any memory."""
         return None
 
     def takes_ring_late(self, settings: Any) -> bool:
-        """Return whether a sequence takes its ring once it has tokens in host memory, and goes on without while none is
-        free; else at admission.
+        """Return whether a sequence takes its ring only once it has tokens in host memory, and runs without while none
+        is free.
+
+        False: a sequence takes its ring at admission.
         """
         return False
 
     def shared_tokens(self, settings: Any) -> int | None:
-        """Return for how many tokens there are pages that its rings share; None: nobody says, or they share none."""
+        """Return for how many tokens there are pages that its rings share; None: not set, or they share none."""
         return None
 
     def ring_page_tokens(self, settings: Any) -> int:
@@ -170,34 +180,36 @@ class Method:
         return 0
 
     def least_ring_tokens(self, settings: Any) -> int:
-        """Return the prompt and answer tokens below which a sequence goes without a ring, and so without the method."""
+        """Return the prompt and answer tokens below which a sequence runs without a ring, and so without the method."""
         return 0
 
     def read_cost(self, settings: Any, context_tokens: int, host_tokens: int) -> ReadCost:
-        """Return what a step reads of `host_tokens` in host memory, of a context of `context_tokens`."""
+        """Return what a step reads of the `host_tokens` of a context that are in host memory."""
         if self.reading is Reading.SAMPLE:
             return ReadCost(sampled=host_tokens)
         return ReadCost(streamed=host_tokens)
 
     def unread_tokens(self, settings: Any, context_tokens: int, middle_tokens: int) -> int:
-        """Return how many tokens fewer a step reads of a context that is whole on the device, of the `middle_tokens`
-        between sink and window; what it reads in their place counts against it.
+        """Return how many tokens fewer a step reads of a context that is whole on the device.
+
+        middle_tokens: tokens between sink and window. What the step reads in place of the saved tokens is subtracted.
         """
         return 0
 
     def tell_measured(self, settings: Any, where: "Where | None", entries: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return what a plan says of times that engines measured, or None. where: None without a GPU; entries: of
-        `transfer.measured`, the latest last.
+        """Return what a plan says about times that engines measured, or None.
+
+        where: None without a GPU. entries: of `transfer.measured`, the latest last.
         """
         return None
 
     def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
-        """Return what decode steps did not read because of it, by what its device side counted of them."""
+        """Return what decode steps did not read because of it, from the counts of its device side."""
         return SavedReads()
 
 
 class RingMethod(Method):
-    """A method with rings, whose settings have `rings` and `min_context_tokens`."""
+    """A method with rings, whose settings have the fields `rings` and `min_context_tokens`."""
 
     has_rings = True
     token_outputs = 8  # summaries in two precisions, copies of queries, partials
@@ -214,8 +226,9 @@ class RingMethod(Method):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What times of steps depend on beside a method's settings. gpu: its name; kv: how rows are stored on the device;
-    num_layers: of which contexts may be offloaded.
+    """What step times depend on beside a method's settings.
+
+    gpu: the GPU's name. kv: how rows are stored on the device. num_layers: the number of layers that may be offloaded.
     """
 
     gpu: str
@@ -226,7 +239,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class ProfilePart:
-    """A method with its settings, which fills its slot of a profile."""
+    """A method with its settings, which fills one slot of a profile."""
 
     method: Method
     settings: Settings
@@ -241,8 +254,10 @@ class ProfilePart:
 
 @dataclass(frozen=True, slots=True)
 class MethodState:
-    """What one part of a profile keeps on the device. count: of its rings, None: nobody has said how many; pages: that
-    these share; turns: that rows of a step take in a ring at most.
+    """What one part of a profile keeps on the device.
+
+    count: number of its rings; None: not known. pages: number of pages that the rings share. turns: the most rows of a
+    step that take turns in one ring.
     """
 
     part: ProfilePart
@@ -258,15 +273,16 @@ class MethodState:
         return self.part.method.footprint(self.part.settings, architecture, max_running)
 
     def sequence_bytes(self, architecture: Architecture, max_running: int, row_bytes: int, dtype_bytes: int) -> int:
-        """Return the bytes of one sequence's state, with rows of `row_bytes` in KV pages and numbers of `dtype_bytes`
-        that compute.
+        """Return the bytes of one sequence's state.
+
+        row_bytes: of a row in KV pages. dtype_bytes: of a number in the compute dtype.
         """
         own = self.footprint(architecture, max_running)
         return own.sequence_bytes + own.sequence_rows * row_bytes + own.sequence_numbers * dtype_bytes
 
 
 def _flatten(tree: Mapping[Any, Any], inside: str = "") -> Iterator[tuple[str, Setting | tuple[Setting, ...]]]:
-    """Yield the values in a mapping by their names; those in a mapping in it have dots."""
+    """Yield all values of a mapping with their names. Names inside nested mappings are joined by dots."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{inside}{key}.")

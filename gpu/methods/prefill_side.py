@@ -1,8 +1,8 @@
-"""The prefill side of a method: what a method of the slot `prefill` does in each layer of a unit.
+"""Define what a prefill method does in each layer of a prefill unit.
 
-Invariant: what a query gets depends on the keys, values and queries of its own prompt up to its own position's aligned
-block, and on where the prompt ends, never on where units end or on what else is computed: so KV that the next layer
-makes of it can be found again by its tokens.
+Invariant: a query's result depends on the keys, values and queries of its own prompt up to the end of its own aligned
+block, and on where the prompt ends. It never depends on where units end or on what else is computed. So KV that the
+next layer computes from it can be found again by its tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -19,31 +19,36 @@ from gpu.step import PartId
 
 
 class PrefillSide(ABC):
-    """One method with its settings. Units end at multiples of the `align_tokens` that it states, or with the prompt;
-    `query.begin` is such a multiple, or 0.
+    """A prefill method with its settings.
+
+    Units end at multiples of its `align_tokens` or at the prompt's end; `query.begin` is such a multiple, or 0.
     """
 
     def make_state(self, layer: int, begin: int, num_prompt_tokens: int) -> object | None:
-        """Return what it keeps from unit to unit of one prompt's layer, of which positions `[begin, num_prompt_tokens)`
-        are computed: it comes with each query, and goes when the layer is done.
+        """Return the method's state for one layer of a prompt, of which positions `[begin, num_prompt_tokens)` are
+        computed.
+
+        The state comes with each query, from unit to unit, and is dropped when the layer is done.
         """
         return None
 
     def first_own_token(self) -> int:
-        """Return where the first unit begins that it does not leave to dense prefill; a multiple of `align_tokens`."""
+        """Return where the first unit begins that the method does not leave to dense prefill; a multiple of
+        `align_tokens`.
+        """
         return 0
 
     def is_faster_alone(self, num_queries: int, past: int) -> bool:
-        """Return whether a prompt's part of so many queries is better not computed together with others."""
+        """Return whether so many queries of a prompt are computed faster without being packed with other prompts."""
         return False
 
     @abstractmethod
     def attend(self, query: PrefillQuery) -> Attended:
-        """Return what the queries get of all keys up to their own positions."""
+        """Attend with the queries to all keys up to their own positions."""
 
 
 def make_prefill_sides(parts: Sequence[ProfilePart], site: Site, dense: PrefillSide) -> dict[PartId, PrefillSide]:
-    """Return the sides of the prefill methods among these, by what units name them. dense: what they fall back on."""
+    """Return the prefill sides of these parts, by the id that units use. dense: the side that they fall back on."""
     found = [(part, part.method.prefill_side) for part in parts]
     return {
         part.id: import_module(module).make_prefill_side(part.settings, site, dense)
@@ -55,10 +60,10 @@ def make_prefill_sides(parts: Sequence[ProfilePart], site: Site, dense: PrefillS
 def warm_up_sides(
     sides: Iterable[PrefillSide], keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: int, layer: int
 ) -> None:
-    """Compile the kernels of each side on one attention unit of random keys, so that no prompt waits for them.
+    """Compile each side's kernels on one attention unit of random keys, so that no prompt waits for them.
 
-    layer: one that no method leaves to dense prefill, such as the model's last. keys, values: `[kv_heads, context,
-    dim]`, strided as prefill's own buffers are; overwritten. A side without a unit in so short a context is left out.
+    keys, values: `[kv_heads, context, dim]`, strided as prefill's own buffers; they are overwritten. layer: one that no
+    method leaves to dense prefill, such as the model's last. A side that has no unit in so short a context is skipped.
     """
     context, dim = keys.shape[1:]
     for side in sides:

@@ -1,4 +1,4 @@
-"""The attention methods that there are: the folders of `gpu.methods`. No list names them. No torch."""
+"""List the attention methods: the folders of `gpu.methods`. No list names them. No torch."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -20,7 +20,7 @@ def list_methods() -> dict[str, Method]:
 
 
 def list_counters() -> dict[str, Counter]:
-    """Return the counters of all methods by name; methods that name the same one mean the same."""
+    """Return the counters of all methods by name. Methods may share a counter, which must then be the same in each."""
     counters: dict[str, Counter] = {}
     for method in list_methods().values():
         for name, counter in method.counters.items():
@@ -29,16 +29,19 @@ def list_counters() -> dict[str, Counter]:
 
 
 def list_figures() -> dict[str, RequestFigure]:
-    """Return the figures of requests of all methods by name; methods that name the same one mean the same."""
+    """Return the request figures of all methods by name.
+
+    Methods may share a figure, which must then be the same in each.
+    """
     figures: dict[str, RequestFigure] = {}
     for method in list_methods().values():
-        assert method.has_rings or not method.figures, f"methods: {method.name!r} tells of requests, and holds no rings"
+        assert method.has_rings or not method.figures, f"methods: {method.name!r} has figures of requests, but no rings"
         for name, figure in method.figures.items():
             assert figures.setdefault(name, figure) == figure, f"methods: two meanings of the figure {name!r}"
     return figures
 
 
 def list_shares() -> list[str]:
-    """Return the names of what evaluations report of all layers together, of all methods."""
+    """Return the names of the shares that evaluations report over all layers, of all methods."""
     shares = (item for method in list_methods().values() for item in method.shares.items())
     return list(dict.fromkeys(name for name, share in shares if share.of_all_layers))

@@ -1,9 +1,9 @@
-"""Attention to offloaded or resident tokens through an index of keys and values in few bits, which the device keeps.
+"""Attend to offloaded or resident tokens through an index, which holds keys and values in few bits on the device.
 
-Every such key has a copy of 4 bits a dimension on the device, so a step scores all of them there. The tokens with the
-most of the softmax of a KV head's query heads are read exactly: over the link, into slots that keep them while they
-stay chosen, or in resident pages. All others are estimated, by their scores and a copy of their values of 2 bits a
-dimension. Nothing is dropped, and the CPU reads nothing for a sequence that holds an index.
+Every such key has a copy of 4 bits per dimension on the device, so a step scores all of them there. For each KV head,
+the tokens with the most of its query heads' softmax are read exactly: over the link, into slots that keep them as long
+as they are chosen, or in resident pages. All others are estimated, from their scores and a copy of their values of 2
+bits per dimension. Nothing is dropped, and the CPU reads nothing for a sequence that holds an index.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ from transfer.places import COLUMNS, most_pieces
 from transfer.reading import Reading
 from transfer.tier_shape import WORD_BITS
 
-SPLIT_TOKENS = 1_024  # that one program scores, counts, or chooses from; also of a page, which indexes are made of
-BLOCK_TOKENS = 32  # whose values have one centre in the index
-READ_SLOTS = 128  # that one program attends to
+SPLIT_TOKENS = 1_024  # tokens that one program scores, counts or chooses from; also the tokens of an index page
+BLOCK_TOKENS = 32  # tokens whose values share one centre in the index
+READ_SLOTS = 128  # slots that one program attends to
 BINS = 512  # of the histogram from which the threshold of a choice is taken
 MASS_UNIT = 1_000_000  # counters are integers: mass and errors are counted in millionths
 NUM_OF_LAYERS, NUM_OF_RINGS = 3, 5  # sums that `gpu.methods.indexed.reporting` keeps of a layer, and of a ring
@@ -68,7 +68,7 @@ def most_pages(architecture: Architecture) -> int:
 def page_arrays(
     settings: IndexedSettings, architecture: Architecture, num_layers: int, num_pages: int
 ) -> dict[str, ArraySpec]:
-    """Return pages of indexes of so many layers, by the fields of `gpu.methods.indexed.ring.Index`."""
+    """Return the arrays of index pages, by the fields of `gpu.methods.indexed.ring.Index`."""
     dim, pages = architecture.dim, (num_layers, num_pages, architecture.num_kv_heads)
     return {
         "codes": ArraySpec((*pages, SPLIT_TOKENS, dim * settings.key_bits // 8), "uint8"),
@@ -82,8 +82,9 @@ def page_arrays(
 def ring_arrays(
     settings: IndexedSettings, architecture: Architecture, num_layers: int, num_rings: int
 ) -> dict[str, ArraySpec]:
-    """Return what so many layers and rings have of their own, by the fields of `gpu.methods.indexed.ring.Index`,
-    without the rows in slots.
+    """Return the arrays that each ring has for itself, by the fields of `gpu.methods.indexed.ring.Index`.
+
+    The rows in slots are not among them.
     """
     dim, heads, tokens = architecture.dim, architecture.num_kv_heads, most_pages(architecture) * SPLIT_TOKENS
     pieces, places = most_pieces(architecture.max_context_tokens), num_rings * heads
@@ -101,7 +102,7 @@ def ring_arrays(
 
 
 def work_arrays(settings: IndexedSettings, architecture: Architecture, num_rings: int) -> dict[str, ArraySpec]:
-    """Return what one layer's step passes through, by the fields of `gpu.methods.indexed.ring.Work`."""
+    """Return the scratch arrays of one layer's step, by the fields of `gpu.methods.indexed.ring.Work`."""
     dim, group, splits = architecture.dim, architecture.group, most_pages(architecture)
     places, tokens = num_rings * architecture.num_kv_heads, splits * SPLIT_TOKENS
     slots = settings.num_slots(architecture.max_context_tokens)
@@ -128,7 +129,7 @@ def work_arrays(settings: IndexedSettings, architecture: Architecture, num_rings
 
 
 def report_arrays(architecture: Architecture, num_layers: int, num_rings: int) -> dict[str, ArraySpec]:
-    """Return what steps note of their errors, by the fields of `gpu.methods.indexed.reporting.Report`."""
+    """Return the arrays in which steps record errors, by the fields of `gpu.methods.indexed.reporting.Report`."""
     dim, group, places = architecture.dim, architecture.group, num_rings * architecture.num_kv_heads
     heads = (num_layers, places, group)
     return {
@@ -189,7 +190,7 @@ class Indexed(RingMethod):
         return keep_as_set(host, architecture)
 
     def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
-        """Return the bytes for all layers that may be offloaded; rows in slots are stored as they are computed with."""
+        """Return the bytes for all layers that may be offloaded. Rows in slots are in the compute dtype."""
         num_layers = architecture.num_layers - len(architecture.layers_apart)
         arrays = ring_arrays(settings, architecture, num_layers, 1)
         work = sum_bytes(work_arrays(settings, architecture, 1).values())
@@ -231,7 +232,10 @@ class Indexed(RingMethod):
         return SPLIT_TOKENS
 
     def read_cost(self, settings: Any, context_tokens: int, host_tokens: int) -> ReadCost:
-        """Return the cost if every step chooses other tokens; the index counts as tokens read on the device."""
+        """Return the cost for the worst case, in which every step chooses other tokens.
+
+        The index counts as tokens read on the device.
+        """
         if context_tokens < settings.min_context_tokens:
             return super().read_cost(settings, context_tokens, host_tokens)
         read = min(settings.count_chosen(host_tokens), host_tokens)
@@ -251,7 +255,7 @@ class Indexed(RingMethod):
         return f"resident: auto: {describe(read_crossovers(entries, identify(where, settings)))}"
 
     def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
-        """Return what was not read exactly; reading the index counts against it."""
+        """Return the reads that were estimated instead; reading the index is counted as a cost."""
         offloaded, read = sum(counts["index_offloaded_tokens"]), sum(counts["index_read_tokens"])
         token_bytes = settings.token_bytes(architecture.dim) + 2 * architecture.dim // BLOCK_TOKENS
         index_bytes = offloaded * token_bytes
@@ -261,7 +265,7 @@ class Indexed(RingMethod):
 
 
 def _index_tokens(settings: IndexedSettings, num_tokens: int) -> int:
-    """Return the index of so many tokens in tokens read, of rows in 16 bits."""
+    """Return the size of the index of so many tokens, in tokens with rows of 16 bits."""
     return num_tokens * (settings.key_bits + settings.value_bits) // 32
 
 

@@ -1,8 +1,8 @@
-"""Attend exactly to chosen tokens, and merge that with what is estimated into one partial for each row.
+"""Attend exactly to the chosen tokens, and merge that with the estimate into one partial per row.
 
-Rows that are not in their slots yet come over the link: a program loads them where they lie in host memory, stores them
-to the slots, and goes on with them. Bytes over the link: fresh rows, once for a KV head. Rows in resident pages are
-read there, and nothing is stored.
+Rows that are not in their slots yet come over the link: a program loads them from host memory, stores them to the
+slots, and goes on with them. Bytes over the link: fresh rows, once per KV head. Rows in resident pages are read there,
+and nothing is stored.
 """
 
 import torch
@@ -61,7 +61,7 @@ def attend_chosen_reference(
 
 
 def _fetch_reference(index: Index, work: Work, ring: int, kv_head: int, layout: Layout) -> None:
-    """Bring a place's fresh rows to their slots."""
+    """Copy a place's fresh rows to their slots."""
     place = ring * layout.kv_heads + kv_head
     fresh = work.fresh[place].nonzero().flatten()
     if len(fresh):
@@ -107,7 +107,7 @@ def _attend_kernel(
     WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Attend to some slots of one place."""
+    """Attend to READ_SLOTS slots of one place."""
     row, ring, place = place_of(rows, rings, KV_HEADS)
     kv_head, part = place % KV_HEADS, tl.program_id(1)
     count = tl.load(num_tokens + place)
@@ -189,7 +189,7 @@ def _join_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr,
     READS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Merge what one query head of one row has read, and what is estimated, which is rotated back."""
+    """Merge what one query head of one row read exactly with its estimate, which is rotated back first."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ring, column = tl.load(rings + row), tl.arange(0, WIDE)
     to = row * HEADS + head
@@ -234,19 +234,20 @@ def _join_kernel(
 def attend_chosen(
     query: Tensor, index: Index, work: Work, step: RingStep, layout: Layout, counts: Tensor, pages: Pages | None = None
 ) -> None:
-    """Attend to chosen tokens, of one layer: `work.read_out` and `read_lse`. Fresh ones are fetched to their slots, or
-    all are read in resident pages, if `step.page_slots` says that the ring's tokens lie there.
+    """Attend to the chosen tokens of one layer. Fills `work.read_out` and `read_lse`.
 
-    counts: int64 `[NUM_COUNTS]`, OFFLOADED, READ and FETCHED are added to; pages: of the layer, None: no ring has any.
+    Fresh tokens are fetched to their slots. If `step.page_slots` says that the ring's tokens are in resident pages, all
+    are read there. counts: int64 `[NUM_COUNTS]`, to whose OFFLOADED, READ and FETCHED this adds. pages: of the layer;
+    None: no ring has any.
     """
     if not runs_on_triton(index.codes):
         attend_chosen_reference(query, index, work, step, layout, counts, pages)
         return
     paged: dict[str, int | bool] = {"PAGED": False, "PAGE_TOKENS": 1, "KIND": 0}
-    at = (step.rows, index.keys, index.values, index.ids)  # not looked at
+    at = (step.rows, index.keys, index.values, index.ids)  # placeholders that the kernel does not read
     max_pages, first_cell = 0, 0
     if pages is not None:
-        assert step.page_slots is not None, "indexed: pages, but nobody says whose"
+        assert step.page_slots is not None, "indexed: pages, but no slots that they belong to"
         paged = {"PAGED": True, "PAGE_TOKENS": pages.keys.shape[2], "KIND": kind_of(pages.keys)}
         at = (step.page_slots, pages.keys, pages.values, pages.table)
         max_pages, first_cell = pages.table.stride(0), pages.first_cell
@@ -265,10 +266,10 @@ def attend_chosen(
 
 def join_parts(work: Work, rings: Tensor, wanted: Tensor, step: RingStep, layout: Layout,
                shape: tuple[int, int, int], counts: Tensor) -> Partial:  # fmt: skip
-    """Return the partial over all offloaded tokens of rows with a ring, the empty one for others.
+    """Return the partial over all offloaded tokens of rows with a ring; an empty partial for other rows.
 
-    rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]`, 0: the head reads nothing of it; shape: rows, heads
-    and dim; counts: int64 `[NUM_COUNTS]`, TOKENS, HEADS and MASS are added to.
+    rings: int32 `[rows]`, -1: none. wanted: uint8 `[rows, heads]`, 0: the head reads nothing by index. shape: rows,
+    heads and dim. counts: int64 `[NUM_COUNTS]`, to whose TOKENS, HEADS and MASS this adds.
     """
     if not runs_on_triton(work.logits):
         return join_parts_reference(work, rings, wanted, step, layout, shape, counts)

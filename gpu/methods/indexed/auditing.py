@@ -1,12 +1,12 @@
-"""Audit what steps estimate: read all of one layer and KV head in turn, aside, and compare.
+"""Audit what steps estimate: for one layer and KV head at a time, read everything in a thread and compare.
 
-The host picks layer, KV head and ring before a step is launched, and behind it, in stream order, copies what the step
-noted of them (`reporting.Report`) to pinned memory. So nothing is decided inside a captured step. A thread waits for
-that copy and attends to all offloaded rows of the KV head itself (`exact`). The CPU's attention for decode steps would
-not do: it answers a device that waits, a whole layer at once, with all threads. A loan keeps the rows where they are;
-one audit is under way at a time, and a step whose turn comes meanwhile is not audited.
+The host picks layer, KV head and ring before a step is launched. After the launch, in stream order, it copies what the
+step recorded of them (`reporting.Report`) to pinned memory. So nothing is decided inside a captured step. A thread
+waits for that copy and attends to all offloaded rows of the KV head itself (`exact`). It does not use the CPU's
+attention for decode steps, which answers a waiting device, a whole layer at once, with all threads. A loan keeps the
+rows where they are. One audit runs at a time, and a step whose turn comes meanwhile is not audited.
 
-The true error is |out - exact| / |exact|, of the whole output of a query head, with what is resident.
+The true error is |out - exact| / |exact|, of the whole output of a query head, resident tokens included.
 """
 
 import math
@@ -29,16 +29,18 @@ from transfer.copies import PASSED, Event
 from transfer.host_tier import Loan
 from transfer.tier_shape import Rows
 
-COVERED = 0.95  # of true errors, that lie below the bound
-MOST_RATIOS = 2_048  # the last audited heads, by which bounds are widened
-FIRST_FACTOR = 6.0  # before there are enough of them; SmolLM2-135M-Instruct comes to 4 to 8
+COVERED = 0.95  # share of true errors below the bound
+MOST_RATIOS = 2_048  # audited heads, the latest, from which the factor of bounds is taken
+FIRST_FACTOR = 6.0  # used before there are enough of them; SmolLM2-135M-Instruct comes to 4 to 8
 FEWEST_RATIOS = 64
-PRIOR_RATIOS = 4.0  # of 1, that each layer begins with
+PRIOR_RATIOS = 4.0  # number of ratios of 1 that each layer starts with
 
 
 @dataclass(slots=True)
 class AuditSums:
-    """Of audited query heads: how many, their relative errors, and how many were above the bound of their step."""
+    """Sums over audited query heads: their number, their relative errors, and how many were above their
+    step's bound.
+    """
 
     heads: int = 0
     error: float = 0.0
@@ -52,7 +54,7 @@ class AuditSums:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A row of a step that reads by index. sums: of its request; table: int64 `[layers, COLUMNS, pieces]`."""
+    """A row of a step that reads by index. sums: of its request. table: int64 `[layers, COLUMNS, pieces]`."""
 
     ring: int
     num_tokens: int
@@ -62,7 +64,7 @@ class Reading:
 
 @dataclass(slots=True)
 class _Audit:
-    """One audit; also the point behind which its loan ends."""
+    """One audit. It also serves as the event after which its loan ends."""
 
     reading: Reading
     layer: int
@@ -80,12 +82,12 @@ class _Audit:
 
 
 class Calibration:
-    """The factors that make bounds of expected errors, by layer, from audited ratios of true to expected errors.
+    """The factors that turn expected errors into bounds, by layer, from audited ratios of true to expected errors.
 
-    Layers differ in how much their values' errors have in common, so a factor is its layer's typical ratio times one
-    quantile, over all layers, of ratios to what was typical of theirs when they came. Of n it is the one of rank
-    ceil(0.95 (n + 1)), below which the next one lies with 95 % or more if they are exchangeable (split conformal
-    prediction). A bound is never below the expected error.
+    Layers differ in how much their values' errors have in common. So a layer's factor is its typical ratio times one
+    quantile over all layers: that of ratios divided by their layer's typical ratio at the time. Of n ratios the
+    quantile is the one of rank ceil(0.95 (n + 1)). If ratios are exchangeable, the next one lies below it with a
+    probability of at least 95 % (split conformal prediction). A bound is never below the expected error.
     """
 
     def __init__(self, layers: int) -> None:
@@ -99,7 +101,7 @@ class Calibration:
 
     @property
     def factors(self) -> np.ndarray:
-        """Return them, float32 `[layers]`."""
+        """Return the factors, float32 `[layers]`."""
         count, known = len(self._ratios), sorted(self._ratios)
         rank = min(math.ceil(COVERED * (count + 1)), count)
         widest = known[rank - 1] if count >= FEWEST_RATIOS else max(FIRST_FACTOR, *known, FIRST_FACTOR)
@@ -111,7 +113,7 @@ class Calibration:
 
 
 class Audits:
-    """The audits of one device side. audit_steps: every so many steps that read by index, 0: never."""
+    """The audits of one device side. audit_steps: audit one in so many steps that read by index; 0: never."""
 
     def __init__(self, report: Report, audit_steps: int, kv_heads: int, rows: Rows) -> None:
         self._report, self._audit_steps, self._kv_heads, self._rows = report, audit_steps, kv_heads, rows
@@ -120,7 +122,7 @@ class Audits:
         self.worst = 0.0
         self.calibration = Calibration(layers)
         self.factors, self._is_new = self.calibration.factors, False
-        # Steps that read no host memory are never audited, and have bounds all the same
+        # Steps that read no host memory are never audited, but need bounds as well.
         report.factor.copy_(torch.from_numpy(self.factors))
         self._steps = self._turn = 0
         self._picked: _Audit | None = None
@@ -136,7 +138,7 @@ class Audits:
         weakref.finalize(self, self._audits.put, None)
 
     def pick(self, readings: Sequence[Reading], lent: Lent) -> None:
-        """Choose what of a step is audited, before it is launched, and set its bounds' factor."""
+        """Choose what is audited of a step that is about to be launched, and upload new factors of bounds."""
         if self.failure is not None:
             raise self.failure
         is_free = self._last is None or self._last.query()
@@ -155,7 +157,7 @@ class Audits:
         self._picked = _Audit(reading, layer, kv_head, lent.lend(), float(self.factors[layer]))
 
     def follow(self) -> None:
-        """Copy what the launched step notes, on its stream, and begin the audit."""
+        """Copy what the launched step records, on its stream, and start the audit."""
         audit, self._picked = self._picked, None
         if audit is None:
             return
@@ -174,22 +176,22 @@ class Audits:
         self._audits.put((self, audit))
 
     def give_up(self) -> None:
-        """Forget what was picked of a step that came to nothing."""
+        """Drop the audit that was picked for a step that failed."""
         audit, self._picked = self._picked, None
         if audit is not None:
             audit.loan.end(PASSED)
 
     def wait(self) -> None:
-        """Wait for the audit under way."""
+        """Wait until the audit under way has finished."""
         if self._last is not None:
             self._last.synchronize()
 
     def run(self, audit: _Audit) -> None:
-        """Read what was audited, and count; in the thread of its own."""
+        """Attend exactly to what was audited, and count its errors. Runs in the audit thread."""
         audit.copied.synchronize()
         own = self._told["error"].numpy() != UNREPORTED
         if not own.any():
-            return  # a step in which all of them took over what another had read
+            return  # in this step another method supplied the results of all these heads
         told = {name: one.numpy()[own].astype(np.float64) for name, one in self._told.items()}
         reading = audit.reading
         out, lse = attend_exactly(
@@ -209,17 +211,18 @@ class Audits:
 
 
 def merge_exactly(out: np.ndarray, lse: np.ndarray, other: np.ndarray, other_lse: np.ndarray) -> np.ndarray:
-    """Return the output over two sets of tokens, float64 `[group, dim]`."""
+    """Return the output over two disjoint sets of tokens, float64 `[group, dim]`."""
     total = np.logaddexp(lse, other_lse)
     return np.exp(lse - total)[:, None] * out + np.exp(other_lse - total)[:, None] * other
 
 
 def _serve(audits: "SimpleQueue[tuple[Audits, _Audit] | None]") -> None:
+    """Run the queued audits one by one, until a None."""
     while (item := audits.get()) is not None:
         own, audit = item
         try:
             own.run(audit)
-        except BaseException as error:  # our own mistake: `pick` raises it; whoever waits goes on
+        except BaseException as error:  # our own mistake: `pick` raises it, and waiting callers go on
             own.failure = error
         audit.is_over.set()
         del item, own, audit

@@ -1,7 +1,7 @@
-"""Write the index of tokens, from their rows where these lie, in host memory or in resident pages.
+"""Index tokens from their rows, which are read in place: in host memory or in resident pages.
 
-The device reads pinned memory by address, so nothing is copied first and one launch serves all layers. Whoever calls
-holds a loan of the rows until the device has passed. Bytes: the rows, once, over the link or of the device.
+The device reads pinned memory by address, so nothing is copied first and one launch serves all layers. The caller holds
+a loan of the rows until the device has passed. Bytes: the rows, once, over the link or from device memory.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from gpu.operations.kv.kv_rows import kind_of
 from transfer import places
 from transfer.places import COLUMNS
 
-TILE = BLOCK_TOKENS  # that a program indexes; with 64, products of Triton 3.6 on Hopper read outside of shared memory
-PART_BYTES = 64  # of a token's codes, that are made at once
+TILE = BLOCK_TOKENS  # tokens of a program; with 64, products of Triton 3.6 on Hopper read outside of shared memory
+PART_BYTES = 64  # bytes of a token's codes that are computed at once
 LEAST_STEP = float(torch.finfo(torch.float16).tiny)
-LEAST_SCALE = 2.0**-24  # the smallest float16: a scale whose sign is asked for is not 0
+LEAST_SCALE = 2.0**-24  # the smallest float16: a scale whose sign has a meaning must not be 0
 
 _KEYS, _VALUES = tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
 _COLUMNS, _SPLIT = tl.constexpr(COLUMNS), tl.constexpr(SPLIT_TOKENS)
@@ -63,7 +63,7 @@ def index_pages_reference(
 def _index_rows(
     index: Index, place: int, begin: int, end: int, keys: torch.Tensor, values: torch.Tensor, layout: Layout
 ) -> None:
-    """Write codes, scales and centres of values of rows, float32 `[tokens, dim]`, in one layer."""
+    """Write the codes, scales and value centres of rows, float32 `[tokens, dim]`, in one layer."""
     cells = index.cells_of(place, torch.arange(begin, end, device=keys.device), layout.kv_heads)
     rotated = (keys - index.centres[place]) @ layout.rotation
     index.codes[cells], index.scales[cells] = encode_keys_reference(rotated, layout.key_bits)
@@ -83,7 +83,7 @@ def _index_rows(
 
 @triton.jit
 def _rotate_part(rows, rotation, first, end, PART: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Return dimensions `[first, end)` of the rotated rows, float32 `[tokens, PART]`; 0 behind the end."""
+    """Return dimensions `[first, end)` of the rotated rows, float32 `[tokens, PART]`; 0 behind `end`."""
     row, column = tl.arange(0, WIDE)[:, None], first + tl.arange(0, PART)[None, :]
     own = tl.load(rotation + row * DIM + column, mask=(row < DIM) & (column < end), other=0.0)
     return tl.dot(rows.to(tl.float16), own.to(tl.float16))
@@ -97,7 +97,7 @@ def _codes_of(rotated, step, BITS: tl.constexpr):
 
 @triton.jit
 def _mean_of(rotated, is_there):
-    """Return the mean of the tokens that are there, `[PART]`."""
+    """Return the mean of the tokens for which `is_there`, `[PART]`."""
     count = tl.maximum(tl.sum(is_there.to(tl.float32), 0), 1.0)
     return tl.sum(tl.where(is_there[:, None], rotated, 0.0), 0) / count
 
@@ -112,7 +112,7 @@ def _index_kernel(
     VALUE_W: tl.constexpr, VALUE_PART: tl.constexpr, VALUE_BITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Index one tile of one KV head in one layer."""
+    """Index one tile of tokens of one KV head in one layer."""
     layer, kv_head = (first_layer + tl.program_id(1) // KV_HEADS).to(tl.int64), tl.program_id(1) % KV_HEADS
     place = (layer * num_rings + ring) * KV_HEADS + kv_head
     own_lies = lies + (layer * num_rings + ring) * (_COLUMNS * PIECES)
@@ -199,10 +199,10 @@ def _index_kernel(
 
 
 def index_tokens(index: Index, ring: int, begin: int, end: int, layout: Layout) -> None:
-    """Write codes, scales and centres of values of tokens `[begin, end)` of a ring's run, in all layers.
+    """Write codes, scales and value centres for tokens `[begin, end)` of a ring's run, in all layers.
 
-    index: with the axis of layers; its table of pieces and what is copied of them are of this run, and `centres` are
-    set. begin: a multiple of BLOCK_TOKENS. Raises ValueError for another.
+    index: with the axis of layers; its table of pieces and the copies of their centres and scales belong to this run,
+    and `centres` are set. begin: a multiple of BLOCK_TOKENS. Raises ValueError for another.
     """
     if begin % BLOCK_TOKENS:
         raise ValueError(f"index_tokens: begin {begin}; wanted a multiple of {BLOCK_TOKENS}")
@@ -215,7 +215,10 @@ def index_tokens(index: Index, ring: int, begin: int, end: int, layout: Layout) 
 def index_pages(
     index: Index, ring: int, slot: int, begin: int, end: int, pages: Sequence[Pages], layout: Layout
 ) -> None:
-    """Write as `index_tokens`, from a slot's pages of each layer. index: with the axis of layers; `centres` are set."""
+    """Index tokens as `index_tokens` does, from a slot's pages of each layer.
+
+    index: with the axis of layers; `centres` are set. Raises ValueError if `begin` is no multiple of BLOCK_TOKENS.
+    """
     if begin % BLOCK_TOKENS:
         raise ValueError(f"index_pages: begin {begin}; wanted a multiple of {BLOCK_TOKENS}")
     if not runs_on_triton(index.codes):
@@ -229,7 +232,7 @@ def _launch(
     index: Index, ring: int, begin: int, end: int, layout: Layout, layer: int = 0, slot: int = 0,
     pages: Pages | None = None,
 ) -> None:  # fmt: skip
-    """Launch for all layers, of rows in host memory, or for one layer, of rows in a slot's pages."""
+    """Launch for all layers, if the rows are in host memory, or for one layer, if they are in a slot's pages."""
     num_layers, num_rings, _, pieces = index.lies.shape
     dim, value_width = index.centres.shape[2], index.value_codes.shape[4]
     planes, width = plane_bytes(dim, layout.key_bits)
@@ -290,7 +293,7 @@ def floats_at(address: int, count: int) -> torch.Tensor:
 
 
 def copy_pieces(index: Index, ring: int, num_pieces: int, layout: Layout) -> None:
-    """Copy centres and scales of a ring's first pieces, of all layers, from host memory to the device."""
+    """Copy the centres and scales of a ring's first pieces, in all layers, from host memory to the device."""
     if not runs_on_triton(index.codes):
         copy_pieces_reference(index, ring, num_pieces, layout)
         return

@@ -1,14 +1,14 @@
-"""The device's side of indexed attention: keeps the index up to date, and reads for rows that hold one.
+"""Run indexed attention on the device: keep the index up to date, and read for rows that hold one.
 
-Before a step, tokens that were offloaded since the last one are indexed from their rows in host memory, so growth,
-preemption, a copied ring and pages that were evicted all end in the same place. Within a step nothing is decided by the
-host. The CPU is asked nothing for rows with an index. Query heads that another method spares the rows in host memory
-(`LayerReads.wanted`) take no part in a choice, and a KV head without any other reads nothing of its index.
+Before a step, tokens that were offloaded since the last one are indexed from their rows in host memory. So growth,
+preemption, a copied ring and evicted pages are all handled in one place. Within a step the host decides nothing. The
+CPU is asked for nothing for rows with an index. Query heads that need no host rows because of another method
+(`LayerReads.wanted`) take no part in a choice. A KV head that has only such query heads reads nothing of its index.
 
-With `resident: indexed`, a row without a host read has an index of its pages between sink and window. What is indexed
-before a step is what the step skips, and `Upkeep.in_pages` says how much that is: nothing where `resident: auto` finds
-that reading all is faster, and a step without any index goes without the method. Steps with host reads and steps
-without run side by side, so each kind has work arrays of its own.
+With `resident: indexed`, a row without a host read has an index of its pages between sink and window. A step skips what
+was indexed before it, and `Upkeep.in_pages` says how much that is: nothing where `resident: auto` finds that reading
+everything is faster. A step without any index runs without the method. Steps with host reads and steps without run side
+by side, so each kind has its own work arrays.
 """
 
 import logging
@@ -60,10 +60,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A step by row and by ring. rings, num_tokens: int32 `[rows]`, -1: no ring, and tokens with an index; all_wanted:
-    uint8 `[rows, heads]`, ones; turns: rings of the rows in each turn, and steps of each layer; bounds: int32 `[3,
-    rows, heads]`, what the device skips: tokens with an index, and host reads; is_in_pages: bool `[rows, 1]`; both
-    None unless pages have an index.
+    """A step's data by row and by ring.
+
+    rings, num_tokens: int32 `[rows]`: the ring, -1: none, and the number of tokens with an index.
+    all_wanted: uint8 `[rows, heads]`, ones.
+    turns: for each turn, the rings of its rows and the step of each layer.
+    bounds: int32 `[3, rows, heads]`, what the device skips: tokens with an index, and host reads.
+    is_in_pages: bool `[rows, 1]`. This and bounds are None unless pages have an index.
     """
 
     rings: Tensor
@@ -79,7 +82,7 @@ def make_ring_side(settings: IndexedSettings, site: Site, num_rings: int) -> Rin
 
 
 class Indexed(RingSide):
-    """`num_rings` indexes of every offloaded layer."""
+    """The device side with `num_rings` indexes of every offloaded layer."""
 
     borrows = True
     reads_alone = True
@@ -113,7 +116,7 @@ class Indexed(RingSide):
         self._told = [torch.zeros(one.shape, dtype=torch.int64, pin_memory=is_cuda) for one in counted]
 
     def assign(self, write: RingWrite) -> None:
-        """Empty a ring's slots; its index begins anew, or with a copy of what another ring has of the same tokens."""
+        """Empty a ring's slots. Its index starts empty, or with a copy of another ring's index of the same tokens."""
         generation = self.upkeep.assign(write)
         self._report.of_rings[write.ring].fill_(0)
         self._report.of_rings[write.ring, GENERATION].fill_(generation)
@@ -129,7 +132,7 @@ class Indexed(RingSide):
         return self.settings.resident == "auto"
 
     def learn_times(self, time: TimeSteps, sizes: Sequence[int], longest: int, where: Where) -> None:
-        """Measure from which contexts on an index of pages pays, and keep it for plans."""
+        """Measure from which context length on an index of pages is faster, and store it for plans."""
         shortest = max(longest // 4, self.settings.min_context_tokens, 2 * SPLIT_TOKENS)
         self._crossovers = measure_crossovers(time, sizes, shortest, longest)
         of = identify(where, self.settings)
@@ -147,7 +150,7 @@ class Indexed(RingSide):
         return reads_host or self._pays(slots, cells, host_reads)
 
     def _pays(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> bool:
-        """Return whether rows that are whole on the device are read by their indexes."""
+        """Return whether rows whose context is whole on the device are read through their indexes."""
         if self.forced is not None or self._crossovers is None:
             return self.forced is not False
         rows = zip(slots, cells, host_reads, strict=True)
@@ -155,7 +158,7 @@ class Indexed(RingSide):
         return pays(self._crossovers, len(resident), sum(resident))
 
     def prepare(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> None:
-        """Index what has left the window of rows that are whole on the device, if that pays."""
+        """Index what has left the window of rows whose context is whole on the device, if an index is faster."""
         if not self._pages:
             return
         by_index = self._pays(slots, cells, host_reads)
@@ -171,11 +174,11 @@ class Indexed(RingSide):
     def borrow(
         self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None], lent: Lent
     ) -> None:
-        """Index what rows have offloaded since their last step, and pick what is audited of this one."""
+        """Index what rows have offloaded since their last step, and pick what is audited in this one."""
         readings = []
         for row, (slot, read) in enumerate(zip(slots, host_reads, strict=True)):
             ring = self.held.get(slot)
-            if ring is None or read is None or slot in slots[:row]:  # rows of a slot read the same
+            if ring is None or read is None or slot in slots[:row]:  # rows of one slot have the same host read
                 continue
             known = self.upkeep.index_offloaded(ring, read, lent.places(row))
             if read.end > read.begin and known.places is not None:
@@ -188,13 +191,13 @@ class Indexed(RingSide):
     def before(self, reads: LayerReads) -> None:
         if reads.layer not in self._places:
             return
-        if reads.layer == self._first_layer:  # a captured step's rows change from replay to replay
+        if reads.layer == self._first_layer:  # at each replay, since the rows of a captured step change
             self._of_rows[reads.rows] = self._look_up(reads.rows)
         if not reads.skips and not self._pages:
             return
         own = self._of_rows[reads.rows]
         if own.bounds is not None and own.is_in_pages is not None:
-            others = reads.bounds  # of rows that hold a ring of another part
+            others = reads.bounds  # set for rows that hold a ring of another part
             reads.bounds = own.bounds if others is None else torch.where(own.is_in_pages, own.bounds, others)
         wanted = reads.wanted if reads.skips and reads.wanted is not None else own.all_wanted
         reads.kept[self] = wanted
@@ -262,22 +265,22 @@ class Indexed(RingSide):
         ring = self.held[slot]
         known, numbers = self.upkeep.known[ring], self._told[2][ring].tolist()
         if numbers[GENERATION] != known.generation:
-            return {}  # no step of this request is over
+            return {}  # no step of this request has finished yet
         audited = known.audited
         figures = [*numbers[:GENERATION], audited.heads, round(audited.error * MASS_UNIT)]
         return dict(zip(FIGURES, figures, strict=True))
 
     def _by_layer(self, numbers: list[int]) -> list[int]:
-        """Return numbers of all layers of the model, from those of offloaded layers."""
+        """Return one number per layer of the model, from the numbers of the offloaded layers; 0 for the others."""
         own = dict(zip(self._places, numbers, strict=True))
         return [own.get(layer, 0) for layer in range(self._num_layers)]
 
     def _look_up(self, rows: StepRows) -> _Rows:
-        """Return what of a step is known by ring, in stream order."""
+        """Arrange a step's rows by ring, in stream order."""
         rings, num_rings = rows.of_slots(self.ring_of_slot), len(self.upkeep.known)
         of_rows = rows.skips[1] - rows.skips[0]
         to = torch.where(rings >= 0, rings, num_rings).long()
-        self._report.is_over.index_fill_(0, to, 0)  # not of rings whose steps run side by side
+        self._report.is_over.index_fill_(0, to, 0)  # only for this step's rings; others may be in a step beside it
         bounds = is_in_pages = page_slots = None
         if self._pages:
             in_pages = torch.where(of_rows > 0, 0, self.upkeep.in_pages[to])
@@ -291,11 +294,13 @@ class Indexed(RingSide):
         return _Rows(rings, of_rows, all_wanted, turns, bounds, is_in_pages)
 
     def _steps_of(self, rings: Tensor, of_rows: Tensor, page_slots: Tensor | None) -> tuple[RingStep, ...]:
-        """Return a step in each layer, of one row a ring at most. rings, of_rows, page_slots: int32 `[rows]`,
-        -1: no ring, tokens with an index, and in whose pages they are.
+        """Return the step of each layer, with at most one row per ring.
+
+        rings, of_rows, page_slots: int32 `[rows]`: the ring, -1: none; tokens with an index; the slot whose pages hold
+        them.
         """
         settings, num_rings, device = self.settings, len(self.upkeep.known), rings.device
-        to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
+        to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring share the last entry
 
         def by_ring(of_row: Tensor, other: int) -> Tensor:
             entries = torch.full((num_rings + 1,), other, dtype=torch.int32, device=device)

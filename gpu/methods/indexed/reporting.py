@@ -1,26 +1,27 @@
-"""Report the error of each step's answers: a bound for every query head, and what audits compare with the truth.
+"""Report the error of each step's answers: a bound for every query head, and the data that audits compare.
 
-**The bound.** A head's answer is out = sum of p(t) v(t) over all tokens. Tokens that are resident or were chosen enter
-it exactly. Any other token enters it with two errors:
+**The bound.** A head's answer is out = sum of p(t) v(t) over all tokens. Resident and chosen tokens enter it exactly.
+Any other token enters it with two errors:
 
 - Its key is rounded in steps s(t). Each of the key's dimensions then errs evenly within a step, with variance s^2 / 12,
   so its logit errs with variance V(t) = |q|^2 s(t)^2 / (12 dim), and p(t) by a factor whose variance is exp(V) - 1.
 - Its value is rounded, less its block's centre. The rounded value u(t) has the whole of the value's length along the
   value (`codes`), so its error is orthogonal to the value and has the square D |u(t)|^2, with D = `VALUE_LOSS`.
 
-Errors of different tokens are independent and add as squares:
+Errors of different tokens are independent, so their squares add up. With sums over the estimated tokens:
 
-    E |error of out|^2 = sum over the rest of p(t)^2 |u(t)|^2 (D + exp(V(t)) - 1)
+    E |error of out|^2 = sum of p(t)^2 |u(t)|^2 (D + exp(V(t)) - 1)
 
-|u(t)|^2 is dim * `NUMBER_SQUARE` * scale(t)^2, as numbers of a rotated value are spread like a normal distribution.
-`work.rest_square` is this sum without the factor; p(t) is estimated by the token's share, and
-|u(t)| stands for the distance of a value from the answer where keys err. The root over |out| is the
-expected relative error, to which what the device itself rounds is added (ROUNDING). It leaves out what tokens err
-together, such as a common direction of their values' errors. So the bound is this error times a running factor of the
-layer, which audits set so that 95 % of their true errors lie below it (`auditing`).
+|u(t)|^2 is dim * `NUMBER_SQUARE` * scale(t)^2, as the numbers of a rotated value are normally distributed.
+`work.rest_square` is this sum without the factor. p(t) is approximated by the token's estimated share, and the distance
+between a value and the answer, by which an error of p(t) counts, by |u(t)|. The square root of the sum, over |out|, is
+the expected relative error; the device's own rounding is added (ROUNDING). This leaves out errors that tokens have in
+common, such as a common direction of their values' errors. So the bound is the expected error times a running factor of
+the layer, which audits set so that 95 % of true errors lie below the bound (`auditing`).
 
-A KV head of which some query head's bound is above epsilon has its budget doubled for the next step, and halved again
-once all are below half of epsilon. Each ring has an epsilon of its own, so one graph serves requests with any.
+If some query head of a KV head has a bound above epsilon, the KV head's budget is doubled for the next step. It is
+halved again once all bounds are below half of epsilon. Each ring has its own epsilon, so one graph serves requests with
+different ones.
 """
 
 from dataclasses import dataclass, fields
@@ -39,12 +40,12 @@ from gpu.operations.arguments import runs_on_triton
 from transfer.allocation import allocate_all
 from transfer.partial import Partial, merge
 
-ROUNDING = 2.0**-9  # of an output in bfloat16, relative
-NO_LIMIT = torch.finfo(torch.float32).max  # of errors
+ROUNDING = 2.0**-9  # relative error of an output in bfloat16
+NO_LIMIT = torch.finfo(torch.float32).max  # an epsilon that no error exceeds
 UNREPORTED = -1.0
-MOST_DOUBLINGS = 7  # the largest budget is so many doublings above the smallest
-READ_MASS, BOUND, OVER = range(3)  # of `Report.of_layers`
-HEADS, ESTIMATED, READ, STEPS_OVER, GENERATION = range(5)  # of `Report.of_rings`
+MOST_DOUBLINGS = 7  # from the smallest budget to the largest
+READ_MASS, BOUND, OVER = range(3)  # columns of `Report.of_layers`
+HEADS, ESTIMATED, READ, STEPS_OVER, GENERATION = range(5)  # columns of `Report.of_rings`
 
 _SPLIT, _MASS_UNIT = tl.constexpr(SPLIT_TOKENS), tl.constexpr(MASS_UNIT)
 _ROUNDING, _UNREPORTED, _MOST_DOUBLINGS = (tl.constexpr(one) for one in (ROUNDING, UNREPORTED, MOST_DOUBLINGS))
@@ -56,18 +57,20 @@ _OF_RINGS = tl.constexpr(5)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What steps note. By layer, with one axis of layers in front or of one layer, of the last step:
+    """What steps record about their errors.
 
-    queries, near_out, out: float32 `[places, group, dim]`: the query, what is resident, and the answer.
-    near_lse, error: float32 `[places, group]`: of what is resident, and the expected relative error of the answer;
-    UNREPORTED: of a query head that read nothing by index.
-    doublings: int32 `[places]`, of budgets. factor: float32 `[]`, of bounds. of_layers: int64 `[NUM_OF_LAYERS]`, sums
-    since the start.
+    By layer, of the last step; with an axis of layers in front, or of one layer:
+    queries, near_out, out: float32 `[places, group, dim]`: the query, the resident partial, and the answer.
+    near_lse: float32 `[places, group]`, of the resident partial.
+    error: float32 `[places, group]`, the answer's expected relative error; UNREPORTED: the head read nothing by index.
+    doublings: int32 `[places]`, of budgets. factor: float32 `[]`, of bounds.
+    of_layers: int64 `[NUM_OF_LAYERS]`, sums since the start.
 
-    For all layers: of_rings: int64 `[rings, NUM_OF_RINGS]`, sums since a ring was assigned for the GENERATION-th time.
-    exceeds: int32 `[places]`, whether a bound of the layer that was reported last is above epsilon. is_over: int32
-    `[rings + 1]`, whether a bound of the present step is; the last is of rows without a ring. limits: float32
-    `[rings]`, epsilon, or NO_LIMIT.
+    For all layers together:
+    of_rings: int64 `[rings, NUM_OF_RINGS]`, sums since the ring was assigned; GENERATION counts the assignments.
+    exceeds: int32 `[places]`, whether a bound of the layer that was reported last is above epsilon.
+    is_over: int32 `[rings + 1]`, whether a bound of the present step is; the last entry is for rows without a ring.
+    limits: float32 `[rings]`, epsilon, or NO_LIMIT.
     """
 
     queries: Tensor
@@ -90,7 +93,7 @@ class Report:
 
 
 def new_report(shape: Architecture, num_layers: int, num_rings: int, device: torch.device) -> Report:
-    """Return a report of nothing, without a limit."""
+    """Return an empty report without limits."""
     report = Report(**allocate_all(report_arrays(shape, num_layers, num_rings), device))
     report.limits.fill_(NO_LIMIT)
     return report
@@ -142,7 +145,7 @@ def _report_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Report one place: all query heads of a KV head of a ring."""
+    """Report one place: all query heads of one KV head of a ring."""
     row, ring, place = place_of(rows, rings, KV_HEADS)
     row, kv_head, count = row.to(tl.int64), place % KV_HEADS, tl.load(num_tokens + place)
     if row < 0:
@@ -205,10 +208,10 @@ def _report_kernel(
 
 def report_errors(query: Tensor, near: Partial, found: Partial, wanted: Tensor, work: Work, report: Report,
                   step: RingStep, layout: Layout) -> None:  # fmt: skip
-    """Note one layer's errors of rows with a ring; above a ring's limit they are counted, and budgets double.
+    """Record one layer's errors of rows with a ring. Errors above a ring's limit are counted, and double the budget.
 
-    query: `[rows, heads, dim]`; near: what is resident; found: what `join_parts` returned of `wanted`; report: of the
-    layer, whose `is_over` is 0 before the step's first layer.
+    query: `[rows, heads, dim]`. near: the resident partial. found: what `join_parts` returned for `wanted`. report: of
+    the layer; its `is_over` is 0 before the step's first layer.
     """
     if not runs_on_triton(work.logits):
         report_errors_reference(query, near, found, wanted, work, report, step, layout)

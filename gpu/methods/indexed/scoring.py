@@ -1,12 +1,13 @@
-"""Score all offloaded tokens of a layer by their keys in few bits, and count scores by size.
+"""Score all offloaded tokens of a layer by their keys in few bits, and count the scores by size.
 
 logit of a token = (R q . code * scale + q . centre) / sqrt(dim), with the rotation R of the index. Queries are rotated
-once; a KV head's index is read once for all query heads of its group. A token's score is the sum, over these heads, of
-its share of the whole softmax, resident tokens included. Bytes: the index, once, and two bytes a query head and token,
-written once and read twice.
+once. A KV head's index is read once for all query heads of its group. A token's score is the sum, over these heads, of
+its share of the whole softmax, resident tokens included. Bytes: the index, once, and two bytes per query head and
+token, written once and read twice.
 
-Products are of whole numbers. A query is rounded to 32,000 steps, finer than float16 where it is large, and a step has
-two digits in int8: tiles of the tensor cores have eight columns, and a group of four heads would use half of them.
+Products are computed in integers. A query is rounded to 32,000 steps, which is finer than float16 for large numbers. A
+step number has two digits in int8, in columns of their own: tiles of the tensor cores have eight columns, and a group
+of four heads would otherwise use half of them.
 """
 
 from dataclasses import dataclass
@@ -22,29 +23,29 @@ from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.unpacking import exp2_of, log2_of, plane_assembly, plane_of, thirds_of, twice_of_zero
 from gpu.operations.arguments import runs_on_triton
 
-TILE, WARPS = 128, 2  # tokens that are scored at once, and by how many warps
-MOST_STEPS = 16_000.0  # of the largest number of a query; two digits of int8 hold 16,319
-ROTATED_COLUMNS = 32  # of a KV head's queries, that one program makes
-ELSEWHERE = 1e30  # as what is resident of a query head that reads no token here: none has a share of its softmax
+TILE, WARPS = 128, 2  # tokens that are scored at once, and the warps that do it
+MOST_STEPS = 16_000.0  # step number of a query's largest entry; two digits of int8 hold 16,319
+ROTATED_COLUMNS = 32  # columns of a KV head's rotated queries that one program computes
+ELSEWHERE = 1e30  # resident lse of a query head that reads nothing here: no token gets a share of its softmax
 LOG2E = 1.4426950408889634
 BINS_PER_OCTAVE = 20
-LOWEST_OCTAVE = -20  # scores of 2^-20 and less are alike
+LOWEST_OCTAVE = -20  # scores of 2^-20 and less share the lowest bin
 
 _SPLIT, _BINS = tl.constexpr(SPLIT_TOKENS), tl.constexpr(BINS)
 _LOG2E, _MOST_STEPS = tl.constexpr(LOG2E), tl.constexpr(MOST_STEPS)
-_LEAST = tl.constexpr(-1e30)  # of logits: below all, and finite
+_LEAST = tl.constexpr(-1e30)  # below every logit, and finite
 _PER_OCTAVE, _LOWEST = tl.constexpr(BINS_PER_OCTAVE), tl.constexpr(LOWEST_OCTAVE)
 
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """Hold the rows of a step that read by a ring, at most one row a ring.
+    """The rows of a step that read by a ring, at most one row per ring.
 
-    rows, rings: int32 `[entries]`, a row and its ring; a row of -1 stands for none, beside any ring, since a captured
-    step has a fixed number of entries. Kernels have programs for each entry. num_tokens: int32 `[places]`, tokens with
-    an index, 0 where no query head of the KV head reads them. budgets: int32 `[places]`, how many of these the KV head
-    reads exactly. page_slots: int32 `[rings]`, the slot in whose pages these tokens lie, -1: in host memory; None: all
-    are in host memory.
+    rows, rings: int32 `[entries]`, a row and its ring. Row -1 marks an unused entry, whatever its ring, since a
+    captured step has a fixed number of entries. Kernels have programs for each entry.
+    num_tokens: int32 `[places]`, tokens with an index; 0 if no query head of the KV head reads them.
+    budgets: int32 `[places]`, how many of these tokens the KV head reads exactly.
+    page_slots: int32 `[rings]`, the slot whose pages hold these tokens, -1: they are in host memory; None: all are.
     """
 
     rows: Tensor
@@ -58,20 +59,20 @@ class RingStep:
         return self.rows.shape[0]
 
     def list_places(self, kv_heads: int) -> list[tuple[int, int, int]]:
-        """Return the places that read something: each with its row and its number of tokens."""
+        """Return the places that read something, each with its row and its number of tokens."""
         counts, entries = self.num_tokens.tolist(), zip(self.rings.tolist(), self.rows.tolist(), strict=True)
         own = [(ring * kv_heads + kv_head, row) for ring, row in entries if row >= 0 for kv_head in range(kv_heads)]
         return [(place, row, counts[place]) for place, row in own if counts[place]]
 
 
 def bin_of(scores: Tensor) -> Tensor:
-    """Return the histogram's bins of scores, int64."""
+    """Return the histogram bins of scores, int64."""
     octaves = torch.log2(scores.clamp_min(2.0 ** (LOWEST_OCTAVE - 1)))
     return ((octaves - LOWEST_OCTAVE) * BINS_PER_OCTAVE).floor().clamp(0, BINS - 1).long()
 
 
 def group_shape(query: Tensor, kv_heads: int) -> tuple[int, int]:
-    """Return the query heads of a KV head, and the dimensions of a head."""
+    """Return the number of query heads per KV head, and the head size."""
     return query.shape[1] // kv_heads, query.shape[2]
 
 
@@ -108,7 +109,7 @@ def score_tokens_reference(query: Tensor, resident_lse: Tensor, index: Index, wo
 
 @triton.jit
 def place_of(rows, rings, KV_HEADS: tl.constexpr):
-    """Return the row of this program's entry, -1: none, its ring, and the place of a KV head there, int64."""
+    """Return this program's row, -1: unused, its ring, and the place of its KV head there, int64."""
     entry, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     row, ring = tl.load(rows + entry), tl.load(rings + entry).to(tl.int64)
     return row, ring, ring * KV_HEADS + kv_head
@@ -120,7 +121,7 @@ def _rotate_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """Make some columns of the rotated queries of one place; the first program also clears its histogram."""
+    """Compute some columns of the rotated queries of one place. The first program also clears the place's histogram."""
     row, _, place = place_of(rows, rings, KV_HEADS)
     kv_head = place % KV_HEADS
     if (row < 0) | (tl.load(num_tokens + place) <= 0):
@@ -148,7 +149,7 @@ def _rotate_kernel(
 @triton.jit
 def _query_plane(rotated, place, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
                  GROUP: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    """Return one plane of a place's rotated queries, each twice, float32 `[WIDTH, 2 * SIZE]`."""
+    """Return one plane of a place's rotated queries, each one twice, float32 `[WIDTH, 2 * SIZE]`."""
     byte, member = tl.arange(0, WIDTH)[:, None], tl.arange(0, 2 * SIZE)[None, :] // 2
     at = rotated + (place * GROUP + member) * DIM + PLANE * W + byte
     return tl.load(at, mask=(byte < W) & (member < GROUP), other=0.0).to(tl.float32)
@@ -156,20 +157,22 @@ def _query_plane(rotated, place, PLANE: tl.constexpr, W: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def _steps_of(query, per_unit):
-    """Return queries in whole steps, int32."""
+    """Round queries to whole steps, int32."""
     return tl.floor(query * per_unit[None, :] + 0.5).to(tl.int32)
 
 
 @triton.jit
 def _digits_of(steps, COLUMNS: tl.constexpr):
-    """Return the digits of steps, int8: in even columns the higher one, which counts for 128, in odd ones the lower."""
+    """Return the digits of step numbers, int8: even columns have the higher digit, which counts 128, odd ones the
+    lower.
+    """
     high = (steps + 64) >> 7
     return tl.where(tl.arange(0, COLUMNS)[None, :] % 2 == 0, high, steps - (high << 7)).to(tl.int8)
 
 
 @triton.jit
 def page_of(table, ring, split, kv_head, splits, KV_HEADS: tl.constexpr):
-    """Return which part of the index's pages has a ring's split, counted in pages of one KV head, int64."""
+    """Return the index page of a ring's split, for this KV head, int64: pages are counted per KV head."""
     return tl.load(table + ring * splits + split).to(tl.int64) * KV_HEADS + kv_head
 
 
@@ -179,7 +182,7 @@ def _score_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr,
     W: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Score one split of one place, in whole numbers: a query is in steps, of two digits each."""
+    """Score one split of one place, with queries as integers of two int8 digits."""
     row, ring, place = place_of(rows, rings, KV_HEADS)
     split = tl.program_id(1)
     count, begin = tl.load(num_tokens + place), split * _SPLIT
@@ -213,7 +216,7 @@ def _score_kernel(
         total += tl.sum(steps, 0)
         fourth_digits = _digits_of(steps, COLUMNS)
     offset, _ = tl.split(tl.reshape(total * twice_of_zero(BITS), [SIZE, 2]))
-    unit, _ = tl.split(tl.reshape(most / (2.0 * _MOST_STEPS), [SIZE, 2]))  # of twice the numbers
+    unit, _ = tl.split(tl.reshape(most / (2.0 * _MOST_STEPS), [SIZE, 2]))  # unit of numbers that are doubled below
     byte, member, lane = tl.arange(0, WIDTH)[None, :], tl.arange(0, SIZE), tl.arange(0, TILE)
     own_codes, own_scales = codes + page * _SPLIT * ROW, scales + page * _SPLIT
     own_logits = logits + place * tokens * GROUP
@@ -261,8 +264,9 @@ def _score_kernel(
 
 @triton.jit
 def logits_of(logits, token, is_there, GROUP: tl.constexpr, SIZE: tl.constexpr):
-    """Return tokens' logits of each query head, float16 `[tokens, SIZE]`, -inf where nothing is there. logits: of the
-    place.
+    """Return tokens' logits for each query head, float16 `[tokens, SIZE]`; -inf where `is_there` is false.
+
+    logits: pointer to those of the place.
     """
     member = tl.arange(0, SIZE)[None, :]
     at = logits + token[:, None] * GROUP + member
@@ -271,15 +275,16 @@ def logits_of(logits, token, is_there, GROUP: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def shares_of(logit, less):
-    """Return tokens' shares of each query head's softmax, float32. less: the lse of the whole softmax, without the
-    centre's term, `[SIZE]`.
+    """Return tokens' shares of each query head's softmax, float32.
+
+    less: the lse of the whole softmax minus the centre's term, `[SIZE]`.
     """
     return exp2_of(logit.to(tl.float32) * _LOG2E - (less * _LOG2E)[None, :])
 
 
 @triton.jit
 def bins_of(score):
-    """Return the histogram's bins of scores, int32."""
+    """Return the histogram bins of scores, int32."""
     octave = log2_of(tl.maximum(score, 4.76837158203125e-07))  # 2^-21
     number = tl.floor((octave - _LOWEST) * _PER_OCTAVE)
     return tl.minimum(tl.maximum(number, 0.0), _BINS - 1.0).to(tl.int32)
@@ -290,7 +295,10 @@ def _count_kernel(
     resident_lse, shifts, rows, rings, num_tokens, logits, split_lse, total_lse, histogram, bins, tokens, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Find and count one split's bins of one place; the first split's program also stores the lse of all."""
+    """Compute and count the bins of one split of one place.
+
+    The first split's program also stores the lse over all tokens.
+    """
     row, _, place = place_of(rows, rings, KV_HEADS)
     kv_head, split = place % KV_HEADS, tl.program_id(1)
     count, begin = tl.load(num_tokens + place), split * _SPLIT
@@ -316,11 +324,12 @@ def _count_kernel(
 
 
 def score_tokens(query: Tensor, resident_lse: Tensor, index: Index, work: Work, step: RingStep, layout: Layout) -> None:
-    """Score the offloaded tokens of every ring's row in one layer: `work.logits`, `total_lse`, `bins` and
-    `histogram`, whose first bin means nothing.
+    """Score the offloaded tokens of every ring's row in one layer.
 
-    query: `[rows, heads, dim]`, rotated by position; resident_lse: float32 `[rows, heads]`, of what is read on the
-    device, or ELSEWHERE; index: of the layer.
+    Fills `work.logits`, `total_lse`, `bins` and `histogram`.
+
+    The histogram's first bin has no meaning. query: `[rows, heads, dim]`, after RoPE. resident_lse: float32 `[rows,
+    heads]`, of what is read on the device, or ELSEWHERE. index: of the layer.
     """
     if not runs_on_triton(index.codes):
         score_tokens_reference(query, resident_lse, index, work, step, layout)

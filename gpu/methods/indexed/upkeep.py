@@ -1,10 +1,11 @@
-"""Keep the indexes of rings up to date: what of a sequence is indexed, where its rows lie, and what is forgotten.
+"""Keep the indexes of rings up to date: which tokens of a sequence are indexed, and where its rows are.
 
-An index has tokens of the offloaded run, or of a context that is whole on the device, from behind the sink on. Both are
-the same tokens, so an index stays when pages are evicted or reloaded; what changes is where chosen rows are read.
+An index covers the offloaded run, or, for a context that is whole on the device, the tokens behind the sink. Both are
+the same tokens, so an index stays valid when pages are evicted or reloaded; only where chosen rows are read changes.
 
-Sequences that begin alike share pages of their indexes. Whoever comes first to a token there indexes it, less a centre
-that all of them have, and nobody does again; whoever takes it over, perhaps on another stream, waits for that.
+Sequences with the same prefix share pages of their indexes. The first sequence to reach a token of a shared page
+indexes it, with a centre that all of them use, and no other does it again. A sequence that takes over such tokens,
+perhaps on another stream, waits for the work that indexes them.
 """
 
 from collections.abc import Sequence
@@ -25,13 +26,16 @@ from gpu.step import HostRead, RingCopy, RingWrite
 from gpu.upload import upload
 from transfer.places import COLUMNS, RUN_BEGIN, check_places
 
-IN_PAGES = -1  # in place of a context's id
-GROWN_TOKENS = 2 * BLOCK_TOKENS  # of a resident run, that are indexed at once
+IN_PAGES = -1  # used as context_id while the rows are in pages
+GROWN_TOKENS = 2 * BLOCK_TOKENS  # tokens of a resident run that are indexed at once
 
 
 @dataclass(slots=True)
 class Centre:
-    """What is subtracted from keys: of one ring, or of those that share pages. is_known: some of them has tokens."""
+    """What is subtracted from keys: for one ring, or for all rings that share pages.
+
+    is_known: one of them has tokens.
+    """
 
     rings: list[int]
     is_known: bool = False
@@ -39,9 +43,13 @@ class Centre:
 
 @dataclass(slots=True)
 class Known:
-    """What of a ring's run is indexed. centre: of its keys; context_id: whose run it is, or IN_PAGES; num_tokens: from
-    its first token on; places: the table of pieces that the device has; in_pages: what `Upkeep.in_pages` has; pages: of
-    its index; generation: assignments of the ring so far; audited: since the last one.
+    """What is indexed for a ring.
+
+    centre: of its keys. context_id: whose run it is, or IN_PAGES. num_tokens: indexed tokens, from the run's first one
+    on.
+    places: the table of pieces that the device has. in_pages: the ring's entry of `Upkeep.in_pages`. pages: the index's
+    pages.
+    generation: how often the ring was assigned. audited: sums since the last assignment.
     """
 
     centre: Centre
@@ -55,10 +63,10 @@ class Known:
 
 
 class Upkeep:
-    """The indexes of `num_rings` rings in all offloaded layers, and what each ring's index has.
+    """The indexes of `num_rings` rings in all offloaded layers, and what each of them covers.
 
-    known: by ring. pages: by layer's place; empty: resident tokens are read in full. in_pages: int32 `[rings + 1]`, how
-    many tokens of contexts that are whole on the device are indexed.
+    known: by ring. pages: by the layer's place; empty: resident tokens are read in full. in_pages: int32 `[rings + 1]`,
+    the number of indexed tokens of contexts that are whole on the device.
     """
 
     def __init__(self, settings: IndexedSettings, site: Site, num_rings: int, report: Report) -> None:
@@ -73,21 +81,21 @@ class Upkeep:
             self.pages = [Pages(*site.pages[layer], site.sink_tokens) for layer in tier.layers]
         self.in_pages = torch.zeros(num_rings + 1, dtype=torch.int32, device=device)
         self.known = [Known(Centre([ring]), pages=own) for ring, own in enumerate(self.index.table[0].tolist())]
-        self._filled = np.zeros(self.index.codes.shape[1], np.int64)  # tokens that each page has
-        self._written: dict[int, torch.cuda.Event] = {}  # behind what each stream has indexed last
+        self._filled = np.zeros(self.index.codes.shape[1], np.int64)  # indexed tokens of each page
+        self._written: dict[int, torch.cuda.Event] = {}  # after each stream's last indexing
         self._window_tokens = site.window_tokens
         self._report = report
 
     @property
     def num_pages(self) -> int:
-        """Return the pages of all indexes."""
+        """Return the number of pages of all indexes."""
         return len(self._filled)
 
     def assign(self, write: RingWrite) -> int:
-        """Empty a ring's slots; its index begins anew, or with what another ring has of the same tokens: in pages that
-        both hold from now on, and in a copy of one that they go on in apart.
+        """Empty a ring's slots, and start its index empty or with another ring's index of the same tokens.
 
-        Return how many times the ring was assigned.
+        Both rings then hold the shared pages, and this ring gets copies of the others. Returns how often the ring was
+        assigned.
         """
         ring = write.ring
         self._empty_slots(ring)
@@ -107,7 +115,7 @@ class Upkeep:
         return known.generation
 
     def _begin_with(self, ring: int, copy: RingCopy, num_shared: int) -> None:
-        """Let a ring's index begin with what that of a source has. num_shared: pages that both hold."""
+        """Start a ring's index with what the index of a source covers. num_shared: pages that both hold."""
         index, known, source = self.index, self.known[ring], self.known[copy.ring]
         assert known.pages[:num_shared] == source.pages[:num_shared], "indexed: pages are shared that the source lacks"
         shared = min(self._count_filled(source), copy.begin - self.sink_tokens, len(known.pages) * SPLIT_TOKENS)
@@ -124,8 +132,9 @@ class Upkeep:
         index.centres[:, self._of_ring(ring)] = index.centres[:, self._of_ring(copy.ring)]
 
     def add_pages(self, ring: int, page_ids: Sequence[int], num_shared: int = 0) -> None:
-        """Let a ring's index go on in these pages, behind those that it has. num_shared: of the first ones, which
-        another ring has filled, or will.
+        """Append these pages to a ring's index.
+
+        num_shared: how many of them, in front, another ring fills or has filled.
         """
         known = self.known[ring]
         begin, end = len(known.pages), len(known.pages) + len(page_ids)
@@ -134,7 +143,10 @@ class Upkeep:
         self.index.table[:, ring, begin:end] = upload(np.array(page_ids, np.int32), self.index.table.device)
 
     def index_resident(self, ring: int, slot: int, cell: int) -> None:
-        """Index what has left the window of a sequence that is whole on the device. cell: of its next token."""
+        """Index what has left the window of a sequence that is whole on the device.
+
+        cell: the cell of its next token.
+        """
         known = self.known[ring]
         end = (cell + 1 - self._window_tokens - self.sink_tokens) // GROWN_TOKENS * GROWN_TOKENS
         if known.context_id == IN_PAGES and known.num_tokens >= end:
@@ -154,18 +166,16 @@ class Upkeep:
         self.read_in_pages(ring, known.num_tokens)
 
     def read_in_pages(self, ring: int, num_tokens: int) -> None:
-        """Let steps read so many tokens by the index of a sequence that is whole on the device, and the others in
-        full.
-        """
+        """Set how many tokens of a resident sequence steps read through the index; they read the others in full."""
         known = self.known[ring]
         if known.in_pages != num_tokens:
             known.in_pages = num_tokens
             self.in_pages[ring].fill_(num_tokens)
 
     def index_offloaded(self, ring: int, read: HostRead, places: np.ndarray) -> Known:
-        """Index what a sequence has offloaded since its last step; places: `transfer.places` of its run."""
+        """Index what a sequence has offloaded since its last step. places: `transfer.places` of its run."""
         known, num_tokens = self.known[ring], read.end - read.begin
-        if known.context_id not in (None, read.context_id):  # rows lie elsewhere, of the same tokens
+        if known.context_id not in (None, read.context_id):  # the same tokens, but their rows have moved
             self._empty_slots(ring)
         known.context_id = read.context_id
         self._place(ring, places)
@@ -181,7 +191,7 @@ class Upkeep:
         return known
 
     def _share_centre(self, ring: int) -> None:
-        """Let all rings that share pages with this one have the centre that it has found."""
+        """Copy the centre that a ring has found to all rings that share pages with it."""
         centre = self.known[ring].centre
         centre.is_known = True
         own = self.index.centres[:, self._of_ring(ring)]
@@ -190,14 +200,16 @@ class Upkeep:
                 self.index.centres[:, self._of_ring(other)] = own
 
     def _count_filled(self, known: Known) -> int:
-        """Return how many tokens from its first one on the index has, of its own or of who shares its pages."""
+        """Return how many tokens from the first one on are indexed, by this ring or by rings that share its pages."""
         place = known.num_tokens // SPLIT_TOKENS
         while place < len(known.pages) and self._filled[known.pages[place]] == SPLIT_TOKENS:
             place += 1
         return place * SPLIT_TOKENS + (int(self._filled[known.pages[place]]) if place < len(known.pages) else 0)
 
     def _find_begin(self, known: Known) -> int:
-        """Return the token from which on an index goes on, that of a block, behind what others have indexed of it."""
+        """Return the token from which on a ring must index: the start of a block, after what others have indexed for
+        it.
+        """
         filled = self._count_filled(known)
         if filled > known.num_tokens and self._written:
             stream = torch.cuda.current_stream(self.index.codes.device)
@@ -206,7 +218,7 @@ class Upkeep:
         return filled // BLOCK_TOKENS * BLOCK_TOKENS
 
     def _note_filled(self, known: Known, begin: int, end: int) -> None:
-        """Note that an index goes on to token `end`, from `begin` on by what is launched."""
+        """Record that a ring's index reaches token `end`; what is launched now indexes it from `begin` on."""
         known.num_tokens = end
         for place in range(begin // SPLIT_TOKENS, -(-end // SPLIT_TOKENS)):
             page = known.pages[place]
@@ -221,11 +233,11 @@ class Upkeep:
         self.index.held[:, own] = 0
 
     def _of_ring(self, ring: int) -> slice:
-        """Return the places of a ring."""
+        """Return the places of a ring, as a slice."""
         return slice(ring * self.layout.kv_heads, (ring + 1) * self.layout.kv_heads)
 
     def _place(self, ring: int, places: np.ndarray) -> None:
-        """Write where a ring's run lies, in stream order, if it has moved or grown."""
+        """Upload the table of a ring's pieces, in stream order, if its run has moved or grown."""
         known = self.known[ring]
         if known.places is not None and np.array_equal(known.places, places):
             return
@@ -241,5 +253,6 @@ class Upkeep:
 
 
 def _check_pages(known: Known, num_tokens: int) -> None:
+    """Assert that the ring's pages hold so many tokens."""
     have = len(known.pages) * SPLIT_TOKENS
-    assert num_tokens <= have, f"indexed: pages for {have} tokens, and {num_tokens} are to be indexed"
+    assert num_tokens <= have, f"indexed: pages for {have} tokens, but {num_tokens} are to be indexed"
