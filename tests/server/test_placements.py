@@ -290,12 +290,12 @@ def test_the_docs_and_the_file_have_the_plan_of_a_mixture() -> None:
     fits = compare_placements(small, resolve_plan(small, machine), rates).get("device").first
     page_text = " ".join((DEPLOY.parent / "docs" / "HOST_MEMORY.md").read_text().split())
     assert plan.memory.experts_on_card is not None
-    assert f"keeps {plan.memory.experts_on_card} of each layer's 128 experts on the card" in page_text
     fetching = deployment.model_copy(update={"gpu": deployment.gpu.model_copy(update={"host_experts": "fetch"})})
     slow = compare_placements(fetching, resolve_plan(fetching, machine), rates).get("device").first
-    assert f"{step.ms:.0f} ms a token at 40K tokens, {step.experts_ms:.0f} of them the CPU's" in page_text
-    assert f"fetched over the link they would take {slow.experts_ms:.0f}" in page_text
-    assert f"In int4 all of it fits the card, {fits.ms:.1f} ms" in page_text
+    on_card = f"{plan.memory.experts_on_card} of each layer's 128 experts"
+    row = f"{on_card} | {step.ms:.0f}, of which the CPU {step.experts_ms:.0f} | {slow.experts_ms:.0f} over the link"
+    assert f"at 40K tokens (`deploy/rtx4090-30b-a3b.yaml`) | {row} |" in page_text
+    assert f"| the same in int4 | all | {fits.ms:.1f} |" in page_text
     said = " ".join((DEPLOY / "rtx4090-30b-a3b.yaml").read_text().replace("#", "").split())
     assert f"keeps {plan.memory.experts_on_card} of its 128 experts" in said
     assert f"{step.experts_ms:.0f} ms a token at 60 GB/s" in said
@@ -348,14 +348,14 @@ def test_the_docs_have_the_plans_of_both_deployments() -> None:
     device, exact, sampled = (
         [None if step is None else f"{step.ms:,.1f}" for step in found.get(name).steps] for name in ALWAYS
     )
-    assert f"reads all of its 128K there, {device[0]} ms a token, and sampling would not pay" in page_text
-    assert f"two such contexts are {sampled[1]} ms a step sampled, {exact[1]} exact" in page_text
+    assert f"reads all of its 128K there, in {device[0]} ms a token, and sampling would not pay" in page_text
+    assert f"Two such contexts take {sampled[1]} ms a step sampled and {exact[1]} exact" in page_text
     assert "sampling does not pay at batch 1" in found.sampling
     assert "batch 2" in found.sampling
     assert "sampling pays" not in found.sampling
     found = compare_placements(large, resolve_plan(large, machine), rates)
     exact, sampled = ([f"{step.ms:,.1f}" for step in found.get(name).steps if step] for name in ALWAYS[1:])
-    assert f"the host's memory {exact[0]} ms a token with all of it read, {sampled[0]} sampled" in page_text
+    assert f"it serves 128K: {exact[0]} ms a token if all of it is read, {sampled[0]} sampled" in page_text
 
 
 PREDICTED = {"weights": "predictor.safetensors", "rings": 16}
