@@ -1,6 +1,6 @@
-"""The messages by which the engine tells which blocks of keys and values others may find, and where.
+"""The messages in which the engine reports which blocks of keys and values can be reused, and in which memory.
 
-A block is named by the digest of all tokens to its end. Media have the names that vLLM's cache events give them.
+A block is named by the digest of all tokens up to its end. Media have the names of vLLM's cache events.
 """
 
 from typing import Literal
@@ -14,14 +14,14 @@ DISK: Medium = "DISK"
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A chain of blocks that can be found in a medium from now on, each behind the one before it.
+    """A chain of blocks that can be found in a medium from now on. Each follows the one before it in the prompt.
 
-    parent: the block in front of the first; None: there is none, or it is not known.
-    tokens: of all blocks, packed (`pack_tokens`); empty where a record on disk was written before this engine began,
-        and nobody has named its tokens.
-    block_tokens: of each.
-    adapter: its number; 0: none.
-    salt: of the blocks' names.
+    parent: the digest of the block before the first; None: there is none, or it is unknown.
+    tokens: the token ids of all blocks, packed (`pack_tokens`). Empty for a record on disk that an earlier engine
+        wrote and no request has used since.
+    block_tokens: the tokens of each block.
+    adapter: the number of the LoRA adapter; 0: none.
+    salt: the salt in the blocks' digests.
     """
 
     medium: Medium
@@ -34,28 +34,28 @@ class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Blocks that can be found in a medium no more."""
+    """Blocks that can no longer be found in a medium."""
 
     medium: Medium
     digests: list[bytes]
 
 
 class BlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """No block can be found anywhere, but those that are told of behind this."""
+    """All blocks reported so far are gone from every medium; only blocks reported later exist."""
 
 
 BlockChange = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class CacheChanges(msgspec.Struct, frozen=True, tag=True):
-    """The engine's message of what has changed, in order. time_s: Unix time."""
+    """The engine's message with block changes, in the order in which they happened. time_s: Unix time."""
 
     time_s: float
     changes: list[BlockChange]
 
     @property
     def num_bytes(self) -> int:
-        """Return about what it takes in memory."""
+        """Estimate the memory that this message takes."""
         return 64 + sum(
             64 * len(one.digests) + (len(one.tokens) if isinstance(one, BlocksStored) else 0)
             for one in self.changes

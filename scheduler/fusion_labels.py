@@ -11,18 +11,18 @@ SETTINGS: dict[str, type[int] | type[float]] = {
     "select_layer": int, "seam_tokens": int, "ratio": float,
 }  # fmt: skip
 PAPERS_LAYER = 1
-"""A3 chooses there."""
+"""The layer in which the A3 paper chooses tokens."""
 
 
 class UnknownLabelError(ValueError):
-    """A label that names no policy, or a setting that there is not; the message says what was wanted."""
+    """A label names an unknown policy or setting; the message says what was wanted."""
 
 
 def parse_fusions(label: str, ratios: Sequence[float]) -> list[Fusion]:
-    """Parse a label: one fusion for each ratio, one alone where the policy has no ratio or the label its own, none of
-    vanilla.
+    """Parse a label into one fusion for each ratio.
 
-    Raises UnknownLabelError for an unknown policy, setting or value, and for a setting that the policy has no use for.
+    There is a single fusion if the policy has no ratio or the label sets one, and none for the vanilla policy. Raises
+    UnknownLabelError for an unknown policy, setting or value, and for a setting that the policy does not use.
     """
     name, _, text = label.partition(":")
     try:

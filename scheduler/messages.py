@@ -1,7 +1,7 @@
-"""Messages between the API process and the engine process: msgspec structs, MessagePack over ZeroMQ.
+"""Messages between the API process and the engine process: msgspec structs, sent as MessagePack over ZeroMQ.
 
 Each engine process has its own pair of sockets (PUSH/PULL), so messages of a dead engine never reach a new one. Times
-are `time.monotonic()` seconds, which on Linux all processes of a host share.
+are seconds of `time.monotonic()`, a clock that all processes of a Linux host share.
 """
 
 from array import array
@@ -32,49 +32,50 @@ CACHED_FROM = {
     "host": RequestFigure("prompt tokens found in host memory", True, "cached_tokens_from_host"),
     "disk": RequestFigure("prompt tokens found on disk", True, "cached_tokens_from_disk"),
 }
-"""Figures of where a prompt's cached tokens were, by the place: they stand together in an answer's usage."""
+"""Figures that count a prompt's cached tokens, by the place where they were found. An answer's usage groups them."""
 
 FASTER, PAUSED = "computing_is_faster", "reads_paused"
 PASSED_OVER = {
     FASTER: RequestFigure(
-        "prompt tokens on disk that were computed, since that is faster than to read them",
+        "prompt tokens on disk that were computed, since that is faster than reading them",
         True, f"disk_tokens_passed_over_{FASTER}",
     ),
     PAUSED: RequestFigure(
-        "prompt tokens on disk that were computed, since reads pause for want of open files or memory",
+        "prompt tokens on disk that were computed, since reads are paused for lack of open files or memory",
         True, f"disk_tokens_passed_over_{PAUSED}",
     ),
 }  # fmt: skip
-"""Figures of a prompt's tokens that are on disk and were computed all the same, by the reason: they stand together."""
+"""Figures that count a prompt's tokens that are on disk but were computed, by the reason."""
 
 COMPUTED_AGAIN = "computed_again_tokens"
 AGAIN = RequestFigure(
     "prompt tokens whose keys and values are cached and that were computed again, since no state or window is kept "
     "behind them", True, "cached_tokens_computed_again",
 )  # fmt: skip
-"""The figure of what a prompt computed again in layers that keep no rows of all tokens, by the name COMPUTED_AGAIN."""
+"""The figure COMPUTED_AGAIN: tokens computed again for recurrent or sliding-window layers, which keep no row of each.
+"""
 
 
 def cached_figure(place: str) -> str:
-    """Return the figure's name of tokens that were there."""
+    """Return the name of the figure that counts cached tokens found in this place."""
     return f"cached_from_{place}"
 
 
 def passed_figure(why: str) -> str:
-    """Return the figure's name of tokens that were passed over on disk for this reason."""
+    """Return the name of the figure that counts tokens not read from disk for this reason."""
     return f"passed_over_{why}"
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Pack token ids as a prompt has them: int32, in this host's byte order."""
+    """Pack token ids into a prompt's format: int32, in this host's byte order."""
     return array("i", token_ids).tobytes()
 
 
 class ChunkSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens `[begin, end)` of a prompt, 0-based, are a document's chunk whose keys and values may be stored: computed
-    once, at positions from 0.
+    """A document chunk in a prompt: tokens `[begin, end)`, 0-based. Its keys and values, computed at positions from 0,
+    may be stored and reused.
 
-    `salt` is of the chunk's name beside its token ids: chunks of other salts are not shared (`cache_isolation: key`).
+    salt: becomes part of the chunk's name, so that requests with another salt do not share it (`cache_isolation: key`).
     """
 
     begin: int
@@ -83,11 +84,11 @@ class ChunkSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fusion(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings by which a prompt with chunks is computed.
+    """How a prompt with document chunks is computed.
 
-    policy: a name of `gpu.fusion.fusion_plan`.
-    ratio: of all prompt tokens, recomputed, in [0, 1].
-    select_layer, seam_tokens: of policies that choose.
+    policy: the name of a policy in `gpu.fusion.fusion_plan`.
+    ratio: the share of all prompt tokens that is recomputed, in [0, 1].
+    select_layer, seam_tokens: settings of policies that choose tokens.
     """
 
     policy: str
@@ -97,13 +98,13 @@ class Fusion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request to generate one sequence. `max_tokens` bounds the output, and prompt + output never exceed the model's
-    context.
+    """A request to generate one sequence. Prompt and output together never exceed the model's context.
 
-    `prompt` is packed (`pack_tokens`); requests that share one share the object, and it is hashed once for all of them.
-    `stop_token_ids` end it (the stop token is reported in `Delta.token_ids`), and are not drawn before the output has
-    `min_tokens` without them; stop strings are the API process's work. `max_tokens` 0 computes the prompt alone (for
-    `echo` with `logprobs`, or for a `pooling`). One with a grammar also ends where that allows nothing more.
+    prompt: packed (`pack_tokens`). Requests with the same prompt share the object, and it is hashed once for all.
+    stop_token_ids: any of them ends the output, and is reported in `Delta.token_ids`. None is drawn before the output
+        has `min_tokens` tokens. The API process handles stop strings.
+    max_tokens: bounds the output; 0 computes the prompt alone (for `echo` with `logprobs`, or for `pooling`).
+    grammar: also ends the output once it allows nothing more.
     """
 
     request_id: str
@@ -114,30 +115,30 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     min_tokens: int = 0
     attention_profile: str
     arrival_s: float
-    priority: int = 0  # less is earlier
+    priority: int = 0  # lower ones are admitted first
     pooling: Pooling | None = None
-    cache_salt: str = ""  # prefixes are shared among requests of one salt alone
-    chunks: list[ChunkSpan] = []  # of the prompt, in its order; they do not overlap
+    cache_salt: str = ""  # only requests with the same salt share prefixes
+    chunks: list[ChunkSpan] = []  # document chunks in the prompt's order; they do not overlap
     fusion: Fusion | None = None  # None: vanilla, `chunks` are ignored
-    grammar: str = ""  # what the output is held to, as llguidance writes it down; "": nothing
-    allowed_token_ids: list[int] = []  # the only ones drawn; none: all
-    bad_token_ids: list[list[int]] = []  # runs of tokens that the output does not contain
+    grammar: str = ""  # of the output, in llguidance's format; "": none
+    allowed_token_ids: list[int] = []  # only these are drawn; empty: all tokens
+    bad_token_ids: list[list[int]] = []  # token sequences that the output must not contain
     prediction: bytes = b""  # packed: tokens that the output may repeat, for a profile that drafts
-    owner: str = ""  # whose sessions it may name
-    session: str = ""  # that it says it is part of; "": none
-    front_tokens: int = 0  # of the prompt: what the system says, with the tools
-    slot: int = -1  # that its conversation takes (`SaveContext`); -1: any
-    adapter: int = 0  # of `EngineConfig.adapters`, by its number from 1 on; 0: none
-    epsilon: float | None = None  # the error of a head that is too large; None: as the profile has it
+    owner: str = ""  # the API key's owner, whose sessions it may name
+    session: str = ""  # the session that it belongs to; "": none
+    front_tokens: int = 0  # length of the prompt's system message and tools
+    slot: int = -1  # the slot of its conversation (`SaveContext`); -1: any
+    adapter: int = 0  # number of the adapter in `EngineConfig.adapters`, from 1; 0: none
+    epsilon: float | None = None  # a head's attention error above this is too large; None: the profile's value
 
     @property
     def prefix_salt(self) -> str:
-        """Return what requests have alike that share prefixes: what is decoded depends on epsilon, too."""
+        """Return the salt for prefix hashes: requests share prefixes only if adapter, epsilon and salt are equal."""
         return f"{self.adapter} {self.told_salt}" if self.adapter else self.told_salt
 
     @property
     def told_salt(self) -> str:
-        """Return the salt that cache events tell beside the adapter: the request's own, with its epsilon in front."""
+        """Return the salt that cache events report beside the adapter: epsilon, if set, and the request's own salt."""
         return self.cache_salt if self.epsilon is None else f"{self.epsilon!r} {self.cache_salt}"
 
     @property
@@ -154,9 +155,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Accept all of these or none: answered by one `Accepted` or `Refused` with the same `submit_id`.
+    """Requests to accept all together or not at all; answered by one `Accepted` or `Refused` with this `submit_id`.
 
-    A prompt travels once: one that a request shares with the request before it is left out, and no prompt is empty.
+    No prompt is empty, so an empty one in `packed` means: the same prompt as the request before.
     """
 
     submit_id: str
@@ -164,7 +165,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, submit_id: str, requests: list[EngineRequest]) -> Self:
-        """Pack requests: prompts that are one object are left out but for the first of them in a row."""
+        """Pack requests: a prompt that is the same object as that of the request before is left out."""
         packed: list[EngineRequest] = []
         before: bytes | None = None
         for request in requests:
@@ -174,7 +175,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         return cls(submit_id, packed)
 
     def requests(self) -> list[EngineRequest]:
-        """Return each request with its prompt; those that share one share the object."""
+        """Unpack the requests; those that share a prompt share the object."""
         whole: list[EngineRequest] = []
         for request in self.packed:
             whole.append(request if request.prompt else msgspec.structs.replace(request, prompt=whole[-1].prompt))
@@ -182,7 +183,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Forget these requests; their pages are free after the step under way. Unknown ids are ignored. No reply."""
+    """Drop these requests; their pages become free after the running step. Unknown ids are ignored. No reply."""
 
     request_ids: list[str]
 
@@ -192,9 +193,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreChunks(msgspec.Struct, frozen=True, tag=True):
-    """Compute these chunks' keys and values, behind requests, and store them: answered by one `ChunksStored`.
+    """Compute and store keys and values of document chunks while no request waits; answered by one `ChunksStored`.
 
-    Each is packed token ids (`pack_tokens`); `salt` as in `ChunkSpan`.
+    chunks: packed token ids of each (`pack_tokens`). salt: as in `ChunkSpan`.
     """
 
     request_id: str
@@ -203,7 +204,7 @@ class StoreChunks(msgspec.Struct, frozen=True, tag=True):
 
 
 class NamedChunk(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk of documents, of whatever model. `tokens`: `digest_tokens`; `salt` as in `ChunkSpan`."""
+    """Names a document chunk for any model. tokens: digest of its tokens (`digest_tokens`). salt: see `ChunkSpan`."""
 
     tokens: str
     num_tokens: int
@@ -211,24 +212,24 @@ class NamedChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DropChunks(msgspec.Struct, frozen=True, tag=True):
-    """A message to drop chunks that no document has any more. Requests that read them go on."""
+    """A message to drop chunks that no document contains any more. Requests that read them go on."""
 
     chunks: list[NamedChunk]
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
-    """A message that the answers to these requests called tools, so that their conversations will go on. No reply."""
+    """Reports that the answers to these requests called tools, so that another turn will follow. No reply."""
 
     request_ids: list[str]
 
 
 class AskSessions(msgspec.Struct, frozen=True, tag=True):
-    """Ask what is kept of an owner's conversations; answered by one `Sessions`.
+    """Ask what is kept of an owner's conversations; answered by one `Sessions`. Forgetting comes before the answer.
 
-    forget: a session, of which all that nobody reads is forgotten first; "": nothing is.
-    forget_slot: likewise of one conversation; -1: of none.
-    forget_saved: a saved context that is deleted first.
-    of_all: what is told of saved contexts is of all owners.
+    forget: a session to forget, except for what other requests read; "": none.
+    forget_slot: the slot of one conversation to forget likewise; -1: none.
+    forget_saved: the name of a saved context to delete; "": none.
+    of_all: whether the answer lists saved contexts of all owners.
     """
 
     request_id: str
@@ -244,8 +245,8 @@ class AskSessions(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveContext(msgspec.Struct, frozen=True, tag=True):
-    """Keep on disk, under a name, what is there of an owner's conversation: of that in this slot, or of the last one of
-    this session. Answered by one `ContextSaved`, once it is written.
+    """Save an owner's conversation on disk under a name: the one in `slot`, or else the last one of `session`. Answered
+    by one `ContextSaved` once it is written.
     """
 
     request_id: str
@@ -270,18 +271,19 @@ ToEngine = Submit | Cancel | Shutdown | StoreChunks | DropChunks | Expect | AskS
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Progress of loading: `stage` is a word for people, `fraction` in [0, 1]."""
+    """Progress of loading. stage: a word to show to people. fraction: in [0, 1]."""
 
     stage: str
     fraction: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine serves. Limits that the API process checks requests against.
+    """Reports that the engine serves, with the limits that the API process checks requests against.
 
-    `profiles`: the longest prompt and output of each, when nothing else runs; `max_context_tokens`: of any of them.
-    `contexts_folder`: of this model's records on disk; "": it keeps none.
-    `without_epsilon`: of profiles that take no `EngineRequest.epsilon`, the reason, behind the profile's name.
+    profiles: most tokens of prompt and output in each profile when nothing else runs.
+    max_context_tokens: the largest of these.
+    contexts_folder: the folder of this model's contexts on disk; "": the engine keeps none.
+    without_epsilon: for each profile that takes no `EngineRequest.epsilon`, the reason why.
     """
 
     vocab_size: int
@@ -298,20 +300,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Writing(msgspec.Struct, frozen=True, tag=True):
-    """The engine ends, and writes contexts: bytes that it has written since its start, and those that wait to be."""
+    """Reports that the engine is ending and still writes contexts: bytes written since its start, and bytes left."""
 
     num_written_bytes: int
     num_left_bytes: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start: one line for the operator (a broken checkpoint, too little memory). It exits after."""
+    """Reports why the engine cannot start, in one line for the operator; then the engine exits."""
 
     message: str
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
-    """The process is there, and this turn of its loop has taken so long; twice a second, whatever the loop does."""
+    """A sign of life, twice a second whatever the loop does. turn_seconds: age of the loop's current turn."""
 
     turn_seconds: float
 
@@ -321,8 +323,8 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a request that is not admitted. `code`: `queue_full` (try again later), `too_large` (can never fit)
-    or `grammar` (cannot be compiled); `message` names what was asked and had.
+    """The answer to a refused `Submit`. code: `queue_full` (try again later), `too_large` (can never fit) or `grammar`
+    (cannot be compiled). message: what was asked for and what there is.
     """
 
     submit_id: str
@@ -331,7 +333,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChunksStored(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `StoreChunks`. `num_known` were stored before; `reason`: why the others could not be, or empty."""
+    """The answer to `StoreChunks`. num_known: chunks stored before. reason: why others could not be stored, or ""."""
 
     request_id: str
     num_stored: int
@@ -340,9 +342,9 @@ class ChunksStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeptConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a conversation of a session, which is given a name if it has none: `tokens` of its last prompt
-    and answer, of which so many in front are in pages of the device, in host memory, and on disk. idle_seconds: since
-    its last request began or ended.
+    """What is kept of a conversation. tokens: of its last prompt and answer. device_tokens, host_tokens, disk_tokens:
+    how many of these, from the first on, are in each place. session: a name is made up if the request gave none.
+    idle_seconds: since its last request began or ended.
     """
 
     session: str
@@ -358,8 +360,8 @@ class KeptConversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedContext(msgspec.Struct, frozen=True, kw_only=True):
-    """A context that was saved by name: its tokens, and how many in front and bytes of it are on disk now. created_s:
-    Unix time.
+    """A context that was saved under a name. disk_tokens, disk_bytes: how many of its tokens, from the first on, are on
+    disk now, and their size. created_s: Unix time.
     """
 
     name: str
@@ -372,9 +374,9 @@ class SavedContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sessions(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `AskSessions`: what is kept, used last first. `forgotten_tokens`: in all places together.
-    `disk_bytes`: of all that a session has on disk, also of those that nothing else is known of. `deleted`: whether
-    there was a saved context to forget.
+    """The answer to `AskSessions`. conversations: the most recently used first. forgotten_tokens: in all places
+    together. disk_bytes: by session, also for sessions known only from the disk. deleted: whether the saved context to
+    forget existed.
     """
 
     request_id: str
@@ -386,8 +388,8 @@ class Sessions(msgspec.Struct, frozen=True, tag=True):
 
 
 class ContextSaved(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `SaveContext`: tokens and bytes that are kept. `code` says why none are: `no_disk`, `unknown` (no
-    such conversation), `running`, `no_room`, or `no_share` (of its key); "": some are.
+    """The answer to `SaveContext`. num_tokens, num_bytes: what was saved. code: why nothing was: `no_disk`, `unknown`
+    (no such conversation), `running`, `no_room`, or `no_share` (the API key's share of the disk is used up); or "".
     """
 
     request_id: str
@@ -398,8 +400,8 @@ class ContextSaved(msgspec.Struct, frozen=True, tag=True):
 
 
 class SavedTokens(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `ReadSaved`: packed tokens, what computed them, and of which session. `code`: `no_disk` or
-    `unknown`; "": it is there. block_bytes: of `block_tokens` on disk.
+    """The answer to `ReadSaved`. tokens: packed. profile: which one computed them. code: `no_disk` or `unknown`; "":
+    the context exists. block_bytes: what `block_tokens` tokens take on disk.
     """
 
     request_id: str
@@ -412,25 +414,25 @@ class SavedTokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token's natural-log probability and the `(token id, logprob)` of the most likely, best first."""
+    """One token's natural-log probability. top: `(token id, logprob)` of the most likely tokens, best first."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """The output that a step added to one request. The last one has a `finish_reason`: stop, length or error."""
+    """The output that a step added to one request. The last delta has a `finish_reason`: stop, length or error."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[Logprob] | None = None
-    prompt_logprobs: list[Logprob] | None = None  # with the first token: entry i is of prompt token i + 1
-    pooled: bytes | None = None  # float32 in this host's byte order: what the request's `pooling` asked for
+    prompt_logprobs: list[Logprob] | None = None  # with the first token: entry i belongs to prompt token i + 1
+    pooled: bytes | None = None  # the result of the request's `pooling`: float32 in this host's byte order
     finish_reason: str | None = None
     error: str | None = None  # with finish_reason error
-    may_retry: bool = False  # after an error: what was short then may be there later
+    may_retry: bool = False  # after an error: the same request may succeed later
     num_cached_tokens: int = 0
-    figures: dict[str, int] = {}  # of the request so far, by the names of `RequestFigure`s
+    figures: dict[str, int] = {}  # the request's counts so far, by the names of `RequestFigure`s
     queue_seconds: float | None = None  # with the first delta: from arrival to the start of its prefill
     prefill_seconds: float | None = None  # with the first delta: from the start of its prefill to its first draw
 
@@ -448,29 +450,29 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the host tier; counters count since the engine started."""
 
     bytes_used: int  # by contexts
-    bytes_promised: int  # what admission counts: what contexts have, and may still take
+    bytes_promised: int  # what contexts use and may still take; admission compares this with the limit
     bytes_limit: int
-    contexts: int  # held by requests and idle
-    tokens: int  # that are offloaded, shared ones once
-    tokens_evicted: int  # of these, without pages of all layers on the device
-    tokens_resident: int  # with pages of all layers, of contexts that have a part here: not only what is offloaded
-    tokens_reloaded: int  # to such pages, since the engine started
+    contexts: int  # held by requests, and idle
+    tokens: int  # offloaded tokens; shared ones count once
+    tokens_evicted: int  # offloaded tokens without pages of all layers on the device
+    tokens_resident: int  # tokens with pages of all layers, in contexts that are offloaded in part
+    tokens_reloaded: int  # tokens reloaded to such pages
     segments: int
-    leases: int  # on segments, of steps without an answer and of rows being written to disk
-    tables_built: int  # layers of segments
-    tables_failed: int  # read exactly
-    tokens_covered: int  # in decode, counted for each layer and head
-    rows_read: int  # of those, to answer for all
-    rows_left_out: int  # of decode steps that did not wait for their contexts
-    ready_seconds: float  # decode waited for offloads to land and tables to stand
+    leases: int  # held on segments by unanswered steps and by writes to disk
+    tables_built: int  # one for each layer of a segment
+    tables_failed: int  # these layers are read exactly
+    tokens_covered: int  # that decode attended to, counted for each layer and head
+    rows_read: int  # key and value rows read for these tokens
+    rows_left_out: int  # rows of decode steps that ran without them, as their contexts were not ready
+    ready_seconds: float  # decode waited for offloads and tables to be ready
     wait_seconds: float  # the CPU waited for queries
-    attend_seconds: float  # the CPU attended
-    answers_estimated: int  # of a head in a layer, whose error was; none of these six where none is
-    answers_heavy: int  # of these, with a key of more than a tenth of the weight
-    answers_beyond: int  # the configured bound, without such a key
-    answers_heavy_beyond: int  # with one
-    steps_beyond: int  # with any of them
-    answers_in_full: int  # read so, to know the error or since it is too large
+    attend_seconds: float  # the CPU computed attention
+    answers_estimated: int  # answers for a head in a layer whose error was estimated; this and the next five: or 0
+    answers_heavy: int  # of these, with a key that has more than a tenth of the weight
+    answers_beyond: int  # whose error exceeds the configured bound, without such a key
+    answers_heavy_beyond: int  # the same, with such a key
+    steps_beyond: int  # with any answer beyond the bound
+    answers_in_full: int  # read in full, to learn the error or because it was too large
 
 
 class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -482,7 +484,7 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of documents' chunks since the engine started; memory_bytes: what the last used ones take now."""
+    """Counts of document chunks since the engine started. memory_bytes: what chunks in host memory take now."""
 
     memory_bytes: int
     written: int
@@ -493,8 +495,8 @@ class ChunkStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MaskStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of what draws are held to, since the engine started. mask_seconds: of the loop, making masks; jumps:
-    runs of tokens that had to come and were computed in one step, of `jumped_tokens` together.
+    """Counters of constrained draws since the engine started. mask_seconds: the loop's time for making masks. jumps:
+    runs of forced tokens that were computed in one step. jumped_tokens: the tokens of all these runs.
     """
 
     held_requests: int
@@ -505,9 +507,9 @@ class MaskStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftStats(msgspec.Struct, frozen=True):
-    """Counters of drafts since the engine started: steps with any, their drafted tokens, those that were drawn, and the
-    seconds that steps without would have taken more. declined: steps that had something to draft and did not, since
-    that does not pay; model_seconds: that a draft model took.
+    """Counters of drafts since the engine started. steps: with drafts. proposed, accepted: drafted tokens, and those
+    that were drawn. saved_seconds: what steps without drafts would have taken more. declined: steps that could have
+    drafted but would not have gained. model_seconds: time of the draft model.
     """
 
     steps: int = 0
@@ -527,23 +529,23 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     pages_used: int  # held by requests
     pages_cached: int  # held by the prefix cache alone
     pages_total: int
-    pages_committed: int  # of all, those whose memory the host has given
+    pages_committed: int  # whose memory the operating system has given
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int
-    recomputed_tokens: int  # that preempted requests had computed, and computed again
+    recomputed_tokens: int  # computed again after a preemption
     steps: int
     step_seconds: float
     rings_free: int
-    waiting_tokens: int = 0  # of sequences that wait
-    waiting_uncached_tokens: int = 0  # of these, and of prompts under way: those that are still to be computed
-    running_adapters: list[int] = []  # their numbers, also of prompts under way
+    waiting_tokens: int = 0  # of waiting sequences
+    waiting_uncached_tokens: int = 0  # still to be computed, of waiting sequences and of prompts in prefill
+    running_adapters: list[int] = []  # numbers of adapters in use, by decode or prefill
     waiting_adapters: list[int] = []
     host: HostStats | None = None  # None: no host tier
-    methods: dict[str, list[int]] = {}  # by the counters of `gpu.methods`, all profiles together: one, or one a layer
+    methods: dict[str, list[int]] = {}  # counters of `gpu.methods` over all profiles: one value, or one for each layer
     masks: MaskStats = MaskStats(held_requests=0, masks=0, mask_seconds=0.0)
     drafts: DraftStats = DraftStats()
-    experts: ExpertStats | None = None  # None: all lie on the device
+    experts: ExpertStats | None = None  # None: all experts are on the device
     chunks: ChunkStats | None = None  # None: no documents
     disk: DiskCounts | None = None  # None: no contexts on disk
 
@@ -557,7 +559,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 Told = Sessions | ContextSaved | SavedTokens
-"""What answers a question of the API process, by its `request_id`."""
+"""Answers to questions of the API process, matched by `request_id`."""
 
 FromEngine = (
     Loading | Ready | Writing | Failed | Pulse | Accepted | Refused | ChunksStored | Told | Outputs | CacheChanges

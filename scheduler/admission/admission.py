@@ -1,8 +1,8 @@
 """The queue of waiting requests, and rounds of admission.
 
-Invariants: a request leaves the queue with a slot and all that its prompt needs, or stays. One that does not fit, or
-waits for a prefix, is overtaken a bounded number of times. The cost of looking at a request does not grow with its
-prompt.
+Invariants: a request leaves the queue only with a slot and all that its prompt needs. A request that does not fit, or
+waits for another to compute its prefix, is overtaken a bounded number of times. The cost of examining a request does
+not grow with its prompt.
 """
 
 import logging
@@ -27,19 +27,19 @@ from scheduler.sequences.sequence import Sequence, State
 
 log = logging.getLogger(__name__)
 
-_MOST_BYPASSES = 64  # admissions that may pass a request which does not fit yet
-_MOST_TRIED_OFFLOADED = 4  # of a round: where the host has no room for these, others will not fit either
+_MOST_BYPASSES = 64  # admissions that may overtake a request which does not fit yet
+_MOST_TRIED_OFFLOADED = 4  # offloaded prompts tried in a round: if the host has no room for these, more will not fit
 
 
 class Admission:
     """The queue of waiting requests, and the decision which of them are admitted.
 
-    waiting: by priority and then by arrival, preempted ones in front. A request that lower priorities have overtaken
-        too often is overtaken by none.
+    waiting: requests by priority and then by arrival, preempted ones first. A request that lower priorities have
+        overtaken too often is not overtaken again.
     free_slots: the last one is taken first.
-    num_queried_tokens: of prompts that were prefilled, since the engine started.
+    num_queried_tokens: tokens of all prefilled prompts since the engine started.
     num_cached_tokens: those of them that the prefix cache had.
-    num_recomputed_tokens: computed again by preempted sequences.
+    num_recomputed_tokens: tokens that preempted sequences computed again.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Admission:
         self._next_job_id = 0
 
     def queue(self, sequences: Collection[Sequence]) -> None:
-        """Queue all of these sequences or none, each behind all but those that it may overtake.
+        """Queue all of these sequences or none; each overtakes waiting ones of lower priority.
 
         Raises QueueFullError.
         """
@@ -83,7 +83,7 @@ class Admission:
             self.waiting.insert(place, sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Put a preempted sequence in front, behind those of higher priority."""
+        """Put a preempted sequence at the front of the queue, behind those of higher priority."""
         self._residence.await_room(sequence)
         place = 0
         while place < len(self.waiting) and self.waiting[place].goes_before(sequence):
@@ -91,19 +91,19 @@ class Admission:
         self.waiting.insert(place, sequence)
 
     def awaited(self) -> list[HostContext]:
-        """Return the contexts that preempted sequences left and will begin with again."""
+        """Return the contexts that preempted sequences left and will start with again."""
         return [sequence.left_context for sequence in self.waiting if sequence.left_context is not None]
 
     def admit(self, holding: list[Sequence]) -> Admitted:
         """Admit, in order, the sequences that fit beside those that hold pages, and start their prefill jobs.
 
-        A sequence that does not fit may be overtaken by others a bounded number of times. Short prompts share a job.
+        A sequence that does not fit may be overtaken a bounded number of times. Short prompts share a job.
         """
         most_jobs = self._config.prefill.max_jobs - len(self._prefill.jobs)
         if not self.waiting or not self.free_slots or most_jobs <= 0:
             return Admitted()
         if self._documents is not None and self._documents.is_due:
-            return Admitted()  # they take the job that is free, or the next one
+            return Admitted()  # document chunks take the free job, or the next one
         this = self._begin_round(holding)
         prefixes = self._residence.prefixes
         passed: list[tuple[Sequence, int]] = []
@@ -113,13 +113,13 @@ class Admission:
             if self._documents is not None and not self._documents.is_ready(sequence):  # its chunks are computed first
                 passed.append((sequence, this.num_admitted))
                 if sequence.num_bypassed > _MOST_BYPASSES:
-                    break  # by a job that others would begin instead
+                    break  # else others would take the job that computes its chunks
                 continue
             if self._rings.lacks(sequence, holding):
-                continue  # one that leaves gives its ring back, whoever goes first
+                continue  # a leaving sequence frees its ring, so letting others pass delays nobody
             if self._residence.windows.lacks():
                 self._refuse(sequence, this)
-                break  # as it does its window, which all need
+                break  # every request needs a window, and a leaving sequence frees its own
             start, is_waiting = None, False
             self._residence.pages.is_refused = False
             if sequence.run_end:
@@ -148,14 +148,14 @@ class Admission:
         return Admitted(jobs, tuple(writes), None if batches else this.refused)
 
     def _refuse(self, sequence: Sequence, this: Round) -> None:
-        """Note the first sequence that the host refuses memory while nobody else could give any back."""
+        """Note the first sequence that gets no memory from the host while no other request could free any."""
         if not this.has_others and not self._prefill.jobs and this.refused is None:
             this.refused = sequence
 
     def compute_chunks(self) -> list[PrefillJob]:
         """Start a job of document chunks that the first waiting requests need, or that are to be stored.
 
-        The latter where there is nothing else to do, or where many requests began before them.
+        Chunks are stored when nothing else is to be done, or when many requests have overtaken them.
         """
         if self._documents is None:
             return []
@@ -182,13 +182,13 @@ class Admission:
         )
 
     def _is_worth_waiting(self, sequence: Sequence, other: Sequence, this: Round) -> bool:
-        """Return whether waiting for another prefill, which computes the next blocks, saves more work than it costs.
+        """Return whether waiting for another prefill, which computes shared blocks, saves more time than it costs.
 
         Computing the shared blocks once saves their time twice: for this request, and for the other one, which this
-        shorter one would overtake. The wait costs what is left of the other prefill.
+        shorter one would overtake. The wait costs the time left of the other prefill.
         """
         prefixes, page_tokens = self._residence.prefixes, self._residence.page_tokens
-        method = sequence.profile.prefill_method  # the other one's, too: they share KV
+        method = sequence.profile.prefill_method  # also the other request's, since they share KV
         left = this.seconds_left.get(other)
         if left is None:
             left = self._prefill.seconds_left(other)
@@ -200,10 +200,10 @@ class Admission:
         return 2 * self._prefill.prompt_seconds(begin, end, method) > left
 
     def _try(self, sequence: Sequence, this: Round, holding: list[Sequence]) -> Start | None:
-        """Give it what its prompt needs, if there is room; its known blocks are counted.
+        """Give a sequence what its prompt needs, if there is room; None: there is none. `look` was called before.
 
-        Numbers are looked at before any page is held: it asks for all pages but those that somebody holds already.
-        `Residence.take` looks again, since pages that are found and held are no longer those of idle contexts.
+        Numbers are checked before any page is held: the prompt needs all pages that no sequence holds already.
+        `Residence.take` checks again, since idle contexts have fewer pages to free once the prefix is held.
         """
         begin = self._residence.prefixes.begin_of(sequence)
         start = Start(begin, 0, None, 0 if sequence.finds_live else self._find_on_disk(sequence, begin))
@@ -222,16 +222,16 @@ class Admission:
         return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
 
     def _find_on_disk(self, sequence: Sequence, begin: int, is_read_whole: bool = False) -> int:
-        """Return the end of what a prompt takes from the disk behind what is known; 0: nothing."""
+        """Return the end of what a prompt reads from disk beyond its known tokens; 0: nothing."""
         seconds_of = partial(self._prefill.prompt_seconds, method=sequence.profile.prefill_method)
         return self._residence.disk.find(sequence, begin, seconds_of, is_read_whole)
 
     def _try_offloaded(self, sequence: Sequence, this: Round, holding: list[Sequence]) -> Start | None:
-        """Give a prompt of which a part is offloaded what it needs, if there is room."""
+        """Give a prompt that is offloaded in part what it needs, if there is room; None: there is none."""
         assert self._residence.prompts is not None, "admission: a prompt is offloaded where there is host memory"
         start = self._residence.prompts.find(sequence)
         disk_end = self._find_on_disk(sequence, start.begin, is_read_whole=True)
-        if disk_end:  # a run is made of one source
+        if disk_end:  # an offloaded run is filled from one source only
             start = Start(0, start.end, None, disk_end)
         this.num_tried_offloaded += 1
         if (
@@ -244,7 +244,7 @@ class Admission:
         return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
 
     def _kept(self, sequence: Sequence, this: Round) -> list[HostContext]:
-        """Return the idle contexts that must not be dropped for it."""
+        """Return the idle contexts that must not be dropped for this sequence."""
         return [context for context in this.kept if context is not sequence.left_context] if this.has_others else []
 
     def _enter(self, sequence: Sequence, start: Start, this: Round, holding: list[Sequence]) -> None:
@@ -262,7 +262,7 @@ class Admission:
                 sequence.figures[cached_figure(place)] = number
             sequence.figures |= {passed_figure(why): number for why, number in sequence.passed_over.items()}
             again = self._residence.num_computed_again(sequence, start)
-            sequence.figures.pop(COMPUTED_AGAIN, None)  # of a start that was given up
+            sequence.figures.pop(COMPUTED_AGAIN, None)  # from an earlier start that failed
             sequence.figures |= {COMPUTED_AGAIN: again} if again else {}
         else:
             self._note_resumed(sequence, start.first_computed)
@@ -276,13 +276,14 @@ class Admission:
             self._documents.count_begun()
 
     def forget_start(self, sequence: Sequence) -> None:
-        """Begin a sequence anew whose prefill could not go on for want of what it was to begin with."""
+        """Forget the start of a sequence whose prefill must restart because its blocks on disk were lost."""
         if sequence.started_s is not None and not sequence.has_reported:
             sequence.started_s = None
 
     def count_found(self, sequence: Sequence) -> None:
-        """Count a prompt once, when its prefill is planned to its end: by then it is certain that its cached front was
-        there, also where that was on disk.
+        """Count a prompt once, when its prefill is planned to its end.
+
+        Only then is it certain that its cached tokens could be read, also those on disk.
         """
         if not sequence.is_counted:
             sequence.is_counted = True
@@ -290,7 +291,7 @@ class Admission:
             self.num_cached_tokens += sequence.num_cached_tokens
 
     def _note_resumed(self, sequence: Sequence, num_found: int) -> None:
-        """Count and log what the preemption of a sequence cost, which begins again behind `num_found` tokens."""
+        """Count and log the tokens that a preempted sequence computes again. num_found: the tokens that it found."""
         num_recomputed = max(0, sequence.num_computed_tokens - num_found)
         self.num_recomputed_tokens += num_recomputed
         log.info(

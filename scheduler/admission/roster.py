@@ -1,7 +1,7 @@
-"""The unfinished requests: queue them, preempt them, and give back what they hold when they leave.
+"""The unfinished requests: queue them, preempt them, and free what they hold when they leave.
 
-Invariants: a page belongs to a sequence from admission until it is finished or preempted. A preempted sequence waits in
-front, with the tokens it has. If a sequence leaves its prefill job, the others keep what was computed of them.
+Invariants: a page belongs to a sequence from admission until it is finished or preempted. A preempted sequence waits at
+the front of the queue, with its tokens so far. If a sequence leaves its prefill job, the others keep their progress.
 """
 
 import logging
@@ -33,14 +33,14 @@ _REMEDIES: dict[Shortage, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What sequences take for their next tokens: KV pages, and pages that rings share."""
+    """Pages that sequences take for their next tokens: KV pages, and pages that rings share."""
 
     pages: tuple[PageWrite, ...] = ()
     rings: tuple[RingGrowth, ...] = ()
 
 
 class Roster:
-    """The sequences that are admitted. `running`: in the order in which their prefills ended."""
+    """The unfinished sequences. running: those that decode, in the order in which their prefills ended."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Roster:
         self._unfinished |= {sequence.request_id: sequence for sequence in sequences}
 
     def cancel(self, request_ids: list[str]) -> None:
-        """Forget these requests and free their pages and slots; unknown ids are ignored.
+        """Drop these requests and free their pages and slots; unknown ids are ignored.
 
-        The context of a running one stays, idle, for prompts that begin with its tokens.
+        The context of a running request stays, idle, for prompts that begin with its tokens.
         """
         for request_id in request_ids:
             sequence = self._unfinished.get(request_id)
@@ -92,7 +92,7 @@ class Roster:
 
     @property
     def has_released(self) -> bool:
-        """Return whether sequences have left slots, and the runner has not heard of it."""
+        """Return whether sequences have left slots that no plan has reported to the runner yet."""
         return bool(self._released_slots)
 
     def take_released(self) -> list[int]:
@@ -101,7 +101,7 @@ class Roster:
         return released
 
     def start(self, entry: JobInProgress) -> dict[int, Sequence]:
-        """Start the draws of a job whose last unit is planned: its blocks can be shared from now on."""
+        """Let the sequences of a finished prefill job decode; from now on their blocks can be shared."""
         for sequence in entry.sequences:
             self._residence.finish_prefill(sequence)
             sequence.state = State.RUNNING
@@ -111,10 +111,10 @@ class Roster:
         return {sequence.slot: sequence for sequence in entry.sequences}
 
     def grow(self, stepping: list[Sequence]) -> Growth:
-        """Take what the next token of each of these needs, by priority and then the oldest first.
+        """Allocate what the next token of each sequence needs, by priority and then by arrival.
 
-        If there is not enough, short contexts are offloaded so that their pages can be evicted; after that the last in
-        this order are preempted.
+        If pages are short, short contexts are offloaded so that their pages can be evicted. If that does not help, the
+        last sequences in this order are preempted.
         """
         growing = [one for one in stepping if one.rings or self._residence.may_grow(one)]
         if not growing:  # as in most steps
@@ -132,22 +132,22 @@ class Roster:
                 rings += [(sequence, one) for one in self._rings.grow(sequence)]
         held = {sequence.slot for sequence in self.running}
         still = set(self.running)
-        for sequence in stepping if not self._released_slots else ():  # who held a ring is forgotten first
+        for sequence in stepping if not self._released_slots else ():  # the runner first hears of released rings
             if sequence in still:
                 self._rings.take_late(sequence, self.running)
         pages = tuple(write for write in writes if write.slot in held)
         return Growth(pages, tuple(one for who, one in rings if who in still))
 
     def _find_shortage(self, sequence: Sequence, spared: list[HostContext]) -> Shortage | None:
-        """Return what is short of the next draw of a sequence, or None; see `Residence.find_shortage`."""
+        """Return what is short for the next draw of a sequence, or None; see `Residence.find_shortage`."""
         return "index" if self._rings.lacks_page(sequence) else self._residence.find_shortage(sequence, spared)
 
     def _preempt_for(self, taker: Sequence, shortage: Shortage) -> None:
-        """Preempt one of those that hold what the taker lacks, the taker among them, and log why."""
+        """Preempt the taker, or a sequence that holds what it lacks, and log why."""
         pages = self._residence.pages
         num_free, remedy = pages.num_available, _REMEDIES[shortage]
         if shortage == "pages" and pages.is_refused:
-            remedy = "lower=gpu.kv_cache_gib"  # the host has no memory for pages that it was to have
+            remedy = "lower=gpu.kv_cache_gib"  # the host has no memory for pages that were planned
         others: Iterable[Sequence] = self.holding()
         if shortage == "host":
             others = [other for other in others if other.context is not None]
@@ -165,14 +165,14 @@ class Roster:
         )
 
     def begin_anew(self, job_id: int) -> None:
-        """Let the prompts of a job wait again whose fronts were not on disk, as far as it is still under way."""
+        """Queue the prompts of a job again whose blocks on disk were lost, if the job still runs."""
         for entry in [entry for entry in self._prefill.jobs if entry.job.job_id == job_id]:
             for sequence in list(entry.sequences):
                 self._admission.forget_start(sequence)
                 self.preempt_last([sequence])
 
     def preempt_last(self, candidates: Iterable[Sequence]) -> Sequence:
-        """Preempt the last of these by priority and then by arrival, and return it."""
+        """Preempt the candidate with the lowest priority, of these the latest arrival, and return it."""
         candidates = list(candidates)
         victim = max(candidates, key=_turn)
         victim.num_overtaken += any(one.request.arrival_s > victim.request.arrival_s for one in candidates)
@@ -180,7 +180,7 @@ class Roster:
         victim.figures[PREEMPTIONS] = victim.figures.get(PREEMPTIONS, 0) + 1
         victim.preempted_s = time.monotonic()
         job = self._prefill.job_of(victim)
-        done = victim.next_position - victim.num_drafted  # a draft may be refused
+        done = victim.next_position - victim.num_drafted  # drafted tokens may be rejected
         victim.num_computed_tokens = done if job is None else job.num_done_tokens(victim)
         self._leave_slot(victim, goes_on=True)
         victim.state = State.WAITING
@@ -190,7 +190,7 @@ class Roster:
         return victim
 
     def retire(self, sequence: Sequence) -> None:
-        """Finish a sequence, whatever it was doing."""
+        """Finish a sequence in any state."""
         if sequence.state is State.WAITING:
             self._admission.waiting.remove(sequence)
             self._residence.prefixes.forget_live(sequence)
@@ -201,7 +201,7 @@ class Roster:
         del self._unfinished[sequence.request_id]
 
     def release_chunks(self, sequence: Sequence) -> None:
-        """Release the document chunks of a sequence that has read them, or will not."""
+        """Release the document chunks of a sequence that has read them or will not do so."""
         if self._documents is not None:
             self._documents.release(sequence)
 
@@ -211,17 +211,17 @@ class Roster:
             self._documents.retract(sequence)
 
     def _spared_contexts(self) -> list[HostContext]:
-        """Return the idle contexts that a growing sequence may not drop: preempted ones will begin with them.
+        """Return the idle contexts that a growing sequence may not drop: preempted sequences will start with them.
 
-        A sequence that has the device to itself spares none, or it would be preempted for nobody.
+        A sequence that is alone on the device may drop all, or it would be preempted with nobody to run instead.
         """
         is_alone = len(self.running) <= 1 and not self._prefill.jobs
         return [] if is_alone else self._admission.awaited()
 
     def _leave_slot(self, sequence: Sequence, goes_on: bool = False) -> None:
-        """Give back slot and pages; the others in its prefill job go on from where they are. goes_on: it waits again.
+        """Give back slot and pages. Others in the sequence's prefill job keep their progress. goes_on: it is preempted.
 
-        What a prefill has brought to the host is of no use before it ends.
+        The offloaded tokens of an unfinished prefill are not kept.
         """
         if sequence.state is State.PREFILLING:
             self._prefill.cut(sequence)

@@ -1,10 +1,11 @@
-"""KV pages on the device: who holds which, and which of them hold a known prefix.
+"""KV pages on the device: allocate and count holders, and find pages by the hash of their prefix.
 
-A page is held by sequences (counted) or free. A free page whose content is published under a block hash can be found
-until it is needed for something else, what is worth least first (`IdlePages`). Where the host gives memory on demand
-(`Memory`), a page that is not there yet is taken before a known prefix is evicted. Invariants: every page is in exactly
-one of held, `idle` (free, published) and `blank` (free, content unknown); a block is published only as long as the
-block before it is, so the number of known blocks of a prompt is found without looking at each.
+A page is free, or held by one or more sequences. A free page whose content is published under a block hash can be found
+until the page is needed; the least valuable are evicted first (`IdlePages`). If the host gives memory on demand
+(`Memory`), new pages are allocated before a known prefix is evicted.
+
+Invariants: every page is in exactly one of held, `idle` (free and published) and `blank` (free, content unknown). A
+block is published only while the block before it is, so a binary search finds how many blocks of a prompt are known.
 """
 
 from collections import deque
@@ -22,9 +23,9 @@ _MOST_PREFIXES = 16  # remembered fronts
 
 
 def count_front(hashes: list[bytes], has: Callable[[bytes], bool], near: int, end: int) -> int:
-    """Return how many of the first `end` hashes `has` holds for; it holds for those in front of one that it holds for.
+    """Count the first hashes, of `end`, for which `has` is true. It must be false for all after the first false one.
 
-    Two looks if it is still `near`, at most `end`, and a binary search else.
+    It takes two calls if the count is still `near` (at most `end`), and a binary search otherwise.
     """
     low, high = 0, end
     if near and not has(hashes[near - 1]):
@@ -44,16 +45,17 @@ def count_front(hashes: list[bytes], has: Callable[[bytes], bool], near: int, en
 
 @dataclass(frozen=True, slots=True)
 class PrefixPages:
-    """The pages of a prompt's first blocks, in the two forms in which they are wanted: int64 `[blocks]` and a list."""
+    """The pages of a prompt's first blocks, in both forms that callers need: an int64 array `[blocks]` and a list."""
 
     array: np.ndarray
     page_ids: list[int]
 
 
 class Memory(Protocol):
-    """How pages, or windows, come to be there on a host that gives memory as it is asked.
+    """Allocates pages or windows on demand.
 
-    commit(begin, end): whether those of these numbers are there from now on. `least_rows`: how many are worth it.
+    commit(begin, end): allocate those with these numbers; False if the host has no memory. least_rows: the fewest
+    that are worth a call.
     """
 
     @property
@@ -63,7 +65,7 @@ class Memory(Protocol):
 
 
 def commit_more(memory: Memory, num_there: int, num_all: int, counts: Sequence[int]) -> int:
-    """Return how many of `num_all` are there once the first of these counts that can be had is, beside `num_there`."""
+    """Allocate the first of these counts that the host can give, beyond `num_there`; return how many there are then."""
     for count in counts:
         end = min(num_all, num_there + count)
         if num_there < end and memory.commit(num_there, end):
@@ -75,15 +77,17 @@ _NO_PREFIX = PrefixPages(np.zeros(0, np.int64), [])
 
 
 class PagePool:
-    """Allocation and the prefix cache over page ids `[first_page, first_page + num_pages)`. memory: how these come
-    to be there, the first ones first; None: all are. `is_refused`: fewer came than were asked for last.
+    """Allocation and the prefix cache over page ids `[first_page, first_page + num_pages)`.
+
+    memory: allocates pages on demand, in order; None: all are allocated. is_refused: the host gave fewer pages than
+    `reach` last asked for.
     """
 
     def __init__(self, first_page: int, num_pages: int, prefix_cache: bool,
                  memory: Memory | None = None) -> None:  # fmt: skip
         self.num_pages = num_pages
         self.is_refused = False
-        self.events: BlockEvents | None = None  # who is told what is published
+        self.events: BlockEvents | None = None  # records what is published
         self._memory = memory
         self.num_committed = num_pages if memory is None else 0  # pages whose memory the host has given
         self.prefix_cache = prefix_cache
@@ -93,11 +97,11 @@ class PagePool:
         self.idle = IdlePages()
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._before: dict[bytes, bytes | None] = {}  # of a published block, the one in front of it
-        self._num_behind: dict[bytes, int] = {}  # published blocks right behind one, where there are any
-        self._twins: dict[bytes, int] = {}  # a held page with a block that is published in another
+        self._before: dict[bytes, bytes | None] = {}  # for a published block, the one before it
+        self._num_behind: dict[bytes, int] = {}  # for a published block, how many directly follow it, if any do
+        self._twins: dict[bytes, int] = {}  # for a published block, a held page with the same content
         self._twin_of: dict[int, bytes] = {}
-        self._prefixes: dict[bytes, PrefixPages] = {}  # those that were asked for, by their last blocks
+        self._prefixes: dict[bytes, PrefixPages] = {}  # recently used ones, by their last blocks
 
     @property
     def num_available(self) -> int:
@@ -115,7 +119,7 @@ class PagePool:
         return int(self._holders[page - self._first_page])
 
     def reach(self, count: int) -> None:
-        """Have so many free pages, as far as the host gives memory; those with a known prefix are the last to count."""
+        """Make `count` pages free by allocating more, or by counting those with a known prefix if memory is short."""
         self.is_refused = False
         num_short = count - len(self._blank)
         if self._memory is None or num_short <= 0:
@@ -127,7 +131,7 @@ class PagePool:
         self.is_refused = self.num_available < count and self.num_committed < self.num_pages
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` pages of unknown content, held once. The caller has checked `num_available`."""
+        """Allocate `count` pages of unknown content with one holder. The caller must have checked `num_available`."""
         assert count <= self.num_available, f"pages: asked {count}, have {self.num_available}"
         while len(self._blank) < count:
             self._evict(count - len(self._blank))
@@ -136,15 +140,16 @@ class PagePool:
         return pages
 
     def hold(self, pages: list[int] | np.ndarray) -> None:
-        """Add one holder to each of these pages, which are known or held, and all different."""
+        """Add one holder to each of these pages. They must be published or held, and all different."""
         places = np.asarray(pages, np.int64) - self._first_page
         for place in places[self._holders[places] == 0].tolist():
             self.idle.remove(place + self._first_page)
         self._holders[places] += 1
 
     def release(self, pages: list[int], owner: int = NOBODY) -> None:
-        """Remove one holder of each; who held it last is its owner. Last blocks are evicted first, so that prefixes
-        outlive their branches.
+        """Remove one holder of each page. Whoever held a page last becomes its owner.
+
+        The last blocks of a prompt are evicted first, so that shared prefixes are kept longest.
         """
         places = np.array(pages[::-1], np.int64) - self._first_page
         self._holders[places] -= 1
@@ -154,10 +159,7 @@ class PagePool:
     # --- blocks -------------------------------------------------------------------------------------------------------
 
     def count_known(self, hashes: list[bytes], near: int, end: int) -> int:
-        """Return how many of the first `end` blocks are published: all in front of one that is.
-
-        Two looks if it is still `near`, the last count.
-        """
+        """Count the first blocks, of `end`, that are published. near: the last count, which is checked first."""
         page_of = self._page_of
         if (not near or hashes[near - 1] in page_of) and (near == end or hashes[near] not in page_of):
             return near
@@ -172,15 +174,16 @@ class PagePool:
         return self._page_of[digest]
 
     def count_held(self, hashes: list[bytes], near: int, end: int) -> int:
-        """Return how many of the first `end` blocks, which are published, are in pages that somebody holds.
+        """Count the first blocks, of `end` published ones, whose pages are held.
 
-        Whoever holds one holds those in front. It may be short where three sequences have computed the same block.
+        A sequence that holds a block's page also holds those before it. The count may be too low if three sequences
+        have computed the same block.
         """
         return count_front(hashes, self._is_held, near, end)
 
     def prefix_pages(self, hashes: list[bytes], count: int) -> PrefixPages:
-        """Return the pages of the first `count` blocks, which are published; they are not held, and not to be
-        changed.
+        """Return the pages of the first `count` blocks, which must be published. They get no holder; do not change
+        them.
         """
         if not count:
             return _NO_PREFIX
@@ -194,13 +197,13 @@ class PagePool:
         return front
 
     def find_pages(self, hashes: Sequence[bytes]) -> list[int] | None:
-        """Return the pages of blocks that are all published; None: one is not, any more."""
+        """Return the pages of these blocks; None if one is no longer published."""
         pages = [self._page_of.get(digest) for digest in hashes]
         found = [page for page in pages if page is not None]
         return found if len(found) == len(pages) else None
 
     def publish(self, hashes: list[bytes], pages: list[int], begin: int, end: int) -> None:
-        """Publish a prompt's final blocks `[begin, end)`, if the one before them is known; `pages` are those of all."""
+        """Publish a prompt's final blocks `[begin, end)`, if the block before them is. pages: of all its blocks."""
         before = hashes[begin - 1] if begin else None
         if not self.prefix_cache or begin >= end or (before is not None and before not in self._page_of):
             return
@@ -220,26 +223,26 @@ class PagePool:
             self.events.add(GPU, new)
 
     def retract(self, digest: bytes) -> None:
-        """Take back what is published by this hash, if anything, and with it all that is behind it."""
+        """Withdraw the block with this hash, if it is published, and all blocks that follow it."""
         if digest in self._page_of:
             for one in self._all_behind(digest) if digest in self._num_behind else [digest]:
                 self._forget(one)
 
     def forget(self, hashes: list[bytes]) -> None:
-        """Take back the blocks at the end of this front that nobody holds, and behind which nothing else stands."""
+        """Withdraw this prefix's last blocks, as many as are not held and have no other blocks after them."""
         for digest in reversed(hashes[: self.count_known(hashes, 0, len(hashes))]):
             if digest in self._num_behind or self._is_held(digest):
                 return
             self._forget(digest)
 
     def forget_left_by(self, owner: int) -> None:
-        """Take back the idle blocks that an owner left and behind which nothing else stands."""
-        for page in self.idle.left_by(owner):  # ends of prefixes before what is in front of them
+        """Withdraw the idle blocks that an owner left, unless other blocks follow them."""
+        for page in self.idle.left_by(owner):  # last blocks first
             if self._is_last(page):
                 self._forget(self._hash_of[page])
 
     def _publish(self, digest: bytes, before: bytes | None, page: int) -> None:
-        """Publish one block, unless its page has another or the one `before` it is not known."""
+        """Publish one block, unless its page has another block or the block `before` it is not published."""
         if page in self._hash_of or (before is not None and before not in self._page_of):
             return
         if digest in self._page_of:
@@ -258,23 +261,21 @@ class PagePool:
         return bool(self._holders[self._page_of[digest] - self._first_page])
 
     def _evict(self, most: int) -> None:
-        """Take back what the owner of lowest rank left, up to so many blocks: the first, and more behind which nothing
-        stands.
-        """
+        """Withdraw up to `most` idle blocks of the owner with the lowest rank, last blocks of prefixes first."""
         pages = self.idle.lowest(most, self._is_last)
         self.retract(self._hash_of[pages[0]])
         for page in pages[1:]:
-            if page in self.idle:  # else it stood behind the first
+            if page in self.idle:  # else it followed the first, and is gone
                 if not self._is_last(page):
                     return
                 self._forget(self._hash_of[page])
 
     def _is_last(self, page: int) -> bool:
-        """Return whether nothing that is published stands behind the block of an idle page."""
+        """Return whether no published block follows that of this idle page."""
         return self._hash_of[page] not in self._num_behind
 
     def _free_page(self, page: int, owner: int) -> None:
-        """Free a page that nobody holds any more."""
+        """Free a page that has no holder any more."""
         digest = self._hash_of.get(page)
         twin = None if digest is None else self._twins.get(digest)
         if digest is None:
@@ -295,9 +296,7 @@ class PagePool:
             del self._twins[digest]
 
     def _all_behind(self, digest: bytes) -> list[bytes]:
-        """Return a published block and all that are behind it: by a scan, since what is evicted has nothing
-        behind it.
-        """
+        """Return a published block and all that follow it, by a scan. This is rare, as evicted blocks come last."""
         behind: dict[bytes | None, list[bytes]] = {}
         for one, before in self._before.items():
             behind.setdefault(before, []).append(one)

@@ -1,10 +1,10 @@
-"""Find which prefixes of a prompt are known or being computed, and publish those that a plan computes.
+"""Find which prefix of a prompt is cached or being computed, and publish the blocks that a plan computes.
 
-A block's hash covers all tokens to its end and is seeded with the model, the profile and the salt, so KV of another
-making is never shared. Where a profile's KV is made in aligned blocks, a prefix ends at such a border, and a prompt's
-last block is never published. Of a prompt with document chunks only the text before the first chunk is published. Where
-layers keep windows, a prefix is found up to where a window is kept. Invariant: a published block's page holds final
-keys and values once every launched plan is carried out, and they depend on the tokens up to the block's end alone.
+A block's hash covers all tokens to its end and is seeded with the model, the profile and the salt, so KV computed in
+another way is never shared. If a profile computes KV in aligned blocks, a prefix ends at such a border, and a prompt's
+last block is never published. Of a prompt with document chunks, only the text before the first chunk is published. If
+layers have windows, a prefix ends where a window is kept. Invariant: a published block's page holds final keys and
+values once every launched plan is carried out, and they depend only on the tokens up to the block's end.
 """
 
 import math
@@ -24,7 +24,7 @@ _BLOCKS_AT_ONCE = 64  # hashed between two rests: a tenth of a millisecond
 
 
 class PrefixCache:
-    """Full KV blocks by the hash of their prefix. `model_key`: names the model in hashes. Profiles of one `kv_key`
+    """Full KV blocks by the hash of their prefix. model_key: names the model in hashes. Profiles with the same `kv_key`
     share blocks.
     """
 
@@ -39,8 +39,9 @@ class PrefixCache:
     # --- hashes -------------------------------------------------------------------------------------------------------
 
     def hash_prompt(self, prompt: np.ndarray, profile: Profile, salt: str, rest: Callable[[], None]) -> list[bytes]:
-        """Return the hashes of the full blocks of int32 `[tokens]`. `rest` is called every now and then. Any thread may
-        call.
+        """Return the hashes of the prompt's full blocks, int32 `[tokens]`. Any thread may call.
+
+        `rest` is called after every 64 blocks.
         """
         hashes: list[bytes] = []
         if self.is_enabled:
@@ -60,21 +61,22 @@ class PrefixCache:
         return sequence.hashes
 
     def _seed_of(self, profile: Profile, salt: str) -> bytes:
-        """Return the seed of hashes, so that requests of different salts find nothing of each other. The key of a
-        digest may have any length, where a hash's own key is limited to 64 bytes.
+        """Return the seed of hashes: requests with different salts find nothing of each other.
+
+        It is a digest, since a seed has at most 64 bytes while model key and profile key may have any length.
         """
         seed = blake2b(self._model_key + profile.kv_key.encode(), digest_size=32).digest()
         return blake2b(salt.encode(), key=seed, digest_size=32).digest() if salt else seed
 
     def await_blocks(self, sequence: Sequence) -> None:
-        """Note which blocks of a waiting sequence need not be computed if they are known."""
+        """Note which blocks of a waiting sequence can be reused if they are cached."""
         self.known_hashes(sequence)
         is_used = self.is_enabled and not sequence.needs_every_token
         sequence.num_usable_blocks = (sequence.num_tokens - 1) // self._page_tokens if is_used else 0
         align = sequence.profile.align_tokens
         sequence.border_blocks = math.lcm(align, self._page_tokens) // self._page_tokens
         end = _NO_END if align == 1 else (sequence.num_tokens - 1) // align * align
-        if sequence.chunks:  # behind the first one nothing is what others would compute
+        if sequence.chunks:  # after the first chunk, keys and values differ from those of plain prefill
             end = min(end, sequence.chunks[0].begin)
             sequence.num_usable_blocks = min(sequence.num_usable_blocks, end // self._page_tokens)
         sequence.num_final_blocks = end // self._page_tokens
@@ -85,10 +87,10 @@ class PrefixCache:
     # --- what is known ------------------------------------------------------------------------------------------------
 
     def look(self, sequence: Sequence) -> Sequence | None:
-        """Count the usable blocks in front that are published, from where they ended at the last look, up to a border.
+        """Update the number of the sequence's known blocks: its first usable blocks that are published.
 
-        Returns the sequence whose prefill under way computes the next usable one, if any does, and leaves them where
-        this one may begin behind them.
+        Returns the sequence whose running prefill computes the next usable block, if there is one and this sequence
+        can start after that block; else None.
         """
         hashes, end = sequence.hashes, sequence.num_usable_blocks
         known = self._pages.count_known(hashes, sequence.num_known_blocks, end)
@@ -96,7 +98,7 @@ class PrefixCache:
             return None
         sequence.num_seen_blocks = known // sequence.border_blocks * sequence.border_blocks
         sequence.num_known_blocks = self._windows.last_end(hashes, known, sequence.border_blocks)
-        if self._windows.count:  # what is behind the last window is computed anew, whether it is known or not
+        if self._windows.count:  # tokens after the last kept window are computed again, even if they are cached
             known = sequence.num_known_blocks
         other = self._computing.get(hashes[known]) if known < end and self._computing else None
         if other is None or not self._windows.count:
@@ -104,7 +106,7 @@ class PrefixCache:
         return other if known < self._windows.first_end(other) <= self.count_shared(sequence, other) else None
 
     def _look_for_live(self, sequence: Sequence, num_known_blocks: int) -> bool:
-        """Return whether all is there that a preempted sequence left. Then it begins behind its last computed token."""
+        """Return whether all that a preempted sequence left still exists, so that it continues where it stopped."""
         is_there = num_known_blocks >= sequence.num_live_blocks and all(
             map(self._pages.is_known, self._live_pages(sequence))
         )
@@ -114,21 +116,21 @@ class PrefixCache:
         return sequence.finds_live
 
     def _live_pages(self, sequence: Sequence) -> list[bytes]:
-        """Return the names of pages that hold its tokens: others were for a draft that was refused."""
+        """Return the names of the left pages that hold its tokens; the others were for drafted tokens, now rejected."""
         return sequence.live[: -(-sequence.num_live_tokens // self._page_tokens) - sequence.num_live_blocks]
 
     def begin_of(self, sequence: Sequence) -> int:
-        """Return the tokens in front that need no computing, as of the last look."""
+        """Count the sequence's first tokens that need not be computed, as of the last `look`."""
         return sequence.num_live_tokens if sequence.finds_live else sequence.num_known_blocks * self._page_tokens
 
     def count_held(self, sequence: Sequence) -> int:
-        """Count, of the blocks that `look` has counted, those in front whose pages somebody holds."""
+        """Count the first of the sequence's known blocks whose pages are held."""
         near, known = sequence.num_held_blocks, sequence.num_known_blocks
         sequence.num_held_blocks = held = self._pages.count_held(sequence.hashes, min(near, known), known)
         return held
 
     def count_shared(self, sequence: Sequence, other: Sequence) -> int:
-        """Count the usable blocks in front that the other one's prompt begins with as well."""
+        """Count the first usable blocks that the other sequence's prompt has as well."""
         if sequence.shares is None or sequence.shares[0] is not other:
             end = min(sequence.num_usable_blocks, len(other.hashes))
             differs = bisect_left(range(end), True, key=lambda block: sequence.hashes[block] != other.hashes[block])
@@ -146,7 +148,7 @@ class PrefixCache:
             self._computing.setdefault(digest, sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        """Stop a prefill, which is dropped, or done and about to be published."""
+        """Stop a prefill that was dropped, or that is done and about to be published."""
         for digest in sequence.hashes[sequence.num_published :]:
             if self._computing.get(digest) is sequence:
                 del self._computing[digest]
@@ -156,7 +158,7 @@ class PrefixCache:
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Publish the final blocks among a sequence's first `num_computed_tokens` tokens, once a plan computes them.
 
-        Of a context with offloaded tokens, `Residence.publish_run` publishes what lies in host memory.
+        For a context with offloaded tokens, `Residence.publish_run` does this instead.
         """
         end = min(num_computed_tokens // self._page_tokens, sequence.num_final_blocks)
         if end <= sequence.num_published or not self.is_enabled or not sequence.pages:
@@ -168,7 +170,7 @@ class PrefixCache:
         sequence.num_published = end
 
     def describe(self, sequence: Sequence, begin: int, end: int) -> None:
-        """Tell whoever follows which blocks can be found, if anybody does, of what the blocks `[begin, end)` are."""
+        """Record the tokens of blocks `[begin, end)` for block events, if these are recorded."""
         events = self._pages.events
         if events is None or begin >= end:
             return
@@ -177,19 +179,21 @@ class PrefixCache:
         events.describe(self.known_hashes(sequence), begin, end, tokens, request.adapter, request.told_salt)
 
     def leave_live(self, sequence: Sequence) -> None:
-        """Publish the pages of a sequence that is preempted, for itself alone where they are not whole or end with
-        tokens in flight, and name what it leaves. Nothing is left where it would begin elsewhere again.
+        """Publish the pages of a sequence that is being preempted, so that it can continue where it stopped.
+
+        Pages that are not full, or that end with tokens in flight, get names that only this sequence knows. Nothing is
+        left if it would have to start elsewhere anyway.
         """
         num_tokens = sequence.next_position
         if not self.is_enabled or sequence.needs_every_token or sequence.profile.align_tokens > 1:
             return
         begin, end = num_tokens // self._page_tokens, -(-num_tokens // self._page_tokens)
-        if sequence.num_drafted:  # it may be no longer than the token that was drawn for certain
+        if sequence.num_drafted:  # all drafted tokens may be rejected
             begin = (num_tokens - sequence.num_drafted) // self._page_tokens
         begin = min(begin, len(self.known_hashes(sequence)), sequence.num_final_blocks)
         self.publish(sequence, begin * self._page_tokens)
         if begin == end:
-            return  # others may go on behind it as well
+            return  # all pages are full, and public
         names = [
             blake2b(f"{block} {sequence.request_id}".encode(), digest_size=16, person=b"live").digest()
             for block in range(begin, end)
@@ -199,13 +203,13 @@ class PrefixCache:
             sequence.live, sequence.num_live_blocks, sequence.num_live_tokens = names, begin, num_tokens
 
     def take_live(self, sequence: Sequence) -> list[int]:
-        """Return the pages that a sequence left for itself and finds again, held."""
+        """Hold and return the pages that a preempted sequence left for itself."""
         page_ids = list(map(self._pages.page_of, self._live_pages(sequence)))
         self._pages.hold(page_ids)
         return page_ids
 
     def forget_live(self, sequence: Sequence) -> None:
-        """Forget what a preempted sequence left, which has begun again or will not."""
+        """Forget what a preempted sequence left for itself, once it has started again or is cancelled."""
         if sequence.live:
             self._pages.retract(sequence.live[0])
             self._windows.forget_live(sequence)
@@ -219,10 +223,10 @@ class PrefixCache:
 
 
 def extend_hashes(hashes: list[bytes], token_ids: np.ndarray, page_tokens: int, seed: bytes) -> None:
-    """Append the hashes of the full blocks of `token_ids`, int32: the tokens behind those that are hashed already.
+    """Append the hashes of the full blocks of `token_ids`, int32 `[tokens]`, which follow the tokens hashed already.
 
-    Each covers all tokens to its end. `seed` (at most 64 bytes) names the model and what produced the KV, so that KV of
-    another making never matches.
+    Each hash covers all tokens to its end. seed: at most 64 bytes that name the model and how the KV is computed, so
+    that other KV never matches.
     """
     block_bytes = page_tokens * token_ids.itemsize
     raw = token_ids.tobytes()

@@ -1,19 +1,21 @@
 """Windows of layers with sliding attention: which sequence holds which, and which are kept as the ends of prefixes.
 
-A sequence holds a window while it holds a slot. A kept window is one that nobody writes to. A prompt that begins with
-the tokens which end there may go on from a copy of it. The kept window that is cheapest to compute again is evicted
-first (`EvictionOrder`); the conversation that left it, or the front that it belongs to, says how much it counts. A copy
-is kept when a prompt is computed, if a window is free for it, and the window itself when its sequence leaves. A prompt
-whose front is in pages beyond all kept windows computes that front again, and leaves a window there, a **branch**, for
-the next one. Invariants: a window is free, held or kept. A kept one has, for each of its ends, all cells that a layer
-sees from there on. A copy lacks what its source had overwritten.
+A sequence holds a window while it holds a slot. A kept window is no longer written to. It belongs to one or more ends
+of prefixes, and a prompt that begins with such a prefix can continue from a copy of the window. A copy is kept when a
+prompt has been computed, if a window is free for it. The window itself is kept when its sequence leaves. The kept
+window that is cheapest to compute again is evicted first (`EvictionOrder`), weighted by the conversation or front that
+it belongs to. Suppose that pages have more of a prompt than any kept window: then the prompt computes these tokens
+again, and leaves a window at their end, a **branch**, for the next prompt.
 
-States of recurrent layers are windows of another kind, with one end each: the token behind which they stand. So a
-prompt leaves a copy at its last block's end, a **snapshot**, and one at its front's end, where that has none yet; a
-long one also `snapshot_tokens` in front of its end, for prompts that ask something else about the same text, if a
-window is free. A sequence that draws leaves one every `snapshot_tokens`. A preempted sequence leaves the state itself,
-by the name of its last page (`PrefixCache.leave_live`), for itself alone. All of these are copied to host memory as
-well, where there is room for some (`HostSnapshots`).
+Invariants: a window is free, held or kept. A kept window has, for each of its ends, all cells that a layer sees from
+there. A copy lacks what its source had overwritten.
+
+States of recurrent layers are handled as windows with one end each: the end of the tokens that they have taken in. So
+a prompt leaves a copy, a **snapshot**, at the end of its last block, and one at the end of its front if that has none.
+If a window is free, a long prompt leaves another one `snapshot_tokens` before its end, for prompts that ask something
+else about the same text. A decoding sequence leaves one every `snapshot_tokens`. A preempted sequence leaves the state
+itself, for itself alone, under the name of its last page (`PrefixCache.leave_live`). All of these are copied to host
+memory as well, if that has places for states (`HostSnapshots`).
 """
 
 from dataclasses import dataclass, field
@@ -25,15 +27,17 @@ from scheduler.cache.idle_pages import NOBODY
 from scheduler.cache.page_pool import Memory, commit_more
 from scheduler.sequences.sequence import Sequence
 
-_SPOILT = 1 << 62  # cells that were written: none that a prefix ends with is left
-_MANY_STEPS = 8  # times `snapshot_tokens`, of what a prompt computes, for one more snapshot that far from its end
-_LONG_BRANCH_BLOCKS = 16  # computed again at least, for a branch to take the place of what is kept
+_SPOILT = 1 << 62  # as the number of written cells: every end is overwritten
+_MANY_STEPS = 8  # a prompt that computes more than so many times `snapshot_tokens` leaves the snapshot before its end
+_LONG_BRANCH_BLOCKS = 16  # a branch evicts a kept window only if it saves at least so many blocks
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Ends that are in a window: behind its first `begin` blocks, and each one more, the hash of the last. `root`: of
-    the prefix's first block. owner: of the conversation or front that left them.
+    """The ends of prefixes in a window: after `begin` blocks, after one more, and so on.
+
+    root: the hash of the prefix's first block. hashes: for each end, the hash of the last block before it. owner: the
+    number of the conversation or front that left the window.
     """
 
     root: bytes
@@ -42,7 +46,7 @@ class _Kept:
     owner: int = field(default=NOBODY, compare=False)
 
     def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
-        """Return the last one among the first `num_blocks` of these, a multiple of `step`; 0: there is none."""
+        """Return the last end within the first `num_blocks` of these hashes, a multiple of `step` blocks; 0: none."""
         last = min(self.begin + len(self.hashes) - 1, num_blocks) // step * step
         for end in range(last, self.begin - 1, -step):
             if hashes[end - 1] == self.hashes[end - self.begin]:
@@ -51,11 +55,15 @@ class _Kept:
 
 
 class Windows:
-    """The KV windows of a deployment, held by sequences. count: windows; 0: there are none, and nothing is held or
-    refused. spare_tokens: cells of a window beyond what a layer sees: so far behind the last cell may a prefix end that
-    it still has; snapshot_tokens: windows are states, and so many tokens are drawn between two copies; None: they are
-    not. memory: how windows come to be there, the first ones first; None: all are. num_host_states: places for states
-    in host memory. owners: who says what is worth keeping; None: nobody.
+    """The KV windows of a deployment.
+
+    count: the number of windows; 0: the model needs none, and no request is refused one.
+    spare_tokens: cells of a window beyond what a layer sees. A window has ends up to so many tokens before its last.
+    keeps: whether windows are kept for other prompts.
+    memory: allocates windows on demand, in order; None: all are allocated.
+    snapshot_tokens: decoded tokens between two snapshots, if windows are states; None: they are not.
+    num_host_states: places for states in host memory.
+    owners: rank conversations and fronts for eviction; None: all count the same.
     """
 
     def __init__(self, count: int, spare_tokens: int, page_tokens: int, keeps: bool,
@@ -72,35 +80,35 @@ class Windows:
         self._kept: dict[int, _Kept] = {}
         self._order: EvictionOrder[int] = EvictionOrder(owners)  # of the kept ones
         self._host = HostSnapshots(num_host_states, owners)
-        self._written = [0] * count  # cells that a window, or what it was copied from, ever had
-        self._roots: dict[int, bytes] = {}  # of the windows that are held: of the first block, where there was one
+        self._written = [0] * count  # cells ever written to a window, or to the one that it was copied from
+        self._roots: dict[int, bytes] = {}  # of held windows: the hash of the prefix's first block, or b""
         self._writes: list[WindowWrite | StateMove] = []
-        self._coming: dict[bytes, _Kept | None] = {}  # of branches under way, by the hash of the last block in front
+        self._coming: dict[bytes, _Kept | None] = {}  # branches being computed, by the hash of the last block before
 
     @property
     def num_free(self) -> int:
-        """Count the windows that nobody holds, kept ones among them."""
+        """Count the windows that no sequence holds, kept ones among them."""
         return len(self._free) + len(self._kept)
 
     @property
     def num_kept(self) -> int:
-        """Count the windows that nobody holds and that have ends of prefixes."""
+        """Count the kept windows."""
         return len(self._kept)
 
     def lacks(self) -> bool:
-        """Return whether one that needs a window finds none."""
+        """Return whether no window can be had for another sequence."""
         self._reach()
         return bool(self.count) and not self.num_free
 
     def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
-        """Return the most of these blocks in front that a prompt may begin behind, a multiple of `step`."""
+        """Return the most of these blocks after which a prompt can start, a multiple of `step`."""
         if not self.count:
             return num_blocks // step * step
         ends = (kept.last_end(hashes, num_blocks, step) for kept in self._kept.values())
         return max(self._host.last_end(hashes, num_blocks, step), *ends, 0)
 
     def first_end(self, sequence: Sequence) -> int:
-        """Return after how many blocks a later prompt can start, at least; 0: none."""
+        """Return the fewest blocks after which a later prompt can start from this sequence's windows; 0: none."""
         if sequence.branches:
             return min(branch.end for branch in sequence.branches) // self._page_tokens
         num_tokens = sequence.num_tokens
@@ -108,8 +116,9 @@ class Windows:
         return 0 if kept is None else kept.begin
 
     def find_kept(self, hashes: list[bytes], num_blocks: int) -> "list[tuple[int, _Kept, int]]":
-        """Return windows that are kept and end among the first `num_blocks` of these blocks: what `has_kept` asks for,
-        and the last end.
+        """Return the kept windows with an end within the first `num_blocks` of these hashes.
+
+        Each is `(window, kept, last end in blocks)`; the first two are the arguments of `has_kept`.
         """
         found = [(window, kept, kept.last_end(hashes, num_blocks, 1)) for window, kept in self._kept.items()]
         return [one for one in found if one[2]]
@@ -121,8 +130,10 @@ class Windows:
     def take(
         self, sequence: Sequence, num_blocks: int, num_seen_blocks: int, is_on_disk: bool = False
     ) -> None:  # fmt: skip
-        """Give a sequence a window from the next plan on, whose first `num_blocks` blocks are known; pages have
-        `num_seen_blocks` of its front. is_on_disk: what the window has there comes from the disk.
+        """Give a sequence a window from the next plan on.
+
+        num_blocks: blocks after which its prefill starts. num_seen_blocks: its first blocks that pages have.
+        is_on_disk: the window's content at the start is read from disk.
         """
         if not self.count:
             return
@@ -135,7 +146,7 @@ class Windows:
         if source is not None:
             self._order.touch(source)
         written = num_blocks * self._page_tokens if source is None else self._written[source]
-        if is_on_disk and self.snapshot_tokens is None:  # it ended there, whatever of the cells behind had been written
+        if is_on_disk and self.snapshot_tokens is None:  # cells beyond the record's end may have been overwritten
             written += self._spare_tokens
         self._give(sequence, source, place, written, sequence.hashes[0] if sequence.hashes else b"")
         ends, near = [] if is_on_disk and self.snapshot_tokens is None else [num_seen_blocks], 0
@@ -144,19 +155,19 @@ class Windows:
             last = (sequence.run_end or sequence.num_tokens - 1) // self._page_tokens  # offloaded, others find its run
             last = min(last, sequence.num_final_blocks, len(sequence.hashes))
             if num_blocks and num_seen_blocks - num_blocks < _LONG_BRANCH_BLOCKS:
-                ends = []  # a short answer, which is computed again where a turn is taken back
+                ends = []  # a short answer, computed again if the client replaces a turn
             front = 0 if sequence.front is None else sequence.front.num_blocks
-            ends += [last, front if front <= last else 0]  # what others begin with goes without first
+            ends += [last, front if front <= last else 0]  # if windows are short, the front goes without
             step = self.snapshot_tokens // self._page_tokens
             near = last - step if last - num_blocks > _MANY_STEPS * step else 0
         for end in dict.fromkeys(ends):
             if end > num_blocks and self._keeps:
                 self._branch(sequence, source, num_blocks, end)
-        if near > num_blocks and self._keeps and self._has_spare(False):  # nothing is given up for it
+        if near > num_blocks and self._keeps and self._has_spare(False):  # nothing is evicted for it
             self._branch(sequence, source, num_blocks, near)
 
     def _give(self, sequence: Sequence, source: int | None, place: int | None, written: int, root: bytes) -> None:
-        """Give a sequence a window with what `source` has, or what lies in host memory at `place`, or anything."""
+        """Give a sequence a window: a copy of `source`, or else of the host memory's `place`, or with any content."""
         sequence.window = self._take_one()
         self._written[sequence.window], self._roots[sequence.window] = written, root
         self._writes.append(WindowWrite(sequence.window, source, sequence.slot))
@@ -164,7 +175,7 @@ class Windows:
             self._writes.append(StateMove(sequence.window, place, is_up=True))
 
     def _branch(self, sequence: Sequence, source: int | None, num_blocks: int, num_seen_blocks: int) -> None:
-        """Plan a window at this prefix's end if none is planned, one is free and it saves enough work."""
+        """Plan a branch at the end of this prefix, if none is planned there, a window is free and it saves enough."""
         end, is_long = num_seen_blocks * self._page_tokens, num_seen_blocks - num_blocks >= _LONG_BRANCH_BLOCKS
         written = max(end, 0 if source is None else self._written[source])
         kept = self._kept_ends(sequence, written, num_seen_blocks)
@@ -179,7 +190,7 @@ class Windows:
         self._coming[sequence.hashes[num_seen_blocks - 1]] = kept
 
     def _end_branches(self, sequence: Sequence, is_kept: bool) -> None:
-        """End the branches of a prefill that is over, or was dropped."""
+        """Keep the branches of a finished prefill, or free those of a dropped one."""
         branches, sequence.branches = sequence.branches, ()
         for branch in branches:
             kept = self._coming.pop(sequence.hashes[branch.end // self._page_tokens - 1])
@@ -189,15 +200,16 @@ class Windows:
                 self._free.append(branch.window)
 
     def wants_snapshot(self, sequence: Sequence) -> bool:
-        """Return whether a sequence's next token begins a block, and enough were drawn since its state was copied."""
+        """Return whether a snapshot is due: the next token begins a block, and enough were drawn since the last one."""
         if self.snapshot_tokens is None or sequence.window is None or not self._keeps:
             return False
         cell = sequence.next_position
         return cell % self._page_tokens == 0 and cell - sequence.snapshot_cell >= self.snapshot_tokens
 
     def snapshot(self, sequence: Sequence) -> None:
-        """Keep a copy of the state of a sequence that `wants_snapshot`, whose hashes are known, if there is room. A
-        kept one is evicted for it, but not the last.
+        """Keep a copy of the state of a sequence that `wants_snapshot`, if there is room. Its hashes must be known.
+
+        A kept state may be evicted for it, but not the last one.
         """
         assert sequence.window is not None, "a sequence that wants one holds a state"
         cell = sequence.next_position
@@ -211,18 +223,19 @@ class Windows:
             sequence.snapshot_cell = cell
 
     def note_written(self, sequence: Sequence, num_cells: int) -> None:
-        """Note that a step may write the first `num_cells` cells, whether they are the sequence's afterwards or not."""
+        """Note that a step may write the first `num_cells` cells, also for drafted tokens that may be rejected."""
         if sequence.window is not None:
             self._written[sequence.window] = max(self._written[sequence.window], num_cells)
 
     def note_settled(self, sequence: Sequence) -> None:
-        """Note that a state has taken in what was drawn of a draft, and no more."""
+        """Note that a state has taken in only the accepted tokens of a draft."""
         if self.snapshot_tokens is not None and sequence.window is not None:
             self._written[sequence.window] = sequence.next_position
 
     def most_behind(self, sequence: Sequence, most: int) -> int:
-        """Return how many tokens may stand behind the next draw's in its step, at most `most`: a state is copied at the
-        end of a step, so one ends where a snapshot is due.
+        """Return how many tokens may follow the next draw's in its step, at most `most`.
+
+        A state is copied at the end of a step, so a step must end where a snapshot is due.
         """
         if self.snapshot_tokens is None or sequence.window is None or not self._keeps:
             return most
@@ -231,7 +244,7 @@ class Windows:
         return min(most, -(-due // page) * page - cell - 1)
 
     def keep_prompt(self, sequence: Sequence) -> None:
-        """Keep a copy of a window behind the prompt that the plan under way computes, if there is room for one."""
+        """Keep a copy of the window at the end of the prompt that the current plan computes, if one is free."""
         self._end_branches(sequence, True)
         self.note_written(sequence, sequence.num_tokens)
         if sequence.window is None or not self._keeps:
@@ -248,9 +261,7 @@ class Windows:
             self._keep(window, kept, sequence)
 
     def give_back(self, sequence: Sequence, is_kept: bool) -> None:
-        """Take a window back from a sequence that leaves its slot. is_kept: what it has written is for others
-        to find.
-        """
+        """Take the window back from a sequence that leaves its slot. is_kept: keep it for other prompts."""
         self._end_branches(sequence, False)
         if sequence.window is None:
             return
@@ -268,18 +279,18 @@ class Windows:
         sequence.window = None
 
     def has_live(self, sequence: Sequence) -> bool:
-        """Return whether the state is still there that a preempted sequence left behind its last computed token."""
+        """Return whether the state that a preempted sequence left for itself still exists."""
         return self._find_live(sequence) is not None or self._host.has(sequence.live[0])
 
     def take_live(self, sequence: Sequence) -> None:
-        """Give it back to the sequence from the next plan on."""
+        """Give a preempted sequence its state back from the next plan on."""
         source, place = self._find_live(sequence), self._host.place_of(sequence.live[0])
         if source is not None:
-            self._forget(source)  # and it is the next one that is taken
+            self._forget(source)  # it is now the first free one, so `_give` takes it
         self._give(sequence, source, place, sequence.num_live_tokens, sequence.hashes[0] if sequence.hashes else b"")
 
     def forget_live(self, sequence: Sequence) -> None:
-        """Free it, if nobody has it."""
+        """Free the state that a preempted sequence left for itself, if it still exists."""
         window = self._find_live(sequence)
         if window is not None:
             self._forget(window)
@@ -289,7 +300,7 @@ class Windows:
         return next((window for window, kept in self._kept.items() if kept.hashes == sequence.live[:1]), None)
 
     def forget(self, owner: int, hashes: list[bytes], kept: set[bytes]) -> None:
-        """Free what this owner left, or ends with one of these blocks, but what ends with one of `kept`."""
+        """Free windows that this owner left or that end with one of these blocks, unless one of `kept` ends there."""
         own = set(hashes)
         for window, one in list(self._kept.items()):
             if (one.owner == owner or not own.isdisjoint(one.hashes)) and kept.isdisjoint(one.hashes):
@@ -297,7 +308,7 @@ class Windows:
         self._host.forget(owner, own, kept)
 
     def retract(self, sequence: Sequence) -> None:
-        """Withdraw every window that begins as the sequence does, kept or still held."""
+        """Make unusable every window with the same first block as the sequence, kept or still held."""
         if sequence.hashes:
             for window in [window for window, kept in self._kept.items() if kept.root == sequence.hashes[0]]:
                 self._forget(window)
@@ -310,20 +321,21 @@ class Windows:
                     self._coming[end] = None
 
     def take_writes(self) -> list[WindowWrite | StateMove]:
-        """Return what was given and copied since the last call, in order."""
+        """Return the copies of windows and states to make since the last call, in order."""
         writes, self._writes = self._writes, []
         return writes
 
     def _reach(self) -> None:
-        """Have a free window, as far as the host gives memory for one."""
+        """Allocate a window if none is free and the host has memory for it."""
         if self._memory is not None and not self._free:
             before = self._num_committed
             self._num_committed = commit_more(self._memory, before, self.count, (1,))
             self._free += range(before, self._num_committed)
 
     def _has_spare(self, is_long: bool) -> bool:
-        """Return whether a window can be had for one more end of a prefix: a free one, or one that is kept. That is not
-        the last, unless it is in host memory as well. is_long: the end saves enough.
+        """Return whether one more end of a prefix can have a window: a free one, or a kept one that is evicted.
+
+        The last kept window is evicted only if host memory has it as well. is_long: the end saves enough to evict one.
         """
         if self._free or (is_long and len(self._kept) > 1):
             return True
@@ -343,7 +355,7 @@ class Windows:
         self._free.append(window)
 
     def _keep(self, window: int, kept: _Kept, sequence: Sequence) -> None:
-        """Keep a window of a sequence, and drop another one of the same ends. A state is also copied to host memory."""
+        """Keep a window of a sequence, and free others with the same ends. A state is also copied to host memory."""
         for other in [other for other, had in self._kept.items() if had == kept]:
             self._forget(other)
         end, in_front = (kept.begin + len(kept.hashes) - 1) * self._page_tokens, kept.begin - 1
@@ -351,7 +363,7 @@ class Windows:
             end = self._written[window]
             in_front = min(end - 1, sequence.num_tokens) // self._page_tokens
         in_front = min(in_front, len(sequence.hashes))
-        cost = end - self._page_tokens * self.last_end(sequence.hashes, in_front, 1)  # is computed again without it
+        cost = end - self._page_tokens * self.last_end(sequence.hashes, in_front, 1)  # tokens computed again without it
         if self.snapshot_tokens is not None:
             place = self._host.add(kept.hashes[-1], kept.root, kept.begin, cost, kept.owner)
             if place is not None:
@@ -360,22 +372,18 @@ class Windows:
         self._order.put(window, 0 if self._host.has(kept.hashes[-1]) else cost, kept.owner)
 
     def _ends_of(self, sequence: Sequence, num_written: int, num_blocks: int) -> _Kept | None:
-        """Return the ends in a sequence's window, of its first `num_written` cells, up to its first `num_blocks`
-        blocks: those in front of its last token.
-        """
+        """Return the ends in a sequence's window, of which `num_written` cells are written, within `num_blocks`."""
         if sequence.window is not None:
             num_written = max(num_written, self._written[sequence.window])
         return self._kept_ends(sequence, num_written, num_blocks)
 
     def _kept_ends(self, sequence: Sequence, num_written: int, num_blocks: int) -> _Kept | None:
-        """Return the ends in a window that ever had the first `num_written` cells, up to the first
-        `num_blocks` blocks.
-        """
+        """Return the ends in a window whose first `num_written` cells were written, within the first `num_blocks`."""
         last = min(num_blocks, sequence.num_final_blocks, len(sequence.hashes))
         begin = max(1, -(-(num_written - self._spare_tokens) // self._page_tokens))
         if self.snapshot_tokens is not None:
             if num_written % self._page_tokens:
-                return None  # a state is behind one token, and ends are of whole blocks
+                return None  # a state belongs to one token, and only ends of whole blocks are kept
             last = min(last, begin)
         if last < begin:
             return None
@@ -383,7 +391,7 @@ class Windows:
 
 
 def _owner_of(sequence: Sequence, num_blocks: int) -> int:
-    """Return the number of the front if so many blocks are within it, else of the sequence's conversation."""
+    """Return the number of the sequence's front if `num_blocks` are within it, else that of its conversation."""
     front, one = sequence.front, sequence.conversation
     if front is not None and num_blocks <= front.num_blocks:
         return front.number

@@ -1,9 +1,10 @@
-"""Make the token masks of draws: grammars, allowed and banned tokens, and ends that may not come yet.
+"""Make the token masks of draws from grammars, allowed and banned tokens, and the minimum length.
 
-Grammars are compiled in threads, each once for all requests that have the same. Where only one token may follow, the
-mask is that token, and it is known before it is drawn. Along a draft each row has the mask that it would have if all
-drafted tokens in front were drawn, by a copy that goes ahead. Invariants: a matcher has consumed its request's output
-and what must follow in the steps in flight; a matcher that fails fails its own request alone.
+Grammars are compiled in threads, each once for all requests that use it. If only one token may follow, the mask has
+that token alone, and it is known before it is drawn. In a draft, each row has the mask that it would have if all
+drafted tokens before it were drawn. A copy of the constraint is advanced to make these masks. Invariants: a matcher
+has consumed its request's output and the forced tokens in the steps in flight. A matcher that fails ends only its own
+request.
 """
 
 import copy
@@ -25,9 +26,9 @@ from scheduler.constraints import grammar
 from scheduler.messages import EngineRequest, MaskStats
 
 _COMPILING_THREADS = 2
-_MOST_COMPILED = 64  # grammars, kept for those that come again
+_MOST_COMPILED = 64  # compiled grammars that are kept for later requests
 _LOOK_SECONDS = 1e-3
-_PATIENCE = 10.0  # wall seconds, for each of processor time that its check may have taken
+_PATIENCE = 10.0  # wall seconds to wait, for each second of processor time that a grammar's check may take
 _WORD_BITS = 32
 
 
@@ -36,8 +37,9 @@ class GrammarError(Exception):
 
 
 class Constraint:
-    """The constraint on one request's tokens. `matcher`: None, if it has no grammar. Tokens that must come are
-    **taken** before the request has them: the matcher is ahead by these.
+    """The constraint on one request's tokens. matcher: None if the request has no grammar.
+
+    Forced tokens are **taken**: the matcher consumes them before the request has them, so it is ahead of the output.
     """
 
     def __init__(self, request: EngineRequest, vocab_size: int, matcher: LLMatcher | None) -> None:
@@ -46,7 +48,7 @@ class Constraint:
         self._min_tokens = request.min_tokens
         self._allowed = _words_of(request.allowed_token_ids or None, vocab_size)
         self._stop_token_ids = frozenset(request.stop_token_ids)
-        self._followers: dict[int, list[list[int]]] = {}  # by the last token of a prefix: prefixes and what is banned
+        self._followers: dict[int, list[list[int]]] = {}  # banned sequences, by their last token but one
         for sequence in request.bad_token_ids:
             if len(sequence) == 1:
                 _clear(self._allowed, sequence)
@@ -54,48 +56,46 @@ class Constraint:
                 self._followers.setdefault(sequence[-2], []).append(sequence)
         self._before_end = self._allowed.copy()
         _clear(self._before_end, request.stop_token_ids)
-        self._forced: deque[int] | None = None  # what must come next, as the matcher writes it; None: nobody looked
+        self._forced: deque[int] | None = None  # the next forced tokens, from the matcher; None: not asked yet
         self._taken: deque[int] = deque()
 
     def binds(self, number: int) -> bool:
-        """Return whether draw `number`, or one behind it, may be held to anything."""
+        """Return whether draw `number` or a later one may be constrained."""
         return self._has_rules or number < self._min_tokens
 
     @property
     def needs_output(self) -> bool:
-        """Return whether a mask depends on what was drawn before."""
+        """Return whether masks depend on the tokens drawn before."""
         return self.matcher is not None or bool(self._followers)
 
     @property
     def error(self) -> str:
-        """Return why nothing more can be drawn as the grammar asks; empty while it can, and while tokens are on their
-        way.
-        """
+        """Return why the grammar cannot be followed any further; "" while it can, or while taken tokens are left."""
         failed = self.has_failed and not self._taken
         return grammar.shorten(self.matcher.get_error()) if failed and self.matcher is not None else ""
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the grammar cannot go on behind what is taken."""
+        """Return whether the grammar failed after the taken tokens."""
         return self.matcher is not None and self.matcher.is_error()
 
     @property
     def is_over(self) -> bool:
-        """Return whether the grammar allows nothing more behind what the request has."""
+        """Return whether the grammar allows nothing more after the request's output."""
         return not self._taken and self.has_stopped
 
     @property
     def has_stopped(self) -> bool:
-        """Return whether it allows nothing more behind what is taken."""
+        """Return whether the grammar allows nothing more after the taken tokens."""
         return self.matcher is not None and self.matcher.is_stopped()
 
     @property
     def num_taken(self) -> int:
-        """Count the tokens that must come, and that the request does not have yet."""
+        """Count the taken tokens: forced ones that the request does not have yet."""
         return len(self._taken)
 
     def consume(self, token_id: int) -> None:
-        """Consume what the request has next; nothing, where the grammar allowed nothing."""
+        """Consume the request's next token; do nothing if the grammar had stopped."""
         if self._taken:
             taken = self._taken.popleft()
             assert taken == token_id, "consume: what must come did not"
@@ -103,8 +103,10 @@ class Constraint:
             self._advance(token_id)
 
     def take_next(self, number: int, output: Sequence[int]) -> int | None:
-        """Take and return the token that must come as number `number`. None where several tokens may come, another rule
-        forbids it, or the tokens in front are not known yet. output: the tokens that the request has.
+        """Take and return the forced token with number `number`, or None.
+
+        None: several tokens may come, another rule forbids the forced one, or the tokens before it are not known yet.
+        output: the tokens that the request has.
         """
         if self.matcher is None or len(output) + len(self._taken) != number or self.matcher.is_stopped():
             return None
@@ -118,9 +120,7 @@ class Constraint:
         return token_id
 
     def take_run(self, number: int, output: Sequence[int], most: int) -> list[int]:
-        """Return tokens from number `number` on that must come, at most so many, which are taken. One that ends a text
-        is drawn.
-        """
+        """Take and return up to `most` forced tokens, from number `number` on. A stop token is left to be drawn."""
         run: list[int] = []
         while len(run) < most and not (self._forced and self._forced[0] in self._stop_token_ids):
             token_id = self.take_next(number + len(run), output)
@@ -130,8 +130,9 @@ class Constraint:
         return run
 
     def go_ahead(self) -> "Constraint":
-        """Return a copy that may take drafted tokens. It takes 2 to 10 us up to 1,000 tokens of an answer and 0.2 ms at
-        5,000, since the grammar's state grows with it.
+        """Return a copy that may take drafted tokens.
+
+        Copying takes 2 to 10 us for answers of up to 1,000 tokens and 0.2 ms at 5,000: the grammar's state grows.
         """
         ahead = copy.copy(self)
         ahead.matcher = None if self.matcher is None else self.matcher.deep_copy()
@@ -140,7 +141,7 @@ class Constraint:
         return ahead
 
     def suppose(self, token_id: int, number: int, output: Sequence[int]) -> bool:
-        """Take a drafted token as if it were drawn as number `number`. Returns False where another token must come."""
+        """Take a drafted token as if it were drawn as number `number`. Returns False if another token is forced."""
         if not self.needs_output:
             return True
         place = number - len(output)
@@ -152,7 +153,7 @@ class Constraint:
         return True
 
     def allows(self, token_id: int, words: np.ndarray) -> bool:
-        """Return whether a mask has a token, and the grammar goes on behind what is taken."""
+        """Return whether a mask has a token and the grammar has not stopped."""
         return _has(words, token_id) and not self.has_stopped
 
     def _advance(self, token_id: int) -> None:
@@ -160,11 +161,11 @@ class Constraint:
         if self._forced is not None and len(self._forced) > 1 and self._forced[0] == token_id:
             self._forced.popleft()
         else:
-            self._forced = None  # the next look finds what is forced behind it
+            self._forced = None  # the matcher is asked again
         self.matcher.consume_token(token_id)  # 5 us, less than it takes to wake a thread
 
     def _allows(self, token_id: int, number: int, output: Sequence[int]) -> bool:
-        """Return whether no rule beside the grammar forbids it."""
+        """Return whether the rules other than the grammar allow a token."""
         words = self._before_end if number < self._min_tokens else self._allowed
         return _has(words, token_id) and token_id not in self._banned(output)
 
@@ -177,18 +178,18 @@ class Constraint:
         return [run[-1] for run in runs if behind[-len(run) + 1 :] == run[:-1]]
 
     def narrow(self, words: np.ndarray, number: int, output: Sequence[int]) -> None:
-        """Clear the tokens that draw number `number` behind `output` may not be from `words`, uint32 `[words]`."""
+        """Clear from a mask, uint32 `[words]`, the tokens that draw `number` after `output` may not be."""
         words &= self._before_end if number < self._min_tokens else self._allowed
         _clear(words, self._banned(output))
 
 
-# The constraint, the number of the draw, the output before it, and the draft behind the input token.
+# The constraint, the number of the draw, the output before it, and the drafted tokens after the input token.
 MaskedRow = tuple[Constraint, int, Sequence[int], Sequence[int]]
 
 
 class Constraints:
-    """The constraints of an engine's requests. `read_tokens`: makes the vocabulary that grammars are compiled for, when
-    the first one comes; it raises GrammarError where there is none.
+    """The constraints of an engine's requests. read_tokens: makes the vocabulary for grammars when the first one comes;
+    it raises GrammarError if there is none.
     """
 
     def __init__(self, vocab_size: int, read_tokens: Callable[[], LLTokenizer]) -> None:
@@ -206,15 +207,14 @@ class Constraints:
         self._seconds = 0.0
 
     def prepare(self, requests: Iterable[EngineRequest], rest: Callable[[], None]) -> list[Constraint | None]:
-        """Return what each is held to, or None: one thread asks, any. While a grammar is compiled, `rest` is called.
-        Raises GrammarError.
+        """Return the constraint of each request, or None. Raises GrammarError.
+
+        Any thread may call, but only one at a time. `rest` is called while a grammar is being compiled.
         """
         return [self._make(request, rest) if _has_any(request) else None for request in requests]
 
     def consume(self, drawn: Sequence[tuple[Constraint, int]]) -> None:
-        """Return what requests have next, in order; a constraint whose grammar does not allow it has an
-        `error` then.
-        """
+        """Consume drawn tokens, in order. A constraint whose grammar does not allow its token has an `error` then."""
         began = time.perf_counter()
         for one, token_id in drawn:
             if one.matcher is not None:
@@ -222,7 +222,7 @@ class Constraints:
         self._seconds += time.perf_counter() - began
 
     def take_run(self, one: Constraint, number: int, output: Sequence[int], most: int) -> list[int]:
-        """Take and count tokens that must come, as `Constraint.take_run` does."""
+        """Take forced tokens as `Constraint.take_run` does, and count them."""
         if not most:
             return []
         began = time.perf_counter()
@@ -233,8 +233,10 @@ class Constraints:
         return run
 
     def fill(self, rows: Sequence[MaskedRow]) -> list[np.ndarray]:
-        """Return a mask for each, uint32 `[ceil(vocab / 32)]`, or of one with a draft `[1 + drafted, ..]`. One that
-        fails, or is over, has all tokens: nobody reads what it draws. The next call writes over them.
+        """Return a mask for each row, uint32 `[ceil(vocab / 32)]`, or `[1 + drafted, ..]` for a row with a draft.
+
+        A constraint that has failed or stopped has all tokens, since its draw is not used. The next call overwrites
+        the masks.
         """
         began = time.perf_counter()
         num_words = sum(1 + len(draft) for *_, draft in rows)
@@ -246,7 +248,7 @@ class Constraints:
         for one, number, output, draft in rows:
             own = words[first : first + 1 + len(draft)]
             _fill(own[0], one, number, output)
-            if draft and not one.needs_output:  # by number alone, whatever is drafted
+            if draft and not one.needs_output:  # masks depend only on the number, not on the drafted tokens
                 for step in range(1, len(own)):
                     _fill(own[step], one, number + step, output)
             elif draft:
@@ -281,13 +283,13 @@ class Constraints:
         self._compiled.move_to_end(request.grammar)
         until = time.monotonic() + _PATIENCE * grammar.MOST_SECONDS
         while not wait([future], _LOOK_SECONDS).done:
-            if time.monotonic() > until:  # its limits end it, and its request need not wait
+            if time.monotonic() > until:  # the compiler's own limits end it later
                 raise GrammarError(f"grammar: not compiled within {_PATIENCE * grammar.MOST_SECONDS:g} s; try later")
             rest()
         return Constraint(request, self._vocab_size, future.result().deep_copy())
 
     def _compile(self, text: str) -> LLMatcher:
-        """Compile a grammar with its first mask, so that the lexer's first states are there."""
+        """Compile a grammar and compute its first mask, which makes the lexer's first states."""
         with self._tokens_lock:
             if self._tokens is None:
                 self._tokens = self._read_tokens()
@@ -305,7 +307,10 @@ def refuse_grammars() -> LLTokenizer:
 
 
 def read_tokens(model: ModelConfig, vocab_size: int) -> LLTokenizer:
-    """Read a model's vocabulary, of as many ids as its logits have, and what ends its texts. Raises GrammarError."""
+    """Read a model's vocabulary for llguidance, with the model's end tokens. Raises GrammarError.
+
+    vocab_size: the width of the logits.
+    """
     folder = model.tokenizer or model.path
     if folder is None:
         return refuse_grammars()
@@ -334,7 +339,7 @@ def _fill(words: np.ndarray, one: Constraint, number: int, output: Sequence[int]
         words[token_id // _WORD_BITS] = 1 << token_id % _WORD_BITS
         return
     if one.matcher is not None and not one.has_stopped:
-        # one after another: a mask takes 26 us, and waking threads for them ten times that
+        # one after another: a mask takes 26 us, and waking threads takes ten times that
         fill_next_token_bitmask(one.matcher, words[None].view(np.int32))
         if one.matcher.is_error():  # it failed in this mask
             words[:] = 0xFFFFFFFF
@@ -342,9 +347,10 @@ def _fill(words: np.ndarray, one: Constraint, number: int, output: Sequence[int]
 
 
 def _fill_along(words: np.ndarray, ahead: Constraint, number: int, output: Sequence[int], draft: Sequence[int]) -> None:
-    """Narrow the masks behind each token of a draft, up to the first that may not come: rows behind that one are drawn,
-    and do not count. words: uint32 `[1 + drafted, words]`, whose first is narrowed. Where a grammar fails on the way,
-    any token may be drawn: taking it fails, and says why.
+    """Narrow the masks after each token of a draft, up to the first token that is not allowed.
+
+    Later rows are drawn too, but their draws are rejected. words: uint32 `[1 + drafted, words]`; the first mask is
+    narrowed already. If a grammar fails on the way, that row may draw any token; consuming it then reports the error.
     """
     for step, token_id in enumerate(draft):
         if not ahead.allows(token_id, words[step]) or not ahead.suppose(token_id, number + step, output):
@@ -365,7 +371,7 @@ def _has_any(request: EngineRequest) -> bool:
 
 
 def _words_of(token_ids: Iterable[int] | None, vocab_size: int) -> np.ndarray:
-    """Return uint32 `[words]` with the bits of these tokens; None: all bits."""
+    """Return a mask, uint32 `[words]`, with the bits of these tokens; None: all bits."""
     num_words = -(-vocab_size // _WORD_BITS)
     if token_ids is None:
         return np.full(num_words, 0xFFFFFFFF, np.uint32)

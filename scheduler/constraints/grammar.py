@@ -1,4 +1,4 @@
-"""Check grammars as llguidance writes them, within limits that hold wherever they are compiled.
+"""Check grammars in llguidance's format, with the same limits as when they are compiled.
 
 Invariant: what passes `check` compiles in an engine.
 """
@@ -8,26 +8,24 @@ from functools import cache
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-MOST_BYTES = 64 * 1024  # of a grammar; what is longer is refused unseen
-MOST_SECONDS = 2.0  # of processor time to check one; what is known to be that long and is allowed takes half of one
+MOST_BYTES = 64 * 1024  # of a grammar; longer ones are refused unread
+MOST_SECONDS = 2.0  # of processor time to check a grammar; the largest that pass take about half of it
 MOST_MEMORY_BYTES = 1 << 30
-MOST_STEP_FUEL = 50_000  # in which llguidance counts the work of one mask: some milliseconds
+MOST_STEP_FUEL = 50_000  # llguidance's unit of work for one mask: some milliseconds
 MOST_STATES = 20_000  # of a grammar's automaton, a KiB or two each
-_NO_TOKENIZER = "no tokenizer"  # how llguidance says that it leaves special tokens to who has one
-_NOTHING_ALLOWED = "NoExtensionBias"  # and that no token may come
-_SHORT_OF_STATE = "<non-verbose/>"  # stands where its state would
+_NO_TOKENIZER = "no tokenizer"  # llguidance warns so if it cannot check special tokens
+_NOTHING_ALLOWED = "NoExtensionBias"  # llguidance's name for "no token is allowed"
+_SHORT_OF_STATE = "<non-verbose/>"  # llguidance writes this in place of its state
 _ERROR_CHARS = 300
 
 
 def limits() -> LLParserLimits:
-    """Return the limits of one grammar: some tens of MiB, a tenth of a second for its first mask, milliseconds for
-    others.
-    """
+    """Return the limits of one grammar: some tens of MiB, 0.1 s for its first mask, and milliseconds for others."""
     return limits_of(MOST_STEP_FUEL, MOST_STATES)
 
 
 def limits_of(step_fuel: int, num_states: int) -> LLParserLimits:
-    """Return the limits with others for a step and for the automaton of the grammar's texts."""
+    """Return the limits with another fuel for a step and another number of the automaton's states."""
     return LLParserLimits(
         initial_lexer_fuel=200_000,
         step_lexer_fuel=step_fuel,
@@ -39,9 +37,9 @@ def limits_of(step_fuel: int, num_states: int) -> LLParserLimits:
 
 
 def check(grammar: str) -> str:
-    """Return why a grammar cannot be compiled, as llguidance says it; empty if it can.
+    """Return llguidance's reason why a grammar cannot be compiled; empty if it can.
 
-    It is compiled for a vocabulary of bytes, together with the first mask behind the forced tokens: a grammar that is
+    It is compiled for a vocabulary of bytes, together with the first mask after the forced tokens. A grammar that is
     too complex fails there.
     """
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits())
@@ -64,7 +62,7 @@ def shorten(message: str) -> str:
 
 
 class ByteVocabulary:
-    """A vocabulary: the end token, 0, of byte b token b + 1, and behind them words."""
+    """A vocabulary: token 0 ends the text, token b + 1 is byte b, and words follow."""
 
     eos_token_id = 0
     bos_token_id = None
@@ -79,5 +77,5 @@ class ByteVocabulary:
 
 @cache
 def bytes_alone() -> LLTokenizer:
-    """Return a vocabulary of 257 tokens: the end token, 0, and byte b is token b + 1."""
+    """Return a vocabulary of 257 tokens: token 0 ends the text, and token b + 1 is byte b."""
     return LLTokenizer(TokenizerWrapper(ByteVocabulary(())))

@@ -1,9 +1,9 @@
-"""Try on a few texts whether a regular expression's automaton outgrows what masks can hold.
+"""Test with a few texts whether a regular expression's automaton grows beyond llguidance's limits.
 
-llguidance makes an automaton's states as a text reaches them, and gives up where one step takes too long or there are
-too many. Their number cannot be computed beforehand. So texts that match the expression are written, with a vocabulary
-in which a mask looks as far ahead as with a model's. Deterministic and bounded. An expression that passes may still end
-an answer whose text is worse than these.
+llguidance makes an automaton's states as a text reaches them. It gives up if one step takes too long or if there are
+too many states. Their number cannot be computed beforehand. So this module generates texts that match the expression,
+with a vocabulary in which a mask looks as far ahead as with a model's. The test is deterministic and bounded. An
+expression that passes may still fail on an answer that needs more states than these texts.
 """
 
 import random
@@ -18,13 +18,13 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from scheduler.constraints.grammar import MOST_STATES, MOST_STEP_FUEL, ByteVocabulary, limits_of
 
 GROWS = "it grows too complex as a text goes on; write it with fewer counts inside of counts, or between ^ and $"
-_STATES = MOST_STATES // 2  # an answer goes on for longer than these texts
+_STATES = MOST_STATES // 2  # half, since an answer may be longer than these texts
 _TEXTS = 6
 _TOKENS = 32  # of a text
-_SHORT = 3  # characters: there are all words up to this length, ...
-_LONG = 16  # ... and of this one, those of one character and some others
+_SHORT = 3  # characters: the vocabulary has all words up to this length, ...
+_LONG = 16  # ... and of this length repetitions of one character, and some other words
 _NUM_LONG = 64
-_NUM_NAMED = 4  # characters of the expression, of which words are made
+_NUM_NAMED = 4  # characters taken from the expression to make words
 _OTHERS = "0 xaé漢"
 _MOST_CHARACTERS = 8
 _ANY = 0.1  # how often another byte comes
@@ -33,8 +33,8 @@ _NOTATION = frozenset("\\^$.|?*+()[]{}")
 
 
 class Lexeme(NamedTuple):
-    """One lexeme of a grammar. `label`: how an error about it begins; `grammar`: of it alone; `text`: as it is
-    written.
+    """One lexeme of a grammar. label: how an error about it begins. grammar: one with this lexeme alone. text: its
+    source.
     """
 
     label: str
@@ -44,8 +44,7 @@ class Lexeme(NamedTuple):
 
 @lru_cache(1024)
 def grows(grammar: str, text: str) -> bool:
-    """Return whether a lexeme's automaton gets too large, or a step of it too slow; False for one that does not
-    compile.
+    """Return whether a lexeme's automaton gets too large, or a step too slow; False if the lexeme does not compile.
 
     grammar, text: as `Lexeme` has them.
     """
@@ -77,8 +76,9 @@ def grows(grammar: str, text: str) -> bool:
 
 
 def _choose(allowed: bytes, pools: Sequence[Sequence[int]], draw: random.Random, is_first: bool) -> int | None:
-    """Return a token that the mask `allowed` has, of the first pool that has one: its first one, or any. Now and then,
-    and where no pool has one, any byte; None if there is none.
+    """Choose an allowed token from the first pool that has one: the pool's first if `is_first`, else any.
+
+    Sometimes, and if no pool has one, it is any allowed byte; None if there is none. allowed: the mask.
     """
     if is_first or draw.random() > _ANY:
         for pool in pools:
@@ -94,7 +94,7 @@ def _is_in(mask: bytes, token_id: int) -> bool:
 
 
 def _choose_characters(text: str, draw: random.Random) -> list[str]:
-    """Choose some characters that the expression names, and others."""
+    """Choose some characters that occur in the expression, and some others."""
     found = [one for one in dict.fromkeys(_COUNTS.sub("", text)) if one.isprintable() and one not in _NOTATION]
     named = found if len(found) <= _NUM_NAMED else draw.sample(found, _NUM_NAMED)
     return list(dict.fromkeys([*named, *_OTHERS]))[:_MOST_CHARACTERS]

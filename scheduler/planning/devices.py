@@ -1,4 +1,4 @@
-"""Say what a model that is split over several devices is served with, and what of the machine each of them has."""
+"""Check what a model that is split over several devices can be served with, and share the machine between them."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,8 @@ from scheduler.engine_config import EngineConfig
 from transfer.machine import MachineProfile
 
 METHODS = ("exact", "offloaded", "sampled")
-"""That choose nothing by times or over heads: each device does the same steps for its own heads."""
+"""Methods that choose nothing by measured times or over all heads, so each device takes the same steps for its heads.
+"""
 
 
 def check_split(config: EngineConfig) -> None:
@@ -22,7 +23,7 @@ def check_split(config: EngineConfig) -> None:
 
 
 def _refused(config: EngineConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield what is asked for and not served on several devices, why, and what to do about it."""
+    """Yield each setting that is not served on several devices, why not, and what to do about it."""
     if config.adapters:
         yield "adapters", "have matrices that are not split", "leave them out"
     if config.documents is not None:
@@ -34,7 +35,7 @@ def _refused(config: EngineConfig) -> Iterator[tuple[str, str, str]]:
     if config.model.path is not None and is_gguf(config.model.path):
         yield (
             f"model.path {config.model.path.name}",
-            "is a GGUF file, of whose blocks no parts are read",
+            "is a GGUF file, whose blocks cannot be read in part",
             ("give a folder of safetensors"),
         )
     for name, profile in resolve_profiles(config.all_profiles, config.host).items():
@@ -50,8 +51,9 @@ def _refused(config: EngineConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def device_share(gpu: GpuConfig, machine: MachineProfile) -> MachineProfile:
-    """Return what one of the devices has of the machine: a card, and its part of cores and memory of the host. Raises
-    PlanError where there are too few cards.
+    """Return one device's share of the machine: a card, and a part of the host's cores and memory.
+
+    Raises PlanError if there are too few cards.
     """
     if gpu.devices == 1:
         return machine
@@ -61,6 +63,6 @@ def device_share(gpu: GpuConfig, machine: MachineProfile) -> MachineProfile:
             f"{KEY}: asked {gpu.devices}, machine {machine.name!r} has {num_gpus} GPU{'s' * (num_gpus > 1)}; lower it, "
             "or name a machine with more by --machine (its file says num_gpus)"
         )
-    # Of the host, as of the cards, a plan has one device's part: processes of others have theirs.
+    # A plan is for one device and its process: the other processes have their own parts of the host.
     cores, memory = max(1, machine.physical_cores // gpu.devices), machine.memory_bytes // gpu.devices
     return machine.model_copy(update={"physical_cores": cores, "memory_bytes": memory})

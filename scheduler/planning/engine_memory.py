@@ -1,6 +1,6 @@
 """Plan the memory of a configuration on a machine.
 
-The plan is made once and goes to the engine with the configuration, so what `tandem plan` prints is what is allocated.
+The plan is made once and sent to the engine with the configuration, so `tandem plan` prints what is allocated.
 """
 
 from collections.abc import Iterable
@@ -31,22 +31,22 @@ from transfer.machine_rates import find_rates
 from transfer.measured import measured_path
 from transfer.tier_shape import TierShape
 
-_LEAST_PAGES = 0.97  # that larger units and graphs of prefill must leave: what is not resident is read slowly
-_LEAST_PAGES_WITH_STATES = 0.8  # that graphs must leave of a recurrent model: its prompts take twice as long without
+_LEAST_PAGES = 0.97  # share of pages that larger units and prefill graphs must leave, as evicted pages are read slowly
+_LEAST_PAGES_WITH_STATES = 0.8  # the same for a recurrent model's graphs: without them its prompts take twice as long
 _GRAPH_SIZES = 128, 256, 512, 1024
-_LONGEST_GRAPH = 2048  # tokens of a whole unit of a recurrent model, whose layers have most launches
+_LONGEST_GRAPH = 2048  # tokens of a whole unit that is captured for a recurrent model, whose layers have most launches
 
 
 def plan_engine(config: EngineConfig, architecture: Architecture, machine: MachineProfile) -> MemoryPlan:
     """Plan the machine's memory. Raises PlanError when the deployment does not fit, and ProfileError.
 
-    On a GPU larger prefill units are planned if `scheduler.favour` says so and they cost no context and less than 3 %
-    of the pages. The same holds for graphs of short units, where their sizes are not configured; a context that is as
-    long as memory allows may then be shorter by as much.
+    On a GPU, larger prefill units are planned if `scheduler.favour` asks for them and they shorten no context and cost
+    less than 3 % of the pages. The same holds for graphs of short units if their sizes are not configured; they may
+    also shorten the longest context by 3 %.
 
-    Steps whose experts the CPU computes need no memory to fetch these to. Where measured rates choose that, memory is
-    shared out again. The number of rows that was chosen then stays, though fewer experts are in host memory: either way
-    takes less.
+    If the CPU computes a step's experts, no memory is needed to fetch them to. If measured rates choose that for some
+    steps, memory is planned again. The chosen number of rows is kept then, although fewer experts are in host memory:
+    both ways are faster with fewer.
     """
     profiles = list(resolve_profiles(config.all_profiles, config.host).values())
     architecture = served_shape(config, architecture)
@@ -115,8 +115,10 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
 
 
 def served_shape(config: EngineConfig, architecture: Architecture) -> Architecture:
-    """Return the model's shape with the head that drafts, if a profile uses it, or one device's share of a split model.
-    Raises PlanError, with the profile or the key, for a model that has no such head, or cannot be split.
+    """Return the model's shape as it is served: one device's share if split, or with the draft head if a profile uses
+    it.
+
+    Raises PlanError, with the profile or the key, for a model that has no draft head or cannot be split.
     """
     if config.gpu.devices > 1:
         check_split(config)
@@ -143,7 +145,7 @@ def _asked_sizes(scheduler: SchedulerConfig) -> PlannedSizes:
 
 
 def _choose_sizes(scheduler: SchedulerConfig, request: MemoryRequest) -> PlannedSizes:
-    """Return what steps and contexts are asked for, with the largest units of prefill that cost next to nothing."""
+    """Return the configured sizes, with the largest prefill units that cost next to nothing."""
     sizes = request.sizes
     if not scheduler.larger_chunks:
         return sizes
@@ -160,7 +162,7 @@ def _choose_sizes(scheduler: SchedulerConfig, request: MemoryRequest) -> Planned
 
 
 def _with_graphs(gpu: GpuConfig, request: MemoryRequest) -> PlannedSizes:
-    """Return sizes with those of units whose layers are captured: as configured, or as many as cost next to nothing."""
+    """Return the sizes with those of captured prefill units: as configured, or as many as cost next to nothing."""
     sizes = request.sizes
     if gpu.prefill_graph_sizes != "auto":
         asked = tuple(size for size in gpu.prefill_graph_sizes if size <= sizes.chunk_tokens)
@@ -181,21 +183,19 @@ def _with_graphs(gpu: GpuConfig, request: MemoryRequest) -> PlannedSizes:
 
 
 def _least_pages_of(request: MemoryRequest) -> float:
-    """Return the share of the pages that graphs of prefill must leave, if none are configured."""
+    """Return the share of the pages that prefill graphs must leave if none are configured."""
     return _LEAST_PAGES if request.architecture.recurrent is None else _LEAST_PAGES_WITH_STATES
 
 
 def _own_graph_sizes(request: MemoryRequest) -> list[int]:
-    """Return the sizes that are captured where nothing is configured and there is room: of short units, and of a
-    recurrent model's whole ones, too.
-    """
+    """Return the unit sizes to capture by default if there is room: short ones, and a recurrent model's whole unit."""
     chunk_tokens = request.sizes.chunk_tokens
     whole = {chunk_tokens} if request.architecture.recurrent is not None and chunk_tokens <= _LONGEST_GRAPH else set()
     return sorted({size for size in _GRAPH_SIZES if size <= chunk_tokens} | whole)
 
 
 def _say_not_captured(gpu: GpuConfig, request: MemoryRequest, plan: MemoryPlan) -> list[str]:
-    """Say which graphs of prefill units there is no room for, if none are configured."""
+    """Name the default prefill graphs for which there is no room."""
     if gpu.prefill_graph_sizes != "auto" or gpu.check_coverage or plan.device != "cuda":
         return []
     left = [f"{size:,}" for size in _own_graph_sizes(request) if size not in plan.prefill_graph_sizes]
@@ -211,8 +211,10 @@ def _say_not_captured(gpu: GpuConfig, request: MemoryRequest, plan: MemoryPlan) 
 def _has_room_of(
     plan: MemoryPlan, least: MemoryPlan, max_running: int, context_share: float = 1.0, pages_share: float = _LEAST_PAGES
 ) -> bool:
-    """Return whether a plan has the rings and windows of another, spare windows aside, so much of its longest context
-    and of its pages, and nearly its experts.
+    """Return whether a plan has nearly all that the plan `least` has.
+
+    It must have the same rings, the same windows apart from spare ones, these shares of the longest context and of the
+    pages, and nearly as many experts on the device.
     """
     return (
         plan.max_context_tokens >= context_share * least.max_context_tokens
@@ -226,7 +228,7 @@ def _has_room_of(
 def _own_windows(
     profiles: Iterable[Profile], host: HostConfig, architecture: Architecture, plan: MemoryPlan
 ) -> dict[str, int]:
-    """Return the windows, in whole pages by profile, of those whose methods need more than `host` says."""
+    """Return the window tokens, in whole pages, of each profile whose methods need more than `host.window_tokens`."""
     asked = {one.name: find_kept([one], host, architecture).window_tokens for one in profiles if one.offloads}
     pages = {name: -(-tokens // plan.page_tokens) for name, tokens in asked.items()}
     whole = {name: count * plan.page_tokens for name, count in pages.items()}
@@ -234,7 +236,7 @@ def _own_windows(
 
 
 def _say_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture, plan: MemoryPlan) -> list[str]:
-    """Say what stays on the device of every context though less was configured, and which method needs it."""
+    """Explain where more of each context stays on the device than configured, and which method needs it."""
     notes = []
     kept = [
         (profile.name, part.method.name, one)
@@ -276,7 +278,7 @@ def _check_units(profiles: Iterable[Profile], chunk_tokens: int) -> None:
 
 
 def _check_drafts(profiles: Iterable[Profile], architecture: Architecture) -> None:
-    """Raise PlanError for a profile that another drafts for, where a step of that one would change a state."""
+    """Raise PlanError if a profile drafts by another profile on a recurrent model: its steps would change states."""
     drafting = [(one.name, one.draft.profile) for one in profiles if one.draft is not None and one.draft.profile]
     if drafting and architecture.recurrent is not None:
         raise PlanError(
@@ -288,8 +290,9 @@ def _check_drafts(profiles: Iterable[Profile], architecture: Architecture) -> No
 def _plan_draft_model(
     config: EngineConfig, profiles: Iterable[Profile], architecture: Architecture, machine: MachineProfile
 ) -> DraftModelPlan | None:
-    """Return a plan of the model that drafts for profiles, or None where none does. Raises PlanError, with the profile,
-    for two of them, and for one of another vocabulary.
+    """Plan the memory of the draft model; None if no profile has one.
+
+    Raises PlanError, with the profile, for two different draft models, and for one with another vocabulary.
     """
     named = [(one.name, one.draft) for one in profiles if one.draft is not None and one.draft.model is not None]
     if not named:
@@ -321,7 +324,10 @@ def _plan_draft_model(
 
 
 def _check_select_layer(documents: DocumentsConfig | None, num_layers: int) -> None:
-    """Return a default behind a small model's last layer is that one (`fusion_plan.find_select_layer`)."""
+    """Raise PlanError for a configured `select_layer` that the model lacks.
+
+    A default beyond a small model's last layer becomes that layer (`fusion_plan.find_select_layer`).
+    """
     if documents is None or "select_layer" not in documents.model_fields_set:
         return
     if documents.select_layer >= num_layers:
@@ -347,6 +353,6 @@ def find_tier_shape(config: EngineConfig, architecture: Architecture, plan: Memo
 
 
 def find_expert_shares(architecture: Architecture, plan: MemoryPlan) -> ExpertShares:
-    """Return where the planned deployment's experts lie."""
+    """Return how the planned deployment's experts are shared between device and host."""
     most = most_experts(architecture)
     return ExpertShares(architecture, plan.dtype_bytes, most if plan.experts_on_card is None else plan.experts_on_card)

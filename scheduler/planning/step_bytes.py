@@ -1,7 +1,4 @@
-"""Count the bytes and FLOPs of a decode step or a prompt.
-
-`tandem plan` and the floors of `tandem bench long` are both made of these.
-"""
+"""Count the bytes and FLOPs of a decode step or a prompt, for `tandem plan` and the floors of `tandem bench long`."""
 
 from dataclasses import dataclass
 
@@ -28,22 +25,20 @@ class StepBytes:
     tier: TierShape | None
 
     def weights(self, num_rows: int) -> float:
-        """Return what a step of so many rows reads of them on the device: without experts all, however many rows it
-        has.
-        """
+        """Return the bytes of weights that a step reads on the device; the number of rows matters only with experts."""
         whole = step_weight_bytes(self.architecture, self.plan.dtype_bytes, self.plan.is_packed, num_rows)
         return whole - (self.fetched(num_rows) if self.computes(num_rows) else 0)
 
     def computes(self, num_rows: int) -> bool:
-        """Return whether the CPU computes the experts in host memory in such a step: then none comes to the device."""
+        """Return whether the CPU computes the experts in host memory in such a step, so that none is fetched."""
         return num_rows <= self.plan.computed_rows
 
     def fetched(self, num_rows: int) -> float:
-        """Return the bytes of experts in host memory that a step of so many rows reads, over the link or by the CPU."""
+        """Return the bytes of experts in host memory that such a step reads, over the link or by the CPU."""
         return find_expert_shares(self.architecture, self.plan).fetched_bytes(num_rows)
 
     def beside(self, num_rows: int) -> float:
-        """Return, of `weights`, the experts that the device reads while the CPU computes those in host memory."""
+        """Return the bytes of experts that the device reads while the CPU computes those in host memory."""
         shares = find_expert_shares(self.architecture, self.plan)
         return shares.near_bytes(num_rows) if self.computes(num_rows) else 0.0
 
@@ -56,7 +51,7 @@ class StepBytes:
     def device_kv(self, context: int, offloaded_tokens: int) -> int:
         """Return the bytes of keys and values that a step reads on the device for one context.
 
-        offloaded_tokens: of the context, read on the host by the offloaded layers.
+        offloaded_tokens: tokens of the context that the offloaded layers read on the host instead.
         """
         shape, down = self.architecture, 0 if self.tier is None else offloaded_tokens * len(self.tier.layers)
         seen = 0

@@ -1,11 +1,13 @@
-"""Contexts on disk: which blocks of a prompt are read from there, and which of what leaves are written.
+"""Contexts on disk: choose which blocks of a prompt are read, and which blocks of a finished sequence are written.
 
-A block is `disk.block_tokens` tokens, counted from the prompt's first, named by the hash of the last KV block in it:
-that covers all tokens in front, the model, what made the KV, and the salt. So a prefix that contexts share is written
-once, and requests of other salts find nothing of each other. What is written is copied out of pages while they are
-known by their hashes: whoever needs them does not wait. What a session has is noted before it is written, so that
-all of it can be forgotten, after a restart as well. Invariant: a prompt takes from the disk what is there without a gap
-behind what pages have, and what would take longer to read than to compute is neither read nor written.
+A block is `disk.block_tokens` tokens, counted from the start of the prompt. Its name is the hash of its last KV block,
+which covers all tokens before it, the model, the software that computed the keys and values, and the salt. So a shared
+prefix is written once, and requests with different salts find nothing of each other. Blocks are copied out of pages
+while the pages are still known by their hashes; a request that needs the pages does not wait. The records of a session
+are noted before they are written, so that all can be forgotten, even after a restart.
+
+Invariant: a prompt reads only blocks that continue, without a gap, what pages have. What is slower to read than to
+compute is neither read nor written.
 """
 
 import logging
@@ -32,17 +34,19 @@ from transfer.disk.holders import SAVED, SESSION, Holder, save_holder
 
 log = logging.getLogger(__name__)
 
-MOST_ENDS = 2  # of a context that are kept
-MOST_UNSAVED = 16_384  # blocks and contexts that wait to be written; one more, and the oldest is not
+MOST_ENDS = 2  # ends of prefixes that are kept of one context
+MOST_UNSAVED = 16_384  # blocks and contexts that wait to be written; beyond that the oldest is dropped
 
 Seconds = Callable[[int, int], float]
-"""Of the computation of a prompt's tokens `[begin, end)`."""
+"""Return how long it takes to compute a prompt's tokens `[begin, end)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSide:
-    """The store, and the device's part in it: whether a job's layer is read, which jobs' blocks turned out to be lost,
-    how many blocks a plan may save now, and whether rows of a context in host memory have landed there.
+    """The store of contexts on disk, and what the device reports about it.
+
+    is_read: whether a layer of a job has been read. lost_jobs: jobs whose blocks turned out to be lost. num_savable:
+    blocks that a plan may save now. has_landed: whether offloaded rows have arrived in host memory.
     """
 
     store: ContextStore
@@ -54,16 +58,18 @@ class DiskSide:
 
 @dataclass(frozen=True, slots=True)
 class _Unsaved:
+    """A record that waits to be written: a block, or the end of a prefix, if it has a window that is still `kept`."""
+
     name: str
-    first: int  # KV block
+    first: int  # number of its first KV block
     hashes: tuple[bytes, ...]  # of its KV blocks
-    window: int | None = None  # with this, it is the end of a prefix: as long as the window is `kept`
+    window: int | None = None
     kept: object = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """A context that is saved once what stands before it is written: `hashes` of its KV blocks."""
+    """A context to save under a name once the records queued before it are written. hashes: of its KV blocks."""
 
     answer: ContextSaved
     holder: Holder
@@ -71,8 +77,10 @@ class _Saving:
 
 
 class DiskContexts:
-    """Chooses what is read from disk and written to it. side: None: there are no contexts on disk. contexts: in host
-    memory, behind a sink of `num_sink_blocks` in pages; None: there are none.
+    """Chooses what is read from disk and written to it.
+
+    side: the store; None: there are no contexts on disk. contexts: those in host memory, which begin after the
+    `num_sink_blocks` of the sink; None: there are none.
     """
 
     def __init__(
@@ -86,7 +94,7 @@ class DiskContexts:
         self._pages = pages
         self._page_tokens = page_tokens
         self._block_pages = 1 if side is None else side.store.block_tokens // page_tokens
-        self._unsaved: deque[_Unsaved | list[str] | _Saving] = deque()  # behind a turn's last block, names of all
+        self._unsaved: deque[_Unsaved | list[str] | _Saving] = deque()  # a list of names ends a turn's blocks
         self._waiting: set[str] = set()
         self._waiting_ends: set[str] = set()
         self._saved: SimpleQueue[ContextSaved] = SimpleQueue()
@@ -95,9 +103,10 @@ class DiskContexts:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def find(self, sequence: Sequence, begin: int, seconds_of: Seconds, is_read_whole: bool = False) -> int:
-        """Return the end of what a prompt takes from the disk, which would begin behind `begin` tokens without; 0:
-        nothing. is_read_whole: these are read from there as well. What is there and is computed all the same is noted
-        (`Sequence.passed_over`).
+        """Return the end, in tokens, of what a prompt reads from disk; 0: nothing.
+
+        begin: tokens that are cached elsewhere. is_read_whole: these too are read from disk. Tokens that are on disk
+        but are computed are noted in `Sequence.passed_over`.
         """
         sequence.passed_over = {}
         if self.side is None or sequence.chunks:
@@ -113,8 +122,9 @@ class DiskContexts:
         return 0
 
     def _last_end(self, sequence: Sequence, count: int, begin: int) -> int:
-        """Return the most KV blocks in front that a prompt may begin behind, `count` of which are on disk as whole
-        blocks; where layers have no pages, as many as have an end there.
+        """Return the most KV blocks after which a prompt can start, with the disk's help; 0: none.
+
+        count: KV blocks on disk, from the first one on. If some layers have no pages, an end must be on disk as well.
         """
         assert self.side is not None
         most, step = sequence.num_usable_blocks, sequence.border_blocks
@@ -125,7 +135,7 @@ class DiskContexts:
         return next((end for end in range(last, begin, -step) if folder.has(END, hashes[end - 1].hex())), 0)
 
     def prefix(self, sequence: Sequence, begin: int, end: int) -> DiskPrefix | None:
-        """Return what a prompt's prefill is told of it; None: nothing comes from the disk."""
+        """Describe for the prefill which tokens `[begin, end)` it reads from disk; None: nothing is read."""
         if end <= begin:
             return None
         block_tokens = self._block_pages * self._page_tokens
@@ -140,7 +150,7 @@ class DiskContexts:
         return DiskPrefix(names, first, begin, end, tuple(pages), end_name, window)
 
     def _count(self, sequence: Sequence) -> int:
-        """Return how many of the prompt's blocks in front are on disk; a block in pages alone counts."""
+        """Count the prompt's blocks, from the first one on, that are on disk; a block known in pages counts as well."""
         assert self.side is not None
         version = self.side.store.folder.version
         if sequence.on_disk is None or sequence.on_disk[:2] != (version, sequence.num_known_blocks):
@@ -165,8 +175,9 @@ class DiskContexts:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def note_left(self, sequence: Sequence, num_final_blocks: int, seconds_of: Seconds) -> None:
-        """Note the pages that a leaving sequence has, of which the first `num_final_blocks` blocks are final and known.
-        Those that are not on disk yet are written while they are still in pages.
+        """Note the blocks of a leaving sequence, so that those not on disk yet are written while still in pages.
+
+        num_final_blocks: its first KV blocks that are final and known.
         """
         if self.side is None:
             return
@@ -176,7 +187,7 @@ class DiskContexts:
             one.left = Left(token_ids, hashes, sequence.num_prompt_tokens, sequence.profile.name)
         names, folder = self._names_of(hashes), self.side.store.folder
         num_tokens = len(names) * self.side.store.block_tokens
-        if not names or not self._pays(num_tokens, seconds_of(0, num_tokens)):  # all of it: a gap would end a prefix
+        if not names or not self._pays(num_tokens, seconds_of(0, num_tokens)):  # all or nothing: a gap ends a prefix
             computed = names[sequence.num_cached_tokens // self.side.store.block_tokens :]
             folder.count("declined", sum(not folder.has(KV, name) for name in computed))
             self._unsaved.append([])  # a turn that writes nothing
@@ -197,7 +208,7 @@ class DiskContexts:
             self.side.store.run_write(partial(write_holder, holders.write, holder))
 
     def _note_unsaved(self, hashes: list[bytes], names: list[str], ends: dict[str, _Unsaved]) -> None:
-        """Have what is not on disk of a prefix be written: its blocks, and these of its ends."""
+        """Queue the blocks and ends of a prefix that are not on disk, and not queued, to be written."""
         assert self.side is not None
         size, folder = self._block_pages, self.side.store.folder
         new = [block for block, name in enumerate(names) if name not in self._waiting and not folder.has(KV, name)]
@@ -217,7 +228,7 @@ class DiskContexts:
                 (self._waiting if oldest.window is None else self._waiting_ends).discard(oldest.name)
 
     def _ends_to_keep(self, hashes: list[bytes], num_prompt_tokens: int) -> dict[str, _Unsaved]:
-        """Return the ends of a prefix that are kept, by name: the last of the prompt's, and the last of all."""
+        """Return the ends of a prefix to keep, by name: the last one within the prompt, and the last of all."""
         size = self._block_pages
         kept = self._windows.find_kept(hashes, len(hashes))
         of_prompt = [one for one in kept if one[2] * self._page_tokens <= num_prompt_tokens]
@@ -231,9 +242,7 @@ class DiskContexts:
     # --- contexts by name ---------------------------------------------------------------------------------------------
 
     def save(self, answer: ContextSaved, one: Conversation, name: str) -> None:
-        """Keep what is there of a conversation under a name, written before whatever it would take to compute it again;
-        `answer` comes by `take_saved`.
-        """
+        """Save a conversation under a name, however fast it can be computed again; `take_saved` has the answer."""
         self._num_saving += 1
         left = one.left
         if self.side is None or left is None:
@@ -260,11 +269,11 @@ class DiskContexts:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether a save has no answer yet: until then nothing is forgotten, and no other save begins."""
+        """Return whether a save is unanswered: until then nothing is forgotten, and no other save begins."""
         return self._num_saving > 0
 
     def _share_of(self, owner: str, name: str, hashes: list[bytes]) -> list[bytes]:
-        """Return what an owner may save of these KV blocks, with what it has saved under other names."""
+        """Return the first of these KV blocks that fit in the owner's share, beside what it saved under other names."""
         assert self.side is not None
         store, size = self.side.store, self._block_pages
         others = [one.records for one in store.folder.holders.of(SAVED, owner) if one.name != name]
@@ -279,7 +288,7 @@ class DiskContexts:
         return hashes
 
     def _finish_save(self, saving: _Saving) -> None:
-        """Note under its name what is on disk of a context, and answer; in the thread that writes."""
+        """Register what was written of a context under its name, and answer. Runs in the writing thread."""
         answer = replace(saving.answer, code="no_room")
         try:
             answer = self._note_saved(saving)
@@ -311,21 +320,22 @@ class DiskContexts:
     # --- forgetting ---------------------------------------------------------------------------------------------------
 
     def retract(self, sequence: Sequence) -> None:
-        """Remove all of a context that gave no finite logits, what is being written, too."""
+        """Remove all records of a context that gave no finite logits, also those that are being written."""
         if self.side is not None:
             folder, why = self.side.store.folder, "its context gave no finite logits"
             self._remove(self._records_of(sequence.hashes), lambda kind, name: folder.drop(kind, name, why))
 
     def count_tokens(self, hashes: list[bytes]) -> int:
-        """Return the tokens in front of a prompt of these KV blocks that are there without a gap."""
+        """Count the tokens of these KV blocks that are on disk, from the first on and without a gap."""
         if self.side is None:
             return 0
         return self.side.store.count_front(self._names_of(hashes), 0) * self.side.store.block_tokens
 
     def forget(self, owner: str, session: str, gone: list[Conversation], kept: set[bytes], is_over: bool) -> None:
-        """Remove what these conversations of a session have on disk, also what is being written. Blocks stay that
-        others hold, or that end with a KV block of `kept`. is_over: nothing of the session is left, and all of its
-        branches are removed.
+        """Remove what these conversations of a session have on disk, also what is being written.
+
+        Blocks stay if another holder has them, or if they end with a KV block in `kept`. is_over: the whole session is
+        forgotten, with all of its branches.
         """
         if self.side is None:
             return
@@ -341,7 +351,7 @@ class DiskContexts:
         self._remove_records(records, kept)
 
     def forget_saved(self, owner: str, name: str, kept: set[bytes]) -> bool:
-        """Delete a saved context, and what nobody else holds of it; False: there is none of this name."""
+        """Delete a saved context, and its records that no other holder has; False: there is none of this name."""
         holder = None if self.side is None else self.side.store.folder.holders.find(SAVED, owner, name)
         if holder is None or self.side is None:
             return False
@@ -361,7 +371,7 @@ class DiskContexts:
         self._remove(records - self.side.store.folder.holders.held(), self.side.store.folder.remove)
 
     def _remove(self, records: set[str], remove: Callable[[str, str], None]) -> None:
-        """Write nothing of these that is not on its way, and remove it behind what is."""
+        """Drop these records from the queue, and remove them from disk after the writes under way."""
         assert self.side is not None
         store = self.side.store
         blocks, ends = ({name[: -len(kind) - 1] for name in records if name.endswith(f".{kind}")} for kind in (KV, END))
@@ -375,7 +385,7 @@ class DiskContexts:
 
     @property
     def has_work(self) -> bool:
-        """Return whether something is to be written."""
+        """Return whether records wait to be written."""
         return bool(self._unsaved)
 
     @property
@@ -388,7 +398,7 @@ class DiskContexts:
         return len(self._waiting) * store.kv.file_bytes + len(self._waiting_ends) * end_bytes
 
     def take_saves(self) -> list[SavedBlock]:
-        """Return what the next plan copies out, of what is still in pages."""
+        """Return the queued records that the next plan copies out of pages; those that are gone are skipped."""
         saves: list[SavedBlock] = []
         if not self._unsaved or self.side is None:
             return saves
@@ -397,7 +407,7 @@ class DiskContexts:
             first = self._unsaved[0]
             if isinstance(first, list):
                 if saves:
-                    break  # these are written before
+                    break  # they are written before the turn ends
                 store.end_turn(first)
             elif isinstance(first, _Saving):
                 if saves:
@@ -421,7 +431,7 @@ class DiskContexts:
         return part is None or self.side.has_landed(HostRead(part.context_id, 0, part.end))
 
     def _locate(self, block: _Unsaved) -> SavedBlock | None:
-        """Return where a block is: in known pages, or in those of a context in host memory; None: no more."""
+        """Find a block in known pages, or in a context in host memory; None: it is gone."""
         if block.window is not None and not self._windows.has_kept(block.window, block.kept):
             return None
         page_ids = self._pages.find_pages(block.hashes)

@@ -1,6 +1,6 @@
-"""Find free pages on the device: evict what host memory has a copy of, then idle contexts.
+"""Free pages on the device: first evict pages that have a copy in host memory, then drop idle contexts.
 
-Invariant: an idle context is dropped only if enough pages are free then.
+Invariant: idle contexts are dropped only if that frees enough pages.
 """
 
 from collections.abc import Collection
@@ -14,8 +14,8 @@ from scheduler.sequences.sequence import Sequence
 
 
 class PageRoom:
-    """The pages that a request may take. `contexts`, `evictor`: None where every context stays on the device, so that
-    nobody has pages to give.
+    """The pages that requests may take. contexts, evictor: None if every context stays on the device, so that there is
+    nothing to evict.
     """
 
     def __init__(
@@ -29,10 +29,9 @@ class PageRoom:
     # --- free pages ---------------------------------------------------------------------------------------------------
 
     def could_free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Return whether so many pages may be free once offloaded blocks are evicted and idle contexts but `kept`
-        dropped.
+        """Return whether evicting offloaded blocks and dropping idle contexts other than `kept` may free enough pages.
 
-        It is certain where nothing is shared.
+        True is certain only if contexts share nothing.
         """
         self._pages.reach(num_pages)
         num_short = num_pages - self._pages.num_available
@@ -44,8 +43,9 @@ class PageRoom:
         return num_short <= num_evictable or num_short <= num_evictable + self.num_idle_pages(kept)
 
     def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Return whether so many pages are free, once offloaded blocks are evicted and then idle contexts but `kept`
-        dropped.
+        """Free pages by evicting offloaded blocks and then dropping idle contexts other than `kept`.
+
+        Returns whether `num_pages` are free then.
         """
         self._pages.reach(num_pages)
         if self._contexts is None or self._evictor is None:
@@ -56,15 +56,15 @@ class PageRoom:
         return self._contexts.free_pages(num_pages, kept)
 
     def num_idle_pages(self, kept: Collection[HostContext]) -> int:
-        """Return pages that are free once idle contexts are gone, all but `kept`."""
+        """Count the pages that dropping all idle contexts other than `kept` would free."""
         return 0 if self._contexts is None else len(self._contexts.idle_pages(kept))
 
-    # --- what those that run may take soon ----------------------------------------------------------------------------
+    # --- what running sequences may take soon -------------------------------------------------------------------------
 
     def num_coming_pages(self, sequence: Sequence) -> int:
-        """Return the pages that a sequence may take soon.
+        """Estimate the pages that a sequence may take soon.
 
-        That is a window and the dense layers of what it will offload, or one page where all of it stays on the device.
+        With an offloaded context, these are its window and the dense pages of what it will offload; else one page.
         """
         context = sequence.open_context
         if context is None:
@@ -75,9 +75,9 @@ class PageRoom:
         return self.most_window_pages(sequence) - (len(sequence.pages) - num_there) + num_dense
 
     def most_window_pages(self, sequence: Sequence) -> int:
-        """Return the resident pages of a sequence once it has written all it may.
+        """Return the most resident pages of a sequence between two offloads.
 
-        With fixed residence, those too whose rows have not landed yet.
+        With fixed residence, they include pages whose rows have not landed in host memory yet.
         """
         assert self._capacity.host is not None
         assert self._evictor is not None
@@ -86,7 +86,7 @@ class PageRoom:
         return (host.sink_tokens + host.window_tokens + host.offload_block_tokens) // host.page_tokens + landing
 
     def num_coming_dense(self, size: RunSize, num_own: int) -> int:
-        """Return pages that the dense layers take of what is paid for and not written yet, behind `num_own` blocks."""
+        """Return the dense pages still to come for a run that is paid for, after its first `num_own` blocks."""
         assert self._capacity.host is not None
         blocks_for = self._capacity.host.layout.blocks_for
         return max(0, blocks_for(size.num_own) - blocks_for(num_own))

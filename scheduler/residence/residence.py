@@ -1,8 +1,8 @@
-"""Keys and values of sequences: pages on the device, and contexts in host memory for what is offloaded.
+"""Keys and values of sequences: pages on the device, and contexts in host memory for offloaded tokens.
 
-Offloaded tokens keep their pages while nobody needs them, and lose them at once where they do; nothing is computed
-again. Invariant: `sequence.pages` has a page for each position, in order. Those of its context's run are the context's,
-dense ones in front; the sequence holds all others.
+Offloaded tokens keep their pages while no request needs these. If one does, the pages are evicted at once, and nothing
+is computed again. Invariant: `sequence.pages` has a page for each position, in order. The pages of offloaded tokens
+belong to the sequence's host context, evicted ones (dense pages) first. The sequence holds all others.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -34,7 +34,7 @@ Shortage = Literal["pages", "host", "index"]
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Changes of contexts in host memory that the device has yet to hear of."""
+    """Changes of contexts in host memory that the next plan reports to the device."""
 
     closed_contexts: tuple[int, ...] = ()
     finished_reloads: tuple[FinishedReload, ...] = ()
@@ -42,12 +42,12 @@ class Changes:
 
 
 class Residence:
-    """The place of each context: its pages, and its blocks in host memory.
+    """Manages where each context lies: its pages on the device, its blocks in host memory and on disk.
 
     model_key: names the model in prefix hashes.
-    page_memory, window_memory: allocate pages and windows on demand; None: all are there from the start.
-    disk: where contexts are kept as well; None: nowhere.
-    contexts, evictor: None where every context stays on the device.
+    page_memory, window_memory: allocate pages and windows on demand; None: all are allocated from the start.
+    disk: contexts on disk; None: there are none.
+    contexts, evictor: None if every context stays on the device.
     """
 
     def __init__(
@@ -83,13 +83,11 @@ class Residence:
 
     @property
     def is_adaptive(self) -> bool:
-        """Return whether what is in host memory stays on the device while nobody needs its pages; not so
-        without a host.
-        """
+        """Return whether offloaded tokens keep their pages until these are needed; False without a host tier."""
         return self.evictor is not None and self.evictor.is_adaptive
 
     def tell_blocks(self) -> BlockEvents:
-        """Return what follows which blocks can be found, from now on: nothing may be published yet but on disk."""
+        """Start to record which blocks can be found. Only blocks on disk may be published before."""
         store = None if self.disk.side is None else self.disk.side.store
         events = BlockEvents(self.page_tokens, 0 if store is None else store.block_tokens)
         self.pages.events = events
@@ -100,7 +98,7 @@ class Residence:
         return events
 
     def cached_from(self, start: Start) -> dict[str, int]:
-        """Return where the tokens are that a prompt need not compute: how many by place."""
+        """Count a prompt's cached tokens, by the place where they were found."""
         sink = 0 if start.source is None else self.num_sink_blocks * self.page_tokens
         from_host = start.begin - sink if start.source is not None else 0
         return {"card": start.begin - from_host, "host": from_host, "disk": start.first_computed - start.begin}
@@ -108,7 +106,7 @@ class Residence:
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def await_room(self, sequence: Sequence) -> None:
-        """Note the pages and the offloaded run that a waiting sequence will have; they do not change while it waits."""
+        """Note how many pages and offloaded tokens a waiting sequence will have; they do not change while it waits."""
         sequence.num_pages = -(-sequence.num_tokens // self.page_tokens)
         sequence.run_end = 0 if self.prompts is None else self.prompts.run_end(sequence)
         self.prefixes.await_blocks(sequence)
@@ -120,7 +118,7 @@ class Residence:
         )
 
     def _count_rows(self, sequence: Sequence) -> int:
-        """Count the blocks in front whose keys and values are in pages or in host memory, as the prompt has them."""
+        """Count the prompt's blocks, from the first one on, whose keys and values are in pages or host memory."""
         end = max(sequence.num_known_blocks, sequence.num_usable_blocks)
         if not sequence.run_end or self.contexts is None:
             return self.pages.count_known(sequence.hashes, sequence.num_known_blocks, end)
@@ -129,8 +127,9 @@ class Residence:
         return 0 if source is None else self.num_sink_blocks + shared
 
     def num_computed_again(self, sequence: Sequence, start: Start) -> int:
-        """Count the tokens that a prompt computes though their keys and values are there, since no window or state is
-        kept behind them.
+        """Count the tokens that a prompt computes although their keys and values are cached.
+
+        They are computed again because no window or state is kept at their end.
         """
         if not self.windows.count:
             return 0
@@ -138,17 +137,17 @@ class Residence:
         return max(0, rows * self.page_tokens - start.first_computed)
 
     def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
-        """Give the sequence what its prompt needs, if that leaves `num_spare` pages; else nothing.
+        """Give the sequence the pages of its prompt, if that leaves `num_spare` free; else give nothing, return False.
 
-        A prompt with a window needs few pages more than it has. Room for all of them is left, so that no long prompt is
-        computed twice for want of a page. Idle contexts but `kept` are dropped for it.
+        Running sequences may soon take the spare pages; without them a long prompt might be preempted and computed
+        twice. Idle contexts other than `kept` are dropped for it.
         """
         if start.end and self.prompts is not None:
             return self.prompts.take(sequence, start, num_spare, kept)
         num_front = sequence.num_known_blocks if sequence.finds_live else start.begin // self.page_tokens
         front = self.pages.prefix_pages(sequence.hashes, num_front)
         self.pages.hold(front.array)
-        last = self.prefixes.take_live(sequence) if sequence.finds_live else []  # pages that are its own
+        last = self.prefixes.take_live(sequence) if sequence.finds_live else []  # pages that it left for itself
         num_new = sequence.num_pages - len(front.page_ids) - len(last)
         if not self.room.could_free_pages(num_new + num_spare, kept) or not self.room.free_pages(num_new, kept):
             self.pages.release(front.page_ids + last)
@@ -157,11 +156,11 @@ class Residence:
         return True
 
     def start_prefill(self, sequence: Sequence, start: Start) -> None:
-        """Give a window to a sequence that begins there, and note the blocks that its prefill computes, or reads."""
+        """Give a window to a sequence that starts its prefill, and note the blocks that it computes or reads."""
         begin = start.begin
         if sequence.finds_live:
             self.windows.take_live(sequence)
-            begin = sequence.num_known_blocks * self.page_tokens  # of what others may find
+            begin = sequence.num_known_blocks * self.page_tokens  # the part that others may find
         else:
             num_seen = 0 if sequence.run_end else sequence.num_seen_blocks
             self.windows.take(sequence, start.first_computed // self.page_tokens, num_seen, start.disk_end > 0)
@@ -169,7 +168,7 @@ class Residence:
         self.prefixes.start(sequence, begin)
 
     def finish_prefill(self, sequence: Sequence) -> None:
-        """Let others find a prompt, and mark what it offloaded as written: the plan under way ends its prefill."""
+        """Publish a prompt and mark its offloaded blocks as written: the current plan ends its prefill."""
         self.prefixes.stop(sequence)
         context = sequence.context
         if context is not None and self.prompts is not None and self.evictor is not None:
@@ -182,13 +181,13 @@ class Residence:
     # --- running ------------------------------------------------------------------------------------------------------
 
     def may_grow(self, sequence: Sequence) -> bool:
-        """Return whether the next draw may take a page or memory of the host."""
+        """Return whether the next draw may take a page or host memory."""
         return self.offloads is not None or self._needs_page(sequence)
 
     def find_shortage(self, sequence: Sequence, kept: Collection[HostContext]) -> Shortage | None:
-        """Make room for the next draw and the offload that it makes due; return what is short of that, or None.
+        """Make room for the next draw and the offload that it makes due; return what is short, or None.
 
-        Idle contexts but `kept` are dropped for it.
+        Idle contexts other than `kept` are dropped for it.
         """
         num_pages = int(self._needs_page(sequence))
         if self.offloads is not None:
@@ -198,9 +197,9 @@ class Residence:
         return "pages" if num_pages and not self.room.free_pages(num_pages, kept) else None
 
     def grow(self, sequence: Sequence) -> list[PageWrite]:
-        """Take the page that the next token begins, if it begins one, and evict what settles with it.
+        """Allocate a page if the next token begins one, and evict the offloaded blocks that have landed by then.
 
-        `find_shortage` has made room, and is called for nobody else in between.
+        `find_shortage` must have made room, with no call for another sequence in between.
         """
         if self.offloads is not None:
             self.offloads.land(sequence)
@@ -216,7 +215,7 @@ class Residence:
     def most_known(self, sequence: Sequence, most: int, num_spare: int) -> int:
         """Return how many tokens may follow the next draw's in its step, at most `most`.
 
-        That leaves `num_spare` pages, and nobody is preempted or evicted for it.
+        Their pages leave `num_spare` free, and no sequence is preempted and nothing evicted for them.
         """
         self.pages.reach(num_spare + most // self.page_tokens + 1)
         num_pages = len(sequence.pages) + max(0, self.pages.num_available - num_spare)
@@ -224,19 +223,19 @@ class Residence:
         if self.windows.snapshot_tokens is not None:
             most = self.windows.most_behind(sequence, min(most, MOST_STEP_ROWS - 1))
         elif self.windows.count:
-            most = min(most, self._capacity.spare_window_tokens)  # or they take the place of what the first ones see
+            most = min(most, self._capacity.spare_window_tokens)  # more would overwrite what the first of them sees
         if most <= 0 or self.offloads is None:
             return max(most, 0)
         return self.offloads.most_known(sequence, most)
 
     def settle_draft(self, sequence: Sequence) -> None:
-        """Note what a draft of a sequence has come to, whose tokens in flight are those that were drawn."""
+        """Note the outcome of a sequence's draft: the tokens in flight are now those that were accepted."""
         self.windows.note_settled(sequence)
         if sequence.live and sequence.state is State.WAITING:
             sequence.num_live_tokens = sequence.next_position
 
     def grow_known(self, sequence: Sequence, num_tokens: int) -> list[PageWrite]:
-        """Take the pages of so many tokens behind the next draw's: no more than `most_known` says."""
+        """Allocate pages for `num_tokens` after the next draw's, at most what `most_known` returned."""
         self.windows.note_written(sequence, sequence.next_position + 1 + num_tokens)
         num_pages = (sequence.next_position + num_tokens) // self.page_tokens + 1 - len(sequence.pages)
         if num_pages <= 0:
@@ -246,13 +245,11 @@ class Residence:
         return [write]
 
     def offload_short(self, running: Iterable[Sequence]) -> bool:
-        """Return whether a running sequence that is on the device whole is offloaded, so that its pages can be
-        evicted.
-        """
+        """Offload a running sequence that is wholly on the device, to evict its pages; False if there is none."""
         return self.offloads is not None and self.is_adaptive and self.offloads.offload_short(running)
 
     def host_read(self, sequence: Sequence) -> HostRead | None:
-        """Return what a decode step reads of the sequence in host memory: what is evicted, by this plan as well."""
+        """Return the evicted tokens that a decode step reads in host memory, those of this plan included; or None."""
         if sequence.context is None:
             return None
         context, host = sequence.open_context, self._capacity.host
@@ -264,7 +261,7 @@ class Residence:
     # --- what others may find -----------------------------------------------------------------------------------------
 
     def publish_run(self, sequence: Sequence, context: HostContext, num_blocks: int) -> None:
-        """Publish the first `num_blocks` of a context's run, unless the sequence has failed: then it is discarded."""
+        """Publish the first `num_blocks` of a host context; discard the context if the sequence has failed."""
         assert self.contexts is not None
         if sequence.has_failed:
             self.contexts.discard(context)
@@ -289,8 +286,10 @@ class Residence:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def leave(self, sequence: Sequence, is_kept: bool, goes_on: bool = False) -> None:
-        """Give all back; `is_kept`: its window and its offloaded context stay, idle, for prompts that begin alike.
-        goes_on: it waits to be admitted again, and leaves what it can begin with behind its last computed token.
+        """Give back all that a sequence holds.
+
+        is_kept: its window and host context stay, idle, for prompts with the same prefix. goes_on: the sequence is
+        preempted, and leaves what it needs to continue after its last computed token.
         """
         has_live = self.windows.snapshot_tokens is not None and sequence.window is not None
         if goes_on and is_kept and has_live and sequence.context is None:
@@ -306,14 +305,14 @@ class Residence:
         sequence.pages = []
 
     def num_final_blocks(self, sequence: Sequence) -> int:
-        """Return how many of a sequence's blocks in front are final, and known in pages or host memory."""
+        """Count a sequence's blocks, from the first one on, that are final and known in pages or host memory."""
         if sequence.context is None:
             return sequence.num_published
         context = sequence.open_context
         return 0 if context is None else self.num_sink_blocks + len(context.hashes)
 
     def _leave_context(self, sequence: Sequence, context: HostContext, is_kept: bool) -> None:
-        """Give back the pages in front of its run and behind it; those of the run are the context's."""
+        """Give back the pages before and after the offloaded run; the run's own pages belong to the context."""
         assert self.contexts is not None
         assert self.evictor is not None
         assert self.offloads is not None
@@ -331,9 +330,9 @@ class Residence:
     def next_reload(
         self, running: Iterable[Sequence], is_quiet: bool, is_ready: Callable[[HostRead], bool]
     ) -> list[Reload]:
-        """Return what is reloaded beside the next step, of what running sequences had evicted.
+        """Choose evicted pages of running sequences to reload during the next step.
 
-        is_quiet: nobody waits for pages or begins. `finish_reload` is to be called once the plan is carried out.
+        is_quiet: no request waits or prefills. Call `finish_reload` once the plan is carried out.
         """
         if self.evictor is None or not self.evictor.is_adaptive:
             return []
@@ -342,14 +341,14 @@ class Residence:
         return [] if reload is None else [reload]
 
     def finish_reload(self) -> None:
-        """Finish a reload: its rows are there, or will be before the next step reads them."""
+        """Finish a reload: its rows have arrived, or will before the next step reads them."""
         if self.evictor is not None:
             self.evictor.finish_reload()
 
-    # --- what the device is told of -----------------------------------------------------------------------------------
+    # --- reports to the device ----------------------------------------------------------------------------------------
 
     def take_changes(self) -> "Changes":
-        """Return what was closed, reloaded and evicted since the last call."""
+        """Return the contexts closed and the pages reloaded and evicted since the last call."""
         if self.evictor is None or self.contexts is None:
             return Changes()
         reloads, evictions = self.evictor.take_moves()
@@ -358,7 +357,7 @@ class Residence:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _release(self, sequence: Sequence, first_pages: list[int], other_pages: list[int]) -> None:
-        """Release pages of a sequence, those of its first blocks and others, for its conversation to find again."""
+        """Release a sequence's pages; its conversation, or its front, becomes their owner in the prefix cache."""
         one, front = sequence.conversation, sequence.front
         num_front = 0 if front is None else min(front.num_blocks, len(first_pages))
         self.pages.release(first_pages[num_front:] + other_pages, NOBODY if one is None else one.number)

@@ -1,7 +1,7 @@
-"""Plan the next engine step: which rows draw, which prefill units run, and what moves beside them.
+"""Plan the next engine step: which rows draw, which prefill units run, and which data moves meanwhile.
 
-Plans may be made one step ahead of results: draws in flight are counted, and what is freed may be handed out at once,
-since the device works in plan order. Invariant: a row that draws has a page for the token that it feeds.
+Plans may be made one step ahead of results. Draws in flight are counted. Freed pages may be handed out at once, since
+the device works in plan order. Invariant: a row that draws has a page for its input token.
 """
 
 import logging
@@ -63,9 +63,11 @@ log = logging.getLogger(__name__)
 class Device:
     """The device that steps are planned for.
 
-    lanes: those it has. most_rows: of a step with known tokens; None: `max_running`. reads: of decode steps; None: of
-    plain weights and rows of two bytes. page_memory, window_memory: how pages and windows are allocated; None: all are.
-    quiet_step_seconds: of prefill units that a step has while no stream runs, at least.
+    lanes: the lanes of the device.
+    most_rows: of a step with forced or drafted tokens; None: `max_running`.
+    reads: the bytes that decode steps read; None: of unpacked weights, and rows with two bytes a number.
+    page_memory, window_memory: allocate pages and windows on demand; None: all are allocated.
+    quiet_step_seconds: while no stream runs, a step has at least so many seconds of prefill units.
     """
 
     lanes: tuple[Lane, ...] = (Lane.DEVICE,)
@@ -78,8 +80,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What prompts and draws are made of beside requests. documents: chunks of prompts; None: prompts are computed
-    whole. constraints: of draws; None: without grammars. disk: where contexts are kept beside; None: nowhere.
+    """Optional parts of an engine. documents: stored document chunks; None: prompts are computed whole. constraints:
+    masks of draws; None: the engine has no grammars. disk: contexts on disk; None: there are none.
     """
 
     documents: Documents | None = None
@@ -91,9 +93,11 @@ class Sources:
 class _Outline:
     """A step that is being planned.
 
-    stepping: sequences of its lane. rows: those that may draw, and what they read in host memory; taken: those that do.
-    known, drafts: by row, tokens that must follow, and that may. unit_contexts: where each unit ends in its prompt.
-    finished: jobs whose last unit is planned.
+    stepping: the sequences of its lane.
+    rows: sequences that may draw, each with its host read. taken: the rows that do draw.
+    known, drafts: by row, the forced tokens and the drafted tokens behind the input token.
+    unit_contexts: the prompt tokens up to the end of each unit.
+    finished: jobs whose last unit is in this step.
     """
 
     lane: Lane
@@ -118,9 +122,9 @@ class _Outline:
 
 
 class Scheduler:
-    """The state of all requests of an engine, and its next steps.
+    """Holds the state of all requests of an engine, and plans its steps.
 
-    profiles: those that requests may name. model_key: names the model in prefix hashes.
+    profiles: the profiles that requests may name. model_key: names the model in prefix hashes.
     """
 
     def __init__(
@@ -175,27 +179,27 @@ class Scheduler:
         return list(dict.fromkeys(profile.prefill_method for profile in self._profiles.values()))
 
     def learn_units(self, units: list[PrefillUnit], contexts: list[int], seconds: float) -> None:
-        """Learn what rehearsed units took; `contexts[i]` is where unit i ended in its prompt."""
+        """Learn the time of rehearsed units. contexts[i]: prompt tokens up to the end of unit i."""
         self._costs.learn_units(units, contexts, seconds)
 
     @property
     def num_rows_left_out(self) -> int:
-        """Count the rows of decode steps that were left out since the host had no answer yet."""
+        """Count the rows that were left out of decode steps because their host contexts were not ready."""
         return self._late.num_left_out
 
     @property
     def has_changes(self) -> bool:
-        """Return whether the device still holds contexts or slots that nobody needs."""
+        """Return whether the device still has to free contexts or slots of requests that have left."""
         contexts = self.residence.contexts
         return self.roster.has_released or (contexts is not None and contexts.has_closed)
 
     # --- the next step ------------------------------------------------------------------------------------------------
 
     def schedule(self, is_ready: IsReady, lane: Lane = Lane.DEVICE) -> StepPlan:
-        """Plan the next step of a lane; it is empty if there is nothing to launch until a result or a request comes.
+        """Plan the next step of a lane. The plan is empty if nothing can be launched before a result or request comes.
 
-        `is_ready` tells whether the host would answer a read without a wait, as far as plans have been launched. A plan
-        that is not empty must be launched, and its result given to `postprocess`, in the order of its lane.
+        is_ready: whether the host could answer a read without a wait, given the plans launched so far. A plan that is
+        not empty must be launched, and its result passed to `postprocess`, in the order of its lane.
         """
         outline = _Outline(lane, self._stepping_in(lane))
         if lane is Lane.HOST and not outline.stepping:
@@ -240,7 +244,7 @@ class Scheduler:
         return plan
 
     def _save(self, lane: Lane) -> list[SavedBlock]:
-        """Save blocks of what has left, and let prompts begin anew whose fronts were not on disk."""
+        """Return blocks to write to disk. Restart prompts whose blocks on disk turned out to be lost."""
         disk = self.residence.disk
         if disk.side is None or lane is not Lane.DEVICE:
             return []
@@ -248,18 +252,18 @@ class Scheduler:
             self.roster.begin_anew(job_id)
         saves = disk.take_saves()
         if saves:
-            self._lanes.give_back(Lane.DEVICE)  # pages that nobody holds are read by this step
+            self._lanes.give_back(Lane.DEVICE)  # this step reads pages that no sequence holds
         return saves
 
     def _offload(self, outline: _Outline) -> None:
-        """Offload what short contexts gave to make room, and old tokens of sequences that draw."""
+        """Plan the offloads that are due: of short contexts that make room, and of old tokens of decoding sequences."""
         if self.residence.offloads is not None:
             for sequence, offload in self.residence.offloads.take_due(outline.stepping):
                 outline.offloads.append(offload)
                 outline.offloaded.append(OffloadedRun.of(sequence))
 
     def _admit(self, outline: _Outline) -> None:
-        """Admit waiting requests, and fail the one that the host refuses memory though nobody else has any."""
+        """Admit waiting requests. Fail a request that gets no memory although no other request holds any."""
         admitted = self._admission.admit(list(self.roster.holding()))
         refused = admitted.refused
         if refused is not None:
@@ -270,8 +274,9 @@ class Scheduler:
         outline.page_writes += admitted.page_writes
 
     def _choose_work(self, outline: _Outline, is_ready: IsReady) -> None:
-        """Choose prefill units and the rows that draw: rows wait for units only within the token gap, and for what
-        becomes of a draft in their lane.
+        """Choose prefill units and the rows that draw.
+
+        Rows wait for units only within the token gap. They also wait while a draft of their lane has no result yet.
         """
         still = set(self._stepping_in(outline.lane))  # `Roster.grow` may have preempted some
         waits = any(one.num_drafted for one in outline.stepping if one in still) or self.drafts.awaits(still)
@@ -294,18 +299,18 @@ class Scheduler:
 
     @property
     def _num_prompts(self) -> int:
-        """Count the prompts that wait or are under way."""
+        """Count the prompts that wait or prefill."""
         return len(self._admission.waiting) + sum(len(entry.sequences) for entry in self._prefill.jobs)
 
     def _reload(self, lane: Lane, is_ready: IsReady) -> list[Reload]:
-        """Reload evicted pages beside the lane whose rows read host memory."""
+        """Choose evicted pages to reload; only the lane whose rows read host memory does so."""
         if lane is not self._lanes.lane_of(reads_host=True, joins=False):
             return []
         is_quiet = not (self._admission.waiting or self._prefill.jobs)
         return self.residence.next_reload(self.roster.running, is_quiet, is_ready)
 
     def _note_launch(self, plan: StepPlan, outline: _Outline) -> None:
-        """Keep what the plan's result is read by: whom it is for, and as which of their draws."""
+        """Remember what reading the plan's result needs: the sequences of its rows, and the numbers of their draws."""
         slots = {sequence.slot: sequence for sequence in self.roster.holding()}
         drawn = {sequence.slot: sequence for sequence, _ in outline.taken}
         for sequence in outline.stepping:
@@ -342,23 +347,23 @@ class Scheduler:
         self._launched[plan.lane].append(launched)
 
     def take_refused(self) -> list[Delta]:
-        """Return the failures, since the last call, of requests that the host refused memory."""
+        """Return the failures, since the last call, of requests for which the host had no memory."""
         refused, self._refused = self._refused, []
         return refused
 
     def masks(
         self, lane: Lane = Lane.DEVICE, drafted: Callable[[], Mapping[int, list[int]]] = dict
     ) -> dict[int, np.ndarray] | None:
-        """Return, by slot, the tokens that a lane's newest plan may draw, as `Runner.draw` takes them.
+        """Return, by slot, the masks of the tokens that a lane's newest plan may draw, as `Runner.draw` takes them.
 
-        None: some mask depends on a draw whose result is not in. drafted: tells, by slot, what the device drafted in
-        that plan; it may wait for the device.
+        None: some mask depends on a draw whose result has not arrived. drafted: returns, by slot, the tokens that the
+        device drafted in that plan; it may wait for the device.
         """
         rows = self._launched[lane][-1].masked_rows(drafted)
         return None if rows is None else dict(zip(rows, self.constraints.fill(list(rows.values())), strict=True))
 
     def postprocess(self, result: StepResult, lane: Lane = Lane.DEVICE) -> list[Delta]:
-        """Return what the result of a lane's oldest launched plan means for its requests, in no particular order."""
+        """Apply the result of a lane's oldest launched plan, and return the output of its requests, in any order."""
         launched = self._launched[lane].popleft()
         self.drafts.end(lane)
         drafted = self._results.settle_drafts(result, launched)
@@ -376,13 +381,13 @@ class Scheduler:
             self._grouping.observe_host_rows(result.host_seconds, result.num_parts)
             if lane is Lane.HOST:
                 self._grouping.weigh(launched.load, has_others=bool(self._stepping_in(Lane.DEVICE)))
-        elif beside is None or not self._prefill.jobs:  # units beside leave less of the device to both
+        elif beside is None or not self._prefill.jobs:  # prefill units beside would slow both lanes down
             self._grouping.observe_alone(launched.load, beside)
 
     # --- lanes --------------------------------------------------------------------------------------------------------
 
     def _stepping_in(self, lane: Lane) -> list[Sequence]:
-        """Return the running sequences whose next step is in this lane, as things stand."""
+        """Return the running sequences whose next step would be in this lane now."""
         if len(self.lanes) == 1:
             return list(self.roster.running)
         reading_host = {sequence for sequence in self.roster.running if self.residence.host_read(sequence) is not None}
@@ -390,7 +395,7 @@ class Scheduler:
         return [one for one in self.roster.running if self._lanes.lane_of(one in reading_host, joins) is lane]
 
     def _load_of(self, plan: StepPlan) -> Load:
-        """Return the plan's rows and what they read on the device; of nothing where there is one lane."""
+        """Return the plan's rows and the bytes that they read on the device; an empty load if there is one lane."""
         reading_host: list[int] = []
         others: list[int] = []
         for group in plan.decode if len(self.lanes) > 1 else ():
@@ -399,16 +404,16 @@ class Scheduler:
         return Load(len(reading_host), len(others), sum(reading_host), sum(others))
 
     def _fence(self, plan: StepPlan, stepping: list[Sequence]) -> bool:
-        """Return whether a plan waits for the other lane; `stepping`: the sequences whose rows it changes."""
+        """Return whether a plan waits for the other lane. stepping: the sequences whose rows it changes."""
         reads_nothing = any(group.host_reads is None for group in plan.decode)
         if (
             plan.finished_reloads
             or not self._are_of(plan.lane, plan.evictions)
             or any(offload.is_new_context for offload in plan.offloads)
-            or any(write.source is not None for write in plan.ring_writes)  # whose sequence may step in either lane
-            or (plan.lane is Lane.HOST and plan.ring_writes)  # behind the other lane's word of who held them
+            or any(write.source is not None for write in plan.ring_writes)  # its sequence may step in either lane
+            or (plan.lane is Lane.HOST and plan.ring_writes)  # the other lane must first release these rings
             or any(write.source is not None for write in plan.window_writes)
-            or (plan.lane is Lane.HOST and reads_nothing)  # such a step has the other lane's buffers
+            or (plan.lane is Lane.HOST and reads_nothing)  # such a step uses the other lane's buffers
         ):
             self._lanes.move()
         elif plan.evictions:
@@ -420,7 +425,7 @@ class Scheduler:
         return self._lanes.fence(plan.lane, is_other_busy=is_other_busy, takes=takes, comes=comes)
 
     def _are_of(self, lane: Lane, evictions: tuple[PageEviction, ...]) -> bool:
-        """Return whether all that read evicted pages step in this lane; a prefill never does."""
+        """Return whether all readers of the evicted pages step in this lane; a prefill never does."""
         slots = {place.slot for eviction in evictions for place in eviction.places}
         readers = [sequence for sequence in self.roster.holding() if sequence.slot in slots]
         return all(one.lane is lane and one.state is State.RUNNING for one in readers)
@@ -428,7 +433,7 @@ class Scheduler:
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def progress(self) -> list[Progress]:
-        """Return how far each prefill under way is."""
+        """Report the progress of each running prefill."""
         return [report for entry in self._prefill.jobs for report in make_progress(entry)]
 
     def stats(
@@ -466,14 +471,14 @@ class Scheduler:
 
 
 def _adapters_of(sequences: Iterable[Sequence]) -> list[int]:
-    """Return the numbers of the adapters that these ask for."""
+    """Return the sorted numbers of the adapters that these sequences use."""
     return sorted({one.request.adapter for one in sequences} - {0})
 
 
 def _group(
     rows: list[Row], runs: list[list[int]] | None, drafts: list[tuple[int, ...]] | None
 ) -> tuple[DecodeGroup, ...]:
-    """Return the rows as one group, whatever their profiles, so that the weights are read once; none without rows."""
+    """Put all rows into one group, whatever their profiles, so that the weights are read once; () without rows."""
     if not rows:
         return ()
     sequences, host_reads = zip(*rows, strict=True)
