@@ -46,6 +46,7 @@ def test_a_budget_of_everything_gives_the_exact_profiles_logits_while_the_contex
     assert counts.read_tokens == counts.offloaded_tokens > 0
     assert sum(counts.estimated_mass) == 0
     assert counts.fetched_rows < counts.read_tokens // 10, "rows stay in their slots"
+    assert twins.side.upkeep.known[0].num_tokens == twins.sequences[0].released - 16 > 208 - kept_tokens, "it has grown"
 
 
 def test_a_context_that_is_offloaded_while_it_runs_is_indexed_from_the_first_step() -> None:
