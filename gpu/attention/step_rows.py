@@ -20,10 +20,10 @@ class StepRows:
     """The rows of a decode step, as views of one buffer, which is uint8 `[num_bytes(rows)]`.
 
     positions: int64 `[rows]`, of RoPE and of the cell. token_slots: int64 `[rows]`, index of the input token in
-    `last_tokens`.
+        `last_tokens`.
     slots, context_lens: int32 `[rows]`; a context's length includes this token's cell.
     skips: int32 `[3, rows]`: begin and end of the row's host read, which attention on the device skips, and the end
-    again. These are the three bounds that `paged_decode_attention` takes. 0, 0, 0: the row has no host read.
+        again. These are the three bounds that `paged_decode_attention` takes. 0, 0, 0: the row has no host read.
     drafted: int32 `[rows]`, 1 for a row whose token is a draft.
     turns: the most rows of one slot that take turns in the slot's ring.
     """

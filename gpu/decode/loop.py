@@ -42,7 +42,7 @@ class LayerLoop:
 
     offloaded_layers: layers in which a step reads host memory.
     last_tokens: int64 `[3 * max_rows + 1]`: the last token of each slot, the known tokens that follow them in a step of
-    either lane, and one entry for padding.
+        either lane, and one entry for padding.
     workspaces: scratch memory of attention.
     methods: device sides, in the order in which they are called.
     checks_coverage: in a debug run, count in every layer what its partials cover.

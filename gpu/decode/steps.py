@@ -156,7 +156,7 @@ class DecodeSteps:
     host_reader: None where nothing is offloaded.
     host_read_stream: stream of steps with host reads, where they have their own.
     experts: exchanges for experts that the CPU computes: first that of steps without host reads, last that of steps
-    with them.
+        with them.
     compile_settings: see `StepCode`.
     turns: the most rows of a step that take turns in one ring.
     """

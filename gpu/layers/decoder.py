@@ -62,9 +62,9 @@ class Carried:
     """What one layer passes to later ones beside hidden states.
 
     inputs: extra inputs (`Projections.inputs`) of all layers from `first_layer` on, or of that layer alone; None: the
-    model has none.
+        model has none.
     kept: keys and values `[tokens, 2 * kv_heads * dim]` that later layers share, before norms and rotation, by the
-    layer that made them.
+        layer that made them.
     query_scale: see `Decoder.query_scale`.
     output_gate: `[tokens, heads * dim]`, of the layer that is being computed, if it has one.
     adapters: the adapters of the tokens, looked up when a layer first needs them.

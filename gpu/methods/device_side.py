@@ -38,7 +38,7 @@ class Site:
     window_tokens: tokens at the end of an offloaded context that stay on the device.
     pages: keys, values and page table of each layer, as `paged_decode_attention` takes them.
     ring_pages: number of pages that a method's rings share; None: there is no such number, and each ring has its own
-    memory.
+        memory.
     """
 
     architecture: Architecture
@@ -113,7 +113,7 @@ class DeviceSide:
 
     needs_host_reads: whether the method is left out of steps without host reads.
     reuses: whether it takes part only in steps in which a row holds one of its rings, and is notified of rings and
-    prompts.
+        prompts.
     makes_codes: whether it encodes offloaded keys for the host's hash tables. At most one method of a deployment does.
     """
 
@@ -140,8 +140,9 @@ class DeviceSide:
         """Wait, in stream order, for the method's work on other streams. Called after the step's last layer."""
 
     def counts(self) -> Mapping[str, Sequence[int]]:
-        """Return the method's counters without waiting: a single number, or one per layer. They cover at least all
-        finished steps.
+        """Return the method's counters without waiting: a single number, or one per layer.
+
+        They cover at least all finished steps.
         """
         return {}
 
@@ -216,8 +217,9 @@ class RingSide(DeviceSide):
         return slot in self.held
 
     def see_prompt(self, slot: int, query: PrefillQuery, attend: Callable[[PrefillQuery], Attended]) -> None:
-        """Observe queries of the slot's prompt, in order, with the keys up to them. attend: dense attention that
-        returns an lse.
+        """Observe queries of the slot's prompt, in order, with the keys up to them.
+
+        attend: dense attention that returns an lse.
         """
 
     @property

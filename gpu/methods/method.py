@@ -34,7 +34,7 @@ class Footprint:
     sequence_numbers: further numbers, in the compute dtype.
     work_bytes: scratch memory of its steps and prompts, for all sequences together.
     page_bytes: bytes of a page of `page_tokens` tokens, if its rings share pages and take more as contexts grow; 0:
-    they share none.
+        they share none.
     """
 
     sequence_bytes: int = 0

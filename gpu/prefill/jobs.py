@@ -191,8 +191,9 @@ class Prefill:
         return [job_id for job_id, state in self._jobs.items() if state.load is not None and state.load.is_lost]
 
     def run(self, unit: Unit, draws: bool = True) -> FinishedJob | None:
-        """Compute one unit. The unit that ends the job also draws the first tokens if `draws` is set, and returns the
-        result.
+        """Compute one unit.
+
+        The unit that ends the job also draws the first tokens if `draws` is set, and returns the result.
         """
         if unit.job_id in self._chunk_jobs:
             self._compute_chunks(unit)

@@ -1,4 +1,4 @@
-"""Full attention over a context that stays on the device: what an empty slot `host` means."""
+"""Attend fully to contexts that stay on the device: the meaning of an empty slot `host`."""
 
 from gpu.methods.method import Method, NoSettings
 

@@ -42,7 +42,7 @@ class RingStep:
     """The rows of a step that read by a ring, at most one row per ring.
 
     rows, rings: int32 `[entries]`, a row and its ring. Row -1 marks an unused entry, whatever its ring, since a
-    captured step has a fixed number of entries. Kernels have programs for each entry.
+        captured step has a fixed number of entries. Kernels have programs for each entry.
     num_tokens: int32 `[places]`, tokens with an index; 0 if no query head of the KV head reads them.
     budgets: int32 `[places]`, how many of these tokens the KV head reads exactly.
     page_slots: int32 `[rings]`, the slot whose pages hold these tokens, -1: they are in host memory; None: all are.

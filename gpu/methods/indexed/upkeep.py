@@ -46,9 +46,9 @@ class Known:
     """What is indexed for a ring.
 
     centre: of its keys. context_id: whose run it is, or IN_PAGES. num_tokens: indexed tokens, from the run's first one
-    on.
+        on.
     places: the table of pieces that the device has. in_pages: the ring's entry of `Upkeep.in_pages`. pages: the index's
-    pages.
+        pages.
     generation: how often the ring was assigned. audited: sums since the last assignment.
     """
 

@@ -1,8 +1,8 @@
-"""Attention that reuses what a similar, recent query has read: match, amend, complete (MAC, arXiv 2604.00235).
+"""Reuse what a similar, recent query has read: match, amend, complete (MAC, arXiv 2604.00235).
 
-A head whose query, before RoPE, is near one of the last `capacity` ones takes over that one's summary of the far
-context, and reads only a band in front of the match and the tail. Nothing is out of reach: a head that finds none reads
-everything, and both leave a summary for those that follow.
+A head looks for one of its last `capacity` queries, before RoPE, that is near its own. If there is one, the head takes
+over that query's summary of the far context, and reads only a band in front of the match and the tail. A head without a
+match reads everything, so no token is out of reach. Both leave a summary for later queries.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ COUNTERS = {
 
 
 def entry_arrays(settings: MacSettings, architecture: Architecture) -> dict[str, ArraySpec]:
-    """Return what a query head keeps of one position, by the fields of `gpu.methods.mac.rings.Ring`."""
+    """Return what a query head stores for one position, by the fields of `gpu.methods.mac.rings.Ring`."""
     dim = architecture.dim
     return {
         "queries": ArraySpec((dim,), "bfloat16"),
@@ -48,13 +48,13 @@ def entry_arrays(settings: MacSettings, architecture: Architecture) -> dict[str,
 
 
 def ring_arrays(settings: MacSettings, architecture: Architecture, num_rings: int) -> dict[str, ArraySpec]:
-    """Return the rings of all layers that match, `[layers, rings, heads, capacity, ...]`."""
+    """Return the rings of all matching layers, `[layers, rings, heads, capacity, ...]`."""
     sizes = len(settings.layers(architecture)), num_rings, architecture.num_heads, settings.capacity
     return {name: entry.times(*sizes) for name, entry in entry_arrays(settings, architecture).items()}
 
 
 def try_bytes(settings: MacSettings, architecture: Architecture) -> int:
-    """Return what a query head reads and writes of its ring in a step: to look for a match, and of summaries."""
+    """Return the bytes that a query head reads and writes in its ring per step: for the search, and of summaries."""
     entry = entry_arrays(settings, architecture)
     looked = sum_bytes(entry[name] for name in ("queries", "norms", "origins"))
     return settings.most_gap * looked + 2 * sum_bytes(entry.values())
@@ -101,12 +101,16 @@ class Mac(RingMethod):
     )
 
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
-        """Return a window with a band in front of the oldest match, so that a hit asks the host for nothing."""
+        """Return a window that includes the band in front of the oldest match, so that a hit asks the host
+        for nothing.
+        """
         return Kept(settings.sink_tokens, settings.capacity + settings.band, ())
 
     def why_no_draft(self, settings: Any, most_tokens: int) -> str:
-        """Refuse drafts whose rows would look at one another's entries, or at those that a refused row wrote: a row of
-        `n` drafted tokens finds neither where a match is more than n positions back, and more than n short of the ring.
+        """Refuse drafts whose rows would match one another's entries, or entries that a refused row wrote.
+
+        A row of `n` drafted tokens finds neither if a match is more than n positions back, and more than n short of the
+        ring.
         """
         if settings.min_gap > most_tokens and settings.most_gap < settings.capacity - most_tokens:
             return ""

@@ -1,8 +1,8 @@
-"""Decide whether a layer's matching saves reads: the reads of its searches against those that hits avoided.
+"""Decide for each layer whether matching saves reads: compare the reads of its searches with those that hits avoided.
 
 MAC-Attention, eq. (9), with the measured lengths of contexts. A layer that reads more than it saves over a window of
-steps stops, and tries again some windows later. Invariant: which layers match follows from the counts at the
-ends of windows alone, never from time; nothing waits for the device.
+steps stops matching, and tries again some windows later. Invariant: which layers match follows from the counts at the
+ends of windows, never from time; nothing waits for the device.
 """
 
 import torch
@@ -11,19 +11,20 @@ from torch import Tensor
 from gpu.methods.mac.match import NUM_COUNTS, Count
 
 WINDOW_STEPS = 256
-TABLE_COLUMNS = -(-(NUM_COUNTS + 2) // 2) * 2  # even: rows of all layers are aligned alike for kernels
-PAUSE_WINDOWS = 8  # that a layer which stopped does not match in
+TABLE_COLUMNS = -(-(NUM_COUNTS + 2) // 2) * 2  # even, so that rows of all layers have the same alignment
+PAUSE_WINDOWS = 8  # windows without matching after a layer has stopped
 
 
 class BreakEven:
-    """Decides per layer whether matching pays, and counts for it. table: int64 `[layers, TABLE_COLUMNS]`, in one piece,
-    so that one copy brings all of it to the host: counts, which steps add to, `[layers, NUM_COUNTS]`; num_stops,
-    `[layers]`; last, is_matching, int32 `[layers, 1]`, which steps read.
+    """Decides per layer whether matching saves reads, and counts for it.
 
-    row_bytes: of a key and a value of one KV head; try_bytes: that a query head reads and writes of its ring in a step
-    (`gpu.methods.mac.try_bytes`); group: query heads to a KV head. is_asked: bool `[layers]`, layers whose far cells
-    lie in host memory: there each head that hits saves its own reads. On the device a KV head is read once for all
-    heads of a group that miss.
+    table: int64 `[layers, TABLE_COLUMNS]`, in one piece, so that one copy brings all of it to the host. Its columns
+    are: counts `[layers, NUM_COUNTS]`, which steps add to; num_stops `[layers]`; and last is_matching, int32 `[layers,
+    1]`, which steps read.
+
+    is_asked: bool `[layers]`, layers whose far cells are in host memory. There each head that hits saves its own reads;
+    on the device a KV head is read once for all heads of a group that miss. row_bytes: of a key and a value of one KV
+    head. try_bytes: see `gpu.methods.mac.try_bytes`. group: query heads per KV head.
     """
 
     def __init__(self, is_asked: Tensor, row_bytes: int, try_bytes: int, group: int, stops: bool) -> None:
@@ -34,16 +35,17 @@ class BreakEven:
         self._is_asked, self._row_bytes, self._group, self._stops = is_asked, row_bytes, group, stops
         self._try_bytes = try_bytes
         self._before = self.counts.clone()
-        self._pauses = torch.zeros_like(self.num_stops)  # windows still to come without matching
+        self._pauses = torch.zeros_like(self.num_stops)  # windows left without matching
         self._num_steps = 0
 
     def end_step(self) -> None:
-        """Count a launched step; the last one of a window judges it with those before it."""
+        """Count a launched step. The last step of a window compares the window's reads."""
         self._num_steps += 1
         if self._stops and self._num_steps % WINDOW_STEPS == 0:
             self._judge()
 
     def _judge(self) -> None:
+        """Stop the layers that read more than they saved over the last window, and resume those whose pause is over."""
         seen = self.counts - self._before
         self._before.copy_(self.counts)
         by_head = seen[:, Count.SKIPPED] // self._group

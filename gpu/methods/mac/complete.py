@@ -1,12 +1,12 @@
-"""The completion of MAC-Attention (arXiv 2604.00235, eq. (7)): what was read and what is reused become one.
+"""Complete MAC-Attention (arXiv 2604.00235, eq. (7)): merge what was read with what is reused.
 
     prefix = far + (hit: the entry's summary; miss: what the host filled)      whole = near + prefix
 
-The prefix is at once the summary of this cell, of `[sink, m + 1 - band)`: without subtraction, on hit and miss; it is
-appended to the ring with the query; where it held more than `max_prefix_share` of the whole, as an entry that nobody
-takes. Invariants: an entry is read before it is written; a side without mass adds nothing, whatever its output holds.
-Bytes moved: 4 * dim for each of up to five sides of a (row, head), 2 * dim for the query, and the ring's entry, read
-and written.
+The prefix is at once the summary of this cell, over `[sink, m + 1 - band)`, without any subtraction, on hits and
+misses. It is appended to the ring with the query. If the prefix held more than `max_prefix_share` of the whole, the
+entry is marked as one that must not be reused. Invariants: an entry is read before it is overwritten; a side without
+mass adds nothing, whatever its output holds. Bytes moved: 4 * dim for each of up to five sides of a (row, head), 2 *
+dim for the query, and the ring's entry, read and written.
 """
 
 import torch
@@ -59,7 +59,7 @@ _LEAST_NORM = tl.constexpr(LEAST_NORM)
 
 @triton.jit
 def _add(out_a, lse_a, out_b, lse_b):
-    """Return the partial of both sets of cells; out `[dim]`."""
+    """Return the merged partial of two disjoint sets of cells; out `[dim]`."""
     top = tl.maximum(lse_a, lse_b)
     base = tl.where(top == float("-inf"), 0.0, top)
     mass_a, mass_b = tl.exp(lse_a - base), tl.exp(lse_b - base)
@@ -108,7 +108,7 @@ def _complete_kernel(
         is_asked = (tl.load(bounds + at) < tl.load(bounds + plane + at)) & (tl.load(is_estimate_row + row) != 0)
         is_reusable = (cell + 1 - band > sink) & (prefix_lse > float("-inf")) & (prefix_lse < float("inf"))
         to = first + cell % CAPACITY
-        tl.debug_barrier()  # the entry may be the one that was read
+        tl.debug_barrier()  # the new entry may overwrite the one that was read
         tl.store(queries + to * DIM + column, own, mask=is_column)
         norm, is_refused = tl.sum(wide * wide, 0), prefix_lse - whole_lse > max_log_share
         norm = tl.where(is_refused, -tl.maximum(norm, _LEAST_NORM), norm)
@@ -123,14 +123,13 @@ def complete(
     near: Partial, far: Partial, filled: Partial | None, query: Tensor, matched: Matched, own: RowRings,
     limits: Limits, is_estimate_row: Tensor,
 ) -> Partial:  # fmt: skip
-    """Return the whole attention of each (row, head), float32; and a new entry of each row's ring, at `cells %
+    """Return the whole attention of each (row, head), float32, and add an entry to each row's ring, at `cells %
     capacity`.
 
-    near, far: read with `matched.bounds`; filled: what the host filled skipped ranges with, or None where it was not
-    asked; it may lie in pinned host memory, and what it says of hits is not looked at. query: before RoPE, `[rows,
-    heads, dim]`, as matched. is_estimate_row: uint8 `[rows]`: whether the host samples for it.
-    A summary is of the oldest cell that a part of it was computed at. Raises ValueError for another shape, dtype or
-    device.
+    near, far: read with `matched.bounds`. filled: what the host returned for skipped ranges, or None if it was not
+    asked; it may be in pinned host memory, and is ignored for hits. query: before RoPE, `[rows, heads, dim]`, as
+    matched. is_estimate_row: uint8 `[rows]`, whether the host samples for the row. A summary's origin is the oldest
+    cell at which a part of it was computed. Raises ValueError for another shape, dtype or device.
     """
     ring, rings, cells = own.ring, own.rings, own.cells
     op, (rows, heads, dim), device = "complete", query.shape, query.device

@@ -1,7 +1,7 @@
-"""MAC's side on the device: matches before a layer is read, completes it afterwards, and keeps the rings.
+"""Run MAC on the device: match before a layer is read, complete its attention afterwards, and keep the rings.
 
-Invariants: a slot has the ring that plans gave it last, or none. A ring's entries are of its own sequence's cells, each
-written when the cell is, so an entry's place says its cell. Rows without a ring read what they would without MAC.
+Invariants: a slot has the ring that plans gave it last, or none. A ring's entries belong to cells of its own sequence,
+each written when the cell is, so an entry's index tells its cell. Rows without a ring read what they would without MAC.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,9 @@ from transfer.partial import Owner, Partial, merge_all
 
 @dataclass(frozen=True, slots=True)
 class _RingRows:
-    """Rings of a step's rows. rings: int32 `[rows]`, -1: none; is_estimate: uint8 `[rows]`, whether the host samples
-    for the row.
+    """The rings of a step's rows.
+
+    rings: int32 `[rows]`, -1: none. is_estimate: uint8 `[rows]`, whether the host samples for the row.
     """
 
     rings: Tensor
@@ -44,7 +45,7 @@ def make_ring_side(settings: MacSettings, site: Site, num_rings: int) -> RingSid
 
 
 class Mac(RingSide):
-    """MAC on one device: `num_rings` rings of each layer that is not off, in one store of all layers."""
+    """The device side with `num_rings` rings of each matching layer, in one store for all layers."""
 
     def __init__(self, settings: MacSettings, site: Site, num_rings: int) -> None:
         super().__init__(site)
@@ -114,7 +115,7 @@ class Mac(RingSide):
         )  # fmt: skip
         reads.kept[self] = matched
         bounds, wanted = matched.bounds, matched.wanted
-        if reads.bounds is not None:  # of rows that hold another method's ring
+        if reads.bounds is not None:  # set for rows that hold another method's ring
             bounds = torch.where((own.rings >= 0)[:, None], bounds, reads.bounds)
         if reads.wanted is not None:
             wanted = wanted & reads.wanted
@@ -124,7 +125,7 @@ class Mac(RingSide):
         ring = self._rings.get(reads.layer)
         if ring is None:
             return
-        assert on_device.far is not None, "mac: what is far is read apart"
+        assert on_device.far is not None, "mac: far cells have a partial of their own"
         own, matched = self._rows_of(reads), self._matched(reads)
         whole = complete(
             on_device.near, on_device.far, merge_all(filled) if filled else None, reads.pre_rope_query, matched,
@@ -164,8 +165,9 @@ class Mac(RingSide):
         )  # fmt: skip
 
     def _rows_of(self, reads: LayerReads) -> _RingRows:
-        """Return the rings of the step's rows. They are looked up in the first layer that matches, because a captured
-        step's rows change from replay to replay.
+        """Return the rings of the step's rows.
+
+        They are looked up in the first matching layer, at each replay, because the rows of a captured step change.
         """
         rows = reads.rows
         if reads.layer == self.layers[0] and self not in reads.kept:
@@ -173,16 +175,18 @@ class Mac(RingSide):
         return self._of_rows[rows]
 
     def _matched(self, reads: LayerReads) -> Matched:
+        """Return what `before` matched in this layer."""
         matched: Matched = reads.kept[self]
         return matched
 
 
 def _map(ring: Ring, change: Callable[[Tensor], Tensor]) -> Ring:
+    """Apply a function to every tensor of a ring."""
     return Ring(*(change(getattr(ring, each.name)) for each in fields(Ring)))
 
 
 def _wrap(begin: int, end: int, capacity: int) -> list[slice]:
-    """Return the places of cells `[begin, end)` in a ring."""
+    """Return the indices of cells `[begin, end)` in a ring, as slices."""
     if end - begin >= capacity:
         return [slice(0, capacity)]
     first, last = begin % capacity, end % capacity

@@ -1,14 +1,15 @@
-"""The match of MAC-Attention (arXiv 2604.00235, section 3.2): the nearest of the last queries, and what then is read.
+"""Find MAC-Attention's match (arXiv 2604.00235, section 3.2): the nearest of the last queries, and what is then read.
 
-A head whose query is near enough to that of an earlier cell p reuses what `[sink, p + 1 - band)` summed to there, and
-reads the rest; one without a match reads all that the placement leaves on the device, and asks the host for the skipped
-range. Invariants: at most one entry a head, of equal distances the youngest; nothing is taken whose prefix does not
-reach what was released. Bytes moved: 2 * dim + 8 for each entry of a ring that may be near enough in time, once a head;
-bounds and sums are small beside.
+A head whose query is near enough to that of an earlier cell p reuses the summary over `[sink, p + 1 - band)` from
+there, and reads the rest. A head without a match reads all that is on the device, and asks the host for the skipped
+range. Invariants: a head takes at most one entry, the youngest of equal distances. It takes none whose prefix ends
+before the offloaded range does. Bytes moved: 2 * dim + 8 per head for each entry of a ring that may be near enough in
+time; bounds and sums are small beside that.
 
-On a GPU two kernels: a head's ring is cut over programs, each of which leaves its best candidate as one number, whose
-upper half is the distance and lower half the gap; the second finds the least, writes bounds and adds the counts. A near
-entry that is refused for its share has the threshold for its distance and a gap of 0: it comes behind every hit.
+On a GPU there are two kernels. In the first, a head's ring is cut over programs. Each leaves its best candidate as one
+number, whose upper half is the distance and whose lower half is the gap. The second kernel finds the least, writes
+bounds and adds the counts. A near entry that is refused for its share has the threshold as its distance and 0 as its
+gap, so it comes after every hit.
 """
 
 from dataclasses import dataclass
@@ -26,11 +27,12 @@ from gpu.operations.arguments import check, runs_on_triton
 
 
 class Count(IntEnum):
-    """Places of `counts`, sums over steps of what was tried: (row, head) of rows with a ring in a layer that matches.
+    """Columns of `counts`: sums over steps and over each (row, head) with a ring in a matching layer.
 
-    CELLS: of their contexts; SKIPPED: what hits left out; GAPS: of hits, m - p; AGES: m - origin; READ: cells that a KV
-    head read, of all that its group's heads read together; WHOLE: KV heads of which every head hit; REFUSED: tries
-    without a hit to which an entry was near enough whose prefix held too much of its own attention.
+    TRIES, HITS: searches, and those with a match. CELLS: of their contexts. SKIPPED: cells that hits left out. GAPS: of
+    hits, m - p. AGES: of hits, m - origin. READ: cells that a KV head read, for all heads of its group together. WHOLE:
+    KV heads of which every head hit. REFUSED: searches without a hit that found a near entry whose prefix held too much
+    of its own attention.
     """
 
     TRIES = 0
@@ -45,18 +47,18 @@ class Count(IntEnum):
 
 
 NUM_COUNTS = len(Count)
-BLOCK_ENTRIES, MATCH_WARPS = 64, 2  # entries whose distances a program has at once
+BLOCK_ENTRIES, MATCH_WARPS = 64, 2  # entries whose distances a program computes at once, and its warps
 PROGRAMS_PER_SM = 8
-LEAST_PROGRAMS = 24  # where there is no GPU, the interpreter runs each
+LEAST_PROGRAMS = 24  # used without a GPU, where the interpreter runs each program
 
 _TRIES, _HITS, _CELLS, _SKIPPED, _GAPS, _AGES, _READ, _WHOLE, _REFUSED = (tl.constexpr(int(count)) for count in Count)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a match.
+    """The limits of a match at cell m to the entry of cell p.
 
-    sink: cells in front that no summary holds.
+    sink: cells in front that no summary covers.
     band: r of the paper.
     max_distance2: (sqrt(2 dim) (1 - tau))^2, eq. (3).
     max_gap, min_gap: of m - p.
@@ -76,7 +78,9 @@ class Limits:
 
     @property
     def max_log_share(self) -> float:
-        """Return the bound of an entry's lse(prefix) - lse(whole), natural log; inf where every share is taken."""
+        """Return the largest lse(prefix) - lse(whole) of a reusable entry, natural logarithm; inf: there is
+        no limit.
+        """
         return log(self.max_prefix_share) if self.max_prefix_share < 1 else inf
 
 
@@ -84,11 +88,11 @@ class Limits:
 class Matched:
     """The matches of a step in one layer.
 
-    entries: int32 `[rows, heads]`, of the ring, -1 where nothing matches.
-    distances2: float32 `[rows, heads]` of the best candidate, inf: none, and the threshold where a nearer one was
+    entries: int32 `[rows, heads]`, index in the ring, -1: no match.
+    distances2: float32 `[rows, heads]`, of the best candidate, inf: none. It is the threshold if a nearer one was
         refused for its share.
-    bounds: int32 `[3, rows, heads]`, of the attention to what is on the device.
-    wanted: uint8 `[rows, heads]`: whether the host is asked, as in the exchange slot.
+    bounds: int32 `[3, rows, heads]`, of attention on the device.
+    wanted: uint8 `[rows, heads]`, whether the head asks the host, as in the exchange slot.
     """
 
     entries: Tensor
@@ -144,10 +148,10 @@ def match_reference(
 
 
 def _bounds_of(matched: Tensor, is_hit: Tensor, rings: Tensor, cells: Tensor, skips: Tensor, limits: Limits) -> Tensor:
-    """Return int64 `[3, rows, heads]`: of hits at the cells `matched` `[rows, heads]`, of misses, and of rows without a
+    """Return bounds of attention on the device, int64 `[3, rows, heads]`, for hits, for misses, and for rows without a
     ring.
 
-    Where a row's prefix is empty, nothing is far.
+    matched: `[rows, heads]`, the cells of hits. If a row's prefix is empty, nothing is far.
     """
     begin, end, cut = (bound.long()[:, None] for bound in skips)
     own_cut = (cells + 1 - limits.band)[:, None]
@@ -160,7 +164,7 @@ def _bounds_of(matched: Tensor, is_hit: Tensor, rings: Tensor, cells: Tensor, sk
 
 
 def _read_cells(bounds: Tensor, cells: Tensor, kv_heads: int) -> Tensor:
-    """Return how many cells each KV head reads, of all that its group's heads read together, `[rows, kv_heads]`."""
+    """Return how many cells each KV head reads for all heads of its group together, `[rows, kv_heads]`."""
     begin, end, cut = bounds
     far_begin = torch.where(end < cut, end, cut)
     near_end, near_begin, far_begin = (part.view(len(cells), kv_heads, -1) for part in (begin, cut, far_begin))
@@ -177,10 +181,10 @@ def _match_kernel(
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ring = tl.load(rings + row).to(tl.int64)
     cell = tl.load(cells + row).to(tl.int32)
-    nothing: tl.constexpr = 0x7F800000 << 32  # of distance inf
+    nothing: tl.constexpr = 0x7F800000 << 32  # distance inf
     to = best + (row * HEADS + head) * tl.num_programs(2) + split
     if (ring < 0) | (tl.load(is_matching) == 0) | (cell + 1 < min_cells) | (cell + 1 - band <= sink):
-        tl.store(to, nothing)  # the other lane may turn matching on before it is looked at
+        tl.store(to, nothing)  # the other lane may turn matching on before the second kernel reads this
         return
     released = tl.load(skips + skips_plane + row)
     column = tl.arange(0, BLOCK_DIM)
@@ -205,7 +209,7 @@ def _match_kernel(
         distance2 = tl.maximum(own_norm + tl.abs(norm) - 2.0 * product, 0.0)
         is_candidate = is_in_reach & (cell - origin <= max_age) & (norm < float("inf")) & (distance2 < float("inf"))
         is_candidate = is_candidate & (is_kept | (distance2 < max_distance2))
-        distance2 = tl.where(is_kept, distance2, max_distance2)  # behind all that hit, in front of all that do not
+        distance2 = tl.where(is_kept, distance2, max_distance2)  # after all hits, before all misses
         packed = (distance2.to(tl.int32, bitcast=True).to(tl.int64) << 32) | tl.where(is_kept, gap, 0).to(tl.int64)
         least = tl.minimum(least, tl.where(is_candidate, packed, nothing))
     tl.store(to, tl.min(least, 0))
@@ -281,14 +285,13 @@ def _num_sms(device: torch.device) -> int:
 def match(
     query: Tensor, own: RowRings, skips: Tensor, limits: Limits, is_matching: Tensor, counts: Tensor, kv_heads: int
 ) -> Matched:
-    """Find what each (row, head) may reuse (eq. 3), and say what it then reads.
+    """Find the entry that each (row, head) may reuse (eq. 3), and return what it then reads.
 
-    query: before RoPE, `[rows, heads, dim]`, heads and rows may be strided; it is compared as the ring keeps it, in
-    bfloat16. For a row without a ring nothing is matched. skips: int32 `[3, rows]`, skip_begin, skip_end and cut of the
-    placement: what the row asks the host for; an empty skipped range where nothing is released. limits.sink is where
-    skipped ranges begin. is_matching: int32 `[1]`; 0: the layer matches nothing. counts: int64 `[NUM_COUNTS]`, see
-    `Count`, added to. All but query and ring's contents are trusted. Raises ValueError for another shape, dtype or
-    device.
+    query: before RoPE, `[rows, heads, dim]`, heads and rows may be strided; it is compared in bfloat16, as the ring
+    stores it. A row without a ring matches nothing. skips: int32 `[3, rows]`, skip_begin, skip_end and cut of the host
+    read; an empty range if nothing is offloaded. Skipped ranges begin at limits.sink. is_matching: int32 `[1]`, 0: the
+    layer matches nothing. counts: int64 `[NUM_COUNTS]`, see `Count`, to which this adds. Raises ValueError for another
+    shape, dtype or device; contents are trusted.
     """
     ring, rings, cells = own.ring, own.rings, own.cells
     op, (rows, heads, dim), device = "match", query.shape, query.device

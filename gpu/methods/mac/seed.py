@@ -1,7 +1,7 @@
-"""The rings of a prompt: what its last queries would have left, had they been decoded.
+"""Seed a prompt's rings with what its last queries would have left if they had been decoded.
 
-Invariant: an entry holds what dense attention of its query over the cells `[sink, p + 1 - band)` gives, whatever the
-prompt's own prefill does.
+Invariant: an entry holds the result of dense attention of its query over the cells `[sink, p + 1 - band)`, whatever
+method the prompt's prefill uses.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,13 @@ def seed(
     num_seeds: int,
     attend: Callable[[PrefillQuery], Attended],
 ) -> None:
-    """Leave entries of the prompt's last `num_seeds` positions, as far as they are among the queries, in ring `number`.
+    """Write the entries of a prompt's last `num_seeds` positions to ring `number`, as far as they are among the
+    queries.
 
-    A summary's last cell is `band` behind its query's, so all of them together are causal attention that is shifted:
-    the queries are the last ones of a context `[sink, end - band)`. attend: with an lse. Where shares are limited, sink
-    and band, which a query saw beside its prefix, are summed too. Asynchronous.
+    A summary's last cell is `band` behind its query's cell. So all summaries together are causal attention with a
+    shift: the queries are the last ones of a context `[sink, end - band)`. attend: dense attention that returns an lse.
+    If shares are limited, attention to sink and band is computed too, since a query saw them beside its prefix.
+    Asynchronous.
     """
     assert query.begin is not None, "mac: positions of a prompt are consecutive"
     sink, band, end = limits.sink, limits.band, query.begin + len(query.query)
@@ -69,8 +71,9 @@ def seed(
 
 
 def _log_shares(query: PrefillQuery, own: slice, end: int, lses: Tensor, limits: Limits) -> Tensor:
-    """Return lse(prefix) - lse(whole) of the queries `own`, `[heads, tokens]`. end: of the context that the last sees;
-    lses: of their prefixes, likewise shaped.
+    """Return lse(prefix) - lse(whole) of the queries `own`, `[heads, tokens]`.
+
+    end: of the context that the last query sees. lses: of the queries' prefixes, `[heads, tokens]`.
     """
     asked, keys, values = query.query[own], query.keys[:, :end], query.values[:, :end]
     sides = [windowed_attention(asked, keys, values, limits.band, query.scale)]

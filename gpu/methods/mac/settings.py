@@ -1,6 +1,6 @@
-"""Settings of MAC-Attention. No torch: the plan and the server's process read them.
+"""Define the settings of MAC-Attention. No torch: the plan and the server's process read them.
 
-Invariant: a ring holds every position that a match may lie at, and every one that is seeded.
+Invariant: a ring holds every position that can be matched, and every one that is seeded.
 """
 
 from typing import Any, Literal
@@ -14,7 +14,7 @@ LayerTau = float | Literal["off"]
 
 
 class MacSettings(Settings):
-    """Paper: capacity = K, band = r, tau = τ of eq. (3); it takes any prefix (`max_prefix_share: 1`)."""
+    """Settings of MAC. In the paper's terms: capacity = K, band = r, tau = τ of eq. (3), and `max_prefix_share: 1`."""
 
     tau: float = Field(0.45, ge=0, lt=1, description="how near a query must be to an earlier one, 1: the same; 0.45 "
                        "where a context is read, 0.75 where much is written")  # fmt: skip
@@ -41,7 +41,7 @@ class MacSettings(Settings):
     @field_validator("layer_tau", mode="before")
     @classmethod
     def _read_off(cls, given: Any) -> Any:
-        """Read `off`, which YAML reads as false."""
+        """Read `off`, which YAML parses as false."""
         return {key: "off" if tau is False else tau for key, tau in given.items()} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
@@ -65,12 +65,12 @@ class MacSettings(Settings):
 
     @property
     def num_seeds(self) -> int:
-        """Return the positions at a prompt's end that are seeded."""
+        """Return the number of positions at a prompt's end that are seeded."""
         return self.capacity if self.seed_tokens is None else self.seed_tokens
 
     def layers(self, architecture: Architecture) -> list[int]:
-        """Return the layers that match: all but those that are off, and those with a window, which read little
-        anyway.
+        """Return the layers that match: all but those that are off and those with a window, which read
+        little anyway.
         """
         off = {layer for layer, tau in self.layer_tau.items() if tau == "off"} | set(architecture.layers_apart)
         return [layer for layer in range(architecture.num_layers) if layer not in off]

@@ -1,7 +1,7 @@
-"""Prefill in which one query of several attends to everything, and the others attend to the key blocks that it chose.
+"""Prefill so that one query of several attends to everything, and the others to the key blocks that it chose.
 
-MOMO ("Measure Once, Mask Once: Delta Refined Block Sparse Attention"). Its output is corrected by a difference (eq. 2),
-so it is no softmax over a set of tokens, and is merged with nothing.
+MOMO ("Measure Once, Mask Once: Delta Refined Block Sparse Attention"). Its output is corrected by a difference (eq. 2).
+So it is not a softmax over a set of tokens, and cannot be merged with another partial.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ class Momo(Method):
     )
 
     def align_tokens(self, settings: Any) -> int:
-        """Return the query block: it and windows begin at absolute positions."""
+        """Return the query block, because query blocks and windows begin at absolute positions."""
         return settings.query_block
 
 

@@ -1,9 +1,9 @@
-"""Causal attention of query blocks, each over a list of key blocks and its own: out and natural-log lse.
+"""Compute causal attention of query blocks, each over a list of key blocks and its own: out and natural-log lse.
 
 MOMO, Algorithm 1, step 3. Invariants: a query block's output does not depend on which others are computed with it, bit
-for bit in the kernel; keys outside a list and behind the last query are never read. On a GPU one program attends one
-head's queries of one query block. Floor: 4 * dim operations for each (query, key it reads); keys and values of a block
-are read once for all queries of a query block, 4 * dim bytes of bf16 a key.
+for bit in the kernel; keys outside a list and behind the last query are never read. On a GPU one program computes one
+head's queries of one query block. Floor: 4 * dim operations for each (query, key it reads). Keys and values of a block
+are read once for all queries of a query block, 4 * dim bytes of bf16 per key.
 """
 
 import torch
@@ -37,7 +37,7 @@ def block_sparse_reference(
         head, slot = listed.nonzero(as_tuple=True)
         reads[head, lists.blocks[place][head, slot].long()] = True
         for kv_head, of_group in enumerate(reads.unflatten(0, (kv_heads, -1))):
-            past = of_group.any(0).repeat_interleave(key_block).nonzero()[:, 0]  # what some head of the group reads
+            past = of_group.any(0).repeat_interleave(key_block).nonzero()[:, 0]  # read by some head of the group
             columns = torch.cat([past, first + own])
             group = len(of_group)
             rows = grouped[mine, kv_head].transpose(0, 1).reshape(-1, dim)
@@ -118,11 +118,11 @@ def block_sparse_attention(
     query: Tensor, keys: Tensor, values: Tensor, begin: int, query_block: int, key_block: int, lists: KeyLists,
     scale: float,
 ) -> Partial:  # fmt: skip
-    """Attend whole query blocks: `query [tokens, heads, dim]` at positions from `begin`, a multiple of `query_block`,
-    on.
+    """Attend with whole query blocks: `query [tokens, heads, dim]` at positions from `begin` on, a multiple of
+    `query_block`.
 
-    keys, values: `[kv_heads, context, dim]` (heads and tokens strided), context at least begin + tokens; of one
-    dtype. lists: of `gpu.methods.momo.union`. out float32 `[tokens, heads, dim]`, lse float32 `[tokens, heads]`.
+    keys, values: `[kv_heads, context, dim]` (heads and tokens strided), context at least begin + tokens; of one dtype.
+    lists: from `gpu.methods.momo.union`. Returns out float32 `[tokens, heads, dim]` and lse float32 `[tokens, heads]`.
     Raises ValueError for another shape, dtype or device; the lists' blocks are trusted.
     """
     op, (tokens, heads, dim), device = "block_sparse_attention", query.shape, query.device

@@ -1,9 +1,9 @@
-"""MOMO's side of prefill: which queries of a unit are dense and which are sparse.
+"""Decide which queries of a prefill unit MOMO computes densely, and which sparsely.
 
 The first `dense_layers` layers are dense. In the others, query blocks that begin below `dense_until_tokens`, and the
-prompt's last one, attend to everything, as dense prefill does; all between by MOMO's Algorithm 1 and equation 2.
-Invariant: whether a query block is dense depends on its layer, its position and where the prompt ends. Results do not
-depend, bit for bit on a GPU, on where units end for sparse query blocks; for dense ones, as much as dense prefill's.
+prompt's last one, attend to everything, as in dense prefill. All blocks between follow MOMO's Algorithm 1 and equation
+2. Invariant: whether a query block is dense depends on its layer, its position and where the prompt ends. Where units
+end changes no bit of sparse results on a GPU; dense results depend on it as much as those of dense prefill.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from gpu.model.architecture import ModelError
 def make_prefill_side(settings: MomoSettings, site: Site, dense: PrefillSide) -> PrefillSide:
     """Make MOMO's prefill side.
 
-    Raises ModelError if its kernels do not take the head dimension (a query block's rows are on chip, whole), or if all
+    Raises ModelError if its kernels do not support the head size (a query block's rows must fit on chip), or if all
     layers of the model would be dense.
     """
     dim, layers = site.architecture.dim, site.architecture.num_layers
@@ -37,8 +37,9 @@ def make_prefill_side(settings: MomoSettings, site: Site, dense: PrefillSide) ->
 
 
 class Momo(PrefillSide):
-    """MOMO's prefill on one device, without state: what a unit needs of those before it is in their keys and values.
-    dense: what computes dense rows.
+    """MOMO's prefill. It needs no state: what a unit needs of earlier ones is in their keys and values.
+
+    dense: the side that computes dense rows.
     """
 
     def __init__(self, settings: MomoSettings, dense: PrefillSide) -> None:
@@ -49,8 +50,9 @@ class Momo(PrefillSide):
         return -(-self.settings.dense_until_tokens // self.settings.query_block) * self.settings.query_block
 
     def attend(self, query: PrefillQuery) -> Attended:
-        """Attend a unit. There is no lse: the output is no softmax over a set (eq. 2). Raises ValueError where
-        positions are not consecutive: windows and query blocks are of consecutive queries.
+        """Attend for a unit. The result has no lse, since the output is not a softmax over a set (eq. 2).
+
+        Raises ValueError if positions are not consecutive: windows and query blocks need consecutive queries.
         """
         size, begin = self.settings.query_block, query.begin
         if begin is None:
@@ -90,10 +92,12 @@ class Momo(PrefillSide):
 def sparse_attention(
     query: Tensor, keys: Tensor, values: Tensor, begin: int, settings: MomoSettings, scale: float
 ) -> Tensor:
-    """Attend whole query blocks: `query [tokens, heads, dim]` at positions from `begin`, a multiple of the query block,
-    on; keys, values `[kv_heads, context, dim]` (heads and tokens strided), context at least begin + tokens.
+    """Attend with whole query blocks: `query [tokens, heads, dim]` at positions from `begin` on, a multiple of the
+    query block.
 
-    float32 `[tokens, heads, dim]` (on the CPU float64 of float64): no softmax over a set, so no lse comes with it.
+    keys, values: `[kv_heads, context, dim]` (heads and tokens strided), context at least begin + tokens. Returns
+    float32 `[tokens, heads, dim]` (on the CPU float64 of float64). There is no lse, since this is not a softmax over a
+    set.
     """
     size, block = settings.query_block, settings.key_block
     end = begin + len(query)
@@ -106,8 +110,9 @@ def sparse_attention(
 
 
 def correct(out: Tensor, dense_rows: Tensor, gamma: int) -> None:
-    """Add to each window of `gamma` queries what its first one lacks (eq. 2), in place: `out [tokens, heads, dim]`,
-    `dense_rows [tokens / gamma, heads, dim]`.
+    """Add to each window of `gamma` queries the error of its first one (eq. 2), in place.
+
+    out: `[tokens, heads, dim]`. dense_rows: `[tokens / gamma, heads, dim]`, the dense results of the first queries.
     """
     windows = out.unflatten(0, (-1, gamma))
     windows += (dense_rows - windows[:, 0])[:, None]

@@ -1,12 +1,12 @@
-"""Attention of every gamma-th query over its whole causal past, and the key blocks that hold most of it.
+"""Attend with every gamma-th query to its whole causal past, and find the key blocks that hold most of its attention.
 
-MOMO, section 3 and Algorithm 1, step 1; a block's score (eq. 3) is the logsumexp of its scaled logits, the partial
-block at the diagonal among them. Invariants: a row's output, lse, scores and blocks do not depend on which other rows
-are computed with it, bit for bit in the kernel; what stands behind the last query is never read. On a GPU one program
+MOMO, section 3 and Algorithm 1, step 1. A block's score (eq. 3) is the logsumexp of its scaled logits; the partial
+block at the diagonal is scored, too. Invariants: a row's output, lse, scores and blocks do not depend on which other
+rows are computed with it, bit for bit in the kernel; nothing behind the last query is ever read. On a GPU one program
 holds a tile of rows, sparse queries times the heads of a group, and passes once over their keys. Floor: 4 * dim
-operations for each (row, key at or before it), 1 / gamma of dense ones. A block whose largest logit is 126 octaves
-below its row's largest so far counts as 126 octaves below it. Of the paper's selections this is the exact one: the
-tree took 2.4 times as long, and the estimated threshold held less of the attention and lost more in tasks.
+operations for each (row, key at or before it), 1 / gamma of dense attention. A block whose largest logit is more than
+126 octaves below its row's largest so far counts as 126 octaves below it. Of the paper's selections this is the exact
+one. The tree took 2.4 times as long, and the estimated threshold kept less of the attention and lost more in tasks.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpu.operations.arguments import check, multiplies_on_tensor_cores
 
-LEAST_ROWS = 16  # of a tile, for tensor cores
+LEAST_ROWS = 16  # of a tile; tensor cores need as many
 OCTAVES = 126  # float32 exponents below one
 
 CONFIGS = {64: (64, 4, 3), 96: (64, 4, 2), 128: (64, 4, 3)}  # dim: rows, num_warps, num_stages
@@ -28,9 +28,11 @@ _OCTAVES = tl.constexpr(OCTAVES)
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """The output of sparse queries. out: float32 `[rows, heads, dim]`; lse: float32 `[rows, heads]`; blocks: int32 and
-    scores: float32, `[rows, heads, k]`. Both logarithms are natural. Blocks come in no order, and -1 marks a free slot.
-    All but out and scores are contiguous, and these along their last axis.
+    """The output of sparse queries.
+
+    out: float32 `[rows, heads, dim]`. lse: float32 `[rows, heads]`. blocks, scores: int32 and float32, `[rows, heads,
+    k]`. Both logarithms are natural. Blocks have no order, and -1 marks a free slot. lse and blocks are contiguous; out
+    and scores are so along their last axis.
     """
 
     out: Tensor
@@ -40,13 +42,16 @@ class SparseRows:
 
 
 def count_rows(tokens: int, gamma: int) -> int:
-    """Return the sparse queries among `tokens` whose first is one."""
+    """Return the number of sparse queries among `tokens` queries, of which the first is one."""
     return -(-tokens // gamma)
 
 
 def _select_reference(scores: Tensor, num_blocks: Tensor, k: int) -> Tensor:
-    """Return the blocks that rows keep, int32 `[rows, heads, k]`, -1 in free slots; `scores [rows, heads, blocks]`, any
-    float, of which a row sees its first `num_blocks`, int64 `[rows]`. Of equal scores the earlier block is kept.
+    """Return the blocks that rows keep, int32 `[rows, heads, k]`, -1 in free slots.
+
+    Of equal scores the earlier block is kept.
+
+    scores: `[rows, heads, blocks]`, any float. num_blocks: int64 `[rows]`, how many blocks in front a row sees.
     """
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     kept = torch.where(order < num_blocks[:, None, None], order, -1)
@@ -77,7 +82,9 @@ def query_sparse_reference(
 
 @triton.jit
 def _begin_selection(ROWS: tl.constexpr, K: tl.constexpr):
-    """Return the state of a tile of rows: best, held `[rows, K]`; the lowest of them and its slot, each `[rows]`."""
+    """Return the initial state of a tile's selection: best, held `[rows, K]`; the lowest of best and its slot,
+    `[rows]`.
+    """
     best = tl.full([ROWS, K], float("-inf"), tl.float32)
     held = tl.full([ROWS, K], -1, tl.int32)
     lowest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -87,7 +94,7 @@ def _begin_selection(ROWS: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _offer_block(best, held, lowest, slot, score, block, sees, K: tl.constexpr):
-    """Offer one block's score for every row that sees it, in ascending blocks."""
+    """Offer one block's score to every row that sees it. Blocks come in ascending order."""
     wins = sees & (score > lowest)
     if tl.max(wins.to(tl.int32), 0) > 0:
         here = (tl.arange(0, K)[None, :] == slot[:, None]) & wins[:, None]
@@ -103,8 +110,9 @@ def _pass_block(
     keys, values, key_token_stride, value_token_stride, block, position, is_row, num_blocks, context, scale_log2,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Advance the softmax over one key block, and offer its score to the selection. MASKED: some rows do not see all of
-    the block.
+    """Advance the softmax over one key block, and offer its score to the selection.
+
+    MASKED: some rows do not see all of the block.
     """
     LN2: tl.constexpr = 0.6931471805599453
     token = block * KEY_BLOCK + tl.arange(0, KEY_BLOCK)
@@ -127,7 +135,7 @@ def _pass_block(
         products = tl.where(token[None, :] <= position[:, None], products, float("-inf"))
         sees = is_row & (block < num_blocks)
     higher = tl.maximum(top, tl.max(products, 1) * scale_log2)
-    # A fused product in so many words: left to the compiler, it would be one without masks and none with them.
+    # An explicit fused product: the compiler would fuse it without masks, but not with them.
     weights = tl.exp2(tl.fma(products, scale_log2 + tl.zeros_like(products), tl.zeros_like(products) - higher[:, None]))
     rescale = tl.exp2(top - higher)
     block_mass = tl.sum(weights, 1)
@@ -195,10 +203,11 @@ def _query_sparse_kernel(
 def query_sparse_attention(
     query: Tensor, keys: Tensor, values: Tensor, begin: int, gamma: int, key_block: int, k: int, scale: float
 ) -> SparseRows:
-    """Attend queries 0, gamma, 2 gamma, ... of `query [tokens, heads, dim]`, at positions `begin`, `begin + gamma`, ...
+    """Attend with queries 0, gamma, 2 gamma, ... of `query [tokens, heads, dim]`, at positions `begin`, `begin +
+    gamma`, ...
 
-    keys, values: `[kv_heads, context, dim]` (heads and tokens strided), of tokens from 0 on, at least to the last
-    sparse query; of one dtype. Raises ValueError for another shape, dtype or device.
+    keys, values: `[kv_heads, context, dim]` (heads and tokens strided), of tokens from 0 to the last sparse query at
+    least; of one dtype. Raises ValueError for another shape, dtype or device.
     """
     op, (tokens, heads, dim), device = "query_sparse_attention", query.shape, query.device
     kv_heads, context, _ = keys.shape

@@ -1,7 +1,7 @@
-"""Settings of MOMO's prefill. No torch: the plan and the server's process read them.
+"""Define the settings of MOMO's prefill. No torch: the plan and the server's process read them.
 
-Invariant: blocks of keys, blocks of queries and windows are powers of two and divide each other, so all grids of
-absolute positions meet where a query block begins.
+Invariant: the sizes of key blocks, query blocks and windows are powers of two, so the grids of all three align where a
+query block begins.
 """
 
 from pydantic import Field, model_validator
@@ -10,7 +10,7 @@ from transfer.settings_model import Settings
 
 
 class MomoSettings(Settings):
-    """Paper: gamma = γ, key_block = β, query_block = χ."""
+    """Settings of MOMO. In the paper's terms: gamma = γ, key_block = β, query_block = χ."""
 
     gamma: int = Field(16, ge=1, le=128, description="one query of so many attends to everything")
     key_block: int = Field(64, ge=16, le=128, description="keys that are chosen together")

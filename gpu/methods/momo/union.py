@@ -1,10 +1,10 @@
 """Choose the key blocks a query block reads: the union of its sparse queries' choices, trimmed to the heaviest.
 
 MOMO, section 3 (Block Mask Union and Top-k Trimming) and Algorithm 1, step 2. A block's weight is its mean mass over
-the query block's sparse rows, exp(score - row lse), a row that did not choose it adding nothing (the paper ranks by the
-mean score of the rows that did, which keeps less: lab/LAB.md); the first key block is always read, and a query block's
-own are read apart. Invariant: the list depends on its query block's rows alone, its blocks are different, below the
-query block, and the heavier come first.
+the query block's sparse rows, exp(score - row lse); a row that did not choose it adds nothing. (The paper ranks by the
+mean score of the rows that did choose it, which keeps less: lab/LAB.md.) The first key block is always read, and a
+query block's own ones are read besides the list. Invariant: the list depends on its query block's rows alone. Its
+blocks are different and lie before the query block, and the heavier ones come first.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,16 @@ from gpu.operations.arguments import check, check_contiguous, runs_on_triton
 
 WARP_CANDIDATES = 128
 
-# A mass in whole numbers: sums do not depend on the order of adding. Up to 128 rows fit an int32.
+# Masses are summed as integers, so that sums do not depend on the order. Up to 128 rows fit an int32.
 _ONE = tl.constexpr(2.0**22)
 _LOW_FIRST = tl.constexpr(2**31 - 1)  # flips a block, so that of equal weights the earlier block is the larger
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLists:
-    """The key blocks that each query block attends to. blocks: int32 `[query blocks, heads, most]`, of which the first
-    `counts`, int32 `[query blocks, heads]`, are valid.
+    """The key blocks that each query block attends to.
+
+    blocks: int32 `[query blocks, heads, most]`. counts: int32 `[query blocks, heads]`, how many of these are valid.
     """
 
     blocks: Tensor
@@ -76,7 +77,7 @@ def _unite_kernel(
     tl.atomic_add(place, (mass * _ONE).to(tl.int32) + 1, mask=is_other, sem="relaxed")
     tl.debug_barrier()
     weight = tl.atomic_xchg(place, tl.full([CANDIDATES], -1, tl.int32), mask=is_other, sem="relaxed")
-    is_first = is_other & (weight > 0)  # of the candidates of one block, whoever comes first takes its weight
+    is_first = is_other & (weight > 0)  # of a block's candidates, the first to come takes its weight
     key = tl.where(is_first, (weight.to(tl.int64) << 32) + (block ^ _LOW_FIRST), 0)
     key = tl.sort(key, descending=True)
     num_others = tl.minimum(tl.sum(is_first.to(tl.int32), 0), MOST - 1)
@@ -87,10 +88,11 @@ def _unite_kernel(
 
 
 def unite(rows: SparseRows, begin: int, rows_per_block: int, own_blocks: int, k_trim: int) -> KeyLists:
-    """Return the lists for query blocks of `rows_per_block` sparse rows each, as many as there are rows.
+    """Return the lists for query blocks of `rows_per_block` sparse rows each; rows must be whole query blocks.
 
-    begin: the key block where the first query block begins; own_blocks: key blocks of a query block, which are read
-    besides the list and count in `k_trim`. Raises ValueError where rows are not whole query blocks, or are strided.
+    begin: the key block where the first query block begins. own_blocks: number of a query block's own key blocks, which
+    are read besides the list and count in `k_trim`. Raises ValueError if rows are not whole query blocks, or are
+    strided.
     """
     num_rows, heads, k = rows.blocks.shape
     if num_rows % rows_per_block:

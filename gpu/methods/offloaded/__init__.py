@@ -1,4 +1,4 @@
-"""Full attention over a context whose middle is in host memory: the CPU reads all that is there."""
+"""Attend fully to contexts whose middle is in host memory: the CPU reads all that is there."""
 
 from typing import Any
 

@@ -1,10 +1,8 @@
-"""Attention to the blocks that are predicted to matter, fetched while the token before runs (AttentionPredictor,
-arXiv 2502.04077).
+"""Attend to the blocks that are predicted to matter, fetched one token ahead (AttentionPredictor, arXiv 2502.04077).
 
-What each KV head attended to in its last steps is kept by blocks of 16 tokens. At the end of a layer, in one of a few
-steps, its next steps' best blocks are predicted, and those that are not on the device yet are fetched beside the layers
-that follow. The rest of the context's middle is dropped, and counted. Nothing that is chosen depends on what a sample
-read.
+What each KV head attended to in its last steps is stored by blocks of 16 tokens. In one of several steps, at the end of
+a layer, the best blocks for its next steps are predicted. Those that are not on the device yet are fetched while the
+following layers run. The rest of the context's middle is dropped, and counted. No choice depends on what a sample read.
 """
 
 from typing import Any
@@ -21,7 +19,7 @@ from transfer.reading import Reading
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
 FLOAT_BYTES, ID_BYTES = 4, 4
-PROMPT_ROWS = 8  # queries of a prompt's end that are attended with together, for each query head of a group
+PROMPT_ROWS = 8  # queries at a prompt's end that attend together, for each query head of a group
 
 COUNTERS = {
     "fetch_hole_tokens": Counter(
@@ -36,14 +34,16 @@ COUNTERS = {
 
 
 def most_blocks(architecture: Architecture) -> int:
-    """Return the blocks of the longest context."""
+    """Return the number of blocks in the longest context."""
     return -(-architecture.max_context_tokens // BLOCK_TOKENS)
 
 
 def ring_arrays(
     settings: PredictedSettings, architecture: Architecture, num_layers: int, num_rings: int
 ) -> dict[str, ArraySpec]:
-    """Return rings of so many layers without keys and values, by the fields of `predicted.held_blocks.Blocks`."""
+    """Return the arrays of rings in so many layers, by the fields of `predicted.held_blocks.Blocks`, without keys and
+    values.
+    """
     blocks, heads = most_blocks(architecture), num_rings * architecture.num_kv_heads
     return {
         "history": ArraySpec((num_layers, heads, settings.num_rows, blocks), "uint8"),
@@ -55,9 +55,9 @@ def ring_arrays(
 
 
 def work_bytes(settings: PredictedSettings, architecture: Architecture, max_running: int) -> int:
-    """Return what steps and prompts pass through.
+    """Return the bytes of scratch memory for steps and prompts.
 
-    Steps: each row's block maxima, lists and exclusions, its scores and partials. Prompts: one KV head's keys and the
+    Steps: each row's block maxima, lists and exclusions, its scores and partials. Prompts: one KV head's keys, and the
     logits of some queries.
     """
     shape, blocks, context = architecture, most_blocks(architecture), architecture.max_context_tokens
@@ -103,7 +103,7 @@ class Predicted(RingMethod):
         return super().find_conflict(settings, host)
 
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
-        """Return what the paper always reads, with what the `host` section keeps."""
+        """Return what the paper always reads, together with what the `host` section keeps."""
         own = Kept(settings.sink_tokens, settings.local_tokens, tuple(range(settings.exempt_layers)))
         return join_kept([own, keep_as_set(host, architecture)])
 
@@ -111,7 +111,7 @@ class Predicted(RingMethod):
         return bool(settings.layers(architecture))
 
     def footprint(self, settings: Any, architecture: Architecture, max_running: int) -> Footprint:
-        """Return the bytes for all layers that may predict; layers that the `host` section keeps take none of it."""
+        """Return the bytes for all layers that may predict. Layers that the `host` section keeps take none of it."""
         num_layers = len(settings.layers(architecture))
         return Footprint(
             sum_bytes(ring_arrays(settings, architecture, num_layers, 1).values()),
@@ -122,8 +122,8 @@ class Predicted(RingMethod):
     def read_cost(self, settings: Any, context_tokens: int, host_tokens: int) -> ReadCost:
         """Return the cost if each prediction chooses other blocks; what is not fetched is dropped or sampled.
 
-        Keys, half of a token, are looked at in one of `look_stride_blocks` blocks a step, and in all blocks in one of
-        `calibrate_every` steps.
+        Keys, which are half of a token, are looked at in one of `look_stride_blocks` blocks per step, and in all blocks
+        in one of `calibrate_every` steps.
         """
         if context_tokens < settings.min_context_tokens:
             return super().read_cost(settings, context_tokens, host_tokens)
@@ -137,7 +137,7 @@ class Predicted(RingMethod):
         return ReadCost(fetched, read, streamed=whole_steps * rest)
 
     def saved_reads(self, settings: Any, counts: Counts, architecture: Architecture) -> SavedReads:
-        """Return what was dropped; the keys that were looked at count against it."""
+        """Return the tokens that were dropped; the keys that were looked at are counted as a cost."""
         dropped = sum(counts["fetch_dropped_tokens"])
         looked_tokens = sum(counts["fetch_looked_blocks"]) * BLOCK_TOKENS
         key_bytes = 2 * architecture.dim

@@ -1,7 +1,7 @@
-"""A place's next blocks: those with the best scores, and the difference to those that it has.
+"""Choose the blocks with the best scores for each place, and find which of them are not in slots yet.
 
-Invariants: of blocks alike the first ones are chosen, so a choice follows from its scores alone; a block that is chosen
-and there keeps its slot; a new one takes a slot whose block is not chosen; bits change with ids.
+Invariants: among equal scores the first blocks are chosen, so a choice follows from the scores alone. A chosen block
+that is in a slot stays there, and a new one takes a slot whose block is not chosen. Bits change together with ids.
 """
 
 import torch
@@ -37,7 +37,7 @@ def choose_blocks_reference(
 
 
 def pack_bits(blocks: Tensor, words: int) -> Tensor:
-    """Return int32 `[words]` with the bits of these blocks."""
+    """Return int32 `[words]` in which the bits of these blocks are set."""
     flags = torch.zeros(words * WORD_BITS, dtype=torch.int64, device=blocks.device)
     flags[blocks.long()] = 1
     sums = (flags.view(words, WORD_BITS) << torch.arange(WORD_BITS, device=blocks.device)).sum(1)
@@ -46,7 +46,7 @@ def pack_bits(blocks: Tensor, words: int) -> Tensor:
 
 @triton.jit
 def _ranks(flags):
-    """Return how many before it are set."""
+    """Return for each flag how many flags before it are set."""
     ones = flags.to(tl.int32)
     return tl.cumsum(ones, 0) - ones
 
@@ -56,8 +56,10 @@ def _choose_blocks_kernel(
     scores, limits, ids, bits, is_in, fresh, counts, coming, blocks, slots, words,
     BLOCKS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the blocks of a place. coming: int32 `[places, slots]`, written here: what is new, in order. It and the
-    bits of what is chosen are read by other threads than wrote them.
+    """Choose the blocks of one place.
+
+    coming: int32 `[places, slots]`, written here: the new blocks, in order. Other threads than those that write it read
+    it, and so it is with the bits of chosen blocks.
     """
     WORDS: tl.constexpr = BLOCKS // _WORD
     place = tl.program_id(0).to(tl.int64)
@@ -70,8 +72,8 @@ def _choose_blocks_kernel(
     is_there = block < tl.minimum(tl.load(limits + place), blocks)
     score = tl.load(scores + place * blocks + block, mask=is_there, other=float("-inf")) + 0.0  # one zero
     code = score.to(tl.int32, bitcast=True)
-    order = (code ^ tl.where(code < 0, -1, -2147483648)).to(tl.uint32, bitcast=True)  # as scores are ordered
-    least, one = tl.zeros([], tl.uint32), tl.full([], 1, tl.uint32)  # the largest that as many reach as there are slots
+    order = (code ^ tl.where(code < 0, -1, -2147483648)).to(tl.uint32, bitcast=True)  # in the order of scores
+    least, one = tl.zeros([], tl.uint32), tl.full([], 1, tl.uint32)  # least: largest that enough blocks reach
     for digit in range(32):
         tried = least | (one << (31 - digit))
         least = tl.where(tl.sum((order >= tried).to(tl.int32), 0) >= slots, tried, least)
@@ -83,7 +85,7 @@ def _choose_blocks_kernel(
     held = tl.load(bits + block // _WORD, mask=block // _WORD < words, other=0) >> (block % _WORD)
     is_new = is_chosen & ((held & 1) == 0)
     tl.store(coming + _ranks(is_new), block, mask=is_new)
-    tl.debug_barrier()  # nobody reads what was held any more
+    tl.debug_barrier()  # all threads have read the old bits
     tl.store(bits + word, chosen, mask=is_word)
     tl.debug_barrier()
     own = tl.load(ids + slot, mask=inside, other=-1)
@@ -100,12 +102,13 @@ def _choose_blocks_kernel(
 def choose_blocks(
     scores: Tensor, limits: Tensor, ids: Tensor, bits: Tensor, is_in: Tensor, counts: Tensor
 ) -> Tensor:  # fmt: skip
-    """Replace each place's blocks by those with the best scores, and return uint8 `[places, slots]`: which slots need a
-    fetch.
+    """Replace each place's blocks by those with the best scores.
 
-    scores: float32 `[places, blocks]`, -inf: never; limits: int32 `[places]`, blocks from there on are not chosen; ids,
-    bits: see `Blocks`, changed; is_in: bool `[places]`, others stay as they are; counts: int64 `[NUM_COUNTS]`, FETCHED
-    is added to. Raises ValueError for another shape or dtype.
+    Returns uint8 `[places, slots]`: slots that need a fetch.
+
+    scores: float32 `[places, blocks]`, -inf: never chosen. limits: int32 `[places]`; only blocks below the limit are
+    chosen. ids, bits: see `Blocks`; changed. is_in: bool `[places]`; other places stay as they are. counts: int64
+    `[NUM_COUNTS]`, to whose FETCHED this adds. Raises ValueError for another shape or dtype.
     """
     op, (places, slots), device, blocks = "choose_blocks", ids.shape, ids.device, scores.shape[-1]
     check(op, "scores", scores, (places, blocks), torch.float32, device)

@@ -1,14 +1,17 @@
-"""Prediction's side on the device: reads the blocks that are there, notes what was attended to, and fetches the next.
+"""Run block prediction on the device: read fetched blocks, record what was attended to, and fetch the next blocks.
 
-A layer's next blocks are chosen behind its own attention and fetched beside the layers that follow, on streams that
-layers take in turn; the step ends behind the last of them, so that a block that is read is there, and a step is one
-graph. Invariants: what is chosen follows from histories, and these from what was read exactly, never from a sample; in
-which steps a layer's are, from its number and the cell alone; slots change only behind their layer's attention; a step
-that reads more of a context in host memory than was chosen from, or the first of a ring, has its blocks chosen and
-fetched before it begins. Where the settings leave late blocks to the host's sample, a step that is computed ends
-without those whose fetch has not begun, and they stand in no slot: which these are follows from time, never from what a
-table holds. A step of two parts ends with the second: the first one's end waits for nothing, or all of its blocks would
-be there in time.
+A layer's next blocks are chosen after its own attention, and fetched while later layers run, on streams that layers
+take in turn. The step waits for the last fetch at its end, so a block that is read is always there, and a step is one
+graph.
+
+Invariants: A choice follows from histories, and histories from what was read exactly, never from a sample. In which
+steps a layer chooses follows from its number and the cell alone. Slots change only after their layer's attention. If a
+step reads more of a context in host memory than its blocks were chosen from, or is the first of a ring, its blocks are
+chosen and fetched before it begins.
+
+If the settings leave late blocks to the host's sample, a step ends without the blocks whose fetch has not begun, and
+they leave their slots. Which blocks these are depends on timing, but never on what a table holds. A step of two parts
+ends with the second part. The end of the first part waits for nothing; otherwise all of its blocks would be in time.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,14 +51,15 @@ from transfer.reading import Reading
 from transfer.tier_shape import BLOCK_TOKENS
 
 CHAINS = 3
-"""Streams that layers take in turn: what one does to choose and fetch is small kernels, each behind the last one."""
+"""Streams that layers take in turn, since a layer's choice and fetch are small kernels that wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What the side knows of a step's rows. choices: layers take them in turn; empty if nothing is to be chosen.
-    full, partial: int32 `[rows]`, the rings of rows that attend to everything in this step, and of those that do not;
-    -1: others.
+    """A step's rows, arranged for this side.
+
+    choices: layers take them in turn; empty if nothing is to be chosen. full, partial: int32 `[rows]`, the rings of
+    rows that attend to everything in this step, and of those that do not; -1: other rows.
     """
 
     of_rings: RingRows
@@ -70,7 +74,7 @@ def make_ring_side(settings: PredictedSettings, site: Site, num_rings: int) -> R
 
 
 class Predicted(RingSide):
-    """Predicted blocks on one device: `num_rings` rings of each layer that is offloaded."""
+    """The device side with `num_rings` rings of each offloaded layer."""
 
     borrows = True
 
@@ -97,21 +101,21 @@ class Predicted(RingSide):
         self._workspace = workspace_for(
             site.max_running * shape.num_kv_heads, shape.group, 1, shape.dim, settings.budget_tokens, device
         )  # fmt: skip
-        self._reading = Reading.BLOCKS  # one part of a profile has one way of reading; on the device:
+        self._reading = Reading.BLOCKS  # the same for all rings of a part; its copy on the device:
         self._samples = torch.zeros(1, dtype=torch.bool, device=device)
         self.turns = Turns(
             settings, num_rings, shape.num_kv_heads, self._first_block, self.blocks.history.shape[3], device
         )  # fmt: skip
         self._num_rings = num_rings
-        self._chosen: dict[int, tuple[int, int]] = {}  # by ring: the cell behind which blocks are known, of how many
+        self._chosen: dict[int, tuple[int, int]] = {}  # by ring: the cell chosen after, number of blocks
         self._written_places: dict[int, np.ndarray] = {}
         self._of_rows: WeakKeyDictionary[StepRows, _Rows] = WeakKeyDictionary()
         self._streams = Streams(device)
         self._chains = [Streams(device).up for _ in range(CHAINS)]
-        self._begun: set[int] = set()  # chains that nobody has waited for
-        self._open_parts = torch.zeros(1, dtype=torch.int32, device=device)  # of the step that is computed
-        self._num_open = 0  # of the step that is launched
-        self._used: list[Tensor] = []  # what the other stream reads, until it is waited for
+        self._begun: set[int] = set()  # chains that still have to be waited for
+        self._open_parts = torch.zeros(1, dtype=torch.int32, device=device)  # of the step that the device computes
+        self._num_open = 0  # open parts of the step that the host launches
+        self._used: list[Tensor] = []  # kept alive for the other streams until they are waited for
         self._counts = torch.zeros(len(tier.layers), NUM_COUNTS, dtype=torch.int64, device=device)
         self._host_counts = torch.zeros(self._counts.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
 
@@ -147,7 +151,7 @@ class Predicted(RingSide):
     def borrow(
         self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None], lent: Lent
     ) -> None:
-        self.give_up()  # a step that failed has left some open
+        self.give_up()  # a step that failed may have left parts open
         behind: dict[int, tuple[int, int]] = {}
         for row, (slot, cell, host_read) in enumerate(zip(slots, cells, host_reads, strict=True)):
             ring = self.held.get(slot)
@@ -166,7 +170,7 @@ class Predicted(RingSide):
         place, rows = self._places.get(reads.layer), reads.rows
         if place is None:
             return
-        if reads.layer == self._first_layer:  # a captured step's rows change from replay to replay
+        if reads.layer == self._first_layer:  # at each replay, since the rows of a captured step change
             self._of_rows[rows] = self._look_up(rows, reads.reads_host)
             if reads.reads_host:
                 self._open_parts.add_(1)
@@ -207,11 +211,11 @@ class Predicted(RingSide):
         place = self._places.get(reads.layer)
         if place is None:
             return
-        assert reads.maxima is not None, "predicted: what is resident tells its maxima"
+        assert reads.maxima is not None, "predicted: attention to resident cells has filled the maxima"
         own, layer, fetched, rows = self._of_rows[reads.rows], self._layers[place], reads.kept.get(self), reads.rows
         near_lse = on_device.near.lse
         if self.settings.calibrate_every and reads.reads_host:
-            (answer,) = filled[len(reads.fetched) :]  # of rows that asked for all the rest, exact
+            (answer,) = filled[len(reads.fetched) :]  # exact for rows that asked for all the rest
             whole_lse = torch.logaddexp(near_lse, answer.lse.to(near_lse.device, non_blocking=True))
             near_lse = torch.where(self._samples, near_lse, whole_lse)
         lse = note_step(
@@ -268,7 +272,10 @@ class Predicted(RingSide):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Wait, in stream order, for what was begun aside. A capture may wait for what is in it alone."""
+        """Wait, in stream order, for the work on other streams.
+
+        Clears the list, since a capture may only wait for its own work.
+        """
         for begun in self._begun:
             chain = self._chains[begun]
             if chain is not None:
@@ -277,11 +284,12 @@ class Predicted(RingSide):
         self._used.clear()
 
     def _aside(self, place: int) -> AbstractContextManager[None]:
-        """Run what follows for the layer at a place on its chain, behind what the current stream was given."""
+        """Run the following work of a layer on its chain of streams, after what the current stream was given."""
         self._begun.add(place % CHAINS)
         return self._streams.aside(self._chains[place % CHAINS])
 
     def _look_up(self, rows: StepRows, reads_host: bool) -> _Rows:
+        """Arrange a step's rows by ring, in stream order."""
         heads = self._kv_heads * self._group
         if not reads_host:
             own, choices = find_rings(rows, self.ring_of_slot, self._samples, heads), ()
@@ -296,19 +304,20 @@ class Predicted(RingSide):
         return _Rows(replace(own, wanted=wanted), choices, full, partial)
 
     def _choose(self, layer: Blocks, choice: Choice, counts: Tensor, late: Lateness | None) -> None:
+        """Choose a layer's next blocks, and fetch those that are not in slots yet."""
         scores = self._score(layer, choice)
         fresh = choose_blocks(scores, choice.limits, layer.ids, layer.bits, choice.is_in, counts)
         fetch_blocks(layer.ids, fresh, layer.lies, layer.keys, layer.values, self._kv_heads, self._is_int8, late)
 
     def _score(self, layer: Blocks, choice: Choice) -> Tensor:
-        """Return scores, float32 `[places, blocks]`."""
+        """Return the scores of a layer's blocks, float32 `[places, blocks]`."""
         every, scores = self.settings.predict_every, layer.scores
         if runs_on_triton(layer.history):
             predict_blocks(
                 layer.history, choice.oldest, choice.widths, choice.stale, scores, self._network, every
             )  # fmt: skip
             return scores
-        own, most = choice.is_in.nonzero().flatten(), int(choice.widths.max())  # the CPU computes what there is
+        own, most = choice.is_in.nonzero().flatten(), int(choice.widths.max())  # the CPU computes only these
         scores[own] = -torch.inf
         if most > 0:
             history, made = layer.history[own, :, :most].contiguous(), torch.empty(len(own), most)
@@ -319,8 +328,9 @@ class Predicted(RingSide):
         return scores
 
     def _choose_now(self, behind: dict[int, tuple[int, int]]) -> None:
-        """Choose before a step. behind: by ring, the cell that was the last one, and how many blocks are in host memory
-        alone.
+        """Choose and fetch blocks in all layers before a step.
+
+        behind: by ring, the cell that was its last one, and how many blocks are only in host memory.
         """
         numbers = np.zeros((2, self._num_rings), np.int64)
         numbers[0] = -1
@@ -332,7 +342,7 @@ class Predicted(RingSide):
             self._choose(layer, choice, counts, None)
 
     def _place(self, ring: int, places: np.ndarray) -> None:
-        """Write where a ring's run lies, in stream order, if it has moved or grown."""
+        """Upload the table of a ring's pieces, in stream order, if its run has moved or grown."""
         known = self._written_places.get(ring)
         if known is not None and np.array_equal(known, places):
             return

@@ -1,14 +1,15 @@
-"""Blocks of rows from host memory into their slots, and their keys looked at where they lie: one gather for many.
+"""Fetch blocks of rows from host memory into their slots, or look at their keys there: one gather for many blocks.
 
-The device reads pinned memory by address, so a block is a few kilobytes over the link and no copy is ordered for it.
-Invariants: centre and scale are given back, so a slot holds what the pages would, stored as there; whoever calls holds
-a loan of the rows until the device has passed; a block that is left out stands in no slot and in no bit. Bytes over the
-link: of the blocks, once.
+The device reads pinned memory by address, so a block is a few kilobytes over the link, and no copy is ordered for it.
+Invariants: centres and scales are applied, so a slot holds what pages would, stored in the same way. The caller holds a
+loan of the rows until the device has passed. A block that is left out has no slot and no bit. Bytes over the link: the
+blocks, once.
 
-Programs are few, since one warp of them keeps a matrix product off its SM, whose registers a product's block takes to
-98 in a hundred, and one that waits for the link stays for long: 16 leave 116 of 132 SMs to what is computed meanwhile,
-and are as fast as the link to a tenth. Each goes through all flags, lists those that fall to it, in turn, and brings
-some at once by loads of 16 bytes, so addresses and strides in `lies` are multiples of that.
+There are few programs, for two reasons. A single warp of them keeps a matrix product off its SM, since a block of the
+product takes 98 % of the registers. And a program that waits for the link stays for long. 16 programs leave 116 of 132
+SMs to other work, and reach 90 % of the link's rate. Each program goes through all flags, lists its share of them,
+dealt out in turn, and fetches some at once by loads of 16 bytes. So addresses and strides in `lies` are multiples of
+16.
 """
 
 import ctypes
@@ -42,10 +43,10 @@ from transfer import places
 from transfer.places import COLUMNS
 from transfer.tier_shape import BLOCK_TOKENS, WORD_BITS
 
-PROGRAMS = 16  # each on an SM of its own, if there are as many
-WARPS, BLOCKS_AT_ONCE = 8, 4  # of a program: 32 KB on their way, which takes 114 registers a thread
-LOOKS_AT_ONCE = 8  # likewise, of keys alone
-CHUNK = 2048  # slots, or looks, that a program goes through at once
+PROGRAMS = 16  # each on its own SM, if there are enough
+WARPS, BLOCKS_AT_ONCE = 8, 4  # of a program: 32 KB in flight, which takes 114 registers per thread
+LOOKS_AT_ONCE = 8  # blocks of a program, of which only keys are read
+CHUNK = 2048  # slots, or looks, whose flags a program reads at once
 
 _FETCHED, _LOOKED, _LATE = tl.constexpr(FETCHED), tl.constexpr(LOOKED), tl.constexpr(LATE)
 _BLOCK, _WORD, _PLAIN = tl.constexpr(BLOCK_TOKENS), tl.constexpr(WORD_BITS), tl.constexpr(PLAIN)
@@ -56,9 +57,10 @@ _VALUE_SCALE, _COLUMNS = tl.constexpr(places.VALUE_SCALE), tl.constexpr(COLUMNS)
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """Blocks that are not begun when no step is open any more are left out. open_parts: int32 `[1]`, of a step, that
-    are computed now; bits: int32 `[places, words]` of the layer, see `Blocks`; counts: int64 `[NUM_COUNTS]`, LATE is
-    added to, and FETCHED taken from.
+    """Says whether late blocks are left out: those whose fetch has not begun when no part of a step is open any more.
+
+    open_parts: int32 `[1]`, parts of a step that are being computed. bits: int32 `[places, words]` of the layer, see
+    `Blocks`. counts: int64 `[NUM_COUNTS]`; each late block adds to LATE and subtracts from FETCHED.
     """
 
     open_parts: Tensor
@@ -67,8 +69,9 @@ class Lateness:
 
 
 def read_block(lies: Tensor, block: int, kv_head: int, dim: int, is_int8: bool) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of one block of a run, float32 `[BLOCK_TOKENS, dim]`, restored; lies: int64 `[COLUMNS,
-    pieces]`. On the CPU.
+    """Return the keys and values of one block of a run, float32 `[BLOCK_TOKENS, dim]`, restored. Runs on the CPU.
+
+    lies: int64 `[COLUMNS, pieces]`.
     """
     token = block * BLOCK_TOKENS
     inside = (lies[places.RUN_BEGIN] <= token) & (token < lies[places.RUN_END])
@@ -89,6 +92,7 @@ def read_block(lies: Tensor, block: int, kv_head: int, dim: int, is_int8: bool) 
 
 
 def _at(address: int, num_bytes: int) -> Tensor:
+    """Return a copy of so many bytes at an address of host memory."""
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
     return torch.from_numpy(np.frombuffer(memory, np.uint8).copy())
 
@@ -143,8 +147,9 @@ def look_at_blocks_reference(
 
 @triton.jit
 def _list_own_items(mine, is_listed, item, before):
-    """Deal the listed items of a chunk out to the programs in turn, behind `before` items of earlier chunks, and append
-    this program's share to `mine`. Return how many items there are now in all.
+    """Deal the listed items of a chunk out to the programs in turn, and append this program's share to `mine`.
+
+    before: the number of items in earlier chunks. Returns the number of items so far.
     """
     flag = is_listed.to(tl.int32)
     rank = before + tl.cumsum(flag, 0) - flag
@@ -155,13 +160,13 @@ def _list_own_items(mine, is_listed, item, before):
 
 @triton.jit
 def _count_own_items(listed):
-    """Return a program's part of so many that were listed."""
+    """Return how many of the listed items are this program's."""
     return (listed - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
 
 
 @triton.jit
 def _pieces_of(lies, token, PIECES: tl.constexpr):
-    """Return where the pieces with tokens of runs stand in their tables, `[items]`, -1: nowhere."""
+    """Return the index of the piece that holds each token, in its run's table, `[items]`; -1: no piece does."""
     piece = tl.arange(0, PIECES)[None, :]
     begin, end = tl.load(lies[:, None] + piece), tl.load(lies[:, None] + _END * PIECES + piece)
     inside = (begin <= token[:, None]) & (token[:, None] < end)
@@ -170,13 +175,13 @@ def _pieces_of(lies, token, PIECES: tl.constexpr):
 
 @triton.jit
 def _number_at(lies, piece, is_there, COLUMN: tl.constexpr, PIECES: tl.constexpr):
-    """Return a number of a piece in its table, `[items]`."""
+    """Return one column of the table for each piece, `[items]`."""
     return tl.load(lies + COLUMN * PIECES + piece, mask=is_there, other=0)
 
 
 @triton.jit
 def _first_row(lies, piece, is_there, token, kv_head, AT: tl.constexpr, PIECES: tl.constexpr):
-    """Return the address of a token's row, and bytes to the next one, `[items]`."""
+    """Return the address of each token's row, and the bytes to the next row, `[items]`."""
     address = _number_at(lies, piece, is_there, AT, PIECES)
     address += kv_head * _number_at(lies, piece, is_there, AT + 1, PIECES)
     row_bytes = _number_at(lies, piece, is_there, AT + 2, PIECES)
@@ -185,7 +190,7 @@ def _first_row(lies, piece, is_there, token, kv_head, AT: tl.constexpr, PIECES: 
 
 @triton.jit
 def _rows_at(address, row_bytes, is_there, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr):
-    """Return stored rows `[items, BLOCK_TOKENS, WIDE]` from addresses on; 0 behind DIM."""
+    """Load stored rows `[items, BLOCK_TOKENS, WIDE]` from these addresses on; 0 behind DIM."""
     row = address[:, None] + tl.arange(0, _BLOCK)[None, :] * row_bytes[:, None]  # [items, tokens]
     column = tl.arange(0, WIDE)[None, None, :]
     inside = is_there[:, None, None] & (column < DIM)
@@ -200,7 +205,7 @@ def _rows_at(address, row_bytes, is_there, DIM: tl.constexpr, WIDE: tl.constexpr
 
 @triton.jit
 def _floats_at(address, is_there, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Return floats `[items, WIDE]`, 0 behind DIM."""
+    """Load floats `[items, WIDE]` from these addresses on; 0 behind DIM."""
     column = tl.arange(0, WIDE)[None, :]
     at = tl.multiple_of(address.to(tl.pointer_type(tl.float32))[:, None], [1, 16]) + column
     return tl.load(at, mask=is_there[:, None] & (column < DIM), other=0.0)
@@ -210,7 +215,7 @@ def _floats_at(address, is_there, DIM: tl.constexpr, WIDE: tl.constexpr):
 def _centre_and_scale(
     lies, piece, is_there, kv_head, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr
 ):
-    """Return centre and scale of keys, float32 `[items, WIDE]` and `[items]`, which is 1 for rows without scales."""
+    """Return the keys' centre, float32 `[items, WIDE]`, and scale, `[items]`, which is 1 for rows without scales."""
     centre = _number_at(lies, piece, is_there, _CENTRE, PIECES) + 4 * DIM * kv_head
     scale = tl.full([is_there.shape[0]], 1.0, tl.float32)
     if INT8:
@@ -221,7 +226,7 @@ def _centre_and_scale(
 
 @triton.jit
 def _find_blocks(mine, item, count, ids, lies, slots, KV_HEADS: tl.constexpr, PIECES: tl.constexpr):
-    """Return a program's slots, their blocks, and the pieces that these lie in, -1: nowhere; `[items]`."""
+    """Return a program's slots, their blocks, and the pieces that hold these, -1: none; all `[items]`."""
     page = tl.load(mine + item, mask=item < count, other=0).to(tl.int64)
     block = tl.load(ids + page, mask=item < count, other=0)
     table = lies + page // slots // KV_HEADS * (_COLUMNS * PIECES)
@@ -234,8 +239,10 @@ def _fetch_kernel(
     KV_HEADS: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, INT8: tl.constexpr,
     KIND: tl.constexpr, LEAVES: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch blocks from host memory. lists: int32 `[programs, cdiv(all_slots, programs)]`, written here: a program's
-    slots, which other threads read.
+    """Fetch blocks from host memory.
+
+    lists: int32 `[programs, cdiv(all_slots, programs)]`, written here: each program's slots, which its other threads
+    read.
     """
     mine = lists + tl.program_id(0) * tl.cdiv(all_slots, tl.num_programs(0))
     listed = 0
@@ -250,7 +257,7 @@ def _fetch_kernel(
     for begin in range(0, count, ITEMS):
         place, is_there = page // slots, begin + item < count
         if LEAVES:  # noqa: SIM102 - known when it is compiled
-            # As it is now, and one thread asks for all: each with a load of its own could see another number.
+            # An atomic read of the present number, the same for all threads: separate loads could differ.
             if tl.atomic_add(open_parts, 0, sem="relaxed") <= 0:
                 bit = tl.full([ITEMS], 1, tl.int32) << (block % _WORD)
                 tl.atomic_xor(bits + place * words + block // _WORD, bit, mask=is_there)
@@ -267,7 +274,7 @@ def _fetch_kernel(
         address, row_bytes = _first_row(table, piece, is_there, token, kv_head, _VALUES, PIECES)
         value = _rows_at(address, row_bytes, is_there, DIM, WIDE, INT8)
         centre, scale = _centre_and_scale(table, piece, is_there, kv_head, PIECES, DIM, WIDE, INT8)
-        following = begin + ITEMS + item  # are found while these are on their way
+        following = begin + ITEMS + item  # the next items are found while these are in flight
         next_page, next_block, next_piece = _find_blocks(mine, following, count, ids, lies, slots, KV_HEADS, PIECES)
         restored = key.to(tl.float32) * scale[:, None, None] + centre[:, None, :]
         _store_blocks(keys, page, restored, is_there, DIM, WIDE, KIND)
@@ -304,8 +311,9 @@ def _look_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     INT8: tl.constexpr, CHUNK: tl.constexpr, ITEMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Look at keys of blocks in host memory. most: looks of a KV head in a step. lists: of all looks, as in
-    `_fetch_kernel`.
+    """Look at the keys of blocks in host memory.
+
+    most: the most looks of a KV head in a step. lists: of all looks, as in `_fetch_kernel`.
     """
     every_row = tl.arange(0, ROWS)
     if tl.max(tl.load(rings + every_row, mask=every_row < num_rows, other=-1), 0) < 0:
@@ -359,10 +367,13 @@ def fetch_blocks(
     ids: Tensor, fresh: Tensor, lies: Tensor, keys: Tensor, values: Tensor, kv_heads: int, is_int8: bool,
     late: Lateness | None,
 ) -> None:  # fmt: skip
-    """Bring the blocks of one layer's slots that are `fresh`, uint8 `[places, slots]`; see `Blocks` for the others.
+    """Fetch the blocks of one layer's slots that are `fresh`, uint8 `[places, slots]`.
 
-    is_int8: how rows are stored, else bf16; late: which may be left out, or None: all are waited for. Raises ValueError
-    for another shape, dtype or device; addresses are trusted, and blocks must be of the runs that they lie in.
+    For the other arrays see `Blocks`.
+
+    is_int8: whether host rows are int8, else bf16. late: whether late blocks may be left out; None: all are waited for.
+    Raises ValueError for another shape, dtype or device. Addresses are trusted, and blocks must lie in their rings'
+    runs.
     """
     op, (num_places, slots), device, dim = "fetch_blocks", ids.shape, ids.device, dim_of(keys)
     rings, _, pieces = lies.shape
@@ -394,12 +405,12 @@ def look_at_blocks(
     blocks: Blocks, query: Tensor, lse: Tensor, own: HistoryRows, every: int, scale: float, is_int8: bool,
     counts: Tensor,
 ) -> None:  # fmt: skip
-    """Put into one layer's histories what the rows' queries would attend to of every so many blocks of their skipped
-    ranges, in turn from step to step, by their keys where they lie; of blocks that stand in slots the history knows it.
+    """Record in one layer's histories what the rows' queries would attend to in blocks that are only in host memory.
 
-    blocks: of that layer, of which history, bits and `lies` are used; query: `[rows, heads, dim]`, rotated; lse:
-    float32 `[rows, heads]`, of what was read exactly; counts: int64 `[NUM_COUNTS]`, LOOKED is added to. Raises
-    ValueError for another shape or dtype.
+    One of `every` blocks of the skipped range is looked at in a step, in turn, by its keys in host memory. Blocks in
+    slots are left out: they are read anyway. blocks: of the layer; history, bits and `lies` are used. query: `[rows,
+    heads, dim]`, after RoPE. lse: float32 `[rows, heads]`, of what was read exactly. counts: int64 `[NUM_COUNTS]`, to
+    whose LOOKED this adds. Raises ValueError for another shape or dtype.
     """
     history, bits, lies, rings, cells, skips = blocks.history, blocks.bits, blocks.lies, own.rings, own.cells, own.skips
     op, (rows, heads, dim), device = "look_at_blocks", query.shape, query.device

@@ -1,8 +1,8 @@
-"""Hold the histories and fetched blocks of one part of a profile, and where its other blocks lie.
+"""Hold the histories and the fetched blocks of one part of a profile, and the addresses of its other blocks.
 
-A **place** is a KV head of a ring: ring * kv_heads + kv_head. Blocks are of BLOCK_TOKENS tokens, counted through the
-run that is offloaded, from its first token. Invariants: a slot of a place holds the keys and values of the block that
-`ids` names, restored, and no block stands in two; `bits` are those of `ids`.
+A **place** is a KV head of a ring: ring * kv_heads + kv_head. Blocks have BLOCK_TOKENS tokens, and are counted from the
+first token of the offloaded run. Invariants: a slot of a place holds the restored keys and values of the block that
+`ids` names, no block is in two slots, and `bits` are those of `ids`.
 """
 
 from dataclasses import dataclass, fields
@@ -22,15 +22,14 @@ EMPTY = -1
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The fetched blocks of one layer, in slots.
+    """The fetched blocks of one layer, in slots, or of all layers, with one axis in front.
 
-    history: uint8 `[places, rows, blocks]` (`gpu.predictor.history`), cell m's row at m % rows.
+    history: uint8 `[places, rows, blocks]` (`gpu.predictor.history`); cell m has row m % rows.
     scores: float32 `[places, blocks]`, of the last prediction.
-    ids: int32 `[places, slots]`, or EMPTY.
-    bits: int32 `[places, words]`.
+    ids: int32 `[places, slots]`, the block in each slot, or EMPTY.
+    bits: int32 `[places, words]`, one bit for each block in a slot.
     keys, values: `[places * slots, 1, BLOCK_TOKENS, dim]`, stored as in pages.
-    lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's run, pieces behind its last one empty. All
-        of a layer, or with one axis in front, of layers.
+    lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's run; unused pieces at the end are empty.
     """
 
     history: Tensor
@@ -48,7 +47,7 @@ class Blocks:
 def new_blocks(
     settings: PredictedSettings, shape: Architecture, layers: int, rings: int, stored: torch.dtype, device: torch.device
 ) -> Blocks:
-    """Return empty blocks of so many layers."""
+    """Return the arrays for so many layers and rings, with no block in a slot."""
     rows = (layers, rings * shape.num_kv_heads * settings.num_slots, 1, BLOCK_TOKENS, width_of(stored, shape.dim))
     blocks = Blocks(
         **allocate_all(ring_arrays(settings, shape, layers, rings), device),

@@ -1,7 +1,7 @@
-"""List the blocks on the device that each row's KV heads read in this step, as a page table.
+"""List the blocks in slots that each row's KV heads read in this step, as a page table.
 
-Invariant: a block is listed exactly if it stands in a slot and lies in the row's skipped range of this step, so nothing
-is read twice: what was reloaded to pages since it was fetched is read there.
+Invariant: a block is listed if and only if it is in a slot and lies in the row's skipped range of this step. So nothing
+is read twice: a block that was reloaded to pages after its fetch is read there.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from gpu.methods.predicted.held_blocks import EMPTY
 from gpu.operations.arguments import check, runs_on_triton
 from transfer.tier_shape import BLOCK_TOKENS
 
-SKIP, READ, FETCHED, LOOKED, LATE, WHOLE = range(6)  # of counts: tokens by KV head, and blocks
+SKIP, READ, FETCHED, LOOKED, LATE, WHOLE = range(6)  # columns of counts: tokens per KV head, and blocks
 NUM_COUNTS = 6
 
 _BLOCK, _SKIP, _READ = tl.constexpr(BLOCK_TOKENS), tl.constexpr(SKIP), tl.constexpr(READ)
@@ -23,10 +23,12 @@ _BLOCK, _SKIP, _READ = tl.constexpr(BLOCK_TOKENS), tl.constexpr(SKIP), tl.conste
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The blocks that rows read of one layer. pages: int32 `[rows * kv_heads, slots]`, of a layer's keys and values,
-    the blocks `ids` (likewise shaped), as many as `tokens`, int32 `[rows * kv_heads]`, says; rows: int32 `[rows *
-    kv_heads]`, of `pages`, -1: none. excluded: int32 `[rows, kv_heads, words]`, the bits of what stands in slots, for a
-    host request.
+    """The blocks that rows read in one layer.
+
+    pages: int32 `[rows * kv_heads, slots]`, indices of the layer's `keys` and `values`. ids: the blocks in these pages,
+    of the same shape. tokens: int32 `[rows * kv_heads]`, how many tokens of them are valid. rows: int32 `[rows *
+    kv_heads]`, the row of `pages` to read, -1: none. excluded: int32 `[rows, kv_heads, words]`, the bits of blocks in
+    slots, for a host request.
     """
 
     pages: Tensor
@@ -92,9 +94,10 @@ def _list_kernel(
 
 
 def list_blocks(ids: Tensor, bits: Tensor, rings: Tensor, skips: Tensor, kv_heads: int, counts: Tensor) -> Listed:
-    """List the blocks that rows read of one layer. ids, bits: see `Blocks`; rings: int32 `[rows]`, -1: none; skips:
-    int32 `[3, rows]`, of cells, as in `StepRows`; counts: int64 `[NUM_COUNTS]`, SKIP and READ are added to. Raises
-    ValueError for another shape or dtype.
+    """List the blocks that rows read in one layer.
+
+    ids, bits: see `Blocks`. rings: int32 `[rows]`, -1: none. skips: int32 `[3, rows]`, in cells, as in `StepRows`.
+    counts: int64 `[NUM_COUNTS]`, to whose SKIP and READ this adds. Raises ValueError for another shape or dtype.
     """
     op, (places, slots), rows, device = "list_blocks", ids.shape, len(rings), ids.device
     words = bits.shape[1]

@@ -1,9 +1,9 @@
-"""Write a row of history after a step: exp(max - lse) by block, the largest of a KV head's query heads.
+"""Write a row of history after a step: exp(max - lse) of each block, the largest of a KV head's query heads.
 
-A block that was not read keeps its value of the row before. A low one stays low until the block is looked at; a high
-one is chosen, read and so corrected. Invariant: lse covers only what was read exactly, near and fetched. A sample's
-estimate of the rest never enters, since it would choose what the next sample leaves out. Bytes: the row before, read
-once, and the maxima outside skipped ranges.
+A block that was not read keeps its value of the row before. A low value stays low until the block is looked at. A block
+with a high value is chosen and read, which corrects the value. Invariant: lse covers only what was read exactly, near
+and fetched. A sample's estimate of the rest never enters, since it would then decide what the next sample leaves out.
+Bytes: the row before, read once, and the maxima outside skipped ranges.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,10 @@ _BLOCK, _TOP, _STEPS = tl.constexpr(BLOCK_TOKENS), tl.constexpr(TOP_CODE), tl.co
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What the rows read of blocks that are in slots. maxima: float32 `[rows * kv_heads, group, slots]`, natural
-    logits; listed: of which blocks; lse: float32 `[rows, heads]`.
+    """What the rows read of blocks in slots.
+
+    maxima: float32 `[rows * kv_heads, group, slots]`, the largest logit of each block, natural. listed: the blocks.
+    lse: float32 `[rows, heads]`.
     """
 
     maxima: Tensor
@@ -36,9 +38,10 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class HistoryRows:
-    """The rows of a step and the rings whose histories are theirs. rings: int32 `[rows]`, -1: none; cells: int64
-    `[rows]`, of the step's tokens; skips: int32 `[3, rows]`, of cells, as in `StepRows`, which begin with the run that
-    is offloaded, or are none.
+    """The rows of a step, and the rings whose histories they write.
+
+    rings: int32 `[rows]`, -1: none. cells: int64 `[rows]`, of the step's tokens. skips: int32 `[3, rows]`, in cells, as
+    in `StepRows`; a skipped range begins with the offloaded run, or is empty.
     """
 
     rings: Tensor
@@ -74,14 +77,14 @@ def note_step_reference(
 
 @triton.jit
 def code_of(attended):
-    """Compress as `gpu.predictor.history.compress` does."""
+    """Compress in the same way as `gpu.predictor.history.compress`."""
     code = _TOP + _STEPS * tl.log2(tl.maximum(attended, 1e-30))
     return (tl.minimum(tl.maximum(code, 0.0), 255.0) + 0.5).to(tl.int32).to(tl.uint8)
 
 
 @triton.jit
 def _exact_lse(near_lse, fetched_lse, head, FETCHED: tl.constexpr):
-    """Return the lse of what a head read exactly."""
+    """Return the lse over what a head read exactly."""
     lse = tl.load(near_lse + head)
     if FETCHED:
         other = tl.load(fetched_lse + head)
@@ -127,7 +130,7 @@ def _note_kernel(
         highest = tl.maximum(highest, top)
     tl.store(to + block, tl.where(highest > float("-inf"), code_of(best), kept), mask=block < width)
     if FETCHED:
-        tl.debug_barrier()  # what follows writes over some of it
+        tl.debug_barrier()  # the stores below overwrite some of these
         slot = tl.arange(0, SLOTS)
         is_listed = slot < tl.load(tokens + item) // _BLOCK
         own = tl.load(listed + item.to(tl.int64) * slots + slot, mask=is_listed, other=-1)
@@ -144,12 +147,15 @@ def note_step(
     history: Tensor, maxima: Tensor, near_lse: Tensor, fetched: Fetched | None, own: HistoryRows, first_block: int,
     kv_heads: int,
 ) -> Tensor:  # fmt: skip
-    """Write the rows' newest rows of one layer's histories, uint8 `[places, rows, blocks]`; float32 `[rows, heads]`,
-    the lse of what was read exactly, of rows with a ring: never of what the host samples.
+    """Write each row's newest history row in one layer's histories, uint8 `[places, rows, blocks]`.
 
-    maxima: float32 `[rows, heads, known]`, natural logits by block of cells, -inf: not read, the row before is kept, as
-    in skipped ranges; the run begins with block `first_block` of them. near_lse: float32 `[rows, heads]`, of what they
-    are of. fetched: what was read beside, or None. Raises ValueError for another shape or dtype.
+    Returns float32 `[rows, heads]`, the lse over what was read exactly, valid for rows with a ring; what the host
+    samples never enters.
+
+    maxima: float32 `[rows, heads, known]`, largest natural logits by block of cells; -inf: not read, as in skipped
+    ranges, so the value before is kept. The run begins with block `first_block` of them. near_lse: float32 `[rows,
+    heads]`, of the cells that maxima cover. fetched: what was read in slots, or None. Raises ValueError for another
+    shape or dtype.
     """
     rings, cells, skips = own.rings, own.cells, own.skips
     op, (rows, heads, known), device = "note_step", maxima.shape, maxima.device

@@ -1,6 +1,6 @@
-"""The history that a prompt leaves: what its last queries attended to, had they been decoded.
+"""Record the history that a prompt leaves: what its last queries would have attended to if they had been decoded.
 
-Invariant: a row is of exact attention, whatever the prompt's own prefill does.
+Invariant: a row is computed by exact attention, whatever method the prompt's prefill uses.
 """
 
 import torch
@@ -13,8 +13,9 @@ from transfer.tier_shape import BLOCK_TOKENS
 
 
 def note_prompt(history: Tensor, ring: int, query: PrefillQuery, first_block: int, steps: int) -> None:
-    """Write the last `steps` rows of one layer's history `[places, rows, blocks]`, as far as the prompt's last ones are
-    among the queries. Asynchronous.
+    """Write the last `steps` rows of one layer's history, `[places, rows, blocks]`; asynchronous.
+
+    Writes only the rows whose positions are among the queries.
     """
     assert query.begin is not None, "predicted: positions of a prompt are consecutive"
     rows, kv_heads = history.shape[1], len(query.keys)

@@ -12,7 +12,12 @@ from transfer.tier_shape import BLOCK_TOKENS
 
 
 class PredictedSettings(Settings):
-    """Paper: history = H (64), calibrate_every = M (5), with predict_every 1; its block b is BLOCK_TOKENS."""
+    """Settings of AttentionPredictor.
+
+    In the paper's terms: history = H (64), calibrate_every = M (5), predict_every 1.
+
+    The paper's block b is BLOCK_TOKENS.
+    """
 
     renamed: ClassVar[Mapping[str, str]] = {"calibration": "look_stride_blocks"}
     weights: Path = Field(description="the predictor: `.safetensors` of `tandem train predictor`, or the authors' .pth")
@@ -36,24 +41,26 @@ class PredictedSettings(Settings):
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of a history: what a prediction sees, and what has left since the last one."""
+        """Return the rows of a history: those that a prediction reads, and one for each step between predictions."""
         return self.history + self.predict_every
 
     @property
     def leaves_late(self) -> bool:
-        """Return whether a step does not wait for blocks that have not come when it is computed."""
+        """Return whether a step does not wait for blocks that have not come by its end."""
         return False
 
     @property
     def num_slots(self) -> int:
-        """Return the blocks that a KV head reads."""
+        """Return the number of blocks that a KV head reads."""
         return self.budget_tokens // BLOCK_TOKENS
 
     def layers(self, architecture: Architecture) -> list[int]:
-        """Return the layers that may predict: without the exempt ones, and those with a window, which go nowhere."""
+        """Return the layers that may predict: all but the exempt ones and those with a window, which are never
+        offloaded.
+        """
         windows = set(architecture.layers_apart)
         return [layer for layer in range(self.exempt_layers, architecture.num_layers) if layer not in windows]
 
 
-# What serves where a profile says nothing else, by name; of `weights`, nothing.
+# The defaults, by name; `weights` has none.
 SERVED: dict[str, Any] = {name: field.default for name, field in PredictedSettings.model_fields.items()}

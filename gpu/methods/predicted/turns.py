@@ -3,7 +3,7 @@
 Invariants: the steps in which a layer's blocks are chosen follow from its turn and the cell alone. A score is reused
 only if it was made `predict_every` steps before, no step is missing since, and the number of blocks is the same. The
 last cells of rings without a row in this step are not written, since the other lane may assign such a ring meanwhile.
-On a GPU the choices of a step are made in one launch, a program a ring.
+On a GPU all choices of a step are made in one launch, with a program for each ring.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,17 @@ from gpu.operations.arguments import check, runs_on_triton
 from gpu.predictor.predict import EDGE_BLOCKS
 from transfer.tier_shape import BLOCK_TOKENS
 
-NEVER = -2  # a cell that no cell follows
+NEVER = -2  # the last cell of a ring that has none: no cell follows it
 
 _BLOCK, _EDGE = tl.constexpr(BLOCK_TOKENS), tl.constexpr(EDGE_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The choice of the next blocks, by place. is_in: bool `[places]`, whether the place chooses in this step; stale,
-    widths,
-    oldest: int32 `[places]`, see `predict_blocks`; limits: int32 `[places]`, the number of blocks in host memory alone.
+    """The choice of the next blocks, by place.
+
+    is_in: bool `[places]`, whether the place chooses in this step. stale, widths, oldest: int32 `[places]`, see
+    `predict_blocks`. limits: int32 `[places]`, the number of blocks that are only in host memory.
     """
 
     is_in: Tensor
@@ -40,8 +41,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class RingRows:
-    """Rings of a step's rows. rings: int32 `[rows]`, -1: none; wanted: uint8 `[rows, heads]`, what is asked of the
-    host.
+    """The rings of a step's rows.
+
+    rings: int32 `[rows]`, -1: none. wanted: uint8 `[rows, heads]`, whether the head asks the host.
     """
 
     rings: Tensor
@@ -54,7 +56,7 @@ def _turns_kernel(
     num_rows, num_slots, num_rings, heads, kv_heads, every, history, local_tokens, first_block, blocks,
     ROWS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Find the turns of one ring; the program behind the last one is the rows'."""
+    """Find the turns of one ring. The program behind the last ring writes `rings` and `wanted` of all rows."""
     ring, row = tl.program_id(0), tl.arange(0, ROWS)
     inside = row < num_rows
     slot = tl.load(slots + row, mask=inside, other=-1)
@@ -99,9 +101,11 @@ def _turns_kernel(
 
 
 class Turns:
-    """Decides which places predict blocks in a step, and keeps what the decision needs. last_cells, begins: int64
-    `[rings + 1]`, each ring's last cell, and the first cell of the unbroken run up to it; the last entry serves rows
-    without a ring. A history has `history` rows that are read, and one more for each step between predictions.
+    """Decides which places predict blocks in a step, and keeps what the decision needs.
+
+    last_cells, begins: int64 `[rings + 1]`: each ring's last cell, and the first cell of the unbroken sequence up to
+    it. The last entry is for rows without a ring. A history has `history` rows that are read, and one more for each
+    step between predictions.
     """
 
     def __init__(
@@ -116,9 +120,11 @@ class Turns:
     def of_rows(
         self, rows: StepRows, ring_of_slot: Tensor, samples: Tensor, heads: int
     ) -> tuple[RingRows, list[Choice]]:  # fmt: skip
-        """Return, for the steps behind the rows' cells, a choice for each turn that layers take. ring_of_slot: int32
-        `[max_running + 1]`, -1: none; samples: bool `[1]`, whether the host is asked beside a ring. Asynchronous.
-        Raises ValueError for another shape or dtype.
+        """Return the rings of a step's rows, and a choice for each turn, to be made after the rows' cells;
+        asynchronous.
+
+        ring_of_slot: int32 `[max_running + 1]`, -1: none. samples: bool `[1]`, whether rows with a ring ask the host as
+        well. Raises ValueError for another shape or dtype.
         """
         op, device = "turns", self.last_cells.device
         check(op, "ring_of_slot", ring_of_slot, (len(ring_of_slot),), torch.int32, device)
@@ -145,9 +151,9 @@ class Turns:
         return own, [Choice(one, stale, width, oldest, limits) for one, width in in_turn]
 
     def _by_ring(self, rows: StepRows, rings: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cells, -1: none, and blocks in host memory, int64 `[rings]`."""
+        """Return each ring's cell, -1: none, and its number of blocks in host memory, int64 `[rings]`."""
         num_rings = self._num_rings
-        to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring meet behind the last one
+        to = torch.where(rings >= 0, rings, num_rings).long()  # rows without a ring share the last entry
         cells = torch.full((num_rings + 1,), -1, dtype=torch.int64, device=rings.device)
         cells.index_copy_(0, to, rows.positions)
         limits = torch.zeros(num_rings + 1, dtype=torch.int64, device=rings.device)
@@ -155,19 +161,20 @@ class Turns:
         return cells[:num_rings], limits[:num_rings]
 
     def choices(self, cells: Tensor, limits: Tensor) -> list[Choice]:
-        """Compute `of_rows` in plain torch. cells: int64 `[rings]`, -1: none; limits: int64 `[rings]`, blocks that are
-        in host memory alone.
+        """Compute `of_rows` in plain torch. cells: int64 `[rings]`, -1: none.
+
+        limits: int64 `[rings]`, the number of blocks that are only in host memory.
         """
         every = self._settings.predict_every
         begins = torch.where(self.last_cells[:-1] == cells - 1, self.begins[:-1], cells)
         self._note_cells(cells, begins)
-        is_kept = begins <= cells - every  # scores are of this turn's last prediction, and of no row that is missing
+        is_kept = begins <= cells - every  # no step is missing since this turn's last prediction
         turns = torch.arange(every, device=cells.device)[:, None]
         return self._of_turns((cells >= 0) & ((cells + turns) % every == 0), is_kept, cells, limits)
 
     def choice_now(self, cells: Tensor, limits: Tensor) -> Choice:
-        """Return the choice of all rings with a cell, whosever turn it is, before the step behind it."""
-        self._note_cells(cells, cells + 1)  # of what is made now, no turn's scores are
+        """Return a choice for all rings with a cell, in whatever turn they are, to be made before the next step."""
+        self._note_cells(cells, cells + 1)  # no turn may reuse the scores that are made now
         (choice,) = self._of_turns((cells >= 0)[None], torch.zeros_like(cells, dtype=torch.bool), cells, limits)
         return choice
 
@@ -177,8 +184,10 @@ class Turns:
         self.begins.index_copy_(0, to, begins)
 
     def _of_turns(self, is_in: Tensor, is_kept: Tensor, cells: Tensor, limits: Tensor) -> list[Choice]:
-        """Return a choice for each turn. is_in: bool `[turns, rings]`; is_kept: bool `[rings]`, whose scores are of
-        `predict_every` steps ago.
+        """Return a choice for each turn.
+
+        is_in: bool `[turns, rings]`. is_kept: bool `[rings]`, whether the scores of `predict_every` steps ago can be
+        reused.
         """
         history, blocks = self._settings.history, self._blocks
         every, local = self._settings.predict_every, self._settings.local_tokens

@@ -1,7 +1,8 @@
-"""Predicted blocks read exactly on the device, and a sample of all that is left: no token is out of reach.
+"""Read predicted blocks exactly on the device, and a sample of all the rest on the CPU, so that no token is out of
+reach.
 
-All that predicts and fetches is `gpu.methods.predicted`'s; what the host reads is a sample, as `sampled` has it. A
-block that is late may be left to that sample: then what a step reads depends on how fast the link was.
+Prediction and fetching are those of `gpu.methods.predicted`; the host reads a sample as in `sampled`. Late blocks may
+be left to that sample. Then what a step reads depends on the speed of the link.
 """
 
 from typing import Any

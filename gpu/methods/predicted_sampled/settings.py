@@ -8,7 +8,7 @@ from gpu.methods.predicted.settings import PredictedSettings
 
 
 class PredictedSampledSettings(PredictedSettings):
-    """Settings of `predicted`, and what becomes of a block that is not there in time."""
+    """The settings of `predicted`, and what happens to a block that does not come in time."""
 
     late: Literal["wait", "sample"] = Field(
         "wait", description="blocks whose fetch has not begun when a step is computed: wait for them, or leave them to "

@@ -1,6 +1,6 @@
-"""Attention over a sample of what is in host memory, found by hash codes (MagicPIG, arXiv 2410.16179, section 4).
+"""Attend to a sample of what is in host memory, found by hash codes (MagicPIG, arXiv 2410.16179, section 4).
 
-The host tier builds one kind of hash table for all profiles, so the settings stand once, in `host.sampled`.
+The host tier builds one kind of hash table for all profiles, so its settings are in a single place, `host.sampled`.
 """
 
 from typing import Any

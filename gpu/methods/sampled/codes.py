@@ -1,6 +1,4 @@
-"""Sampling's side on the device: codes of keys that are offloaded, and of queries, by which the host finds what
-collides.
-"""
+"""Compute hash codes on the device: of keys that are offloaded, and of queries, so that the host finds collisions."""
 
 from typing import ClassVar
 
@@ -12,13 +10,13 @@ from transfer.host_config import SampledConfig
 
 
 def make_device_side(settings: SampledConfig, site: Site) -> DeviceSide:
-    """Draw hyperplanes once: one draw of hyperplanes serves all layers and heads, and every run."""
+    """Draw the hyperplanes. One draw serves all layers and heads, and is the same in every engine run."""
     assert site.tier_shape is not None, "sampled: nothing is offloaded here"
     return Codes(draw_hyperplanes(settings, site.tier_shape.dim, site.dtype, site.device))
 
 
 class Codes(DeviceSide):
-    """The hash codes of keys and queries. hyperplanes: of keys and queries alike."""
+    """Computes the hash codes of keys and queries with the same hyperplanes."""
 
     needs_host_reads: ClassVar[bool] = True
     makes_codes: ClassVar[bool] = True
@@ -27,7 +25,7 @@ class Codes(DeviceSide):
         self.hyperplanes = hyperplanes
 
     def before(self, reads: LayerReads) -> None:
-        """Make codes of the rotated query as it is, not centred (MagicPIG section 4.2)."""
+        """Compute the codes of the rotated query as it is, without a centre (MagicPIG section 4.2)."""
         if reads.reads_host:
             reads.codes = encode_queries(reads.query, self.hyperplanes)
 

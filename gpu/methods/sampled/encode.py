@@ -1,10 +1,10 @@
-"""SimHash codes of keys and queries: products with all hyperplanes, packed to codes without ever being written.
+"""Compute SimHash codes of keys and queries: products with all hyperplanes, packed to codes without being written.
 
 MagicPIG (arXiv 2410.16179), section 4.2; paper: K = bits, L = num_tables. Invariant: bit `i` of a code is set exactly
-where the product is above zero; keys and queries meet the same numbers of the same hyperplanes, products of bf16
-numbers are exact, and sums are float32, so only a product within their rounding of zero can fall on either side of it,
-and at every run of a kernel on the same one. Bytes moved: rows and codes once each; every program reads its hyperplanes
-from L2. The work is 2 * rows * dim * columns on tensor cores where rows are bf16 or int8.
+if the product is above zero. Keys and queries are multiplied by the same hyperplanes, products of bf16 numbers are
+exact, and sums are float32. So only a product within their rounding of zero can get the wrong bit, and a kernel gives
+it the same bit in every run. Bytes moved: rows and codes once each; every program reads its hyperplanes from L2. The
+work is 2 * rows * dim * columns on tensor cores where rows are bf16 or int8.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ REFERENCE_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Hyperplanes:
-    """Projections in the order in which codes are made: bit by bit.
+    """Hyperplanes in the order in which codes are computed: bit by bit.
 
-    planes: `[bits, dim, columns]`, contiguous, columns = tables rounded up, zeros past them.
+    planes: `[bits, dim, columns]`, contiguous; columns = tables, rounded up and filled with zeros.
     """
 
     planes: Tensor
@@ -42,8 +42,9 @@ class Hyperplanes:
 
 
 def arrange(projections: Projections) -> Hyperplanes:
-    """Arrange hyperplanes for the kernel, once, where the projections are; give them in bf16 where rows are bf16 on
-    CUDA, and everywhere the same.
+    """Arrange hyperplanes for the kernel, once, on their own device.
+
+    If rows are bf16 on CUDA, projections must be in bf16, and then everywhere.
     """
     bits, tables, matrix = projections.bits_per_table, projections.num_tables, projections.matrix
     planes = allocate(hyperplane_array(projections.dim, bits, tables, dtype_name(matrix.dtype)), matrix.device)
@@ -52,7 +53,7 @@ def arrange(projections: Projections) -> Hyperplanes:
 
 
 def draw_hyperplanes(settings: SampledConfig, dim: int, dtype: torch.dtype, device: torch.device) -> Hyperplanes:
-    """Draw the hyperplanes of every run."""
+    """Draw the hyperplanes, which are the same in every engine run."""
     bits, tables = settings.bits_per_table, settings.num_tables
     return arrange(draw_projections(dim, bits, tables, PROJECTION_SEED, dtype, device))
 
@@ -100,10 +101,11 @@ def _encode_kernel(
 
 
 def encode_keys(keys: Tensor, hyperplanes: Hyperplanes, codes: Tensor) -> None:
-    """Write the codes of keys `[kv_heads, tokens, dim]` (bf16, float32 or int8, heads and tokens strided), as the CPU's
-    tables want them: uint16 `[kv_heads, tables, tokens]`, written to `codes` (heads and tables strided).
+    """Write the codes of keys to `codes`, in the layout that the CPU's hash tables use.
 
-    On CUDA `codes` may be pinned host memory. Raises ValueError for another shape, dtype or device.
+    keys: `[kv_heads, tokens, dim]` (bf16, float32 or int8, heads and tokens strided). codes: uint16 `[kv_heads, tables,
+    tokens]` (heads and tables strided); on CUDA they may be pinned host memory. Raises ValueError for another shape,
+    dtype or device.
     """
     heads, tokens, _ = keys.shape
     check("encode_keys", "keys", keys, (heads, tokens, hyperplanes.dim), keys.dtype, hyperplanes.planes.device)

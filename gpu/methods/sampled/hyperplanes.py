@@ -1,9 +1,9 @@
-"""SimHash codes: the side of random hyperplanes that a vector lies on, `bits_per_table` of them a code.
+"""Define SimHash codes: on which side of `bits_per_table` random hyperplanes a vector lies, for each table.
 
 MagicPIG (arXiv 2410.16179), sections 4.2 and 4.3; paper: K = bits_per_table, L = num_tables. Invariant: bit `i` of
-table `t` is set exactly where the product with column `t * bits_per_table + i` is above zero, so two codes of a table
-agree with probability p^K, p = 1 - angle / pi. One draw serves all layers and heads of a model and never changes: the
-same prompt falls into the same buckets.
+table `t` is set exactly if the product with column `t * bits_per_table + i` is above zero. So two codes of a table
+agree with probability p^K, p = 1 - angle / pi. One draw serves all layers and heads of a model and never changes, so
+that the same prompt always falls into the same buckets.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,10 @@ MAX_PRODUCTS = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """Random hyperplanes of the LSH tables. matrix: `[dim, num_tables * bits_per_table]`, contiguous, any float dtype
-    and device; each column is a hyperplane's normal.
+    """Random hyperplanes of the hash tables.
+
+    matrix: `[dim, num_tables * bits_per_table]`, contiguous, any float dtype and device; each column is a hyperplane's
+    normal.
     """
 
     matrix: Tensor
@@ -36,17 +38,17 @@ class Projections:
         return self.matrix.shape[0]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Projections":
-        """Return the same hyperplanes elsewhere; a narrower dtype tilts them by its rounding."""
+        """Return the same hyperplanes on another device. A narrower dtype tilts them by its rounding."""
         return Projections(self.matrix.to(device, dtype), self.bits_per_table, self.num_tables)
 
 
 def draw_projections(
     dim: int, bits_per_table: int, num_tables: int, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Projections:
-    """Draw independent standard normal entries, drawn in float32 on the CPU so that every device has the same.
+    """Draw independent standard normal numbers, in float32 on the CPU, so that every device has the same.
 
-    Tables are drawn one after another: where `dim` is a multiple of 16, a draw with more tables begins with those of a
-    draw with fewer. Raises ValueError for bits outside 1 to 16, or for no table.
+    Tables are drawn one after another: if `dim` is a multiple of 16, a draw of more tables begins with the tables of a
+    smaller draw. Raises ValueError for bits outside 1 to 16, or for no table.
     """
     if not 1 <= bits_per_table <= MAX_BITS_PER_TABLE:
         raise ValueError(
@@ -62,8 +64,8 @@ def draw_projections(
 def encode_reference(rows: Tensor, projections: Projections) -> Tensor:
     """Return the codes of rows `[..., dim]` of any float dtype: uint16 `[..., num_tables]`.
 
-    Rows and hyperplanes are widened as they are, never rounded: to float64 where either is, else to float32. Raises
-    ValueError for rows of another dim or device than the projections'.
+    Rows and hyperplanes are widened, never rounded: to float64 if either is float64, else to float32. Raises ValueError
+    for rows of another dim or device than the projections'.
     """
     matrix, bits, tables = projections.matrix, projections.bits_per_table, projections.num_tables
     if rows.shape[-1] != projections.dim or rows.device != matrix.device:
