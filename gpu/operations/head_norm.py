@@ -1,6 +1,6 @@
-"""RMSNorm of each query and key head before its rotation, and of values, in place, in plain torch.
+"""Apply RMSNorm to each query and key head before its rotation, and to values, in place, in plain torch.
 
-On a GPU `rope_kv_write` applies it.
+On a GPU `rope_kv_write` does this.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,10 @@ from gpu.operations.rms_norm import rms_norm_reference
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The norms of query and key heads. query, key: weights `[dim]`, both of the rows' dtype or both float32.
-    norms_values: value heads are normed, too, without weights.
+    """The norms of query and key heads.
+
+    query, key: weights `[dim]`, both of the rows' dtype or both float32. norms_values: value heads are normed as well,
+    without weights.
     """
 
     query: Tensor
@@ -24,17 +26,16 @@ class HeadNorms:
     norms_values: bool = False
 
     def check(self, op: str, qkv: Tensor, dim: int) -> None:
-        """Raise ValueError unless they are for heads of so many elements, of qkv's dtype and device."""
+        """Raise ValueError unless the norms fit heads of `dim` elements, and qkv's dtype and device."""
         dtype = torch.float32 if self.query.dtype == torch.float32 else qkv.dtype
         check(op, "query_norm", self.query, (dim,), dtype, qkv.device)
         check(op, "key_norm", self.key, (dim,), dtype, qkv.device)
 
 
 def head_norm(qkv: Tensor, norms: HeadNorms, num_heads: int, kv_heads: int) -> None:
-    """Normalise the first heads + kv_heads heads of each token of qkv `[tokens, (heads + 2 * kv_heads) * dim]` in
-    place, and of values, if these are normed.
+    """Normalise the query and key heads of each token in place, and its value heads if `norms_values` is set.
 
-    Raises ValueError for another shape, dtype or device.
+    qkv: `[tokens, (heads + 2 * kv_heads) * dim]`. Raises ValueError for another shape, dtype or device.
     """
     op, width, dim = "head_norm", qkv.shape[1], len(norms.query)
     if width != (num_heads + 2 * kv_heads) * dim:

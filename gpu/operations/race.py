@@ -1,12 +1,10 @@
-"""Draw one token a row as an exponential race: token i finishes at `e_i / weight_i`, `e_i` exponential, and the first
-wins.
+"""Draw one token per row as an exponential race: token i finishes at `e_i / weight_i`, and the first one wins.
 
-The winner is distributed as the weights are (the Gumbel-max trick, before the logarithm). Since `e_i` belongs to the
-token, a small change of the weights moves the winner with a probability below twice the total variation distance; an
-inverse CDF sums the shifts of all its borders. `e_i` is a function of (key of the draw, i) alone: the i-th number of
-SplitMix64 seeded with the key.
-
-Bytes moved for each vocabulary entry: 4 read, and on CUDA 4 written and read again by the argmax.
+`e_i` is exponentially distributed, so the winner is distributed as the weights are (the Gumbel-max trick, before the
+logarithm). Since `e_i` belongs to the token, a small change of the weights moves the winner with a probability below
+twice the total variation distance; an inverse CDF would sum the shifts of all its borders. `e_i` is a function of (key
+of the draw, i) alone: the i-th number of SplitMix64 seeded with the key. Bytes moved for each vocabulary entry: 4 read,
+and on CUDA 4 written and read again by the argmax.
 """
 
 import numba
@@ -27,7 +25,7 @@ _GAMMA, _MIX_A, _MIX_B = tl.constexpr(GAMMA), tl.constexpr(MIX_A), tl.constexpr(
 
 
 def hash_bits_reference(keys: Tensor, num_tokens: int) -> Tensor:
-    """Return 64 random bits for each (key, token): int64 `[rows, tokens]` of `keys` int64 `[rows]`."""
+    """Return 64 random bits for each (key, token), int64 `[rows, tokens]`. keys: int64 `[rows]`."""
     tokens = torch.arange(1, num_tokens + 1, device=keys.device)
     z = keys[:, None] + tokens * _signed(GAMMA)
     z = (z ^ _shifted(z, 30)) * _signed(MIX_A)
@@ -67,15 +65,16 @@ def _race_kernel(distance, keys, out, vocab, BLOCK: tl.constexpr):
     u = ((z >> 12).to(tl.int64).to(tl.float32) + 0.5) * 2.220446049250313e-16  # 2**-52
     u = tl.minimum(u, 0.99999994)  # the float32 before 1
     series = u * (1.0 + u * (0.5 + u * (0.33333333 + u * 0.25)))
-    finish = tl.where(u < 0.015625, series, -tl.log(1.0 - u))  # 1 - u forgets the digits of a small u
+    finish = tl.where(u < 0.015625, series, -tl.log(1.0 - u))  # 1 - u loses the digits of a small u
     speed = tl.exp(-tl.load(distance + row * vocab + token, mask=inside, other=float("inf")))
     tl.store(out + row * vocab + token, speed / finish, mask=inside)
 
 
 @numba.njit(nogil=True, cache=True)
 def _race_cpu(weights, keys, out):
-    """Run the race for `weights` float32 `[rows, tokens]`, `keys` uint64 `[rows]`. A logarithm is taken only where `e_i
-    > u_i` leaves the token a chance against the best so far.
+    """Run the race for `weights` float32 `[rows, tokens]` and `keys` uint64 `[rows]`.
+
+    Takes a logarithm only if `e_i > u_i` leaves the token a chance against the best so far.
     """
     for row in range(weights.shape[0]):
         state, best, winner = keys[row], 0.0, 0
@@ -94,12 +93,12 @@ def _race_cpu(weights, keys, out):
 
 
 def race(distance: Tensor, keys: Tensor) -> Tensor:
-    """Draw a token a row in proportion to `exp(-distance)`: int64 `[rows]`.
+    """Draw a token per row in proportion to `exp(-distance)`: int64 `[rows]`.
 
-    `distance` float32 `[rows, vocab]`, contiguous, `inf` where a token may not be drawn, 0 for at least one token of
-    each row (a row without any gives token 0, one of NaN any token); `keys` int64 `[rows]`, 64 random bits a draw. What
-    is less likely than the best token by exp(-103) is never drawn. No sync. Raises ValueError for another shape, dtype
-    or device.
+    distance: float32 `[rows, vocab]`, contiguous, `inf` for a token that must not be drawn, 0 for at least one token of
+    each row (a row without any gives token 0, one of NaN any token). keys: int64 `[rows]`, 64 random bits per draw.
+    Tokens that are less likely than the best one by exp(-103) are never drawn. Does not wait for the device. Raises
+    ValueError for another shape, dtype or device.
     """
     rows, vocab = distance.shape
     check("race", "distance", distance, (rows, vocab), torch.float32, keys.device)

@@ -1,8 +1,8 @@
-"""RMSNorm, alone, and before a residual addition.
+"""Apply RMSNorm, alone or followed by a residual addition.
 
-Arithmetic of Hugging Face's LlamaRMSNorm: float32 inside, rounded to x.dtype, then times the weight; and of its
-Gemma3RMSNorm where the weight is float32 and x is not: times the weight, then rounded. Bytes moved per token: 2 *
-hidden * itemsize, and half as many more with a residual.
+The arithmetic is that of Hugging Face's LlamaRMSNorm: float32 inside, rounded to x.dtype, then multiplied by the
+weight. If the weight is float32 and x is not, it is that of Gemma3RMSNorm: multiplied by the weight, then rounded.
+Bytes moved per token: 2 * hidden * itemsize, and half as many more with a residual.
 """
 
 import torch
@@ -29,7 +29,7 @@ def rms_norm_add_reference(x: Tensor, weight: Tensor, eps: float, residual: Tens
 
 @triton.jit
 def normed_row(row, gain, eps, HIDDEN: tl.constexpr):
-    """Return a row, which is 0 behind HIDDEN numbers, normed, times `gain`, in its dtype."""
+    """Return a row after the norm, times `gain`, in its dtype. The row is 0 behind HIDDEN numbers."""
     wide = row.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
     if gain.dtype == row.dtype:
@@ -77,7 +77,7 @@ def rms_norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Ten
 
 
 def check_norm(op: str, name: str, weight: Tensor, x: Tensor) -> None:
-    """Raise ValueError unless `weight` is a norm's for rows of x: of x.dtype, or float32."""
+    """Raise ValueError unless `weight` is a norm's weight for rows of x: of x.dtype, or float32."""
     dtype = torch.float32 if weight.dtype == torch.float32 else x.dtype
     check(op, name, weight, (x.shape[-1],), dtype, x.device)
 

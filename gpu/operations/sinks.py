@@ -1,7 +1,8 @@
-"""Attention sinks: a logit more in each query head's softmax, which takes mass and has no value.
+"""Merge attention sinks: one more logit in each query head's softmax, which takes mass and has no value.
 
-It is a partial of mass exp(sink) and no output, merged last: `out * exp(lse) / (exp(lse) + exp(sink))`. So whatever
-reads or estimates keys and values is the same with sinks as without. Bytes moved: 2 * itemsize * tokens * heads * dim.
+A sink is a partial with mass exp(sink) and no output, merged last: `out * exp(lse) / (exp(lse) + exp(sink))`. So code
+that reads or estimates keys and values is the same with and without sinks. Bytes moved: 2 * itemsize * tokens * heads *
+dim.
 """
 
 import torch
@@ -38,8 +39,10 @@ def _add_sinks_kernel(
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Scale attention's output `[tokens, heads, dim]` in place, and return it. lse: float32 `[tokens, heads]`, natural
-    log, of all that was attended to; sinks: `[heads]` of any float type. Raises ValueError for another shape.
+    """Scale attention's output `[tokens, heads, dim]` in place by the mass that sinks leave, and return it.
+
+    lse: float32 `[tokens, heads]`, natural log, of all that was attended to. sinks: `[heads]` of any float type. Raises
+    ValueError for another shape.
     """
     tokens, heads, dim = out.shape
     if lse.shape != (tokens, heads):

@@ -1,8 +1,7 @@
-"""SwiGLU, silu(gate) * up, or GeGLU, gelu(gate) * up by its tanh, over one buffer whose first half is the gate.
+"""Compute SwiGLU, silu(gate) * up, or GeGLU, gelu(gate) * up with tanh, over one buffer whose first half is the gate.
 
-Clamped, with gate <= 7 and |up| <= 7, it is gate * sigmoid(1.702 gate) * (up + 1). Without a gate it is relu(up)**2.
-
-Bytes moved per token: 3 * intermediate * itemsize, or 2 without a gate.
+The clamped form, with gate <= 7 and |up| <= 7, is gate * sigmoid(1.702 gate) * (up + 1). Without a gate the result is
+relu(up)**2. Bytes moved per token: 3 * intermediate * itemsize, or 2 without a gate.
 """
 
 import torch
@@ -34,8 +33,9 @@ def swiglu_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor
 
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr):
-    """Return activation(gate) * up in float32, of `relu2` relu(gate)**2; tanh(z) is 2 * sigmoid(2 z) - 1. NaN stays NaN
-    where it is clamped.
+    """Return activation(gate) * up in float32; for `relu2` relu(gate)**2. NaN stays NaN where it is clamped.
+
+    tanh(z) is computed as 2 * sigmoid(2 z) - 1.
     """
     inner = gate
     if ACTIVATION == "relu2":
@@ -66,10 +66,10 @@ def _swiglu_kernel(
 
 
 def swiglu(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """Return activation(gate) * up: gate_up `[tokens, 2 * intermediate]`, gate first -> `[tokens, intermediate]`, same
-    dtype; of an activation without a gate `[tokens, intermediate]` of as many.
+    """Return activation(gate) * up, `[tokens, intermediate]` in the same dtype.
 
-    Raises ValueError for an odd last axis of gate and up, or one that is not contiguous.
+    gate_up: `[tokens, 2 * intermediate]`, gate first; `[tokens, intermediate]` for an activation without a gate. Raises
+    ValueError if the last axis of gate and up is odd or not contiguous.
     """
     gates = is_gated(activation)
     if gate_up.ndim != 2 or (gates and gate_up.shape[1] % 2):

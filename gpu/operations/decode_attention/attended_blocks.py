@@ -1,7 +1,7 @@
-"""Parts of decode attention kernels: a query group over blocks of a paged context, to a partial.
+"""Share parts of decode attention kernels: attend with a query group to blocks of a paged context.
 
-Cells that no head reads, and pages that hold nothing else, are never touched. Logsumexps are of base 2 until a
-reduction makes them natural. A head's DIM is padded to BLOCK_DIM, a power of two, on chip alone.
+Cells that no head reads, and pages that hold nothing else, are never touched. Logsumexps have base 2 until a reduction
+makes them natural. A head's DIM is padded to BLOCK_DIM, a power of two, but only on chip.
 """
 
 import triton
@@ -19,20 +19,20 @@ from gpu.operations.decode_attention.attended_codes import (
 )
 from gpu.operations.kv.kv_rows import PLAIN
 
-MAXIMA_CELLS = RUN_CELLS  # of a block whose largest logit is asked for
+MAXIMA_CELLS = RUN_CELLS  # cells of a block whose largest logit is reported
 MIN_GROUP_ROWS = 16  # the smallest tile that tensor cores take as a first operand
 
 _MAXIMA_CELLS, _PLAIN = tl.constexpr(MAXIMA_CELLS), tl.constexpr(PLAIN)
 
 
 def group_rows(group: int, kind: int) -> int:
-    """Return the query heads of a KV head, with the padding that they are attended with."""
+    """Return the number of query heads per KV head, padded to what the kernels compute with."""
     return max(MIN_GROUP_ROWS if kind == PLAIN else MIN_GROUP_COLUMNS, triton.next_power_of_2(group))
 
 
 @triton.jit
 def _new_state(BLOCK_GROUP: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Return the state of no cells: the highest logit, mass, output and cells that were read."""
+    """Return the state before any cell: the highest logit, mass, output, and the number of cells that were read."""
     top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_GROUP], tl.float32)
     out = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
@@ -47,8 +47,10 @@ def _attend_block(
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BOUNDED: tl.constexpr, MAXIMA: tl.constexpr,
     COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Add the cells `[tokens]` that each head `reads` `[group, tokens]`. With BOUNDED a head may read none of them, and
-    `loaded` `[tokens]` are cells that may be loaded in their place; otherwise it says which of them may be.
+    """Add the cells `[tokens]` that each head `reads` `[group, tokens]`.
+
+    BOUNDED: a head may read none of them, and `loaded` `[tokens]` names cells that may be loaded in their place;
+    otherwise `loaded` says which of the cells may be loaded.
     """
     PADDED: tl.constexpr = BLOCK_DIM != DIM
     column = tl.arange(0, BLOCK_DIM)
@@ -104,7 +106,7 @@ def attend_blocks(
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
     COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Attend to blocks `[first, last)` of a context, of which every head reads all."""
+    """Attend to blocks `[first, last)` of a context; every head reads all of their cells."""
     if KIND == _PLAIN:
         query = rows
         top, mass, out, covered = _new_state(BLOCK_GROUP, BLOCK_DIM)
@@ -141,12 +143,12 @@ def attend_spans(
     BLOCK_GROUP: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, MAXIMA: tl.constexpr,
     COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Attend to blocks `[first, last)` of a run of cells: `[0, front)`, and from `back` on. A head reads of these those
-    below its `below` and in `[its begin, its end)`; all three are 0 where `is_head` is not.
+    """Attend to blocks `[first, last)` of a run of cells: `[0, front)`, and from `back` on.
 
-    No load has a mask: in place of a cell that no head reads, one that a head does read is loaded, and not looked at
-    (of codes, in place of a run of cells). Heads whose spans do not meet take turns, so that what lies between is not
-    touched; that some read twice is rare.
+    Of these a head reads the cells below its `below` and those in `[its begin, its end)`; all three are 0 where
+    `is_head` is false. No load has a mask: in place of a cell that no head reads, one that a head does read is loaded
+    and ignored (for codes, a run of cells). Heads whose spans do not meet take turns, so that cells in between are not
+    touched. It is rare that some cells are read twice.
     """
     if KIND == _PLAIN:
         query = rows
@@ -202,7 +204,7 @@ def store_partial(
     split_out, split_lse, split_covered, row, top, mass, out, covered, is_head,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Store each head's partial at `row` `[group]`. One without mass stores no output."""
+    """Store each head's partial at `row` `[group]`. A partial without mass stores no output."""
     has_mass = mass != 0.0
     divisor = tl.where(has_mass, mass, 1.0)
     tl.store(split_lse + row, tl.where(has_mass, top + tl.log2(divisor), float("-inf")), mask=is_head)

@@ -1,12 +1,14 @@
-"""Parts of decode attention kernels over rows in codes of 8 bits: each warp takes runs of cells and waits for no other.
+"""Share parts of decode attention kernels for rows of 8-bit codes: each warp takes runs of cells and waits for no
+other.
 
-Instructions cost more than bytes here. So codes go from pages to shared memory as they are, a thread takes 16 bytes of
-a row at once, and what it widens lies where tensor cores want their first operand. A query group's heads are columns,
-of which 8 do. That holds if the axes have the order of tensor cores' fragments: so rows, columns and heads are
-renumbered below; numbers are the same in any order. Scales are a token's: of logits and of weights.
+Here instructions cost more than bytes. So codes go from pages to shared memory unchanged, a thread takes 16 bytes of a
+row at once, and the numbers that it widens are already where tensor cores want their first operand. A query group's
+heads are columns, of which 8 are enough. This works if the axes have the order of tensor cores' fragments. So rows,
+columns and heads are renumbered below; sums do not depend on their order. Scales belong to tokens: they multiply logits
+and weights.
 
-Pages of which no head reads a cell are never touched. In others, cells that no head reads may be loaded and are not
-used: a code is always a number. A warp's state is its own until `merge_warps`.
+Pages of which no head reads a cell are never touched. In other pages, cells that no head reads may be loaded and
+ignored, since every code is a number. A warp keeps its own state until `merge_warps`.
 """
 
 import triton
@@ -14,16 +16,17 @@ import triton.language as tl
 
 from gpu.operations.kv.kv_rows import floats_of, widen
 
-RUN_CELLS = 16  # cells in a row that share a page; a multiple of which a warp takes at once
-MIN_GROUP_COLUMNS = 8  # the smallest tile of second operands
+RUN_CELLS = 16  # consecutive cells that share a page; a warp takes a multiple of this at once
+MIN_GROUP_COLUMNS = 8  # the smallest tile of a second operand
 
 _RUN = tl.constexpr(RUN_CELLS)
 
 
 @triton.jit
 def order_query(rows, WARPS: tl.constexpr):
-    """Return queries `[group, dim]` as the second operand of the logits' product, `[warps, dim, group]`, in
-    `_load_keys` order.
+    """Return queries `[group, dim]` as the second operand of the logits' product, `[warps, dim, group]`.
+
+    dim has the order of `_load_keys`.
     """
     GROUP: tl.constexpr = rows.shape[0]
     DIM: tl.constexpr = rows.shape[1]
@@ -34,7 +37,9 @@ def order_query(rows, WARPS: tl.constexpr):
 
 @triton.jit
 def new_states(WARPS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
-    """Return the state of no cells for each warp: the highest logit, mass, output and cells that were read."""
+    """Return each warp's state before any cell: the highest logit, mass, output, and the number of cells that were
+    read.
+    """
     top = tl.full([WARPS, GROUP], float("-inf"), tl.float32)
     mass = tl.zeros([WARPS, GROUP], tl.float32)
     out = tl.zeros([WARPS, DIM, GROUP], tl.float32)
@@ -43,7 +48,7 @@ def new_states(WARPS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def runs_of(block, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr):
-    """Return the first places of this block's runs, `[runs, warps]`."""
+    """Return the first cell of each of this block's runs, `[runs, warps]`."""
     RUNS: tl.constexpr = BLOCK_TOKENS // (WARPS * _RUN)
     run = tl.arange(0, WARPS)[None, :] * RUNS + tl.arange(0, RUNS)[:, None]
     return block * BLOCK_TOKENS + run * _RUN
@@ -51,7 +56,7 @@ def runs_of(block, BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def cells_of(first):
-    """Return all cells `[warps, cells]` of runs whose first ones these are, `[runs, warps]`."""
+    """Return all cells of these runs, `[warps, cells]`. first: the runs' first cells, `[runs, warps]`."""
     RUNS: tl.constexpr = first.shape[0]
     WARPS: tl.constexpr = first.shape[1]
     cells = tl.trans(first)[:, :, None] + tl.arange(0, _RUN)[None, None, :]
@@ -60,8 +65,10 @@ def cells_of(first):
 
 @triton.jit
 def _load_keys(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Load codes of the runs that begin there, int64 `[runs, warps]`, as numbers `[warps, cells, dim]`. Four lanes take
-    64 columns of a row, 16 each; of those, 4 make neighbours in every step of 16 columns of a product.
+    """Load the codes of runs as numbers `[warps, cells, dim]`. begin: where the runs begin, int64 `[runs, warps]`.
+
+    Four lanes take 64 columns of a row, 16 each. In every step of 16 columns of a product, 4 of a lane's columns are
+    neighbours.
     """
     RUNS: tl.constexpr = begin.shape[0]
     WARPS: tl.constexpr = begin.shape[1]
@@ -81,8 +88,10 @@ def _load_keys(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE: 
 
 @triton.jit
 def _load_values(pages, begin, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Load values likewise, `[warps, dim, cells]`: eight lanes take a row of 128 columns, 16 each, and four take every
-    fourth cell, so a lane has neighbours in both. The order of dim is undone by `merge_warps`.
+    """Load the codes of values as numbers `[warps, dim, cells]`.
+
+    Eight lanes take a row of 128 columns, 16 each, and four take every fourth cell, so a lane has neighbours in both
+    axes. `merge_warps` restores the order of dim.
     """
     RUNS: tl.constexpr = begin.shape[0]
     WARPS: tl.constexpr = begin.shape[1]
@@ -109,8 +118,10 @@ def attend_runs(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     MAXIMA: tl.constexpr, COUNTED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Add the `cells` `[warps, cells]` that each head `reads` `[warps, cells, group]`. first: cells that runs begin
-    with, `[runs, warps]`; loaded: the same of a run that is loaded in its place where nothing of it is read.
+    """Add the `cells` `[warps, cells]` that each head `reads` `[warps, cells, group]`.
+
+    first: the first cells of runs, `[runs, warps]`. loaded: the same for a run that is loaded in place of one that no
+    head reads.
     """
     RUNS: tl.constexpr = first.shape[0]
     WARPS: tl.constexpr = first.shape[1]
@@ -146,7 +157,7 @@ def attend_runs(
 
 @triton.jit
 def merge_warps(top, mass, out, covered):
-    """Merge the states of all warps into one: `[group]`, and out `[group, dim]` in the order of columns."""
+    """Merge the states of all warps into one: `[group]`, and out `[group, dim]` with dim in its usual order."""
     DIM: tl.constexpr = out.shape[1]
     GROUP: tl.constexpr = out.shape[2]
     PIECE: tl.constexpr = DIM // 8 if DIM < 128 else 16

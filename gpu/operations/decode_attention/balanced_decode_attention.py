@@ -1,10 +1,10 @@
-"""Paged decode attention whose heads read different spans, cut into equal pieces over the device.
+"""Compute paged decode attention whose heads read different spans, cut into equal pieces over the device.
 
 Every (request, KV head) has a span of blocks for near and one for far: what the heads of its query group read together.
-The launch fixes the number of programs; the device counts the blocks, and each program takes as many in a row, of
-whatever spans they are. So a CUDA graph holds for all bounds and contexts, and no program waits for a longer one.
-Program p's partial of span s is at place p + s, so no two share a place. Bytes moved: those of
-`paged_decode_attention`; bounds and contexts, read once a program, are small beside.
+The launch fixes the number of programs. The device counts the blocks, and each program takes an equal number of
+consecutive ones, of whatever spans they are. So a CUDA graph serves all bounds and contexts, and no program waits for a
+longer one. Program p's partial of span s is stored at place p + s, so no two share a place. Bytes moved: those of
+`paged_decode_attention`; bounds and contexts, read once per program, are small beside that.
 """
 
 import torch
@@ -17,12 +17,12 @@ from gpu.operations.decode_attention.decode_launch import Given, PagedReads, Wor
 from gpu.operations.decode_attention.split_rows import num_pieces, num_places
 from gpu.operations.kv.kv_rows import kind_of
 
-PAIRS_AT_ONCE = 64  # (request, KV head) whose blocks a program counts together
-PIECES_AT_ONCE, REDUCE_WARPS = 128, 8  # partials that are merged together, at the most
+PAIRS_AT_ONCE = 64  # pairs (request, KV head) whose blocks a program counts together
+PIECES_AT_ONCE, REDUCE_WARPS = 128, 8  # the most partials that are merged together, and the most warps
 PIECES_A_WARP = 8
 
-# (itemsize of a stored element, dim): block_tokens, num_warps, num_stages, registers of a thread (for as many programs
-# at once as an SM is given). Every row fits 99 KiB of shared memory.
+# (itemsize of a stored element, dim): block_tokens, num_warps, num_stages, registers of a thread (so that an SM holds
+# all programs that it is given). Every row fits 99 KiB of shared memory.
 CONFIGS = {
     (1, 64): (64, 2, 3, 168),
     (1, 96): (64, 2, 3, 168),
@@ -45,7 +45,7 @@ _MAXIMA_CELLS = tl.constexpr(MAXIMA_CELLS)
 
 
 def num_merged_together(pieces: int, pairs: int) -> int:
-    """Return how many partials of a span are merged together: about twice what it has, if all of them are as long."""
+    """Return how many partials of a span are merged together: about twice its number if all spans are equally long."""
     return min(PIECES_AT_ONCE, max(PIECES_A_WARP, triton.next_power_of_2(2 * pieces // pairs + 1)))
 
 
@@ -54,8 +54,10 @@ def _count_blocks(
     skip_begin, skip_end, cut, is_head, context, each, AXIS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """Count blocks of query groups whose heads are `AXIS`; context: of each group, `each`: the same beside heads. Near
-    is a run of cells, `[0, front)` and from `back` on, far one from `far` on; all three are multiples of MAXIMA_CELLS.
+    """Count the blocks of near and of far for query groups, whose heads are along axis `AXIS`.
+
+    context: of each group; each: the same, broadcast over heads. Near is `[0, front)` and the cells from `back` on, far
+    the cells from `far` on; all three are multiples of MAXIMA_CELLS.
     """
     front = tl.cdiv(tl.max(tl.where(is_head, skip_begin, 0), AXIS), _MAXIMA_CELLS) * _MAXIMA_CELLS
     back = tl.min(tl.where(is_head, cut, each), AXIS) // _MAXIMA_CELLS * _MAXIMA_CELLS
@@ -74,7 +76,9 @@ def _count_blocks_of(
     pair, pairs, slots, context_lens, bounds, plane_stride, row_stride, head_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, NARROW: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Count blocks of near and of far of each of these (request, KV head); none of those that are not below `pairs`."""
+    """Count the blocks of near and of far for each pair (request, KV head); 0 for numbers that are not
+    below `pairs`.
+    """
     request = pair // KV_HEADS
     is_pair = pair < pairs
     member = tl.arange(0, NARROW)[None, :]
@@ -115,7 +119,7 @@ def _balanced_kernel(
     if (first >= last) & (program > 0):
         return
 
-    span, start, passed = 0, 0, 0  # the span that block `first` is of, and its own first block
+    span, start, passed = 0, 0, 0  # the span that holds block `first`, and that span's first block
     for begin in range(0, pairs, PAIRS):
         pair = begin + tl.arange(0, PAIRS)
         num_near, num_far = _count_blocks_of(
@@ -127,7 +131,7 @@ def _balanced_kernel(
         span += PARTS * tl.sum(is_before.to(tl.int32), 0)
         start = tl.maximum(start, tl.max(tl.where(is_before, end, 0), 0))
         passed += tl.sum(num_near + num_far, 0)
-        if program == 0:  # the reduction's, too
+        if program == 0:  # the reduction needs them, too
             tl.store(ends + PARTS * pair, end - num_far, mask=pair < pairs)
             if FAR:
                 tl.store(ends + PARTS * pair + 1, end, mask=pair < pairs)
@@ -223,7 +227,10 @@ def _merge_pieces_kernel(
 def launch_balanced(
     reads: PagedReads, bounds: Tensor, maxima: Tensor | None, workspace: Workspace, given: Given
 ) -> None:
-    """Launch with bounds; arguments are checked. workspace: of `num_places` query groups or more, anything in it."""
+    """Launch with bounds, for checked arguments.
+
+    workspace: of at least `num_places` query groups; its contents are ignored.
+    """
     query, key_pages, value_pages, page_table, slots, context_lens, scale = reads
     out, lse, covered = given
     piece_out, piece_lse, num_sms = workspace.out, workspace.lse, workspace.num_sms
@@ -234,7 +241,7 @@ def launch_balanced(
     block_dim, kind = triton.next_power_of_2(dim), kind_of(key_pages)
     is_counted = covered is not None
     ends = torch.empty(pairs * parts, dtype=torch.int32, device=query.device)
-    counts = ends  # not looked at
+    counts = ends  # a placeholder that the kernel does not read
     if is_counted:
         places = num_places(requests, kv_heads, parts, num_sms)
         counts = torch.empty(places * group, dtype=torch.int32, device=query.device)

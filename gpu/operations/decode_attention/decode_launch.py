@@ -1,4 +1,4 @@
-"""What the launches of decode attention read, work in, and give."""
+"""Define the arguments, scratch memory and results of decode attention launches."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from torch import Tensor
 class PagedReads(NamedTuple):
     """Queries and the pages that they read.
 
-    query: `[requests, heads, dim]`, after RoPE; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, the
-    query's dtype, or of codes (`kv_rows`); page_table: int32 `[max_slots, max_pages]`, by cell; slots, context_lens (in
-    cells): int32 `[requests]`; slot -1 or context 0 is padding and gives empty partials.
+    query: `[requests, heads, dim]`, after RoPE. key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, in
+    the query's dtype, or in codes (`kv_rows`). page_table: int32 `[max_slots, max_pages]`, by cell. slots, context_lens
+    (in cells): int32 `[requests]`; slot -1 or context length 0 is padding and gives an empty partial.
     """
 
     query: Tensor
@@ -24,8 +24,10 @@ class PagedReads(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Buffers for partials. out: float32 `[parts, requests, heads, dim]`; lse: float32 and covered: int32 or None,
-    `[parts, requests, heads]`.
+    """Buffers that a launch writes partials to.
+
+    out: float32 `[parts, requests, heads, dim]`. lse: float32 `[parts, requests, heads]`. covered: int32 of that shape,
+    or None.
     """
 
     out: Tensor
@@ -35,11 +37,11 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Scratch memory of decode attention. Scratch: out float32 `[rows, heads, dim]`, lse float32 `[rows, heads]`, log
-    base 2. On CPU both are empty.
+    """Scratch memory of decode attention.
 
-    Without bounds a launch uses the first requests * splits rows; with bounds it takes all as `[places, group, dim]`.
-    parts: 2 where there is room for far beside near.
+    out: float32 `[rows, heads, dim]`; lse: float32 `[rows, heads]`, log base 2. On the CPU both are empty. Without
+    bounds a launch uses the first requests * splits rows; with bounds it uses all as `[places, group, dim]`. parts: 2
+    if there is room for far beside near.
     """
 
     out: Tensor

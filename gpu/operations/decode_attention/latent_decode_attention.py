@@ -1,8 +1,8 @@
-"""Attention of one query token per request over its paged rows of latents: a partial whose values are latents, too.
+"""Attend with one query token per request to its paged latent rows. The partial's values are latents, too.
 
-All heads share one row a token, of `rank` numbers of a latent and `rotated` that are rotated: scores are of all of it,
-values its latent alone. A tile of tokens is read once for up to MOST_HEADS heads. A context is cut into splits as in
-`paged_decode_attention`, whose second kernel merges them. Bytes moved: a row for each token, once for MOST_HEADS heads.
+All heads share one row per token: a latent of `rank` numbers, and `rotated` numbers after RoPE. Scores use the whole
+row, values only its latent. A tile of tokens is read once for up to MOST_HEADS heads. A context is cut into splits as
+in `paged_decode_attention`, whose second kernel merges them. Bytes moved: each token's row, once per MOST_HEADS heads.
 """
 
 from typing import NamedTuple
@@ -22,16 +22,18 @@ from gpu.operations.kv.latent_rows import check_latent_pages, read_latents
 from transfer.partial import Partial
 
 _PLAIN = tl.constexpr(PLAIN)
-MOST_HEADS = {2: 32, 4: 16}  # of one program, by the bytes of a number
+MOST_HEADS = {2: 32, 4: 16}  # of one program, by the itemsize of the query
 TILES = {2: (32, 8, 2), 4: (16, 8, 1)}  # tokens, warps and stages; within 99 KiB of shared memory at a rank of 512
-LEAST_HEADS = 16  # that a product of tiles takes
+LEAST_HEADS = 16  # the fewest rows of a product of tiles
 
 
 class LatentReads(NamedTuple):
-    """What attention to latents reads. query: `[requests, heads, rank + rotated]`, its latent part multiplied by what
-    makes keys; pages: `[num_pages, 1, page_tokens, rank + rotated]`, of the query's dtype, or of codes (`latent_rows`);
-    page_table: int32 `[max_slots, max_pages]`, by cell; slots, context_lens (in cells): int32 `[requests]`; slot -1 or
-    context 0 is padding.
+    """What attention to latents reads.
+
+    query: `[requests, heads, rank + rotated]`, absorbed: its latent part is multiplied by the matrix that makes keys.
+    pages: `[num_pages, 1, page_tokens, rank + rotated]`, in the query's dtype, or in codes (`latent_rows`). page_table:
+    int32 `[max_slots, max_pages]`, by cell. slots, context_lens (in cells): int32 `[requests]`; slot -1 or context
+    length 0 is padding.
     """
 
     query: Tensor
@@ -127,13 +129,12 @@ def _latent_split_kernel(
 
 
 def latent_decode_attention(reads: LatentReads, workspace: Workspace, is_counted: bool = False) -> Partial:
-    """Compute softmax attention of each request's query over the rows of slot `slots[i]`; padding gives an empty
-    partial.
+    """Attend with each request's query to the rows of slot `slots[i]`. Padding gives an empty partial.
 
-    The workspace is of `heads` heads of `rank`. The partial is out float32 `[requests, heads, rank]`, lse float32
-    `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. On a GPU rank and rotated are powers of
-    two. Raises ValueError for another shape, dtype or device, or more requests than the workspace holds; context
-    lengths and page ids are trusted.
+    workspace: for `heads` heads of `rank`. Returns out float32 `[requests, heads, rank]`, lse float32 `[requests,
+    heads]`, natural log, and with `is_counted` int32 `covered`. On a GPU rank and rotated are powers of two. Raises
+    ValueError for another shape, dtype or device, or for more requests than the workspace holds; context lengths and
+    page ids are trusted.
     """
     query, pages, page_table, slots, context_lens, scale, rank = reads
     op, (requests, heads, row), device = "latent_decode_attention", query.shape, query.device
@@ -159,7 +160,7 @@ def latent_decode_attention(reads: LatentReads, workspace: Workspace, is_counted
     out = torch.empty(requests, heads, rank, dtype=torch.float32, device=device)
     lse = torch.empty(requests, heads, dtype=torch.float32, device=device)
     covered = torch.empty(requests, heads, dtype=torch.int32, device=device) if is_counted else None
-    split_covered = slots  # not looked at
+    split_covered = slots  # a placeholder that the kernel does not read
     if is_counted:
         split_covered = torch.empty(requests * splits, heads, dtype=torch.int32, device=device)
     _latent_split_kernel[(requests, triton.cdiv(heads, block_heads), splits)](

@@ -1,6 +1,6 @@
-"""Decode attention over paged rows on the CPU in float32, compiled by numba.
+"""Compute decode attention over paged rows on the CPU in float32, compiled by numba.
 
-It reads each page in place, once for a query group, and spreads long contexts over a pool of threads.
+It reads each page in place, once per query group, and spreads long contexts over a pool of threads.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ from gpu.operations.decode_attention.paged_decode_attention import MAXIMA_CELLS,
 from transfer.partial import Partial
 from transfer.simd.inner import inner
 
-SPREAD_TOKENS = 8192  # context tokens of a batch from which more than one thread pays for its start
+SPREAD_TOKENS = 8192  # from so many context tokens of a batch on, several threads are faster
 
 
 def paged_decode_attention_cpu(
@@ -27,7 +27,7 @@ def paged_decode_attention_cpu(
     has_far: bool = False,
     maxima: Tensor | None = None,
 ) -> DevicePartials:
-    """Compute `paged_decode_attention` in float32 throughout, always counted."""
+    """Compute `paged_decode_attention` in float32 throughout; cells are always counted."""
     query, key_pages, value_pages, page_table, slots, context_lens, scale = reads
     requests, heads, dim = query.shape
     kv_heads = key_pages.shape[1]
@@ -64,7 +64,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 @numba.njit(nogil=True, cache=True, fastmath=FINITE_OR_NOT)
 def _attend(query, key_pages, value_pages, page_table, slots, context_lens, bounds, scale, out, lse, covered, maxima,
             first, end, step):  # fmt: skip
-    """Attend for (request, KV head) pairs `first, first + step ..`: near and then, where there is room for it, far."""
+    """Attend for the pairs (request, KV head) `first, first + step ..`: near, and then far if there is room for it."""
     kv_heads = key_pages.shape[1]
     group = query.shape[1] // kv_heads
     logits = np.empty((group, max(1, context_lens.max())), dtype=np.float32)
@@ -89,8 +89,9 @@ def _attend(query, key_pages, value_pages, page_table, slots, context_lens, boun
 
 @inner(fastmath=FINITE_OR_NOT)
 def _attend_cells(query, keys, values, pages, below, begins, ends, scale, logits, out, lse, covered, maxima):
-    """Attend with one KV head's query group to the cells that some head reads: logits, their softmax, then the weighted
-    values. A head reads the cells below its `below` and those in its `[begin, end)`.
+    """Attend with one KV head's query group to the cells that some head reads: logits, softmax, weighted values.
+
+    A head reads the cells below its `below` and those in its `[begin, end)`.
     """
     group, dim = query.shape
     page_tokens = keys.shape[1]
@@ -142,7 +143,10 @@ def _attend_cells(query, keys, values, pages, below, begins, ends, scale, logits
 
 @inner
 def _place(cell, pages, page_tokens, below, begins, ends):
-    """Return the page and offset of a cell that some head reads; of others anything, since there may be no page."""
+    """Return the page and offset of a cell that some head reads.
+
+    For other cells the result is arbitrary: they may have no page.
+    """
     for member in range(len(below)):
         if cell < below[member] or begins[member] <= cell < ends[member]:
             return pages[cell // page_tokens], cell % page_tokens

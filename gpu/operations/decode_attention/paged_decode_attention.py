@@ -1,13 +1,13 @@
-"""Attention of one query token per request over its paged context: partials (out, natural-log lse) of stated cells.
+"""Attend with one query token per request to its paged context: partials (out, natural-log lse) of stated cells.
 
 A (request, head) reads *near*, `[0, skip_begin)` and `[cut, context_len)`, and *far*, `[skip_end, cut)`, as two
 partials; without bounds, near is the whole context. Cells beyond a context or in the skipped range, and pages that hold
-nothing else, are never read. No cells give (0, -inf). Bytes moved: a key and a value (2 * itemsize * dim; of codes 2 *
-(dim + 4)) for each cell that a head of a query group reads, once for the group, and for the rest of its blocks at the
-bounds.
+nothing else, are never read. A partial of no cells is (0, -inf). Bytes moved: a key and a value (2 * itemsize * dim; of
+codes 2 * (dim + 4)) for each cell that a head of a query group reads, once for the group, and for the rest of the
+blocks at its bounds.
 
-On a GPU a whole context is cut into splits (split-KV, as in FlashDecoding), one program for each (request, KV head,
-split); a second kernel merges a request's splits. The launch fixes the number of splits, so a CUDA graph holds for
+On a GPU a whole context is cut into splits (split-KV, as in FlashDecoding), with one program for each (request, KV
+head, split); a second kernel merges a request's splits. The launch fixes the number of splits, so a CUDA graph serves
 every context length. With bounds, spans differ, and `balanced_decode_attention` cuts them.
 """
 
@@ -47,14 +47,14 @@ CONFIGS = {
     (4, 512): (16, 4, 1),
 }
 
-REDUCED_DIMS = 128  # of a program that merges splits: all of a head of 512 take it as long as attention does
-NUMBERS_OF_A_WARP = 1024  # of splits that are merged: many programs of few numbers wait for their warps
+REDUCED_DIMS = 128  # of a program that merges splits: with all 512 of a head it would take as long as attention
+NUMBERS_OF_A_WARP = 1024  # of merged splits: with fewer per warp, programs wait for their warps
 DECODED_DIMS = tuple(sorted({dim for _, dim in CONFIGS}))
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePartials:
-    """What a launch read: near, and far where it was asked for and there are bounds."""
+    """The partials of a launch: near, and far if it was asked for and there are bounds."""
 
     near: Partial
     far: Partial | None
@@ -64,7 +64,9 @@ def workspace_for(
     max_requests: int, num_heads: int, num_kv_heads: int, dim: int, max_context_tokens: int,
     device: torch.device | str, has_far: bool = False,
 ) -> Workspace:  # fmt: skip
-    """Allocate once, for every launch of up to `max_requests` requests of up to `max_context_tokens` each."""
+    """Allocate the scratch memory for all launches of up to `max_requests` requests of up to
+    `max_context_tokens` each.
+    """
     device = torch.device(device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     parts = 1 + has_far
@@ -126,7 +128,7 @@ def _split_kernel(
     num_blocks = tl.cdiv(context, BLOCK_TOKENS)
     split_blocks = tl.cdiv(num_blocks, num_splits)
     first = split * split_blocks
-    if first >= num_blocks:  # short contexts leave splits empty; the reduction knows which
+    if first >= num_blocks:  # short contexts leave splits empty; the reduction skips these
         return
 
     column = tl.arange(0, BLOCK_DIM)[None, :]
@@ -183,14 +185,14 @@ def paged_decode_attention(
     maxima: Tensor | None = None,
     is_counted: bool = False,
 ) -> DevicePartials:
-    """Compute softmax attention of each request's query over the cells of slot `slots[i]` that its heads read.
+    """Attend with each request's query to the cells of slot `slots[i]` that its heads read.
 
-    bounds: int32 `[3, requests,
-    heads]`, in which axes may be expanded: skip_begin <= skip_end <= cut, or None: all is near. has_far: False where
-    all cuts are at the skipped range's end. maxima: float32 `[requests, heads, blocks]`, to take the largest natural
-    logit of each 16 cells of which a head reads some, else -inf. Partials are out float32 `[requests, heads, dim]`, lse
-    float32 `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. Raises ValueError for another
-    shape, dtype or device, or more requests than the workspace holds; context lengths, bounds and page ids are trusted.
+    bounds: int32 `[3, requests, heads]`, whose axes may be expanded: skip_begin <= skip_end <= cut; None: all is near.
+    has_far: False if all cuts are at the skipped range's end. maxima: float32 `[requests, heads, blocks]`, filled with
+    the largest natural logit of each 16 cells, -inf if a head reads none of them. Partials are out float32 `[requests,
+    heads, dim]`, lse float32 `[requests, heads]`, natural log, and with `is_counted` int32 `covered`. Raises ValueError
+    for another shape, dtype or device, or for more requests than the workspace holds; context lengths, bounds and page
+    ids are trusted.
     """
     query, key_pages, value_pages, page_table, slots, context_lens, _ = reads
     op, (requests, heads, dim), device = "paged_decode_attention", query.shape, query.device
@@ -237,7 +239,7 @@ def paged_decode_attention(
 
 
 def _launch_splits(reads: PagedReads, maxima: Tensor | None, workspace: Workspace, given: Given) -> None:
-    """Launch for all of each context; arguments are checked. given: one part, to take the partial."""
+    """Launch for the whole of each context, for checked arguments. given: buffers of one part."""
     query, key_pages, value_pages, page_table, slots, context_lens, scale = reads
     _, lse, covered = given
     (requests, heads, dim), (kv_heads, page_tokens) = query.shape, key_pages.shape[1:3]
@@ -245,7 +247,7 @@ def _launch_splits(reads: PagedReads, maxima: Tensor | None, workspace: Workspac
     splits = num_splits(requests, kv_heads, workspace.max_context_tokens, workspace.num_sms)
     group, kind = heads // kv_heads, kind_of(key_pages)
     is_counted = covered is not None
-    split_covered = slots  # not looked at
+    split_covered = slots  # a placeholder that the kernel does not read
     if is_counted:
         split_covered = torch.empty(requests * splits, heads, dtype=torch.int32, device=query.device)
     _split_kernel[(requests, kv_heads, splits)](
@@ -264,8 +266,9 @@ def merge_splits(
     workspace: Workspace, split_covered: Tensor, slots: Tensor, context_lens: Tensor, splits: int, block_tokens: int,
     given: tuple[Tensor, Tensor, Tensor | None],
 ) -> None:  # fmt: skip
-    """Merge each request's splits, cut at whole blocks of `block_tokens`, in the workspace. given: out, lse, covered,
-    of one part, to take the partial.
+    """Merge each request's splits in the workspace; they are cut at whole blocks of `block_tokens`.
+
+    given: out, lse and covered of one part, which receive the partial.
     """
     out, lse, covered = given
     requests, heads, dim = out.shape[-3:]

@@ -1,6 +1,7 @@
-"""Decode attention over paged rows in plain torch: the reference, and what the CPU runs in dtypes other than float32.
+"""Compute decode attention over paged rows in plain torch: as the reference, and on the CPU in dtypes other than
+float32.
 
-Cells that no head reads are not looked at, so a skipped range may hold anything, or have no pages.
+Cells that no head reads are not loaded, so a skipped range may hold anything, or have no pages.
 """
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from gpu.operations.kv.kv_rows import codes_of, has_codes, read_cells, read_codes, scales_of
 from transfer.partial import Partial
 
-# A context whose keys and values are no more goes through CPU attention in one batch with others like it. Measured in
+# A context with keys and values of up to so many bytes is batched with others like it. Measured in
 # float32, 64 requests: of 100 tokens 1.1 ms in a batch, 3.8 ms one by one; of 300 the same; of 1024 3x slower.
 BATCHED_BYTES = 256 * 1024
 
@@ -25,7 +26,7 @@ def attend_whole(
 ) -> Partial:
     """Return the partial over `[0, context_lens)`; in float64 it is float64 too. See `paged_decode_attention`.
 
-    Short contexts go through torch's flash attention in one padded batch, long ones each by itself.
+    Short contexts go through torch's flash attention in one padded batch, long ones one by one.
     """
     requests, _, dim = query.shape
     lens = torch.where(slots >= 0, context_lens, 0).tolist()
@@ -56,8 +57,9 @@ def attend_cells(
     wanted: Tensor,
     scale: float,
 ) -> tuple[Partial, Tensor]:
-    """Return the partial over the cells that `wanted`, bool `[requests, heads, cells]`, names, with counts; and the
-    logits, of the partial's dtype `[requests, heads, cells]`, -inf where a head reads nothing.
+    """Return the partial over the `wanted` cells, bool `[requests, heads, cells]`, with counts; and the logits.
+
+    The logits are `[requests, heads, cells]` in the partial's dtype, -inf where a head reads nothing.
     """
     (kv_heads, page_tokens), partial, wide = key_pages.shape[1:3], _empty(query), _wide(query)
     partial = Partial(partial.out, partial.lse, wanted.sum(-1, dtype=torch.int32))
@@ -95,8 +97,8 @@ def _attend(
     contexts: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of requests with contexts of one token or more, padded to the longest."""
-    query = query.to(_wide(query)) if has_codes(key_pages) else query  # what codes mean is not rounded
+    """Return (out, lse) of requests with contexts of at least one token, padded to the longest."""
+    query = query.to(_wide(query)) if has_codes(key_pages) else query  # do not round what codes stand for
     requests, heads, dim = query.shape
     kv_heads, page_tokens = key_pages.shape[1:3]
     longest = max(contexts)
@@ -125,7 +127,7 @@ def _attend(
 
 
 def _whole_pages(pages: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return pages with a page's tokens of one KV head as one row: `[rows, page_tokens, dim]` of these."""
+    """Return pages of single KV heads, `[rows, page_tokens, dim]`. rows: page * kv_heads + kv_head."""
     by_head = pages.flatten(0, 1)
     own = by_head.index_select(0, rows)
     return read_codes(codes_of(own), scales_of(own), dtype) if has_codes(pages) else own.to(dtype)

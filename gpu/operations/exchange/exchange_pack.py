@@ -1,10 +1,10 @@
-"""Write a decode step's request to the CPU into pinned memory: each row's query, codes and wishes, then its flag.
+"""Write a decode step's request to the CPU into pinned memory: each row's query, codes and masks, then its flag.
 
-One program a row: its threads write, meet at a barrier, and one stores the flag, with release order for the whole
-system; an atomic exchange would go over the link and back, and some links have none. Every program counts every request
-in a counter of its own row on the device, also where the row is not in use. So a stamp needs no kernel of its own, and
-captured launches of any batch size keep count together. Bytes moved for a row: heads * (dim * itemsize + 2 * tables +
-1) and the exclusions', over the link.
+There is one program per row. Its threads write and meet at a barrier. Then one of them stores the flag, with release
+order for the whole system. (An atomic exchange would go over the link and back, and some links have none.) Every
+program counts every request in its own row's counter on the device, even if the row is not in use. So a stamp needs no
+kernel of its own, and captured launches of any batch size keep the same count. Bytes moved per row: heads * (dim *
+itemsize + 2 * tables + 1) and the exclusions, over the link.
 """
 
 import torch
@@ -16,7 +16,7 @@ from gpu.operations.arguments import INTERPRETED, check, runs_on_triton
 from transfer.exchange import LAST_STAMP, ExchangeSlot, Handshake
 
 BLOCK = 4096
-FEW = 256  # of a mask, or of words of bits
+FEW = 256  # elements of a mask or words of bits at once
 
 _LAST_STAMP = tl.constexpr(LAST_STAMP)
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -38,8 +38,9 @@ def new_counters(slot: Handshake, device: torch.device) -> Tensor:
 
 
 def catch_up(counters: Tensor, slot: Handshake) -> None:
-    """Count requests that the host was not told of, of a warm-up, as answered; waits for the device. Counting back
-    instead would give stamps twice, and a flag of the first time would be taken for one of the second.
+    """Mark requests that the host was not told of, such as those of a warm-up, as answered. Waits for the device.
+
+    If the counters were set back instead, stamps would repeat, and an old flag could be taken for a new one.
     """
     slot.stamp = int(counters[0])
     slot.give_answer()
@@ -67,8 +68,8 @@ def exchange_pack_reference(
 
 @triton.jit
 def store_release(pointer, value):
-    """Store an int32 so that its readers see all that the program stored before its last barrier."""
-    if _INTERPRETED:  # which knows no assembly, and one thread
+    """Store an int32 such that its readers see all that the program stored before its last barrier."""
+    if _INTERPRETED:  # the interpreter has no assembly and a single thread
         tl.store(pointer, value)
     else:
         tl.inline_asm_elementwise(
@@ -120,12 +121,12 @@ def exchange_pack(
     wanted: Tensor | None = None,
     excluded: Tensor | None = None,
 ) -> None:
-    """Ask with queries `[rows, heads, dim]` (slot's dtype; rows may be strided) and their codes, uint16 `[rows, heads,
-    tables]` contiguous, or None where the slot has none. May be captured. `slot.advance(rows)` is the host's side.
+    """Send a request with queries `[rows, heads, dim]` (slot's dtype; rows may be strided). May be captured.
 
-    counters: of `new_counters`, on the queries' device. wanted: uint8 `[rows, heads]`, None: all; excluded: int32
-    `[rows, kv_heads, words]`, None: nothing; as in the slot. The answer is read by `transfer.merge.merge_outputs`
-    straight from `slot.out` and `slot.lse`. Raises ValueError for another shape, dtype or device.
+    The host's side of it is `slot.advance(rows)`. codes: uint16 `[rows, heads, tables]`, contiguous, or None if the
+    slot has none. counters: from `new_counters`, on the queries' device. wanted: uint8 `[rows, heads]`, None: all heads
+    ask. excluded: int32 `[rows, kv_heads, words]`, None: nothing; both as in the slot. `transfer.merge.merge_outputs`
+    reads the answer directly from `slot.out` and `slot.lse`. Raises ValueError for another shape, dtype or device.
     """
     op, (rows, heads, dim), device = "exchange_pack", queries.shape, queries.device
     max_rows = len(slot.flags)

@@ -1,8 +1,8 @@
 """Write a decode step's request for experts in host memory into pinned memory, and add the CPU's answer on the card.
 
-As in `exchange_pack`, a program a row writes, meets its own threads at a barrier and stores the row's flag with release
-order; and every program counts every request, so that launches of any size keep count together. Bytes over the link for
-a row: 4 * hidden and 8 a place to the host, 4 * hidden back.
+As in `exchange_pack`, each row has a program, which writes, meets its own threads at a barrier and stores the row's
+flag with release order. And every program counts every request, so that launches of any size keep the same count. Bytes
+over the link per row: 4 * hidden and 8 per chosen expert to the host, 4 * hidden back.
 """
 
 import torch
@@ -72,12 +72,12 @@ def _add_answer_kernel(made, answer, out, count, BLOCK: tl.constexpr):
 def request_experts(
     normed: Tensor, ids: Tensor, shares: Tensor, on_card: int, slots: Tensor | None, counters: Tensor, slot: ExpertSlot
 ) -> None:
-    """Ask for what experts `on_card` and beyond make of rows `[rows, hidden]`, float32 or bfloat16, contiguous. May be
-    captured. `slot.advance(rows)` is the host's side.
+    """Request the outputs of experts `on_card` and beyond for rows `[rows, hidden]`. May be captured.
 
-    ids: int32 `[rows, per_token]`; shares: float32, their weights; slots: int32 `[rows]`, below 0 in those that are not
-    in use and request nothing, None: all are; counters: of `exchange_pack.new_counters`, on the rows' device. Raises
-    ValueError for another shape, dtype or device.
+    The host's side of it is `slot.advance(rows)`. normed: float32 or bfloat16, contiguous. ids: int32 `[rows,
+    per_token]`. shares: float32 `[rows, per_token]`, their weights. slots: int32 `[rows]`, below 0 in rows that are not
+    in use and request nothing; None: all are in use. counters: from `exchange_pack.new_counters`, on the rows' device.
+    Raises ValueError for another shape, dtype or device.
     """
     op, (rows, hidden), device = "request_experts", normed.shape, normed.device
     max_rows, per_token = slot.experts.shape
@@ -101,10 +101,9 @@ def request_experts(
 
 
 def add_answer(made: Tensor, slot: ExpertSlot, dtype: torch.dtype) -> Tensor:
-    """Return `made` plus the answer to the last request, of which there is one: `[rows, hidden]` of `dtype`, rounded
-    once.
+    """Return `made` plus the answer to the last request: `[rows, hidden]` of `dtype`, rounded once.
 
-    made: float32 `[rows, hidden]`, contiguous. Raises ValueError for another dtype.
+    made: float32 `[rows, hidden]`, contiguous. There must be an answer. Raises ValueError for another dtype.
     """
     op, (rows, hidden) = "add_answer", made.shape
     check(op, "made", made, (rows, slot.out.shape[1]), torch.float32, made.device)

@@ -1,7 +1,8 @@
-"""Define the table of chunks of host memory that the device attends to, int64 `[rows, COLUMNS, CHUNKS]`. No torch.
+"""Define the table of chunks in host memory that the device attends to, int64 `[rows, COLUMNS, CHUNKS]`. No torch.
 
-Of a chunk: addresses of its first key and value with strides in bytes, of float32 centre `[kv_heads, dim]`, key scale
-`[kv_heads]` and value scale `[kv_heads, dim]` (bf16 rows have no scales), and its tokens, 0: it is not used.
+The columns of a chunk are: the addresses of its first key and first value, with strides in bytes; the addresses of the
+float32 centre `[kv_heads, dim]`, key scale `[kv_heads]` and value scale `[kv_heads, dim]` (bf16 rows have no scales);
+and its number of tokens, 0 if it is not used.
 """
 
 (
@@ -9,4 +10,4 @@ Of a chunk: addresses of its first key and value with strides in bytes, of float
     TOKENS,
 ) = range(10)  # fmt: skip
 COLUMNS = 10
-CHUNKS = 32  # of a row's tokens: with the KV heads of a usual model, enough programs to fill the link
+CHUNKS = 32  # most chunks of a row: times a usual model's KV heads, enough programs to fill the link

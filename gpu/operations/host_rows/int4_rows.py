@@ -1,11 +1,11 @@
 """Convert rows to and from int4 in host memory: codes of groups of 32 dimensions, each with a scale and an offset.
 
-A row is `dim / 2` bytes of codes and a word for each group, and is filled up to 16 bytes (`int4_row_bytes`). Byte b of
-a group has dimension b in its low half and dimension b + 16 in its high one. A word has the group's scale in its low
-half and its offset in its high one, both bf16. Number = offset + scale * code, in float32. The offset is the least
-number of the group, and 15 scales reach the largest, both as bf16 rounds them. So a row needs nothing of its segment
-but the centre, and errs by half a scale, or by what bf16 loses where that is more. Bytes moved: rows read once, written
-once.
+A row is `dim / 2` bytes of codes and one word per group, padded to a multiple of 16 bytes (`int4_row_bytes`). Byte b of
+a group has dimension b in its low half and dimension b + 16 in its high half. A word has the group's scale in its low
+half and its offset in its high half, both bf16. Number = offset + scale * code, in float32. The offset is the least
+number of the group, and 15 scales above it is the largest, both as bf16 rounds them. So a row needs nothing of its
+segment but the centre. Its error is half a scale, or the error of bf16 if that is larger. Bytes moved: rows read once,
+written once.
 """
 
 import torch
@@ -17,15 +17,15 @@ from gpu.operations.arguments import check_dtype, runs_on_triton
 from transfer.tier_shape import INT4_GROUP, int4_row_bytes
 
 BLOCK_TOKENS = 32
-STEPS = 15  # from the least number of a group to the largest
-LEAST_STEP = 1e-30  # of groups whose numbers are all alike
+STEPS = 15  # from a group's least number to its largest
+LEAST_STEP = 1e-30  # for groups whose numbers are all equal
 
 _STEPS, _LEAST_STEP = tl.constexpr(STEPS), tl.constexpr(LEAST_STEP)
 _GROUP = tl.constexpr(INT4_GROUP)
 
 
 def store_int4_reference(rows: Tensor) -> Tensor:
-    """Return stored rows, uint8 `[..., int4_row_bytes(dim)]`, of rows `[..., dim]`, float32 or wider."""
+    """Return rows `[..., dim]`, float32 or wider, in stored form: uint8 `[..., int4_row_bytes(dim)]`."""
     dim = rows.shape[-1]
     groups = rows.float().unflatten(-1, (dim // INT4_GROUP, INT4_GROUP))
     offset = groups.amin(-1).bfloat16()
@@ -40,7 +40,7 @@ def store_int4_reference(rows: Tensor) -> Tensor:
 
 
 def restore_int4_reference(stored: Tensor, dim: int) -> Tensor:
-    """Return rows, float32 `[..., dim]`, of stored rows, uint8 `[..., int4_row_bytes(dim)]`."""
+    """Return stored rows, uint8 `[..., int4_row_bytes(dim)]`, as float32 `[..., dim]`."""
     packed = stored[..., : dim // 2].unflatten(-1, (dim // INT4_GROUP, INT4_GROUP // 2))
     words = stored[..., dim // 2 : dim // 2 + 4 * (dim // INT4_GROUP)].contiguous().view(torch.bfloat16)
     scale, offset = words.unflatten(-1, (-1, 2)).float().unbind(-1)
@@ -91,7 +91,7 @@ def _store_int4_kernel(
 
 @triton.jit
 def int4_rows(at, is_there, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Return rows, float32 `[tokens, WIDE]`, 0 behind DIM. at: pointers to uint8 `[tokens]`, multiples of 16 bytes."""
+    """Return rows, float32 `[tokens, WIDE]`, 0 behind DIM. at: uint8 pointers `[tokens]`, multiples of 16 bytes."""
     group, byte = tl.arange(0, WIDE // _GROUP), tl.arange(0, _GROUP // 2)
     is_group = is_there[:, None] & (group * _GROUP < DIM)[None, :]
     codes = tl.multiple_of(at[:, None, None], [1, 1, 16]) + (group * (_GROUP // 2))[None, :, None]
@@ -120,8 +120,10 @@ def _restore_int4_kernel(
 
 
 def store_int4(rows: Tensor, centre: Tensor | None, stored: Tensor) -> None:
-    """Write rows `[heads, tokens, dim]` less the centre, float32 `[heads, dim]`, if there is one, to uint8 `[heads,
-    tokens, int4_row_bytes(dim)]`. Heads and tokens of both may be strided.
+    """Write rows `[heads, tokens, dim]`, less the centre if there is one, to uint8 `[heads, tokens,
+    int4_row_bytes(dim)]`.
+
+    centre: float32 `[heads, dim]`. Heads and tokens of both may be strided.
     """
     if not runs_on_triton(rows) or rows.numel() == 0:
         stored.copy_(store_int4_reference(rows if centre is None else rows - centre[:, None]))
@@ -136,7 +138,7 @@ def store_int4(rows: Tensor, centre: Tensor | None, stored: Tensor) -> None:
 
 
 def restore_int4(stored: Tensor, centre: Tensor | None, rows: Tensor) -> None:
-    """Write what `store_int4` stored, with the centre, to rows `[heads, tokens, dim]` of any float."""
+    """Write what `store_int4` stored, plus the centre, to rows `[heads, tokens, dim]` of any float type."""
     heads, tokens, dim = rows.shape
     if not runs_on_triton(rows) or rows.numel() == 0:
         found = restore_int4_reference(stored, dim)

@@ -1,10 +1,10 @@
-"""Attend to rows that lie in host memory, read by the device over the link: softmax attention over chunks of them.
+"""Attend to chunks of rows in host memory, which the device reads over the link.
 
     logits = scale q (k_scale k + centre)      out = sum softmax(logits) v_scale v      lse = log sum exp(logits)
 
-Rows of a step that read the same tokens are attended to together, so each key and value crosses the link once for all
-of them. A program takes one KV head and one chunk of its tokens, and a second kernel merges chunks. Sums are float32;
-products are of the query's type, and int8 rows are exact in it.
+Rows of a step that read the same tokens are computed together, so each key and value crosses the link once for all of
+them. A program takes one KV head and one chunk of its tokens, and a second kernel merges chunks. Sums are float32.
+Products are in the query's dtype, which represents int8 rows exactly.
 """
 
 from typing import NamedTuple
@@ -28,9 +28,9 @@ from gpu.operations.host_rows.chunk_columns import (
 from gpu.operations.host_rows.host_bytes import bytes_at
 from transfer.merge import NO_MASS
 
-MOST_TOGETHER = 8  # rows that read together
+MOST_TOGETHER = 8  # most rows that read the same tokens together
 
-_BLOCK_BYTES = 16_384  # of keys at once, in the type of queries
+_BLOCK_BYTES = 16_384  # of keys at once, in the query's dtype
 _WARPS, _STAGES = 4, 2
 _KEYS, _VALUES = tl.constexpr(KEYS), tl.constexpr(VALUES)
 _CENTRE, _KEY_SCALE, _VALUE_SCALE = tl.constexpr(CENTRE), tl.constexpr(KEY_SCALE), tl.constexpr(VALUE_SCALE)
@@ -45,7 +45,7 @@ def _number(mine, CHUNKS: tl.constexpr, COLUMN: tl.constexpr):
 @triton.jit
 def _rows_at(mine, kv_head, token, inside, kind, CHUNKS: tl.constexpr, AT: tl.constexpr, DIM: tl.constexpr,
              WIDE: tl.constexpr):  # fmt: skip
-    """Return rows of tokens as they are stored, `[tokens, WIDE]`, 0 behind DIM. kind: a pointer to what they are of."""
+    """Load the stored rows of tokens, `[tokens, WIDE]`, 0 behind DIM. kind: any pointer of the rows' type."""
     address = _number(mine, CHUNKS, AT) + kv_head * _number(mine, CHUNKS, AT + 1)
     address += token.to(tl.int64) * _number(mine, CHUNKS, AT + 2)
     column = tl.arange(0, WIDE)[None, :]
@@ -55,7 +55,7 @@ def _rows_at(mine, kv_head, token, inside, kind, CHUNKS: tl.constexpr, AT: tl.co
 
 @triton.jit
 def _floats_at(mine, first, CHUNKS: tl.constexpr, AT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Return DIM numbers of float32 from number `first` on, `[WIDE]`, 0 behind DIM."""
+    """Load DIM float32 numbers from number `first` on, `[WIDE]`, 0 behind DIM."""
     column = tl.arange(0, WIDE)
     address = _number(mine, CHUNKS, AT).to(tl.pointer_type(tl.float32))
     return tl.load(address + first + column, mask=column < DIM, other=0.0)
@@ -67,8 +67,9 @@ def _chunk_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, CHUNKS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, INT8: tl.constexpr, HAS_WANTED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one chunk with the heads of one KV head's group of the rows that read it together. stored: of the type
-    that rows have. ROWS: a power of two of (row, head) pairs.
+    """Attend to one chunk with one KV head's query heads of all rows that read it together.
+
+    stored: a tensor of the rows' type. ROWS: the number of (row, head) pairs, a power of two.
     """
     row, kv_head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(together + row)
@@ -127,7 +128,7 @@ def _merge_chunks_kernel(
     chunks, leaders, wanted, outs, lses, out, lse, NONE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, CHUNKS: tl.constexpr, HAS_WANTED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the chunks of one row and head. NONE: lse of a head that reads nothing."""
+    """Merge the chunks of one row and head. NONE: the lse of a head that reads nothing."""
     row, head = tl.program_id(0), tl.program_id(1)
     chunk, column = tl.arange(0, CHUNKS), tl.arange(0, WIDE)
     leader, place, inside = tl.load(leaders + row), row * HEADS + head, column < DIM
@@ -150,9 +151,11 @@ def _merge_chunks_kernel(
 
 
 class LinkedChunks(NamedTuple):
-    """What rows read over the link. chunks: int64 `[rows, COLUMNS, CHUNKS]`, read of rows that lead; together: int32
-    `[rows]`, how many rows from this one on read its chunks, 0: it does not lead; leaders: int32 `[rows]`, the row
-    whose chunks a row reads, -1: none.
+    """What rows read over the link.
+
+    chunks: int64 `[rows, COLUMNS, CHUNKS]`, of which only those of leading rows are read. together: int32 `[rows]`, how
+    many rows from this one on read its chunks; 0: it does not lead. leaders: int32 `[rows]`, the row whose chunks a row
+    reads, -1: none.
     """
 
     chunks: Tensor
@@ -166,9 +169,9 @@ def linked_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out, float32 `[rows, heads, dim]`, and lse, float32 `[rows, heads]`, over each row's chunks.
 
-    query: `[rows, heads, dim]`, rotated. A row without a leader gets (0, NO_MASS), as does a head that `wanted`, uint8
-    `[rows, heads]`, has a 0 for. work: float32 `[rows * heads * CHUNKS * dim]` and `[rows * heads * CHUNKS]` at least,
-    overwritten. Raises ValueError for another shape, dtype or device; addresses are trusted.
+    query: `[rows, heads, dim]`, after RoPE. A row without a leader gets (0, NO_MASS), and so does a head whose entry in
+    `wanted`, uint8 `[rows, heads]`, is 0. work: float32, at least `[rows * heads * CHUNKS * dim]` and `[rows * heads *
+    CHUNKS]`, overwritten. Raises ValueError for another shape, dtype or device; addresses are trusted.
     """
     chunks, together, leaders = read
     op, (rows, heads, dim), device = "linked_attention", query.shape, query.device
@@ -206,7 +209,7 @@ def linked_attention(
 def linked_attention_reference(
     query: Tensor, chunks: Tensor, leaders: Tensor, scale: float, kv_heads: int, is_int8: bool, wanted: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return what `linked_attention` does, in float64 inside. On the CPU."""
+    """Compute `linked_attention` on the CPU, in float64 inside."""
     rows, heads, dim = query.shape
     group = heads // kv_heads
     out, lse = torch.zeros(rows, heads, dim), torch.full((rows, heads), NO_MASS)

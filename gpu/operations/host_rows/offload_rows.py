@@ -15,8 +15,8 @@ from transfer.tier_shape import int4_row_bytes
 
 INT8_STEPS = 127
 BLOCK_TOKENS = 32
-PART_TOKENS = 256  # summed by one program
-SMALLEST_SCALE = 1e-30  # of rows that are all zero
+PART_TOKENS = 256  # tokens that one program sums
+SMALLEST_SCALE = 1e-30  # for rows of zeros
 
 
 @triton.jit
@@ -37,8 +37,10 @@ def _sum_kernel(
 
 
 def centre_of(keys: Tensor) -> Tensor:
-    """Return the mean over the tokens of keys `[kv_heads, tokens, dim]` (heads and tokens strided): float32 `[kv_heads,
-    dim]`, summed in float32 by parts of PART_TOKENS tokens, wherever they lie.
+    """Return the mean over tokens of keys `[kv_heads, tokens, dim]` (heads and tokens strided): float32 `[kv_heads,
+    dim]`.
+
+    The mean is summed in float32 by parts of PART_TOKENS tokens, whatever the keys' strides are.
     """
     heads, tokens, dim = keys.shape
     if not runs_on_triton(keys) or keys.numel() == 0 or keys.stride(2) != 1:
@@ -53,14 +55,16 @@ def centre_of(keys: Tensor) -> Tensor:
 
 
 def key_scale_of(keys: Tensor, centre: Tensor) -> Tensor:
-    """Return a step of int8 keys: float32 `[kv_heads]`; the largest centred element of any token is 127 steps."""
+    """Return the step of int8 keys, float32 `[kv_heads]`: the largest centred element of any token is 127 steps."""
     low, high = keys.aminmax(dim=1)
     spread = torch.maximum(high.float() - centre, centre - low.float()).amax(-1)
     return spread.div_(INT8_STEPS).clamp_min_(SMALLEST_SCALE)
 
 
 def value_scale_of(values: Tensor) -> Tensor:
-    """Return a step of int8 values, by channel: float32 `[kv_heads, dim]`; the largest of any token is 127 steps."""
+    """Return the step of int8 values by channel, float32 `[kv_heads, dim]`: the largest element of any token is 127
+    steps.
+    """
     low, high = values.aminmax(dim=1)
     return torch.maximum(high.float(), -low.float()).div_(INT8_STEPS).clamp_min_(SMALLEST_SCALE)
 
@@ -125,8 +129,8 @@ def offload_rows(
 ) -> None:
     """Write keys and values `[kv_heads, tokens, dim]` (heads and tokens strided) as stored rows of the same shape.
 
-    centre: float32 `[kv_heads, dim]`; key_scale float32 `[kv_heads]` and value_scale float32 `[kv_heads, dim]`, both or
-    neither: rows are int8, or bf16 or int4 accordingly. Stored rows in uint8 are int4, `[kv_heads, tokens,
+    centre: float32 `[kv_heads, dim]`. key_scale: float32 `[kv_heads]`, and value_scale: float32 `[kv_heads, dim]`; with
+    both, rows are int8, with neither, bf16 or int4. Stored rows in uint8 are int4, `[kv_heads, tokens,
     int4_row_bytes(dim)]`. Rows outside a given scale are clamped. Raises ValueError for another shape, dtype or device.
     """
     op, device = "offload_rows", keys.device
@@ -156,7 +160,7 @@ def offload_rows(
 def check_stored(
     op: str, keys: Tensor, values: Tensor, shape: tuple[int, ...], is_int8: bool, device: torch.device
 ) -> None:
-    """Raise ValueError unless stored rows are those of keys of `shape`."""
+    """Raise ValueError unless stored rows have the shape and dtype for keys of `shape`."""
     is_int4 = keys.dtype == torch.uint8 and not is_int8
     stored = torch.int8 if is_int8 else torch.uint8 if is_int4 else torch.bfloat16
     shape = (*shape[:2], int4_row_bytes(shape[2])) if is_int4 else shape
@@ -167,7 +171,7 @@ def check_stored(
 def check_scales(
     op: str, key_scale: Tensor | None, value_scale: Tensor | None, heads: int, dim: int, device: torch.device
 ) -> None:
-    """Raise ValueError unless both scales are there, or neither, and have their shapes."""
+    """Raise ValueError unless both scales or neither are given, with the right shapes."""
     if (key_scale is None) != (value_scale is None):
         raise ValueError(f"{op}: one of key_scale and value_scale is None; wanted both (int8 rows) or neither (bf16)")
     if key_scale is not None and value_scale is not None:

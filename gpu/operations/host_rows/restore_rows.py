@@ -69,8 +69,8 @@ def restore_rows(
 ) -> None:
     """Write stored rows `[kv_heads, tokens, dim]`, bf16, int8 with scales, or int4 as uint8, to keys and values.
 
-    Heads and tokens of all four may be strided; keys and values are bf16 or float32 (on the CPU any float). centre:
-    float32 `[kv_heads, dim]`; scales as in `offload_rows`. Raises ValueError for another shape, dtype or device.
+    Heads and tokens of all four may be strided. keys, values: bf16 or float32 (on the CPU any float type). centre:
+    float32 `[kv_heads, dim]`. Scales as in `offload_rows`. Raises ValueError for another shape, dtype or device.
     """
     op, device = "restore_rows", keys.device
     is_int8, is_int4 = key_scale is not None, stored_keys.dtype == torch.uint8

@@ -1,8 +1,8 @@
-"""Copy many short runs from one device buffer to pinned host memory, of many layers, in one launch.
+"""Copy many short runs of several layers from one device buffer to pinned host memory, in one launch.
 
-A copy engine takes some microseconds a run, whatever its length, and an offload block of 128 tokens is tens of
-thousands of runs. `targets[layer][head, inner]` gets `source[layer, head, inner]`, and nothing between runs is touched.
-Bytes moved: the source, over the link.
+A copy engine takes some microseconds per run, whatever its length, and an offload block of 128 tokens is tens of
+thousands of runs. `source[layer, head, inner]` is written to `targets[layer][head, inner]`, and nothing between runs is
+touched. Bytes moved: the source, over the link.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,11 @@ def _scatter_kernel(
 
 
 def scatter_runs(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Write `source[layer]` to `targets[layer]`: source `[layers, heads, inner, length]` contiguous on CUDA, targets
-    `[heads, inner, length]` in pinned memory, of one dtype and the same strides, runs contiguous.
+    """Write `source[layer]` to `targets[layer]`.
 
-    Raises ValueError for a source that is not contiguous; that targets are alike is asserted.
+    source: `[layers, heads, inner, length]`, contiguous, on CUDA. targets: `[heads, inner, length]` in pinned memory,
+    of one dtype and with equal strides; runs are contiguous. Raises ValueError for a source that is not contiguous;
+    equal targets are asserted.
     """
     check_contiguous("scatter_runs", "source", source)
     shape, strides = source.shape[1:], targets[0].stride()
@@ -62,7 +63,7 @@ def scatter_runs(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def launch(source: Tensor, addresses: Tensor, strides: tuple[int, ...], is_aligned: bool) -> None:
-    """Launch the copy. addresses: int64 `[layers]`, of targets; strides: of heads and inner, in elements."""
+    """Launch the copy. addresses: int64 `[layers]`, of the targets. strides: of heads and inner, in elements."""
     layers, heads, inners, length = source.shape
     _scatter_kernel[(layers * heads * inners, triton.cdiv(length, BLOCK))](
         source, addresses, heads, inners, length, strides[0], strides[1],

@@ -1,10 +1,10 @@
-"""Rows of 8 bits that carry their own scale, in the bytes of fbgemm's fused row-wise operators.
+"""Convert rows to 8 bits that carry their own scale, in the bytes of fbgemm's fused row-wise operators.
 
-A row is its codes, uint8 `[dim]`, then a float32 scale and a float32 bias, in the machine's byte order: bias = min x,
-scale = (max x - bias) / 255, and code = (x - bias) * (255 / (max x - bias + 1e-8)) to the nearest, ties to even; it is
-read as code * scale + bias. CUDA writes the bytes that fbgemm writes on the CPU. A row with an element that is not
-finite is refused on the CPU; on CUDA, where a check would stall, its scale is NaN, which the owner of the bytes finds
-in host memory. Bytes moved: rows read once and written once.
+A row is its codes, uint8 `[dim]`, followed by a float32 scale and a float32 bias, in the machine's byte order. bias =
+min x, scale = (max x - bias) / 255, and code = (x - bias) * (255 / (max x - bias + 1e-8)), rounded to nearest, ties to
+even. The row is read as code * scale + bias. CUDA writes the same bytes as fbgemm on the CPU. A row with an element
+that is not finite is refused on the CPU. On CUDA, where a check would stall, its scale becomes NaN, which the owner of
+the bytes finds in host memory. Bytes moved: rows read once and written once.
 """
 
 import importlib
@@ -23,7 +23,7 @@ BLOCK_ROWS = 16
 
 
 def fuse_rows_reference(rows: Tensor) -> Tensor:
-    """Run fbgemm's operator: float32 `[..., dim]` on the CPU to uint8 `[..., dim + 8]`. NaN becomes numbers."""
+    """Run fbgemm's operator: float32 `[..., dim]` on the CPU to uint8 `[..., dim + 8]`. It turns NaN into numbers."""
     return _fbgemm().FloatOrHalfToFused8BitRowwiseQuantized(rows.contiguous())
 
 
@@ -33,7 +33,7 @@ def widen_rows_reference(fused: Tensor) -> Tensor:
 
 
 def _fbgemm() -> Any:
-    """Return fbgemm's operators, which its import registers with torch; CUDA does without."""
+    """Import fbgemm, which registers its operators with torch, and return them. CUDA does not need them."""
     try:
         importlib.import_module("fbgemm_gpu")
     except ImportError as error:
@@ -73,11 +73,10 @@ def _fuse_kernel(
 
 
 def fuse_rows(rows: Tensor, fused: Tensor) -> None:
-    """Write rows `[tokens, heads, dim]` (tokens and heads strided, bf16 or float32) as uint8
-    `[tokens, heads, dim + 8]`, contiguous.
+    """Write rows `[tokens, heads, dim]` to `fused`, uint8 `[tokens, heads, dim + 8]`, contiguous.
 
-    `dim` is a multiple of 4. Raises ValueError for another shape, dtype or device, and on the CPU for a row that is not
-    finite, which it names.
+    rows: tokens and heads strided, bf16 or float32; `dim` is a multiple of 4. Raises ValueError for another shape,
+    dtype or device, and on the CPU for a row that is not finite, which the message names.
     """
     _check("fuse_rows", rows, fused)
     if rows.numel() == 0:
@@ -114,7 +113,7 @@ def _widen_kernel(
 
 
 def widen_rows(fused: Tensor, rows: Tensor) -> None:
-    """Fill rows `[tokens, heads, dim]`, bf16 or float32, strided, with `fuse_rows` undone, within half a scale."""
+    """Undo `fuse_rows`, within half a scale: fill rows `[tokens, heads, dim]`, bf16 or float32, strided."""
     _check("widen_rows", rows, fused)
     if not runs_on_triton(rows) or rows.numel() == 0:
         rows.copy_(widen_rows_reference(fused))
@@ -127,14 +126,17 @@ def widen_rows(fused: Tensor, rows: Tensor) -> None:
 
 
 def find_unstorable(fused: Tensor) -> tuple[int, int] | None:
-    """Return token and head of the first row of uint8 `[tokens, heads, dim + 8]` whose scale or bias is not finite."""
+    """Return token and head of the first row whose scale or bias is not finite, or None.
+
+    fused: uint8 `[tokens, heads, dim + 8]`.
+    """
     tails = fused.view(torch.float32)[..., -2:]
     broken = (~tails.isfinite().all(-1)).nonzero()
     return (int(broken[0, 0]), int(broken[0, 1])) if len(broken) else None
 
 
 def _require_storable(rows: Tensor, fused: Tensor) -> None:
-    """Raise where `find_unstorable` finds a row on the CPU, where fbgemm hides a NaN."""
+    """Raise ValueError for a row that is not finite. Runs on the CPU, where fbgemm hides a NaN."""
     broken = (~rows.isfinite().all(-1)).nonzero().tolist()
     place = tuple(broken[0]) if broken else find_unstorable(fused)
     if place is not None:

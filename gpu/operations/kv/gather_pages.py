@@ -1,7 +1,7 @@
 """Copy keys and values of one context out of their pages, into buffers contiguous in tokens, in one launch.
 
-Whole pages are copied, so what stands behind a context in its last page comes along. Codes of 8 bits come out as the
-numbers that they mean. Bytes moved: rows read once and written once.
+Whole pages are copied, so cells behind the context in its last page are copied, too. 8-bit codes are converted to the
+numbers that they stand for. Bytes moved: rows read once and written once.
 """
 
 import triton
@@ -34,7 +34,7 @@ def gather_pages_reference(
         if not has_codes(pages):
             gathered.copy_(pages.index_select(0, page_ids).transpose(0, 1))
             continue
-        for head, rows in enumerate(gathered):  # one after another: widened rows take four times the memory
+        for head, rows in enumerate(gathered):  # head by head: widened rows take four times the memory
             own = pages[:, head].index_select(0, page_ids)
             rows.copy_(read_codes(codes_of(own), scales_of(own), rows.dtype))
 
@@ -64,9 +64,11 @@ def _gather_pages_kernel(
 
 
 def gather_pages(key_pages: Tensor, value_pages: Tensor, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Copy pages `[num_pages, kv_heads, page_tokens, dim]`, contiguous but for heads that are left out, to keys and
-    values `[kv_heads, pages, page_tokens, dim]` (heads strided, alike) of the pages' dtype, or of codes (`kv_rows`) in
-    any; page_ids: an integer type, `[pages]`, contiguous. Raises ValueError where shapes, dtypes or devices do not fit.
+    """Copy pages `[num_pages, kv_heads, page_tokens, dim]` to keys and values `[kv_heads, pages, page_tokens, dim]`.
+
+    Pages are contiguous, except that heads may be left out. keys, values: heads strided, with equal strides; of the
+    pages' dtype, or of any if pages are codes (`kv_rows`). page_ids: an integer type, `[pages]`, contiguous. Raises
+    ValueError if shapes, dtypes or devices do not fit.
     """
     num_pages, kv_heads, page_tokens = key_pages.shape[:3]
     dim, dtype, device = dim_of(key_pages), keys.dtype, key_pages.device

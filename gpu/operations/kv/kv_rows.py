@@ -1,14 +1,15 @@
-"""Rows of keys and values as pages hold them: in the compute dtype, or as codes of 8 bits with a scale for each row.
+"""Read and write rows of keys and values as pages hold them: in the compute dtype, or as 8-bit codes with a scale per
+row.
 
-A page of a KV head is `page_tokens` rows of `dim` codes and, behind them all, `page_tokens` float32 scales: so loads of
+A page of a KV head is `page_tokens` rows of `dim` codes and, behind them all, `page_tokens` float32 scales. So loads of
 codes are aligned, and a whole page is one piece to copy. Its tensor has the shape `[pages, kv_heads, page_tokens, dim +
-4]` and a dtype that names the format: int8, or uint8 for the bytes of FP8 (e4m3). A row is read as code * scale, the
-largest element of a row is the largest code, and a row with an element that is not finite is read as NaN. Bytes moved:
+4]` and a dtype that names the format: int8, or uint8 for the bytes of FP8 (e4m3). A row is read as code * scale. A
+row's largest element has the largest code, and a row with an element that is not finite is read as NaN. Bytes moved:
 rows read once and written once.
 
-No card needs FP8 arithmetic: its byte, moved to the bits of a float, is the number times 2**-120. No code is read as
-NaN: the scale says that. In bf16 four codes are widened in 8 (int8) or 10 instructions, since conversions between
-integers and floats are the slowest that a card has.
+No card needs FP8 arithmetic: the byte, moved to the bits of a float, is the number times 2**-120. No code stands for
+NaN: the scale does. In bf16 four codes are widened with 8 (int8) or 10 instructions, since conversions between integers
+and floats are the slowest instructions of a card.
 """
 
 from collections.abc import Iterator
@@ -24,14 +25,14 @@ from transfer.allocation import dtype_of
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
 LARGEST_CODE = {torch.int8: 127.0, torch.uint8: 448.0}
-SMALLEST_SCALE = 1e-30  # of rows that are all zero
+SMALLEST_SCALE = 1e-30  # for rows of zeros
 BLOCK_ROWS = 32
 
-PLAIN, INT8, FP8 = range(3)  # how a kernel meets rows: the compute dtype, int8 or e4m3
+PLAIN, INT8, FP8 = range(3)  # how a kernel reads rows: in the compute dtype, int8 or e4m3
 _INT8, _FP8, _INTERPRETED = tl.constexpr(INT8), tl.constexpr(FP8), tl.constexpr(INTERPRETED)
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
-# Of four codes in a register, two pairs of bf16. A code of int8 is its lower 7 bits, which behind 128's exponent make
-# 128 and themselves, less 128, or less 256 where the sign is set, which makes 256 of 128.
+# Turns four codes in a register into two pairs of bf16. The lower 7 bits of an int8 code, behind 128's exponent, make
+# 128 plus themselves. From that 128 is subtracted, or 256 if the sign bit is set, which turns 128 into 256.
 _INT8_TO_BF16 = tl.constexpr(
     """{
         .reg .b32 pair<2>, more<2>, less<2>, one;
@@ -46,7 +47,7 @@ _INT8_TO_BF16 = tl.constexpr(
         fma.rn.bf16x2 $1, more1, one, less1;
     }"""
 )
-# A code of e4m3 is a sign and 7 bits, which behind a bf16's sign are the number times 2**-120; to which -0 is added.
+# An e4m3 code is a sign and 7 bits, which behind a bf16's sign are the number times 2**-120. -0 is added to it.
 _FP8_TO_BF16 = tl.constexpr(
     """{
         .reg .b32 pair<2>, size<2>, power, zero;
@@ -67,27 +68,27 @@ _FP8_TO_BF16 = tl.constexpr(
 
 
 def stored_dtype(kv: str) -> torch.dtype:
-    """Return the dtype of pages in this format, or of another dtype's name."""
+    """Return the dtype of pages in this format; `kv` may also be the name of a dtype."""
     return CODE_DTYPES.get(kv) or dtype_of(row_array(kv, 1))
 
 
 def width_of(stored: torch.dtype, dim: int) -> int:
-    """Return how many elements a row takes of a page, its scale among them."""
+    """Return how many elements of a page a row takes, its scale included."""
     return dim + SCALE_BYTES * (stored in LARGEST_CODE)
 
 
 def has_codes(pages: Tensor) -> bool:
-    """Return whether rows are codes of 8 bits."""
+    """Return whether rows are 8-bit codes."""
     return pages.dtype in LARGEST_CODE
 
 
 def dim_of(pages: Tensor) -> int:
-    """Return the elements of a row."""
+    """Return the number of elements of a row."""
     return pages.shape[-1] - SCALE_BYTES * has_codes(pages)
 
 
 def kind_of(pages: Tensor) -> int:
-    """Return how a kernel reads these rows: PLAIN, INT8 or FP8."""
+    """Return how a kernel reads these pages: PLAIN, INT8 or FP8."""
     if not has_codes(pages):
         return PLAIN
     return INT8 if pages.dtype == torch.int8 else FP8
@@ -95,8 +96,9 @@ def kind_of(pages: Tensor) -> int:
 
 def check_pages(op: str, name: str, pages: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
                 device: torch.device) -> None:  # fmt: skip
-    """Raise ValueError unless `pages` hold rows of `shape[-1]` elements as `shape` says, of this dtype, in codes or,
-    for plain torch, in bf16.
+    """Raise ValueError unless `pages` hold rows of `shape[-1]` elements in this shape and dtype.
+
+    Codes are allowed as well, and bf16 where plain torch runs.
     """
     if has_codes(pages):
         shape, dtype = (*shape[:-1], shape[-1] + SCALE_BYTES), pages.dtype
@@ -109,19 +111,21 @@ def check_pages(op: str, name: str, pages: Tensor, shape: tuple[int, ...], dtype
 
 
 def codes_of(pages: Tensor) -> Tensor:
-    """Return codes `[.., page_tokens, dim]`, a view of `[.., page_tokens, dim + 4]`, contiguous in two axes."""
+    """Return a view of the codes, `[.., page_tokens, dim]`, contiguous in the last two axes, of pages `[..,
+    page_tokens, dim + 4]`.
+    """
     tokens, dim = pages.shape[-2], dim_of(pages)
     return pages.flatten(-2)[..., : tokens * dim].unflatten(-1, (tokens, dim))
 
 
 def scales_of(pages: Tensor) -> Tensor:
-    """Return a view of the scales likewise: float32 `[.., page_tokens]`."""
+    """Return a view of the scales of such pages: float32 `[.., page_tokens]`."""
     tokens, dim = pages.shape[-2], dim_of(pages)
     return pages.flatten(-2)[..., tokens * dim :].view(torch.float32)
 
 
 def make_codes(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return rows `[.., dim]` as codes of that dtype and scales float32 `[..]`, plain torch."""
+    """Encode rows `[.., dim]` as codes of this dtype, with scales float32 `[..]`, in plain torch."""
     rows = rows.float()
     top = LARGEST_CODE[dtype]
     scales = (rows.abs().amax(-1) / top).clamp_min_(SMALLEST_SCALE) + (rows * 0.0).sum(-1)
@@ -132,14 +136,14 @@ def make_codes(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def read_codes(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of `dtype`, the reverse of `make_codes`: of codes `[.., dim]` and scales `[..]`, in float64 exact."""
+    """Decode codes `[.., dim]` with scales `[..]` to rows of `dtype`, the reverse of `make_codes`; float64 is exact."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     numbers = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
     return (numbers.to(wide) * scales[..., None].to(wide)).to(dtype)
 
 
 def read_cells(pages: Tensor, page_ids: Tensor, heads: Tensor | int, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows `[.., dim]` of `pages[page_ids, heads, offsets]`, which broadcast; plain torch."""
+    """Return the rows `[.., dim]` of `pages[page_ids, heads, offsets]`, whose indices broadcast, in plain torch."""
     if not has_codes(pages):
         return pages[page_ids, heads, offsets].to(dtype)
     at = (page_ids, heads, offsets)
@@ -151,7 +155,7 @@ def read_cells(pages: Tensor, page_ids: Tensor, heads: Tensor | int, offsets: Te
 
 @triton.jit
 def widen(codes, DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Convert codes to numbers of DTYPE, which holds all of them."""
+    """Convert codes to numbers of DTYPE, which can represent all of them."""
     if tl.bfloat16 == DTYPE and not _INTERPRETED:
         if KIND == _INT8:
             numbers = tl.inline_asm_elementwise(_INT8_TO_BF16, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
@@ -168,14 +172,14 @@ def widen(codes, DTYPE: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def scale_of(largest, broken, KIND: tl.constexpr):
-    """Return the scale of rows whose largest magnitude this is, float32; broken: the sum of their elements times 0."""
+    """Return the scale of rows, float32, from their largest magnitude. broken: the sum of their elements times 0."""
     TOP: tl.constexpr = 127.0 if KIND == _INT8 else 448.0
     return tl.maximum(tl.div_rn(largest, largest * 0.0 + TOP), _SMALLEST) + broken
 
 
 @triton.jit
 def encode_rows(x, scale, KIND: tl.constexpr):
-    """Return codes of float32 rows, `scale` of their shape or broadcast to it."""
+    """Return the codes of float32 rows. scale: of the rows' shape, or broadcast to it."""
     TOP: tl.constexpr = 127.0 if KIND == _INT8 else 448.0
     steps = tl.div_rn(x, scale + x * 0.0)
     steps = tl.minimum(tl.maximum(steps, -TOP), TOP)
@@ -194,7 +198,7 @@ def encode_rows(x, scale, KIND: tl.constexpr):
 
 @triton.jit
 def floats_of(pages):
-    """Return the pages counted in words: where scales are read and written."""
+    """Return the pages as a pointer to float32 words, through which scales are read and written."""
     return pages.to(tl.pointer_type(tl.float32), bitcast=True)
 
 
@@ -219,8 +223,10 @@ def _read_rows_kernel(
 
 
 def read_rows(pages: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Read rows of pages `[num_pages, kv_heads, page_tokens, ..]`, counted through all KV heads' pages, to out `[rows,
-    dim]`, contiguous; rows: int64 `[rows]`. Raises ValueError for another shape, dtype or device.
+    """Copy rows of pages `[num_pages, kv_heads, page_tokens, ..]` to out `[rows, dim]`, contiguous.
+
+    rows: int64 `[rows]`, counted through the pages of all KV heads. Raises ValueError for another shape, dtype or
+    device.
     """
     op, dim = "read_rows", dim_of(pages)
     check(op, "rows", rows, (len(out),), torch.int64, pages.device)
@@ -272,9 +278,9 @@ def _write_rows_kernel(
 def write_rows(rows: Tensor, page_ids: Tensor, offsets: Tensor | None, pages: Tensor) -> None:
     """Write rows `[kv_heads, tokens, dim]` (heads and tokens strided) to `pages[page_ids[t], head, offsets[t]]`.
 
-    page_ids, offsets: int64 `[tokens]`; without offsets page_ids is `[tokens / page_tokens]`, of whole pages in order.
-    pages: `[num_pages, kv_heads, page_tokens, ..]`, contiguous. Raises ValueError for another shape, dtype or device;
-    page ids and offsets are trusted.
+    page_ids, offsets: int64 `[tokens]`. Without offsets, page_ids is `[tokens / page_tokens]` and names whole pages in
+    order. pages: `[num_pages, kv_heads, page_tokens, ..]`, contiguous. Raises ValueError for another shape, dtype or
+    device; page ids and offsets are trusted.
     """
     op, (kv_heads, tokens, dim), page_tokens = "write_rows", rows.shape, pages.shape[2]
     places = tokens // page_tokens if offsets is None else tokens
@@ -309,8 +315,8 @@ def write_rows(rows: Tensor, page_ids: Tensor, offsets: Tensor | None, pages: Te
 
 
 def _parts(rows: Tensor, pages: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return codes, then scales of `[tokens, ..]`, and where they are copied to, `[pages, page_tokens, ..]`, a KV head
-    after another.
+    """Yield codes and then scales, `[tokens, ..]`, each with its destination `[pages, page_tokens, ..]`, KV head by KV
+    head.
     """
     codes, scales = codes_of(pages), scales_of(pages)
     for head, own in enumerate(rows):

@@ -1,5 +1,5 @@
-"""Rows of latents in codes of 8 bits, as `kv_rows` has them, but with two scales a row: of its latent, and of what is
-rotated.
+"""Read and write latent rows as 8-bit codes, as in `kv_rows`, but with two scales: of the latent and of the rotated
+part.
 
 A page is `page_tokens` rows of `rank + rotated` codes and, behind them all, `page_tokens` pairs of float32 scales. Its
 tensor has the shape `[pages, 1, page_tokens, rank + rotated + 8]`. Bytes moved: rows read once and written once.
@@ -18,19 +18,19 @@ BLOCK = 2048
 
 
 def latent_row_of(pages: Tensor) -> int:
-    """Return the numbers of a row of latents in these pages."""
+    """Return how many numbers a latent row has in these pages."""
     return pages.shape[-1] - LATENT_SCALES * SCALE_BYTES * has_codes(pages)
 
 
 def check_latent_pages(op: str, pages: Tensor, row: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError unless pages hold rows of so many numbers, of this dtype or in codes."""
+    """Raise ValueError unless pages hold rows of so many numbers, in this dtype or in codes."""
     width = row + LATENT_SCALES * SCALE_BYTES * has_codes(pages)
     shape = (len(pages), 1, pages.shape[2], width)
     check(op, "pages", pages, shape, pages.dtype if has_codes(pages) else dtype, device)
 
 
 def latent_codes(pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of codes `[pages, page_tokens, row]` and of scales, float32 `[pages, page_tokens, 2]`."""
+    """Return views of the codes, `[pages, page_tokens, row]`, and of the scales, float32 `[pages, page_tokens, 2]`."""
     tokens, row = pages.shape[2], latent_row_of(pages)
     flat = pages.flatten(1)
     codes, scales = flat[:, : tokens * row], flat[:, tokens * row :]
@@ -38,7 +38,7 @@ def latent_codes(pages: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def put_latents(rows: Tensor, page_ids: Tensor, offsets: Tensor, pages: Tensor, rank: int) -> None:
-    """Write rows `[tokens, row]` to their cells of pages, in codes or plain; plain torch."""
+    """Write rows `[tokens, row]` to their cells, in codes or plain, in plain torch."""
     if not has_codes(pages):
         pages[page_ids, 0, offsets] = rows.to(pages.dtype)
         return
@@ -49,7 +49,7 @@ def put_latents(rows: Tensor, page_ids: Tensor, offsets: Tensor, pages: Tensor, 
 
 
 def read_latents(pages: Tensor, page_ids: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return rows of whole pages `[pages * page_tokens, row]`, of `dtype`; plain torch."""
+    """Return the rows of whole pages, `[pages * page_tokens, row]` in `dtype`, in plain torch."""
     if not has_codes(pages):
         return pages[page_ids, 0].flatten(0, 1).to(dtype)
     codes, scales = (part[page_ids].flatten(0, 1) for part in latent_codes(pages))
@@ -75,8 +75,9 @@ def _gather_latents_kernel(
 
 
 def gather_latents(pages: Tensor, page_ids: Tensor, rows: Tensor, rank: int) -> None:
-    """Copy whole pages of codes, as the numbers that they mean, to rows `[pages, page_tokens, row]`, contiguous, of any
-    floating dtype; page_ids: an integer type `[pages]`. Raises ValueError for another shape or device.
+    """Copy whole pages of codes, decoded, to rows `[pages, page_tokens, row]`, contiguous, of any floating dtype.
+
+    page_ids: an integer type `[pages]`. Raises ValueError for another shape or device.
     """
     op, row, page_tokens = "gather_latents", latent_row_of(pages), pages.shape[2]
     check_latent_pages(op, pages, row, rows.dtype, rows.device)

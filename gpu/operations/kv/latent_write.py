@@ -1,8 +1,8 @@
-"""Rows of latent attention: the norm of a token's latent, the rotation of what is rotated, and the write to its page.
+"""Make the rows of latent attention: norm a token's latent, rotate its rotated part, and write both to its page.
 
-A row is `[latent | rotated]`, `rank + rotated` numbers, one a token and layer. What a query has to rotate is rotated in
-the same pass. A token with slot -1 is padding: it writes nothing to pages, and its position and cell are not used.
-Bytes moved per token: the row twice, and what queries rotate twice.
+A row is `[latent | rotated]`, `rank + rotated` numbers, one per token and layer. The rotated part of queries is rotated
+in the same pass. A token with slot -1 is padding: it writes nothing to pages, and its position and cell are not used.
+Bytes moved per token: the row twice, and the rotated parts of queries twice.
 """
 
 import torch
@@ -18,12 +18,13 @@ from gpu.operations.kv.row_places import RowPlaces
 from gpu.operations.rms_norm import rms_norm
 
 _PLAIN = tl.constexpr(PLAIN)
-LATENT_EPS = 1e-6  # of the norms of latents, whatever a model's other norms have
+LATENT_EPS = 1e-6  # of the norms of latents, whatever eps a model's other norms have
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, has_neighbour_pairs: bool) -> Tensor:
-    """Rotate `[tokens, heads, rotated]` by cos and sin `[tokens, rotated / 2]`, in the wider dtype; what comes out is
-    in halves, whatever order it had.
+    """Rotate `[tokens, heads, rotated]` by cos and sin `[tokens, rotated / 2]`, in the wider dtype.
+
+    The result has pairs in two halves, whatever order the input had.
     """
     first, second = (x[..., ::2], x[..., 1::2]) if has_neighbour_pairs else x.chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
@@ -68,7 +69,7 @@ def _latent_write_kernel(
     second_at = first_at + 1 if NEIGHBOURS else pair + HALF
     first, second = tl.load(source + first_at).to(tl.float32), tl.load(source + second_at).to(tl.float32)
     turned, other = first * cosine - second * sine, second * cosine + first * sine
-    if is_query:  # of one warp, which has loaded all before it stores
+    if is_query:  # one warp, which loads everything before it stores
         tl.store(source + pair, turned.to(query.dtype.element_ty))
         tl.store(source + HALF + pair, other.to(query.dtype.element_ty))
     elif slot >= 0:
@@ -106,11 +107,11 @@ def _latent_write_kernel(
 def latent_write(
     query: Tensor, row: Tensor, norm: Tensor, places: RowPlaces, page_table: Tensor, pages: Tensor, latent: Latent
 ) -> None:
-    """Rotate queries in place, and write tokens' rows to their pages.
+    """Rotate queries in place, and write the tokens' latent rows to their pages.
 
-    query: `[tokens, heads, plain + rotated]`, contiguous; row: `[tokens, rank + rotated]`, rows strided, before norm
-    and rotation; norm: `[rank]`; page_table: int32 `[max_slots, max_pages]`; pages: `[num_pages, 1, page_tokens, rank +
-    rotated]` of the query's dtype, or of codes (`latent_rows`). On a GPU rank and rotated are powers of two. Raises
+    query: `[tokens, heads, plain + rotated]`, contiguous. row: `[tokens, rank + rotated]`, rows strided, before norm
+    and rotation. norm: `[rank]`. page_table: int32 `[max_slots, max_pages]`. pages: `[num_pages, 1, page_tokens, rank +
+    rotated]` in the query's dtype, or in codes (`latent_rows`). On a GPU rank and rotated are powers of two. Raises
     ValueError for another shape, dtype or device; positions, cells and page ids are trusted.
     """
     op, (tokens, heads, _), device = "latent_write", query.shape, query.device

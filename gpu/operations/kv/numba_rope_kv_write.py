@@ -1,4 +1,4 @@
-"""RoPE with the KV write on the CPU in float32, compiled by numba."""
+"""Apply RoPE and write KV on the CPU in float32, compiled by numba."""
 
 import numba
 import torch

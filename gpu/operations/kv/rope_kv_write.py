@@ -1,10 +1,10 @@
-"""Norms of heads, the rotary embedding, and the write of keys and values into their pages, in one pass.
+"""Norm heads, apply RoPE, and write keys and values to their pages, in one pass.
 
-Cos and sin come as tables. In `qkv` only heads that are normed change, in place, so its first heads * dim columns are
+Cos and sin come as tables. In `qkv` only normed heads change, in place, so its first heads * dim columns are afterwards
 the pre-RoPE query. A token with slot -1 is padding: it writes nothing to pages, and its position and cell are not used.
-Codes of 8 bits are made of what pages in the compute dtype would hold. The layout is Hugging Face's rotate_half:
-element i pairs with i + dim / 2. Bytes moved per token: 2 * (heads + 2 * kv_heads) * dim * itemsize, less what codes
-are narrower, and 4 * dim of cos and sin; with norms (heads + kv_heads) * dim * itemsize more.
+8-bit codes are made from what pages in the compute dtype would hold. The layout is Hugging Face's rotate_half: element
+i pairs with i + dim / 2. Bytes moved per token: 2 * (heads + 2 * kv_heads) * dim * itemsize, less what codes save, and
+4 * dim of cos and sin; with norms (heads + kv_heads) * dim * itemsize more.
 """
 
 import torch
@@ -40,7 +40,7 @@ def rope_kv_write_reference(
     value_pages: Tensor,
     num_heads: int,
 ) -> Tensor:
-    """Compute `rope_kv_write` in plain torch, behind the norms, in the wider of qkv's and cos' dtypes."""
+    """Compute `rope_kv_write` without its norms in plain torch, in the wider of qkv's and cos' dtypes."""
     (kv_heads, page_tokens), dim = key_pages.shape[1:3], dim_of(key_pages)
     cos, sin, positions, cells, slots = places
     valid = slots >= 0
@@ -85,10 +85,10 @@ def _rope_kv_write_kernel(
     cell = tl.load(cells + token, mask=is_token, other=0).to(tl.int64)
     page = tl.load(page_table + slot * max_pages + cell // PAGE_TOKENS, mask=is_token, other=0).to(tl.int64)
     WIDTH: tl.constexpr = DIM if KIND == _PLAIN else DIM + 4
-    page_begin, offset = page * KV_HEADS, cell % PAGE_TOKENS  # of its KV heads' pages
+    page_begin, offset = page * KV_HEADS, cell % PAGE_TOKENS  # pages are counted per KV head
 
     half = tl.arange(0, BLOCK_HALF)[None, :]
-    is_half = half < HALF  # of a dim that is no power of two
+    is_half = half < HALF  # dim may be no power of two
     cosine = tl.load(cos + position * HALF + half, mask=is_half, other=0.0)
     sine = tl.load(sin + position * HALF + half, mask=is_half, other=0.0)
     head = tl.arange(0, BLOCK_ROTATED)[:, None]
@@ -159,11 +159,12 @@ def rope_kv_write(
 ) -> Tensor:
     """Rotate the query and the key of each token; write key and value to `page_table[slot, cell // page_tokens]`.
 
-    qkv: `[tokens, (heads + 2 * kv_heads) * dim]`; places: with rotations of all of a head's dim; page_table: int32
-    `[max_slots, max_pages]`; key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]`, qkv's dtype, or of
-    codes (`kv_rows`); norms: of queries and keys, which stand in qkv afterwards, and of values, which need not. Returns
-    the rotated query `[tokens, heads, dim]` (tokens may be strided). A padding token's query is rotated as at position
-    0. Raises ValueError for another shape, dtype or device; positions, cells and page ids are trusted.
+    qkv: `[tokens, (heads + 2 * kv_heads) * dim]`. places: with rotations for all of a head's dim. page_table: int32
+    `[max_slots, max_pages]`. key_pages, value_pages: `[num_pages, kv_heads, page_tokens, dim]` in qkv's dtype, or in
+    codes (`kv_rows`). norms: of queries and keys, whose results are in qkv afterwards, and of values, for which that is
+    not promised. Returns the rotated query `[tokens, heads, dim]` (tokens may be strided). A padding token's query is
+    rotated as at position 0. Raises ValueError for another shape, dtype or device; positions, cells and page ids are
+    trusted.
     """
     op, (tokens, width), device = "rope_kv_write", qkv.shape, qkv.device
     cos, sin, positions, cells, slots = places

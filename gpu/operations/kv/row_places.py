@@ -1,4 +1,4 @@
-"""Where rows of keys and values are written, and how they are rotated on the way."""
+"""Define where rows of keys and values are written, and how they are rotated."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,10 @@ from torch import Tensor
 
 
 class RowPlaces(NamedTuple):
-    """Places of tokens. cos, sin: float32 `[positions, rotated / 2]`; positions: of the rotation, and cells: of the
-    context, int64 `[tokens]`; slots: int32 `[tokens]`, -1 for padding.
+    """Where tokens' rows are written, and how they are rotated.
+
+    cos, sin: float32 `[positions, rotated / 2]`. positions: int64 `[tokens]`, of RoPE. cells: int64 `[tokens]`, in the
+    context. slots: int32 `[tokens]`, -1 for padding.
     """
 
     cos: Tensor

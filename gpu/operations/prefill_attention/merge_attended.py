@@ -1,9 +1,9 @@
-"""Merge outputs in the model's dtype over disjoint keys into one, in one pass.
+"""Merge outputs over disjoint sets of keys into one, in one pass and in the model's dtype.
 
     lse = log(sum of exp(lse_i))      out = sum of exp(lse_i - lse) out_i
 
 Each piece saw at least one key for every query, so no lse is -inf. Bytes moved: (sides + 1) * itemsize * tokens * heads
-* dim, and the lse beside. (`transfer.merge` merges float32 partials of any set, empty ones too.)
+* dim, and the lses. (`transfer.merge` merges float32 partials of any sets, also empty ones.)
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpu.operations.arguments import check, runs_on_triton
 
-MOST_PIECES = 7  # of one pass, beside the side that comes last
+MOST_PIECES = 7  # of one pass, besides the last side
 ROWS_PER_PROGRAM = 8
 
 
@@ -69,7 +69,7 @@ def _merge_attended_kernel(
 
 @triton.jit
 def _add(piece, lses, place, address, inside, reads, top, mass, merged):
-    """Add one more side, of mass exp(lse): `merged` and `mass` are relative to exp(top)."""
+    """Add one side, of mass exp(lse). `merged` and `mass` are relative to exp(top)."""
     lse = tl.load(lses + place, mask=inside, other=0.0)
     rows = tl.load(piece + address, mask=reads, other=0.0).to(tl.float32)
     higher = tl.maximum(top, lse)
@@ -78,9 +78,10 @@ def _add(piece, lses, place, address, inside, reads, top, mass, merged):
 
 
 def merge_attended(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merge outs `[tokens, heads, dim]` in any floating dtype and lses float32 `[tokens, heads]`, natural log; return
-    new ones, out in `dtype`. Reads are in place where the lses of all sides but the last are alike in strides. Raises
-    ValueError where shapes do not fit.
+    """Merge the outputs of several sides, and return new tensors, out in `dtype`.
+
+    outs: `[tokens, heads, dim]` in any floating dtype. lses: float32 `[tokens, heads]`, natural log; they are read in
+    place if all but the last have the same strides. Raises ValueError if shapes do not fit.
     """
     shape, device = outs[0].shape, outs[0].device
     for out, lse in zip(outs, lses, strict=True):

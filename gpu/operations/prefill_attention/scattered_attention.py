@@ -1,8 +1,8 @@
-"""Attention of a prompt's queries at any ascending positions, over all tokens up to their own: one pass over the keys.
+"""Attend with a prompt's queries at any ascending positions to all tokens up to their own, in one pass over the keys.
 
-Query i sees keys `[0, positions[i]]`, or the last `window` of these. What stands behind a tile's last query is not
-read, so it may be NaN. A program holds a tile of queries of one head. Floor: 4 * dim operations for each (query, key
-that it sees), a head.
+Query i sees keys `[0, positions[i]]`, or the last `window` of these. Nothing behind a tile's last query is read, so it
+may be NaN. A program holds a tile of queries of one head. Floor: 4 * dim operations per head for each (query, key that
+it sees).
 """
 
 import torch
@@ -28,7 +28,7 @@ def _pass_keys(
 ):  # fmt: skip
     token = block * KEYS + tl.arange(0, KEYS)
     column = tl.arange(0, BLOCK_DIM)
-    inside = (token <= last)[:, None]  # behind, nothing may be written yet
+    inside = (token <= last)[:, None]  # later rows may not be written yet
     if DIM != BLOCK_DIM:
         inside = inside & (column < DIM)[None, :]
     key = tl.load(keys + token.to(tl.int64)[:, None] * key_token_stride + column[None, :], mask=inside, other=0.0)
@@ -38,7 +38,7 @@ def _pass_keys(
         far = position[:, None] - token[None, :]
         logits = tl.where((far >= 0) & (far < window), logits, float("-inf"))
     higher = tl.maximum(top, tl.max(logits, 1))
-    known = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has seen no key yet
+    known = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: the row has seen no key yet
     weights = tl.exp2(logits - known[:, None])
     rescale = tl.exp2(top - known)
     mass = mass * rescale + tl.sum(weights, 1)
@@ -99,18 +99,19 @@ def _scattered_attention_kernel(
 
 
 def serves(query: Tensor) -> bool:
-    """Return whether the kernel computes for queries like this."""
+    """Return whether the kernel supports queries like this one."""
     return multiplies_on_tensor_cores(query) and query.shape[-1] in CONFIGS
 
 
 def scattered_attention_kernel(
     query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return out `[tokens, heads, dim]` in the query's dtype, lse float32 `[tokens, heads]`, natural; where `serves`.
+    """Return out `[tokens, heads, dim]` in the query's dtype, and lse float32 `[tokens, heads]`, natural; where
+    `serves`.
 
-    query: `[tokens, heads, dim]` (tokens strided); keys, values: `[kv_heads, context, dim]` (heads and tokens strided),
-    of tokens from 0 on; positions: int64 `[tokens]`, ascending, below context: trusted. Raises ValueError for another
-    shape, dtype or device.
+    query: `[tokens, heads, dim]` (tokens strided). keys, values: `[kv_heads, context, dim]` (heads and tokens strided),
+    of tokens from 0 on. positions: int64 `[tokens]`, ascending and below context, which is trusted. Raises ValueError
+    for another shape, dtype or device.
     """
     op, (tokens, heads, dim), device = "scattered_attention", query.shape, query.device
     kv_heads, context, _ = keys.shape
