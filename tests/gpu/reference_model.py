@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -175,17 +176,23 @@ def prefill_prompts(prompts: list[np.ndarray], sampling: SamplingParams = GREEDY
     return [PrefillPrompt(slot, ids, 0, len(ids), sampling, "exact") for slot, ids in enumerate(prompts)]
 
 
+def prefill_plans(
+    runner: Runner, prompts: list[PrefillPrompt], num_tokens: int, chunk_tokens: int = 512
+) -> Iterator[StepPlan]:
+    """Each prompt as its own job, with pages for so many tokens more."""
+    pages = Pages(runner)
+    for prompt in prompts:
+        job = PrefillJob(prompt.slot, [prompt])
+        writes = [pages.take(prompt.slot, len(prompt.token_ids) + num_tokens)]
+        yield StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, chunk_tokens))
+
+
 def generate(runner: Runner, prompts: list[np.ndarray], num_tokens: int, sampling: SamplingParams = GREEDY,
              chunk_tokens: int = 2048) -> Generated:  # fmt: skip
     """Prefill each prompt as its own job, then decode all of them as one batch."""
-    pages = Pages(runner)
     generated = Generated([], {})
-    for prompt in prefill_prompts(prompts, sampling):
-        job = PrefillJob(prompt.slot, [prompt])
-        writes = [pages.take(prompt.slot, len(prompt.token_ids) + num_tokens)]
-        result = runner.launch(
-            StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, chunk_tokens))
-        ).collect()
+    for plan in prefill_plans(runner, prefill_prompts(prompts, sampling), num_tokens, chunk_tokens):
+        result = runner.launch(plan).collect()
         generated.tokens.append([result.tokens[0].token_id])
         generated.prompt_logprobs.update(result.prompt_logprobs)
     decode(runner, generated, [len(ids) for ids in prompts], num_tokens)

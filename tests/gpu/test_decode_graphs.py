@@ -11,14 +11,13 @@ from gpu.batching.capture import capture
 from gpu.batching.captured_steps import StepKind
 from gpu.runner import Runner
 from gpu.sampling_params import SamplingParams
-from gpu.step import DecodeGroup, HostRead, PrefillJob, StepPlan
+from gpu.step import DecodeGroup, HostRead, StepPlan
 from tests.gpu.reference_model import (
     Generated,
-    Pages,
     document_prompt,
     generate,
-    layer_units,
     needle_prompt,
+    prefill_plans,
     prefill_prompts,
     reference_runner,
 )
@@ -31,13 +30,8 @@ LOGPROBS = SamplingParams(temperature=0.0, num_logprobs=0, num_prompt_logprobs=0
 
 def prefilled(runner: Runner) -> list[int]:
     """First tokens of PROMPTS in slots 0 .. 2."""
-    pages, tokens = Pages(runner), []
-    for prompt in prefill_prompts(PROMPTS, LOGPROBS):
-        job = PrefillJob(prompt.slot, [prompt])
-        writes = [pages.take(prompt.slot, len(prompt.token_ids) + NUM_TOKENS)]
-        plan = StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, 512))
-        tokens.append(runner.launch(plan).collect().tokens[0].token_id)
-    return tokens
+    plans = prefill_plans(runner, prefill_prompts(PROMPTS, LOGPROBS), NUM_TOKENS)
+    return [runner.launch(plan).collect().tokens[0].token_id for plan in plans]
 
 
 def group(slots: list[int], drawn: int) -> DecodeGroup:

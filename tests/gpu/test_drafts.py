@@ -14,8 +14,8 @@ from scipy import stats
 from gpu.runner import Runner
 from gpu.sampling.sampler import Sampler, count_equal
 from gpu.sampling_params import SamplingParams
-from gpu.step import NOT_FINITE, DecodeGroup, PrefillJob, SampledToken, StepPlan
-from tests.gpu.reference_model import Pages, document_prompt, layer_units, prefill_prompts, reference_runner
+from gpu.step import NOT_FINITE, DecodeGroup, SampledToken, StepPlan
+from tests.gpu.reference_model import document_prompt, prefill_plans, prefill_prompts, reference_runner
 from tests.tolerances import CHI_SQUARE_P, CHI_SQUARE_POWER_P, CHUNKING_LOGPROB_ATOL
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -39,13 +39,8 @@ def runner_on(device: str) -> Runner:
 
 def begin(runner: Runner, params: list[SamplingParams]) -> list[list[SampledToken]]:
     """PROMPTS in slots 0 .. 2, and their first draws."""
-    pages, told = Pages(runner), []
-    for prompt, own in zip(prefill_prompts(PROMPTS), params, strict=True):
-        job = PrefillJob(prompt.slot, [replace(prompt, sampling=own)])
-        writes = [pages.take(prompt.slot, len(prompt.token_ids) + 2 * NUM_TOKENS)]
-        plan = StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, 512))
-        told.append([*runner.launch(plan).collect().tokens])
-    return told
+    prompts = [replace(one, sampling=own) for one, own in zip(prefill_prompts(PROMPTS), params, strict=True)]
+    return [[*runner.launch(plan).collect().tokens] for plan in prefill_plans(runner, prompts, 2 * NUM_TOKENS)]
 
 
 def serve(

@@ -54,7 +54,7 @@ MIB = 2**20
 
 @contextmanager
 def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int] | None = None,
-             reading: Reading = Reading.WHOLE, rows: Literal["bfloat16", "int8"] = "bfloat16",
+             reading: Reading | None = None, rows: Literal["bfloat16", "int8"] = "bfloat16",
              make: Callable[..., Twins] = Twins, **more: Any) -> Iterator[Twins]:  # fmt: skip
     """tables: of the tier that serves, or None: the plain one, with such rows; make, more: of the twins."""
     family = "gemma4" if name == "gemma4_unified" else name
@@ -75,7 +75,7 @@ def twins_of(name: str, monkeypatch: pytest.MonkeyPatch, tables: tuple[int, int]
     if tables is not None:
         tier = open_tier(tier_shape(dense, *tables), torch.float32, 128 * MIB, num_threads=1, is_pinned=False)
     try:
-        yield make(dense_layers=dense, tier=tier, reading=reading, **more)
+        yield make(dense_layers=dense, tier=tier, **({} if reading is None else {"reading": reading}), **more)
     finally:
         if tables is not None:
             tier.shutdown()
@@ -122,25 +122,11 @@ def test_the_tier_that_serves_reads_them_all_likewise(
         assert decode(twins, 6) < bound
 
 
-def indexed(settings: dict[str, Any], **own: Any) -> Twins:
-    own.pop("reading")  # it is theirs
-    return IndexedTwins(settings, **own)
-
-
-def mac(settings: dict[str, Any], **own: Any) -> Twins:
-    return MacTwins(settings, **own)
-
-
-def predicted(settings: dict[str, Any], **own: Any) -> Twins:
-    own.pop("reading")
-    return PredictedTwins(settings, **own)
-
-
 SINKS = {
-    "predicted, all": (partial(predicted, WIDE), FAMILY_LOGITS),
-    "indexed, all": (partial(indexed, ALL_TOKENS), FAMILY_LOGITS),
-    "indexed, some": (partial(indexed, FEW), INDEXED_SOME),
-    "mac": (partial(mac, STRICT), FAMILY_LOGITS),
+    "predicted, all": (partial(PredictedTwins, WIDE), FAMILY_LOGITS),
+    "indexed, all": (partial(IndexedTwins, ALL_TOKENS), FAMILY_LOGITS),
+    "indexed, some": (partial(IndexedTwins, FEW), INDEXED_SOME),
+    "mac": (partial(MacTwins, STRICT), FAMILY_LOGITS),
 }
 
 
@@ -167,7 +153,7 @@ def test_an_index_reads_all_tokens_exactly_and_estimates_what_it_does_not_read(
     estimated is seen, so the first bound has power.
     """
     for settings, least, most in ((ALL_TOKENS, 0.0, FAMILY_LOGITS), (FEW, FAMILY_LOGITS, INDEXED_OTHERS)):
-        with twins_of(name, monkeypatch, make=partial(indexed, settings)) as twins:
+        with twins_of(name, monkeypatch, make=partial(IndexedTwins, settings)) as twins:
             twins.prefill_down(0, draw_prompt(300))
             seen = []
             for _ in range(3):

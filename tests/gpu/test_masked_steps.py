@@ -10,8 +10,8 @@ import torch
 
 from gpu.in_flight import InFlight
 from gpu.runner import Runner
-from gpu.step import PrefillJob, StepPlan
-from tests.gpu.reference_model import Pages, generate, layer_units, prefill_prompts
+from gpu.step import StepPlan
+from tests.gpu.reference_model import generate, prefill_plans, prefill_prompts
 from tests.gpu.test_decode_graphs import LOGPROBS, NUM_TOKENS, PROMPTS, group, small_runner
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -29,21 +29,12 @@ def words(runner: Runner, banned: list[int]) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-def prefill_plans(runner: Runner) -> list[StepPlan]:
-    """Of PROMPTS in slots 0 .. 2."""
-    pages, plans = Pages(runner), []
-    for prompt in prefill_prompts(PROMPTS, LOGPROBS):
-        job = PrefillJob(prompt.slot, [prompt])
-        writes = [pages.take(prompt.slot, len(prompt.token_ids) + NUM_TOKENS)]
-        plans.append(StepPlan(page_writes=writes, new_jobs=[job], units=layer_units(job, 512)))
-    return plans
-
-
 def run_masked(runner: Runner, carry_out: Callable[[Runner, StepPlan], InFlight]) -> list[list[int]]:
     """What PROMPTS in slots 0 .. 2 draw, prefilled and decoded."""
     tokens = [list[int]() for _ in PROMPTS]
     steps = [StepPlan(decode=[group(SLOTS, drawn)]) for drawn in range(1, NUM_TOKENS)]
-    for plan in prefill_plans(runner) + steps:
+    prompts = prefill_prompts(PROMPTS, LOGPROBS)
+    for plan in [*prefill_plans(runner, prompts, NUM_TOKENS), *steps]:
         for token in carry_out(runner, plan).collect().tokens:
             tokens[token.slot].append(token.token_id)
             assert token.logprob is not None
@@ -98,7 +89,7 @@ def test_neither_launch_nor_draw_waits_for_the_device() -> None:
     runner = runner_on("cuda")
     unmasked("cuda")
     mask = words(runner, [3, 4])
-    for plan in prefill_plans(runner):
+    for plan in prefill_plans(runner, prefill_prompts(PROMPTS, LOGPROBS), NUM_TOKENS):
         runner.launch(plan).collect()
     steps = []
     torch.cuda.set_sync_debug_mode("error")
