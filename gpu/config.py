@@ -1,4 +1,4 @@
-"""Settings of the device side: the model and where it runs. Resolving against the machine returns a new tree."""
+"""Settings of the device side: the model, the device, and attention profiles."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,53 +30,54 @@ class ModelConfig(Settings):
     tokenizer: Path | None = Field(None, description="folder or GGUF file of the tokenizer; defaults to `path`")
     name: str | None = Field(None, description="the id in /v1/models; defaults to the folder's or the shape's name")
     aliases: tuple[str, ...] = Field((), description="further ids by which requests may name the model")
-    shape: str | None = Field(None, description="named shape to plan with while the folder `path` is not there yet")
+    shape: str | None = Field(None, description="named shape to plan with while the folder `path` does not exist yet")
     weights: Literal["bfloat16", "fp8", "int8", "int4"] | None = Field(
         None,
-        description="matrices of a plain checkpoint are rounded to this as they are loaded, and stay so on a GPU; "
-        "bfloat16: as they are. Leave it out for a quantised checkpoint, which is served as it is",
+        description="format that matrices of an unquantised checkpoint are rounded to at load, and keep on a GPU; "
+        "bfloat16: they stay as they are. Leave it out for a quantised checkpoint, which is served as it is",
     )
     products: Literal["auto", "own", "integers", "humming"] = Field(
         "auto",
-        description="kernels for quantised matrices. own: Tandem's, which multiply floats. integers: Tandem's, and on "
-        "a CPU those of 4 and 8 bits and of FP4 round activations to 16 bits and multiply integers: faster, and next "
-        "tokens' distributions within 3e-7 (KL) of floats'. auto: integers on a CPU, and for the experts that it "
-        "computes beside a GPU; own on a GPU. humming: on a GPU the "
-        "library humming-kernels (the extra `humming`), as far as it has them. The log names what is left out. Its "
-        "kernels are compiled at the first start and kept in the user's cache folder",
+        description="kernels for quantised matrices. own: Tandem's, which multiply floats. integers: Tandem's; on a "
+        "CPU, those for 4 and 8 bits and FP4 round activations to 16 bits and multiply integers. This is faster, and "
+        "next-token distributions stay within 3e-7 (KL) of floats. auto: integers on a CPU, and for the experts that "
+        "the CPU computes beside a GPU; own on a GPU. humming: on a GPU the library humming-kernels (the extra "
+        "`humming`), for the formats that it supports; the log names the others. Its kernels are compiled at the "
+        "first start and kept in the user's cache folder",
     )
     rope: dict[str, int | float | bool | str | list[float]] | None = Field(
         None,
-        description="in place of `rope_scaling` in config.json, with its keys, and beside them `rope_theta` and "
+        description="replaces `rope_scaling` of config.json and takes its keys, and also `rope_theta` and "
         "`max_position_embeddings`: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}",
     )
     ignore_config_keys: tuple[str, ...] = Field(
         (),
-        description="keys of config.json, or of a GGUF file's architecture, that may be passed over, though nothing "
-        "here knows what they mean",
+        description="keys of config.json, or of a GGUF file's architecture, to ignore although Tandem does not know "
+        "them; any other unknown key is an error",
     )
     chat_template: Path | None = Field(None, description="jinja file; defaults to the tokenizer's own")
     tool_parser: str = Field(
         "auto",
-        description="how the model writes calls of tools; auto: as `response_template` of the tokenizer's settings "
-        "says, else as the chat template looks; none: calls are text. The formats are listed at the end of this page",
+        description="format in which the model writes tool calls. auto: from `response_template` of the tokenizer's "
+        "settings, or else guessed from the chat template. none: calls stay text. The formats are listed at the end "
+        "of this page",
     )
     reasoning_parser: str = Field(
-        "auto", description="how the model marks its reasoning; auto and none as for `tool_parser`"
+        "auto", description="format in which the model marks its reasoning; auto and none as for `tool_parser`"
     )
     pooling: Literal["last", "mean"] | None = Field(
         None,
-        description="of /v1/embeddings, the last token's hidden state or the mean of all; default: what the folder's "
-        "1_Pooling/config.json says, or last",
+        description="what /v1/embeddings returns: the last token's hidden state, or the mean of all. Default: as in "
+        "the folder's 1_Pooling/config.json, or last",
     )
     nested_embeddings: bool = Field(
         False,
-        description="the first entries of an embedding are one (Matryoshka), so requests may ask for `dimensions`",
+        description="embeddings may be cut to their first entries (Matryoshka), so requests may set `dimensions`",
     )
     ranking: Literal["cosine", "yes_no"] | None = Field(
         None,
-        description="of /v1/rerank: by the cosine of embeddings, or as Qwen3-Reranker, by what speaks for yes and for "
-        "no; default: it is refused",
+        description="how /v1/rerank scores documents: by the cosine of embeddings, or as Qwen3-Reranker does, by the "
+        "logits of yes and no. Default: the route refuses requests",
     )
 
     @model_validator(mode="after")
@@ -95,91 +96,93 @@ class ModelConfig(Settings):
 
 
 class GpuConfig(Settings):
-    """One device. What is None is derived from the machine."""
+    """The device, its memory and its CUDA graphs. A value of None is derived from the machine."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     devices: int = Field(
         1,
         ge=1,
         le=16,
-        description="of this host over which the model is split (tensor parallel): each has a part of every layer, and "
-        "keys and values of some heads. What else is asked for here is of each (docs/TENSOR_PARALLEL.md)",
+        description="GPUs of this host that the model is split over (tensor parallel). Each has a part of every layer, "
+        "and keys and values of some heads. The other settings here apply to each device (docs/TENSOR_PARALLEL.md)",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: bfloat16 on cuda, float32 on cpu")
     memory_limit_gib: float | None = Field(
         None,
         gt=0,
-        description="of device memory, all included; default: nearly all of a card; without one, what weights and "
-        "workspaces take beside the longest context of each running sequence, of four at most, in half of the host",
+        description="limit of all device memory. Default: nearly all of the card. Without a card: weights, workspaces "
+        "and the longest context of each running sequence, of at most four, within half of the host's memory",
     )
     kv_cache_gib: float | None = Field(
         None,
         gt=0,
-        description="KV pages; default: what the limit leaves. With too few, running requests are preempted "
+        description="memory of KV pages; default: what the limit leaves. With too few, running requests are preempted "
         "(`tandem_preemptions_total`)",
     )
     kv_windows: int | None = Field(
         None,
         ge=1,
-        description="windows of layers that keep no more, of `kv_cache_gib`; default: two a running sequence, "
-        "in half of what there is, or more (up to 64) where these take 2 % of it",
+        description="how many windows to reserve in `kv_cache_gib`, for layers that keep only a sliding window. "
+        "Default: two for each running sequence, within half of that memory, or up to 64 where these take 2 % of it",
     )
     states_gib: float | None = Field(
         None,
         gt=0,
-        description="states of recurrent layers, of `kv_cache_gib`: one for each running sequence, and snapshots where "
-        "prompts ended, from which those that begin alike go on; default: two a running sequence, in half of what "
-        "there is",
+        description="part of `kv_cache_gib` for states of recurrent layers: one for each running sequence, and "
+        "snapshots at the ends of prompts, from which prompts with the same prefix go on. Default: two states for "
+        "each running sequence, within half of that memory",
     )
     host_states_gib: float | None = Field(
         None,
         gt=0,
-        description="snapshots of recurrent layers' states in host memory, pinned where there is a GPU: those of the "
-        "card are copied there, and a prompt goes on from either; default: none",
+        description="host memory for snapshots of recurrent layers' states, pinned where there is a GPU. Snapshots on "
+        "the card are copied there, and a prompt goes on from either. Default: none",
     )
     snapshot_tokens: int = Field(
         2048,
         ge=64,
-        description="tokens of an answer between two snapshots, which a next turn computes again at most if there is "
-        "room for all; prompts leave one at their last block's end, where the system message ends, and long ones so "
-        "many tokens in front of their end",
+        description="tokens of an answer between two snapshots: the most that a next turn computes again, if there is "
+        "room for all snapshots. A prompt leaves a snapshot at the end of its last block, at the end of the system "
+        "message, and, if it is long, so many tokens before its end",
     )
     state_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="states of recurrent layers; bfloat16 takes half the memory, and rounds in every step"
+        "float32",
+        description="dtype of recurrent layers' states; bfloat16 takes half the memory, and rounds in every step",
     )
     kv: Literal["auto", "bfloat16", "float32", "fp8", "int8"] = Field(
         "auto",
-        description="rows of keys and values on the device: in codes of 8 bits, with a scale a token and KV head, or "
-        "as `dtype`. auto: as `dtype`, but in bfloat16 on a CPU where `dtype` is auto, too, of models that the "
-        "compiled step computes, without `host` and `documents`: half of the bytes, and next tokens' distributions "
-        "within 5e-5 (KL). A model that drafts has rows alike, but none in bfloat16 where auto would take float32 for "
-        "it. Rows in host memory are as `host.rows` says. On a CPU the compiled step reads all but fp8, which goes "
+        description="format of keys and values on the device: `dtype`, or 8-bit codes with a scale for each token and "
+        "KV head. auto: `dtype`; but bfloat16 on a CPU if `dtype` is auto too, the compiled step computes the model, "
+        "and there is no `host` and no `documents`. That halves the bytes, with next-token distributions within 5e-5 "
+        "(KL). A draft model has the same format, but not bfloat16 where auto would choose float32 for it. "
+        "`host.rows` sets the format in host memory. On a CPU the compiled step reads all formats but fp8, which runs "
         "layer by layer",
     )
     experts_gib: float | Literal["auto"] | None = Field(
         None,
-        description="experts' matrices on the card; the others lie in pinned host memory, and those that a step takes "
-        "are fetched from there. auto: what weights, workspaces and `kv_cache_gib` leave, or, without that, all but a "
-        "quarter of what is left beside experts. Default: all lie on the card",
+        description="memory of experts on the card. The other experts are in pinned host memory, and a step fetches "
+        "those that it uses. auto: what weights, workspaces and `kv_cache_gib` leave; without `kv_cache_gib`, three "
+        "quarters of what the rest leaves. Default: all experts are on the card",
     )
     host_experts: Literal["auto", "fetch", "compute"] | int = Field(
         "auto",
-        description="what decode steps do with experts in host memory. fetch: copy those that they take. compute: the "
-        "CPU computes them where they lie, in steps of up to 32 rows. A number: the same, up to so many rows. auto: up "
-        "to as many rows as the CPU is faster for, by the machine's rates. Prompts and other steps fetch",
+        description="how decode steps use experts in host memory. fetch: copy them to the card. compute: the CPU "
+        "computes them, in steps of up to 32 rows. A number: the same, in steps of up to so many rows. auto: in steps "
+        "of up to as many rows as the CPU is faster for, by measured rates. Prompts and larger steps fetch",
     )
     page_tokens: Literal[16, 32, 64] = 16
     graph_batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 24, 32, 48, 64), description="CUDA graphs of decode")
     prefill_graph_sizes: tuple[PositiveInt, ...] | Literal["auto"] = Field(
         "auto",
-        description="CUDA graphs of layers of prefill units, by their tokens; a size that is not faster on this "
-        "machine than launching kernels one by one is dropped at start, or kept for units of the whole size, as the "
-        "log says. auto: 128, 256, 512 and 1,024, with recurrent layers also `chunk_tokens` up to 2,048, or as many of "
-        "the first as cost under 3 % of the KV pages, with recurrent layers 20 %. []: none",
+        description="sizes in tokens of prefill units whose layers are captured as CUDA graphs. A size that is not "
+        "faster on this machine than single kernel launches is dropped at start, or kept only for units of exactly "
+        "that size; the log says which. auto: 128, 256, 512 and 1,024, with recurrent layers also `chunk_tokens` up to "
+        "2,048; of these the first that take under 3 % of the KV pages, with recurrent layers 20 %. []: none",
     )
     threads: int | None = Field(None, gt=0, description="CPU threads of torch; default: physical cores")
     check_coverage: bool = Field(
-        False, description="count in every decode step who covers which tokens, and stop where one is lost; slow"
+        False,
+        description="check in every decode step that each token is attended to exactly once, and stop if not; slow",
     )
 
     @field_validator("host_experts", mode="before")
@@ -227,26 +230,26 @@ class DraftConfig(Settings):
 
     source: Literal["ngram", "mtp"] = Field(
         "ngram",
-        description="ngram: what followed the last tokens where they stood before, in prompt and answer; mtp: the head "
-        "that comes with a checkpoint, of families that have one (docs/methods/drafts.md)",
+        description="ngram: what followed an earlier occurrence of the last tokens, in prompt and answer. mtp: the "
+        "draft head of the checkpoint, for families that have one (docs/methods/drafts.md)",
     )
     profile: str | None = Field(
         None,
-        description="in place of `source`: a profile that reads the same keys and values for less, and drafts by steps "
-        "of its own: `indexed`, or one of it or of `predicted`; what it drafts is verified by the method of `host`",
+        description="in place of `source`: a profile that reads the same keys and values at less cost, and drafts in "
+        "steps of its own: `indexed`, or a profile with `indexed` or `predicted`. The method in `host` verifies",
     )
     model: Path | None = Field(
         None,
-        description="in place of `source`: a folder or GGUF file of a smaller model of the same vocabulary, which runs "
+        description="in place of `source`: folder or GGUF file of a smaller model with the same vocabulary, which runs "
         "on the same device, with pages of its own",
     )
     cache_tokens: int = Field(
-        32_768, ge=64, description="with `model`: of all contexts together that it drafts for, in its pages"
+        32_768, ge=64, description="with `model`: tokens of all contexts that the draft model's pages hold"
     )
     most_tokens: int = Field(
-        7, ge=1, le=31, description="drafted for a sequence in a step, at most; fewer by what pays"
+        7, ge=1, le=31, description="most tokens drafted for a sequence in a step; fewer where fewer pay off"
     )
-    least_match: int = Field(3, ge=2, le=16, description="tokens that must have stood before, one behind another")
+    least_match: int = Field(3, ge=2, le=16, description="how many last tokens must have occurred before, in a row")
 
     @model_validator(mode="before")
     @classmethod
@@ -263,18 +266,18 @@ class DraftConfig(Settings):
         given = sorted({"source", "least_match"} & self.model_fields_set)
         others = [key for key in ("profile", "model") if getattr(self, key) is not None]
         if others and given:
-            raise ValueError(f"{given[0]}: of n-grams, beside `{others[0]}`; leave out one of them")
+            raise ValueError(f"{given[0]}: is set together with `{others[0]}`; leave out one of them")
         if self.source == "mtp" and "least_match" in self.model_fields_set:
-            raise ValueError("least_match: of n-grams, beside `source: mtp`; leave it out")
+            raise ValueError("least_match: is only for `source: ngram`, got `source: mtp`; leave it out")
         if len(others) > 1:
-            raise ValueError("model: beside `profile`; leave out one of them")
+            raise ValueError("model: is set together with `profile`; leave out one of them")
         if self.model is None and "cache_tokens" in self.model_fields_set:
-            raise ValueError("cache_tokens: is of a draft model's pages, and there is no `model`; leave it out")
+            raise ValueError("cache_tokens: is only for a draft model, and there is no `model`; leave it out")
         return self
 
     @model_serializer(mode="wrap")
     def _only_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what was left out, which may not stand beside what was given when this is read again."""
+        """Write only the keys that were given: a default beside them could be refused when this is read again."""
         return {key: value for key, value in write(self).items() if key in self.model_fields_set}
 
     @property
@@ -283,30 +286,30 @@ class DraftConfig(Settings):
 
     @property
     def uses_head(self) -> bool:
-        """Return whether the head that comes with the checkpoint drafts."""
+        """Return whether the checkpoint's draft head drafts."""
         return self.source == "mtp"
 
     @property
     def name(self) -> str:
-        """Return what drafts: a source, a profile, or a model."""
+        """Return the name of the source, profile or model that drafts."""
         return self.profile or (self.model.name if self.model is not None else self.source)
 
 
 class Composition(Settings):
-    """Attention profiles beside the built-in ones. The built-in ones are the methods of the slot `host` by their names,
-    without those that plan device memory for each sequence (`rings`). A profile has a name of your own and, for each
-    slot, a method's name or a mapping with `method` and its settings. A request may name one in `attention_profile`,
-    and so may `scheduler.default_profile`. The methods are listed at the end of this page. A slot that is left out
-    has its default. A key without a value is an error.
+    """Attention profiles beside the built-in ones. Each method of the slot `host` is a built-in profile of the same
+    name, unless it needs device memory for each sequence (`rings`). A profile has a name of your own and, for each
+    slot, a method's name or a mapping with `method` and its settings. A request chooses one by `attention_profile`;
+    `scheduler.default_profile` names the one for all others. The methods are listed at the end of this page. A slot
+    that is left out has its default. A key without a value is an error.
     """
 
-    prefill: MethodChoice | None = Field(None, description="how prompts are attended to; default: all of them, exactly")
-    reuse: MethodChoice | None = Field(None, description="what is kept of attention from one token to the next")
+    prefill: MethodChoice | None = Field(None, description="attention of prompts; default: to all tokens, exactly")
+    reuse: MethodChoice | None = Field(None, description="which results of attention later tokens use again")
     host: MethodChoice = Field(
-        MethodChoice(method="exact"), description="what becomes of a context that outgrows the device"
+        MethodChoice(method="exact"), description="how a context that outgrows the device is kept and read"
     )
     draft: DraftConfig | None = Field(
-        None, description="tokens that may follow are computed ahead of their draws, where that pays: `draft: ngram`"
+        None, description="speculative decoding: how likely next tokens are drafted, as in `draft: ngram`"
     )
 
     @model_validator(mode="before")

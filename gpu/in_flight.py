@@ -1,7 +1,7 @@
 """A launched step: its results, the time it took, and the rows that failed.
 
-If the answers of a step fail, its rows mean nothing, and so do rows of the same sequences in every step launched behind
-it. A slot that another sequence has taken meanwhile is not meant.
+If the host's answers of a step fail, its rows are void, and so are rows of the same sequences in all later steps. If
+another sequence has taken the slot meanwhile, that sequence does not fail.
 """
 
 import time
@@ -25,7 +25,7 @@ class Timer:
         self._times = [0.0, 0.0]
 
     def mark(self, point: int) -> None:
-        """Set the begin (0) or the end (1)."""
+        """Record the begin (point 0) or the end (point 1)."""
         if self._events:
             self._events[point].record()
         else:
@@ -51,14 +51,14 @@ class Timer:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """Answers of the host, and the slots of the rows that are nothing without them."""
+    """Answers of the host that a step waits for, and the slots of the rows that need them."""
 
     answers: Answers
     slots: Sequence[int]
 
 
 def is_decoded(awaited: Sequence[Awaited], decode: Timer | None) -> bool:
-    """Return whether a step's rows are computed, drawn or not; decode: of them, None: there are none."""
+    """Return whether a step's rows are computed, drawn or not. decode: the timer of the rows; None: there are none."""
     return all(one.answers.is_over for one in awaited) and (decode is None or decode.is_over)
 
 
@@ -66,11 +66,11 @@ def is_decoded(awaited: Sequence[Awaited], decode: Timer | None) -> bool:
 class InFlight:
     """A step that was launched and not collected yet.
 
-    finished_jobs, decoded: results whose draws may come later.
-    released: slots whose sequences had left before the step.
+    finished_jobs, decoded: results; their tokens may be drawn later.
+    released: slots whose sequences had ended before the step.
     stepped: slots that decode in it.
-    failures: by slot, why one that decodes or offloads in this step failed.
-    all_failures: the runner's, by slot, of those that cannot go on until they are released.
+    failures: by slot, why its decode or offload in this step failed.
+    all_failures: the runner's failures by slot; such a slot cannot continue until it is released.
     on_collected: called with the result.
     behind: the step that was launched next.
     """
@@ -94,7 +94,7 @@ class InFlight:
         return [*(job.drawing for job in self.finished_jobs), *self.decoded]
 
     def drafted(self) -> dict[int, list[int]]:
-        """Return the tokens of drafts by slot, where the device drafted some. It waits for the current stream."""
+        """Return the tokens that the device drafted, by slot. It waits for the current stream."""
         drafts: dict[int, list[int]] = {}
         for one in self.decoded:
             if one.drafted is not None:
@@ -104,7 +104,7 @@ class InFlight:
         return drafts
 
     def end(self) -> None:
-        """Start the copies to the host on the current stream, once all is drawn, and mark where the step is over."""
+        """Start the copies to the host on the current stream and mark the end of the step. All draws are launched."""
         for job in self.finished_jobs:
             job.copy_to_host()
         for drawing in self.decoded:
@@ -113,13 +113,13 @@ class InFlight:
 
     @property
     def is_over(self) -> bool:
-        """Return whether `collect` would not wait, once the step has ended."""
+        """Return whether `collect` would not wait. Call it after `end`."""
         return all(awaited.answers.is_over for awaited in self.awaited) and self.whole.is_over
 
     def collect(self) -> StepResult:
-        """Wait for the step, and only for it, and read its tokens: finished prompts, decode groups, failed slots.
+        """Wait for this step alone, and return its tokens: of finished prompts, of decode groups, of failed slots.
 
-        The host's answers come first: a thread that waits for the device spins, on a core that they may need.
+        It waits for the host's answers first: a thread that waits for the device spins on a core that they may need.
         """
         for awaited in self.awaited:
             reason = awaited.answers.wait()
@@ -148,7 +148,7 @@ class InFlight:
         return result
 
     def _fail(self, reasons: dict[int, str]) -> None:
-        """Mark slots as failed here, in the steps launched behind this one, and in those to come."""
+        """Mark slots as failed in this step, in those launched after it, and in all to come."""
         step: InFlight | None = self
         while step is not None:
             if step is not self:

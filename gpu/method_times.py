@@ -1,6 +1,6 @@
-"""Time whole steps with a method and without it, as they are served, for methods that choose by times at the start.
+"""Time whole decode steps with and without a method at the start, for methods that decide by such times.
 
-Pages, which nobody owns yet, have random rows for it, or zeros where they are codes.
+No sequence owns pages yet. They are filled with random rows for it, or with zeros where they hold codes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ _PROMPT_TOKENS = 16  # in front of a context that is timed
 
 @torch.inference_mode()
 def learn_times(runner: Runner, parts: Mapping[PartId, ProfilePart], graph_batch_sizes: Sequence[int], kv: str) -> None:
-    """Let the methods time steps that choose by times. kv: how rows are stored on the device."""
+    """Let each method that decides by times measure its steps. kv: the format of rows in pages."""
     limits = runner.limits
     longest = min(limits.max_context_tokens, limits.num_pages * limits.page_tokens)
     gpu = torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "none"
@@ -47,7 +47,7 @@ def learn_times(runner: Runner, parts: Mapping[PartId, ProfilePart], graph_batch
 
 
 def fill_pages(runner: Runner) -> None:
-    """Give all pages rows that can be attended to."""
+    """Fill all pages with rows that can be attended to."""
     for pages in (*runner.pool.key_pages, *runner.pool.value_pages):
         if pages.is_floating_point():
             pages.normal_()
@@ -56,9 +56,9 @@ def fill_pages(runner: Runner) -> None:
 
 
 def time_steps(runner: Runner, part: ProfilePart, side: RingSide, rows: int, tokens: int) -> tuple[float, float]:
-    """Return the seconds of a step without the method and with it, of so many rows with contexts of so many tokens.
+    """Return the seconds of a step of `rows` rows with contexts of `tokens` tokens, without the method and with it.
 
-    Contexts lie in pages that nobody owns yet, and in the same ones where there are not enough.
+    Contexts lie in pages that no sequence owns yet; where these are too few, contexts share them.
     """
     limits, slots = runner.limits, list(range(rows))
     page_tokens = part.method.ring_page_tokens(part.settings)

@@ -1,8 +1,8 @@
-"""Attention profiles: what a request may name in `attention_profile`, each a composition of methods.
+"""Attention profiles: named compositions of methods, which a request chooses by `attention_profile`. No torch.
 
-methods` says what each one states, and here names become compositions. No torch. Methods of the slot `host` are
-profiles of their own names, but for those that plan memory for sequences; `profiles:` of a deployment names others.
-Invariant: two profiles share KV (and cached prefixes) exactly if their `kv_key` is the same.
+Each method of the slot `host` is a profile of the same name, unless it plans device memory for each sequence. The
+section `profiles` of a deployment names others. Invariant: two profiles share KV, and cached prefixes, exactly if
+their `kv_key` is the same.
 """
 
 import math
@@ -30,14 +30,17 @@ UNCHANGED = "exact"
 
 
 class ProfileError(ValueError):
-    """A profile that this deployment does not have, or cannot have; the message says what it has, or what to change."""
+    """A profile that this deployment does not or cannot have. The message names those it has, or what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A named choice of methods. `kv_key` marks the KV that it writes (prefix hashes are seeded with it). `parts`: one
-    a filled slot, of which `host` is always one. draft: the source of its drafts, or None; draft_part: that drafts, of
-    another profile, or None.
+    """A named choice of methods.
+
+    kv_key: identifies the KV that it writes; prefix hashes are seeded with it.
+    parts: one for each filled slot; the slot `host` is always filled.
+    draft: the source of its drafts, or None.
+    draft_part: the part of another profile that drafts for it, or None.
     """
 
     name: str
@@ -48,40 +51,38 @@ class Profile:
 
     @property
     def composition(self) -> str:
-        """Describe in words: slots, methods, settings."""
+        """Return a description: slots, methods and settings."""
         drafts = [] if self.draft is None else [f"draft: {self.draft.name}"]
         return ", ".join([*map(str, self.parts), *drafts])
 
     @property
     def prefill_method(self) -> PartId:
-        """Return how its prompts are attended to, settings and all; the same ones share jobs and learnt times."""
+        """Return the part that attends prompts. Profiles with the same one share prefill jobs and learnt times."""
         return next((part.id for part in self.parts if part.method.slot == "prefill"), DENSE)
 
     @property
     def align_tokens(self) -> int:
-        """Return the block of the KV that it writes, see `Method`."""
+        """Return the block size of the KV that it writes, in tokens (`Method.align_tokens`)."""
         return math.lcm(*(part.method.align_tokens(part.settings) for part in self.parts))
 
     @property
     def ring_parts(self) -> tuple[ProfilePart, ...]:
-        """Return the parts of whose state a running sequence holds a ring each; profiles that have the same part share
-        its rings.
-        """
+        """Return the parts of which a running sequence holds a ring each. Profiles with the same part share rings."""
         return tuple(part for part in self.parts if part.method.has_rings)
 
     @property
     def held_parts(self) -> tuple[ProfilePart, ...]:
-        """Return the parts of whose rings a running sequence holds one, for its steps or for its drafts alone."""
+        """Return the parts of which a running sequence holds a ring, for its steps or only for its drafts."""
         return self.ring_parts if self.draft_part is None else (*self.ring_parts, self.draft_part)
 
     @property
     def host_part(self) -> ProfilePart:
-        """Return the part that says what becomes of a context that outgrows the device."""
+        """Return the part that keeps and reads a context that outgrows the device."""
         return next(part for part in self.parts if part.method.slot == "host")
 
     @property
     def why_no_epsilon(self) -> str:
-        """Return why a request may not say which error is too large, behind the profile's name; empty: it may."""
+        """Return why a request may not set `epsilon`, to follow the profile's name; empty: it may."""
         if self.draft is not None:
             return "has drafts, and budgets would follow errors of tokens that are not drawn"
         if any(part.method.slot == "reuse" for part in self.parts):
@@ -90,7 +91,7 @@ class Profile:
 
     @property
     def offloads(self) -> bool:
-        """Return whether contexts beyond the resident limit go to host memory."""
+        """Return whether contexts beyond the resident limit are offloaded."""
         return self.reading is not Reading.NONE
 
     @property
@@ -100,9 +101,9 @@ class Profile:
 
 
 def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) -> dict[str, Profile]:
-    """Return the profiles of a deployment by name, built-in ones first; `host` is its section of that name, or None.
+    """Return the profiles of a deployment by name, built-in ones first. host: its `host` section, or None.
 
-    Raises ProfileError for a composition that there cannot be.
+    Raises ProfileError for a composition that cannot be served.
     """
     methods = list_methods()
     built_in = {name: method for name, method in methods.items() if is_built_in(method)}
@@ -118,8 +119,9 @@ def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) 
 
 
 def add_by_name(named: Mapping[str, Composition], default: str) -> dict[str, Composition]:
-    """Return the named profiles, and the one that `default` names if it is no profile otherwise: one that a method
-    declares, or one of the default settings of a method of the slot `host`.
+    """Return the named profiles, and one for `default` if that names neither one of them nor a built-in profile.
+
+    It is a profile that a method declares, or a method of the slot `host` with its default settings.
     """
     declared = declared_profiles()
     if default in declared and default not in named:
@@ -131,21 +133,21 @@ def add_by_name(named: Mapping[str, Composition], default: str) -> dict[str, Com
 
 
 def declared_profiles() -> dict[str, Composition]:
-    """Return the profiles that methods declare beside those of their own names. As all that plan memory for sequences,
-    they are there where somebody names them.
+    """Return the profiles that methods declare beside those of their own names. They plan memory for sequences, so a
+    deployment has one only if its configuration names it.
     """
     return {name: one for method in list_methods().values() for name, one in method.profiles.items()}
 
 
 def get_profile(name: str, profiles: Mapping[str, Profile], named_in: str) -> Profile:
-    """Return the profile of that name. Raises ProfileError if there is none; `named_in`: what named it."""
+    """Return the profile of that name. named_in: the setting that names it. Raises ProfileError if there is none."""
     if name not in profiles:
         raise ProfileError(f"{named_in}: {why_unknown(name, profiles)}")
     return profiles[name]
 
 
 def why_unknown(name: str, known: Iterable[str]) -> str:
-    """Return why a deployment whose profiles are `known` has none of this name."""
+    """Return the reason why a deployment with the profiles `known` has none of this name."""
     method = list_methods().get(name)
     declared = declared_profiles()
     if name in declared:
@@ -164,20 +166,20 @@ def why_unknown(name: str, known: Iterable[str]) -> str:
 
 
 def needs_host(name: str) -> bool:
-    """Return whether it is a built-in profile that only a deployment with a `host` section has."""
+    """Return whether `name` is a built-in profile that needs a `host` section."""
     method = list_methods().get(name)
     return method is not None and method.reading is not Reading.NONE and is_built_in(method)
 
 
 def is_built_in(method: Method) -> bool:
-    """Return whether a method has a profile of its name without being configured: not where sequences hold rings, since
-    these are planned, and it may need settings that have no defaults.
+    """Return whether a method has a profile of its name without being configured. Methods with rings do not: their
+    memory is planned, and they may need settings without defaults.
     """
     return method.slot == "host" and not method.has_rings
 
 
 def served_parts(profiles: Iterable[Profile]) -> tuple[ProfilePart, ...]:
-    """Return what these profiles are made of, each part once: one method with two settings is two parts."""
+    """Return the parts of these profiles, each once. One method with two choices of settings is two parts."""
     parts: list[ProfilePart] = []
     for profile in profiles:
         own = profile.parts if profile.draft_part is None else (*profile.parts, profile.draft_part)
@@ -186,10 +188,10 @@ def served_parts(profiles: Iterable[Profile]) -> tuple[ProfilePart, ...]:
 
 
 def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tuple[MethodState, ...]:
-    """Return what the methods of these profiles keep on the device, a state for each part.
+    """Return what the methods of these profiles keep on the device: one state for each part.
 
-    Raises ProfileError where a method with rings has no layer of this model to work in, and where attention has sinks
-    and a method no mass to merge them with.
+    Raises ProfileError if a method with rings works in no layer of this model, or if the model has attention sinks and
+    a method computes no softmax mass to merge them with.
     """
     profiles, states = list(profiles), []
     for part in served_parts(profiles):
@@ -211,14 +213,15 @@ def list_states(profiles: Iterable[Profile], architecture: Architecture) -> tupl
 
 
 def count_turns(profiles: Iterable[Profile], part: ProfilePart) -> int:
-    """Return the most rows of a step that take turns in a ring of a part: with a draft there are several."""
+    """Return the most rows of a step that use a ring of this part in turn: with drafts there are several."""
     drafts = (one.draft for one in profiles if part in one.parts and part.method.takes_turns)
     return max((1 + draft.most_tokens for draft in drafts if draft is not None), default=1)
 
 
 def find_kept(profiles: Iterable[Profile], host: HostConfig, architecture: Architecture) -> Kept:
-    """Return what stays on the device of contexts of these profiles, where they are offloaded: what all of their
-    methods need together. Layers and the sink are of one kind in a deployment, windows are each profile's own.
+    """Return what stays on the device of offloaded contexts: the union of what the methods of these profiles need.
+
+    Dense layers and the sink are the same for all profiles of a deployment; each profile has its own window.
     """
     kept = (part.method.find_kept(part.settings, host, architecture) for part in served_parts(profiles))
     return join_kept(one for one in kept if one is not None)
@@ -291,13 +294,13 @@ def _check_together(name: str, parts: Iterable[ProfilePart]) -> None:
 
 
 def _check_draft(name: str, draft: DraftConfig, parts: Iterable[ProfilePart], host: HostConfig | None) -> None:
-    """Refuse drafts beside methods that keep something of each token or step."""
+    """Raise ProfileError for drafts beside methods that keep something of each token or step."""
     for part in parts:
         method, why = part.method, part.method.why_no_draft(part.settings, draft.most_tokens)
         if not why and method.has_rings and draft.profile is not None:
             why = "a sequence that holds a ring for drafts steps without one"
         elif method.reading is Reading.SAMPLE and host is not None and host.sampled.errors is not None:
-            why = "host.sampled.errors counts steps, and which heads it has read in full goes by their number"
+            why = "host.sampled.errors chooses the heads that it reads in full by the number of the step"
         if why:
             raise ProfileError(
                 f"profiles.{name}.draft: is not served with {method.name!r}: {why}; leave out `draft` or "
@@ -316,7 +319,7 @@ def _find_method(where: str, slot: Slot, name: str, methods: Mapping[str, Method
 
 
 def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: HostConfig | None) -> Settings:
-    """Return the method's settings; what is not given is as the `host` section has it, or as it is by default."""
+    """Return the method's settings. Those that are not given come from the `host` section, or are the defaults."""
     shared = None if host is None or method.shared_key is None else getattr(host, method.shared_key)
     known = list(method.settings.model_fields)
     for key in given:
@@ -334,7 +337,7 @@ def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: Hos
             key = str(first["loc"][-1])
             what = method.settings.model_fields[key].description
             raise ProfileError(f"{where}: {method.name!r} needs the setting `{key}`: {what}") from None
-        if not first["loc"]:  # of settings together: the message names them
+        if not first["loc"]:  # about several settings: the message names them
             raise ProfileError(f"{where}.{first['msg'].removeprefix('Value error, ')}") from None
         key = ".".join(map(str, first["loc"]))
         raise ProfileError(f"{where}.{key}: {first['msg']} (got {first['input']!r})") from None
@@ -347,7 +350,7 @@ def _settings_of(where: str, method: Method, given: Mapping[str, Any], host: Hos
 
 
 def _kv_key(part: ProfilePart, host: HostConfig | None) -> str:
-    """Return what a method states to change the KV; empty if nothing does."""
+    """Return the method's name and the settings that change the KV, as text; empty if it does not change the KV."""
     method = part.method
     words = [f"{short}={_word(getattr(host, key))}" for short, key in method.kv_host.items()]
     words += [f"{short}={_word(getattr(part.settings, key))}" for short, key in method.kv_settings.items()]
@@ -365,7 +368,7 @@ def _listed(settings: Settings) -> str:
 
 
 def _written(tree: Any) -> str:
-    """Return a composition, or what is in it, as a configuration has it."""
+    """Return a composition, or a part of it, as text for a configuration file."""
     if not isinstance(tree, Mapping):
         return str(tree)
     if set(tree) == {"method"}:

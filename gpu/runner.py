@@ -1,8 +1,8 @@
 """The runner: carries out step plans on one device, in order, without waiting for it or for the CPU's answers.
 
 Everything a plan asks for is launched on one stream, so a later plan may release a slot, reuse its pages or decode its
-next token while an earlier step is still in flight. A sequence whose logits are not finite, for which the host has no
-memory, or whose decode step was left unanswered, gets token -1 and disturbs no other.
+next token while an earlier step is still in flight. A sequence fails alone if its logits are not finite, if the host
+has no memory for it, or if the CPU does not answer its decode step. It gets token -1.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -72,8 +72,8 @@ from transfer.host_tier import ContextLostError, ContextRead, HostMemoryError, H
 
 @dataclass(frozen=True, slots=True)
 class ExpertMoves:
-    """How often experts in host memory were used since the start: fetched one by one, copied with their whole layer, or
-    computed by the CPU. Each is counted once a layer of a step, or of a prompt's unit.
+    """Counts of uses of experts in host memory since the start: fetched one by one, copied with their whole layer, or
+    computed by the CPU. An expert counts once in each layer of a step or a prefill unit.
     """
 
     fetched: int
@@ -103,7 +103,7 @@ def _make_pool(architecture: Architecture, settings: RunnerSettings) -> KvPool:
 def _make_host_reader(
     served: Architecture, settings: RunnerSettings, tier: HostTier, reads: StepReads, times: HostReadTimes
 ) -> HostReader:
-    """Return what asks the tier for attention in decode steps, with an exchange for each part of a step."""
+    """Return the reader that asks the tier for attention of decode steps, with an exchange for each part of a step."""
     excludes = any(part.method.excludes_blocks for part in settings.parts)
     slot = slot_shape(served, tier.shape.num_tables, dtype_name(settings.dtype), excludes, settings.checks_coverage)
     exchanges = [SlotExchange(rows, slot, settings.device) for rows in most_rows_of_parts(settings.max_running)]
@@ -113,9 +113,9 @@ def _make_host_reader(
 
 
 class Runner:
-    """One model on one device. Not thread-safe: one thread launches, and it may collect later.
+    """One model on one device. Not thread-safe: one thread launches steps, and may collect them later.
 
-    host_read_times: of all steps with host reads.
+    host_read_times: times summed over all steps with host reads.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, settings: RunnerSettings) -> None:
@@ -125,7 +125,7 @@ class Runner:
         self._ranks = settings.ranks
         self._tell: Callable[[StepPlan | dict[int, np.ndarray] | Collected], None] = lambda message: None
         self._num_launched = 0
-        served = replace(architecture, max_context_tokens=context)  # of which methods keep something
+        served = replace(architecture, max_context_tokens=context)  # methods keep no more than the longest context
         kv = settings.kv or dtype_name(dtype)
         self.weights = weights
         self.device = device
@@ -208,7 +208,7 @@ class Runner:
 
     @property
     def rehearsal(self) -> Rehearsal:
-        """Return what warms the runner up and times prompts on it, while nothing is in flight."""
+        """Return the rehearsal, which warms the runner up and times prompts. Use it while nothing is in flight."""
         tier = None if self._offloader is None else self._offloader.tier
         return Rehearsal(
             self.launch, self.limits, self.architecture, self.pool, self._prefill, self.dense, self._sides,
@@ -222,12 +222,12 @@ class Runner:
 
     @property
     def page_memory(self) -> Commitment | None:
-        """Return how KV pages are committed; None: all are, as on a GPU, whose graphs hold their addresses."""
+        """Return how memory of KV pages is committed. None on a GPU: all is, since graphs hold the addresses."""
         return self.pool.commitment if self.device.type == "cpu" else None
 
     @property
     def window_memory(self) -> Commitment | None:
-        """Return how windows or states are committed, likewise."""
+        """Return how memory of windows or states is committed, as `page_memory` does for pages."""
         held = self.pool.windows if self.pool.states is None else self.pool.states
         return held.commitment if self.device.type == "cpu" else None
 
@@ -237,49 +237,49 @@ class Runner:
 
     @property
     def most_rows(self) -> int:
-        """Return the rows of a decode step with runs up to which more rows cost little."""
+        """Return up to how many rows a decode step with runs may grow at little cost."""
         return self.decode_steps.most_rows
 
     def is_ready(self, host_read: HostRead) -> bool:
-        """Return whether the host would answer a read without a wait, as far as plans have been launched."""
+        """Return whether the host would answer a read at once, given the plans launched so far."""
         assert self._offloader is not None, "runner: a row reads the host, but there is no tier"
         return self._offloader.tier.is_ready(ContextRead(host_read.context_id, host_read.end - host_read.begin))
 
     def is_loaded(self, job_id: int, layer: int) -> bool:
-        """Return whether a unit that begins this layer of the job waits for no disk, by the plans launched."""
+        """Return whether a unit could begin this layer of the job without waiting for the disk."""
         return self._prefill.is_loaded(job_id, layer)
 
     def is_read(self, job_id: int, layer: int) -> bool:
-        """Return whether a unit may begin this layer of a job whose front comes from the disk."""
+        """Return whether a unit may begin this layer of a job whose prefix is loaded from disk."""
         return self._prefill.is_read(job_id, layer)
 
     def lost_jobs(self) -> list[int]:
-        """Return prefill jobs whose fronts turned out not to be on disk, by the plans launched."""
+        """Return the prefill jobs whose prefix turned out not to be on disk."""
         return self._prefill.lost_jobs()
 
     @property
     def num_savable(self) -> int:
-        """Return how many blocks a plan may save now."""
+        """Return how many blocks a plan may save to disk now."""
         return 0 if self._block_writer is None else self._block_writer.num_free
 
     @torch.inference_mode()
     def feed(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Make known tokens the next input of slots, in place of what was drawn for them last."""
+        """Make known tokens the next input of slots, in place of the tokens that were drawn for them last."""
         with self._lanes.enter(Lane.DEVICE, is_fenced=False):
             places = upload(np.array([slots, token_ids], np.int64), self.device)
             self._last_tokens.index_copy_(0, places[0], places[1])
 
     def first_own_token(self, prefill_method: PartId) -> int | None:
-        """Return where the first unit begins that a method does not leave to dense prefill; None of dense prefill."""
+        """Return where a method's first unit of its own begins; earlier tokens use dense prefill. None for DENSE."""
         side = self._sides.get(prefill_method)
         return None if side is None else side.first_own_token()
 
     def method_counts(self) -> dict[PartId, Counts]:
-        """Return what methods counted in decode steps, by the part that plans name. It waits for nothing."""
+        """Return what methods counted in decode steps, by part. It does not wait for the device."""
         return {part: side.counts() for part, side in self._method_sides.items()}
 
     def request_figures(self, slots: Collection[int]) -> dict[int, dict[str, int]]:
-        """Return what methods tell of the requests in these slots, by slot. It waits for nothing."""
+        """Return what methods report about the requests in these slots, by slot. It does not wait for the device."""
         figures: dict[int, dict[str, int]] = {}
         for side in self._telling:
             for slot in slots:
@@ -288,19 +288,21 @@ class Runner:
         return figures
 
     def expert_counts(self) -> ExpertMoves | None:
-        """Return what became of experts in host memory, or None where all lie on the device; waits for nothing."""
+        """Return how experts in host memory were used; None if all are on the device. It does not wait."""
         if self._staged is None:
             return None
         computed = sum(counts.experts for counts in self.computed_counts())
         return ExpertMoves(self._staged.num_fetched, self._staged.num_copied, computed)
 
     def computed_counts(self) -> list[ExpertCounts]:
-        """Return what the CPU computed of them, by lane."""
+        """Return the counts of experts that the CPU computed, by lane."""
         return [one.worker.counts for one in self._experts]
 
     @torch.inference_mode()
     def capture(self, batch_sizes: Sequence[int], on_progress: Progress) -> None:
-        """Choose how decode steps multiply, and capture those of every kind as CUDA graphs; does nothing on the CPU."""
+        """Choose tiles for decode steps' matrix products, and capture decode steps of all kinds as CUDA graphs. Does
+        nothing on the CPU.
+        """
         if self.device.type == "cuda":
             seconds = partial(graph_seconds, on=torch.cuda.Stream())
             self._prefill.decoder.projections.choose_tiles(batch_sizes, seconds)
@@ -309,10 +311,11 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
-        """Start a step in its lane, in the plan's field order; on the CPU it has run when this returns. On CUDA another
-        thread answers its host reads. Only a step without a captured graph is launched layer by layer, each behind its
-        answers. A step with masked slots is launched without its draws; `draw` adds them before anything else is
-        launched in its lane, and before any plan that is fenced or releases slots.
+        """Launch a step in its lane, in the plan's field order. On the CPU it has run when this returns.
+
+        On CUDA another thread answers its host reads; only a step without a captured graph is launched layer by layer,
+        each layer after the answers before it. A step with masked slots is launched without its draws. Call `draw` for
+        it before anything else is launched in its lane, and before any plan that is fenced or releases slots.
         """
         self._num_launched += 1
         self._tell(plan)
@@ -323,8 +326,8 @@ class Runner:
 
     @torch.inference_mode()
     def draw(self, step: InFlight, masks: Masks) -> None:
-        """Draw for a step that was launched without draws; on CUDA it may still run. Slots without a mask draw from all
-        tokens. Masks are read before it returns.
+        """Draw for a step that was launched without draws, and may still run on CUDA. Slots without a mask draw from
+        all tokens. The masks may be changed once this returns.
         """
         self._tell(dict(masks))
         with self._lanes.enter(step.lane, is_fenced=False):
@@ -333,15 +336,13 @@ class Runner:
             step.end()
 
     def drafted(self, step: InFlight) -> dict[int, list[int]]:
-        """Return the tokens of drafts by slot, where the device drafted some for a step: it waits for what was
-        launched in the step's lane.
-        """
+        """Return the tokens that the device drafted for a step, by slot. Waits for all work launched in its lane."""
         with self._lanes.enter(step.lane, is_fenced=False):
             return step.drafted()
 
     def lead(self, tell: Callable[[StepPlan | dict[int, np.ndarray] | Collected], None]) -> None:
-        """Report from now on each plan that is launched, the masks of the newest one's draws, and the tokens of each
-        step that is collected: other ranks carry out the same, and compare.
+        """Lead the other ranks: from now on call `tell` with each launched plan, the masks of its draws, and the tokens
+        of each collected step. The other ranks carry out the same plans and compare the tokens.
         """
         self._tell, self._num_launched = tell, 0
 
@@ -350,7 +351,7 @@ class Runner:
         self._tell(Collected(number, tokens))
 
     def _check_ranks(self) -> None:
-        """Raise HostMemoryError where this rank's host refused something: the others would wait for its sums."""
+        """Raise HostMemoryError if a slot of this rank has failed: the other ranks would wait for its sums forever."""
         if self._ranks is not None and self._failures:
             where = f"rank {self._ranks.rank} of {self._ranks.count}"
             raise HostMemoryError(f"gpu.devices: {where}: {next(iter(self._failures.values()))}")
@@ -421,7 +422,7 @@ class Runner:
             )
 
     def shutdown(self) -> None:
-        """End the thread that answers; no device is left waiting for it. What is in flight should be collected."""
+        """End the threads that answer host reads, load document chunks and save blocks. Collect all steps first."""
         self.decode_steps.shutdown()
         if self._documents is not None:
             self._documents.shutdown()
@@ -429,12 +430,12 @@ class Runner:
             self._block_writer.shutdown()
 
     def drop_graphs(self) -> None:
-        """Let go of all captured graphs. Nothing is launched any more, and nothing is in flight."""
+        """Free all captured graphs. Nothing may be in flight, and nothing may be launched afterwards."""
         self.decode_steps.drop_graphs()
         self._prefill.drop_graphs()
 
     def _launch_offloads(self, offloads: Sequence[Offload]) -> dict[int, str]:
-        """Launch offloads; return the slots that the host refused memory now, and why."""
+        """Launch offloads. Return the slots that the host has no memory for, with the reason."""
         failures: dict[int, str] = {}
         for offload in offloads:
             if offload.slot in self._failures:
@@ -447,7 +448,7 @@ class Runner:
         return failures
 
     def _finish_reloads(self, reloads: Sequence[FinishedReload]) -> dict[int, str]:
-        """Launch the ends of reloads; return the slots whose rows could not be reloaded, and why."""
+        """Launch the ends of reloads. Return the slots whose rows could not be reloaded, with the reason."""
         failures: dict[int, str] = {}
         for reload in reloads:
             assert self._offloader is not None
@@ -485,11 +486,11 @@ class Runner:
             while (going_on := without_slots(group, self._failures)).slots:
                 try:
                     launched, drafted = self._decode(going_on, lane, reads_host)
-                except ContextLostError as error:  # before anything is launched: the others begin without it
+                except ContextLostError as error:  # nothing is launched yet: the other slots begin without this one
                     self._failures |= slots_over(going_on, error)
                     self._check_ranks()
                     continue
-                except ExchangeError as error:  # its rows' keys and values of this token mean nothing
+                except ExchangeError as error:  # the group's keys and values of this token are invalid
                     self._failures |= dict.fromkeys(going_on.slots, str(error))
                     self._check_ranks()
                     break
@@ -512,18 +513,19 @@ class Runner:
         return decoded, awaited, timer
 
     def _decode(self, group: DecodeGroup, lane: Lane, reads_host: bool) -> tuple[LaunchedStep, torch.Tensor | None]:
-        """Launch a decode group; return what it launched, and the tokens of its drafts where the device drafted some.
-        reads_host: some row of the plan has a host read, also one that has failed since: the other lane's step goes by
-        it.
+        """Launch a decode group. Return the launched step, and the tokens that the device drafted for it, or None.
 
-        Raises ContextLostError, and ExchangeError where an eager step's device sends no request.
+        reads_host: whether any row of the plan had a host read, even if its slot has failed since. It decides which
+        buffers the step uses, and the other lane's step relies on that.
+
+        Raises ContextLostError, and ExchangeError if the device sends no request for a step without a graph.
         """
         reads = host_reads_of(group)
         reuses = any(side.takes_part(group.slots, group.positions, reads) for side in self._reusing.values())
         batch = Batch(group.slots, group.positions, reads, reuses, has_host_reads=reads_host)
         if group.runs is None and group.drafts is None:
             return self._step(batch), None
-        first = self.limits.max_running * (1 if lane is Lane.DEVICE else 2)  # where no other lane's stand
+        first = self.limits.max_running * (1 if lane is Lane.DEVICE else 2)  # each lane has input tokens of its own
         whole = self._followers.add_rows(batch, group, first)
         steps, drafted = self._followers.draft(batch, whole, group)
         steps.append(self._step(whole))

@@ -1,4 +1,4 @@
-"""Settings of a runner beside its model: as the loader resolves them, and as its caller states them."""
+"""Settings of a runner: as the runner takes them, and as the caller of the loader states them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,29 +21,28 @@ from transfer.host_tier import HostTier
 class RunnerSettings:
     """The sizes and parts of a runner.
 
-    max_hidden_tokens: of all prefill jobs under way.
-    tier: memory of offloaded contexts, or None; the caller made it.
-    parts: of the profiles that are served (`gpu.profiles.served_parts`); if the tier has tables, one makes their codes.
-    num_rings: of the parts that keep some.
-    ring_pages: of those whose rings share pages.
-    sink_tokens, window_tokens: what an offloaded context keeps in front and at its end.
-    checks_coverage: count in every decode step who covers which tokens, and end with CoverageError where that is not
-        the whole context; a debug run, without graphs.
-    library: where document chunks are, or None.
-    windows: of layers that keep no more; of the others pages hold all of a context.
-    kv: how pages hold rows; None: in `dtype`.
-    open_experts: the CPU computes experts in host memory for decode steps of up to `computed_rows` rows; None: they are
-        fetched.
-    num_states: of recurrent layers (`gpu.kv.states`), 0: one a slot.
-    state_dtype: of these.
-    num_host_states: copies of them in host memory.
-    disk: where contexts are kept beside, or None.
-    compile_settings: of a child that compiles the CPU's decode step, None: the first step does
-        (`gpu.decode.step_code`).
-    link_share: of what attention reads in full in host memory, read by the device; None: by measured rates.
-    adapters: that prompts may have, numbered from 1 on.
-    ranks: of a model that is split over devices, or None.
-    turns: that rows of a step take in a ring at most.
+    max_hidden_tokens: tokens of all prefill jobs under way.
+    tier: the host tier with the offloaded contexts, or None. The caller makes and owns it.
+    parts: parts of the served profiles (`gpu.profiles.served_parts`). If the tier has hash tables, one makes the codes.
+    num_rings: by part, for the parts with rings.
+    ring_pages: by part, for the parts whose rings share pages.
+    sink_tokens, window_tokens: the first and the last tokens of an offloaded context that stay on the device.
+    checks_coverage: check in every decode step that the whole context is attended to once, or raise CoverageError. For
+        debugging; without graphs.
+    library: the stored document chunks, or None.
+    windows: windows of the layers that keep no more than that; the other layers have pages of the whole context.
+    kv: the format of rows in pages; None: `dtype`.
+    open_experts: opens the CPU's experts, which decode steps of up to `computed_rows` rows use; None: experts in host
+        memory are fetched.
+    num_states: states of recurrent layers (`gpu.kv.states`); 0: one for each slot.
+    num_host_states: copies of states in host memory.
+    disk: the store of contexts on disk, or None.
+    compile_settings: settings of the child process that compiles the CPU's decode step (`gpu.decode.step_code`); None:
+        the first step compiles it.
+    link_share: the share of fully read host contexts that the device reads over the link; None: by measured rates.
+    adapters: adapters that prompts may name, numbered from 1.
+    ranks: this rank and the others, for a model that is split over devices; None: it is not.
+    turns: the most rows of a step that use one ring in turn.
     """
 
     num_pages: int
@@ -81,12 +80,12 @@ class LoadSettings:
     """What the caller of `gpu.load.load_runner` decides; the other settings come from the configuration.
 
     max_context_tokens: None: the model's.
-    chunk_tokens: most tokens of a prefill unit.
-    num_windows: of `window_pages` pages (`gpu.kv.windows`); 0: all layers have all of every context in pages.
-    experts_on_card: of each layer's, the other experts lie in host memory; None: all are on the card.
+    chunk_tokens: the most tokens of a prefill unit.
+    num_windows: windows of `window_pages` pages (`gpu.kv.windows`); 0: all layers have pages of the whole context.
+    experts_on_card: experts of each layer on the card; the others are in host memory. None: all are on the card.
     prefill_graph_sizes: see MemoryPlan.
-    compiles_ahead: a child process compiles the CPU's decode step, where that is to be done.
-    drafts: the checkpoint's head does. Further fields as in RunnerSettings.
+    compiles_ahead: whether a child process compiles the CPU's decode step, where it has to be compiled.
+    drafts: whether the checkpoint's head drafts. Further fields as in RunnerSettings.
     """
 
     max_running: int

@@ -31,8 +31,8 @@ Setting = bool | int | float | str
 class PartId:
     """Identity of a part of a profile: the slot, the method that fills it, and the method's settings by name.
 
-    Profiles with equal parts share what is kept by part: rings, prefill sides and learnt times. The values of settings
-    are those that were given; names of settings in settings have dots. It survives JSON.
+    Profiles with equal parts share their rings, prefill sides and learnt times. The values of settings are those that
+    were given; a nested setting's name has dots. A PartId can be written to JSON and read back.
     """
 
     slot: str
@@ -45,17 +45,17 @@ class PartId:
 
 
 DENSE = PartId("prefill", "dense")
-"""Prefill of profiles that name no method for it: all of a query's past is attended to, exactly."""
+"""The prefill method of profiles that name none: each query attends to its whole past, exactly."""
 
 FUSED = PartId("prefill", "fused")
-"""Prefill of units of which most of the prompt is not computed: queries at any positions, dense."""
+"""The prefill method of units that skip most of the prompt: dense attention of queries at any positions."""
 
 NO_SLOT = -1
-"""Of a chunk that is computed alone: it has no sequence, takes no pages and draws nothing."""
+"""The slot of a document chunk that is computed alone: it has no sequence, takes no pages and draws no token."""
 
 
 class Frozen:
-    """Turn lists that a plan or its part is made with into tuples, also lists in lists: nothing is added later."""
+    """Base of plans and their parts: turns lists that a field is given into tuples, also nested ones."""
 
     __slots__ = ()
 
@@ -71,12 +71,12 @@ def _freeze(values: list[Any]) -> tuple[Any, ...]:
 
 
 class Lane(Enum):
-    """One of two streams of steps: those of one lane run in the order of their launches, those of two side by side.
+    """One of two streams of steps. Steps of one lane run in launch order; steps of different lanes run side by side.
 
-    HOST: of rows that wait for the host's answers. DEVICE: of prefill units and of rows that need the device alone. A
-    plan is in one lane as a whole; if there is only one lane, it is DEVICE. Steps with a host read in some row share
-    one set of buffers, whatever their lane, and steps without any share another. If steps of one kind change lanes, the
-    first in the new lane is fenced, or the last in the old one is over.
+    HOST: rows that wait for the host's answers. DEVICE: prefill units, and rows that need the device alone. A plan is
+    in one lane as a whole; if there is only one lane, it is DEVICE. All steps with a host read share one set of
+    buffers, whatever their lane, and all other steps share another. When steps of one kind change lanes, either the
+    first step in the new lane is fenced, or the last one in the old lane has ended.
     """
 
     DEVICE = "device"
@@ -85,7 +85,7 @@ class Lane(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PageWrite(Frozen):
-    """Pages appended to a slot's page table: `page_ids` become its pages `first_page ..`."""
+    """Pages appended to a slot's page table: `page_ids` become its entries from `first_page` on."""
 
     slot: int
     first_page: int
@@ -96,10 +96,10 @@ class PageWrite(Frozen):
 class HostPrompt:
     """The part of a prompt that goes to host memory: a context there holds tokens `[sink, end)` once prefill ends.
 
-    sink: tokens that stay on the device in front, whole pages; end: the offloaded run's end, on a page border; between
-    `end` and the prompt's end lies the window. Of the run, tokens `[evicted, end)` stay in pages of the device as
-    well. Tokens `[sink, prompt.begin)` are offloaded already (`prompt.begin` is 0 or a page border above the sink),
-    shared with `source_id` if that is not None.
+    sink: first tokens that stay on the device, in whole pages. end: the end of the offloaded run, on a page border; the
+    window lies between `end` and the prompt's end. Tokens `[evicted, end)` of the run stay in device pages as well.
+    Tokens `[sink, prompt.begin)` are offloaded already (`prompt.begin` is 0 or a page border above the sink), and are
+    shared with the context `source_id` if that is not None.
     """
 
     context_id: int
@@ -112,8 +112,8 @@ class HostPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PlacedChunk:
-    """Tokens `[begin, end)` of a prompt are the chunk of that key: its keys and values were computed alone, and are
-    kept before rotation.
+    """The place of a stored document chunk in a prompt: tokens `[begin, end)` are the chunk `key`. Its keys and values
+    were computed without the rest of the prompt, and are stored before rotation.
     """
 
     begin: int
@@ -123,15 +123,16 @@ class PlacedChunk:
 
 @dataclass(frozen=True, slots=True)
 class FusionPlan:
-    """How a prompt with chunks is computed (`gpu.fusion.fusion_plan`): all of its tokens below layer `select_layer`,
-    and from there on what is in no chunk, its last token, and `num_chosen` others, which the policy chooses on the
-    device.
+    """How a prompt with document chunks is computed (`gpu.fusion.fusion_plan`).
+
+    Layers below `select_layer` compute all of its tokens. From there on the layers compute the tokens in no chunk, the
+    last token, and `num_chosen` others, which the policy chooses on the device.
 
     chunks: ascending, disjoint, behind the prompt's `begin`.
-    select_layer: 0 for a policy that looks at nothing.
-    seam_tokens: at the front of each chunk, chosen before all others.
-    question_begin, question_end: the tokens whose attention says what matters.
-    num_computed: from `select_layer` on.
+    select_layer: 0 for a policy that needs no layer's output to choose.
+    seam_tokens: the first tokens of each chunk, chosen before all others.
+    question_begin, question_end: the tokens whose attention weighs the others.
+    num_computed: tokens computed from `select_layer` on.
     """
 
     policy: str
@@ -146,8 +147,10 @@ class FusionPlan:
 
 @dataclass(frozen=True, slots=True)
 class RingCopy:
-    """What a ring begins with: another's entries of cells before `begin`, at the places of none of `[begin, end)`: the
-    other sequence has written these otherwise, or the copy's prompt has them in front of what it will write.
+    """What a new ring copies from ring number `ring`: the entries of cells before `begin`.
+
+    Places that cells `[begin, end)` map to are left out: the other sequence has overwritten them, or the new one's
+    prompt will.
     """
 
     ring: int
@@ -157,14 +160,14 @@ class RingCopy:
 
 @dataclass(frozen=True, slots=True)
 class RingWrite:
-    """A slot holds ring number `ring` of `part` (`ProfilePart`) until it is released; no other slot does.
+    """Assigns ring number `ring` of `part` (`ProfilePart`) to a slot, and to no other, until the slot is released.
 
-    reading: of its context in host memory.
-    source: the ring that it begins as a copy of; None: it is empty.
-    pages: its first pages, of those that the part's rings share; None: they share none.
-    num_shared: how many of these the source holds as well, with the same tokens.
-    is_for_drafts: whether it is used only in steps that draft for the slot; steps that verify do not use it.
-    epsilon: the error that is too large for the slot's request; None: as the part's settings have it.
+    reading: how the slot's context in host memory is read.
+    source: the ring that this one begins as a copy of; None: it begins empty.
+    pages: its first pages, from those that the part's rings share; None: the part's rings have no shared pages.
+    num_shared: how many of `pages` the source holds as well, with the same tokens.
+    is_for_drafts: whether only steps that draft for the slot use it; steps that verify do not.
+    epsilon: the largest error that the slot's request allows; None: the one in the part's settings.
     """
 
     slot: int
@@ -180,7 +183,7 @@ class RingWrite:
 
 @dataclass(frozen=True, slots=True)
 class RingGrowth:
-    """A ring that is held has further pages, of those that its part's rings share."""
+    """Further pages for a ring that a slot holds, from those that its part's rings share."""
 
     part: PartId
     ring: int
@@ -189,9 +192,10 @@ class RingGrowth:
 
 @dataclass(frozen=True, slots=True)
 class WindowWrite:
-    """Window number `window` (`gpu.kv.windows`), or state (`gpu.kv.states`), has what `source` has, or anything:
-    None. A slot holds it until it is released, and nobody else does; None: nobody, it is kept for who begins with the
-    same tokens.
+    """Sets the content and the holder of window, or state, number `window` (`gpu.kv.windows`, `gpu.kv.states`).
+
+    source: the window whose content is copied; None: the content does not matter.
+    slot: the slot that alone holds it until the slot is released; None: it is kept for prompts with the same prefix.
     """
 
     window: int
@@ -201,7 +205,7 @@ class WindowWrite:
 
 @dataclass(frozen=True, slots=True)
 class StateMove:
-    """State number `state`, which nobody writes to, goes to a place in host memory; or what is there comes to it."""
+    """A copy of state number `state`, which no sequence writes, to `place` in host memory, or back where `is_up`."""
 
     state: int
     place: int
@@ -214,8 +218,8 @@ class StateMove:
 
 @dataclass(frozen=True, slots=True)
 class WindowBranch:
-    """Window number `window`, which nobody holds, gets what a prompt's own has behind its first `end` tokens. What
-    stands in front of the prompt's first computed token it has already, by a window write.
+    """A snapshot of a prompt's window: window number `window`, which no slot holds, gets what the prompt's window has
+    after its first `end` tokens. A window write has filled in what precedes the prompt's first computed token.
     """
 
     window: int
@@ -224,10 +228,12 @@ class WindowBranch:
 
 @dataclass(frozen=True, slots=True)
 class DiskPrefix(Frozen):
-    """The front of a prompt that comes from the disk: tokens `[begin, end)`, whole pages, into `page_ids`; those in
-    front are in pages. names: of the blocks that have them, in order, from number `first_block` of the prompt on.
-    end_name: of what is kept of the prefix's end (`gpu.disk.record_shapes`), where a model has layers without pages: it
-    has the pages behind the last whole block, and what goes to window or state number `window`; "": nothing is.
+    """A prefix of a prompt that is loaded from disk: tokens `[begin, end)`, whole pages, into `page_ids`. Tokens before
+    `begin` are in pages already.
+
+    names: the block records with these tokens, in order, from the prompt's block number `first_block` on.
+    end_name: the record of the prefix's end (`gpu.disk.record_shapes`), for a model with layers without pages. It has
+        the pages behind the last whole block, and the content of window or state number `window`. "": there is none.
     """
 
     names: tuple[str, ...]
@@ -241,8 +247,8 @@ class DiskPrefix(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class EvictedPart:
-    """Of a block, what is evicted: tokens `[begin, end)` of the run of `context_id`, from its page `first_page` on. It
-    has dense pages, and its other layers' rows are in host memory.
+    """The evicted part of a block: tokens `[begin, end)` of the run of `context_id`, from the block's page `first_page`
+    on. Dense layers have pages of it; the other layers' rows are in host memory.
     """
 
     context_id: int
@@ -253,9 +259,11 @@ class EvictedPart:
 
 @dataclass(frozen=True, slots=True)
 class SavedBlock(Frozen):
-    """A block whose pages, which hold what is final, are copied out for the disk. evicted: the part of it that has
-    dense pages alone, if any. window: it is the end of a prefix, with pages of less than a block, and this window's or
-    state's content; None: it is a block.
+    """A record to write to disk: pages whose content no longer changes are copied out under `name`.
+
+    evicted: the part of which the device has dense pages alone, or None.
+    window: None for a block. Otherwise the record is the end of a prefix: pages of less than a block, and the content
+        of this window or state.
     """
 
     name: str
@@ -268,17 +276,17 @@ class SavedBlock(Frozen):
 class PrefillPrompt:
     """One sequence of a prefill job: tokens `[begin, len(token_ids))` are computed, `[0, begin)` are in its pages.
 
-    `token_ids` is int32 `[context]`: the prompt, and after a preemption the output so far as well (`num_prompt_tokens`
-    tells them apart). `samples` is the number of output tokens drawn before: the next draw is number `samples`.
+    `token_ids` is int32 `[context]`: the prompt, followed after a preemption by the output so far
+    (`num_prompt_tokens` is the border). `samples` output tokens were drawn before: the next draw is number `samples`.
 
-    host: what of it is offloaded, or None. Its page table then has, for `[sink, released)`, pages of dense layers
-        alone.
-    pooling: what is told of it beside the draw, or None.
-    fused: what it takes of chunks, or None; such a prompt is alone in its job.
-    capture: it is a chunk, in NO_SLOT, whose keys and values are kept under that key; all prompts of its job are.
-    branches: windows that it leaves, one at most, or states.
-    disk: what of its front comes from the disk, up to `begin`; such a prompt is alone in its job.
-    adapter: its number among the runner's, 0: none.
+    host: what of it is offloaded, or None. For `[sink, evicted)` its page table has pages of dense layers alone.
+    pooling: what is returned of it beside the draw, or None.
+    fused: how it uses document chunks, or None; such a prompt is alone in its job.
+    capture: the key under which its keys and values are stored: it is a document chunk, in NO_SLOT, as are all prompts
+        of its job. None: it is not.
+    branches: snapshots that it leaves: one window at most, or states.
+    disk: the prefix, up to `begin`, that is loaded from disk; such a prompt is alone in its job.
+    adapter: its number among the runner's adapters; 0: none.
     """
 
     slot: int
@@ -316,15 +324,14 @@ class PrefillPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob(Frozen):
-    """Prompts that go through the layers together, packed one after another into one row of hidden states; all of them
-    by one prefill method."""
+    """Prompts that go through the layers together, packed one after another. They share one prefill method."""
 
     job_id: int
     prompts: tuple[PrefillPrompt, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens behind the prompts' begins, also those that no layer computes."""
+        """Return how many tokens follow the prompts' `begin`, including those that fusion does not compute."""
         return sum(prompt.num_computed_tokens for prompt in self.prompts)
 
     @property
@@ -338,7 +345,7 @@ class PrefillJob(Frozen):
 
     @property
     def stages(self) -> list[tuple[int, int]]:
-        """Return (first layer, tokens that go through the layers from there on), ascending."""
+        """Return pairs (first layer, tokens computed in the layers from there on), ascending."""
         fused = self.fused
         if fused is None:
             return [(0, self.num_tokens)]
@@ -346,7 +353,7 @@ class PrefillJob(Frozen):
         return [*all_tokens, (fused.select_layer, fused.num_computed)]
 
     def is_scattered(self, layer: int) -> bool:
-        """Return whether the tokens that go through the layer may be any of the prompt's."""
+        """Return whether the tokens that the layer computes need not be neighbours in the prompt."""
         return self.fused is not None and layer >= self.fused.select_layer
 
     def num_tokens_in(self, layer: int) -> int:
@@ -362,9 +369,10 @@ class PrefillUnit:
     """One layer over packed tokens `[begin, end)` of a job, of those that go through that layer. Units of a job come
     layer by layer, in token order.
 
-    method: by which all of the job is attended to (`gpu.profiles.Profile.prefill_method`). The unit that ends the job
-    also samples each prompt's next token: it ends the last layer, or, where prompts are scored, the last of them. Where
-    all that was left of a job was cut out, that is a unit of no logprobs.
+    method: the prefill method of the whole job (`gpu.profiles.Profile.prefill_method`).
+
+    The last unit of a job also draws each prompt's next token. That is the one that ends the last layer, or, where
+    prompts are scored, the last LogitsUnit. If all that was left of a job was cut out, it is an empty LogitsUnit.
     """
 
     job_id: int
@@ -376,7 +384,7 @@ class PrefillUnit:
 
 @dataclass(frozen=True, slots=True)
 class LogitsUnit:
-    """Logprobs of scored tokens `[begin, end)` of a job, counted through its prompts: in order, after the layers."""
+    """Logprobs of a job's scored tokens `[begin, end)`, counted across its prompts. They follow the layers in order."""
 
     job_id: int
     begin: int
@@ -388,9 +396,9 @@ Unit = PrefillUnit | LogitsUnit
 
 @dataclass(frozen=True, slots=True)
 class Offload(Frozen):
-    """Tokens `[begin, end)` of a running slot are written to its host context, whole pages of the window's old end.
+    """Offloads tokens `[begin, end)` of a running slot to its host context: whole pages, the oldest of the window.
 
-    `page_ids` hold them, and go on to. `is_new_context`: it is opened by this (`begin` is then the sink's end).
+    `page_ids` hold these tokens and stay theirs. `is_new_context`: this opens the context; `begin` is the sink's end.
     """
 
     slot: int
@@ -404,7 +412,7 @@ class Offload(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class TablePlace:
-    """Pages of a slot's page table from `first_page` on."""
+    """A place in a slot's page table: the entries from `first_page` on."""
 
     slot: int
     first_page: int
@@ -412,10 +420,10 @@ class TablePlace:
 
 @dataclass(frozen=True, slots=True)
 class PageEviction(Frozen):
-    """Pages of tokens that the host has are evicted: the dense layers' rows are copied to `dense_page_ids`, which take
-    the place of `page_ids` in the page tables of all that read them, at `places`.
+    """Evicts pages whose tokens are in host memory. The dense layers' rows are copied to `dense_page_ids`, which take
+    the place of `page_ids` at `places`, in the page table of each slot that reads them.
 
-    Dense pages may lie in pages that this eviction, or one before it, frees.
+    Dense pages may lie in pages that this eviction, or an earlier one, frees.
     """
 
     page_ids: tuple[int, ...]
@@ -425,8 +433,8 @@ class PageEviction(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Reload(Frozen):
-    """Rows of evicted tokens are reloaded beside the step: tokens `[begin, end)` of the run of `context_id`, whole
-    pages, in the offloaded layers, to the resident pages `page_ids`, which nobody reads before a `FinishedReload`.
+    """Reloads evicted tokens beside the step: `[begin, end)` of the run of `context_id`, whole pages, offloaded layers
+    only. They are copied to the resident pages `page_ids`, which no step reads before a `FinishedReload`.
     """
 
     context_id: int
@@ -437,8 +445,8 @@ class Reload(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class FinishedReload(Frozen):
-    """The inverse of an eviction, after the reload to `page_ids`, which it awaits on the device. The dense layers' rows
-    are copied there from `dense_page_ids`, whose place they take in the page tables of all that read them, at `places`.
+    """Ends a reload: the inverse of an eviction. The device waits for the reload to `page_ids`, then copies the dense
+    layers' rows there from `dense_page_ids`. `page_ids` replace them at `places`, in each slot's page table.
     """
 
     page_ids: tuple[int, ...]
@@ -448,10 +456,11 @@ class FinishedReload(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """What a row reads of its context in host memory: cells `[begin, end)`, in the offloaded layers. They are the range
-    `[sink, evicted)` of docs/ARCHITECTURE.md, the first `end - begin` tokens of the run of `context_id` there; all
-    other cells are on the device. reads_all: it attends to every one of these tokens, so the device may read a part of
-    them over the link.
+    """What a row reads of its context in host memory: cells `[begin, end)`, in the offloaded layers.
+
+    This is the range `[sink, evicted)` of docs/ARCHITECTURE.md: the first `end - begin` tokens of the run of
+    `context_id`. All other cells are on the device. reads_all: the row attends to every one of these tokens, so the
+    device may read some of them over the link.
     """
 
     context_id: int
@@ -466,15 +475,15 @@ class DecodeGroup(Frozen):
 
     The input token of a slot is the one last sampled for it (on the device), at position `positions[i]`; its key and
     value are written to the cell of that number, the last of its context. `samples[i]` numbers the draw.
-    `host_reads[i]`: what the row reads in host memory; None: nothing, or for the whole group, no row reads anything
-    there. `runs[i]`: tokens that are known to follow the input token; None: no
-    slot has any. Each is computed in a row of its own behind it, at the positions that follow, with the same
-    host read; the draw is behind the last. Such a slot steps by no ring. `drafts[i]`: tokens that may follow the input
-    token of a slot without a run; None: no slot has any. They have rows as a run has, and behind each of them another
-    token is drawn, with the number that follows: 1 + n draws. The draws up to the first that differs from the draft
-    are told, and the last of these is the slot's last token; what the rows behind it wrote means nothing. A draft of
-    TO_DRAFT alone is drafted first, in steps of one token by the slot's ring: these write the same cells, which the
-    rows of the draft write anew before any of them reads.
+
+    host_reads[i]: what the row reads in host memory, or None. None for the whole group: no row reads there.
+    runs[i]: tokens known to follow the input token; None: no slot has any. Each has a row of its own, at the positions
+        that follow, with the same host read. One token is drawn, after the last. Such a slot steps without its ring.
+    drafts[i]: tokens that may follow the input token of a slot without a run; None: no slot has any. They have rows as
+        a run has, and one token is drawn after each row, with consecutive numbers: 1 + n draws. The result has the
+        draws up to the first that differs from the draft, which is the slot's last token. What later rows wrote is
+        void. A draft of nothing but TO_DRAFT is first drafted by the slot's ring, in steps of one token. These write
+        the same cells as the draft's rows, which overwrite them before they read any.
     """
 
     slots: tuple[int, ...]
@@ -486,13 +495,13 @@ class DecodeGroup(Frozen):
 
     @property
     def followers(self) -> list[tuple[int, ...]]:
-        """Return the tokens of each slot that have rows behind the input token's: a run, or a draft."""
+        """Return for each slot the tokens that have rows behind the input token's: its run, or its draft."""
         nothing = [()] * len(self.slots)
         return [(*run, *draft) for run, draft in zip(self.runs or nothing, self.drafts or nothing, strict=True)]
 
     @property
     def lengths(self) -> list[int]:
-        """Return the rows of each slot."""
+        """Return how many rows each slot has."""
         return [1 + len(tokens) for tokens in self.followers]
 
 
@@ -500,12 +509,12 @@ class DecodeGroup(Frozen):
 class StepPlan(Frozen):
     """One engine step, carried out in field order.
 
-    is_fenced: behind all that was launched before it in any lane.
-    released_slots: their sequences have left; a prompt of one that is in a job under way is cut out of it, and the
-        others go on: units to come count without its tokens. A job with no prompt left is dropped.
-    masked_slots: those that draw in it from some tokens alone, which may not be known before the draws in flight are;
-        with any, all of the step is drawn once masks are given for them (`gpu.runner.Runner.draw`).
-    limits_prefill_blocks: rows that wait for the host step beside its units, whose attention blocks are to be short.
+    is_fenced: the step begins after everything that was launched before it, in both lanes.
+    released_slots: slots whose sequences have ended. A prompt of such a slot is cut out of its running job: later units
+        count without its tokens. A job with no prompt left is dropped.
+    masked_slots: slots that may draw only some tokens, which may depend on draws still in flight. If there are any,
+        the whole step is drawn later, once their masks are given (`gpu.runner.Runner.draw`).
+    limits_prefill_blocks: keep the units' attention blocks short, because rows that wait for the host run beside them.
     """
 
     lane: Lane = Lane.DEVICE
@@ -529,7 +538,7 @@ class StepPlan(Frozen):
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is nothing to carry out."""
+        """Return whether the plan has nothing to carry out."""
         return not any(getattr(self, name) for name in self.__dataclass_fields__ if name != "lane")
 
 
@@ -543,8 +552,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What one rank drew, for another to compare. number: of the step, the first that both launched is 1; tokens:
-    `(slot, token_id)` in their order, without those of slots that failed.
+    """The tokens that one rank drew in a step, for another rank to compare. number: of the step, from 1 for the first
+    that both launched. tokens: `(slot, token_id)` in order, without slots that failed.
     """
 
     number: int
@@ -553,10 +562,10 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A drawn token, or one of a run, which come before their slot's draw. `token_id` below 0: nothing could be drawn.
+    """A drawn token, or a token of a run; these precede their slot's draw. `token_id` below 0: nothing could be drawn.
 
-    NOT_FINITE: the model's logits were not, so what the slot's context holds is of no use to anybody. NOTHING_LEFT: the
-    logits were fine, but the request's own options leave no token with a finite score.
+    NOT_FINITE: the model's logits were not finite, so the slot's context is useless. NOTHING_LEFT: the logits were
+    fine, but the request's own options leave no token with a finite score.
     """
 
     slot: int
@@ -568,12 +577,12 @@ class SampledToken:
 class StepResult:
     """What a step produced. `prompt_logprobs[slot][i]` belongs to prompt token `i + 1`.
 
-    unit_seconds: device time of all prefill units, for the scheduler's cost model; 0.0: there was none.
-    decode_seconds: likewise of decode.
+    unit_seconds: device time of all prefill units, for the scheduler's cost model; 0.0: there were none.
+    decode_seconds: device time of decode; 0.0: there was none.
     host_seconds: the part of `decode_seconds` in which the CPU attended; 0.0: the step read nothing in host memory.
-    num_parts: in how many half batches it did so.
+    num_parts: into how many parts the batch was split for the CPU's attention.
     pooled: by slot, what a prompt's `pooling` asked for, float32.
-    failures: by slot, why it could not go on (the host refused memory); its token is -1 from then on.
+    failures: by slot, why its sequence cannot continue (the host refused memory); its token is -1 from then on.
     figures: by slot, what methods report about its request so far.
     """
 

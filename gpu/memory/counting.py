@@ -1,6 +1,6 @@
 """Choose counts that are not configured: experts on the card, rings of methods, windows, window pages. No torch.
 
-Invariant: a count is the configured one, or one that leaves the others their share.
+Invariant: a count is the configured one, or small enough to leave the other items their share.
 """
 
 from dataclasses import replace
@@ -15,19 +15,20 @@ from gpu.model.architecture import Architecture
 from gpu.weights.expert_shares import KV_SHARE, most_experts
 from transfer.machine import GIB
 
-RING_SHARE = 1 / 8  # of what weights and workspaces leave, where nobody says how many rings there are
-RINGS_PER_CONTEXT = 4  # which share the pages of a longest one, where nobody says
-WINDOW_SHARE = 1 / 2  # likewise, at most, for windows of layers that keep no more, where other layers have pages
-ONLY_WINDOWS_SHARE = 3 / 4  # and where none has: the rest is for prompts under way
+RING_SHARE = 1 / 8  # for rings whose number is not configured, of what weights and workspaces leave
+RINGS_PER_CONTEXT = 4  # rings that share the pages of one longest context, where their number is not configured
+WINDOW_SHARE = 1 / 2  # for windows, at most, of the same memory, where other layers have pages
+ONLY_WINDOWS_SHARE = 3 / 4  # for windows, where no layer has pages: the rest is for prompts under prefill
 WINDOWS_PER_SEQUENCE = 2  # its own, and one that is kept for the next turn
-SPARE_WINDOW_SHARE = 1 / 50  # of what is left beside one context of the length that is asked for: where windows are
-MOST_SPARE_WINDOWS = 64  # small, more ends of prefixes are kept, up to so many windows in all
+SPARE_WINDOW_SHARE = 1 / 50  # of what one context of the configured length leaves: where windows are small enough to
+MOST_SPARE_WINDOWS = 64  # fit this share, more ends of prefixes are kept, up to so many windows in all
 
 
 def count_experts(demand: Demand, limit: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None) -> Demand:
-    """Return the demand with the number of each layer's experts on the card: as many as fit into what was asked for,
-    or, by "auto", as many as leave contexts the memory that they want. Raises PlanError where there is nothing to ask
-    for.
+    """Return the demand with the number of each layer's experts on the card.
+
+    As many as fit into `gpu.experts_gib`, or, with "auto", as many as leave contexts the memory that they need. Raises
+    PlanError if the setting is given for a model without experts, or without a GPU.
     """
     asked, shape, most = gpu.experts_gib, demand.shape, most_experts(demand.shape)
     if asked is None:
@@ -57,8 +58,9 @@ def count_experts(demand: Demand, limit: int, gpu: GpuConfig, context: int | Non
 def _bytes_of_contexts(
     demand: Demand, bare: int, gpu: GpuConfig, context: int | None, hidden_tokens: int | None
 ) -> int:
-    """Return what experts leave contexts of `bare` bytes: what was asked for, or a share of it; and in any case what
-    one of the longest takes that was asked for. Of one that is offloaded that is what keeps it going.
+    """Return the bytes that experts must leave for contexts: `gpu.kv_cache_gib`, or a share of `bare`, the bytes left
+    without any expert on the card. It is at least what one longest context takes; of an offloaded context, what it
+    needs on the device.
     """
     longest, tier = context or min(SMALLEST_CONTEXT_TOKENS, demand.shape.max_context_tokens), demand.host
     if tier is None:
@@ -71,14 +73,14 @@ def _bytes_of_contexts(
         kv_bytes = max(kv_bytes, int(gpu.kv_cache_gib * GIB))
         if context is None and tier is None and demand.kv_token_bytes:
             longest = min(demand.shape.max_context_tokens, kv_bytes // demand.kv_token_bytes)
-    hidden_tokens = hidden_tokens or longest + 4 * demand.chunk_tokens  # as `Demand.default_hidden_tokens` may have
+    hidden_tokens = hidden_tokens or longest + 4 * demand.chunk_tokens  # the most of `Demand.default_hidden_tokens`
     one = kv_bytes + sum(item.bytes for item in demand.context_items(longest, hidden_tokens))
     return one if gpu.kv_cache_gib is not None else max(one, int(bare * KV_SHARE))
 
 
 def count_rings(demand: Demand, limit: int) -> Demand:
-    """Return the demand with the number of each method's rings: as it is asked for, or an equal part of RING_SHARE;
-    never more than there may be sequences.
+    """Return the demand with the number of each method's rings: the configured one, or as many as fit into an equal
+    part of RING_SHARE; at most one for each running sequence.
     """
     uncounted = [state for state in demand.states if state.has_rings and state.count is None]
     left = limit - sum(item.bytes for item in demand.fixed_items() if item.place == demand.place)
@@ -88,8 +90,8 @@ def count_rings(demand: Demand, limit: int) -> Demand:
 
 
 def _count_state(state: MethodState, demand: Demand, share: int) -> MethodState:
-    """Return a method's rings and the pages that they share, by what it asks for, or within `share` bytes. Raises
-    PlanError for fewer pages than one context may take.
+    """Return a method's state with the number of its rings and of the pages that they share: as configured, or within
+    `share` bytes. Raises PlanError if the configured pages do not hold one longest context.
     """
     size = state.sequence_bytes(demand.served, demand.max_running, demand.row_bytes, demand.dtype_bytes)
     own = state.footprint(demand.served, demand.max_running)
@@ -117,15 +119,17 @@ def _count_state(state: MethodState, demand: Demand, share: int) -> MethodState:
 
 
 def spare_window_tokens(page_tokens: int, host: HostDemand | None) -> int:
-    """Return the tokens of a window beyond what layers see: where a prefix may end behind which a prompt begins. The
-    tokens of a turn's last pages, and, of a context that is offloaded, all that is not down.
+    """Return the tokens of a window beyond those that a layer attends to. A prompt may go on from a prefix that ends
+    anywhere in them: the last pages of a turn, and of an offloaded context all tokens that are not offloaded yet.
     """
     return 2 * page_tokens + (host.window_tokens + 2 * OFFLOAD_BLOCK_TOKENS if host is not None else 0)
 
 
 def count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, context: int | None) -> int:
-    """Return the pages of one window. 0: pages hold such layers too, since there are none, or nobody asked for windows
-    and they would save less than half. Where these layers' heads differ from those of pages, there are always windows.
+    """Return the pages of one window. 0: layers with a window have pages as other layers have, or there are none.
+
+    Windows are used if `gpu.kv_windows` is set, if they save at least half of the memory, or if these layers have other
+    KV heads than the layers with pages.
     """
     longest = max((spec.window_tokens for spec in shape.layer_pattern if spec.window_tokens is not None), default=0)
     num_pages = -(-(longest + spare_tokens) // gpu.page_tokens)
@@ -134,9 +138,7 @@ def count_window_pages(shape: Architecture, gpu: GpuConfig, spare_tokens: int, c
 
 
 def count_host_states(demand: Demand, gpu: GpuConfig) -> Demand:
-    """Return the demand with the states in host memory that were asked for. Raises PlanError for a budget that holds
-    none.
-    """
+    """Return the demand with the number of states in `gpu.host_states_gib`. Raises PlanError if not one fits."""
     if gpu.host_states_gib is None:
         return demand
     one, count = demand.window_bytes, int(gpu.host_states_gib * GIB) // demand.window_bytes
@@ -149,9 +151,8 @@ def count_host_states(demand: Demand, gpu: GpuConfig) -> Demand:
 
 
 def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
-    """Return the demand with the number of windows, or states: as it is asked for, or for each sequence and as many
-    prefixes, if they take no more than their share. Raises PlanError for a budget of states that is none, or does not
-    fit.
+    """Return the demand with the number of windows, or states: the configured one, or two for each running sequence
+    within their share of memory. Raises PlanError if `gpu.states_gib` does not hold one state, or does not fit.
     """
     if not demand.window_layers:
         return demand
@@ -172,7 +173,7 @@ def count_windows(demand: Demand, limit: int, gpu: GpuConfig) -> Demand:
 
 
 def _num_windows(demand: Demand, left: int, gpu: GpuConfig) -> int:
-    """Return the windows, or states, that there are where weights and workspaces leave so many bytes."""
+    """Return the number of windows, or states, if weights and workspaces leave `left` bytes."""
     if not demand.window_layers:
         return 0
     if gpu.kv_windows is not None:

@@ -1,6 +1,6 @@
-"""Sum the bytes of a deployment's parts: weights, workspaces, KV, and the reserves that nothing can count. No torch.
+"""Sum the bytes of a deployment's parts: weights, workspaces, KV, and reserves for what cannot be counted. No torch.
 
-Whoever allocates an array states it, and the sums are made of these statements.
+The code that allocates an array also states its shape, and the sums are made of these statements.
 """
 
 from dataclasses import dataclass, replace
@@ -45,9 +45,9 @@ MIB = 2**20
 
 CUDA_RUNTIME_BYTES = 768 * MIB  # context, library workspaces, loaded kernels, and what the allocator cannot reuse
 CUDA_GRAPH_BYTES = 40 * MIB  # one batch size of one kind of step; measured at 8B: 37 MiB on average of 27
-NCCL_BYTES = 512 * MIB  # of one communicator; not measured
-HEAD_GRAPH_BYTES = 16 * MIB  # of a head that drafts, which has one layer; not measured
-SNAPSHOTS = "snapshots"  # of states, in host memory
+NCCL_BYTES = 512 * MIB  # one communicator; not measured
+HEAD_GRAPH_BYTES = 16 * MIB  # one batch size of a draft head, which has one layer; not measured
+SNAPSHOTS = "snapshots"  # name of the item of states in host memory
 HOST_RUNTIME_BYTES = 1536 * MIB  # two processes with their libraries
 CPU_RUNTIME_BYTES = 896 * MIB  # the same where no library of CUDA is loaded; measured at 135M: 780 MB resident
 
@@ -66,21 +66,23 @@ class PlanError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One model with its settings on one device.
+    """The memory that one model with its settings needs on one device.
 
     host: what its host tier needs; None: there is none.
-    states: what attention methods keep for running sequences; the number of rings is passed where it is known.
-    disk, documents: how contexts and documents' chunks are kept; None: they are not. documents_bytes: of host memory.
-    window_pages: pages of a window in each layer with sliding attention, which has no other pages then
-        (`gpu.kv.windows`); 0: such layers have pages as all others have. num_windows: how many there are.
-    kv: how pages hold rows; None: in the dtype that computes.
+    states: what attention methods keep for running sequences; `count` of rings is None until `count_rings`.
+    disk, documents: settings of contexts on disk and of document chunks; None: there are none.
+    documents_bytes: host memory for document chunks.
+    window_pages: pages of a window in each layer with sliding attention, which then has no other pages
+        (`gpu.kv.windows`); 0: such layers have pages of the whole context.
+    num_windows: how many windows, or states of recurrent layers.
+    num_host_states: copies of states in host memory.
+    kv: format of rows in pages; None: the dtype that computes.
     computed_rows: see `MemoryPlan`.
     asked_context: tokens of the longest context; None: as many as fit.
-    state_bytes: of an element of a recurrent layer's state. States are counted as windows, num_host_states of them in
-        host memory.
-    unpacked: why matrices of few bits are unpacked at load; None: they are not.
-    prefill_graph_sizes: of units whose layers are captured.
-    beside: what stands beside the model: another model on the device, adapters.
+    state_bytes: bytes of an element of a recurrent layer's state.
+    unpacked: why matrices of few bits are unpacked at load; None: they stay packed.
+    prefill_graph_sizes: sizes of units whose layers are captured.
+    beside: items of what shares the device with the model: a draft model, adapters.
     adapts: whether there are adapters.
     """
 
@@ -111,7 +113,7 @@ class Demand:
 
     @property
     def served(self) -> Architecture:
-        """Return the model with the longest context that is asked for: methods keep no more."""
+        """Return the model with the longest context that is served, since methods keep no more than that."""
         longest = self.shape.max_context_tokens
         return replace(self.shape, max_context_tokens=min(self.asked_context or longest, longest))
 
@@ -121,33 +123,33 @@ class Demand:
 
     @property
     def num_lanes(self) -> int:
-        """Return the lanes in which steps run side by side: those with host reads have one of their own."""
+        """Return how many lanes of steps run side by side: on a GPU, steps with host reads have one of their own."""
         return 2 if self.host is not None and self.device == "cuda" else 1
 
     @property
     def reuses(self) -> bool:
-        """Return whether a method leaves its summaries in rings: such steps read what is near and what is far apart."""
+        """Return whether some method has rings. Its steps read near and far cells separately."""
         return any(state.has_rings for state in self.states)
 
     @property
     def expert_shares(self) -> ExpertShares:
-        """Return where the experts lie, of a model that has some."""
+        """Return how many experts of each layer are on the card and in host memory."""
         on_card = most_experts(self.shape) if self.experts_on_card is None else self.experts_on_card
         return ExpertShares(self.shape, self.dtype_bytes, on_card)
 
     @property
     def window_layers(self) -> tuple[int, ...]:
-        """Return the layers that have no pages: their windows, or states, are kept by themselves, or they have none."""
+        """Return the layers without pages: they have windows or states of their own, or keep nothing."""
         return (*(self.shape.window_layers if self.window_pages else ()), *self.shape.layers_without_kv)
 
     @property
     def has_codes(self) -> bool:
-        """Return whether rows in pages are codes of 8 bits."""
+        """Return whether rows in pages are 8-bit codes."""
         return self.kv in CODE_FORMATS
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a key or a value of one KV head, as pages hold it."""
+        """Return the bytes of a key or a value of one KV head in pages."""
         shape = self.shape
         if self.kv is None:
             return shape.dim * self.dtype_bytes
@@ -160,14 +162,14 @@ class Demand:
 
     @property
     def stored_window_bytes(self) -> int:
-        """Return the bytes of keys and values of one token in one layer whose windows are kept by themselves."""
+        """Return the bytes of keys and values of one token in one layer that has windows instead of pages."""
         own = self.shape.window_heads
         row = row_bytes(self.kv, own.dim) if self.kv is not None else own.dim * self.dtype_bytes
         return 2 * own.count * row
 
     @property
     def kv_token_bytes(self) -> int:
-        """Return the bytes of one token in pages."""
+        """Return the bytes of one token in the pages of all layers."""
         return self.stored_layer_bytes * (self.shape.num_layers - len(self.window_layers))
 
     @property
@@ -189,7 +191,7 @@ class Demand:
 
     @property
     def chunk_token_bytes(self) -> int:
-        """Return the bytes of a token under prefill that documents' chunks hold."""
+        """Return the bytes that document chunks take for each token under prefill."""
         if self.documents is None:
             return 0
         rows = ChunkShape(1, self.shape.num_kv_heads, self.shape.dim, self.documents.rows)
@@ -197,33 +199,35 @@ class Demand:
 
     @property
     def gathered_token_bytes(self) -> int:
-        """Return the bytes of one layer's keys and values in the dtype that computes; on the CPU also a copy of one of
-        the two while it is gathered.
+        """Return the bytes of a token's gathered keys and values: one layer, in the dtype that computes. On the CPU it
+        includes a copy of one of the two, made while it is gathered.
         """
         shape = self.shape
         keys = gathered_array(shape.num_kv_heads, shape.dim, 1, self.dtype_bytes, self.has_codes).num_bytes
         return (shape.rows_of_head + (self.device != "cuda")) * keys
 
     def context_token_bytes(self, hidden_tokens_per_token: int) -> float:
-        """Return what one more token of the longest context costs: KV, hidden state, its share of workspaces."""
+        """Return the bytes of one more token of the longest context: KV, hidden state, its share of workspaces."""
         hidden = self.hidden_token_bytes * hidden_tokens_per_token
         table = page_table(self.max_running, 1).num_bytes / self.page_tokens
         work = self.gathered_token_bytes + rope_bytes(self.shape, 1) + table
         return self.kv_token_bytes + hidden + work
 
     def default_hidden_tokens(self, context: int, left: int) -> int:
-        """Return the tokens of one longest prompt, and of up to four chunks in an eighth of what it leaves."""
+        """Return how many tokens may be under prefill: one longest prompt, and up to four chunks within an eighth of
+        the memory that it leaves.
+        """
         rest = max(0, left - int(context * self.context_token_bytes(1)))
         return context + min(4 * self.chunk_tokens, rest // 8 // self.hidden_token_bytes)
 
     def fixed_items(self) -> tuple[MemoryItem, ...]:
-        """Return what does not depend on the context; weights first."""
+        """Return the items that do not depend on the length of contexts; weights come first."""
         items = (*self._weights(), *self._workspaces(), *self._method_states(), *self._reserves(), *self._exchange())
         items = (*items, *self._documents(), *self._disk(), *self._windows(), *self.fetching_items())
         return (*items, *self._between_devices(), *self.beside)
 
     def _between_devices(self) -> tuple[MemoryItem, ...]:
-        """Return what a device of a split model has to add up and gather with the others."""
+        """Return the items of a split model's device for sums and logits that it exchanges with the others."""
         shape = self.shape
         if shape.devices == 1:
             return ()
@@ -236,9 +240,10 @@ class Demand:
         return (*gathered, self.item("NCCL", NCCL_BYTES, f"buffers between {shape.devices} devices (reserve)"))
 
     def fetching_items(self) -> tuple[MemoryItem, ...]:
-        """Return the items of experts in host memory: the experts, and the buffers that they are fetched to. A captured
-        step needs slots, unless the CPU computes its experts; so does a step with host reads and without a graph, since
-        it runs beside prefill.
+        """Return the items of experts in host memory: the experts, and the device buffers that they are fetched to.
+
+        A captured step needs slots for fetched experts, unless the CPU computes them. A step with host reads needs
+        slots even without a graph, because it runs beside prefill.
         """
         shares = self.expert_shares
         if not shares.host_bytes:
@@ -259,7 +264,7 @@ class Demand:
         )
 
     def _exchange_items(self) -> tuple[MemoryItem, ...]:
-        """Return where the CPU is asked for experts, and what it computes in."""
+        """Return the items of the CPU's work on experts: exchange slots, workspaces and copies of biases."""
         if not self.computed_rows or why_not_computed(self.shape) is not None:
             return ()
         num_rows = min(self.max_running, self.computed_rows)
@@ -294,7 +299,7 @@ class Demand:
         return (*items, self.item("KV staging", staging, f"{layers} KV of an offloaded prompt"))
 
     def _activation_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of one layer over so many tokens, with all that attention and methods make of them."""
+        """Return the bytes of one layer's activations over `num_tokens`, including those of attention and methods."""
         more = max((state.part.method.token_outputs for state in self.states), default=0)
         if self.device == "cuda":
             more += most_piece_outputs(self.shape.max_context_tokens, self.num_lanes)
@@ -312,7 +317,7 @@ class Demand:
         return (self.item("weights", num_bytes, note),)
 
     def _decode_partials(self) -> int:
-        """Return the bytes of the partials of split contexts, and of the compiled step's float32 logits."""
+        """Return the bytes of the partials of split contexts; on the CPU also of the compiled step's float32 logits."""
         shape, running, latent = self.shape, self.max_running, self.shape.latent
         if latent is not None:
             rows = most_rows(running, 1, shape.max_context_tokens) if self.device == "cuda" else 0
@@ -334,7 +339,7 @@ class Demand:
     def _workspaces(self) -> tuple[MemoryItem, ...]:
         shape, running = self.shape, self.max_running
         rows = max(LOGITS_BLOCK_ROWS, running)
-        narrow = self.dtype_bytes if self.device == "cpu" and self.dtype_bytes < 4 else 0  # before it is widened
+        narrow = self.dtype_bytes if self.device == "cpu" and self.dtype_bytes < 4 else 0  # logits before widening
         logits = rows * shape.vocab_size * (4 + narrow)
         drawing = drawing_bytes(rows, running, shape.vocab_size)
         steps = self._activation_bytes(running) + self._decode_partials() + self._draft_bytes()
@@ -365,7 +370,7 @@ class Demand:
         )
 
     def _draft_bytes(self) -> int:
-        """Return the bytes of what recurrent layers keep of drafted tokens, and have their states changed by."""
+        """Return the bytes that recurrent layers keep of drafted tokens, to update their states when some are accepted."""
         own, layers = self.shape.recurrent, len(self.shape.recurrent_layers)
         if own is None:
             return 0
@@ -374,7 +379,7 @@ class Demand:
         return gates + stacked
 
     def _expanded(self) -> tuple[MemoryItem, ...]:
-        """Return the item of keys and values that prefill makes of latents."""
+        """Return the item of keys and values that prefill makes of latent rows."""
         latent, heads = self.shape.latent, self.shape.num_heads
         if latent is None:
             return ()
@@ -383,8 +388,8 @@ class Demand:
         return (self.item("expanded latents", num_bytes, f"keys and values of {tokens:,} tokens, for prefill"),)
 
     def _widening(self) -> tuple[MemoryItem, ...]:
-        """Return the items of matrices of few bits, for prefill and, on a GPU by themselves, for larger batches than
-        their own products take.
+        """Return the items of widened matrices of few bits: for prefill, and on a GPU also for batches that are too
+        large for packed products.
         """
         laid_out_bytes = laying_out_bytes(self.shape)
         laid_out = (self.item("laying out", laid_out_bytes, "a matrix as it is loaded"),) if laid_out_bytes else ()
@@ -401,8 +406,8 @@ class Demand:
         return (self.item("widened matrices", count * num_bytes, "of a layer, for prefill"), *laid_out)
 
     def _method_states(self) -> tuple[MemoryItem, ...]:
-        """Return the items of methods that keep a state for what runs; any of the sequences that run may be of any
-        profile. Rings whose number is not known take nothing.
+        """Return the items of what methods keep for running sequences, of which each may have any profile. Rings that
+        are not counted yet take nothing.
         """
         items = []
         for state in self.states:
@@ -446,7 +451,7 @@ class Demand:
         )
 
     def _prefill_graphs(self) -> tuple[MemoryItem, ...]:
-        """Return the item of captured layers of short prefill units; a layer with experts in host memory has none."""
+        """Return the item of graphs of short prefill units; layers with experts in host memory are not captured."""
         sizes = self.prefill_graph_sizes
         num_bytes = layer_graphs_bytes(self.shape, sizes, self.dtype_bytes)
         if not num_bytes or self.expert_shares.host_bytes:
@@ -456,7 +461,7 @@ class Demand:
         return (self.item("prefill graphs", num_bytes, note),)
 
     def _exchange(self) -> tuple[MemoryItem, ...]:
-        """Return rings and slots between device and host memory, with what they are filled from."""
+        """Return the items of buffers and exchange slots between device and host memory."""
         if self.host is None:
             return ()
         slots, is_cuda = self.host.exchange_bytes, self.device == "cuda"
@@ -469,9 +474,7 @@ class Demand:
         return (buffers, here, MemoryItem("exchange slots", "host", slots, "pinned: queries, codes, partials"))
 
     def _windows(self) -> tuple[MemoryItem, ...]:
-        """Return the memory of windows or states, of the buffer that a prefill unit writes to, and of what it reads of
-        one.
-        """
+        """Return the items of windows, with the buffers of a prefill unit that writes and reads one; or of states."""
         if not self.window_layers:
             return ()
         if self.shape.recurrent is not None:
@@ -507,7 +510,7 @@ class Demand:
         )
 
     def _disk(self) -> tuple[MemoryItem, ...]:
-        """Return what blocks pass through on their way to the disk and back."""
+        """Return the items of buffers that blocks pass through on their way to the disk and back."""
         if self.disk is None:
             return ()
         kv = self.kv or FLOATS[self.dtype_bytes]
@@ -517,7 +520,7 @@ class Demand:
         stored = kv_record(self.shape, self.window_layers, disk_format(self.disk.rows, kv), self.disk.block_tokens)
         reading = self.disk.threads * piece_bytes(stored, end_record(self.shape, self.window_bytes, stored))
         writing = num_buffers(self.disk.memory_mib, record) * record
-        decoded = 0 if stored == block else 5 * reading  # rows of four bytes a code at most, and their numbers
+        decoded = 0 if stored == block else 5 * reading  # codes, and at most four bytes of each decoded
         return (
             MemoryItem("contexts to the disk", "host", writing, f"blocks of {self.disk.block_tokens} tokens, pinned"),
             MemoryItem("contexts from the disk", "host", reading, f"pieces that {self.disk.threads} threads read"),

@@ -1,6 +1,6 @@
-"""Plan the memory of a model that drafts for another on the same device. No torch.
+"""Plan the memory of a draft model on the same device as the model that it drafts for. No torch.
 
-It has weights, steps and pages of its own, and shares the reserves that a process has anyhow.
+It has weights, workspaces and pages of its own, and shares the reserves of the process.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ _SHARED_RESERVES = ("processes", "CUDA runtime")
 
 @dataclass(frozen=True, slots=True)
 class DraftModelPlan:
-    """A model that drafts. context_tokens: of the longest context that it drafts for, all of them in `num_pages` pages.
-    chunk_tokens: most tokens of a unit of its prefill. kv: how pages hold rows.
+    """The planned memory of a draft model. context_tokens: the longest context that it drafts for. num_pages: pages of
+    all its contexts. chunk_tokens: the most tokens of its prefill units. kv: format of rows in its pages.
     """
 
     path: Path
@@ -36,9 +36,9 @@ def plan_draft_model(
     path: Path, draft: Architecture, gpu: GpuConfig, machine: MachineProfile, *, max_running: int,
     chunk_tokens: int, context_tokens: int, cache_tokens: int,
 ) -> DraftModelPlan:  # fmt: skip
-    """Return a plan for a model at `path` that drafts for contexts of up to `context_tokens`, of which its pages hold
-    `cache_tokens` together. gpu: its `kv` is resolved for the other model. Raises PlanError for a model whose steps
-    change what cannot be taken back.
+    """Plan a draft model at `path` for contexts of up to `context_tokens`. Its pages hold `cache_tokens` of all
+    contexts together. gpu: settings with `kv` resolved for the main model. Raises PlanError for a model with states or
+    windows, because rejected drafts would have changed them.
     """
     if draft.recurrent is not None:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""State a host tier's memory: which tokens and layers stay on the device, and bytes by kind and place. No torch.
+"""Count a host tier's memory: which tokens and layers stay on the device, and the bytes by kind and place. No torch.
 
 Each number mirrors an allocation of the staging, the row transfer, the exchange or the store.
 """
@@ -29,14 +29,13 @@ from transfer.tier_shape import TierShape, hyperplane_array
 
 @dataclass(frozen=True, slots=True)
 class HostDemand:
-    """One model's host tier.
+    """What the host tier of one model needs.
 
-    kept: the most that stays on the device, of which the layers are not all of the model's; of a profile whose methods
-        need no more, the window is as `config` has it.
-    window_layers: of the layers, those that have no pages: windows are kept by themselves, or states, or there is
-        nothing.
-    kv: how pages hold rows, None: in the dtype that computes.
-    excludes: a method takes blocks of a run off the host.
+    kept: the most that stays on the device for any profile; at least one layer is offloaded. Profiles whose methods
+        need no more have the window of `config`.
+    window_layers: the layers without pages: they have windows or states of their own, or keep nothing.
+    kv: format of rows in pages; None: the dtype that computes.
+    excludes: whether a method excludes blocks from the host's attention.
     """
 
     shape: Architecture
@@ -63,19 +62,19 @@ class HostDemand:
 
     @property
     def least_window_tokens(self) -> int:
-        """Return the window of profiles whose methods need no more than the `host` section says."""
+        """Return the shortest window of a profile: the one of the `host` section."""
         return self._whole_pages(self.config.window_tokens)
 
     @property
     def resident_tokens(self) -> int:
-        """Return the tokens up to which a context stays on the device, whole; a longer one has at least one offload
-        block to offload.
+        """Return the length up to which a context stays on the device as a whole. A longer one has at least one
+        offload block to offload.
         """
         return self._resident_beside(self.window_tokens)
 
     @property
     def least_resident_tokens(self) -> int:
-        """Return `resident_tokens` of those profiles."""
+        """Return `resident_tokens` of profiles with the shortest window."""
         return self._resident_beside(self.least_window_tokens)
 
     def _resident_beside(self, window_tokens: int) -> int:
@@ -84,17 +83,15 @@ class HostDemand:
 
     @property
     def dense_per_block(self) -> int:
-        """Return the pages of the dense layers that take as much memory as a page of all layers; 0: they take none."""
+        """Return how many pages of the dense layers fit into a page of all layers; 0: there are no dense layers."""
         return self._layout.dense_per_block
 
     def dense_blocks(self, num_tokens: int) -> int:
-        """Return the pages' worth of memory that so many evicted tokens of a context keep on the device, in dense
-        layers.
-        """
+        """Return how many whole pages the dense layers' rows of `num_tokens` evicted tokens take on the device."""
         return self._layout.blocks_for(-(-num_tokens // self.page_tokens))
 
     def resident_tokens_of(self, context: int, num_pages: int) -> int:
-        """Return how many tokens of a context of this length stay on the device, where nothing else is on its pages."""
+        """Return how many tokens of a context stay on the device, if it has all `num_pages` pages to itself."""
         down, page = self.offloaded_tokens(context), self.page_tokens
         whole = -(-context // page)
         if down == 0 or (self.config.residency == "adaptive" and whole <= num_pages):
@@ -126,12 +123,12 @@ class HostDemand:
 
     @property
     def exchange_bytes(self) -> int:
-        """Return the bytes of what is on its way at once, in host memory."""
+        """Return the bytes of all exchange slots, in host memory and again on the device."""
         return sum(most_rows_of_parts(self.max_running)) * self.slot_row_bytes
 
     @property
     def slot_row_bytes(self) -> int:
-        """Return the bytes of a row's host request and of its answer in one layer."""
+        """Return the bytes of a row's host request and answer in one layer."""
         tables, dtype = self.config.sampled.num_tables, FLOATS[self.dtype_bytes]
         return sum_bytes(slot_shape(self.shape, tables, dtype, self.excludes).row_arrays().values())
 
@@ -142,8 +139,8 @@ class HostDemand:
         return hyperplane_array(self.shape.dim, sampled.bits_per_table, sampled.num_tables, dtype).num_bytes
 
     def transfer_buffer_bytes(self, is_cuda: bool) -> int:
-        """Return the bytes of what rows pass through on their way down or up, of an offload block of all layers as it
-        is gathered from pages, and of attention over the link.
+        """Return the bytes of buffers for offloads and reloads: an offload block of all layers as it is gathered from
+        pages, pieces under copy, and the arrays of attention over the link.
         """
         tier = self.tier_shape
         kv_heads, dim, has_codes = tier.num_kv_heads, tier.dim, self.kv in CODE_FORMATS
@@ -165,7 +162,7 @@ class HostDemand:
         return bytes_per_token(self.tier_shape)
 
     def host_context_bytes(self, context: int) -> int:
-        """Return the host bytes of one context of this length, with open segments for what is offloaded later."""
+        """Return the host bytes of one context of this length, with room in open segments for later offloads."""
         num_tokens = self.offloaded_tokens(context)
         return (
             bytes_of_run(self.tier_shape, num_tokens, OFFLOAD_BLOCK_TOKENS, Reading.SAMPLE, True) if num_tokens else 0
@@ -173,24 +170,24 @@ class HostDemand:
 
     @property
     def host_row_bytes(self) -> int:
-        """Return the bytes of its keys and values."""
+        """Return the bytes of an offloaded token's keys and values, without tables."""
         return bytes_per_token(without_tables(self.tier_shape))
 
     def running_tokens(self, context: int) -> int:
-        """Return what an offloaded sequence keeps in resident pages: sink, window, an offload block that is due,
-        one that grows.
+        """Return the tokens that an offloaded sequence keeps in resident pages: sink, window, an offload block that is
+        due, and one that is being filled.
         """
         return min(self.sink_tokens + self.window_tokens + 2 * OFFLOAD_BLOCK_TOKENS, self._whole_pages(context))
 
     def floor_tokens(self, context: int, num_sequences: int) -> int:
-        """Return the tokens that resident pages must hold at least: one sequence that is on the device until its first
-        offload block is due, or `num_sequences` offloaded ones.
+        """Return the fewest tokens that resident pages must hold: `num_sequences` offloaded sequences, or one that is
+        still on the device until its first offload block is due.
         """
         one = min(self.resident_tokens + OFFLOAD_BLOCK_TOKENS, self._whole_pages(context))
         return max(one, num_sequences * self.running_tokens(context))
 
     def offloaded_tokens(self, context: int) -> int:
-        """Return the most offloaded tokens of a context of this length: of profiles with the shortest window."""
+        """Return the most tokens of a context that are offloaded, which is with the shortest window."""
         if context <= self.least_resident_tokens:
             return 0
         return self._whole_pages(context) - self.sink_tokens - self.least_window_tokens

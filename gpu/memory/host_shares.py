@@ -1,7 +1,7 @@
 """Share memory in a deployment with a host tier: KV pages, resident and dense, and offloaded KV. No torch.
 
-Invariants: beside the dense layers of the longest context, pages hold what keeps a sequence going
-(`HostDemand.floor_tokens`), and that context fits host memory.
+Invariants: beside the dense layers of the longest context, pages hold the tokens that a sequence needs to run
+(`HostDemand.floor_tokens`), and that context fits into host memory.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from transfer.host_config import HostConfig
 from transfer.machine import GIB
 from transfer.tier_shape import HOST_DIMS, MAX_HOST_GROUP
 
-DENSE_SHARE = 0.6  # of the KV pages, at most, for the dense layers of the longest context that nobody asked for
+DENSE_SHARE = 0.6  # of KV pages, at most, for the dense layers of the longest context where that is not configured
 
 
 @dataclass(frozen=True, slots=True)
 class HostShares:
-    """The shares of memory that a deployment with a host tier plans. `kv_bytes` are for pages of both kinds,
-    `host_limit_bytes` for offloaded KV and tables: `host_tokens` of them.
+    """The shares of memory in a plan. kv_bytes: for resident and dense pages. host_limit_bytes: for offloaded KV and
+    tables of `host_tokens` tokens.
     """
 
     context: int
@@ -34,9 +34,12 @@ class HostShares:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The memory that is left to plan. `left_bytes` of the device after what does not depend on the context; on the CPU
-    device, offloaded KV is a part of it. What is None was not asked for: `host_default_bytes` then bounds the offloaded
-    KV.
+    """The memory that is left to plan.
+
+    left_bytes: of the device, after the items that do not depend on the context. Without a GPU, offloaded KV is a part
+        of it.
+    kv_bytes, host_bytes, hidden_tokens: configured values, or None.
+    host_default_bytes: limit of offloaded KV where host_bytes is None.
     """
 
     left_bytes: int
@@ -50,9 +53,10 @@ def resolve_host(
     host: HostConfig, kept: Kept, shape: Architecture, page_tokens: int, dtype_bytes: int, max_running: int,
     kv: KvFormat | None = None, excludes: bool = False,
 ) -> HostDemand:  # fmt: skip
-    """Return what a host tier asks for. kept: what stays on the device of contexts that are offloaded
-    (`gpu.profiles.find_kept`). Raises PlanError for heads that the host does not read, for a layer that the model has
-    not, and for all of them.
+    """Return what a host tier needs. kept: what stays on the device of offloaded contexts (`gpu.profiles.find_kept`).
+
+    Raises PlanError for heads that the host cannot read, and for dense layers that the model does not have or that
+    leave no layer to offload.
     """
     if shape.dim not in HOST_DIMS or shape.group > MAX_HOST_GROUP:
         dims = ", ".join(map(str, HOST_DIMS))
@@ -76,11 +80,10 @@ def resolve_host(
 
 
 def share_memory(demand: Demand, budget: Budget, context: int | None, longest: int, smallest: int) -> HostShares:
-    """Return the shares for the `context` that was asked for, or else for the longest that fits, `smallest` to
-    `longest`.
+    """Return the shares for the configured `context`, or for the longest that fits, from `smallest` to `longest`.
 
-    Resident pages hold the windows of all sequences that may run. Where that is too much, they hold those of one, and
-    the others wait for pages. Raises PlanError where not even that fits.
+    Resident pages hold the windows of all sequences that may run. If memory is too short for that, they hold those of
+    one sequence, and the others wait for pages. Raises PlanError if not even that fits.
     """
     everyone = _fit(demand, budget, context, longest, smallest, demand.max_running)
     if isinstance(everyone, HostShares):
@@ -111,7 +114,9 @@ def _fit(
 def _divide(
     demand: Demand, budget: Budget, context: int, num_sequences: int, dense_share: float
 ) -> HostShares | PlanError:
-    """Return the shares for one context, or what is short. dense_share: of KV pages, for its dense layers."""
+    """Return the shares for a longest context, or the error that says what is short. dense_share: the largest share of
+    KV pages that its dense layers may take.
+    """
     host, page = demand.host, demand.page_tokens
     assert host is not None, "host plan: no host tier to plan for"
     offloaded_tokens = host.offloaded_tokens(context)

@@ -1,6 +1,6 @@
-"""Resolve the device, its dtype, the format of rows in pages and memory limits from the machine and the settings.
+"""Resolve the device, its dtype, the format of rows in pages and memory limits from machine and settings. No torch.
 
-No torch. Invariant: an error names the setting to change.
+Invariant: an error names the setting to change.
 """
 
 import math
@@ -16,7 +16,7 @@ from transfer.machine import GIB, GpuProfile, MachineProfile
 GPU_SHARE = 0.92  # of the card, where no limit is set: a desktop's other programs need the rest
 HOST_SHARE = 0.5  # of the host, where the CPU is the device and no limit is set
 SMALLEST_CONTEXT_TOKENS = 2048  # a machine that cannot hold one such sequence is refused
-CODES_DIM_STEP = 16  # of a row in codes: what a load takes at once
+CODES_DIM_STEP = 16  # elements of a row of codes that one load takes
 
 
 def in_gib(num_bytes: int) -> str:
@@ -24,7 +24,7 @@ def in_gib(num_bytes: int) -> str:
 
 
 def least_gib(num_bytes: int) -> str:
-    """Return what a setting in GiB must be for so many bytes: rounded up, to three digits or two behind the point."""
+    """Return `num_bytes` in GiB, rounded up to three digits or two decimals: the least value that a setting needs."""
     if not num_bytes:  # pages of a model that keeps windows alone
         return "0 GiB"
     gib = num_bytes / GIB
@@ -66,8 +66,10 @@ def resolve_kv(
     gpu: GpuConfig, machine: MachineProfile, dtype: Literal["bfloat16", "float32"], shape: Architecture,
     leaves_pages: bool = False,
 ) -> KvFormat:  # fmt: skip
-    """Return how pages hold rows; in the dtype that was asked for by name, where they may choose. leaves_pages: rows go
-    to host memory or to documents, too. Raises PlanError.
+    """Return the format of rows in pages. "auto" chooses bfloat16 on a CPU only if `gpu.dtype` is "auto" too.
+
+    leaves_pages: whether rows are also copied to host memory or to document chunks. Raises PlanError for a format that
+    this model or device does not support.
     """
     on_cpu = resolve_device(gpu, machine) == "cpu"
     holds_halves = on_cpu and not leaves_pages and shape.latent is None
@@ -77,16 +79,16 @@ def resolve_kv(
     if gpu.kv == "bfloat16" and dtype == "float32" and not holds_halves:
         of = "on a GPU" if not on_cpu else "of latents" if shape.latent is not None else "beside `host` or `documents`"
         raise PlanError(
-            f"gpu.kv: asked bfloat16, gpu.dtype is {dtype} here, whose rows {of} are in it; wanted auto, float32, fp8 "
-            "or int8, or dtype: bfloat16"
+            f"gpu.kv: asked bfloat16, but gpu.dtype is {dtype} here, and rows {of} have that dtype; wanted auto, "
+            "float32, fp8 or int8, or dtype: bfloat16"
         )
     if gpu.kv == "float32" and dtype != "float32":
         raise PlanError(f"gpu.kv: asked float32, gpu.dtype is {dtype} here; wanted auto, fp8 or int8")
     odd = [dim for dim in (shape.dim, shape.window_heads.dim) if dim % CODES_DIM_STEP]
     if gpu.kv in CODE_FORMATS and odd:
         raise PlanError(
-            f"gpu.kv: {gpu.kv} rows are of a multiple of {CODES_DIM_STEP} elements, heads of {shape.name} have "
-            f"{odd[0]}; use auto"
+            f"gpu.kv: {gpu.kv} rows need a multiple of {CODES_DIM_STEP} elements, heads of {shape.name} have {odd[0]}; "
+            "use auto"
         )
     return gpu.kv
 
@@ -94,9 +96,10 @@ def resolve_kv(
 def resolve_draft_kv(
     gpu: GpuConfig, machine: MachineProfile, dtype: Literal["bfloat16", "float32"], draft: Architecture
 ) -> KvFormat:
-    """Return how pages of a model that drafts hold rows, where those of the other model are in `gpu.kv`: alike, but in
-    bfloat16 beside float32 only where "auto" would take it. So it is the same for settings that were resolved before.
-    Raises PlanError.
+    """Return the format of rows in a draft model's pages, for `gpu.kv` of the main model: the same codes, or the dtype.
+
+    bfloat16 beside float32 is used only where "auto" would choose it, so settings that are resolved already give the
+    same format. Raises PlanError.
     """
     if gpu.kv == dtype:
         return dtype

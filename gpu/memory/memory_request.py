@@ -1,4 +1,4 @@
-"""What a plan of memory is asked for: the model, the settings, the machine, and what methods keep."""
+"""The input of memory planning: the model, the settings, the machine, and what methods keep."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from transfer.machine import MachineProfile
 
 @dataclass(frozen=True, slots=True)
 class PlannedSizes:
-    """What steps and contexts are asked for: sequences that run, tokens of a prefill chunk, of the longest context, and
-    of all prompts under way together; None: as many as fit. prefill_graph_sizes: of units whose layers are captured.
+    """The configured sizes of steps and contexts. max_running: sequences. chunk_tokens: of a prefill chunk.
+    max_context_tokens: of the longest context; max_hidden_tokens: of all prompts under prefill together; None: as many
+    as fit. prefill_graph_sizes: sizes of units whose layers are captured.
     """
 
     max_running: int
@@ -29,14 +30,13 @@ class PlannedSizes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """What memory is planned for.
+    """The input of `plan_memory`.
 
-    kept: what of contexts that are offloaded stays on the device (`gpu.profiles.find_kept`), None without `host`.
-    states: what attention methods keep for sequences that run (`gpu.profiles.list_states`).
-    documents: how their chunks are kept.
-    disk: how contexts are kept there.
+    kept: what stays on the device of offloaded contexts (`gpu.profiles.find_kept`); None without `host`.
+    states: what attention methods keep for running sequences (`gpu.profiles.list_states`).
+    documents, disk: settings of document chunks and of contexts on disk, or None.
     computed_rows, draft: see `MemoryPlan`.
-    adapters: beside the weights.
+    adapters: adapters beside the weights.
     """
 
     architecture: Architecture

@@ -12,14 +12,14 @@ from gpu.weights.expert_shares import PINNED_SHARE
 from transfer.host_config import HostConfig
 from transfer.machine import GIB
 
-WHOLE_CONTEXTS = 4  # of those that run, that have room for the longest context where the CPU is the device
-MOST_EMPTY_PAGES = 2**18  # where no layer has pages, there are numbers alone
+WHOLE_CONTEXTS = 4  # longest contexts that have room where the CPU is the device
+MOST_EMPTY_PAGES = 2**18  # where no layer has pages: they are numbers without memory
 
 
 def share_out(
     request: MemoryRequest, demand: Demand, fixed: tuple[MemoryItem, ...], left: int
 ) -> tuple[HostShares, tuple[str, ...]]:
-    """Return the shares of the `left` bytes beside the `fixed` items, and what to say of them. Raises PlanError."""
+    """Share out the `left` bytes beside the `fixed` items. Return the shares and notes on them. Raises PlanError."""
     if request.host is None:
         return _share_pages(demand, request.gpu, left, request.sizes)
     budget = _host_budget(request, request.host, demand, fixed, left)
@@ -27,14 +27,14 @@ def share_out(
 
 
 def takes_as_used(request: MemoryRequest, demand: Demand) -> bool:
-    """Return whether pages are taken as they are used, and nobody said how many there are."""
+    """Return whether pages are allocated as they are used, and their number is not configured."""
     gpu = request.gpu
     has_limit = gpu.kv_cache_gib is not None or gpu.memory_limit_gib is not None
     return request.host is None and demand.device == "cpu" and not has_limit
 
 
 def _share_pages(demand: Demand, gpu: GpuConfig, left: int, sizes: PlannedSizes) -> tuple[HostShares, tuple[str, ...]]:
-    """Share memory out without a host tier: pages hold all of every context."""
+    """Share memory out without a host tier: pages hold whole contexts."""
     budget, max_context_tokens, max_hidden_tokens = left, sizes.max_context_tokens, sizes.max_hidden_tokens
     if gpu.kv_cache_gib is not None:
         budget = int(gpu.kv_cache_gib * GIB) - demand.num_windows * demand.window_bytes
@@ -51,9 +51,10 @@ def _share_pages(demand: Demand, gpu: GpuConfig, left: int, sizes: PlannedSizes)
 
 
 def count_wanted(demand: Demand, shares: HostShares) -> int:
-    """Return the pages that running sequences may want where the CPU is the device. Pages are allocated there as they
-    are used, and prefixes that are never requested again would otherwise fill all memory. Rings' pages have no such
-    bound.
+    """Return how many pages running sequences may need where the CPU is the device.
+
+    Pages are allocated there as they are used, and without this bound prefixes that are never requested again would
+    fill all memory. With rings, whose pages are not bounded, all pages are planned.
     """
     if not demand.page_bytes or demand.reuses:
         return shares.num_pages
@@ -101,8 +102,8 @@ def _share_with_host(
 def _host_budget(
     request: MemoryRequest, host: HostConfig, demand: Demand, fixed: tuple[MemoryItem, ...], left: int
 ) -> Budget:
-    """Return what host memory may be taken: of the machine's where a GPU is the device, else of what is left of its
-    limit.
+    """Return the budget of a plan with a host tier. Offloaded KV takes the machine's memory, or, without a GPU, a part
+    of `left`. Raises PlanError for limits that do not fit.
     """
     gpu, machine = request.gpu, request.machine
     window_bytes = demand.num_windows * demand.window_bytes
@@ -116,7 +117,7 @@ def _host_budget(
             f"host.memory_limit_gib: asked {in_gib(asked)}, {in_gib(max(have, 0))} of host memory left; lower it{also}"
         )
     default = min(max(have, 0), int(machine.memory_bytes * HOST_SHARE))
-    if demand.expert_shares.host_bytes or demand.num_host_states:  # which nobody can page out
+    if demand.expert_shares.host_bytes or demand.num_host_states:  # pinned memory cannot be paged out
         default = min(default, max(0, int(machine.memory_bytes * PINNED_SHARE) - planned))
     kv = None if gpu.kv_cache_gib is None else int(gpu.kv_cache_gib * GIB) - window_bytes
     if demand.place == "host" and asked is not None and kv is not None and kv + asked > left:
@@ -154,7 +155,7 @@ def kv_items(demand: Demand, shares: HostShares) -> tuple[MemoryItem, ...]:
 def _resolve_context(
     demand: Demand, left: int, budget: int, asked: int | None, hidden_tokens: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """Return the longest context to serve, and what to say of it where it is not the model's."""
+    """Return the longest context to serve, and a note if it is shorter than the model's."""
     if asked is not None:
         return asked, ()
     longest = demand.shape.max_context_tokens

@@ -1,8 +1,8 @@
 """Plan each byte of device and host memory before anything is allocated. No torch.
 
-A plan is made from the settings and a machine profile, so the machine can be elsewhere; `gpu.memory.demand` states what
-each part needs. Invariant: the items of a place add up to no more than its limit, KV pages are whole, and they hold the
-longest context. With a host tier, `gpu.memory.host_shares` says what that takes.
+A plan is made from the settings and a machine profile, so it can be made on another machine. `gpu.memory.demand` states
+what each part needs. Invariant: the items of a place add up to no more than its limit, and whole KV pages hold the
+longest context, for which `gpu.memory.host_shares` has the rules with a host tier.
 """
 
 from collections.abc import Mapping
@@ -66,25 +66,25 @@ class MemoryPlan:
     the device (whole pages), and all of it up to `resident_tokens`; `offload_block_tokens` are offloaded at once.
     Without one these are 0.
 
-    kv: how pages hold rows.
-    kv_bytes: of windows and the `num_pages` KV pages, resident and dense (`gpu.page_layout`).
-    own_windows: by profile, the window of those whose methods need a longer one (`scheduler.planning.engine_memory`).
-    rings: how many, by what profiles call a method that keeps some (`ProfilePart`).
-    ring_pages: the pages that these share, of methods whose rings share some.
-    num_windows: of `window_pages` pages and `window_bytes` each, for layers that then have no other pages
+    kv: format of rows in pages.
+    kv_bytes: bytes of windows and the `num_pages` KV pages, resident and dense (`gpu.page_layout`).
+    own_windows: by profile, the windows that are longer than window_tokens (`scheduler.planning.engine_memory`).
+    rings: by part (`ProfilePart`), the number of rings.
+    ring_pages: by part, the pages that its rings share.
+    num_windows: windows of `window_pages` pages and `window_bytes`, for layers that then have no other pages
         (`gpu.kv.windows`), or states of recurrent layers; 0: there are none.
     window_layers: all layers without other pages.
-    spare_window_tokens: of each window, beyond what its layer sees.
+    spare_window_tokens: tokens of each window beyond those that its layer attends to.
     num_host_states: states of recurrent layers in host memory.
     experts_on_card: how many of each layer's experts, the first ones, are on the card; the others are in host memory.
         None: all, or the model has none.
-    computed_rows: decode steps of up to so many rows have the CPU compute those experts; larger ones fetch them.
-    documents_bytes: of host memory, for the last used chunks of documents.
+    computed_rows: in decode steps of up to so many rows the CPU computes those experts; larger steps fetch them.
+    documents_bytes: host memory for the document chunks used last.
     is_packed: whether matrices of few bits stay as they are stored.
     chunk_tokens: the most tokens of a prefill unit.
-    prefill_graph_sizes: of units whose layers are captured.
-    draft: a model that drafts, or None.
-    devices: over which the model is split; the plan is of one of them.
+    prefill_graph_sizes: sizes of units whose layers are captured.
+    draft: the plan of the draft model, or None.
+    devices: how many devices the model is split over; the plan is for each of them.
     """
 
     device: Literal["cuda", "cpu"]
@@ -139,7 +139,7 @@ class MemoryPlan:
         return DTYPE_BYTES[self.dtype]
 
     def resident_tokens_of(self, profile: str) -> int:
-        """Return the tokens up to which a context of that profile stays on the device, whole."""
+        """Return the length up to which a context of that profile stays on the device as a whole."""
         window = self.own_windows.get(profile, self.window_tokens)
         return max(self.resident_tokens, self.sink_tokens + window + self.offload_block_tokens)
 
@@ -147,8 +147,8 @@ class MemoryPlan:
         return sum(item.bytes for item in self.items if item.place == place)
 
     def start_bytes(self, place: Place) -> int:
-        """Return how much of that is held before any request comes, at most: on the CPU device pages and windows come
-        with requests, and so does host memory for what is offloaded.
+        """Return the most bytes of a place that are allocated before the first request. Host memory for offloaded KV
+        is allocated with requests, and on a machine without a GPU so are pages and windows.
         """
         later = self.host_limit_bytes if place == "host" else 0
         if place == "host" and self.device == "cpu":
@@ -157,10 +157,10 @@ class MemoryPlan:
 
 
 def plan_memory(asked: MemoryRequest) -> MemoryPlan:
-    """Resolve what is None or `auto` and share the memory out; KV pages get what is left, or `gpu.kv_cache_gib`.
+    """Resolve settings that are None or `auto`, and plan the memory. KV pages get what is left, or `gpu.kv_cache_gib`.
 
-    Rings that nobody counted take an eighth of what weights and workspaces leave, and there is one at least. A context
-    that nobody asked for shrinks to what fits; one that the configuration names must fit. Raises PlanError.
+    Rings without a configured number take an eighth of what weights and workspaces leave; there is at least one. A
+    configured longest context must fit; without one it shrinks to what fits. Raises PlanError.
     """
     demand, dtype = _find_demand(asked)
     gpu, sizes, place = asked.gpu, asked.sizes, demand.place
@@ -186,8 +186,8 @@ def plan_memory(asked: MemoryRequest) -> MemoryPlan:
 
 
 def _find_demand(asked: MemoryRequest) -> tuple[Demand, Literal["bfloat16", "float32"]]:
-    """Return what the parts of a deployment need, before anything is counted, and the dtype that computes. Raises
-    PlanError for settings that do not go together.
+    """Return what the parts of a deployment need, without counts that are still to be chosen, and the dtype that
+    computes. Raises PlanError for settings that exclude each other.
     """
     architecture, gpu, sizes, machine = asked.architecture, asked.gpu, asked.sizes, asked.machine
     device = resolve_device(gpu, machine)
@@ -246,11 +246,13 @@ def _find_tier(asked: MemoryRequest, kv: KvFormat, dtype: Literal["bfloat16", "f
 
 
 def _find_window_pages(asked: MemoryRequest, spare_tokens: int) -> int:
-    """Return the pages of a window that is kept by itself, 0 for none. Raises PlanError for windows nothing has."""
+    """Return the pages of a window; 0: layers have no windows of their own. Raises PlanError if gpu.kv_windows is set
+    nevertheless.
+    """
     architecture, gpu, window_pages = asked.architecture, asked.gpu, 0
     if asked.documents is not None:
         check_documents(architecture)
-    else:  # a prompt that takes chunks has queries anywhere in it, and what they see must be there
+    else:  # with document chunks a prompt has queries at any position, whose windows must all be there
         window_pages = count_window_pages(architecture, gpu, spare_tokens, asked.sizes.max_context_tokens)
     if gpu.kv_windows is not None and not window_pages:
         why = "documents need all of a context" if architecture.window_layers else "no layer of the model has a window"
@@ -261,7 +263,7 @@ def _find_window_pages(asked: MemoryRequest, spare_tokens: int) -> int:
 def _find_beside(
     asked: MemoryRequest, device: Literal["cuda", "cpu"], dtype: Literal["bfloat16", "float32"]
 ) -> tuple[MemoryItem, ...]:
-    """Return what stands beside the model: another one that drafts, and adapters."""
+    """Return the items beside the model's own: those of a draft model, and adapters."""
     added = adapter_bytes(asked.adapters, asked.architecture, DTYPE_BYTES[dtype], asked.sizes.chunk_tokens)
     place: Place = "gpu" if device == "cuda" else "host"
     adapters = (MemoryItem("adapters", place, added, "of rank by rank, beside the weights"),) if added else ()
@@ -269,7 +271,7 @@ def _find_beside(
 
 
 def _check_disk(disk: DiskConfig, demand: Demand, kv: KvFormat) -> None:
-    """Raise PlanError for contexts that cannot be kept on disk, or not in its limit."""
+    """Raise PlanError if contexts of this model cannot be kept on disk, or not within its limit."""
     check_disk(demand.shape, demand.window_layers)
     check_disk_rows(demand.shape, disk, kv)
     stored = disk_format(disk.rows, kv)
@@ -277,7 +279,7 @@ def _check_disk(disk: DiskConfig, demand: Demand, kv: KvFormat) -> None:
 
 
 def _say_slow(demand: Demand, gpu: GpuConfig) -> tuple[str, ...]:
-    """Say what makes sequences wait, or steps slow, though it fits."""
+    """Return notes on what makes sequences wait, or steps slow, although the plan fits."""
     notes, max_running = [], demand.max_running
     if demand.window_layers and demand.num_windows < max_running:
         what, key = ("windows", "gpu.kv_windows says") if demand.window_pages else ("states", "gpu.states_gib says")
@@ -348,7 +350,7 @@ def _make_plan(
 
 
 def require_device(plan: MemoryPlan, gpu: GpuProfile | None, machine_name: str) -> None:
-    """Check that the GPU that was planned for is still there, new enough and large enough. Raises PlanError."""
+    """Raise PlanError unless this machine's GPU is there, new enough and large enough for the plan."""
     if plan.device == "cuda":
         card = require_gpu(gpu, machine_name)
         require_memory(plan.limit_bytes["gpu"], card.memory_bytes, card.name)

@@ -1,4 +1,4 @@
-"""Errors of memory planning: each says what was asked for, what there is, and which setting to change. No torch."""
+"""Checks of memory planning. An error names what was asked for, what there is, and the setting to change. No torch."""
 
 from collections.abc import Sequence
 
@@ -41,28 +41,28 @@ def check_fixed(
 
 
 def check_documents(shape: Architecture) -> None:
-    """Check that chunks of documents can be kept of a model: of layers that are alike, and made of hidden states alone.
-    Raises PlanError.
+    """Raise PlanError if document chunks of this model cannot be stored. Its layers must be alike, and their keys and
+    values must be made of hidden states alone.
     """
     why = None
     if shape.recurrent is not None:
-        why = "layers are recurrent, and what they keep of a chunk depends on all that stands in front of it"
+        why = "layers are recurrent, and the state behind a chunk depends on all tokens in front of it"
     elif shape.has_own_window_heads:
         why = "layers with a window have KV heads of their own"
     elif shape.kept_layers:
-        why = "layers have the keys and values of earlier ones"
+        why = "layers use the keys and values of earlier layers"
     elif shape.latent is not None:
-        why = "a token's row is of latents, not of keys and values"
+        why = "a token leaves a latent row, not keys and values"
     elif shape.layer_inputs is not None:
         why = "each layer has an embedding of its own"
     elif any(spec.output_gate for spec in shape.layer_pattern):
-        why = "outputs of attention are gated, and gates are not kept with a chunk"
+        why = "outputs of attention are gated, and gates are not stored with a chunk"
     if why is not None:
-        raise PlanError(f"documents: {why} in {shape.name}, of which no chunks are kept; leave out `documents`")
+        raise PlanError(f"documents: {why} in {shape.name}, so its chunks cannot be stored; leave out `documents`")
 
 
 def check_disk(shape: Architecture, window_layers: Sequence[int]) -> None:
-    """Check that contexts of a model can be kept on disk: some layer has all of them in pages. Raises PlanError."""
+    """Raise PlanError unless some layer has all of a context in pages: blocks on disk are made of pages."""
     if len(window_layers) == shape.num_layers:
         raise PlanError(
             f"disk: no layer of {shape.name} has all of a context in pages, and blocks on disk are of pages; leave out "
@@ -71,20 +71,20 @@ def check_disk(shape: Architecture, window_layers: Sequence[int]) -> None:
 
 
 def check_disk_rows(shape: Architecture, disk: DiskConfig, kv: str) -> None:
-    """Check that rows may be codes on disk: of keys and values of heads, and no codes already. Raises PlanError."""
+    """Raise PlanError if `disk.rows` asks for codes and rows in pages are codes already, or latent rows."""
     if disk.rows == "same":
         return
     why = None
     if kv in CODE_FORMATS:
         why = f"rows in pages are codes of 8 bits already (gpu.kv: {kv})"
     elif shape.latent is not None:
-        why = f"a row of {shape.name} is a latent and what is rotated, which one scale would not suit"
+        why = f"a row of {shape.name} joins a latent and rotated numbers, which one scale does not suit"
     if why is not None:
-        raise PlanError(f"disk.rows: asked {disk.rows}, and {why}; use same")
+        raise PlanError(f"disk.rows: asked {disk.rows}, but {why}; use same")
 
 
 def check_disk_limit(disk: DiskConfig, block_bytes: int) -> None:
-    """Check that the limit holds a block at all. Raises PlanError."""
+    """Raise PlanError if the limit does not hold one block."""
     if block_bytes > disk.limit_gib * GIB:
         raise PlanError(
             f"disk.limit_gib: asked {disk.limit_gib:g} GiB, a block of {disk.block_tokens} tokens takes "
@@ -93,20 +93,20 @@ def check_disk_limit(disk: DiskConfig, block_bytes: int) -> None:
 
 
 def check_latents(shape: Architecture, host: HostConfig | None, states: Sequence[MethodState]) -> None:
-    """Check that nothing reads rows of latents that knows keys and values alone. Raises PlanError."""
+    """Raise PlanError if latent rows would be read by a host tier, or by a method that needs keys and values."""
     if shape.latent is None:
         return
     row = f"{shape.name} keeps one row of {shape.latent.rank} + {shape.latent.rotated} numbers a token"
     if host is not None:
-        raise PlanError(f"host: {row}, and what reads host memory knows keys and values of heads; leave out `host`")
+        raise PlanError(f"host: {row}, and the host tier reads keys and values of heads; leave out `host`")
     others = [state.part.method.name for state in states if state.part.method.name != FULL_ATTENTION]
     if others:
         name = others[0]
-        raise PlanError(f"profiles: {name!r} knows keys and values of heads, and {row}; take it out of the profiles")
+        raise PlanError(f"profiles: {name!r} reads keys and values of heads, and {row}; take it out of the profiles")
 
 
 def check_states(shape: Architecture, gpu: GpuConfig) -> None:
-    """Check that nothing is asked for states of a model that has none. Raises PlanError."""
+    """Raise PlanError if memory is asked for states of a model without recurrent layers."""
     for key in ("states_gib", "host_states_gib"):
         asked = getattr(gpu, key)
         if asked is not None and shape.recurrent is None:
@@ -114,7 +114,7 @@ def check_states(shape: Architecture, gpu: GpuConfig) -> None:
 
 
 def check_snapshots(fixed: Sequence[MemoryItem], demand: Demand, machine: MachineProfile) -> None:
-    """Check that the host has room for pinned snapshots. Raises PlanError."""
+    """Raise PlanError if host memory has no room for the pinned snapshots."""
     asked = sum(item.bytes for item in fixed if item.name == SNAPSHOTS)
     beside = sum(item.bytes for item in fixed if item.place == "host") - asked
     most = int(machine.memory_bytes * PINNED_SHARE) - beside
@@ -126,7 +126,7 @@ def check_snapshots(fixed: Sequence[MemoryItem], demand: Demand, machine: Machin
 
 
 def check_pinned(fixed: Sequence[MemoryItem], demand: Demand, machine: MachineProfile) -> None:
-    """Check that the host has room for the experts in pinned memory. Raises PlanError."""
+    """Raise PlanError if host memory has no room for the pinned experts."""
     shares = demand.expert_shares
     if not shares.host_bytes:
         return

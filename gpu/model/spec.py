@@ -14,12 +14,12 @@ RecurrentKind = Literal["delta_net", "short_conv", "mamba2"]
 
 
 def is_gated(activation: Activation) -> bool:
-    """Return whether an MLP of this activation has gates: `relu2`, which is relu(up)**2, has none."""
+    """Return whether an MLP with this activation has a gate; `relu2`, which is relu(up)**2, has none."""
     return activation != "relu2"
 
 
 def first_rows(activation: Activation, intermediate: int) -> int:
-    """Return how many rows make an MLP of so many columns: as many, and of gates, which come first, as many again."""
+    """Return the rows of the first matrix of an MLP: gate rows, if it has gates, and then as many up rows."""
     return (1 + is_gated(activation)) * intermediate
 
 
@@ -29,34 +29,32 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """RoPE frequencies: `kind` is one of ROPE_TYPES, or NO_ROTATION's; `settings` the remaining keys of the config as
-    they are.
-    """
+    """RoPE frequencies. kind: one of ROPE_TYPES, or "none" (NO_ROTATION). settings: the other keys of the config."""
 
     kind: str
     theta: float
     settings: dict[str, Any] = field(hash=False)
 
 
-NO_ROTATION = RopeScaling("none", 1.0, {})  # of layers whose queries and keys stay as they are
+NO_ROTATION = RopeScaling("none", 1.0, {})  # for layers whose queries and keys are not rotated
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's MLPs, gated as its activation says, of which a token takes the few with the largest router logits.
+    """The experts of a layer: MLPs of which each token is routed to the `per_token` with the largest router logits.
 
     intermediate: columns of one expert.
-    is_normalised: the weights of the experts that a token takes are scaled to sum to 1; they come from a softmax over
-        all experts.
+    is_normalised: the routing weights of a token's experts are scaled to sum to 1. They come from a softmax over all
+        experts.
     has_biases: the router has a bias, and so have gate, up and down of each expert.
-    beside_mlp: the layer has its one MLP as well; both have norms of their own, before and behind, and so has the
-        router, and the output of each expert has a factor.
-    is_shared: it has one of the same normed rows, whose output has the sigmoid of a token's own logit as a factor, or 1
-        where it is_whole.
-    is_sigmoid: experts are taken by the sigmoids of their logits, each plus a correction of its own, among
-        `groups_taken` of `groups`, those with the largest sum of their best two; weights are the sigmoids alone.
-    gain: of all weights. Where a softmax chooses among groups, these are taken by the sum of their `group_best` largest
-        shares.
+    beside_mlp: the layer also has its one MLP. Experts and MLP each have norms before and behind, the router has a
+        norm, and the output of each expert has a factor.
+    is_shared: the layer also has a shared expert, which reads the same normed rows as the experts. Its output is
+        multiplied by the sigmoid of a logit that each token has for it, or by 1 if is_whole.
+    is_sigmoid: experts are chosen by the sigmoid of their logit plus a correction for each expert, among the
+        `groups_taken` of `groups` with the largest sum of their two best. The weights are the sigmoids alone.
+    gain: factor of all routing weights.
+    group_best: where a softmax chooses among groups, a group's score is the sum of so many of its largest shares.
     """
 
     num_experts: int
@@ -75,27 +73,27 @@ class Experts:
 
     @property
     def is_folded(self) -> bool:
-        """Return whether a choice is made before logits are of a softmax."""
+        """Return whether the experts are chosen by other scores than the logits of the softmax."""
         return self.is_sigmoid or self.groups > 1
 
     @property
     def keeps_weights(self) -> bool:
-        """Return whether a choice made before has the weights themselves, which are scaled to no sum."""
+        """Return whether the scores of such a choice are the routing weights as they are, without normalisation."""
         return self.is_folded and not self.is_normalised
 
     @property
     def has_mlp(self) -> bool:
-        """Return whether the layer has its one MLP as well."""
+        """Return whether the layer has an MLP beside its experts."""
         return self.beside_mlp or self.is_shared
 
     def taken(self, num_tokens: int) -> float:
-        """Return how many experts a step of so many tokens reads, in expectation, if tokens draw at random."""
+        """Return the expected number of experts that a step of `num_tokens` reads, if each token draws at random."""
         return self.num_experts * (1 - (1 - self.per_token / self.num_experts) ** num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class KvHeads:
-    """How many KV heads a layer has, and the elements of each head."""
+    """The KV heads of a layer: how many, and the elements of each."""
 
     count: int
     dim: int
@@ -105,17 +103,17 @@ class KvHeads:
 class Recurrent:
     """A layer with a state in place of attention (`gpu.operations.recurrent`).
 
-    Of the past it has no keys and values but a state, `[value_heads, key_dim, value_dim]`, and the last inputs of its
+    Instead of keys and values it keeps a state, `[value_heads, key_dim, value_dim]`, and the last inputs of its
     convolution, `[conv_tokens - 1, conv_width]`. Neighbouring value heads share a key head.
 
-    kind: `delta_net`, a gated delta net. `mamba2`, a state space model (`mamba2`): what its papers call C, B and x are
-        queries, keys and values here, key heads are its groups, and the checkpoint's one matrix has the steps of time
-        too. `short_conv`, a short convolution with gates alone, whose state is empty: it has no key elements, and its
-        one value head is as wide as hidden states.
-    is_grouped: the checkpoint has one matrix of queries, keys, values and gates, has_grouped_gates: and one of both
-        gates of the state, key head by key head.
-    is_tiled: value heads that share a key head are `key_heads` apart, and no neighbours.
-    norm_eps: of the norm of its output; None: the model's.
+    kind: `delta_net`: a gated delta net. `mamba2`: a state space model. What its papers call C, B and x are queries,
+        keys and values here; its groups are key heads; the checkpoint's one matrix also makes the time steps.
+        `short_conv`: a short convolution with gates. Its state is empty: it has no key elements, and one value head as
+        wide as hidden states.
+    is_grouped: the checkpoint has one matrix of queries, keys, values and gates, in the order of key heads.
+    has_grouped_gates: the checkpoint has one matrix of both gates of the state, in the order of key heads.
+    is_tiled: value heads that share a key head are `key_heads` apart, instead of neighbours.
+    norm_eps: epsilon of the norm of its output; None: the model's.
     """
 
     key_heads: int
@@ -139,17 +137,17 @@ class Recurrent:
 
     @property
     def projected_width(self) -> int:
-        """Return the columns of a token's projection, without gates of the state."""
+        """Return the width of a token's projection, without the state's gates."""
         return 3 * self.value_width if self.is_short else self.conv_width + self.value_width
 
     @property
     def matrix_rows(self) -> int:
-        """Return the rows of the matrix that makes a token's projection, where it has them with its gates."""
+        """Return the rows of the projection's matrix, which of `mamba2` also makes the state's gates."""
         return self.projected_width + self.is_mamba * self.gate_rows
 
     @property
     def gate_rows(self) -> int:
-        """Return how many gates of the state a token has."""
+        """Return how many numbers of a token gate the state."""
         return {"delta_net": 2, "mamba2": 1, "short_conv": 0}[self.kind] * self.value_heads
 
     @property
@@ -173,15 +171,17 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (MLA, arXiv 2405.04434): a token leaves one row in a layer, a normed latent of `rank`
-    numbers and `rotated` ones that are rotated, of which keys and values of all heads are made.
+    """Multi-head latent attention (MLA, arXiv 2405.04434). A token leaves one row in each layer: a normed latent of
+    `rank` numbers, and `rotated` numbers that RoPE rotates. Keys and values of all heads are made of this row.
 
-    A head's key has `plain` numbers of the latent and those that are rotated, its value `value` numbers of the latent.
+    A head's key has `plain` numbers made of the latent, and the rotated numbers. Its value has `value` numbers made of
+    the latent.
 
-    query_rank: of the latent that queries are made of, None: they are made of hidden states.
-    logit_gain: of logits of attention, beside `query_dim**-0.5`.
-    has_neighbour_pairs: as in `Architecture`, of what is rotated.
-    is_split: the checkpoint has what makes keys, each head's rows as columns, and what makes values apart.
+    query_rank: size of the latent that queries are made of; None: they are made of hidden states.
+    logit_gain: factor of attention's logits, beside `query_dim**-0.5`.
+    has_neighbour_pairs: as in `Architecture`, for the rotated numbers.
+    is_split: the checkpoint has separate tensors that make keys and values of the latent. The one for keys has each
+        head transposed.
     """
 
     rank: int
@@ -195,27 +195,27 @@ class Latent:
 
     @property
     def row(self) -> int:
-        """Return the numbers that a token leaves in a layer."""
+        """Return the size of the row that a token leaves in a layer."""
         return self.rank + self.rotated
 
     @property
     def query_dim(self) -> int:
-        """Return the numbers of a head's query, as of its key."""
+        """Return the size of a head's query, and of its key."""
         return self.plain + self.rotated
 
     @property
     def scale(self) -> float:
-        """Return the factor of logits of attention."""
+        """Return the factor of attention's logits."""
         return self.logit_gain * self.query_dim**-0.5
 
     def first_columns(self, num_heads: int) -> int:
-        """Return how many numbers of a hidden state's product are of queries, or of what they are made of."""
+        """Return how many columns of the first product make queries, or the latent that queries are made of."""
         return self.query_rank or num_heads * self.query_dim
 
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Queries are multiplied by `1 + beta * ln(1 + floor(position / tokens))`, behind their rotation."""
+    """Position-dependent scaling of queries: by `1 + beta * ln(1 + floor(position / tokens))`, after the rotation."""
 
     beta: float
     tokens: int
@@ -223,8 +223,8 @@ class QueryGrowth:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What each layer gets of a token beside its hidden state: `width` numbers, of a table of `vocab_size` tokens and
-    of a projection of its embedding.
+    """Per-layer inputs: `width` numbers of each token that every layer gets beside the hidden state. They are made of a
+    table of `vocab_size` tokens and a projection of the token's embedding.
     """
 
     width: int
@@ -233,35 +233,34 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What a layer computes beyond a Llama's: two RMSNorms, projections, rotary attention and a gated MLP.
+    """What a layer computes. The defaults are a Llama's: two RMSNorms, projections, rotary attention, a gated MLP.
 
-    part: `whole`, or `mixer`: attention alone, or what is recurrent, with its norm; or `mlp`: the MLP or experts alone.
-        A mixer and the MLP behind it are two layers where the checkpoint says so, and not joined: some mixers have no
-        MLP behind them and some MLPs have none before them, and numbers of layers and names of modules stay the
-        checkpoint's. A layer without a mixer has neither keys and values nor a state; one without an MLP ends with its
-        residual.
-    qkv_bias: added to queries, keys and values.
-    output_bias: added to attention's output.
-    mlp_bias: added to gate, up and down.
-    qk_norm: RMSNorm of each query and key head before the rotation.
-    wide_qk_norm: in place of it one of all query heads together, and one of all key heads.
-    pre_norms: RMSNorms of what attention and the MLP get; without them there are no experts.
-    post_norms: RMSNorms of their outputs, before these are added.
+    part: `whole`; `mixer`: attention or a recurrence alone, with its norm; `mlp`: the MLP or the experts alone. Where a
+        checkpoint counts a mixer and its MLP as two layers, they are two layers here: some mixers have no MLP and some
+        MLPs no mixer, and layer numbers and module names stay the checkpoint's. A layer without a mixer has neither
+        keys and values nor a state; a layer without an MLP ends with the mixer's residual.
+    qkv_bias: a bias of queries, keys and values.
+    output_bias: a bias of attention's output.
+    mlp_bias: biases of gate, up and down.
+    qk_norm: an RMSNorm of each query head and key head, before the rotation.
+    wide_qk_norm: instead, one RMSNorm over all query heads and one over all key heads.
+    pre_norms: RMSNorms of the inputs of attention and MLP. Experts need them.
+    post_norms: RMSNorms of the outputs of attention and MLP, before the residual is added.
     activation: of the gate, or of an MLP without one (`is_gated`).
-    window_tokens: a token attends to itself and to those before it, so many together; None: to all.
+    window_tokens: a token attends to so many tokens, the last of them itself; None: to all.
     rope: its own frequencies; None: the model's.
-    experts: in place of the one MLP; None: there are none.
-    sinks: each query head has one logit more in its softmax, without a value.
+    experts: experts in place of the one MLP, or None.
+    sinks: each query head has one more logit in its softmax, without a value.
     heads: its own KV heads, only of a layer with a window; None: the model's.
-    intermediate: its own; None: the model's.
-    value_norm: RMSNorm of each value head, without weights.
-    keys_are_values: values are the keys' projection, before norms and rotation.
-    kv_of: the layer whose keys and values are this one's, too.
-    is_scaled: its output has a factor.
-    output_gate: attention's output is multiplied by the sigmoid of a gate, which the projection has behind each query
-        head, or, where it has_gate_apart, behind all of them.
-    plain_qk_norm: the norms of heads have no weights of their own.
-    recurrent: in place of attention; None: it attends.
+    intermediate: its MLP's columns; None: the model's.
+    value_norm: an RMSNorm of each value head, without weights.
+    keys_are_values: values are the projection of keys, before norms and rotation.
+    kv_of: the layer whose keys and values this layer uses; None: it has its own.
+    is_scaled: its output is multiplied by a factor.
+    output_gate: attention's output is multiplied by the sigmoid of a gate. The projection has a head's gate behind the
+        head's query, or all gates behind all queries if has_gate_apart.
+    plain_qk_norm: the norms of heads have no weights.
+    recurrent: a recurrence in place of attention; None: the layer attends.
 
     New arithmetic is a new field here or in `Architecture`; `docs/MODELS.md` says where it is applied.
     """
@@ -296,44 +295,44 @@ class LayerSpec:
 
     @property
     def has_mlp(self) -> bool:
-        """Return whether it has an MLP, or experts."""
+        """Return whether the layer has an MLP, or experts."""
         return self.part != "mixer"
 
     @property
     def attends(self) -> bool:
-        """Return whether it has attention, and so keys and values."""
+        """Return whether the layer has attention, and so keys and values."""
         return self.has_mixer and self.recurrent is None
 
     @property
     def is_gated(self) -> bool:
-        """Return whether its MLP, or each expert, has gates."""
+        """Return whether the layer's MLP, or each of its experts, has a gate."""
         return is_gated(self.activation)
 
     @property
     def seen_tokens(self) -> int | None:
-        """Return the last tokens that attention reads, 0 in a layer without it; None: all."""
+        """Return how many of the last tokens attention reads; 0 without attention; None: all."""
         return self.window_tokens if self.attends else 0
 
     def first_rows(self, intermediate: int) -> int:
-        """Return `first_rows` of an MLP, or expert, of so many columns."""
+        """Return the rows of the first matrix of an MLP, or expert, with so many columns."""
         return first_rows(self.activation, intermediate)
 
     @property
     def num_kv_projections(self) -> int:
-        """Return how many of keys and values have a projection of their own."""
+        """Return how many projections make keys and values: 2, 1 if keys are values, 0 if another layer has them."""
         return 0 if self.kv_of is not None else 1 if self.keys_are_values else 2
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Whose share of a model an architecture is: of the `rank`-th of so many `devices` (`gpu.model.split`)."""
+    """One device's share of a split model: device `rank` of `devices` (`gpu.model.split`). whole: the model."""
 
     whole: "Architecture"
     rank: int
     devices: int
 
     def rows(self, num_rows: int) -> slice:
-        """Return which of so many rows, or columns, this device has."""
+        """Return the range of rows, or columns, that this device has of `num_rows`."""
         own = num_rows // self.devices
         return slice(self.rank * own, (self.rank + 1) * own)
 
@@ -342,28 +341,28 @@ class Share:
 class Architecture:
     """A decoder's shape.
 
-    num_kv_heads, dim: of layers that see everything, and of those with a window that do not say otherwise.
-    family: names the adapter.
-    layer_pattern: of the first layers, repeated over all.
-    rotary_dim: of a head's leading elements that are rotated; None: all.
-    has_neighbour_pairs: elements that are rotated together are neighbours in the checkpoint, not halves.
+    num_kv_heads, dim: of layers with full attention, and of layers with a window that have no `heads` of their own.
+    family: name of the model family (`gpu.model.family`).
+    layer_pattern: specs of the first layers, repeated over all layers.
+    rotary_dim: how many leading elements of a head are rotated; None: all.
+    has_neighbour_pairs: the checkpoint rotates pairs of neighbouring elements, instead of elements of two halves.
     norm_weight_offset: added to the checkpoint's norm weights.
     query_gain: factor of the query norms' weights, for a model that scales its logits by other than dim**-0.5.
     embedding_scale: factor of the input embedding, in the model's dtype.
-    final_norm_offset: of the last norm; None: as others.
-    post_norm_eps: of norms behind attention and MLP; None: as others.
+    final_norm_offset: `norm_weight_offset` of the last norm; None: the same.
+    post_norm_eps: epsilon of norms behind attention and MLP; None: rms_norm_eps.
     has_normed_embedding: embeddings are normed, without weights.
-    logit_gain: of logits.
+    logit_gain: factor of logits.
     logit_cap: logits are `cap * tanh(logits / cap)`; None: as they are.
-    layer_inputs: of each layer; None: it has hidden states alone.
-    query_growth: of queries with their positions; None: there is none.
-    latent: all layers have latent attention; num_kv_heads is 1 then, and dim a row's numbers.
-    experts_apart: the checkpoint has tensors of each expert, also in a family that may have one of all.
-    quantisation: which matrices have few bits; None: none (`gpu.model.matrix_formats` says what that weighs).
-    draft_heads: that the checkpoint has, each a layer that guesses a further token.
-    draft_layers: how many of the last of `num_layers` are such heads, which take part in drafting alone
+    layer_inputs: per-layer inputs of tokens; None: layers get hidden states alone.
+    query_growth: scaling of queries with their positions, or None.
+    latent: all layers have latent attention. Then num_kv_heads is 1, and dim is the size of a latent row.
+    experts_apart: the checkpoint has tensors for each expert, in a family whose others may stack all experts in one.
+    quantisation: which matrices have few bits (`gpu.model.matrix_formats` has their sizes), or None.
+    draft_heads: draft heads in the checkpoint, each a layer that guesses one more token.
+    draft_layers: how many of the last of `num_layers` are such heads, used for drafting alone
         (`gpu.model.draft_head_shape`).
-    share: the sizes of heads and MLPs are one device's share of a model's; None: they are the model's.
+    share: the sizes of heads and MLPs are one device's share of a split model; None: they are the whole model's.
     """
 
     name: str
@@ -403,26 +402,26 @@ class Architecture:
 
     @property
     def devices(self) -> int:
-        """Return over how many devices the model is split."""
+        """Return how many devices the model is split over."""
         return 1 if self.share is None else self.share.devices
 
     @property
     def is_first(self) -> bool:
-        """Return whether this device adds what is added once to a sum over devices: residuals and biases."""
+        """Return whether this device adds residuals and biases, which a sum over devices may have only once."""
         return self.share is None or self.share.rank == 0
 
     @property
     def logit_rows(self) -> int:
-        """Return the rows of the output matrix that this device has: its share, if all devices can have as many."""
+        """Return how many rows of the output matrix this device has: an equal share, or all if it does not divide."""
         return self.vocab_size if self.vocab_size % self.devices else self.vocab_size // self.devices
 
     @property
     def main_layers(self) -> int:
-        """Return how many layers a token goes through, without heads that draft."""
+        """Return how many layers a token goes through, without draft heads."""
         return self.num_layers - self.draft_layers
 
     def layer_name(self, layer: int) -> str:
-        """Return what a checkpoint's names of a layer's tensors begin with."""
+        """Return the prefix of a layer's tensor names in a checkpoint."""
         first = self.main_layers
         return f"model.layers.{layer}" if layer < first else f"mtp.layers.{layer - first}"
 
@@ -433,12 +432,12 @@ class Architecture:
 
     @property
     def rows_of_head(self) -> int:
-        """Return how many rows a token leaves for each KV head: a key and a value, or one that is both."""
+        """Return how many rows a token leaves for each KV head: 2, a key and a value, or 1, a latent row."""
         return 2 if self.latent is None else 1
 
     @property
     def has_wide_norms(self) -> bool:
-        """Return whether norms' weights are float32, since what is done to them would be rounded away."""
+        """Return whether norm weights are float32, because bfloat16 would round off their offset or gain."""
         return bool(self.norm_weight_offset) or self.query_gain != 1
 
     def heads_of(self, spec: LayerSpec) -> KvHeads:
@@ -447,13 +446,13 @@ class Architecture:
 
     @property
     def window_heads(self) -> KvHeads:
-        """Return the KV heads of layers with a window, which are alike."""
+        """Return the KV heads of layers with a window, which are the same in all of them."""
         return next((self.heads_of(spec) for spec in self.layer_pattern if spec.window_tokens is not None),
                     KvHeads(self.num_kv_heads, self.dim))  # fmt: skip
 
     @property
     def has_own_window_heads(self) -> bool:
-        """Return whether layers with a window have other KV heads than those that see everything."""
+        """Return whether layers with a window have other KV heads than layers with full attention."""
         return self.window_heads != KvHeads(self.num_kv_heads, self.dim)
 
     def intermediate_of(self, spec: LayerSpec) -> int:
@@ -462,51 +461,51 @@ class Architecture:
 
     @property
     def kept_layers(self) -> tuple[int, ...]:
-        """Return the layers whose keys and values others have, too."""
+        """Return the layers whose keys and values other layers use as well."""
         return tuple(sorted({spec.kv_of for spec in self.layers if spec.kv_of is not None}))
 
     @property
     def kept_width(self) -> int:
-        """Return the elements of a token's keys and values of all those layers."""
+        """Return the elements of a token's keys and values in all `kept_layers`."""
         heads = [self.heads_of(self.layers[layer]) for layer in self.kept_layers]
         return sum(2 * one.count * one.dim for one in heads)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Return one spec a layer."""
+        """Return the spec of each layer."""
         return _repeated(self.layer_pattern, self.num_layers)
 
     @property
     def window_layers(self) -> tuple[int, ...]:
-        """Return the layers that never look further back than their window."""
+        """Return the layers that attend to a window only."""
         return tuple(layer for layer, spec in enumerate(self.layers) if spec.window_tokens is not None)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """Return the layers that have a state and no keys and values."""
+        """Return the layers that have a state in place of keys and values."""
         return tuple(layer for layer, spec in enumerate(self.layers) if spec.recurrent is not None)
 
     @property
     def layers_without_kv(self) -> tuple[int, ...]:
-        """Return the layers that have no keys and values: recurrent ones, and those that are an MLP alone."""
+        """Return the layers without keys and values: recurrent layers, and layers that are an MLP alone."""
         return tuple(layer for layer, spec in enumerate(self.layers) if not spec.attends)
 
     @property
     def layers_apart(self) -> tuple[int, ...]:
-        """Return the layers that attention methods and host memory have no part in: with a window, without keys and
-        values, or heads that draft.
+        """Return the layers that attention methods and host memory leave alone: those with a window, those without keys
+        and values, and draft heads.
         """
         apart = (layer for layer, spec in enumerate(self.layers) if spec.seen_tokens is not None)
         return (*apart, *range(self.main_layers, self.num_layers))
 
     @property
     def recurrent(self) -> Recurrent | None:
-        """Return what those layers are, which are alike; None: there are none."""
+        """Return the spec of the recurrent layers, which is the same in all of them; None: there are none."""
         return next((spec.recurrent for spec in self.layer_pattern if spec.recurrent is not None), None)
 
     @property
     def ropes(self) -> tuple[tuple[RopeScaling, int], ...]:
-        """Return each kind of frequencies once, with the heads' elements, those of the first layer first."""
+        """Return the distinct pairs (frequencies, rotated elements of a head), in the order of layers."""
         ropes: list[tuple[RopeScaling, int]] = []
         for spec in self.layer_pattern:
             if self.rope_of(spec) not in ropes:
@@ -514,12 +513,12 @@ class Architecture:
         return tuple(ropes)
 
     def rope_of(self, spec: LayerSpec) -> tuple[RopeScaling, int]:
-        """Return a layer's frequencies, and the elements of its heads, of latent attention those that are rotated."""
+        """Return a layer's frequencies and the size of its heads; of latent attention, the size of the rotated part."""
         return spec.rope or self.rope, self.heads_of(spec).dim if self.latent is None else self.latent.rotated
 
     @property
     def num_layer_weights(self) -> int:
-        """Return how many weights of a layer a token is multiplied with; of the mean one, where they differ."""
+        """Return how many weights of a layer a token is multiplied with, averaged over layers."""
         return round(self._sum_layers(lambda experts: experts.per_token) / self.num_layers)
 
     @property
@@ -528,23 +527,23 @@ class Architecture:
 
     @property
     def num_weights(self) -> int:
-        """Return all weights, whether a token takes them or not."""
+        """Return the number of all weights, including experts that a token is not routed to."""
         embeddings = self.num_embedding_weights + (0 if self.tied_embeddings else self.logit_rows * self.hidden)
         inputs = self.layer_inputs
         table = 0 if inputs is None else inputs.vocab_size * self.num_layers * inputs.width
         return round(self._sum_layers(lambda experts: experts.num_experts)) + embeddings + table + self._num_shared
 
     def num_weights_read(self, num_tokens: int) -> int:
-        """Return the weights that a step of so many tokens reads: all layers, of experts those that are taken in
-        expectation, the final norm and the output projection; of the input embedding it reads one row a token.
+        """Return how many weights a step of `num_tokens` reads: all layers, the expected number of experts, the final
+        norm and the output projection. The input embedding is left out: a step reads one row of it for each token.
         """
         layers = self._sum_layers(lambda experts: experts.taken(num_tokens))
         return round(layers) + self.logit_rows * self.hidden + self._num_shared
 
     @property
     def _num_shared(self) -> int:
-        """Return the weights of no layer that every token is multiplied with: the final norm, what makes inputs, and
-        what joins a head's two, with its norms.
+        """Return how many weights outside of layers every token is multiplied with: the final norm, those that make
+        layer inputs, and those that join a draft head's two inputs, with their norms.
         """
         inputs, heads = self.layer_inputs, self.draft_layers
         return (
@@ -554,7 +553,7 @@ class Architecture:
         )
 
     def _sum_layers(self, count: Callable[[Experts], float]) -> float:
-        """Return the weights of all layers, with `count` of each layer's experts."""
+        """Return the number of weights in all layers, with `count(experts)` experts of each layer."""
         return sum(self._weights_of(spec, count) for spec in self.layers)
 
     def _weights_of(self, spec: LayerSpec, count: Callable[[Experts], float]) -> float:
@@ -590,7 +589,7 @@ class Architecture:
         return spec.has_mixer * attention + spec.has_mlp * mlp + vectors
 
     def _latent_weights(self, latent: Latent) -> int:
-        """Return the weights of a layer's latent attention, with its two norms."""
+        """Return the number of weights of a layer's latent attention, with its two norms."""
         heads, rank = self.num_heads, latent.query_rank
         into = self.hidden * (latent.first_columns(heads) + latent.row) + (rank or 0) * (heads * latent.query_dim + 1)
         return into + latent.rank * (heads * (latent.plain + latent.value) + 1) + heads * latent.value * self.hidden
@@ -601,8 +600,8 @@ class Architecture:
         return sum(self.rows_of_head * one.count * one.dim * dtype_bytes for one in heads)
 
     def num_pair_products(self, begin: int, end: int) -> int:
-        """Return the pairs of one of tokens `[begin, end)` and one that it sees, summed over layers, each times the
-        elements of the layer's heads; of latent attention, of a prompt's.
+        """Return the work of attention for tokens `[begin, end)`: pairs of a token and one that it attends to, times
+        the elements of a head, summed over layers. For latent attention, heads are those of prefill.
         """
         latent = self.latent
         dim = None if latent is None else (latent.query_dim + latent.value) // 2
@@ -614,7 +613,7 @@ class Architecture:
 
 @lru_cache(maxsize=512)
 def _repeated(pattern: tuple[LayerSpec, ...], num_layers: int) -> tuple[LayerSpec, ...]:
-    """Repeat a pattern over all layers. It is cached since a plan needs it some hundred thousand times."""
+    """Repeat a pattern over all layers. Cached, because planning asks for it some hundred thousand times."""
     return tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
 
 

@@ -195,14 +195,14 @@ def test_windows_in_codes_take_as_much_less() -> None:
 
 
 def test_formats_that_cannot_be_are_told() -> None:
-    with pytest.raises(PlanError, match=r"gpu\.kv: asked bfloat16, .*, whose rows on a GPU .*auto, float32"):
+    with pytest.raises(PlanError, match=r"gpu\.kv: asked bfloat16, .*and rows on a GPU .*auto, float32"):
         make_plan(SHAPE_TINY, "rtx4090", GpuConfig(dtype="float32", kv="bfloat16"))
-    with pytest.raises(PlanError, match=r"gpu\.kv: asked bfloat16, .*, whose rows beside `host` or `documents` are in"):
+    with pytest.raises(PlanError, match=r"gpu\.kv: asked bfloat16, .*and rows beside `host` or `documents` have"):
         make_plan(SHAPE_TINY, "laptop", GpuConfig(device="cpu", kv="bfloat16"), documents=DocumentsConfig())
     with pytest.raises(PlanError, match=r"gpu\.kv: asked float32, gpu\.dtype is bfloat16 here; wanted auto, fp8 or"):
         make_plan(SHAPE_TINY, "rtx4090", GpuConfig(kv="float32"))
     narrow = replace(SHAPE_TINY, name="odd", dim=72, num_heads=4)
-    with pytest.raises(PlanError, match=r"gpu\.kv: fp8 rows are of a multiple of 16 elements, heads of odd have 72"):
+    with pytest.raises(PlanError, match=r"gpu\.kv: fp8 rows need a multiple of 16 elements, heads of odd have 72"):
         make_plan(narrow, "laptop", GpuConfig(device="cpu", kv="fp8"))
     with pytest.raises(ValidationError, match=r"kv\n.*'auto', 'bfloat16', 'float32', 'fp8' or 'int8'"):
         GpuConfig.model_validate({"kv": "int4"})

@@ -159,7 +159,7 @@ def test_verified_is_there_where_somebody_names_it() -> None:
     assert "name it as scheduler.default_profile" in why_unknown("verified", ["exact"])
     with pytest.raises(ProfileError, match="this deployment has no `host` section"):
         resolve_profiles(add_by_name({}, "verified"), None)
-    with pytest.raises(ValidationError, match="least_match: of n-grams, beside `profile`"):
+    with pytest.raises(ValidationError, match="least_match: is set together with `profile`"):
         DraftConfig(profile="indexed", least_match=4)
 
 

@@ -116,9 +116,9 @@ def test_rows_in_codes_come_back_as_what_the_codes_say_in_half_the_bytes(device:
 
 
 def test_rows_that_codes_do_not_suit_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"disk\.rows: asked int8, and rows in pages are codes .* use same"):
+    with pytest.raises(PlanError, match=r"disk\.rows: asked int8, but rows in pages are codes .* use same"):
         make_engine(tmp_path, rows="int8", kv="int8")
-    with pytest.raises(PlanError, match=r"disk\.rows: asked int8, and a row of .* is a latent .* use same"):
+    with pytest.raises(PlanError, match=r"disk\.rows: asked int8, but a row of .* joins a latent .* use same"):
         make_engine(tmp_path, rows="int8", name="tiny-glm4-moe-lite")
 
 

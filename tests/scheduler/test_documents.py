@@ -728,9 +728,9 @@ def off(some: dict[int, float], others: dict[int, float]) -> float:
     return max(abs(some[token] - others.get(token, -99.0)) for token in list(some)[:5])
 
 
-STATES = "depends on all that stands in front of it"
-REFUSED = {"tiny-gemma4": "KV heads of their own", "tiny-gemma4-shared": "keys and values of earlier ones",
-           "tiny-glm4-moe-lite": "row is of latents", "tiny-mistral4": "row is of latents",
+STATES = "depends on all tokens in front of it"
+REFUSED = {"tiny-gemma4": "KV heads of their own", "tiny-gemma4-shared": "keys and values of earlier layers",
+           "tiny-glm4-moe-lite": "leaves a latent row", "tiny-mistral4": "leaves a latent row",
            "tiny-lfm2": STATES, "tiny-granite-hybrid": STATES, "tiny-nemotron-h": STATES,
            "tiny-muse-glimmer": "attention are gated",
            "tiny-qwen3-next": STATES, "tiny-qwen3.5": STATES, "tiny-qwen3.5-moe": STATES}  # fmt: skip
@@ -756,5 +756,5 @@ def test_every_familys_chunks_are_placed_as_if_they_had_been_computed_there(name
 
 @pytest.mark.parametrize(("name", "why"), REFUSED.items())
 def test_chunks_of_models_whose_layers_are_not_alike_are_refused(name: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=f"^documents: .*{why}.* in {name}, of which no chunks are kept"):
+    with pytest.raises(PlanError, match=f"^documents: .*{why}.* in {name}, so its chunks cannot be stored"):
         make_engine(tmp_path, model=ModelConfig(random_weights=name))

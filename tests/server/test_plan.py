@@ -404,7 +404,7 @@ def test_host_memory_holds_contexts_of_a_model_with_states(name: str, context: i
 def test_documents_of_a_model_with_states_are_refused_by_name() -> None:
     deployment = load_deployment(DEPLOY / "qwen3.5-27b-24g.yaml").model_dump(mode="json")
     machine = load_machine(DEPLOY / "machines" / "rtx4090.json")
-    with pytest.raises(PlanError, match="documents: layers are recurrent, and what they keep of a chunk"):
+    with pytest.raises(PlanError, match="documents: layers are recurrent, and the state behind a chunk"):
         resolve_plan(Deployment.model_validate(deployment | {"documents": {"folder": "chunks"}}), machine)
 
 
@@ -423,9 +423,9 @@ def test_rows_of_latents_are_counted_and_what_knows_keys_and_values_alone_is_ref
     profile = {"profiles": {"own": {"reuse": {"method": "mac"}}}}
     for beside, words in (
         ({"host": {"memory_limit_gib": 8}}, "host: glm-4.7-flash keeps one row of 512 \\+ 64 numbers a token, "),
-        ({"documents": {"folder": "chunks"}}, "documents: a token's row is of latents, not of keys and values in"),
-        (profile, "profiles: 'mac' knows keys and values of heads"),
-        ({"profiles": {"own": {"prefill": {"method": "momo"}}}}, "profiles: 'momo' knows keys and values of heads"),
+        ({"documents": {"folder": "chunks"}}, "documents: a token leaves a latent row, not keys and values in"),
+        (profile, "profiles: 'mac' reads keys and values of heads"),
+        ({"profiles": {"own": {"prefill": {"method": "momo"}}}}, "profiles: 'momo' reads keys and values of heads"),
     ):
         with pytest.raises(PlanError, match=words):
             resolve_plan(Deployment.model_validate(tree | beside), machine)
