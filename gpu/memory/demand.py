@@ -370,7 +370,7 @@ class Demand:
         )
 
     def _draft_bytes(self) -> int:
-        """Return the bytes that recurrent layers keep of drafted tokens, to update their states when some are accepted."""
+        """Return the bytes that recurrent layers keep of drafted tokens, to update states by the accepted ones."""
         own, layers = self.shape.recurrent, len(self.shape.recurrent_layers)
         if own is None:
             return 0
