@@ -1,4 +1,4 @@
-"""One round of admission: what it has admitted and refused, and what follows from that."""
+"""The state of one round of admission: what it has admitted and refused so far."""
 
 from dataclasses import dataclass, field
 
@@ -12,8 +12,9 @@ _MANY_PAGES = 1 << 62
 
 @dataclass(slots=True)
 class Batches:
-    """Prompts that share a prefill job: in order, together at most a chunk of tokens, all of one prefill method. A
-    prompt that is offloaded, has documents' chunks or reads its front from the disk has a job of its own.
+    """Groups admitted prompts into prefill jobs. Prompts of a job are consecutive, use one prefill method and have at
+    most a prefill chunk of tokens together. A prompt that is offloaded, has document chunks or reads blocks from disk
+    has a job of its own.
     """
 
     chunk_tokens: int
@@ -35,12 +36,16 @@ class Batches:
 
 @dataclass(slots=True)
 class Round:
-    """What one round of admission has given away and refused.
+    """The state of one round of admission.
 
-    num_coming_pages: pages that those that hold some may take soon.
-    seconds_left: of prefills that others wait for.
-    fewest_refused: the smallest number of pages that was not there, so that no larger request is tried again.
-    refused: the first request that the host refuses memory while nobody else could give any back.
+    num_hidden: tokens with hidden states, over all prefills.
+    num_coming_pages: pages that admitted sequences may take soon.
+    is_offloading: a prefill that offloads is running or admitted.
+    kept: idle contexts that preempted sequences will start with.
+    has_others: other sequences hold pages.
+    fewest_refused: the smallest number of pages that was not available, so that no larger request is tried.
+    refused: the first request that gets no memory from the host while no other request could free any.
+    seconds_left: of prefills that other requests wait for.
     """
 
     batches: Batches
@@ -58,8 +63,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """New prefill jobs, and the pages of their sequences. refused: the host refuses it memory, though nobody else holds
-    any.
+    """New prefill jobs, and the pages of their sequences. refused: a sequence that gets no memory from the host,
+    although no other holds any.
     """
 
     jobs: tuple[PrefillJob, ...] = ()

@@ -1,6 +1,6 @@
 """Check, unpack, hash and compile requests before they are queued.
 
-Any thread may call this while others plan: it reads nothing that plans change.
+Any thread may do this while others plan: it reads nothing that planning changes.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,8 +34,8 @@ class Intake:
     def prepare(self, requests: list[EngineRequest], rest: Callable[[], None]) -> list[Sequence]:
         """Return sequences for `Roster.queue`: each prompt is unpacked and hashed once for all requests that share it.
 
-        Any thread may call this while others plan. `rest` is called every tenth of a millisecond or so. Raises
-        TooLargeError for a request that can never fit, and GrammarError for one whose grammar cannot be compiled.
+        Any thread may call this. `rest` is called about every tenth of a millisecond. Raises TooLargeError for a
+        request that can never fit, and GrammarError for one whose grammar cannot be compiled.
         """
         profiles = [self._profiles[request.attention_profile] for request in requests]
         for request, profile in zip(requests, profiles, strict=True):

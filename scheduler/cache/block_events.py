@@ -1,11 +1,11 @@
-"""Tell, change by change, which blocks can be found on the card, in host memory and on disk.
+"""Record, change by change, which blocks can be found on the card, in host memory and on disk.
 
-Pools say when they publish a block by its digest and when they take it back; several may hold one in the same medium.
-The prefix cache describes blocks before they are published, since pools know no tokens. A block that nobody has
-described is not told, such as pages that a preempted sequence keeps for itself. A record on disk covers several blocks,
-which are told one by one. Of a record written before this engine began only the last block is told, until a prompt
-comes that names its tokens. Invariant: whoever applies the changes in order has, for each medium, exactly the blocks
-that `blocks_in` returns.
+Pools report when they publish and withdraw a block by its digest. Several may hold a block in the same medium. The
+prefix cache describes blocks before they are published, since pools know no tokens. A block without a description is
+not reported, such as pages that a preempted sequence keeps for itself. A record on disk covers several blocks, which
+are reported one by one. Of a record written before this engine started, only the last block is reported until a prompt
+supplies its tokens. Invariant: applying the changes in order gives, for each medium, exactly the blocks that
+`blocks_in` returns.
 """
 
 from collections import deque
@@ -17,13 +17,13 @@ import numpy as np
 
 from scheduler.block_changes import CPU, DISK, GPU, BlockChange, BlocksCleared, BlocksRemoved, BlocksStored, Medium
 
-_MOST_UNHELD = 65_536  # described blocks that are nowhere now: a record may be written after its pages are gone
+_MOST_UNHELD = 65_536  # described blocks that are nowhere now; a record may be written after its pages are gone
 _TOKEN_BYTES = 4
 
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Blocks of one prompt in a row, with their tokens, packed; `making`: their adapter and salt."""
+    """Consecutive blocks of one prompt. tokens: packed, of all blocks. making: their adapter and salt."""
 
     digests: list[bytes]
     parent: bytes | None
@@ -32,27 +32,27 @@ class _Run:
 
 
 class BlockEvents:
-    """The blocks of one engine. page_tokens: of a block. record_tokens: of a record on disk; 0: there are none."""
+    """The blocks of one engine. page_tokens: tokens of a block. record_tokens: of a record on disk; 0: no disk."""
 
     def __init__(self, page_tokens: int, record_tokens: int = 0) -> None:
         self._page_tokens = page_tokens
         self._record_tokens = record_tokens
         self._changes: list[BlockChange] = [BlocksCleared()]
-        self._blocks: dict[bytes, tuple[_Run, int]] = {}  # each is described by a run, at this place
-        self._unheld: dict[bytes, None] = {}  # of these, those that are nowhere, the longest so first
-        self._held: dict[Medium, dict[bytes, int]] = {GPU: {}, CPU: {}, DISK: {}}  # and by how many
-        self._records: dict[bytes, list[bytes]] = {}  # the blocks of each record, by its last
-        self._bare: set[bytes] = set()  # records of which only the last block is told
-        self._moved: deque[tuple[bytes, bool]] = deque()  # records that came or went, from any thread
+        self._blocks: dict[bytes, tuple[_Run, int]] = {}  # described blocks: the run of each, and its index in it
+        self._unheld: dict[bytes, None] = {}  # described blocks that are in no medium, the longest so first
+        self._held: dict[Medium, dict[bytes, int]] = {GPU: {}, CPU: {}, DISK: {}}  # number of holders
+        self._records: dict[bytes, list[bytes]] = {}  # the blocks of each record, by its last block
+        self._bare: set[bytes] = set()  # records of which only the last block is reported
+        self._moved: deque[tuple[bytes, bool]] = deque()  # records written or removed, reported by any thread
 
     def blocks_in(self, medium: Medium) -> set[bytes]:
-        """Return the blocks that can be found there, as of the last `take`."""
+        """Return the blocks that can be found in a medium, as of the last `take`."""
         return set(self._held[medium])
 
     def describe(self, hashes: list[bytes], begin: int, end: int, tokens: np.ndarray, adapter: int, salt: str) -> None:
-        """Describe the blocks `[begin, end)` of a prompt, which may be published behind this.
+        """Describe the blocks `[begin, end)` of a prompt, so that they may be published.
 
-        hashes: of all its blocks; tokens: int32, of these blocks.
+        hashes: of all blocks of the prompt. tokens: int32, the tokens of these blocks.
         """
         digests = hashes[begin:end]
         new = [digest for digest in digests if digest not in self._blocks]
@@ -72,7 +72,7 @@ class BlockEvents:
             del self._unheld[oldest], self._blocks[oldest]
 
     def add(self, medium: Medium, digests: Iterable[bytes]) -> None:
-        """Note that one more holds each of these blocks in a medium; a block is behind the one in front of it."""
+        """Add one holder in a medium to each of these blocks, which are in the prompt's order."""
         held, blocks = self._held[medium], self._blocks
         known = [digest for digest in digests if digest in blocks]
         new = [digest for digest in known if digest not in held]
@@ -92,7 +92,7 @@ class BlockEvents:
                 begin = place
 
     def remove(self, medium: Medium, digests: Iterable[bytes]) -> None:
-        """Note that one less holds each of these blocks in a medium."""
+        """Remove one holder in a medium from each of these blocks."""
         held, gone = self._held[medium], []
         for digest in digests:
             num_holders = held.get(digest, 0)
@@ -110,11 +110,11 @@ class BlockEvents:
             self._changes.append(BlocksRemoved(medium, gone))
 
     def move_record(self, digest: bytes, is_there: bool) -> None:
-        """Note that a record came to the disk, or is gone; digest: of its last block. Any thread may call."""
+        """Note that a record was written to disk, or removed. digest: of its last block. Any thread may call."""
         self._moved.append((digest, is_there))
 
     def take(self) -> list[BlockChange]:
-        """Return what has changed since the last call, in order."""
+        """Return the changes since the last call, in order."""
         while self._moved:
             digest, is_there = self._moved.popleft()
             if is_there:
@@ -132,18 +132,18 @@ class BlockEvents:
         return run.digests[place - 1] if place else run.parent
 
     def _follows(self, before: bytes, digest: bytes) -> bool:
-        """Return whether a block stands right behind another, with tokens that are known."""
+        """Return whether a block directly follows the block `before`."""
         return self._parent(digest) == before
 
     def _is_of_one_run(self, digests: list[bytes]) -> bool:
-        """Return whether these are blocks of one run in a row, as most are."""
+        """Return whether these are consecutive blocks of one run, as most are."""
         if not digests:
             return False
         run, place = self._blocks[digests[0]]
         return run.digests[place : place + len(digests)] == digests
 
     def _chain(self, medium: Medium, digests: list[bytes]) -> BlocksStored:
-        """Return the change by which these blocks, each behind the one before it, can be found."""
+        """Return the change that reports these consecutive blocks as stored."""
         (run, place), size = self._blocks[digests[0]], self._page_tokens * _TOKEN_BYTES
         adapter, salt = run.making
         if self._is_of_one_run(digests):
@@ -170,7 +170,7 @@ class BlockEvents:
         self._changes.append(BlocksStored(DISK, [digest], None, b"", self._record_tokens))
 
     def _fill_record(self, digest: bytes) -> None:
-        """Tell all blocks of a record, now that they are described, in place of its last one."""
+        """Report all blocks of a record in place of its last one, if all are described now."""
         digests = self._blocks_of_record(digest)
         if digests:
             self._bare.discard(digest)
@@ -179,7 +179,7 @@ class BlockEvents:
             self.add(DISK, digests)
 
     def _blocks_of_record(self, digest: bytes) -> list[bytes]:
-        """Return the blocks that a record covers; none: not all of them are described."""
+        """Return the blocks that a record covers; [] if not all of them are described."""
         digests: list[bytes] = []
         one: bytes | None = digest
         while len(digests) * self._page_tokens < self._record_tokens:

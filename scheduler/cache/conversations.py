@@ -1,14 +1,14 @@
-"""Conversations, each prompt of which continues the one before, and how long what they left is worth keeping.
+"""Conversations, in which each prompt continues the one before, and the eviction order of what they leave.
 
 What costs least to compute again is evicted first, by GreedyDual (Young, Algorithmica 11, 1994). A conversation's rank
-is a clock plus the work of computing it again, and the clock stands at the rank that was evicted last. So a
-conversation that is rarely used is evicted in the end, however long it is, and a few short ones do not replace a long
-one. One whose last answer called tools is expected to go on, and counts several times. Requests of the same session,
-from agents that it has started, do not evict it.
+is a clock plus the work of computing it again. The clock is the highest rank evicted so far. So a rarely used
+conversation is evicted in the end, however long it is, and a few short ones do not replace a long one. If its last
+answer called tools, a conversation is expected to continue, and its work counts several times. Requests of agents that
+it has started, in the same session, do not evict it.
 
-The front of its prompts, system message and tools, is kept by itself (`Front`), since others share it. It is pinned as
-long as a session with a name, or a conversation of several turns, is alive: it stays if anything else can be evicted.
-Pinned fronts are at most half of all pages. Invariant: `take_lowered` returns each rank that falls.
+The front of its prompts, system message and tools, has a rank of its own (`Front`), since other conversations share it.
+It is pinned while a named session, or a conversation of several turns, is alive: then it is evicted last. Pinned fronts
+are at most half of all pages. Invariant: `take_lowered` returns each owner whose rank falls.
 """
 
 import math
@@ -21,29 +21,29 @@ from scheduler.cache.idle_pages import NOBODY
 from scheduler.sequences.conversation import Conversation, Front
 from scheduler.sequences.sequence import Sequence
 
-_EXPECTED = 4.0  # times what a conversation counts that is sure to go on
-_MOST_KNOWN = 1024  # conversations that nobody asks in; of more, those asked in longest ago are nobody's
+_EXPECTED = 4.0  # factor of the work of a conversation that is expected to continue
+_MOST_KNOWN = 1024  # idle conversations that are remembered; the least recently used ones are forgotten
 
 
 class Conversations:
-    """The conversations of an engine. num_pages: that it has. alive_seconds: a session is alive for so long after it
-    was used last.
+    """The conversations of an engine. num_pages: the engine's pages. alive_seconds: how long a session is alive after
+    its last use.
     """
 
     def __init__(self, page_tokens: int, num_pages: int, alive_seconds: float) -> None:
         self._page_tokens = page_tokens
         self._most_pinned = num_pages // 2
         self._alive_seconds = alive_seconds
-        self._clock = 0.0  # the rank that went last
+        self._clock = 0.0  # the highest evicted rank
         self._last_number = NOBODY
-        self._known: OrderedDict[int, Conversation] = OrderedDict()  # used last, last
+        self._known: OrderedDict[int, Conversation] = OrderedDict()  # the least recently used first
         self._ending: dict[tuple[str, bytes], Conversation] = {}  # by owner and last block of its last prompt
-        self._asking: dict[str, Conversation] = {}  # by its last request
-        self._awaited: dict[tuple[str, str], dict[int, Conversation]] = {}  # by owner and session, where it has one
+        self._asking: dict[str, Conversation] = {}  # by the id of its last request
+        self._awaited: dict[tuple[str, str], dict[int, Conversation]] = {}  # those in a session, by owner and session
         self._fronts: dict[bytes, Front] = {}
-        self._most_fronts = _MOST_KNOWN  # before those that are not used are forgotten
-        self._pinned: OrderedDict[int, Front] = OrderedDict()  # used last, last
-        self._num_pinned = 0  # blocks of them
+        self._most_fronts = _MOST_KNOWN  # with more, unused ones are forgotten
+        self._pinned: OrderedDict[int, Front] = OrderedDict()  # the least recently used first
+        self._num_pinned = 0  # blocks of pinned fronts
         self._numbered: dict[int, Conversation | Front] = {}
         self._lowered: list[int] = []
 
@@ -53,9 +53,9 @@ class Conversations:
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence, work_of: Callable[[int], float]) -> None:
-        """Note that a sequence begins, the next turn of a conversation or the first of one.
+        """Note that a sequence starts: the next turn of a conversation, or the first turn of a new one.
 
-        `work_of(n)`: operations of a prompt of n tokens.
+        work_of(n): the operations of a prompt of n tokens.
         """
         num_blocks = min(sequence.num_prompt_tokens // self._page_tokens, len(sequence.hashes))
         if not num_blocks:
@@ -82,7 +82,7 @@ class Conversations:
         self._use(one, sequence.front)
 
     def leave(self, sequence: Sequence) -> None:
-        """Note that a sequence has left its slot, and what it leaves is idle from now on."""
+        """Note that a sequence has left its slot, so that what it leaves is idle."""
         one = sequence.conversation
         if one is None:
             return
@@ -94,7 +94,7 @@ class Conversations:
         self._forget_some()
 
     def expect(self, request_ids: list[str]) -> None:
-        """Note that the answers to these requests called tools, whose results will come."""
+        """Note that the answers to these requests called tools, so that another turn is expected."""
         for request_id in request_ids:
             one = self._asking.get(request_id)
             if one is not None:
@@ -120,7 +120,7 @@ class Conversations:
         return math.inf if owner in self._pinned else _weight(found)
 
     def num_favours(self, owner: int) -> int:
-        """Return how often requests of its session kept a waiting conversation alive."""
+        """Return how often other requests of its session renewed the rank of a conversation that awaits tools."""
         found = self._numbered.get(owner)
         return found.num_favours if isinstance(found, Conversation) else 0
 
@@ -165,7 +165,7 @@ class Conversations:
         one.slot = slot
 
     def _unlist(self, one: Conversation) -> None:
-        """Find it no more by its last prompt, its last request, or as one that is awaited."""
+        """Remove a conversation from the indexes by last prompt, by last request and by awaited session."""
         if self._ending.get(end := (one.owner, one.hashes[one.num_blocks - 1])) is one:
             del self._ending[end]
         self._asking.pop(one.request_id, None)
@@ -187,7 +187,7 @@ class Conversations:
         return self._last_number
 
     def _use(self, one: Conversation, front: Front | None) -> None:
-        """Note the use of a conversation, and with it of those that wait in its session."""
+        """Note the use of a conversation; renew also the ranks of those in its session that await tools."""
         one.used_s = time.monotonic()
         self._known[one.number] = one
         self._known.move_to_end(one.number)
@@ -214,7 +214,7 @@ class Conversations:
         self._unpin(now)
 
     def _unpin(self, now: float) -> None:
-        """Unpin fronts, those used longest ago first: whose time is over, and more while they are too many pages."""
+        """Unpin fronts, the least recently used first: expired ones, and more while pinned ones take too many pages."""
         while self._pinned:
             number, front = next(iter(self._pinned.items()))
             if front.until_s > now and self._num_pinned <= self._most_pinned:
@@ -224,7 +224,7 @@ class Conversations:
             self._lowered.append(number)
 
     def _forget_some(self) -> None:
-        """Forget the conversations beyond so many that were used longest ago, and fronts that are not used any more."""
+        """Forget the least recently used conversations beyond `_MOST_KNOWN`, and unused fronts if there are many."""
         while len(self._known) > _MOST_KNOWN:
             one = next((one for one in self._known.values() if not one.num_running), None)
             if one is None:

@@ -1,8 +1,8 @@
 """Choose which entry to evict: the cheapest to recompute, then the least recently used.
 
-Young: On-line file caching, SODA 1998 (GreedyDual). An entry's priority is a floor plus its cost, set when it is put
-in and at each use. The entry of the lowest priority is evicted, and the floor rises to its priority. Of equal costs the
-least recently used one goes. An owner's weight multiplies the cost of its entries.
+Young: On-line file caching, SODA 1998 (GreedyDual). An entry's priority is a floor plus its cost, set when it is added
+and at each use. The entry with the lowest priority is evicted, and the floor rises to its priority. Among equal costs
+the least recently used entry goes. An owner's weight multiplies the cost of its entries.
 """
 
 import math
@@ -16,8 +16,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Owners(Protocol):
-    """The owners of cached entries, and how much each counts. weight_of(owner): the factor of its entries' cost;
-    infinite: they go last. num_favours: how often others' use kept its entries alive.
+    """The owners of cached entries. weight_of(owner): the factor of its entries' cost; infinite: they are evicted last.
+    num_favours(owner): how often the use of other entries counted as a use of its own.
     """
 
     def weight_of(self, owner: int) -> float: ...
@@ -73,6 +73,6 @@ class EvictionOrder(Generic[Key]):
 
     def _worth(self, thing: _Entry) -> float:
         num_favours, weight = self.owners.num_favours(thing.owner), self.owners.weight_of(thing.owner)
-        if num_favours != thing.num_favours:  # the floor has not risen since: only a choice raises it
+        if num_favours != thing.num_favours:  # counts as a use; the floor has not risen since, as only `pop` raises it
             thing.num_favours, thing.floor = num_favours, self._floor
         return math.inf if weight == math.inf else thing.floor + thing.cost * weight

@@ -1,7 +1,7 @@
-"""Snapshots of recurrent layers' states in host memory, found by the hash of the last block in front of them.
+"""Snapshots of recurrent layers' states in host memory, found by the hash of the last block before them.
 
-A snapshot is copied to host memory when it is kept on the card, beside all else, so the card may evict it at any time.
-It stays here when a prompt begins with a copy. The one that is cheapest to compute again is evicted first.
+A snapshot is copied to host memory when it is kept on the card, so the card may evict it at any time. It stays in host
+memory when a prompt starts from a copy. The snapshot that is cheapest to compute again is evicted first.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,9 @@ from scheduler.cache.eviction_order import EvictionOrder, Owners
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """A snapshot behind `end` blocks, of a prefix whose first block is `root`; `owner` left it."""
+    """A snapshot after `end` blocks of a prefix. place: where it is. root: hash of the prefix's first block. owner: the
+    number of the conversation or front that left it.
+    """
 
     place: int
     root: bytes
@@ -20,7 +22,7 @@ class _Snapshot:
 
 
 class HostSnapshots:
-    """Which place of `count` has which snapshot."""
+    """Assigns snapshots to `count` places in host memory."""
 
     def __init__(self, count: int, owners: Owners | None = None) -> None:
         self.count = count
@@ -32,7 +34,7 @@ class HostSnapshots:
         return len(self._by_hash)
 
     def add(self, digest: bytes, root: bytes, end: int, cost: float, owner: int) -> int | None:
-        """Return the place that a snapshot is to be copied to; None: there is none, or it has one already."""
+        """Return the place to copy a snapshot to; None: it has one already, or there are no places at all."""
         if digest in self._by_hash:
             self._order.touch(digest)
             return None
@@ -45,7 +47,7 @@ class HostSnapshots:
         return self._by_hash[digest].place
 
     def place_of(self, digest: bytes) -> int | None:
-        """Return where a snapshot is, which is used; None: it is not here."""
+        """Return the place of a snapshot, and note its use; None: it is not here."""
         found = self._by_hash.get(digest)
         if found is None:
             return None
@@ -56,7 +58,7 @@ class HostSnapshots:
         return digest in self._by_hash
 
     def last_end(self, hashes: list[bytes], num_blocks: int, step: int) -> int:
-        """Return the most of these blocks in front that a snapshot is behind, a multiple of `step`."""
+        """Return the most of the first `num_blocks` blocks that end with a snapshot, a multiple of `step`; 0: none."""
         ends = [
             one.end
             for digest, one in self._by_hash.items()
@@ -72,12 +74,12 @@ class HostSnapshots:
             self._free.append(found.place)
 
     def forget(self, owner: int, hashes: set[bytes], kept: set[bytes]) -> None:
-        """Forget what this owner left, or is behind one of these blocks, but what is behind one of `kept`."""
+        """Forget snapshots that this owner left or that follow one of these blocks, unless it is one of `kept`."""
         for digest, one in list(self._by_hash.items()):
             if (one.owner == owner or digest in hashes) and digest not in kept:
                 self.drop(digest)
 
     def retract(self, root: bytes) -> None:
-        """Forget all that begin with this block."""
+        """Forget all snapshots whose prefix begins with this block."""
         for digest in [digest for digest, one in self._by_hash.items() if one.root == root]:
             self.drop(digest)

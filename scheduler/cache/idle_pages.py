@@ -1,7 +1,7 @@
-"""Free pages with a known prefix, by whom they were left, and which of them is needed least.
+"""Free pages with a known prefix, by the owner who left them, and the order in which they are evicted.
 
-Pages of one owner go in the order in which they came, the last block of a prefix first. An owner's rank says when its
-turn is: the lowest goes first. Invariant: a page is taken before one in front of it, unless none such is left.
+The owner with the lowest rank goes first. Pages of one owner go in the order in which they came, the last block of a
+prefix first. Invariant: a page is evicted before the pages of earlier blocks, unless no such page is left.
 """
 
 from collections import OrderedDict
@@ -14,10 +14,10 @@ NOBODY = 0
 
 
 class Ranks(Protocol):
-    """How long owners' pages are worth keeping.
+    """The eviction order of owners.
 
-    rank_of(owner): the lowest goes first; of nobody's it is the lowest of all. note_evicted(owner): one of its pages
-    goes. take_lowered(): owners whose rank has become lower since the last call.
+    rank_of(owner): the lowest goes first; NOBODY has the lowest of all. note_evicted(owner): one of its pages is
+    evicted. take_lowered(): owners whose rank has fallen since the last call.
     """
 
     def rank_of(self, owner: int) -> float: ...
@@ -28,7 +28,7 @@ class Ranks(Protocol):
 
 
 class LeastRecent:
-    """The ranks of a pool whose pages are all nobody's: what was used longest ago goes first."""
+    """Ranks for a pool without owners: the least recently used pages go first."""
 
     def rank_of(self, owner: int) -> float:
         return 0.0
@@ -46,8 +46,8 @@ class IdlePages:
     def __init__(self) -> None:
         self.ranks: Ranks = LeastRecent()
         self._owner_of: dict[int, int] = {}
-        self._pages_of: dict[int, OrderedDict[int, None]] = {}  # whose first ones go, which a dict would scan for
-        self._heap: list[tuple[float, int]] = []  # an entry whose rank has changed is put right when it comes up
+        self._pages_of: dict[int, OrderedDict[int, None]] = {}  # ordered, since a dict finds its first key by a scan
+        self._heap: list[tuple[float, int]] = []  # an entry whose rank has changed is corrected when it comes up
 
     def __len__(self) -> int:
         return len(self._owner_of)
@@ -56,7 +56,7 @@ class IdlePages:
         return page in self._owner_of
 
     def left_by(self, owner: int) -> list[int]:
-        """Return an owner's pages, the first to go first."""
+        """Return an owner's pages, in the order of their eviction."""
         return list(self._pages_of.get(owner, ()))
 
     def add(self, page: int, owner: int) -> None:
@@ -75,8 +75,9 @@ class IdlePages:
             del self._pages_of[owner]
 
     def lowest(self, most: int, is_last: Callable[[int], bool]) -> list[int]:
-        """Return the first pages, at most so many, of the owner of lowest rank for whose first one `is_last` holds;
-        where it holds for none, of the owner of lowest rank.
+        """Return the next pages to evict, at most `most`, all of one owner.
+
+        It is the owner of lowest rank whose first page satisfies `is_last`, or else the owner of lowest rank.
         """
         for owner in self.ranks.take_lowered():
             if owner in self._pages_of:

@@ -1,18 +1,19 @@
-"""Rings of the methods that reuse: give one to a sequence at admission, and take it back when it leaves.
+"""Rings of methods: give them to a sequence at admission, and take them back when it leaves.
 
-If a method begins only where tokens are in host memory, a sequence whose prompt has none there takes its ring when it
-offloads the first.
+Some methods work only on tokens in host memory. A sequence whose prompt has none there takes the ring of such a method
+when it first offloads tokens.
 
-A ring for drafts alone is taken at any time when one is free; nobody waits for it, or is preempted.
+A ring that is only for drafts is taken whenever one is free; no sequence waits or is preempted for it.
 
-A profile of several methods with rings holds one of each. At admission it takes all that do not come later, or waits.
+A profile with several such methods needs a ring of each. A sequence waits until it can take all that it needs at
+admission.
 
-Rings of a method that shares pages among them take these as their sequences grow. A sequence that begins with the
-tokens of a running one holds that one's pages as well: those whose tokens are all common, and whose rows the device has
-in common. Such a page is never written again, so the last one, in which both go on, is never shared.
+The rings of some methods share a pool of pages, and take pages as their sequences grow. A sequence with the same prefix
+as a running one also holds the running one's pages, as far as all their tokens are common and their rows are on the
+device. Such a page is never written again: the last page, in which the sequences differ, is not shared.
 
-Invariants: a ring is free, or held by one sequence that holds a slot; a page is free, or held by sequences whose tokens
-in it are the same; a sequence with a ring has pages for all its tokens.
+Invariants: a ring is free, or held by one sequence that has a slot. A page is free, or held by sequences that have the
+same tokens in it. A sequence with a ring has pages for all its tokens.
 """
 
 from bisect import bisect_left
@@ -25,8 +26,8 @@ from scheduler.sequences.sequence import HeldRing, Sequence, State
 
 
 class Rings:
-    """The rings of each part of a profile, held by slots. counts: of each part of a profile that keeps rings; pages: of
-    each part whose rings share some; sink_tokens: in front of a sequence, that no such page has.
+    """The rings of all parts of profiles. counts: rings of each part that has some. pages: shared pages of each part
+    whose rings share some. sink_tokens: the first tokens of a sequence, which have no place in such pages.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class Rings:
         return {part: len(free) for part, free in self._free_pages.items()}
 
     def lacks(self, sequence: Sequence, holding: Iterable[Sequence], begin: int | None = None) -> bool:
-        """Return whether it needs a ring at admission, and none is free or too few pages are.
+        """Return whether a sequence needs a ring at admission but no ring, or too few pages, are free.
 
-        holding: sequences that hold slots, of which running ones may have pages in common with it. begin: where its
-        prefill would start; None: not known yet, and if it lacks pages, it does so wherever that is.
+        holding: sequences with slots; running ones may share pages with it. begin: where its prefill would start; None:
+        unknown, and True then means that pages are short for any start.
         """
         for part in _parts_of(sequence):
             if self._is_late(part, sequence) or _is_for_drafts(sequence, part):
@@ -72,8 +73,8 @@ class Rings:
     def take(self, sequence: Sequence, begin: int, holding: Iterable[Sequence]) -> None:
         """Give a sequence the rings that it needs from the next plan on.
 
-        begin: where its prefill starts. If a running sequence computed what is in front with a ring of the kind, its
-        entries are copied, but for pages that both hold from now on.
+        begin: where its prefill starts. If a running sequence has the same tokens before that in such a ring, its
+        entries are copied, apart from pages that both hold from now on.
         """
         for part in _parts_of(sequence):
             if self._is_late(part, sequence):
@@ -83,8 +84,9 @@ class Rings:
                 self._writes.append(self._give(part, sequence, sequence.num_tokens, source))
 
     def take_late(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Give a running sequence the rings that it did not take at admission, from the next plan on, once it has
-        tokens in host memory and there is one with pages for it.
+        """Give a running sequence with tokens in host memory the rings that it did not take at admission.
+
+        It gets those that are free, with enough pages, from the next plan on.
         """
         if sequence.open_context is None:
             return
@@ -98,7 +100,7 @@ class Rings:
                 self._writes.append(self._give(part, sequence, sequence.next_position + 1, source))
 
     def lacks_page(self, sequence: Sequence) -> bool:
-        """Return whether the next token's index needs a page, and none is free."""
+        """Return whether the next token needs a further page of a ring, and none is free."""
         return any(
             self._needs_page(part, sequence) and not self._num_pages_of(part.id)
             for part in sequence.profile.held_parts
@@ -106,12 +108,12 @@ class Rings:
         )
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Return whether it holds a ring for its drafts, with pages for the tokens that it has."""
+        """Return whether a sequence holds a ring for its drafts, with pages for all of its tokens."""
         part = sequence.profile.draft_part
         return part is not None and part.id in sequence.rings and not self._needs_page(part, sequence)
 
     def grow(self, sequence: Sequence) -> list[RingGrowth]:
-        """Take the pages that the next token needs, if it does; `lacks_page` says that there are."""
+        """Allocate the ring pages that the next token needs, if any; `lacks_page` must have returned False."""
         growth = []
         for part in sequence.profile.held_parts:
             held = sequence.rings.get(part.id)
@@ -124,7 +126,7 @@ class Rings:
         return growth
 
     def give_back(self, sequence: Sequence) -> None:
-        """Take the rings back from a sequence that leaves its slot, and the pages that nobody else holds."""
+        """Free the rings of a sequence that leaves its slot, and the pages that no other sequence holds."""
         for part, held in sequence.rings.items():
             self._free[part].append(held.number)
             for page in reversed(held.pages):
@@ -139,11 +141,11 @@ class Rings:
         return writes
 
     def _is_late(self, part: ProfilePart, sequence: Sequence) -> bool:
-        """Return whether a waiting sequence takes its ring later."""
+        """Return whether a waiting sequence takes this part's ring only after admission."""
         return not sequence.run_end and part.method.takes_ring_late(part.settings)
 
     def _has_room(self, part: ProfilePart, num_tokens: int, source: "_Source | None" = None) -> bool:
-        """Return whether there is a ring, and pages for so many tokens beside those that a source has in common."""
+        """Return whether a ring is free, and pages for `num_tokens` beyond those shared with a source."""
         lacking = self._pages_for(part, num_tokens) - (len(source.pages) if source is not None else 0)
         return bool(self._free[part.id]) and lacking <= self._num_pages_of(part.id)
 
@@ -163,7 +165,7 @@ class Rings:
         )  # fmt: skip
 
     def _hold(self, part: PartId, count: int) -> tuple[int, ...]:
-        """Take so many free pages, which one sequence holds."""
+        """Take `count` free pages, and give each one holder."""
         pages = tuple(self._free_pages[part].pop() for _ in range(count))
         for page in pages:
             self._holders[part][page] = 1
@@ -184,8 +186,10 @@ class Rings:
     def _find_source(
         self, part: ProfilePart, sequence: Sequence, begin: int | None, holding: Iterable[Sequence]
     ) -> "_Source | None":
-        """Find a running sequence with a ring of the part and the same tokens before `begin`, by the hash of the block
-        that ends there. begin: None: whatever is in common; then it is the one with the most.
+        """Find a running sequence with a ring of the part and the same tokens before `begin`; None: there is none.
+
+        The hash of the block that ends at `begin` decides. If begin is None, it is the one with the longest common
+        prefix.
         """
         best: _Source | None = None
         for other in holding:
@@ -204,19 +208,21 @@ class Rings:
         return best
 
     def _source_of(self, part: ProfilePart, sequence: Sequence, other: Sequence, begin: int) -> "_Source":
-        """Return what a running sequence has of the tokens before `begin`; pages that end behind it are not common."""
+        """Return what a running sequence's ring has of the tokens before `begin`; pages that end later are not
+        shared.
+        """
         held = other.rings[part.id]
         pages: tuple[int, ...] = ()
         if part.id in self._free_pages:
             page_tokens = part.method.ring_page_tokens(part.settings)
             pages = tuple(held.pages[: max(begin - self._sink_tokens, 0) // page_tokens])
-        drafted = 0 if other.profile.draft is None else other.profile.draft.most_tokens  # what a refused one wrote
+        drafted = 0 if other.profile.draft is None else other.profile.draft.most_tokens  # rejected ones wrote rows too
         return _Source(held.number, begin, max(other.next_position + drafted, sequence.num_tokens), pages)
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a sequence may begin with of a ring; begin, end: as `RingCopy` has them. pages: those in common."""
+    """The part of another sequence's ring to start from. begin, end: as in `RingCopy`. pages: those that are shared."""
 
     ring: int
     begin: int
@@ -225,18 +231,18 @@ class _Source:
 
 
 def _count_common(one: Sequence, other: Sequence) -> int:
-    """Return the blocks in front that both have. A hash is of all tokens up to its block's end."""
+    """Count the first blocks that both sequences have. A hash covers all tokens up to its block's end."""
     fewest = min(len(one.hashes), len(other.hashes))
     return bisect_left(range(fewest), True, key=lambda block: one.hashes[block] != other.hashes[block])
 
 
 def _parts_of(sequence: Sequence) -> list[ProfilePart]:
-    """Return the parts of whose rings a sequence needs one, by its prompt and longest answer."""
+    """Return the parts of whose rings a sequence needs one, given its prompt and its longest possible answer."""
     longest = sequence.num_prompt_tokens + sequence.request.max_tokens
     held = sequence.profile.held_parts
     return [part for part in held if longest >= part.method.least_ring_tokens(part.settings)]
 
 
 def _is_for_drafts(sequence: Sequence, part: ProfilePart) -> bool:
-    """Return whether a ring of the part is for the sequence's drafts alone."""
+    """Return whether a ring of this part is only for the sequence's drafts."""
     return part is sequence.profile.draft_part

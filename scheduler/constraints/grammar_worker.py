@@ -1,9 +1,9 @@
-"""Check grammars in a process of their own, which the kernel ends where one takes too much.
+"""Check grammars in a separate process, which ends if a check takes too much time or memory.
 
-`python -m scheduler.constraints.grammar_worker SECONDS BYTES` reads questions from stdin and writes answers to stdout,
-each four bytes of length (big-endian) and UTF-8. A question is JSON: a grammar, and its lexemes that are tried alone.
-Invariants: a check of more than SECONDS of processor time ends the process by SIGPROF; so does one of more than BYTES
-of memory beyond what the process begins with; the process ends with its stdin.
+`python -m scheduler.constraints.grammar_worker SECONDS BYTES` reads questions from stdin and writes answers to stdout.
+Each is four bytes of length (big-endian) and UTF-8 text. A question is JSON: a grammar, and the lexemes that are tried
+alone. Invariants: a check that takes more than SECONDS of processor time ends the process by SIGPROF. So does one that
+takes more than BYTES of memory beyond that at the start. The process ends when its stdin does.
 """
 
 import json
@@ -22,7 +22,7 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """Read the next frame; None where the stream has ended, also in the middle of one."""
+    """Read the next frame; None if the stream has ended, even within a frame."""
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -37,14 +37,14 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
 
 
 def answer(question: bytes) -> str:
-    """Return why the grammar cannot be compiled, or which of its lexemes cannot be held; empty if all is well."""
+    """Return why the grammar cannot be compiled, or which lexeme grows too complex; "" if all is well."""
     grammar, lexemes = json.loads(question)
     found = (f"{one.label}: {GROWS}" for one in (Lexeme(*lexeme) for lexeme in lexemes) if grows(one.grammar, one.text))
     return check(grammar) or next(found, "")
 
 
 def bound_memory(more_bytes: int) -> None:
-    """Bound the memory beyond which an allocation fails, and write no core of it."""
+    """Let allocations fail beyond this much more memory, and disable core dumps."""
     begun = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (begun + more_bytes, begun + more_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -52,7 +52,7 @@ def bound_memory(more_bytes: int) -> None:
 
 def main() -> None:
     seconds, more_bytes = float(sys.argv[1]), int(sys.argv[2])
-    answer(b'["start: /a/", [["", "start: /a/", "a"]]]')  # what it needs for any
+    answer(b'["start: /a/", [["", "start: /a/", "a"]]]')  # loads what every check needs, before memory is bounded
     bound_memory(more_bytes)
     while (frame := read_frame(sys.stdin.buffer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)

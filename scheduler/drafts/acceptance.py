@@ -1,7 +1,7 @@
-"""Estimate how often drafted tokens are accepted: by the source's evidence for them, and for each request.
+"""Estimate how often drafted tokens are accepted, by the number of matched tokens, and for each request.
 
-A proposal that was not computed ahead is judged as well, once the tokens that it guessed have come. So acceptance is
-known before the first draft, and where drafts are off. Older observations decay.
+A proposal that was not computed is judged as well, once the tokens that it guessed have been drawn. So acceptance is
+known before the first draft, and while drafts do not pay. Older observations decay.
 """
 
 from bisect import bisect_right
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from scheduler.drafts.draft_source import Proposal
 
 _BORDERS = (4, 6, 8, 12, 16, 24, 40)  # of matched tokens, between classes
-_FIRST_CHANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)  # before anything is seen
-_FIRST_WEIGHT = 8.0  # of these, in sights
-_SHARED_KEPT, _OWN_KEPT = 0.98, 0.9  # of older sights, with each that comes
-_SHARED_WEIGHT = 2.0  # of what all requests saw, in sights of a request's own
+_FIRST_CHANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)  # assumed before anything is observed
+_FIRST_WEIGHT = 8.0  # of these, in observations
+_SHARED_KEPT, _OWN_KEPT = 0.98, 0.9  # factor of older observations for each new one
+_SHARED_WEIGHT = 2.0  # of all requests' estimate, in observations of a request's own
 
 
 class Chances:
-    """Sights of one kind: how many there were of each class, and how many of these were drawn, fading."""
+    """Observed tokens by class of matched tokens: how many, and how many of them were drawn; both decay."""
 
     def __init__(self, kept: float, drawn: Sequence[float] = (), seen: float = 0.0) -> None:
         self._kept = kept
@@ -30,26 +30,26 @@ class Chances:
         self._drawn[one] = self._kept * self._drawn[one] + is_drawn
 
     def of(self, num_matched: int, prior: float, weight: float) -> float:
-        """Return the chance for a token with so many matched, where `prior` counts as `weight` sights."""
+        """Return the chance of a token with so many matched tokens. `prior` counts as `weight` observations."""
         one = bisect_right(_BORDERS, num_matched)
         total = self._seen[one] + weight
         return (self._drawn[one] + weight * prior) / total if total else prior
 
 
 def shared_chances() -> Chances:
-    """Return what all requests share, before anything is seen."""
+    """Make the chances that all requests share, before anything is observed."""
     return Chances(_SHARED_KEPT, [_FIRST_WEIGHT * chance for chance in _FIRST_CHANCES], _FIRST_WEIGHT)
 
 
 class Acceptance:
-    """What is known of one request's proposals. shared: of all requests, which learns from this one, too."""
+    """What is known about one request's proposals. shared: the chances of all requests, which learn from it as well."""
 
     def __init__(self, shared: Chances) -> None:
         self._shared = shared
         self._own = Chances(_OWN_KEPT)
 
     def judge(self, proposal: Proposal, token_ids: Sequence[int]) -> None:
-        """See what came in a proposal's place, token by token, up to the first that is another."""
+        """Compare a proposal with the tokens that were drawn, up to the first difference."""
         for step, (proposed, token_id) in enumerate(zip(proposal.token_ids, token_ids, strict=False)):
             is_drawn = proposed == token_id
             for chances in (self._own, self._shared):
@@ -58,7 +58,7 @@ class Acceptance:
                 return
 
     def chances(self, proposal: Proposal) -> list[float]:
-        """Return for each proposed token the chance that it and all in front of it are drawn."""
+        """Return for each proposed token the chance that it and all tokens before it are drawn."""
         chances, before = [], 1.0
         for num_matched in range(proposal.num_matched, proposal.num_matched + len(proposal.token_ids)):
             before *= self._own.of(num_matched, self._shared.of(num_matched, 0.0, 0.0), _SHARED_WEIGHT)

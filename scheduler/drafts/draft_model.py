@@ -1,9 +1,9 @@
-"""Drafts by a small model of the same vocabulary, which runs on the same device with pages of its own.
+"""Drafts by a small model with the same vocabulary, which runs on the same device with pages of its own.
 
-It follows a request's tokens: a prompt one chunk a step, so that no stream waits for all of it, and later a few tokens
-at once. Then it draws on from there, with the request's options, seed and draw numbers, so its draft differs from the
-model's own tokens only where the two models do. Its rows behind the last accepted token are overwritten by the next
-tokens. Penalties are left out, since its draws are not part of the answer.
+It takes in a request's tokens: a prompt one chunk a step, so that no stream waits for all of it, and later a few tokens
+at once. Then it draws the next tokens with the request's options, seed and draw numbers, so its draft differs from the
+model's tokens only where the two models disagree. The rows of rejected tokens are overwritten by the next tokens.
+Penalties are left out, since drafted tokens are not part of the answer.
 """
 
 import time
@@ -22,17 +22,17 @@ from gpu.step import DecodeGroup, PageWrite, PrefillJob, PrefillPrompt, PrefillU
 from scheduler.cache.page_pool import Memory, PagePool
 from scheduler.sequences.sequence import Sequence, State
 
-MOST_BEHIND = 16  # tokens that a step takes in before it draws; more are a prompt's
+MOST_BEHIND = 16  # most tokens that a decode step takes in before it draws; more are prefilled
 
 
 class Launched(Protocol):
-    """A step under way."""
+    """A launched step."""
 
     def collect(self) -> StepResult: ...
 
 
 class DraftRunner(Protocol):
-    """What a draft model asks of its runner; see `gpu.runner.Runner`."""
+    """The part of a runner that a draft model uses; see `gpu.runner.Runner`."""
 
     @property
     def page_memory(self) -> Memory | None: ...
@@ -44,8 +44,8 @@ class DraftRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftModelSizes:
-    """What a draft model's runner was made with: layers, slots, pages of so many tokens, tokens of its longest context,
-    and of a unit of prefill. vocab_size: of the model that verifies.
+    """The sizes with which a draft model's runner was made. context_tokens: of its longest context. chunk_tokens: of a
+    prefill unit. vocab_size: of the model that verifies.
     """
 
     num_layers: int
@@ -59,7 +59,9 @@ class DraftModelSizes:
 
 @dataclass(slots=True)
 class _Held:
-    """What a sequence has. num_cached: tokens in front whose rows are right; tail: drafted ones, whose rows follow."""
+    """What a sequence holds. num_cached: its first tokens, whose rows are final. tail: drafted tokens with rows after
+    these.
+    """
 
     slot: int
     pages: list[int] = field(default_factory=list)
@@ -69,19 +71,21 @@ class _Held:
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence that is drafted for. token_ids: that it has; drafted: so far, of `number`."""
+    """A sequence that is drafted for. token_ids: its tokens. first: the first of these without a row. drafted: so far,
+    of `number`. is_over: the last draw was no token of the verifying model.
+    """
 
     sequence: Sequence
     held: _Held
     token_ids: list[int]
-    first: int  # of these, which is in no row yet
+    first: int
     number: int
     drafted: list[int] = field(default_factory=list)
-    is_over: bool = False  # what it drew last is no token of the other model
+    is_over: bool = False
 
 
 class DraftModel:
-    """Drafts for all sequences. seconds: that it took, in all."""
+    """Drafts for all sequences. seconds: the time that it took since the start."""
 
     def __init__(self, runner: DraftRunner, sizes: DraftModelSizes) -> None:
         self.seconds = 0.0
@@ -99,12 +103,14 @@ class DraftModel:
         return self._pages.num_held
 
     def most_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens may be drafted behind what a sequence has: none beyond the longest context."""
+        """Return how many tokens may be drafted for a sequence before the longest context is full."""
         return max(0, self._sizes.context_tokens - sequence.num_tokens)
 
     def draft(self, asked: Many[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-        """Return at most so many tokens that may follow each sequence, of which no draw is in flight: none where there
-        is no room, and where its prompt is not all taken in.
+        """Return the drafted tokens of each sequence, at most the number asked for.
+
+        No draw of these sequences may be in flight. A sequence gets none if there is no room for it, or while its
+        prompt is being taken in.
         """
         began = time.perf_counter()
         rows = {sequence: row for sequence, number in asked if (row := self._begin(sequence, number)) is not None}
@@ -121,7 +127,7 @@ class DraftModel:
         return [tuple(rows[sequence].drafted) if sequence in rows else () for sequence, _ in asked]
 
     def forget(self, sequence: Sequence) -> None:
-        """Give back what a sequence holds, if anything."""
+        """Free what a sequence holds, if anything."""
         held = self._held.pop(sequence, None)
         if held is not None:
             self._pages.release(held.pages)
@@ -130,7 +136,7 @@ class DraftModel:
 
     def _begin(self, sequence: Sequence, number: int) -> _Row | None:
         """Return a row with pages for its tokens and its draft; None: there is no room."""
-        assert not sequence.num_in_flight, "drafts: a model drafts behind tokens that are known"
+        assert not sequence.num_in_flight, "drafts: a model drafts only after tokens that are known"
         number = min(number, self.most_tokens(sequence))
         held = self._hold(sequence, -(-(sequence.num_tokens + number) // self._sizes.page_tokens)) if number else None
         if held is None:
@@ -160,7 +166,7 @@ class DraftModel:
         return held
 
     def _take_in(self, row: _Row) -> bool:
-        """Take in a chunk of what is missing; tell whether that was all, so that a token is drawn behind it."""
+        """Prefill a chunk of the missing tokens; return whether that was all of them, so that a token was drawn."""
         begin, end = row.first, min(len(row.token_ids), row.first + self._sizes.chunk_tokens)
         num_prompt = min(end, row.sequence.num_prompt_tokens)
         prompt = PrefillPrompt(
@@ -177,7 +183,7 @@ class DraftModel:
         return True
 
     def _step(self, rows: list[_Row], step: int) -> None:
-        """Draw the token number `step` of each row: behind the one before it, or behind what was missing."""
+        """Draw the drafted token number `step` of each row. The first step also takes in the missing tokens."""
         behind = [[] if step else row.token_ids[row.first :] for row in rows]
         if not step:
             self._runner.feed([row.held.slot for row in rows], [tokens[0] for tokens in behind])
@@ -197,19 +203,19 @@ class DraftModel:
             row.drafted += [] if row.is_over else [token_id]
 
     def _launch(self, **work: object) -> StepResult:
-        """Carry out a step, behind what has changed in slots and pages."""
+        """Carry out a step, with the changes of slots and pages since the last one."""
         plan = StepPlan(released_slots=tuple(self._released), page_writes=tuple(self._writes), **work)  # type: ignore[arg-type]
         self._released, self._writes = [], []
         return self._runner.launch(plan).collect()
 
 
 def cut_at(token_ids: Many[int], ends: Many[int]) -> tuple[int, ...]:
-    """Return the tokens in front of the first that ends a text."""
+    """Return the tokens before the first stop token."""
     return tuple(takewhile(lambda token_id: token_id not in ends, token_ids))
 
 
 def _options(sampling: SamplingParams) -> SamplingParams:
-    """Return how it draws: as the request, without penalties, whose counts are of what is told, and logprobs."""
+    """Return the request's sampling without logprobs and penalties, which count only tokens of the answer."""
     return structs.replace(
         sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, num_logprobs=None,
         num_prompt_logprobs=None,

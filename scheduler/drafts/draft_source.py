@@ -1,6 +1,6 @@
 """Draft sources: each request has one, which sees the request's tokens and proposes the next ones.
 
-Proposed tokens are computed beside the token that is fed, and accepted only if the model draws them.
+Proposed tokens are computed in the same step as the input token, and accepted only if the model draws them.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may follow what a source has seen. num_matched: how much speaks for them, in tokens: for the first
-    one, and one more for each behind it.
+    """Tokens that may follow those that a source has seen. num_matched: the evidence for the first one, as a number of
+    matched tokens; each later one has one more.
     """
 
     token_ids: Sequence[int]
@@ -24,15 +24,15 @@ NOTHING = Proposal((), 0)
 
 
 class DraftSource(Protocol):
-    """A source of one request. num_observed: tokens of prompt and output that it has seen."""
+    """The source of one request. num_observed: tokens of prompt and output that it has seen."""
 
     num_observed: int
 
     def observe(self, token_ids: np.ndarray) -> None:
-        """See further tokens of prompt or output, int32 `[tokens]`, in order."""
+        """Take in further tokens of prompt or output, int32 `[tokens]`, in order."""
 
     def propose(self, most_tokens: int) -> Proposal:
-        """Return at most so many tokens that may follow those that it has seen; maybe none."""
+        """Propose at most `most_tokens` next tokens; maybe none."""
 
     def forget(self) -> None:
-        """Give back what it keeps: the request is over."""
+        """Free the memory of the source, since the request is over."""

@@ -14,13 +14,13 @@ MakeSource = Callable[[DraftConfig, Sequence], DraftSource]
 
 
 def make_source(config: DraftConfig, sequence: Sequence) -> DraftSource:
-    """Return the source that a profile names."""
+    """Make the draft source of a sequence, as its profile configures it."""
     predicted = np.frombuffer(sequence.request.prediction, np.int32) if sequence.request.prediction else None
     return NGrams(config.least_match, sequence.prompt, predicted)
 
 
 class Drafter:
-    """Proposes for one sequence. config: of its profile. shared: chances of all sequences."""
+    """Drafts for one sequence. config: of its profile. shared: the chances of all sequences."""
 
     def __init__(self, config: DraftConfig, source: DraftSource, shared: Chances) -> None:
         self._most_tokens = config.most_tokens
@@ -29,8 +29,9 @@ class Drafter:
         self._proposal: Proposal = NOTHING
 
     def look(self, sequence: Sequence) -> tuple[list[int], list[float]]:
-        """Return tokens that may follow the sequence's next input token, and for each the chance that it and all in
-        front of it are drawn. A draw in flight is guessed as well: the chances are those that it comes as proposed.
+        """Return tokens that may follow the sequence's next input token, and their chances.
+
+        A token's chance is that it and all tokens before it are drawn; that includes the guesses for draws in flight.
         """
         num_new = sequence.num_tokens - self._source.num_observed
         if num_new:
@@ -47,8 +48,8 @@ class Drafter:
         return proposed[:num_tokens], self._acceptance.chances(self._proposal)[ahead : ahead + num_tokens]
 
     def judge(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn nothing from a draft's end: what it proposed is judged by the tokens that come."""
+        """Do nothing: `look` judges proposals by the tokens that come."""
 
     def forget(self) -> None:
-        """Give back what it keeps."""
+        """Free the memory of the source."""
         self._source.forget()

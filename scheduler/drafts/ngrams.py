@@ -1,8 +1,8 @@
-"""Drafts by n-grams: what followed the longest earlier copy of the last tokens, in prompt and output.
+"""Drafts by n-grams: the tokens that followed the longest earlier copy of the last tokens, in prompt and output.
 
-Positions are chained by a hash of the `least_match` tokens in front of them, as in LZ77, so a token is seen in constant
-time. A proposal walks the chain from its latest position, compares backwards, and takes the longest match, of equal
-ones the latest. No model takes part, and what a hash confuses is compared and found out.
+Positions are chained by a hash of the `least_match` tokens before them, as in LZ77, so that adding a token takes
+constant time. A proposal walks the chain from the latest position, compares tokens backwards, and takes the longest
+match, of equal ones the latest. No model is used. Hash collisions do no harm, since the tokens themselves are compared.
 """
 
 from typing import Any
@@ -10,20 +10,20 @@ from typing import Any
 import numba
 import numpy as np
 
-import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
+import transfer.simd  # noqa: F401, lets numba keep in memory what it cannot cache
 from scheduler.drafts.draft_source import NOTHING, Proposal
 
-LONGEST_MATCH = 64  # tokens that are compared
-LONGEST_CHAIN = 64  # positions that are looked at
+LONGEST_MATCH = 64  # most tokens that are compared
+LONGEST_CHAIN = 64  # most positions that are tried
 _FEWEST_HEADS, _MOST_HEADS = 1 << 10, 1 << 18
 _SPARE_TOKENS = 512
-_LEAD_TOKENS = 8  # of a prompt's end, which a predicted text follows as the answer will
+_LEAD_TOKENS = 8  # last tokens of the prompt, put before a predicted text so that its beginning can be matched
 _FACTOR = 0x9E3779B97F4A7C15  # odd: a multiplicative hash
 
 
 @numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
 def _head_of(tokens: np.ndarray, end: int, length: int, num_heads: int) -> Any:
-    """Return the head of the chain for the `length` tokens in front of `end`; num_heads: a power of two."""
+    """Return the head of the chain for the `length` tokens before `end`. num_heads: a power of two."""
     value = np.uint64(0)
     for place in range(end - length, end):
         value = (value + np.uint64(tokens[place]) + np.uint64(1)) * np.uint64(_FACTOR)
@@ -33,7 +33,7 @@ def _head_of(tokens: np.ndarray, end: int, length: int, num_heads: int) -> Any:
 
 @numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
 def _chain(tokens: np.ndarray, begin: int, end: int, length: int, heads: np.ndarray, earlier: np.ndarray) -> None:
-    """Chain positions `[begin, end)`, each by the `length` tokens in front of it."""
+    """Chain positions `[begin, end)`, each by the `length` tokens before it."""
     for place in range(max(begin, length), end):
         head = _head_of(tokens, place, length, len(heads))
         earlier[place] = heads[head]
@@ -44,7 +44,7 @@ def _chain(tokens: np.ndarray, begin: int, end: int, length: int, heads: np.ndar
 def _find(
     tokens: np.ndarray, end: int, length: int, heads: np.ndarray, earlier: np.ndarray, longest: int, most: int
 ) -> tuple[int, int]:
-    """Return the position behind the longest match of the tokens in front of `end`, and its length; -1 and 0: none."""
+    """Return the position after the longest match of the tokens before `end`, and its length; -1 and 0: none."""
     best, best_length = -1, 0
     if end < length:
         return best, best_length
@@ -81,12 +81,12 @@ class NGrams:
         self._append(given)
 
     def observe(self, token_ids: np.ndarray) -> None:
-        """See further tokens; see `DraftSource.observe`."""
+        """Take in further tokens; see `DraftSource.observe`."""
         self._append(token_ids)
         self.num_observed += len(token_ids)
 
     def propose(self, most_tokens: int) -> Proposal:
-        """Return what followed the longest match; where that ends, what is proposed goes on from itself."""
+        """Propose the tokens after the longest match. If these end, the proposal is repeated from its start."""
         place, num_matched = _find(
             self._tokens, self._end, self._least_match, self._heads, self._earlier, LONGEST_MATCH, LONGEST_CHAIN
         )
@@ -98,13 +98,13 @@ class NGrams:
         return Proposal(token_ids, num_matched)
 
     def forget(self) -> None:
-        """Give the arrays back."""
+        """Free the arrays."""
         self._heads = self._tokens = self._earlier = np.zeros(0, np.int32)
         self._end = 0
 
     @classmethod
     def compile_ahead(cls) -> None:
-        """Compile what a first request would wait for, and all that step beside it: 2 s where nothing is cached."""
+        """Compile the functions, so that no step waits for that: 2 s if nothing is cached."""
         one = cls(2, np.zeros(4, np.int32))
         one.observe(np.zeros(4, np.int32))
         one.propose(1)

@@ -1,7 +1,7 @@
 """Measure the wall time of decode steps, with and without drafts, by their rows.
 
-A step with drafts takes until the next one can be launched, since that waits for its result. A step without is launched
-before the last one ends, and takes from that one's end to its own. Steps with prefill beside them, or of other
+A step with drafts lasts until the next step can be launched, since that waits for its result. A step without drafts is
+launched before the last one ends, and lasts from that step's end to its own. Steps with prefill units, or with other
 sequences than the step before, are not counted. Old times are dropped, so that they are measured again.
 """
 
@@ -10,20 +10,20 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from statistics import median
 
-_KEPT = 5  # of the last times, whose median is told: one slow step is none
+_KEPT = 5  # last times of which the median is used, so that one slow step does not matter
 _MOST_AGE = 512  # steps
-_FIRST_GUESS = 1.1  # of the smallest step with drafts, over one without, before one has run
+_FIRST_GUESS = 1.1  # assumed time of the smallest step with drafts before one has run, relative to a step without
 
 
 @dataclass(slots=True)
 class _Step:
-    rows: Hashable  # whose they are; None: it tells nothing
+    rows: Hashable  # its sequences; None: its time is not counted
     size: int
     has_drafts: bool
     launched_s: float
-    before_s: float = 0.0  # that its drafts took
+    before_s: float = 0.0  # time in which its drafts were made
     began_s: float = 0.0
-    ended_s: float = 0.0  # 0: it has not
+    ended_s: float = 0.0  # 0: it still runs
 
 
 class _Times:
@@ -41,7 +41,7 @@ class _Times:
 
 
 def size_of(num_rows: int) -> int:
-    """Return the power of two by which steps of so many rows are known."""
+    """Return the size under which times of steps with `num_rows` rows are kept: the next power of two."""
     return 1 << (num_rows - 1).bit_length()
 
 
@@ -56,13 +56,14 @@ class StepTimes:
         self._ended: _Step | None = None
 
     def seconds(self, has_drafts: bool, num_rows: int) -> float | None:
-        """Return what a step of so many rows takes; None: nobody knows."""
+        """Return the seconds of a step with so many rows; None: not measured."""
         times = self._times.get((has_drafts, size_of(num_rows)))
         return None if times is None else times.seconds
 
     def expect(self, num_rows: int, num_slots: int) -> float | None:
-        """Return what a step with drafts takes that has `num_slots` rows without: as seen, or as a line through the two
-        next smaller sizes says. None: nobody knows, and smaller ones are to be tried first.
+        """Return the seconds of a step with drafts, `num_rows` rows with them and `num_slots` without.
+
+        They are measured, or extrapolated from the two next smaller sizes. None: unknown; try smaller sizes first.
         """
         seconds, plain, size = self.seconds(True, num_rows), self.seconds(False, num_slots), size_of(num_rows)
         if seconds is not None or plain is None:
@@ -75,8 +76,9 @@ class StepTimes:
         return half + (half - plain if quarter is None else 2 * (half - quarter))
 
     def launch(self, rows: Hashable, num_rows: int, has_drafts: bool, before_s: float = 0.0) -> None:
-        """Note a launch. rows: of which sequences; None: it has units, or no rows, and tells nothing. before_s: what
-        its drafts took just now, which is of this step and not of the one before it.
+        """Note a launch. rows: the step's sequences; None: it has prefill units or no rows, and is not counted.
+
+        before_s: the time in which its drafts were made, which counts for this step and not for the one before it.
         """
         now, last = self._clock(), self._newest
         if last is not None and last.has_drafts and last.ended_s and last.rows is not None and last.rows == rows:

@@ -1,10 +1,10 @@
 """The engine process's end of its two sockets, read by a thread that also prepares submissions.
 
 Prompts are unpacked and hashed while the engine steps, a tenth of a millisecond at a time, so the loop never waits
-longer for the interpreter. Invariants: everything but submissions is handed over as it is read. Submissions take one of
-two lanes: those with many tokens to hash, or with a grammar, take the long one. Each lane keeps its order, each
-submission is handed over once, and a long one goes on after each short one. What was cancelled before it was ready is
-not handed over.
+longer for the interpreter. Invariants: all messages but submissions are handed over as they are read. Submissions wait
+in one of two queues; those with many tokens to hash, or with a grammar, take the long one. Each queue keeps its order,
+each submission is handed over once, and short ones interrupt the preparation of a long one. A request that is cancelled
+before it is ready is not handed over.
 """
 
 import queue
@@ -37,15 +37,15 @@ from scheduler.sequences.capacity import TooLargeError
 from scheduler.sequences.sequence import Sequence
 
 _POLL_MS = 100
-_REST_SECONDS = 50e-6  # long enough for whoever waits for the interpreter to have it
-_SHORT_TOKENS = 8192  # to hash, some 3 ms
+_REST_SECONDS = 50e-6  # long enough for a waiting thread to get the interpreter
+_SHORT_TOKENS = 8192  # hashing them takes about 3 ms
 
 Prepare = Callable[[list[EngineRequest], Callable[[], None]], list[Sequence]]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A submission that only has to be queued."""
+    """A submission that is ready to be queued."""
 
     submit_id: str
     sequences: tuple[Sequence, ...]
@@ -56,7 +56,7 @@ Arrival = Prepared | Refused | Shutdown | Message
 
 
 class Connection:
-    """Messages to and from the API process: `send` and `receive` are the loop's, and nobody else's."""
+    """Messages to and from the API process. Only the loop's thread may call `send` and `receive`."""
 
     def __init__(self, requests: str, replies: str) -> None:
         self._context = zmq.Context()
@@ -71,12 +71,12 @@ class Connection:
         self._reader: _Reader | None = None
 
     def listen(self, prepare: Prepare) -> None:
-        """Start to read messages; `prepare` makes sequences of requests, in the thread that reads."""
+        """Start the thread that reads messages. prepare: makes sequences of requests, in that thread."""
         self._reader = _Reader(self._requests, self._arrivals, prepare, self._is_closing)
         self._reader.start()
 
     def receive(self, wait_seconds: float) -> list[Arrival]:
-        """Return all that has come, waiting for a first one at most this long. Raises RuntimeError if its reader has
+        """Return all messages so far, waiting at most this long for a first one. Raises RuntimeError if the reader has
         ended.
         """
         arrivals: list[Arrival] = []
@@ -103,7 +103,7 @@ class Connection:
 
 
 class _Reader(threading.Thread):
-    """The thread, and what it has read and not handed over yet; `_unready` names the requests of that."""
+    """The reading thread, with the submissions not handed over yet. _unready: the ids of their requests."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class _Reader(threading.Thread):
             self._arrivals.put(None)
 
     def _read(self, wait_ms: int) -> None:
-        """Read all that has come, waiting for a first message at most this long."""
+        """Read all messages so far, waiting at most this long for a first one."""
         while self._requests.poll(wait_ms):
             wait_ms = 0
             message = self._decoder.decode(self._requests.recv())
@@ -147,7 +147,7 @@ class _Reader(threading.Thread):
             self._arrivals.put(message)
 
     def _make_ready(self, message: Submit, rest: Callable[[], None]) -> None:
-        """Prepare a submission and hand it over, less what is cancelled by then. Cancelled whole, it gets no answer."""
+        """Prepare a submission and hand it over, without requests cancelled by then. If all are, there is no answer."""
         requests = [request for request in message.requests() if request.request_id in self._unready]
         arrival: Prepared | Refused
         try:
@@ -164,7 +164,7 @@ class _Reader(threading.Thread):
             self._arrivals.put(arrival)
 
     def _rest(self) -> None:
-        """Let the loop have the interpreter, and see what has come."""
+        """Let the loop have the interpreter, and read new messages."""
         time.sleep(_REST_SECONDS)
         self._read(0)
 
@@ -175,6 +175,6 @@ class _Reader(threading.Thread):
 
 
 def _is_short(message: Submit) -> bool:
-    """Return whether it has few tokens to hash, where a prompt that requests share counts once, and no grammar."""
+    """Return whether a submission has no grammar and few tokens to hash; a shared prompt counts once."""
     num_tokens = sum(request.num_prompt_tokens for request in message.packed)
     return num_tokens <= _SHORT_TOKENS and not any(request.grammar for request in message.packed)

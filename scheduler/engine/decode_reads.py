@@ -1,6 +1,6 @@
 """Counts of what decode steps read.
 
-Invariant: each token of a context is counted once: read on the device, covered by the host tier, reused or dropped.
+Invariant: each token of a context is counted once, as read on the device, covered by the host tier, reused or dropped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from gpu.methods.counters import subtract_counts
 
 @dataclass(frozen=True, slots=True)
 class DecodeReads:
-    """Sums over the rows of all decode steps; subtract two for what was read between them.
+    """Sums over the rows of all decode steps. The difference of two gives the reads between them.
 
-    context_tokens: of each row, its new token included, once whatever the layers.
-    host_tokens: that the host tier covers, and host_keys, those of them whose logit entered the softmax, counted for
-        each of its layers and query heads.
-    host_bytes: of rows and hash tables that the tier read for them.
-    methods: what the methods counted, by counter (`Method.saved_reads`).
+    context_tokens: tokens of each row's context, its new token included, counted once for all layers.
+    host_tokens: tokens that the host tier covered, counted for each of its layers and query heads.
+    host_keys: those of them whose logit entered the softmax, counted likewise.
+    host_bytes: bytes of rows and hash tables that the host tier read for them.
+    methods: the methods' own counts, by counter (`Method.saved_reads`).
     """
 
     context_tokens: int

@@ -1,9 +1,9 @@
-"""The engine's loop: plan a step, launch it, and report the results of the one before.
+"""The engine's loop: plan a step, launch it, and report the results of the step before.
 
-On CUDA a lane's step is planned and launched while the one before it still runs, so the device never waits for Python.
-On the CPU a launch computes. A step with masked draws is launched without them; they follow once the step before has
-been drawn. Invariant: a lane has at most two steps in flight, and none behind one that is not drawn. A fenced step is
-reported behind all that were launched before it.
+On CUDA, a lane's step is planned and launched while the one before still runs, so the device never waits for Python. On
+the CPU, launching a step computes it. A step with masked draws is launched without the draws; they follow once the step
+before has been drawn. Invariants: a lane has at most two steps in flight, and none after an undrawn one. A fenced step
+is reported after all steps that were launched before it.
 """
 
 import logging
@@ -40,18 +40,18 @@ if TYPE_CHECKING:  # see `load_device`
 log = logging.getLogger(__name__)
 
 MOST_IN_FLIGHT = 2  # steps of a lane
-# A thread hands the interpreter to another one after so long: the one that answers decode steps needs it between two
-# steps, for which the device leaves about a millisecond.
+# After so long a thread hands the interpreter to another one. The thread that answers decode steps needs it between two
+# steps, and the device leaves it about a millisecond.
 HANDOVER_SECONDS = 0.0005
 _LOOK_SECONDS = 1e-4  # between two checks whether a step of either lane is over
 _PATIENCE_SECONDS = 30.0  # longer than any wait for the host's answers
 _NO_STORE = "this engine stores no keys and values of documents; it computes them with each prompt"
-_LOOKING_SECONDS = 5e-3  # of such checks, before new requests are looked at
+_LOOKING_SECONDS = 5e-3  # spent on such checks before new requests are handled
 
 
 class Engine:
-    """Drives one runner. Not thread-safe: one thread submits, cancels and steps. ranks: processes of the other devices,
-    or None.
+    """Drives one runner. Not thread-safe: one thread submits, cancels and steps. ranks: the processes of the other
+    devices; None: there are none.
     """
 
     def __init__(
@@ -73,21 +73,21 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Return whether there is work, also once all requests are gone and only their memory is to be given back."""
+        """Return whether there is work; freeing the memory of the last request counts as well."""
         scheduler, documents = self.scheduler, self.scheduler.documents
         has_documents = documents is not None and documents.has_work
         has_more = has_documents or scheduler.residence.disk.has_work
         return scheduler.roster.num_unfinished > 0 or bool(self._in_flight) or scheduler.has_changes or has_more
 
     def submit(self, requests: list[EngineRequest]) -> None:
-        """Prepare and queue all or none. Raises QueueFullError, TooLargeError or GrammarError."""
+        """Prepare and queue all of these requests or none. Raises QueueFullError, TooLargeError or GrammarError."""
         self.scheduler.roster.queue(self.scheduler.intake.prepare(requests, lambda: None))
 
     def cancel(self, request_ids: list[str]) -> None:
         self.scheduler.roster.cancel(request_ids)
 
     def store_chunks(self, message: StoreChunks) -> None:
-        """Store document chunks; one of `take_stored` is the answer."""
+        """Queue document chunks to be stored; `take_stored` returns the answer."""
         if self.scheduler.documents is None:
             self._refused.append(ChunksStored(message.request_id, 0, 0, _NO_STORE))
         else:
@@ -144,7 +144,7 @@ class Engine:
         return None if counts is None else ExpertStats(**asdict(counts))
 
     def decode_reads(self) -> DecodeReads:
-        """Return what decode steps read since the start; all of them are in once there is no work."""
+        """Return what decode steps have read since the start. It is complete once there is no work."""
         host = (0, 0, 0)
         if self._tier is not None:
             counts = self._tier.stats().attention
@@ -157,8 +157,10 @@ class Engine:
         return () if self._tier is None else tuple(self._tier.shape.layers)
 
     def shutdown(self, report: Report = report_nothing) -> None:
-        """Write contexts to disk, and report how far that is; end the host's threads once all that is in flight has its
-        answers; free the tier's memory, and end other ranks' processes. No step can be launched afterwards.
+        """Write contexts to disk, free the host tier's memory, and end its threads and the other ranks' processes.
+
+        The threads end after all steps in flight have their answers. No step can be launched afterwards. report: called
+        with the progress of the writes.
         """
         try:
             self._end_host(report)
@@ -167,7 +169,7 @@ class Engine:
                 self._ranks.close(self._runner.drop_graphs)
 
     def kill_ranks(self) -> None:
-        """Kill other ranks' processes, and wait until their memory is free."""
+        """Kill the other ranks' processes, and wait until their memory is free."""
         if self._ranks is not None:
             self._ranks.kill()
 
@@ -218,7 +220,7 @@ class Engine:
         )
 
     def _launch(self, lane: Lane) -> StepPlan | None:
-        """Launch a lane's next step, if it may have one and there is one."""
+        """Launch a lane's next step and return its plan; None: it may not have one yet, or there is nothing to do."""
         if self._num_in_flight(lane) >= MOST_IN_FLIGHT or lane in self._undrawn:
             return None
         plan = self.scheduler.schedule(self._runner.is_ready, lane)
@@ -237,21 +239,21 @@ class Engine:
         return plan
 
     def _count_contexts(self, plan: StepPlan) -> None:
-        """Count what a step's rows read: n rows of a slot, the first behind p tokens, read `n * p + n * (n +
-        1) / 2`.
+        """Count the tokens that a step's rows read: n rows of a slot, after p tokens, read `n * p + n * (n + 1)
+        / 2`.
         """
         for group in plan.decode:
             for num_rows, place in zip(group.lengths, group.positions, strict=True):
                 self._decode_context_tokens += num_rows * place + num_rows * (num_rows + 1) // 2
 
     def _draw(self, lane: Lane) -> None:
-        """Draw a lane's newest step, if all of its masks are known."""
+        """Draw the tokens of a lane's newest step, if all of its masks are known."""
         masks = self.scheduler.masks(lane, partial(self._runner.drafted, self._undrawn[lane]))
         if masks is not None:
             self._runner.draw(self._undrawn.pop(lane), masks)
 
     def _draw_all(self) -> None:
-        """Draw every launched step, behind the results that its masks depend on."""
+        """Draw every launched step, collecting first the results that its masks depend on."""
         for lane in list(self._undrawn):
             self._draw(lane)
             while lane in self._undrawn:
@@ -262,10 +264,10 @@ class Engine:
         return sum(plan.lane is lane for plan, _, _ in self._in_flight)
 
     def _next_finished(self) -> int | None:
-        """Return the index of the step in flight to collect next: the only one that may be, or the first that is over;
-        None if none is over soon.
+        """Return the index of the step in flight to collect next; None: none ends soon.
 
-        A step that takes very long is collected all the same, which waits for it: so the heartbeat shows that it hangs.
+        With one lane it is the first one; with two, the first that is over. A step that takes very long is returned
+        too. Collecting it blocks, so the heartbeat shows that it hangs.
         """
         firsts = [index for index in range(len(self._in_flight)) if self._may_be_next(index)]
         if len(self.scheduler.lanes) == 1:
@@ -282,7 +284,7 @@ class Engine:
         return None
 
     def _may_be_next(self, index: int) -> bool:
-        """Return whether a step may be collected next: drawn, the first of its lane and, if fenced, of all."""
+        """Return whether a step may be collected next: it is drawn, and the first of its lane or, if fenced, of all."""
         before, (plan, step, _) = self._in_flight[:index], self._in_flight[index]
         if any(step is undrawn for undrawn in self._undrawn.values()):
             return False

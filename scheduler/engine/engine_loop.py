@@ -1,7 +1,7 @@
 """Load an engine and run it behind two sockets. Without work it sleeps until a message comes.
 
-`EngineStart` comes as JSON on standard input. Invariant: the process ends on Shutdown, and never outlives the one that
-started it: not while it loads, and not if a step hangs.
+`EngineStart` comes as JSON on standard input. Invariant: the process ends on Shutdown, and never outlives the process
+that started it, not even while it loads or if a step hangs.
 """
 
 import gc
@@ -68,7 +68,7 @@ _LAST_WORDS_MS = 1000
 
 
 class Loop:
-    """Steps the engine, and paces what is reported besides tokens."""
+    """Handles messages, steps the engine and sends its reports; progress and statistics at fixed intervals."""
 
     def __init__(self, engine: Engine, connection: Connection, pulse: Heartbeat, events: BlockEvents | None) -> None:
         self._events = events
@@ -78,7 +78,7 @@ class Loop:
         self._sessions = SessionDesk(engine.scheduler.residence)
         self._stats_due = 0.0
         self._progress_due = 0.0
-        self._has_rested = False  # since there was work, or it has loaded
+        self._has_rested = False  # freed heap memory since there was work last
 
     def run(self) -> None:
         """Run until Shutdown comes."""
@@ -143,13 +143,13 @@ class Loop:
 
 
 def run_engine(requests: str, replies: str, parent_id: str) -> int:
-    """Load the engine and run it until Shutdown; return the process's status. requests, replies: sockets' paths."""
+    """Load the engine and run it until Shutdown; return the exit status. requests, replies: addresses of sockets."""
     end_with_parent(int(parent_id), lambda: _remove_sockets([requests, replies]))
     sys.setswitchinterval(HANDOVER_SECONDS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to end, also on Ctrl-C
     imports_seconds = time.time() - psutil.Process().create_time()
-    text = sys.stdin.read()  # which says that somebody listens
-    if not text:  # who started it has nothing to serve after all, or has ended
+    text = sys.stdin.read()  # it comes once the sockets are open
+    if not text:  # the starting process has nothing to serve after all, or has ended
         _remove_sockets([requests, replies])
         return 1
     connection = Connection(requests, replies)
@@ -171,7 +171,7 @@ def run_engine(requests: str, replies: str, parent_id: str) -> int:
         return 1
     connection.listen(engine.scheduler.intake.prepare)
     gc.collect()
-    gc.freeze()  # of what stands now nothing is ever garbage, and to look at all of it takes longer than a token does
+    gc.freeze()  # nothing that exists now becomes garbage, and a full collection takes longer than a decode step
     if not torch.cuda.is_available():
         give_back_programs()
     connection.send(ready)
@@ -183,7 +183,7 @@ def run_engine(requests: str, replies: str, parent_id: str) -> int:
         await_cause(error)
         engine.kill_ranks()
         _end_without_rank(replies, str(error))
-    except HostMemoryError as error:  # of one device among several: the others would wait for it
+    except HostMemoryError as error:  # of one rank among several: the others would wait for it
         engine.kill_ranks()
         _end_without_rank(replies, str(error))
     pulse.stop()
@@ -193,7 +193,7 @@ def run_engine(requests: str, replies: str, parent_id: str) -> int:
 
 
 def _end_without_rank(replies: str, reason: str) -> NoReturn:
-    """Report why no step can be computed any more, and end this process, whatever its device waits for."""
+    """Report why no step can be computed any more, and end this process at once, even if its device hangs."""
     log.error("failed reason=%s", reason)
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
@@ -204,7 +204,7 @@ def _end_without_rank(replies: str, reason: str) -> NoReturn:
 
 
 def _remove_sockets(addresses: list[str]) -> None:
-    """Remove sockets, and their folder if it is empty then: who made them cannot."""
+    """Remove sockets, and their folder if it is then empty, because the process that made them may have ended."""
     with suppress(OSError):
         for address in addresses:
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -220,7 +220,7 @@ def _read_start(text: str) -> EngineStart:
 
 
 class Stages:
-    """Report each stage's begin and end, and every step of a tenth between; and how long each took."""
+    """Reports the progress of each loading stage, in steps of a tenth, and measures how long each took."""
 
     def __init__(self, send: Callable[[Loading], None]) -> None:
         self._send = send
@@ -229,7 +229,7 @@ class Stages:
         self._last_s = time.monotonic()
 
     def report(self, stage: str, fraction: float) -> None:
-        """Report how far a stage is. The time since the last call counts as this stage's."""
+        """Report the progress of a stage. The time since the last call counts for this stage."""
         now = time.monotonic()
         self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last_s
         self._last_s = now

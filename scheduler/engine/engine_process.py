@@ -1,6 +1,6 @@
 """Run an engine process: `python -m scheduler.engine.engine_process REQUESTS REPLIES PARENT_ID`.
 
-Triton is left out before anything is imported that would import it.
+On a machine without a GPU, Triton is replaced before any module imports it.
 """
 
 import os
@@ -12,7 +12,7 @@ from transfer.no_triton import leave_out_triton
 
 
 def main(requests: str, replies: str, parent_id: str) -> int:
-    """Run the engine until it is shut down, and return the process's status. requests, replies: sockets' paths."""
+    """Run the engine until it is shut down; return the exit status. requests, replies: addresses of sockets."""
     leave_out_triton()
     from scheduler.engine.engine_loop import run_engine
 
@@ -25,7 +25,7 @@ if __name__ == "__main__":
         status = main(*sys.argv[1:])
     except BaseException:
         traceback.print_exc()
-    with suppress(OSError):  # nobody may read them any more
+    with suppress(OSError):  # their readers may have ended
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(status)  # libraries take more than a second to end, in which the next engine could have the memory
+    os._exit(status)  # libraries would take more than a second to end, and the next engine needs the memory

@@ -1,7 +1,7 @@
-"""Carry out on one rank what rank 0 launches, and compare what both drew.
+"""Carry out on one rank what rank 0 launches, and compare the drawn tokens.
 
-Rank 0 says of each step that it collected what its tokens were. Then this rank collects the same step: its own host may
-have failed to answer, and ranks whose tokens differ compute different texts from there on.
+Rank 0 sends the tokens of each step that it has collected. Then this rank collects the same step and compares. Its own
+host may have failed to answer, and ranks that drew different tokens would compute different texts from there on.
 """
 
 from collections import deque
@@ -17,22 +17,23 @@ from transfer.host_tier import HostMemoryError
 
 
 class PartedError(Exception):
-    """Report that two ranks drew different tokens of one step."""
+    """Two ranks drew different tokens in one step."""
 
 
 class Follower:
-    """One rank's steps. most_in_flight: before the oldest one is collected, whatever rank 0 does."""
+    """One rank's steps. most_in_flight: with so many, the oldest is collected before the next launch."""
 
     def __init__(self, runner: Runner, most_in_flight: int) -> None:
         self._runner = runner
         self._most = most_in_flight
         self._steps: deque[InFlight] = deque()
         self._num_collected = 0
-        self._drawn: dict[int, list[tuple[int, int]]] = {}  # slots and tokens, by step, until rank 0 says its own
+        self._drawn: dict[int, list[tuple[int, int]]] = {}  # slots and tokens, by step, until rank 0 sends its own
 
     def take(self, message: StepPlan | Collected | Mapping[int, np.ndarray]) -> None:
-        """Carry out a plan, draw the newest step by masks, or compare tokens. Raises HostMemoryError where this rank's
-        share of a step came to nothing, and PartedError.
+        """Carry out a plan, draw the newest step with masks, or compare tokens.
+
+        Raises HostMemoryError if this rank's part of a step failed, and PartedError if tokens differ.
         """
         if isinstance(message, StepPlan):
             while len(self._steps) >= self._most:
@@ -46,8 +47,8 @@ class Follower:
             self._runner.draw(self._steps[-1], message)
 
     def end(self) -> None:
-        """Wait for what is in flight, and end the runner's threads."""
-        with suppress(AssertionError):  # the last step, if nobody drew it
+        """Wait for the steps in flight, and end the runner's threads."""
+        with suppress(AssertionError):  # the last step may not have been drawn
             while self._steps:
                 self._collect()
         self._runner.shutdown()
@@ -55,7 +56,7 @@ class Follower:
     def _collect(self) -> None:
         result = self._steps.popleft().collect()
         self._num_collected += 1
-        if result.failures:  # rank 0 has added up what this rank's rows came to
+        if result.failures:  # rank 0 has already used this rank's part
             raise HostMemoryError(next(iter(result.failures.values())))
         self._drawn[self._num_collected] = [(one.slot, one.token_id) for one in result.tokens]
 

@@ -1,6 +1,6 @@
 """A thread that reports how long the current turn of the engine's loop has taken.
 
-The server tells a slow step from a process that hangs by these messages.
+By these messages the server distinguishes a slow step from a process that hangs.
 """
 
 import threading
@@ -15,7 +15,7 @@ _SECONDS = 0.5
 
 
 class Heartbeat:
-    """A heartbeat of the engine loop. Use: `start`, `begin_turn` at every turn of the loop, `stop`."""
+    """The heartbeat of the engine's loop. Call `start`, `begin_turn` at every turn of the loop, and `stop`."""
 
     def __init__(self, replies: str) -> None:
         self._replies = replies

@@ -1,4 +1,4 @@
-"""Write the contexts of an engine that ends, and report how far that is."""
+"""Write an engine's contexts to disk before it ends, and report the progress."""
 
 import math
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from scheduler.messages import Writing
 from scheduler.residence.disk_contexts import DiskContexts
 
-PATIENCE_SECONDS = 10.0  # without a byte written, as of a disk that does not answer
+PATIENCE_SECONDS = 10.0  # without a byte written; then the disk counts as dead
 _REPORT_SECONDS = 0.25
 _LOOK_SECONDS = 0.01
 
@@ -15,13 +15,13 @@ Report = Callable[[Writing], None]
 
 
 def report_nothing(_: Writing) -> None:
-    """Report nothing: what stands for `report` where nobody asks."""
+    """Report nothing; the default of `report`."""
 
 
 def write_contexts(disk: DiskContexts, step: Callable[[], object], report: Report) -> None:
-    """Write the contexts that wait to be written, as long as that makes progress, and for `disk.end_seconds` at most.
+    """Write the waiting contexts as long as that makes progress, and for at most `disk.end_seconds`.
 
-    step: launches the next copy from the device; report: gets bytes written and left, every now and then.
+    step: launches the next copy from the device. report: called with bytes written and left, four times a second.
     """
     if disk.side is None:
         return

@@ -1,4 +1,4 @@
-"""Load one device's part of an engine: the tier of host memory, stores of documents and contexts, and the runner."""
+"""Load one device's part of an engine: the host tier, the stores of documents and contexts, and the runner."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedDevice:
-    """One device's runner, and what it was made of. digest: of the weights, where contexts are kept on disk."""
+    """One device's runner, and what it was made of. digest: of the weights, if contexts are kept on disk."""
 
     runner: Runner
     architecture: Architecture
@@ -65,7 +65,7 @@ def load_device(
     loaded: LoadedModel | None = None,
     compiles_ahead: bool = False,
 ) -> LoadedDevice:
-    """Load the model, or a rank's part of it, into the memory that is planned. See `load_engine`."""
+    """Load the model, or a rank's part of it, into the planned memory. See `load_engine`."""
     if ranks is not None and plan.device == "cuda":
         from gpu.peer_sums import use_peer_sums  # with much of torch.distributed
 
@@ -141,12 +141,12 @@ def reporting_stage(on_progress: Callable[[str, float], None], stage: str) -> It
 
 
 def _link_share(host: HostConfig, profiles: Iterable[Profile]) -> float | None:
-    """Return the device's share of what is read in full in host memory; None: as it measures."""
+    """Return the share of fully read host contexts that the device fetches; None: measured while it runs."""
     return host.link_share if any(profile.reading is Reading.WHOLE for profile in profiles) else 0.0
 
 
 def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> "CpuTier":
-    """Open memory and threads for contexts in host memory; pinned where a GPU copies into it."""
+    """Open memory and threads for contexts in host memory; the memory is pinned if a GPU copies into it."""
     from cpu.cpu_tier import open_tier
 
     threads = host.threads or plan.threads
@@ -156,7 +156,7 @@ def load_tier(host: HostConfig, shape: TierShape, plan: MemoryPlan) -> "CpuTier"
 
 
 def find_expert_worker(host: HostConfig | None, plan: MemoryPlan) -> OpenExperts | None:
-    """Return threads that compute experts in host memory, as many as attend there; None where these are fetched."""
+    """Return what opens the threads that compute experts in host memory; None: experts are fetched."""
     if not plan.computed_rows:
         return None
     if LAUNCHES_BLOCK:
@@ -189,8 +189,8 @@ def digest_model(model: ModelConfig, plan: MemoryPlan) -> str:
 
 
 def open_contexts(config: DiskConfig, digest: str, architecture: Architecture, plan: MemoryPlan) -> ContextStore:
-    """Open the contexts of this model on disk; digest: of its weights. Raises ModelError where the folder cannot be
-    used.
+    """Open the contexts of this model on disk. digest: of its weights. Raises ModelError if the folder cannot
+    be used.
     """
     stored = disk_format(config.rows, plan.kv)
     kv = kv_record(architecture, plan.window_layers, stored, config.block_tokens)

@@ -41,8 +41,8 @@ from transfer.machine import probe_gpu
 log = logging.getLogger(__name__)
 
 _REHEARSED_PROMPTS = 8
-_LAUNCHES_A_LAYER = 12  # of a decode step with a host read, each of which may come when prefill's blocks have every SM
-_WAITING_SHARE = 0.5  # of the token gap target: for all of them, if each waits for a whole block
+_LAUNCHES_A_LAYER = 12  # of a decode step with a host read; each may come while prefill's blocks occupy every SM
+_WAITING_SHARE = 0.5  # of the token gap target, for all launches together if each waits for a whole block
 
 
 def load_engine(
@@ -53,15 +53,18 @@ def load_engine(
     compiles_ahead: bool = False,
     on_rank_end: OnEnd = end_engine,
 ) -> tuple[Engine, Ready]:
-    """Load the model into the memory that is planned, and build an engine that is ready to step. `loaded`: the model,
-    where the caller (a benchmark, whose peer needs the weights as well) has loaded it. `compiles_ahead`: at a machine's
-    first start a child process compiles the CPU's decode step, and the engine is ready before. `on_rank_end`: is told
-    of another device's process that ended.
+    """Load the model into the planned memory, and build an engine that is ready to step.
 
-    `on_progress(stage, fraction)` is told of "host_attention" (memory for contexts, and what attends to them: compiled
-    once a machine, function by function), "documents" (weights are read, to name them), what `load_runner` does,
-    "draft_model" and "rehearsal". Raises ModelError, HostMemoryError, PlanError where the plan's device is not there,
-    or ProfileError for a profile that there cannot be, and for a default one that does not exist.
+    loaded: the model, if the caller has loaded it (a benchmark whose peer needs the weights as well).
+    compiles_ahead: at a machine's first start, a child process compiles the CPU's decode step; the engine does not wait
+        for it.
+    on_rank_end: called with the reason if another device's process ends.
+    on_progress(stage, fraction): called with "host_attention" (memory for contexts, and kernels, compiled once a
+        machine, function by function), "documents" (weights are read for their digest), the stages of `load_runner`,
+        "draft_model" and "rehearsal".
+
+    Raises ModelError, HostMemoryError, PlanError if the plan's device is missing, or ProfileError for an invalid
+    profile or a default profile that does not exist.
     """
     get_profile(config.default_profile, resolve_profiles(config.all_profiles, config.host), "scheduler.default_profile")
     require_device(plan, probe_gpu() if plan.device == "cuda" else None, platform.node())
@@ -157,7 +160,7 @@ def _make_engine(
 def load_draft_model(
     plan: MemoryPlan, gpu: GpuConfig, config: EngineConfig, vocab_size: int, on_progress: Callable[[str, float], None]
 ) -> DraftModel:
-    """Load the model that drafts, into the memory that is planned for it. vocab_size: of the model that verifies."""
+    """Load the draft model into the memory that is planned for it. vocab_size: of the model that verifies."""
     draft = plan.draft
     assert draft is not None, "drafts: a model is planned"
     settings = LoadSettings(
@@ -179,7 +182,7 @@ def load_draft_model(
 
 
 def describe_steps(scheduler: SchedulerConfig, gpu: GpuConfig, plan: MemoryPlan) -> str:
-    """Return what decides how a load is stepped through, for the log: units of prefill, and graphs of decode."""
+    """Describe for the log what decides the steps of a load: prefill units, and captured decode steps."""
     sizes = sorted({min(size, scheduler.max_running) for size in gpu.graph_batch_sizes})
     graphs = ",".join(map(str, sizes)) if plan.device == "cuda" and sizes else "none"
     return (
@@ -189,9 +192,7 @@ def describe_steps(scheduler: SchedulerConfig, gpu: GpuConfig, plan: MemoryPlan)
 
 
 def rehearse(rehearsal: Rehearsal, scheduler: Scheduler, chunk_tokens: int) -> None:
-    """Prefill what is common by each method, so that its kernels are ready and the scheduler knows what units take from
-    the start.
-    """
+    """Prefill typical prompts by each method, so that kernels are ready and the scheduler knows the times of units."""
     limits = rehearsal.limits
     most = min(chunk_tokens, limits.max_context_tokens, limits.num_pages * limits.page_tokens) - 1
     few = min(LEAST_UNIT_TOKENS, most)
@@ -203,7 +204,7 @@ def rehearse(rehearsal: Rehearsal, scheduler: Scheduler, chunk_tokens: int) -> N
 
 
 def block_seconds(scheduler: SchedulerConfig, num_layers: int) -> float:
-    """Return the seconds that a block of prefill attention may take beside rows that wait for the host; 0: any."""
+    """Return the most seconds of a thread block of prefill attention while rows wait for the host; 0: no limit."""
     if scheduler.prefill.block_us is not None:
         return 1e-6 * scheduler.prefill.block_us
     return 1e-3 * _WAITING_SHARE * scheduler.token_gap_target_ms / (_LAUNCHES_A_LAYER * num_layers)
@@ -212,7 +213,7 @@ def block_seconds(scheduler: SchedulerConfig, num_layers: int) -> float:
 def make_documents(
     library: ChunkLibrary, config: EngineConfig, architecture: Architecture, plan: MemoryPlan, runner: Runner
 ) -> Documents:
-    """Make the documents of a library. A chunk is no longer than a unit of prefill."""
+    """Make the document chunks of an engine. A chunk is no longer than a prefill unit."""
     windows = tuple(spec.window_tokens for spec in architecture.layers)
     products = products_key(architecture, plan.device, plan.is_packed)
     key = chunk_kv_key(architecture, plan.dtype, plan.max_context_tokens, products)
@@ -221,15 +222,16 @@ def make_documents(
 
 
 def chunk_kv_key(architecture: Architecture, dtype: str, max_context_tokens: int, products: str) -> str:
-    """Return what a chunk's keys and values depend on beside weights and tokens: the type that computes, what attends,
-    the rotation inside the chunk, and `products_key`.
+    """Return a key for what a chunk's keys and values depend on besides weights and tokens: the dtype, the method, the
+    rotation inside the chunk, and `products_key`.
     """
     return ":".join(filter(None, (dtype, DENSE.method, rope_key(architecture, max_context_tokens), products)))
 
 
 def model_key(digest: str | None, model: ModelConfig, gpu: GpuConfig, rope: str, products: str) -> bytes:
-    """Return the seed of prefix hashes: weights (by their digest where hashes outlive the process), their precision,
-    that of rows in pages, the rotation (`rope_key`), and the products (`products_key`).
+    """Return the seed of prefix hashes: a digest of the weights' name, precisions, rotation and products.
+
+    digest: of the weights themselves, if hashes outlive the process. rope, products: `rope_key`, `products_key`.
     """
     source = f"{digest or model.path or model.random_weights}:{model.weights}:{gpu.dtype}:{gpu.kv}:{rope}"
     source += f":{products}" if products else ""

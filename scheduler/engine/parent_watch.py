@@ -1,4 +1,4 @@
-"""End a process with the one that started it, whatever its other threads do. Imports nothing but Python's own."""
+"""End a process when its parent ends, whatever its other threads do. Imports only Python's standard library."""
 
 import ctypes
 import os
@@ -12,8 +12,8 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 def end_with_parent(parent_id: int, clean_up: Callable[[], None] = lambda: None) -> None:
-    """End this process once `parent_id` is no longer its parent, also while it loads or a step hangs. clean_up: is
-    called before the end.
+    """End this process once `parent_id` is no longer its parent, even while it loads or a step hangs. clean_up: called
+    before that.
     """
 
     def watch() -> None:
@@ -26,5 +26,5 @@ def end_with_parent(parent_id: int, clean_up: Callable[[], None] = lambda: None)
 
 
 def be_killed_with_parent() -> None:
-    """Have the system kill this process with the thread that started it, also while it is stopped."""
+    """Let the system kill this process when the thread that started it ends, even if this process is stopped."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Run one rank of a model that is split over devices: `python -m scheduler.engine.rank_process DESCRIPTOR PARENT_ID`.
 
-`RankStart` comes over the connection of that descriptor, and then every plan that rank 0 launches. Invariant: it never
-outlives process PARENT_ID, which started it.
+Over the connection with that descriptor come `RankStart` and then every plan that rank 0 launches. Invariant: the
+process never outlives process PARENT_ID, which started it.
 """
 
 import gc
@@ -28,12 +28,12 @@ from scheduler.engine.rank_processes import RankStart
 from scheduler.engine_config import EngineStart
 from transfer.host_tier import HostMemoryError
 
-_ROOT_CAUSE_S = 2.0  # for rank 0 to hear of the rank that ended first, and to end the others
+_ROOT_CAUSE_S = 2.0  # for rank 0 to notice the rank that ended first, and to end the others
 
 
 def main(descriptor: str, parent_id: str) -> int:
-    """Load this rank's part of the model and follow rank 0; return the process's status. descriptor: of the connection
-    to rank 0.
+    """Load this rank's part of the model and follow rank 0; return the exit status. descriptor: of the connection to
+    rank 0.
     """
     be_killed_with_parent()
     end_with_parent(int(parent_id))
@@ -52,7 +52,7 @@ def main(descriptor: str, parent_id: str) -> int:
         return _fail(connection, str(error))
     except (HostMemoryError, ModelError, PartedError) as error:
         return _fail(connection, str(error))
-    except BaseException as error:  # an ordinary end may wait for graphs
+    except BaseException as error:  # an ordinary end of the interpreter may wait for graphs
         traceback.print_exc()
         return _fail(connection, f"{type(error).__name__}: {error}")
     return 0
@@ -75,7 +75,7 @@ def _load(told: RankStart, start: EngineStart) -> Runner:
 
 
 def _follow(connection: "Connection[Any, Any]", start: EngineStart, runner: Runner) -> None:
-    """Carry out what rank 0 launches, until it says that this is all."""
+    """Carry out what rank 0 launches until it sends None."""
     gc.collect()
     gc.freeze()  # as in rank 0's process
     follower = Follower(runner, MOST_IN_FLIGHT if start.memory.device == "cuda" else 1)

@@ -1,4 +1,4 @@
-"""Run the other ranks of a model that is split over devices: a process for each device but the first.
+"""Run the other ranks of a model that is split over devices: one process for each device except the first.
 
 Rank 0 is the engine's own process. Each other rank has a runner of its own, and carries out the plans that rank 0
 launches. A rank that ends while it is needed ends the engine, since no step can be computed without it.
@@ -30,17 +30,17 @@ from transfer.machine import physical_core
 log = logging.getLogger(__name__)
 
 _COMMAND = (sys.executable, "-m", "scheduler.engine.rank_process")
-_END_S = 4.0  # for ranks to end when they are told to, all together: who ends the engine waits five
-_KILL_S = 10.0  # for the system to take the memory of killed ones back
-_ROOT_CAUSE_S = 5.0  # for the thread that watches a rank, which knows the one that ended first
+_END_S = 4.0  # for all ranks together to end; the server waits five seconds for the engine
+_KILL_S = 10.0  # for the system to free the memory of killed processes
+_ROOT_CAUSE_S = 5.0  # for the thread that watches the rank which ended first, to report the cause
 
 OnEnd = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RankStart:
-    """The first message to a rank. start_json: an EngineStart; port: of the store where ranks meet; cores: of the
-    host, that are its own.
+    """The first message to a rank. start_json: an EngineStart. port: of the store where ranks meet. cores: the host's
+    logical CPUs that are for this rank.
     """
 
     start_json: str
@@ -51,25 +51,27 @@ class RankStart:
 
 
 def end_engine(reason: str) -> None:
-    """Log why the engine cannot go on and end this process at once: its device may wait for a rank that is gone."""
+    """Log why the engine cannot go on, and end this process at once, as its device may wait for a rank that is gone."""
     log.error("failed reason=%s", reason)
     os._exit(1)
 
 
 def await_cause(error: RankError) -> None:
-    """Log what this rank saw, and leave the thread that watches ranks the time to end this process: it knows more."""
+    """Log this rank's error, and give the thread that watches the other ranks time to end this process with the
+    cause.
+    """
     log.error("ranks event=lost reason='%s'", error)
     time.sleep(_ROOT_CAUSE_S)
 
 
 class RankProcesses:
-    """The other ranks' processes, and rank 0's place among all ranks. on_end: is told, in a thread, of the first one
-    that ended before `close`; none is left then.
+    """The other ranks' processes, and rank 0's membership in their group. on_end: called in a thread with the reason if
+    one ended before `close`; all others have been killed then.
     """
 
     def __init__(self, start: EngineStart, on_end: OnEnd = end_engine) -> None:
-        """Start the processes, which load their parts while rank 0 loads its own (`join`). Raises ModelError where
-        there are too few devices.
+        """Start the processes, which load their parts while rank 0 loads its own (`join`). Raises ModelError if there
+        are too few devices.
         """
         self._count = start.config.gpu.devices
         is_cuda = start.memory.device == "cuda"
@@ -101,16 +103,16 @@ class RankProcesses:
         self._processes.append(process)
         self._connections.append(ours)
         threading.Thread(target=self._watch, args=(told.rank, process, ours), name="rank-end", daemon=True).start()
-        with suppress(OSError):  # it has ended, and is watched
+        with suppress(OSError):  # if it has ended, its watching thread reports that
             ours.send(told)
 
     def join(self) -> ProcessRanks:
-        """Return rank 0 among all, once every rank has come."""
+        """Return rank 0's membership in the group, once every rank has joined."""
         self._ranks = ProcessRanks(0, self._count, self._device, self._store)
         return self._ranks
 
     def tell(self, message: object) -> None:
-        """Send all other ranks a plan, or masks of draws. Raises RankError."""
+        """Send a message, such as a plan or masks of draws, to all other ranks. Raises RankError."""
         packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for rank, connection in enumerate(self._connections, 1):
             try:
@@ -119,7 +121,7 @@ class RankProcesses:
                 raise RankError(f"gpu.devices: rank {rank} of {self._count} cannot be reached ({error})") from None
 
     def kill(self) -> None:
-        """Kill the processes, and wait until the system has their memory back: a new engine may need it at once."""
+        """Kill the processes, and wait until their memory is free, since a new engine may need it at once."""
         self._is_closing = True
         until = time.monotonic() + _KILL_S
         for process in self._processes:
@@ -129,7 +131,7 @@ class RankProcesses:
                 process.wait(max(0.0, until - time.monotonic()))
 
     def close(self, drop_graphs: Callable[[], None] = lambda: None) -> None:
-        """End the processes, make sure that they are gone, and leave their group. drop_graphs: of rank 0."""
+        """End the processes, killing those that do not, and leave the group. drop_graphs: drops rank 0's graphs."""
         self._is_closing = True
         with suppress(RankError):
             self.tell(None)
@@ -144,7 +146,7 @@ class RankProcesses:
         os.sched_setaffinity(0, self._cores)
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]", connection: "Connection[Any, Any]") -> None:
-        """Wait for a rank's last words and its end."""
+        """Wait for a rank's last message and its end; report an end before `close`."""
         said = None
         with suppress(EOFError, OSError):
             said = connection.recv()
@@ -163,8 +165,9 @@ class RankProcesses:
 def share_cores(
     cpus: Sequence[int], count: int, core_of: Callable[[int], tuple[int, int] | None] = physical_core
 ) -> list[tuple[int, ...]]:
-    """Return each rank's logical CPUs: neighbouring physical cores, none of which two ranks share if there are enough.
-    All CPUs where there are fewer than ranks. core_of: package and core of a CPU; None: not known.
+    """Return each rank's logical CPUs: neighbouring physical cores, which ranks do not share if there are enough.
+
+    With fewer CPUs than ranks, each has all of them. core_of: package and core of a CPU; None: unknown.
     """
     places = [(core_of(cpu) or (-1, cpu), cpu) for cpu in cpus]
     cores = [[cpu for _, cpu in own] for _, own in groupby(sorted(places), key=itemgetter(0))]
@@ -177,7 +180,7 @@ def share_cores(
 
 
 def visible_devices(count: int) -> list[str]:
-    """Return the name of each rank's CUDA device, as CUDA_VISIBLE_DEVICES has them. Raises ModelError."""
+    """Return the name of each rank's CUDA device, as in CUDA_VISIBLE_DEVICES. Raises ModelError for too few devices."""
     there = torch.cuda.device_count()
     if there < count:
         raise ModelError(f"gpu.devices: asked {count}, torch finds {there} CUDA devices; lower it")

@@ -1,4 +1,4 @@
-"""Check that a draft model has the vocabulary of the model it drafts for: a draft is of token ids."""
+"""Check that a draft model has the vocabulary of the model it drafts for, since drafts are token ids."""
 
 from pathlib import Path
 
@@ -8,8 +8,9 @@ from gpu.model.vocabulary import read_vocabulary
 
 
 def find_other_vocabulary(model: ModelConfig, vocab_size: int, draft: Path, draft_size: int) -> str | None:
-    """Return why the model at `draft`, whose logits have `draft_size` entries, has another vocabulary than one of
-    `vocab_size`; None: it has the same. Logits may have more entries than there are tokens. Where one of them has no
+    """Return why the draft model's vocabulary differs from the model's; None: it is the same.
+
+    vocab_size, draft_size: entries of the models' logits, which may be more than there are tokens. If one model has no
     tokenizer, the sizes must be equal.
     """
     folder = model.tokenizer or model.path

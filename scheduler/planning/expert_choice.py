@@ -1,6 +1,6 @@
 """Choose for which batch sizes the CPU computes the experts in host memory, and for which they are fetched.
 
-Invariant: the text says what was chosen and what the other way would cost, so a resolved deployment resolves to itself.
+Invariant: the text states the choice and what the other way would cost, so a resolved deployment resolves to itself.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,18 @@ from gpu.model.architecture import Architecture
 from gpu.weights.expert_shares import MOST_COMPUTED_ROWS, ExpertShares, why_not_computed
 from transfer.machine_rates import STORED_AS, Rates, core_rate
 
-Way = Literal["auto", "fetch", "compute"] | int  # as `gpu.host_experts` is asked for
-READ_SHARE = 0.85  # of a stream's rate, what products of rows with a few vectors reach (lab/LAB.md)
-FURTHER_ROWS = 3.5  # times as fast as the first row that takes an expert the others are multiplied (lab/LAB.md)
-HOP_MS = 0.06  # of a layer: the host request over the link, a region's start and its three stages, the answer seen
+Way = Literal["auto", "fetch", "compute"] | int  # a value of `gpu.host_experts`
+READ_SHARE = 0.85  # products of rows with few vectors reach this share of the streaming rate (lab/LAB.md)
+FURTHER_ROWS = 3.5  # the second and later rows of an expert are multiplied so many times as fast (lab/LAB.md)
+HOP_MS = 0.06  # of a layer: the host request over the link, the start and three stages of the threads, the answer
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTimes:
-    """The time that a step's experts in host memory take, fetched or computed. Rates in 1e9 bytes a second; threads: of
-    the CPU; core_gflop_s: of each thread, products of one row by the names of `transfer.machine_rates`. Of few bits
-    cores may be slower than their memory.
+    """The time that a step's experts in host memory take, fetched or computed. Rates are in 1e9 bytes a second.
+
+    threads: of the CPU. core_gflop_s: each thread's rate for products of one row, by the names of
+    `transfer.machine_rates`. For weights with few bits, cores may be slower than their memory.
     """
 
     shares: ExpertShares
@@ -37,7 +38,7 @@ class ExpertTimes:
         return self.shares.fetched_bytes(num_rows) / self.link_gb_s / 1e6
 
     def compute_ms(self, num_rows: int) -> float:
-        """Return the time of bytes from memory or of arithmetic, whichever is longer, and a hop a layer."""
+        """Return the longer of the times of memory and of arithmetic, plus one hop for each layer."""
         hops_ms = HOP_MS * self.shares.num_host_layers
         return max(self._read_ms(num_rows), self.arithmetic_ms(num_rows)) + hops_ms
 
@@ -48,7 +49,7 @@ class ExpertTimes:
         return self.shares.fetched_bytes(num_rows) / (READ_SHARE * self.host_gb_s) / 1e6
 
     def arithmetic_ms(self, num_rows: int) -> float:
-        """Return the time of arithmetic at the threads' own rates, which memory bounds where they were measured."""
+        """Return the time of arithmetic at the threads' measured rates."""
         numbers = self.shares.computed_numbers(num_rows)
         core_ms = sum(
             2 * (read + max(products - read, 0.0) / FURTHER_ROWS) / self.core_gflop_s[core_rate(kind)] / 1e6
@@ -57,8 +58,9 @@ class ExpertTimes:
         return core_ms / self.threads
 
     def most_computed_rows(self) -> int:
-        """Return up to so many the CPU is expected to be no slower than the link: rows that take the same experts cost
-        the CPU arithmetic, and the link nothing.
+        """Return the largest number of rows at which the CPU is expected to be no slower than the link.
+
+        Further rows with the same experts cost the CPU arithmetic, and the link nothing.
         """
         found = 0
         while found < MOST_COMPUTED_ROWS and self.compute_ms(found + 1) <= self.fetch_ms(found + 1):
@@ -72,7 +74,7 @@ def find_times(shares: ExpertShares, rates: Rates, threads: int) -> ExpertTimes:
 
 
 def configured_rows(asked: Way) -> int | None:
-    """Return up to how many rows of a step are to be computed; None: rates decide."""
+    """Return the configured number of rows up to which experts are computed; None: rates decide."""
     if asked == "auto":
         return None
     return {"fetch": 0, "compute": MOST_COMPUTED_ROWS}[asked] if isinstance(asked, str) else asked
@@ -99,9 +101,9 @@ def choose(
     shares: ExpertShares,
     rates: Rates,
 ) -> tuple[int, str | None]:
-    """Return up to how many rows of a step the CPU computes experts for (0: none), and what to say of it.
+    """Return up to how many rows of a step the CPU computes experts (0: never), and a note that explains it.
 
-    The text is None where no experts lie in host memory. Raises PlanError where what was asked for cannot be had.
+    The note is None if no experts are in host memory. Raises PlanError if the configured way is not possible.
     """
     if plan.device == "cpu" or not shares.host_bytes:
         if asked != "auto":
@@ -144,7 +146,7 @@ def choose(
 
 
 def _describe_assumed_rates(times: ExpertTimes, rates: Rates) -> str:
-    """Return what of the rates that count nobody has measured."""
+    """Name the rates in the comparison that are assumed and not measured; "": none."""
     names = {"the host's": ["host_stream_gb_s"], "the link's": ["host_to_device_gb_s"]}
     if times.is_bound_by_cores(1):
         names["the threads'"] = [core_rate(kind) for kind in times.shares.computed_numbers(1)]

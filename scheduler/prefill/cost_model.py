@@ -1,11 +1,11 @@
 """Predict how long a prefill unit or a decode step takes, from those that ran.
 
-A unit's time is a sum of three terms: one for itself, one for its projections' FLOPs, one for its attention's FLOPs
-(machines run the two at different rates). The coefficients are the non-negative least squares fit, in relative error,
-to the last steps that had units, and to those that were rehearsed, for each prefill method; a method that has not run
-is taken to cost what dense does. Rehearsed ones stay: units of one length alone do not tell the terms apart.
-Units of logits have a fit of their own, and cost what projections do until one has run. A step has units of one kind
-and method.
+A unit's time is a sum of three terms: a constant, one for its projections' FLOPs and one for its attention's FLOPs
+(machines run the two at different rates). For each prefill method, the coefficients are the non-negative least squares
+fit, in relative error, to the last steps that had units and to rehearsed ones. A method that has not run is assumed to
+cost what dense attention does. Rehearsed units are kept, since units of one length alone do not tell the terms apart.
+Units of logits have a fit of their own, and are assumed to cost what projections do until one has run. A step has units
+of one kind and method.
 """
 
 from collections import Counter
@@ -18,17 +18,17 @@ from gpu.model.architecture import Architecture
 from gpu.step import DENSE, LogitsUnit, PartId, PrefillUnit, Unit
 from scheduler.sequences.lane_fences import Rows
 
-_FIRST_RATE = 5e9  # FLOP/s: before anything has run, low enough that a first unit is short on any machine
+_FIRST_RATE = 5e9  # FLOP/s assumed before anything has run: low, so that a first unit is short on any machine
 _WINDOW_STEPS = 64
 _SMOOTHING = 0.3
-_RUN_SHARE = 0.25  # of a decode step: so much longer it may take for tokens that are known
-_KEPT_OF_UNSEEN = 0.98  # a step
+_RUN_SHARE = 0.25  # a decode step may take longer by this share for forced tokens
+_KEPT_OF_UNSEEN = 0.98  # factor, for each step, of an estimate that is not measured again
 _MANY = 1 << 30
-_EQUAL_FITS = 1e-12  # of the squares of what is fitted
+_EQUAL_FITS = 1e-12  # relative to the sum of squares: fits that differ by less count as equal
 
 
 class _Fit:
-    """What the terms of a sum cost, learnt from sums: the last ones, and those that are kept."""
+    """Learns the cost of each term from measured sums: the last ones, and those that are kept."""
 
     def __init__(self, costs: list[float]) -> None:
         self._seen = np.empty((0, 0))  # terms a second, [steps, terms]: those kept, then a ring of the last steps
@@ -53,7 +53,7 @@ class _Fit:
         self.costs = (fit_non_negative(relative / scale, np.ones(len(relative))) / scale).tolist()
 
     def keep(self) -> None:
-        """Keep what has been seen so far, a quarter of the window at most."""
+        """Keep for good what has been seen so far, at most a quarter of the window."""
         self._num_kept = min(self._num_seen, _WINDOW_STEPS // 4)
 
 
@@ -70,14 +70,14 @@ class CostModel:
         self._largest_rows = 0
         self._architecture = architecture
         self.decode_seconds = dict.fromkeys(Rows, 0.0)  # of a decode step; 0: none has run
-        self._known_seconds = dict.fromkeys(Rows, 0.0)  # that a row of a known token adds to it
+        self._known_seconds = dict.fromkeys(Rows, 0.0)  # that a row of a forced or drafted token adds
 
     def knows(self, unit: Unit) -> bool:
-        """Return whether what it takes is more than a guess: of logits, once some have run."""
+        """Return whether the estimate of a unit's time is more than a guess; for logits, only once some have run."""
         return isinstance(unit, PrefillUnit) or self._logits.has_seen
 
     def seconds_of(self, unit: Unit, context: int) -> float:
-        """Return the seconds of a unit of either kind; one of a layer ends at position `context` of its prompt."""
+        """Return the seconds of a unit of either kind. context: where a layer's unit ends in its prompt."""
         if isinstance(unit, LogitsUnit):
             return self.logits_seconds(unit.end - unit.begin)
         return self.unit_seconds(unit.end - unit.begin, context, unit.method)
@@ -94,7 +94,7 @@ class CostModel:
         return self._num_layers * (projections + attention)
 
     def logits_seconds(self, num_rows: int) -> float:
-        """Return the seconds of logprobs of so many scored tokens; none take none."""
+        """Return the seconds of the logprobs of `num_rows` scored tokens."""
         one, flops = self._logits.costs if self._logits.has_seen else self._layers[DENSE].costs[:2]
         return one + flops * self._logits_flops * num_rows if num_rows else 0.0
 
@@ -109,16 +109,18 @@ class CostModel:
         return _longest(most, least, lambda count: self.unit_seconds(count, begin + count, method) <= seconds)
 
     def familiar_tokens(self, method: PartId) -> int:
-        """Return twice the most tokens that a step has had in its units: what more would cost is not known yet."""
+        """Return twice the most tokens that a step had in its units; estimates beyond that are not reliable."""
         return 2 * self._largest_tokens.get(method, 0)
 
     @property
     def familiar_rows(self) -> int:
-        """Return twice the most scored tokens that a step has had."""
+        """Return twice the most scored tokens that a step had."""
         return 2 * self._largest_rows
 
     def observe_units(self, units: Sequence[Unit], contexts: Sequence[int], seconds: float) -> None:
-        """Learn from units of one kind and method that ran in `seconds`; `contexts[i]` is where unit i ended."""
+        """Learn from units of one kind and method that ran in `seconds`. contexts[i]: where unit i ends in its
+        prompt.
+        """
         count = sum(unit.end - unit.begin for unit in units)
         if not count or seconds <= 0:
             return
@@ -133,16 +135,16 @@ class CostModel:
         fit.observe(np.sum(terms, axis=0), seconds)
 
     def learn_units(self, units: Sequence[PrefillUnit], contexts: Sequence[int], seconds: float) -> None:
-        """Learn from rehearsed units, as `observe_units` does, and for good."""
+        """Learn from rehearsed units, as `observe_units` does, and keep them for good."""
         self.observe_units(units, contexts, seconds)
         self._layers[units[0].method].keep()
 
     def room_for_runs(self, rows: Rows, num_rows: int, cells: int, target_seconds: float) -> tuple[int, int]:
-        """Return how many rows of known tokens a decode step may add, and how many cells these rows may read.
+        """Return how many rows of forced tokens a decode step may add, and how many cells these rows may read.
 
-        The step has num_rows rows over contexts of `cells` together. Known tokens in one step take less time than a
-        step each. But the other rows wait for them, so they may add a fixed share to the step. A sequence that runs
-        alone may use the time up to the target.
+        The step has `num_rows` rows over contexts of `cells` together. Forced tokens in one step take less time than a
+        step each. But the other rows wait for them, so they may add only a fixed share to the step. A sequence that
+        runs alone may use the time up to the target.
         """
         seconds, row_seconds = self.decode_seconds[rows], self._known_seconds[rows]
         share = _RUN_SHARE
@@ -152,10 +154,10 @@ class CostModel:
         return int(min(most_rows, _MANY)), int(share * (self._weight_cells(num_rows) + cells))
 
     def observe_decode(self, rows: Rows, seconds: float, num_known: int) -> None:
-        """Learn from a decode step, of whose rows num_known are of known tokens.
+        """Learn from a decode step. num_known: its rows of forced or drafted tokens.
 
-        The time of such a row is fitted beside that of steps without (normalised least mean squares). A single slow
-        step is ignored. An estimate that is not seen again decays.
+        The time of such a row is fitted together with that of a plain step (normalised least mean squares). A single
+        slow step has little effect. An estimate that is not measured again decays.
         """
         if seconds <= 0:
             return
@@ -168,14 +170,14 @@ class CostModel:
         self._known_seconds[rows] = row_seconds if num_known else _KEPT_OF_UNSEEN * row_seconds
 
     def _weight_cells(self, num_rows: int) -> float:
-        """Return the cells whose keys and values are as many numbers as the weights that a step of so many
-        rows reads.
-        """
+        """Return the cells whose keys and values have as many numbers as the weights that a step reads."""
         a = self._architecture
         return a.num_weights_read(num_rows) / a.kv_bytes_per_token(1)
 
     def _terms(self, num_tokens: int, context: int) -> tuple[float, float, float]:
-        """Return 1, projection FLOPs, and attention FLOPs over what the chunk's mean token sees in the mean layer."""
+        """Return 1, the projections' FLOPs, and the attention's, for the tokens that a mean token sees in a
+        mean layer.
+        """
         mean_context = max(context - num_tokens / 2, 1.0)
         seen = sum(
             count * (mean_context if window is None else min(mean_context, window))
@@ -186,14 +188,16 @@ class CostModel:
 
 
 def fit_non_negative(terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """Return the non-negative costs `[terms]` of the least squared error of `terms @ costs`, `[steps, terms]` and
-    `[steps]`: of the fits of any of the terms, the best without a negative cost, and of equals that of the fewest
-    terms, as where there are fewer steps than terms. SciPy's takes 36 MB, for three terms.
+    """Return the non-negative costs `[terms]` with the least squared error of `terms @ costs - sums`.
+
+    terms: `[steps, terms]`; sums: `[steps]`. It is the best of the fits to any subset of the terms that have no
+    negative cost; of equal fits, as with fewer steps than terms, the one with the fewest terms. SciPy's function takes
+    36 MB of memory, for three terms.
     """
     num_terms = terms.shape[1]
     whole, _, rank, _ = np.linalg.lstsq(terms, sums)
     if rank == num_terms and (whole >= 0).all():
-        return np.asarray(whole)  # no constraint holds it back
+        return np.asarray(whole)  # the unconstrained fit satisfies the constraint
     best, least, total = np.zeros(num_terms), np.inf, float(sums @ sums)
     for count in range(num_terms):
         for chosen in map(list, combinations(range(num_terms), count)):
@@ -206,7 +210,7 @@ def fit_non_negative(terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
 
 
 def _longest(most: int, least: int, fits: Callable[[int], bool]) -> int:
-    """Return the longest that fits, of a power of two times `least`, or `most`; at least `least`."""
+    """Return the longest length that fits, of powers of two times `least`, and `most`; at least `least`."""
     best = count = min(least, most)
     while count < most:
         count = min(count * 2, most)

@@ -1,8 +1,8 @@
-"""Document chunks of requests: which are there, which to compute before a request begins, and which to store.
+"""Document chunks of requests: find those in the library, and choose which to compute before a request and to store.
 
-Invariants: a request that waits for a chunk holds it in the library, so it is there when the prompt begins. A chunk
-that cannot be kept is computed as plain text. Chunks to store are overtaken by a bounded number of requests. Any
-thread may name chunks.
+Invariants: a request that waits for a chunk holds it in the library, so the chunk is there when its prefill starts. A
+chunk that cannot be kept is computed as plain text. Chunks to store are overtaken by a bounded number of requests.
+`name_chunks` may be called by any thread.
 """
 
 from collections import deque
@@ -26,12 +26,12 @@ from transfer.chunks.chunk_library import ChunkLibrary
 _NOT_STORED = "the disk has no room or refused (documents.folder, documents.disk_limit_gib), see the server's log"
 _NOT_KEPT = "keys and values could not be kept (in 8 bits, those that are not finite cannot), see the server's log"
 _DROPPED = "the document was deleted meanwhile"
-_MOST_LOOKED_FOR = 64  # chunks at a turn of the loop, on the disk
+_MOST_LOOKED_FOR = 64  # chunks that one turn of the loop looks up on disk
 
 
 @dataclass(eq=False, slots=True)
 class _Storing:
-    """A `StoreChunks` that is not answered yet. `left`: chunks that it waits for."""
+    """A `StoreChunks` message that is not answered yet. left: chunks that it waits for."""
 
     request_id: str
     left: int
@@ -49,18 +49,19 @@ class _ToStore:
 
 @dataclass(slots=True)
 class _Computing:
-    """A chunk in a job, and who is told what becomes of it."""
+    """A chunk in a job, and the `StoreChunks` that wait for it."""
 
     entry: JobInProgress
     num_bytes: int
     storing: list[_Storing] = field(default_factory=list)
-    is_dropped: bool = False  # since it was planned; it is deleted once it is written
+    is_dropped: bool = False  # dropped since it was planned: it is deleted once it is written
 
 
 class Documents:
-    """The document chunks of an engine: those to compute, to store and to read. kv_key: all that chunks depend on
-    beside weights, tokens and salt. windows: of the model's layers. is_loaded: whether a unit of (job, layer) waits for
-    no disk.
+    """The document chunks of an engine: those to compute, to store and to read.
+
+    kv_key: names what chunks depend on besides weights, tokens and salt. windows: the window of each layer, or None.
+    most_tokens: of a job, and so of a chunk. is_loaded(job, layer): whether the chunks of a unit are in memory.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class Documents:
         self._library = library
         self._kv_key = kv_key
         self._windows = windows
-        self._most_tokens = most_tokens  # of a job, and so of a chunk
+        self._most_tokens = most_tokens
         self._computing: dict[str, _Computing] = {}
         self._to_store: deque[_ToStore] = deque()
-        self._num_overtaken = 0  # requests that began before what is to be stored
+        self._num_overtaken = 0  # requests that started before the chunks to be stored
         self._writing: list[tuple[Future[bool], _Storing]] = []
         self._stored: list[ChunksStored] = []
-        self._dropping: dict[str, Future[None]] = {}  # what is still found, and will not be
+        self._dropping: dict[str, Future[None]] = {}  # chunks that are being deleted but can still be found
 
     def stats(self) -> ChunkStats:
         store = self._library.store
@@ -94,7 +95,7 @@ class Documents:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def check(self, request: EngineRequest) -> None:
-        """Raise TooLargeError for what cannot be served, by name."""
+        """Raise TooLargeError for an unknown policy or a layer that the model lacks."""
         fusion = request.fusion
         if fusion is None:
             return
@@ -110,7 +111,7 @@ class Documents:
             )
 
     def name_chunks(self, sequence: Sequence) -> None:
-        """Name the chunks of a prompt. One that is scored is computed whole, and has none."""
+        """Name the chunks of a prompt. A scored prompt is computed whole, so its chunks are ignored."""
         request = sequence.request
         fusion = request.fusion
         if fusion is None or fusion.policy == VANILLA or sequence.needs_every_token:
@@ -118,7 +119,7 @@ class Documents:
         end = 0
         for span in request.chunks:
             if not end <= span.begin < span.end <= len(sequence.prompt) or span.end - span.begin > self._most_tokens:
-                continue  # what is no chunk, or none that a job has room for, is text
+                continue  # invalid spans, and chunks that are too long for a job, are computed as text
             end = span.end
             key = self._name(sequence.prompt[span.begin : span.end], span.salt)
             sequence.chunks.append(PlacedChunk(span.begin, span.end, key))
@@ -129,24 +130,24 @@ class Documents:
             return
         sequence.holds_chunks = True
         sequence.missing = [chunk for chunk in sequence.chunks if not self._library.hold(chunk.key)]
-        if sequence.num_found_tokens is None:  # later it finds what was computed for itself
+        if sequence.num_found_tokens is None:  # later calls also find chunks that were computed for this sequence
             found = (chunk.end - chunk.begin for chunk in sequence.chunks if chunk not in sequence.missing)
             sequence.num_found_tokens = sum(found)
 
     def release(self, sequence: Sequence) -> None:
-        """Release the chunks that a sequence has read, or will not."""
+        """Release the chunks of a sequence that has read them or will not do so."""
         if sequence.holds_chunks:
             sequence.holds_chunks = False
             for chunk in sequence.chunks:
                 self._library.release(chunk.key)
 
     def retract(self, sequence: Sequence) -> None:
-        """Withdraw the chunks of a sequence that gave no finite logits, so that they are computed anew."""
+        """Delete the chunks of a sequence that gave no finite logits, so that they are computed again."""
         for chunk in sequence.chunks:
             self._library.store.delete(chunk.key)
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Return whether all of its chunks are there; those that cannot be kept are taken out."""
+        """Return whether all of a sequence's chunks are in the library; those that cannot be kept become text."""
         if not sequence.missing:
             return True
         sequence.missing = [chunk for chunk in sequence.missing if not self._library.is_there(chunk.key)]
@@ -157,7 +158,7 @@ class Documents:
         return not sequence.missing
 
     def plan(self, sequence: Sequence, begin: int) -> FusionPlan | None:
-        """Return how its prompt is computed from `begin` on, which no chunk begins before."""
+        """Plan how a prompt with chunks is computed from token `begin` on; no chunk begins before it. None: plainly."""
         fusion = sequence.request.fusion
         if fusion is None or not sequence.chunks:
             return None
@@ -165,8 +166,8 @@ class Documents:
         plan = plan_fused(
             settings, sequence.chunks, begin, sequence.num_tokens, sequence.num_prompt_tokens, self._windows
         )
-        if plan is not None and not sequence.output:  # one that gave way has been told of
-            num_left = len(sequence.prompt) - begin - plan.num_computed  # of chunks, as they were computed alone
+        if plan is not None and not sequence.output:  # else it was preempted, and its figures were reported
+            num_left = len(sequence.prompt) - begin - plan.num_computed  # tokens reused as they were stored
             num_found = sequence.num_found_tokens or 0
             num_reused = max(0, min(num_found - plan.num_chosen, num_left))
             sequence.figures |= {"reused_tokens": num_reused, "recomputed_tokens": plan.num_chosen}
@@ -177,10 +178,10 @@ class Documents:
     def next_job(
         self, job_id: int, waiting: Iterable[Sequence], room_tokens: int, is_idle: bool
     ) -> JobInProgress | None:
-        """Return the next chunks to compute, of what fits, or None.
+        """Return a job of the next chunks to compute, as many as fit; None: there are none.
 
-        Chunks that the first waiting requests need come first. Chunks to be stored come when the engine is idle, or
-        after they were overtaken often enough. Only the first request's chunks may exceed the library's room.
+        They are chunks that the first waiting requests need. Chunks to be stored are added if the engine is idle, or
+        once they were overtaken often enough. Only the first request's chunks may exceed the library's room.
         """
         prompts: list[PrefillPrompt] = []
         most, room_bytes, is_due = min(self._most_tokens, room_tokens), self._room_bytes, self.is_due
@@ -195,9 +196,7 @@ class Documents:
         if len(self._to_store) < num_to_store:
             self._num_overtaken = 0
         for number, sequence in enumerate(one for one in waiting if one.chunks):
-            self.is_ready(
-                sequence
-            )  # nobody else looks while no slot is free, and what is there would be computed again
+            self.is_ready(sequence)  # admission does not ask while no slot is free; chunks in the library are skipped
             for chunk in sequence.missing:
                 known = self._computing.get(chunk.key.name)
                 if known is not None:
@@ -210,7 +209,7 @@ class Documents:
         return entry if prompts else None
 
     def count_begun(self) -> None:
-        """Count a request that begins: chunks to store wait for a bounded number of them."""
+        """Count a request that starts; after enough of them, chunks to store no longer run in the background."""
         background = [one.entry for one in self._computing.values() if one.entry.is_background]
         self._num_overtaken += bool(self._to_store or background)
         if self._num_overtaken >= MOST_OVERTAKEN:
@@ -219,22 +218,25 @@ class Documents:
 
     @property
     def is_due(self) -> bool:
-        """Return whether no request begins before chunks that are to be stored: there is room for them."""
+        """Return whether chunks to be stored come before the next request: they were overtaken enough and have room."""
         return bool(self._to_store) and self._num_overtaken >= MOST_OVERTAKEN and self._room_bytes > 0
 
     @property
     def _room_bytes(self) -> int:
-        """Return the room for chunks that are computed from now on."""
+        """Return the library's room for further chunks, apart from those being computed."""
         return self._library.room_bytes - sum(one.num_bytes for one in self._computing.values())
 
     def _add(self, key: ChunkKey, entry: JobInProgress, storing: list[_Storing]) -> int:
-        """Add a chunk that is computed in that job; return how many bytes it is."""
+        """Note a chunk that this job computes, and return its bytes."""
         num_bytes = self._library.store.folder.shape.chunk_bytes(key.num_tokens)
         self._computing[key.name] = _Computing(entry, num_bytes, storing)
         return num_bytes
 
     def _next_to_store(self, most_tokens: int) -> _ToStore | None:
-        """Return the first that is not known by now, if it is no longer than that; those before it are counted."""
+        """Return the first chunk to store that must be computed; None: there is none, or it has more tokens than that.
+
+        Chunks before it that are already stored, or being computed or written, are taken off the queue and counted.
+        """
         for _ in range(min(_MOST_LOOKED_FOR, len(self._to_store))):
             if self._to_store[0].key.num_tokens > most_tokens:
                 return None
@@ -261,7 +263,7 @@ class Documents:
     # --- chunks to store ----------------------------------------------------------------------------------------------
 
     def store(self, message: StoreChunks) -> None:
-        """Store chunks; one of `take_stored` is the answer."""
+        """Queue chunks to be stored; `take_stored` returns the answer."""
         storing = _Storing(message.request_id, len(message.chunks) + 1)
         for packed in message.chunks:
             token_ids = np.frombuffer(packed, np.int32)
@@ -273,7 +275,7 @@ class Documents:
         self._end_chunk(storing)
 
     def drop(self, message: DropChunks) -> None:
-        """Drop chunks that no document has: they are not stored any more, and those that are leave the store."""
+        """Drop chunks that no document contains: take them off the queue, and delete those that are stored."""
         names = set()
         for chunk in message.chunks:
             kv_key = self._salted(chunk.salt)
@@ -289,12 +291,12 @@ class Documents:
             self._end_chunk(one.storing)
 
     def take_stored(self) -> list[ChunksStored]:
-        """Return the answers since the last call."""
+        """Return the answers to `store` since the last call."""
         stored, self._stored = self._stored, []
         return stored
 
     def look(self) -> None:
-        """See what has become of chunks that were computed, and of those that were written."""
+        """Handle chunks whose computation or writing has finished since the last call."""
         for key, written in self._library.take_done():
             known = self._computing.pop(key.name, None)
             if known is not None and known.is_dropped:
@@ -313,7 +315,7 @@ class Documents:
 
     @property
     def has_work(self) -> bool:
-        """Return whether something is to be computed or written, or told of."""
+        """Return whether chunks are to be computed or written, or answers to be sent."""
         return bool(self._to_store or self._computing or self._writing or self._stored)
 
     def _end_chunk(self, storing: _Storing) -> None:

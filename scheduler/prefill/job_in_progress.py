@@ -1,6 +1,6 @@
-"""One prefill job under way: where it stands, its next unit, and what is left of it.
+"""A running prefill job: its progress, its next unit, and the work left.
 
-Invariant: units of a job come in order, and each token once.
+Invariant: units of a job come in order, and have each token once.
 """
 
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from scheduler.sequences.sequence import Sequence
 
 @dataclass(eq=False, slots=True)
 class JobInProgress:
-    """The progress of a prefill job: the next unit begins at token `begin` of `layer`, after the last one at that
-    scored token.
+    """The progress of a prefill job. The next unit begins at token `begin` of `layer`; after the last layer, `begin` is
+    a scored token.
 
-    method: of all its prompts, and units of it end at multiples of `align_tokens` in a prompt, or where one ends.
-    is_background: it runs where no other job could.
+    method: of all its prompts. align_tokens: units end at multiples of this in a prompt, or at a prompt's end.
+    is_background: it runs only if no other job can.
     """
 
     job: PrefillJob
@@ -30,32 +30,32 @@ class JobInProgress:
 
     @property
     def priority(self) -> float:
-        """Return the least of its sequences' priorities; chunks have that of requests that say none."""
+        """Return the lowest number among its sequences' priorities; jobs of document chunks have the default, 0."""
         return min((sequence.priority for sequence in self.sequences), default=0)
 
     @property
     def is_from_disk(self) -> bool:
-        """Return whether its units wait for what comes from the disk, and which may turn out not to be there."""
+        """Return whether its units wait for blocks from disk, which may turn out to be lost."""
         return any(prompt.disk is not None for prompt in self.job.prompts)
 
     @property
     def is_scattered(self) -> bool:
-        """Return whether its next unit is of tokens that may be any of its prompt's."""
+        """Return whether its next unit has scattered tokens of the prompt, not consecutive ones."""
         return self.job.is_scattered(self.layer)
 
     @property
     def is_scoring(self) -> bool:
-        """Return whether all layers are done, and its next unit is of logits."""
+        """Return whether all layers are done, so that its next unit computes logits."""
         return self.layer == self.num_layers
 
     @property
     def unit_method(self) -> PartId:
-        """Return the method by which its next unit is attended to, and learnt."""
+        """Return the method that computes its next unit, under which the unit's time is learnt."""
         return FUSED if self.is_scattered else self.method
 
     @property
     def num_left(self) -> int:
-        """Count the tokens of the layer, or the scored tokens, from where the job stands."""
+        """Count the tokens left of the current layer, or the scored tokens left."""
         job = self.job
         return (job.num_scored_tokens if self.is_scoring else job.num_tokens_in(self.layer)) - self.begin
 
@@ -77,7 +77,7 @@ class JobInProgress:
         return round(self.share_left() * sum(prompt.num_computed_tokens for prompt in self.job.prompts))
 
     def num_done_tokens(self, sequence: Sequence) -> int:
-        """Count the tokens of a sequence that were found or are computed; all layers of one token are one."""
+        """Count the tokens of a sequence that were cached or are computed; all layers of one token are one."""
         prompt = self.job.prompts[self.sequences.index(sequence)]
         return prompt.begin + int((1.0 - self.share_left()) * prompt.num_computed_tokens)
 
@@ -87,7 +87,7 @@ class JobInProgress:
         return sum(tokens * max(0, end - max(begin, first)) for (begin, tokens), (end, _) in stages)
 
     def take_unit(self, length: int) -> Unit:
-        """Return the next unit, of so many tokens of the layer or scored tokens, and advance behind it."""
+        """Return the next unit, of `length` tokens of the layer or scored tokens, and advance to its end."""
         job_id, begin, end = self.job.job_id, self.begin, self.begin + length
         unit: Unit
         if self.is_scoring:
@@ -98,13 +98,13 @@ class JobInProgress:
         return unit
 
     def _stand_at(self, token: int) -> None:
-        """Stand at that token of the layer, or at the front of the next layer if the layer ends there."""
+        """Move to a token of the layer, or to the start of the next layer if the layer ends there."""
         self.begin = token
         if not self.is_scoring and self.begin == self.job.num_tokens_in(self.layer):
             self.layer, self.begin = self.layer + 1, 0
 
     def cut(self, sequence: Sequence) -> None:
-        """Take one of several prompts out: the job stands where it stood, without that one's tokens."""
+        """Take one of several prompts out of the job, which keeps its progress in the others."""
         index = self.sequences.index(sequence)
         prompts = self.job.prompts
         counts = [prompt.num_scored_tokens if self.is_scoring else prompt.num_computed_tokens for prompt in prompts]
@@ -114,20 +114,18 @@ class JobInProgress:
         self._stand_at(self.begin)
 
     def context_of(self, unit: Unit) -> int:
-        """Return where a unit ends in its prompt; logits have no context."""
+        """Return where a unit ends in its prompt; 0 for a unit of logits."""
         if isinstance(unit, LogitsUnit):
             return 0
         return self.longest if self.job.is_scattered(unit.layer) else self.context_at(unit.end)
 
     @property
     def longest(self) -> int:
-        """Return the length of its first prompt, which is its only one where tokens are scattered."""
+        """Return the length of its first prompt, which is the only one if tokens are scattered."""
         return len(self.job.prompts[0].token_ids)
 
     def context_at(self, token: int) -> int:
-        """Return the position in its prompt of packed token `token - 1`, plus one: the context that token
-        attends to.
-        """
+        """Return the context of the job's token `token - 1`: its position in its prompt, plus one."""
         for prompt in self.job.prompts:
             if token <= prompt.num_computed_tokens:
                 return prompt.begin + token
@@ -135,9 +133,7 @@ class JobInProgress:
         raise AssertionError("prefill: the token is past the end of the job")
 
     def aligned(self, length: int) -> int:
-        """Return tokens of the longest unit that may come next, of no more than `length`; of the shortest, if it is
-        longer.
-        """
+        """Return the tokens of the longest next unit with at most `length`, or of the shortest if that has more."""
         if self.is_scattered:
             return length
         end = self.begin + length

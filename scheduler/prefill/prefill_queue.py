@@ -1,12 +1,12 @@
-"""Prefill jobs under way, and which unit runs next.
+"""The running prefill jobs, and the choice of the next unit.
 
-The job of the highest priority with the least left for each of its prompts runs first, while the oldest gets its share.
-So prompts wait least in the mean (least work by weight: Smith 1956, "Various optimizers for single-stage production"),
-and those that share a job are not passed by each that comes alone. A job goes through the layers one by one; a unit is
-as long as its time allows and ends at a prompt's end or at the method's alignment. Where prompts are scored, units of
-logits come after the last layer. If a prompt is cut out of a job, the others go on; if nothing is left to compute, a
-unit of no tokens ends the job. Invariant: of the estimated time, the oldest job gets `oldest_share`, less at most one
-unit.
+Of the jobs with the highest priority, the one with the least work left for each of its prompts runs first, while the
+oldest gets its share. So prompts have the shortest mean wait (least work by weight: Smith 1956, "Various optimizers for
+single-stage production"), and a shared job is not overtaken by every single prompt. A job goes through the layers one
+by one. A unit is as long as its time allows, and ends at a prompt's end or at the method's alignment. If prompts are
+scored, units of logits follow the last layer. If a prompt is cut out of a job, the others go on. If nothing is left to
+compute, a unit of no tokens ends the job. Invariant: the oldest job gets `oldest_share` of the estimated time, less at
+most one unit.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from scheduler.prefill.job_in_progress import JobInProgress
 from scheduler.sequences.sequence import Sequence
 
 LEAST_UNIT_TOKENS = 64
-QUIET_STEP_SECONDS = 8e-3  # of units in one step on a GPU while no stream runs: an arrival waits for two such steps
-MOST_SCORED_TOKENS = 512  # of a unit: the logits of one may take what several layers of it do
+QUIET_STEP_SECONDS = 8e-3  # prefill in one step on a GPU while no stream runs; an arrival may wait for two such steps
+MOST_SCORED_TOKENS = 512  # in a unit: a token's logits may take as long as several of its layers
 
 
 class PrefillQueue:
-    """The prefill jobs under way. `jobs`: in order of arrival. `is_loaded`: whether a job could go on with a layer;
-    `is_read`: of a job whose prompt's front comes from the disk, whether it may.
+    """The running prefill jobs. jobs: in order of arrival. is_loaded(job, layer): whether the document chunks of a
+    layer are in memory. is_read(job, layer): the same for a prompt whose first blocks are read from disk.
     """
 
     def __init__(self, config: PrefillConfig, num_layers: int, costs: CostModel) -> None:
         self._config = config
         self.num_layers = num_layers
         self._costs = costs
-        self._owed_seconds = 0.0  # to the oldest job, by the shorter ones that passed it
+        self._owed_seconds = 0.0  # to the oldest job, by jobs that overtook it
         self._owed_to: JobInProgress | None = None
         self.is_loaded: Callable[[int, int], bool] = lambda job_id, layer: True
         self.is_read: Callable[[int, int], bool] = lambda job_id, layer: True
@@ -44,15 +44,17 @@ class PrefillQueue:
     def next_units(self, seconds: float | None, least_seconds: float = 0.0) -> tuple[list[Unit], list[JobInProgress]]:
         """Return units for one step, and the jobs that they complete (taken off the queue).
 
-        `seconds` bounds their time if given (at least one small unit comes all the same). Without a bound a step takes
-        one whole chunk, or as many whole layers of shorter jobs as are no more: an arrival never waits for more. Where
-        a job is alone, the rest of a layer comes with a whole chunk of the next one. So an arrival may wait for two,
-        but all layers are cut at the same places: what was planned, chosen or allocated for a unit serves all of them.
-        `least_seconds`: without a bound, take further such chunks while the step's estimate stays within it and no job
-        ends, since planning a step takes as long as a short unit.
+        seconds: bounds the units' time; at least one small unit is returned in any case. None: a step takes one whole
+        prefill chunk, or as many whole layers of shorter jobs as have no more tokens. So an arrival never waits for
+        more. If there is only one job, the rest of a layer comes with a whole chunk of the next layer. Then an arrival
+        may wait for two chunks, but all layers are cut at the same tokens: what is planned, chosen or allocated for a
+        unit serves all layers.
+
+        least_seconds: without a bound, take further chunks while the estimated time stays within this and no job ends,
+        since planning a step takes as long as a short unit.
         """
         finished = [entry for entry in self.jobs if not entry.remaining()]
-        if finished:  # what was left of them was cut out
+        if finished:  # the prompts that were left have been cut out
             for entry in finished:
                 self.drop(entry)
             return [entry.take_unit(0) for entry in finished], finished
@@ -62,12 +64,12 @@ class PrefillQueue:
             cost = self._take_chunk(seconds, units, finished)
             spent += cost
             if not cost:
-                break  # what comes next is of another kind, or not there yet
+                break  # the next unit is of another kind, or not loaded yet
         return units, finished
 
     def _take_chunk(self, seconds: float | None, units: list[Unit], finished: list[JobInProgress]) -> float:
-        """Append a chunk's units to those of a step, of the same kind, and the jobs that they complete; return what
-        they take, as estimated.
+        """Append one chunk of units, of the step's kind, and the jobs that they complete; return the estimated
+        seconds.
         """
         spent, left_tokens, is_first = 0.0, self._config.chunk_tokens, True
         kind = units[0].method if units and isinstance(units[0], PrefillUnit) else None  # or None for logits
@@ -85,7 +87,7 @@ class PrefillQueue:
             is_alone = seconds is None and len(self.jobs) == 1
             most = self._config.chunk_tokens if is_alone else left_tokens
             if units and entry.begin == 0 and left_tokens < rest <= self._config.chunk_tokens:
-                break  # what fits of it would be a launch more
+                break  # the part that fits would cost a launch of its own
             whole = min(most, rest)
             length, cost = self._next_unit(entry, most, seconds)
             if units and length > most:
@@ -106,7 +108,7 @@ class PrefillQueue:
         return spent
 
     def cut(self, sequence: Sequence) -> None:
-        """Take a sequence's prompt out of its job; one of no other prompt is dropped."""
+        """Take a sequence's prompt out of its job, and drop a job that has no other prompt."""
         entry = self.job_of(sequence)
         assert entry is not None, f"prefill: {sequence.request_id} is in no job"
         if len(entry.sequences) == 1:
@@ -122,13 +124,14 @@ class PrefillQueue:
         self.jobs.remove(entry)
 
     def seconds_left(self, sequence: Sequence) -> float | None:
-        """Return the seconds of work until the sequence's job is done, whatever comes between; None if it has none."""
+        """Return the seconds of work left of the sequence's job; None if it has none."""
         entry = self.job_of(sequence)
         return None if entry is None else self._seconds_left_of(entry)
 
     def seconds_each(self) -> float | None:
-        """Return the seconds of work that are left for each prompt of the job whose turn it is; None: there is none
-        that anybody waits for, or it is scored, and what its logits take is learnt from too few units to rely on.
+        """Return the seconds of work left for each prompt of the next job, or None.
+
+        None: no request waits for a job, or the job is scored: too few units of logits run for a reliable estimate.
         """
         eligible = [entry for entry in self._eligible_jobs(0.0, False) if not entry.is_background]
         entry = self._find_oldest() if self._is_oldest_due(eligible, 0.0) else min(eligible, key=_turn, default=None)
@@ -147,13 +150,15 @@ class PrefillQueue:
         return self.num_layers * self._costs.unit_seconds(end - begin, end, method)
 
     def prompt_work(self, num_tokens: int) -> float:
-        """Return the operations of a prompt of so many tokens."""
+        """Return the floating-point operations of a prompt of so many tokens."""
         return self._costs.prompt_work(num_tokens)
 
     def _eligible_jobs(self, seconds: float | None, has_units: bool) -> list[JobInProgress]:
-        """Return jobs that may have the next unit: those of the background only where there are no others; one whose
-        next layer is on its way from the disk only where there is nothing else to do, and then it is waited for; a
-        context's layer is not, since it may turn out to be lost.
+        """Return the jobs that may have the next unit.
+
+        Background jobs count only if there are no others. A job whose next layer is still being read from disk counts
+        only if nothing else is to do; the device waits then. It does not wait for a context's blocks, which may turn
+        out to be lost.
         """
         jobs = [entry for entry in self.jobs if not entry.is_background] or self.jobs
         loaded = [entry for entry in jobs if entry.begin or self._is_loaded(entry)]
@@ -166,17 +171,19 @@ class PrefillQueue:
         return entry.is_scoring or is_loaded(entry.job.job_id, entry.layer)
 
     def _find_oldest(self) -> JobInProgress:
-        """Return the job that is owed its share: the first that somebody waits for. A new one is owed nothing yet."""
+        """Return the job that is owed the share: the oldest for which a request waits. A new one is owed
+        nothing yet.
+        """
         oldest = next((entry for entry in self.jobs if not entry.is_background), self.jobs[0])
         if oldest is not self._owed_to:
             self._owed_to, self._owed_seconds = oldest, 0.0
         return oldest
 
     def _is_oldest_due(self, eligible: list[JobInProgress], seconds: float | None) -> bool:
-        """Return whether the oldest job may have a unit now and what it is owed pays for it.
+        """Return whether the oldest job may have a unit now, and is owed at least the time of one.
 
-        This is asked once a chunk, and a chunk of shorter jobs owes it less than a chunk, so two whole units of it
-        never come in a row while a shorter one waits.
+        This is checked once for each chunk. A chunk of shorter jobs adds less than its own time to what is owed. So the
+        oldest never gets two whole units in a row while a shorter job waits.
         """
         if not eligible:
             return False
@@ -186,14 +193,14 @@ class PrefillQueue:
         return self._owed_seconds >= self._next_unit(oldest, self._most_tokens(oldest, seconds), seconds)[1]
 
     def _most_tokens(self, entry: JobInProgress, seconds: float | None) -> int:
-        """Return the most tokens of a step of units like the job's next."""
+        """Return the most tokens of a step with units like the job's next one."""
         most = self._config.chunk_tokens
         if seconds is None:
             return most
         return min(most, max(self._costs.familiar_tokens(entry.unit_method), LEAST_UNIT_TOKENS))
 
     def _next_unit(self, entry: JobInProgress, left_tokens: int, seconds: float | None) -> tuple[int, float]:
-        """Return tokens of a job's next unit, and what it takes, as estimated."""
+        """Return the tokens of a job's next unit, and its estimated seconds."""
         length = min(left_tokens, entry.num_left)
         if entry.is_scoring:
             length = min(length, MOST_SCORED_TOKENS)

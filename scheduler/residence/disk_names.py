@@ -1,4 +1,4 @@
-"""Names of records of contexts on disk, and what is done with them behind what is being written."""
+"""Names of context records on disk, and the work on records that runs in the writing thread."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ def remove_all(folder: RecordFolder, remove: Callable[[str, str], None], blocks:
 
 
 def files(kind: str, names: Iterable[str]) -> Iterator[str]:
-    """Return the names of records' files."""
+    """Return the file names of records of one kind."""
     return (f"{name}.{kind}" for name in names)
 
 

@@ -1,9 +1,9 @@
-"""Evict the resident pages of offloaded blocks, and reload them where pages are free.
+"""Evict the resident pages of offloaded blocks, and reload them when pages are free.
 
-A block moves for its context and for all that share it. Invariants: evicted blocks are in front of resident ones; an
-evicted block has a dense page, a resident one a resident page. Rows are reloaded in two plans: one copies them to pages
-that nobody reads yet, and once it is carried out another gives these pages to their readers. A reload leaves free what
-running sequences may take soon and a share of all pages, so that pages are not evicted again at once.
+A block is evicted or reloaded for all contexts that share it. Invariants: evicted blocks come before resident ones. An
+evicted block has a dense page, a resident block a resident page. A reload takes two plans. The first copies rows to
+pages that no step reads yet. Once that is done, the second gives these pages to their readers. A reload leaves free
+what running sequences may take soon and a share of all pages, so that pages are not evicted again at once.
 """
 
 from collections.abc import Callable, Collection
@@ -17,10 +17,10 @@ from scheduler.sequences.capacity import HostCapacity
 from scheduler.sequences.offloaded_context import HostContext, end_of_shared, owner_of
 from scheduler.sequences.sequence import Sequence
 
-QUIET_STEPS = 32  # without an eviction, before pages are reloaded
-RELOADED_TOKENS = 8192  # at once, at most: a step's time over the link, or a little more
-_FREE_SHARE = 16  # one of so many pages stays free when others are reloaded
-_MOST_EVICTED = 8  # offload blocks at once, at most
+QUIET_STEPS = 32  # steps without an eviction or a shortage before pages are reloaded
+RELOADED_TOKENS = 8192  # most tokens in one reload: the link takes about a step's time for them
+_FREE_SHARE = 16  # one in so many pages stays free in a reload
+_MOST_EVICTED = 8  # most offload blocks in one eviction
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class _Span:
 
     @property
     def own(self) -> tuple[int, int]:
-        """Return where they are among the owner's own blocks."""
+        """Return their range among the owner's own blocks."""
         return self.first - self.owner.size.num_shared, self.last - self.owner.size.num_shared
 
 
 class Evictor:
-    """The choice of pages to evict and to reload, of contexts that the host has as well. holders: sequences that hold
-    contexts. num_quiet_steps: since pages were evicted last, or anybody was in need of some.
+    """Chooses pages of offloaded contexts to evict and to reload. holders: the sequence that holds each context.
+    num_quiet_steps: steps since pages were last evicted or short.
     """
 
     def __init__(self, host: HostCapacity, contexts: HostContexts, pages: PagePool) -> None:
@@ -50,7 +50,7 @@ class Evictor:
         self._offload_block_pages = host.offload_block_tokens // host.page_tokens
         self._evictions: list[PageEviction] = []
         self._reloads: list[FinishedReload] = []
-        self._coming: tuple[_Span, list[int]] | None = None  # blocks that are brought back, and the pages to be theirs
+        self._coming: tuple[_Span, list[int]] | None = None  # blocks being reloaded, and their new pages
         self._has_evicted = False  # since the last step that asked for a reload
         self.num_quiet_steps = 0
         self.num_reloaded = 0  # blocks, since the start
@@ -58,8 +58,8 @@ class Evictor:
 
     @property
     def is_adaptive(self) -> bool:
-        """Return whether offloaded blocks stay resident while nobody needs their pages; else they are evicted by token
-        counts alone.
+        """Return whether offloaded blocks stay resident until their pages are needed; else token counts alone
+        decide.
         """
         return self._host.is_adaptive
 
@@ -72,18 +72,17 @@ class Evictor:
 
     @property
     def num_evictable(self) -> int:
-        """Return the most pages that are free once all offloaded blocks are evicted and no reload goes on.
-
-        0 where that frees none.
-        """
+        """Return the most pages that evicting all offloaded blocks and ending the reload would free; 0: none."""
         if self._host.layout.dense_per_block == 1:
             return 0
         num_coming = 0 if self._coming is None else len(self._coming[1])
         return num_coming + self._contexts.num_resident - self._host.layout.blocks_for(self._contexts.num_resident)
 
     def evictable(self) -> list[HostContext]:
-        """Return the contexts with pages to evict, in the order of their eviction: idle ones first, the least recently
-        used in front; then held ones, those that cost the host least per token in front, and of these the largest.
+        """Return the contexts with pages to evict, in the order of their eviction.
+
+        Idle contexts come first, the least recently used before others. Then come held ones: those that cost the host
+        least per token first, and of these the largest.
         """
         having = [one for one in self._contexts if one.num_resident]
         idle = sorted((one for one in having if not one.is_held), key=lambda one: one.used)
@@ -93,9 +92,9 @@ class Evictor:
         return idle + held
 
     def evict_pages(self, num_pages: int, contexts: Collection[HostContext]) -> None:
-        """Evict pages of these contexts in turn until so many are free, or they have no more.
+        """Evict pages of these contexts in turn until `num_pages` are free, or none is left to evict.
 
-        Rows that may still be on their way to the host are evicted last.
+        Blocks whose rows may not have landed in host memory yet are evicted last.
         """
         for only_landed in (True, False):
             for context in contexts:
@@ -107,18 +106,18 @@ class Evictor:
                         break
 
     def evict_to(self, context: HostContext, num_blocks: int) -> bool:
-        """Evict at least the first `num_blocks` of the run; tell whether that was possible."""
+        """Evict at least the first `num_blocks` of the run; return whether that was possible."""
         while context.num_evicted < num_blocks:
             if not self.evict(context, num_blocks - context.num_evicted):
                 return False
         return True
 
     def evict(self, context: HostContext, num_blocks: int) -> bool:
-        """Evict up to so many more of the first resident blocks, for all contexts that share them.
+        """Evict up to `num_blocks` more blocks, the first resident ones, for all contexts that share them.
 
-        At most `_MOST_EVICTED` at once, since the device holds the dense layers' rows twice for a moment. A reload
-        under way is finished first. False, and nothing else has changed, where all are evicted, a prefill still writes
-        them, or there is no room for their dense pages.
+        At most `_MOST_EVICTED` are evicted at once, since the device holds the dense layers' rows twice for a moment. A
+        running reload is finished first. Returns False, and changes nothing else, if all blocks are evicted, a prefill
+        still writes them, or there is no room for their dense pages.
         """
         self.finish_reload()
         first = context.num_evicted
@@ -152,14 +151,14 @@ class Evictor:
         return self._coming is not None
 
     def allow_reload_now(self) -> None:
-        """Allow a reload at once: a next turn's prefill has read all of what was evicted."""
+        """Allow a reload at once, because a prefill has just read all evicted blocks of a context."""
         self.num_quiet_steps = QUIET_STEPS
 
     def next_reload(self, is_quiet: bool, num_coming_pages: int, is_ready: Callable[[HostRead], bool]) -> Reload | None:
-        """Return what is reloaded beside this step, if anything: of the context whose tokens cost the host most first,
-        and of these the one with the least to reload.
+        """Return the pages to reload during this step, or None.
 
-        is_quiet: nobody waits or begins. num_coming_pages: what running sequences may take soon.
+        The context whose tokens cost the host most comes first, and of these the one with the least to reload.
+        is_quiet: no request waits or prefills. num_coming_pages: pages that running sequences may take soon.
         """
         self.num_quiet_steps = self.num_quiet_steps + 1 if is_quiet and not self._has_evicted else 0
         self._has_evicted = False
@@ -180,10 +179,11 @@ class Evictor:
     def begin_reload(
         self, context: HostContext, num_blocks: int, is_ready: Callable[[HostRead], bool]
     ) -> Reload | None:
-        """Begin to reload up to so many of the last evicted blocks, for all contexts that share them.
+        """Begin to reload up to `num_blocks` of the last evicted blocks, for all contexts that share them.
 
-        A context that shares them and has more evicted gets its own back first. There are as many free pages. None, and
-        nothing has changed, where rows are still on their way to the host, and beside a prefill that reads them.
+        A context that shares them and has more blocks evicted is served first. The caller has checked that as many
+        pages are free. Returns None, and changes nothing, if rows are still on their way to the host or a prefill reads
+        them.
         """
         span = self._span_before(context, num_blocks)
         host, page_tokens = self._host, self._host.page_tokens
@@ -195,9 +195,9 @@ class Evictor:
         return Reload(span.owner.context_id, span.first * page_tokens, span.last * page_tokens, tuple(page_ids))
 
     def finish_reload(self) -> None:
-        """Give reloaded pages to their readers, in the plan to come; the device awaits rows that are not there.
+        """Give reloaded pages to their readers in the next plan; the device waits for rows that have not arrived.
 
-        Nothing happens where nothing is reloaded. If the context is gone, the pages are freed.
+        Does nothing if there is no reload. If the context is closed, the pages are freed.
         """
         if self._coming is None:
             return
@@ -224,7 +224,7 @@ class Evictor:
         self.num_reloaded += len(page_ids)
 
     def take_moves(self) -> tuple[list[FinishedReload], list[PageEviction]]:
-        """Return what was reloaded and evicted since the last call."""
+        """Return the finished reloads and the evictions since the last call."""
         moves = self._reloads, self._evictions
         self._reloads, self._evictions = [], []
         return moves
@@ -232,7 +232,9 @@ class Evictor:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _span_from(self, context: HostContext, num_blocks: int) -> _Span:
-        """Return the first resident blocks of one owner, as many as all contexts that share them have alike."""
+        """Return the first resident blocks of one owner, as far as all sharing contexts have the same pages for
+        them.
+        """
         first = context.num_evicted
         owner, sharers = owner_of(context, first), self._contexts.sharers(context, first)
         page_ids = owner.pages[first : first + num_blocks]
@@ -240,7 +242,7 @@ class Evictor:
         return _Span(owner, first, first + alike, tuple(sharers))
 
     def _span_before(self, context: HostContext, num_blocks: int) -> _Span:
-        """Return the last evicted blocks of one owner that the same contexts share, none of which has more evicted."""
+        """Return the last evicted blocks of one owner that the same contexts share; none of these has more evicted."""
         while True:
             last = context.num_evicted
             owner, sharers = owner_of(context, last - 1), self._contexts.sharers(context, last - 1)
@@ -252,7 +254,7 @@ class Evictor:
         return _Span(owner, max(owner.size.num_shared, last - num_blocks, *ends, 0), last, tuple(sharers))
 
     def _exchange(self, span: _Span, page_ids: list[int]) -> list[TablePlace]:
-        """Exchange the pages of a span's blocks in all that have them, and return where page tables change."""
+        """Set the pages of a span's blocks in all contexts that share them; return where page tables change."""
         places = []
         before = self._host.num_sink_blocks
         for one in span.sharers:
@@ -266,7 +268,7 @@ class Evictor:
 
 
 def _count_alike(first: list[int], second: list[int]) -> int:
-    """Return how many in front are the same."""
+    """Count the leading elements that are equal."""
     return next(
         (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )

@@ -1,11 +1,12 @@
-"""Contexts in host memory: who holds them, which fork which, what they are charged, and which are dropped.
+"""Contexts in host memory: which sequences hold them, which fork which, what they are charged, and which are dropped.
 
-A context is a run of blocks (whole pages of tokens behind the sink), all of them in host memory. Its first blocks are
-evicted and have a dense page each on the device; the others still have resident pages. A finished sequence's context
-stays, idle, for prompts that begin with the same tokens. A context is charged the most that its own blocks may take: at
-first what it may grow to without asking again, and once its sequence has left what it has. Invariants: charges never
-exceed the limit; a context outlives its forks; one that nobody holds, finds or forked is closed; a block is found only
-where the one before it is; forks have the pages of the blocks they share.
+A context is a run of blocks (whole pages of tokens after the sink), all of them in host memory. Its first blocks are
+evicted, and have only dense pages on the device. The others still have resident pages. A finished sequence's context
+stays, idle, for prompts that begin with the same tokens. A context is charged the most memory that its own blocks may
+take. At first that includes what it may grow to without asking again, later only what it has.
+
+Invariants: charges never exceed the limit. A context outlives its forks. A context that is not held, has no forks and
+cannot be found is closed. A block is found only if the one before it is. Forks have the pages of the blocks they share.
 """
 
 from bisect import bisect_left
@@ -22,14 +23,15 @@ from scheduler.sequences.offloaded_context import HostContext, RunSize, owner_of
 
 
 class HostContexts:
-    """The host contexts of an engine, and what each is charged. `keeps_idle`: whether a context outlives its sequence.
-    `ranks`: how long each owner's are worth keeping. `used_bytes`: all charges together.
+    """The host contexts of an engine, and what each is charged.
+
+    keeps_idle: whether a context outlives its sequence. ranks: the eviction order of owners. used_bytes: all charges.
     """
 
     def __init__(self, host: HostCapacity, pages: PagePool, keeps_idle: bool, ranks: Ranks) -> None:
         self.limit_bytes = host.limit_bytes
         self.used_bytes = 0
-        self.events: BlockEvents | None = None  # who is told what can be found
+        self.events: BlockEvents | None = None  # records what can be found
         self._host = host
         self._pages = pages
         self._layout = host.layout
@@ -73,18 +75,18 @@ class HostContexts:
         return (self._owners[hashes[begin + last - 1]][0], last) if last else (None, 0)
 
     def owner(self, digest: bytes) -> HostContext | None:
-        """Return a context whose run has this block, and those in front of it."""
+        """Return a context whose run has this block and those before it, or None."""
         owners = self._owners.get(digest)
         return owners[0] if owners else None
 
     # --- holding ------------------------------------------------------------------------------------------------------
 
     def has_room(self, size: RunSize, parent: HostContext | None) -> bool:
-        """Return whether `add` would find room, idle ones gone but `parent` and what that stands on."""
+        """Return whether `add` would find room if all idle contexts but `parent` and its ancestors were dropped."""
         return self._can_free(self._bytes_of(size), [parent])
 
     def add(self, size: RunSize, parent: HostContext | None) -> HostContext | None:
-        """Add a held context that shares its front with a parent; None if there is no room now."""
+        """Add a held context, which shares its first blocks with a parent, if any; None if there is no room now."""
         if not self._make_room(self._bytes_of(size), [parent]):
             return None
         num_shared = size.num_shared
@@ -106,12 +108,12 @@ class HostContexts:
         return context
 
     def keep_sink(self, context: HostContext, pages: list[int]) -> None:
-        """Hold these pages of the device as long as the context stands."""
+        """Hold the sink's pages on the device as long as the context exists."""
         context.sink_pages = list(pages)
         self._pages.hold(context.sink_pages)
 
     def grow(self, context: HostContext, num_blocks: int) -> bool:
-        """Return whether the context may have `num_blocks`; idle ones are dropped for it."""
+        """Charge the context for `num_blocks`, dropping idle contexts if needed; False if there is no room."""
         if num_blocks <= context.size.num_blocks:
             return True
         num_bytes = self._bytes_of(replace(context.size, num_blocks=num_blocks))
@@ -121,12 +123,12 @@ class HostContexts:
         return True
 
     def append(self, context: HostContext, page_ids: list[int]) -> None:
-        """Append offloaded blocks to a context, which holds their pages from now on."""
+        """Append offloaded blocks to a context, which takes over their pages."""
         assert context.num_blocks + len(page_ids) <= context.size.num_blocks, "an offload is paid for before it is made"
         context.pages += page_ids
 
     def append_evicted(self, context: HostContext, num_blocks: int) -> None:
-        """Append offloaded blocks that have no resident pages: there is room for their dense ones."""
+        """Append offloaded blocks without resident pages. There must be room for their dense pages."""
         assert context.num_blocks + num_blocks <= context.size.num_blocks, "an offload is paid for before it is made"
         assert context.num_resident == 0, "evicted blocks are in front"
         begin, end = context.num_own, context.num_own + num_blocks
@@ -135,13 +137,13 @@ class HostContexts:
         context.num_evicted += num_blocks
 
     def sharers(self, context: HostContext, block: int) -> list[HostContext]:
-        """Return all contexts that have this block of the run: its owner, and forks that stand on that one."""
+        """Return all contexts that have this block of the run: its owner, and those that share it."""
         owner = owner_of(context, block)
         behind = [one for one in self._contexts.values() if block < one.num_blocks]
         return [one for one in behind if owner_of(one, block) is owner]
 
     def publish(self, context: HostContext, hashes: list[bytes]) -> None:
-        """Publish the run's first blocks, which are final, by these hashes."""
+        """Publish the run's first blocks, which must be final, under these hashes."""
         if context.is_closed or not context.is_findable or not self._keeps_idle:
             return
         if self.events is not None:
@@ -153,7 +155,7 @@ class HostContexts:
             context.hashes.append(digest)
 
     def release(self, context: HostContext, is_kept: bool) -> None:
-        """Release a context whose sequence is done with it; `is_kept`: its blocks are good for others."""
+        """Release a context whose sequence is done with it. is_kept: others may use its blocks."""
         context.is_held = False
         context.num_landed = context.num_blocks
         self._charge(context, context.num_blocks)
@@ -165,13 +167,13 @@ class HostContexts:
             self._close_unused(one)
 
     def discard(self, context: HostContext) -> None:
-        """Hide a context whose rows are not what was planned."""
+        """Hide a context and its forks from prompts, and close those that are not held; e.g. if its rows are wrong."""
         if not context.is_closed:
             for hidden in self._hide(context):
                 self._close_unused(hidden)
 
     def retract(self, hashes: list[bytes]) -> None:
-        """Hide every context that has a block of these hashes, or stands on one that has."""
+        """Hide every context that has a block with one of these hashes, with all its ancestors and forks."""
         owners = {context for digest in hashes for context in self._owners.get(digest, [])}
         for root in {root_of(context) for context in owners}:
             self._hide(root)
@@ -179,7 +181,7 @@ class HostContexts:
             self._close_unused(context)
 
     def num_pages_once_evicted(self, context: HostContext) -> int:
-        """Return the pages that the context and those it stands on have at least, once all is evicted."""
+        """Return the pages that the context and its ancestors keep once all their blocks are evicted."""
         pages, one = len(context.sink_pages), context
         while True:
             pages += self._layout.blocks_for(one.num_own)
@@ -188,15 +190,14 @@ class HostContexts:
             one = one.parent
 
     def idle_pages(self, kept: Collection[HostContext]) -> set[int]:
-        """Return pages of the device that are free once idle contexts are gone, all but `kept` and what these
-        stand on.
-        """
+        """Return the device pages that dropping all idle contexts would free, except `kept` and their ancestors."""
         num_idle_holders = Counter(page for context in self._idle(kept) for page in _held(context))
         return {page for page, count in num_idle_holders.items() if self._pages.num_holders(page) == count}
 
     def free_pages(self, num_pages: int, kept: Collection[HostContext]) -> bool:
-        """Return whether so many pages of the device are free; idle contexts are evicted if that is enough, but never
-        `kept`, nor one that would free none.
+        """Free device pages by dropping idle contexts, but only if that is enough; return whether `num_pages` are free.
+
+        Contexts in `kept` stay, and so do those that would free no page.
         """
         if num_pages <= self._pages.num_available:
             return True
@@ -209,23 +210,23 @@ class HostContexts:
         return True
 
     def forget(self, hashes: list[bytes]) -> None:
-        """Close the idle contexts that have nothing but these blocks, from the last one on that others stand on."""
+        """Close the idle contexts that consist of these blocks, longest first, unless others fork them."""
         for context in sorted(self._idle(()), key=lambda one: -len(one.hashes)):
             last = len(context.hashes) + self._host.num_sink_blocks - 1
             if context.hashes and not context.num_forks and hashes[last : last + 1] == context.hashes[-1:]:
                 self.discard(context)
 
     def evict_idle(self, kept: Collection[HostContext | None]) -> bool:
-        """Close the idle context without forks that is worth least, but not `kept`; False if there is none."""
+        """Close the least valuable idle context without forks, except `kept`; False if there is none."""
         return self._evict(self._idle(kept))
 
     @property
     def has_closed(self) -> bool:
-        """Return whether the device has yet to hear of some."""
+        """Return whether contexts were closed that no plan has reported to the device yet."""
         return bool(self._closed)
 
     def take_closed(self) -> list[int]:
-        """Return contexts closed since the last call, for the device to hear of."""
+        """Return the ids of contexts closed since the last call, to report to the device."""
         closed, self._closed = self._closed, []
         return closed
 
@@ -236,7 +237,7 @@ class HostContexts:
         return num_bytes <= spare_bytes
 
     def _idle(self, kept: Collection[HostContext | None]) -> list[HostContext]:
-        """Return contexts that may go: those that are held stay, and `kept`, and what these stand on."""
+        """Return the contexts that may be dropped: all but held ones, `kept`, and the ancestors of both."""
         pinned: set[HostContext] = set()
         context: HostContext | None
         for context in [*(one for one in self._contexts.values() if one.is_held), *kept]:
@@ -246,7 +247,7 @@ class HostContexts:
         return [context for context in self._contexts.values() if context not in pinned]
 
     def _evict(self, idle: list[HostContext]) -> bool:
-        """Close the one without forks that is worth least, of these the one used longest ago; False: there is none."""
+        """Close the context without forks of lowest rank, of these the least recently used; False: there is none."""
         leaves = [context for context in idle if not context.num_forks]
         if leaves:
             least = min(leaves, key=lambda context: (self._ranks.rank_of(context.owner), context.used))
@@ -255,7 +256,7 @@ class HostContexts:
         return bool(leaves)
 
     def _make_room(self, num_bytes: int, kept: Collection[HostContext | None]) -> bool:
-        """Drop idle contexts but `kept`, only if that is enough; tell whether there is room."""
+        """Drop idle contexts except `kept`, only if that is enough; return whether there is room."""
         if not self._can_free(num_bytes, kept):
             return False
         while self.used_bytes + num_bytes > self.limit_bytes:
@@ -264,16 +265,14 @@ class HostContexts:
         return True
 
     def _bytes_of(self, size: RunSize) -> int:
-        """Return the most bytes that a context's own blocks may take, those written at once and those added one
-        by one.
-        """
+        """Return the most bytes that a context's own blocks may take: those written at once, and those added later."""
         num_bulk = min(size.num_own, size.num_bulk)
         bulk_tokens = num_bulk * self._host.page_tokens
         more_tokens = (size.num_own - num_bulk) * self._host.page_tokens
         return self._host.bytes_of_run(bulk_tokens, more_tokens, size.reading, size.num_shared > 0)
 
     def _charge(self, context: HostContext, num_blocks: int) -> None:
-        """Charge a context for its own among so many blocks, in place of what it was charged for."""
+        """Charge a context for its own blocks among `num_blocks`, in place of the charge before."""
         context.size = replace(context.size, num_blocks=num_blocks)
         num_bytes = self._bytes_of(context.size)
         self.used_bytes += num_bytes - context.charged_bytes
@@ -286,13 +285,13 @@ class HostContexts:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def _hide(self, context: HostContext) -> list[HostContext]:
-        """Hide a context and all that stand on it from prompts; return them, forks before what they stand on."""
+        """Hide a context and all its descendants from prompts; return them, forks before their parents."""
         forks: dict[HostContext, list[HostContext]] = {}
         for one in self._contexts.values() if context.num_forks else ():
             if one.parent is not None:
                 forks.setdefault(one.parent, []).append(one)
         hidden = [context]
-        for one in hidden:  # a conversation has a fork a turn
+        for one in hidden:  # grows as it is read: each turn of a conversation forks the turn before
             hidden += forks.get(one, ())
         for one in hidden:
             one.is_findable = False
@@ -308,11 +307,11 @@ class HostContexts:
         return hidden[::-1]
 
     def _close_unused(self, context: HostContext | None) -> None:
-        """Close it if nobody holds, finds or forked it, and then what it stood on."""
+        """Close a context that is not held, cannot be found and has no forks; then likewise its ancestors."""
         while context is not None and not (
             context.is_closed or context.is_held or context.is_findable or context.num_forks
         ):
-            self._charge(context, context.size.num_shared)  # it has nothing of its own any more
+            self._charge(context, context.size.num_shared)  # no own blocks are left
             self._pages.release(_held(context))
             del self._contexts[context.context_id]
             context.is_closed = True
@@ -324,5 +323,5 @@ class HostContexts:
 
 
 def _held(context: HostContext) -> list[int]:
-    """Return pages of the device that a context holds."""
+    """Return the device pages that a context holds."""
     return [*context.sink_pages, *context.storage, *context.pages[context.num_evicted :]]

@@ -1,4 +1,4 @@
-"""Tell what is kept of conversations and where, save it by name, and forget what an owner does not want kept."""
+"""Report what is kept of conversations and where, save conversations by name, and forget them on request."""
 
 import time
 from collections import deque
@@ -23,8 +23,8 @@ Question = AskSessions | SaveContext | ReadSaved
 
 
 class SessionDesk:
-    """Answers questions about sessions. One that forgets or saves something waits for the save before it, so that a
-    context is complete while it is saved. Questions that wait keep their order.
+    """Answers questions about sessions. A question that forgets or saves waits for an unfinished save, so that a
+    context stays complete while it is saved. Waiting questions keep their order.
     """
 
     def __init__(self, residence: Residence) -> None:
@@ -35,7 +35,7 @@ class SessionDesk:
         self._waiting.append(question)
 
     def take_answers(self) -> list[Told]:
-        """Return what can be answered now, and the answers to saves since the last call."""
+        """Return the answers that are ready: to saves that have finished, and to questions that need not wait."""
         told: list[Told] = [*self._residence.disk.take_saved()]
         waiting, self._waiting = self._waiting, deque()
         for question in waiting:
@@ -56,7 +56,7 @@ class SessionDesk:
 
 
 def answer_sessions(residence: Residence, asked: AskSessions) -> Sessions:
-    """Return what is kept of an owner's conversations, used last first, once what it names is forgotten."""
+    """Forget what the question names, and return what is kept of the owner's conversations, most recent first."""
     num_forgotten = 0
     if asked.forget:
         num_forgotten = _forget_all(residence, asked.owner, asked.forget, _named(residence, asked.owner, asked.forget))
@@ -72,7 +72,7 @@ def answer_sessions(residence: Residence, asked: AskSessions) -> Sessions:
 
 
 def save_context(residence: Residence, asked: SaveContext) -> ContextSaved | None:
-    """Save a conversation by name; None: `DiskContexts.take_saved` has the answer later."""
+    """Begin to save a conversation under a name. None: `DiskContexts.take_saved` will return the answer."""
     ones = _named(residence, asked.owner, asked.session) if asked.session else []
     if not asked.session:
         ones = [one for one in _of(residence, asked.owner) if one.slot == asked.slot]
@@ -100,7 +100,7 @@ def read_saved(residence: Residence, asked: ReadSaved) -> SavedTokens:
 
 
 def _of(residence: Residence, owner: str) -> list[Conversation]:
-    """Return an owner's conversations, the one used last last."""
+    """Return an owner's conversations, the most recently used last."""
     return [one for one in residence.conversations if one.owner == owner]
 
 
@@ -113,12 +113,12 @@ def _name(one: Conversation) -> str:
 
 
 def _hashes(residence: Residence) -> set[bytes]:
-    """Return the hashes of what all conversations have."""
+    """Return the hashes of the blocks of all conversations."""
     return {digest for one in residence.conversations for digest in one.hashes}
 
 
 def _on_disk(residence: Residence, owner: str, of_all: bool) -> tuple[dict[str, int], list[SavedContext]]:
-    """Return the bytes that each session of an owner has on disk, and what was saved, by all owners if so asked."""
+    """Return the bytes of each session of an owner on disk, and its saved contexts, or those of all owners."""
     side = residence.disk.side
     if side is None:
         return {}, []
@@ -154,14 +154,15 @@ def _num_on_device(residence: Residence, one: Conversation) -> int:
 
 
 def _num_in_host(residence: Residence, one: Conversation) -> int:
-    """Count the blocks that are in host memory, behind the sink, whether they are on the device as well or not."""
+    """Count the blocks after the sink that are in host memory, even if they are on the device as well."""
     first, contexts = residence.num_sink_blocks, residence.contexts
     return 0 if contexts is None or len(one.hashes) <= first else contexts.find(one.hashes, first, len(one.hashes))[1]
 
 
 def _forget_all(residence: Residence, owner: str, session: str, ones: list[Conversation]) -> int:
-    """Forget the conversations of a session that do not run, and return how many tokens they had in both memories. On
-    disk, blocks stay that another conversation begins with or somebody else holds.
+    """Forget the conversations of a session that do not run, and return how many tokens they had in both memories.
+
+    On disk, blocks stay if another conversation begins with them or another holder has them.
     """
     gone = [one for one in ones if not one.num_running]
     num_tokens = sum(_forget(residence, one) for one in gone)
@@ -171,12 +172,12 @@ def _forget_all(residence: Residence, owner: str, session: str, ones: list[Conve
 
 
 def _forget(residence: Residence, one: Conversation) -> int:
-    """Forget what nobody else reads of a conversation in both memories, and return its tokens there."""
+    """Forget a conversation in both memories, except what others read, and return the number of forgotten tokens."""
     kept = {digest for other in residence.conversations if other is not one for digest in other.hashes}
     num_before = _num_on_device(residence, one) + _num_in_host(residence, one)
     if residence.contexts is not None:
         residence.contexts.forget(one.hashes)
-    residence.pages.forget_left_by(one.number)  # of turns that were taken back, too
+    residence.pages.forget_left_by(one.number)  # also blocks of turns that the client replaced
     residence.pages.forget(one.hashes)
     residence.windows.forget(one.number, one.hashes, kept)
     num_left = _num_on_device(residence, one) + _num_in_host(residence, one)

@@ -1,9 +1,9 @@
-"""Prompts of which a part is offloaded: where each may begin, and what it takes of both memories.
+"""Prompts that are offloaded in part: where each can start, and what it needs of both memories.
 
-Such a prompt is a sink in pages, a run of blocks that is offloaded, and a window in pages. The run's first blocks may
-be shared with another context, the `source`; the others are its own and are computed. With fixed residence token counts
-say how many of its own blocks begin evicted, with adaptive residence as few as find no pages. Invariant: a prompt has
-all that it needs, or holds nothing.
+Such a prompt has a sink in pages, a run of offloaded blocks, and a window in pages. The run's first blocks may be
+shared with another context, the `source`; the others are computed. With fixed residence, token counts decide how many
+of its own blocks are evicted from the start. With adaptive residence, only as many are as find no pages. Invariant: a
+prompt has all that it needs, or holds nothing.
 """
 
 from bisect import bisect_left
@@ -20,16 +20,15 @@ from scheduler.sequences.capacity import HostCapacity
 from scheduler.sequences.offloaded_context import HostContext, RunSize
 from scheduler.sequences.sequence import Sequence
 
-_AHEAD_TOKENS = 2048  # of a long context's output, paid for when it is admitted: it runs a while before it is preempted
+_AHEAD_TOKENS = 2048  # of output for which host memory is charged at admission, so that no context is preempted soon
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The place where a prompt's prefill begins: behind blocks that are known, or behind the front of a `source`
-    context.
+    """Where a prompt's prefill starts: after cached blocks, or after the blocks shared with a `source` context.
 
-    `end`: where the offloaded run ends; 0: all of it stays on the device. `disk_end`: what is in front of it comes from
-    the disk; 0: nothing does.
+    end: where the offloaded run ends; 0: the whole prompt stays on the device. disk_end: tokens from `begin` up to here
+    are read from disk; 0: none are.
     """
 
     begin: int
@@ -44,13 +43,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """The pages and host memory that a prompt takes.
+    """The pages and host memory that a prompt needs.
 
     num_shared, num_own: blocks of its run that are its source's, and its own.
-    num_evicted: how many of its own begin evicted, at least.
-    num_new: pages of all layers for its window, and for its sink unless its source has that.
-    num_spare: such pages that it may take soon.
-    size: of the context that it is admitted with.
+    num_evicted: how many of its own are evicted from the start, at least.
+    num_new: pages of all layers for its window, and for its sink unless it shares that.
+    num_spare: further such pages that it may take soon.
+    size: the size of the host context with which it is admitted.
     """
 
     num_shared: int
@@ -79,7 +78,7 @@ class OffloadedPrompts:
         self._windows = windows
 
     def run_end(self, sequence: Sequence) -> int:
-        """Return where the offloaded run of its prompt ends; 0: it has none."""
+        """Return where the offloaded run of a sequence's prompt ends; 0: it has none."""
         if not sequence.profile.offloads:
             return 0
         if self._evictor.is_adaptive:
@@ -89,13 +88,13 @@ class OffloadedPrompts:
     # --- where one begins ---------------------------------------------------------------------------------------------
 
     def find(self, sequence: Sequence) -> Start:
-        """Return the best start there is now."""
+        """Return the best start of a prompt that is available now."""
         source, num_shared = self._find_source(sequence)
         begin = 0 if source is None else self._host.end_of_blocks(num_shared)
         return Start(begin, sequence.run_end, source)
 
     def _find_source(self, sequence: Sequence) -> tuple[HostContext | None, int]:
-        """Return the context with the longest front of the sequence's run, and how many blocks of it are shared."""
+        """Return the context that shares the most first blocks of the sequence's run, and their number."""
         num_sink = self._host.num_sink_blocks
         end = min(self._landed_end(sequence) // self._host.page_tokens, sequence.num_usable_blocks)
         source, num_shared = self._contexts.find(sequence.hashes, num_sink, max(num_sink, end))
@@ -110,8 +109,9 @@ class OffloadedPrompts:
         return source, num_shared
 
     def _fits_beside(self, sequence: Sequence, source: HostContext, num_shared: int) -> bool:
-        """Return whether both memories hold the prompt beside its source, all that may go gone. If not, the source must
-        go.
+        """Return whether both memories can hold the prompt beside its source once all else that is idle is dropped.
+
+        If not, the source itself must be dropped.
         """
         need = self._need(sequence, num_shared)
         if not self._contexts.num_held and not self._contexts.has_room(need.size, source):
@@ -122,9 +122,10 @@ class OffloadedPrompts:
     # --- what one takes -----------------------------------------------------------------------------------------------
 
     def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
-        """Give the sequence what its prompt needs of both memories, if that leaves `num_spare` pages; else nothing.
+        """Give the sequence what its prompt needs of both memories, if that leaves `num_spare` pages; else give
+        nothing.
 
-        Offloaded blocks are evicted for it, and idle contexts but `kept` dropped.
+        Offloaded blocks are evicted for it, and idle contexts other than `kept` are dropped.
         """
         source = start.source
         need = self._need(sequence, 0 if source is None else self._host.blocks_of_run(start.begin))
@@ -132,7 +133,7 @@ class OffloadedPrompts:
         if not self._make_room(need, num_left, kept if source is None else [*kept, source]):
             return False
         num_evicted = self._num_to_evict(need, need.num_new + num_left, source)
-        is_behind_evicted = num_evicted or not self._evictor.is_adaptive  # then what is shared is evicted, too
+        is_behind_evicted = num_evicted or not self._evictor.is_adaptive  # then the shared blocks are evicted, too
         if source is not None and is_behind_evicted and not self._evictor.evict_to(source, need.num_shared):
             return False
         if need.num_new + self._own_pages(need, num_evicted) > self._pages.num_available:
@@ -145,7 +146,7 @@ class OffloadedPrompts:
         return True
 
     def _need(self, sequence: Sequence, num_shared: int) -> _Need:
-        """Return what a prompt takes, `num_shared` blocks of whose run are its source's; 0: it has none."""
+        """Return what a prompt needs. num_shared: blocks of its run that are its source's; 0: it has no source."""
         host, is_adaptive = self._host, self._evictor.is_adaptive
         num_run = host.blocks_of_run(sequence.run_end)
         num_own = num_run - num_shared
@@ -161,31 +162,31 @@ class OffloadedPrompts:
         return _Need(num_shared, num_own, num_evicted, num_new, num_spare, size)
 
     def _admitted_size(self, sequence: Sequence, num_shared: int, num_own: int) -> RunSize:
-        """Return the run that a sequence is admitted with: its prompt's, and that of some output."""
+        """Return the size of the run with which a sequence is admitted: its prompt's, and room for some output."""
         most = min(sequence.num_prompt_tokens + sequence.request.max_tokens, sequence.num_tokens + _AHEAD_TOKENS)
         num_blocks = self._host.of(sequence.profile.name).most_run_tokens(most) // self._host.page_tokens
         return RunSize(num_shared, num_own, num_blocks, sequence.profile.reading)
 
     def _least_pages(self, need: _Need) -> int:
-        """Return the pages of a prompt's own blocks, as many of them evicted as may be."""
+        """Return the fewest pages of a prompt's own blocks: as many of them as possible are evicted."""
         num_evicted = need.num_own if self._evictor.is_adaptive else need.num_evicted
         return self._own_pages(need, num_evicted)
 
     def _own_pages(self, need: _Need, num_evicted: int) -> int:
-        """Return the pages of a prompt's own blocks, so many of them evicted, with dense pages alone."""
+        """Return the pages of a prompt's own blocks if `num_evicted` of them have only dense pages."""
         return need.num_own - num_evicted + self._host.layout.blocks_for(num_evicted)
 
     # --- step by step -------------------------------------------------------------------------------------------------
 
     def _make_room(self, need: _Need, num_left: int, kept: Collection[HostContext]) -> bool:
-        """Return whether the fewest pages that will do are free, and `num_left` more may be once others are dropped."""
+        """Free the fewest pages that the prompt needs; False if they, and `num_left` more, cannot be freed."""
         num_pages = need.num_new + self._least_pages(need)
         return self._room.could_free_pages(num_pages + num_left, kept) and self._room.free_pages(num_pages, kept)
 
     def _num_to_evict(self, need: _Need, num_other: int, source: HostContext | None) -> int:
-        """Return how many of a prompt's own blocks must begin evicted, so that `num_other` pages are left.
+        """Return how many of a prompt's own blocks must be evicted from the start to leave `num_other` pages.
 
-        Idle contexts are evicted first, the source last.
+        Idle contexts are evicted before that, the source last.
         """
         if not self._evictor.is_adaptive:
             return need.num_evicted
@@ -201,15 +202,15 @@ class OffloadedPrompts:
         return min(num_own, -(-fewest // block_pages) * block_pages)
 
     def _add_context(self, need: _Need, source: HostContext | None) -> HostContext | None:
-        """Add a context for the run, with host memory for some output, too; None: there is no room now."""
-        self._evictor.finish_reload()  # before its contexts have another to share with
+        """Add a context for the run, with host memory for some output; None: there is no room now."""
+        self._evictor.finish_reload()  # before another context shares its blocks
         context = self._contexts.add(need.size, source)
-        if context is None and not self._contexts.num_held:  # it has the host to itself: no room to grow, but it fits
+        if context is None and not self._contexts.num_held:  # it is alone, and fits without room to grow
             context = self._contexts.add(replace(need.size, num_blocks=need.num_shared + need.num_own), source)
         return context
 
     def _take_pages(self, sequence: Sequence, context: HostContext, need: _Need, num_evicted: int) -> None:
-        """Take pages for sink, run and window, in this order; so many of the run's own blocks have dense ones alone."""
+        """Allocate pages for sink, run and window, in this order. num_evicted: own blocks that get only dense pages."""
         if context.parent is None:
             sink = self._pages.allocate(self._host.num_sink_blocks)
             self._contexts.keep_sink(context, sink)
@@ -226,7 +227,7 @@ class OffloadedPrompts:
     # --- its prefill --------------------------------------------------------------------------------------------------
 
     def host_prompt(self, sequence: Sequence, start: Start) -> HostPrompt | None:
-        """Return what the prefill is told of the offloaded part, if there is one."""
+        """Describe the offloaded part of a prompt for its prefill; None: there is none."""
         context = sequence.context
         if context is None:
             return None
@@ -240,15 +241,16 @@ class OffloadedPrompts:
         )
 
     def finish_prefill(self, sequence: Sequence, context: HostContext) -> None:
-        """Mark the prompt as written: the plan under way ends its prefill."""
+        """Mark the prompt's blocks as written: the current plan ends its prefill."""
         context.is_written = True
         context.num_landed = self._host.blocks_of_run(self._landed_end(sequence))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _landed_end(self, sequence: Sequence) -> int:
-        """Return where the part of a prompt's run ends that may be shared and, with fixed residence, is evicted behind
-        it.
+        """Return where the part of a prompt's run ends that may be shared.
+
+        With fixed residence, this part is evicted after the prefill.
         """
         if self._evictor.is_adaptive:
             return sequence.run_end

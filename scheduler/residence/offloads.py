@@ -23,10 +23,10 @@ class Offloads:
         self._contexts = contexts
         self._evictor = evictor
         self._pages = pages
-        self._offloaded_short: list[tuple[Sequence, Offload]] = []  # by the plan under way
+        self._offloaded_short: list[tuple[Sequence, Offload]] = []  # for the current plan
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Return whether host memory has room for the offload that the next draw makes due, if it does."""
+        """Reserve host memory for the offload that the next draw makes due, if any; False if there is no room."""
         end = self._end(sequence)
         if not end:
             return True
@@ -36,7 +36,7 @@ class Offloads:
         return self._open(sequence, num_blocks)
 
     def num_dense_pages(self, sequence: Sequence) -> int:
-        """Return the pages that its dense layers take if blocks that land at the next draw are evicted at once."""
+        """Return the dense pages that a sequence takes if blocks that land at the next draw are evicted at once."""
         context = sequence.open_context
         if self._evictor.is_adaptive or context is None or not self._lands(sequence, context):
             return 0
@@ -45,8 +45,8 @@ class Offloads:
     def land(self, sequence: Sequence) -> None:
         """Note that offloaded rows have landed by the next draw.
 
-        Fixed residence evicts them at once, by token counts alone, so that nobody else takes the pages that were free
-        for the dense layers.
+        Fixed residence evicts them at once, by token counts alone, before other sequences take the pages that were
+        reserved for the dense layers.
         """
         context = sequence.open_context
         if context is None or not self._lands(sequence, context):
@@ -57,7 +57,7 @@ class Offloads:
             assert given, "room for dense pages was made when the offload was reserved"
 
     def take_due(self, stepping: Iterable[Sequence]) -> list[tuple[Sequence, Offload]]:
-        """Return the next plan's offloads: of short contexts, to make room, and those that the next draws make due."""
+        """Return the next plan's offloads: short contexts, to make room, and those that the next draws make due."""
         due, self._offloaded_short = self._offloaded_short, []
         for sequence in stepping:
             end = self._end(sequence) if sequence.wants_draw else 0
@@ -66,8 +66,8 @@ class Offloads:
         return due
 
     def most_known(self, sequence: Sequence, most: int) -> int:
-        """Return how many tokens may follow the next draw's in its step, at most `most`: none of them makes an offload
-        due.
+        """Return how many tokens may follow the next draw's in its step, at most `most`, without making an
+        offload due.
         """
         if not sequence.profile.offloads:
             return most
@@ -81,11 +81,10 @@ class Offloads:
         return most
 
     def offload_short(self, running: Iterable[Sequence]) -> bool:
-        """Offload a short context that is on the device whole, so that its pages can be evicted; return whether there
-        was one.
+        """Offload a short context that is wholly on the device, so that its pages can be evicted; False: there is none.
 
-        The one whose tokens cost the host least comes first, and of these the longest. Whole offload blocks of its
-        middle are offloaded.
+        The context whose tokens cost the host least comes first, and of these the longest. The whole offload blocks
+        between its sink and its window are offloaded.
         """
         for sequence in sorted(filter(self._is_resident, running), key=self._turn):
             end = self._middle_end(sequence)
@@ -98,7 +97,7 @@ class Offloads:
         return False
 
     def forget(self, sequence: Sequence) -> None:
-        """Forget the offload of a sequence that is preempted in the same plan: the device hears nothing of it."""
+        """Forget the offload of a sequence that is preempted in the same plan, so that the device never sees it."""
         left = [entry for entry in self._offloaded_short if entry[0] is not sequence]
         if len(left) < len(self._offloaded_short) and sequence.context is not None:
             sequence.context.is_open = False
@@ -122,7 +121,7 @@ class Offloads:
         return self._host.of(sequence.profile.name).has_landed(sequence.next_position + 1, self._run_end(context))
 
     def _open(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Return whether there is room for a context of so many blocks, which the sequence holds then."""
+        """Add a context of `num_blocks` blocks that the sequence holds; False if there is no room."""
         reading = sequence.profile.reading
         context = self._contexts.add(RunSize(0, num_blocks, num_blocks, reading), None)
         if context is not None:
@@ -130,7 +129,7 @@ class Offloads:
         return context is not None
 
     def _write(self, sequence: Sequence, end: int) -> Offload:
-        """Offload the run up to `end`, which is paid for."""
+        """Plan the offload of the run up to `end`, for which host memory is reserved."""
         context, host = sequence.context, self._host
         assert context is not None, "an offload is planned after its room is reserved"
         is_new_context = not context.is_open
@@ -144,7 +143,7 @@ class Offloads:
         return Offload(sequence.slot, context.context_id, begin, end, tuple(page_ids), is_new_context, reading)
 
     def _is_resident(self, sequence: Sequence) -> bool:
-        """Return whether it is on the device whole, and long enough to have a middle."""
+        """Return whether a sequence may be offloaded, is wholly on the device, and has a middle to offload."""
         offloads = sequence.profile.offloads and sequence.context is None
         return offloads and self._middle_end(sequence) > self._host.sink_tokens
 

@@ -5,8 +5,8 @@ from scheduler.residence.host_contexts import HostContexts
 
 
 class ResidenceCounts:
-    """Counts of resident, offloaded and evicted tokens. `contexts`, `evictor`: None where every context stays on the
-    device, and then all counts are 0.
+    """Counts of resident, offloaded and evicted tokens. contexts, evictor: None if every context stays on the device;
+    then all counts are 0.
     """
 
     def __init__(self, page_tokens: int, contexts: HostContexts | None, evictor: Evictor | None) -> None:
@@ -16,7 +16,7 @@ class ResidenceCounts:
 
     @property
     def num_promised_bytes(self) -> int:
-        """Return the host memory that contexts have, and may grow to."""
+        """Return the host memory that contexts use and may still take."""
         return 0 if self._contexts is None else self._contexts.used_bytes
 
     @property
@@ -26,7 +26,7 @@ class ResidenceCounts:
 
     @property
     def num_evicted_tokens(self) -> int:
-        """Count the offloaded tokens of which the device has dense layers alone."""
+        """Count the offloaded tokens of which the device keeps only the dense layers."""
         return 0 if self._contexts is None else self._contexts.num_evicted * self._page_tokens
 
     @property
@@ -36,8 +36,9 @@ class ResidenceCounts:
 
     @property
     def num_resident_tokens(self) -> int:
-        """Count the tokens on the device in all layers, of contexts of which a part is offloaded: sinks and windows as
-        well, and shared ones once.
+        """Count the tokens with pages of all layers in contexts that are offloaded in part.
+
+        Sinks and windows are included, and shared tokens count once.
         """
         if self._contexts is None or self._evictor is None:
             return 0

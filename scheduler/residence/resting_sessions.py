@@ -1,4 +1,4 @@
-"""Tell what a model's folder on disk holds of an owner, and forget of it, while no engine has it. No torch."""
+"""Report and forget what a model's folder on disk has of an owner while no engine runs. Imports no torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +9,8 @@ from transfer.disk.holders import SAVED, SESSION, Holder, forget_holder, read_ho
 
 
 def read_sessions(folder: Path | None, block_tokens: int, asked: AskSessions) -> Sessions:
-    """Return what an engine without conversations would answer, of the files alone, once what is named is forgotten.
-    folder: of the model; None: it has none.
+    """Answer `AskSessions` from the files alone, after forgetting what it names. folder: of the model; None: it has
+    none.
     """
     is_deleted, owner = False, asked.owner
     if folder is not None:
@@ -23,7 +23,7 @@ def read_sessions(folder: Path | None, block_tokens: int, asked: AskSessions) ->
         assert folder is not None
         try:
             return (folder / record).stat().st_size
-        except OSError:  # evicted for others
+        except OSError:  # evicted
             return 0
 
     mine = [one for one in holders if one.owner == owner and one.kind == SESSION]
@@ -37,7 +37,7 @@ def read_sessions(folder: Path | None, block_tokens: int, asked: AskSessions) ->
 
 
 def describe_saved(holder: Holder, num_bytes: Callable[[str], int], block_tokens: int) -> SavedContext:
-    """Describe a saved context. num_bytes: of a record's file; 0: it is not there any more."""
+    """Describe a saved context. num_bytes(record): the size of its file; 0: it was evicted."""
     there = {record: size for record in holder.records if (size := num_bytes(record))}
     return SavedContext(
         name=holder.name,

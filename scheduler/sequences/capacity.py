@@ -1,6 +1,6 @@
 """Limits of device and host memory, and the two refusals: not now (the queue is full), and never (too large).
 
-Invariant: a request that passes `check` fits when nothing else is there.
+Invariant: a request that passes `check` fits when nothing else runs.
 """
 
 from bisect import bisect_right
@@ -17,7 +17,7 @@ from transfer.host_memory import bytes_of_run
 from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
-LANDING_TOKENS = 8  # of output behind an offload, until its rows are taken to have landed: some 0.1 s at the least
+LANDING_TOKENS = 8  # after an offload, its rows count as landed once so many more are drawn: at least about 0.1 s
 
 
 class QueueFullError(Exception):
@@ -30,14 +30,14 @@ class TooLargeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostCapacity:
-    """How contexts are divided between device and host memory. A context beyond `resident_tokens` is `[0, sink)` on the
-    device, `[sink, end)` in host memory, and a window behind that on the device.
+    """How contexts are divided between device and host memory. A context beyond `resident_tokens` has `[0, sink)` on
+    the device, `[sink, end)` in host memory, and a window after that on the device.
 
     All lengths but `resident_tokens` are whole pages.
-    is_adaptive: whether offloaded tokens keep their pages on the device while nobody needs these.
-    bytes_of_run: the most host memory that `(bulk, more, reading, is_fork)` takes: `bulk` tokens that are offloaded at
-        once and `more` that follow block by block; of a fork, those behind the shared ones.
-    own: by profile, the capacity where a method needs a longer window; the rest of it is the same.
+    is_adaptive: whether offloaded tokens keep their pages on the device until the pages are needed.
+    bytes_of_run(bulk, more, reading, is_fork): the most host memory of `bulk` tokens that are offloaded at once and
+        `more` that follow block by block; for a fork, without the shared ones.
+    own: by profile, a capacity that differs in the window, for profiles with methods that need a longer one.
     """
 
     page_tokens: int
@@ -52,7 +52,7 @@ class HostCapacity:
     own: Mapping[str, "HostCapacity"] = field(default_factory=dict)
 
     def of(self, profile: str) -> "HostCapacity":
-        """Return what holds for contexts of that profile."""
+        """Return the capacity for contexts of that profile."""
         return self.own.get(profile, self)
 
     def prompt_end(self, num_tokens: int) -> int:
@@ -63,7 +63,10 @@ class HostCapacity:
         return end if end > self.sink_tokens else 0
 
     def offload_end(self, num_tokens: int, run_end: int | None) -> int:
-        """Return where the run ends after an offload that is due at a context of `num_tokens`, or 0 if none is."""
+        """Return where the run ends after the offload that is due at `num_tokens` tokens; 0: none is due.
+
+        run_end: where the run ends now; None: nothing is offloaded yet.
+        """
         if run_end is not None:
             is_due = num_tokens - run_end >= self.window_tokens + self.offload_block_tokens
             return run_end + self.offload_block_tokens if is_due else 0
@@ -72,8 +75,9 @@ class HostCapacity:
         return (num_tokens - self.window_tokens) // self.page_tokens * self.page_tokens
 
     def run_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Return where the run ends of a sequence of so many tokens, prompt and output, or 0: by these counts alone,
-        whether it has been preempted meanwhile or not.
+        """Return where the run of a sequence with `num_tokens` (prompt and output) ends; 0: it has none.
+
+        It depends on these counts alone, whether the sequence was preempted in between or not.
         """
         end = self.prompt_end(num_prompt_tokens) or self.offload_end(min(num_tokens, self.most_resident_tokens), None)
         return (
@@ -83,7 +87,7 @@ class HostCapacity:
         )
 
     def landed_end(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Return where the part of a run ends that was offloaded so long ago that its rows have landed."""
+        """Return where the landed part of a run ends: the part that was offloaded long enough ago."""
         end = self.run_end(num_prompt_tokens, num_tokens)
         if end == self.prompt_end(num_prompt_tokens) or self.has_landed(num_tokens, end):
             return end
@@ -93,11 +97,11 @@ class HostCapacity:
         return self.sink_tokens if is_first else end - self.offload_block_tokens
 
     def has_landed(self, num_tokens: int, run_end: int) -> bool:
-        """Return whether the last rows of a run that ends there have landed, as far as is known without a look."""
+        """Return whether all rows of a run that ends at `run_end` count as landed, by token counts alone."""
         return num_tokens - run_end >= self.window_tokens + LANDING_TOKENS
 
     def most_run_tokens(self, num_tokens: int) -> int:
-        """Return the longest run of a sequence of so many tokens, prompt and output."""
+        """Return the tokens of the longest run of a sequence with `num_tokens` (prompt and output)."""
         return max(0, self.prompt_end(num_tokens) - self.sink_tokens)
 
     @property
@@ -105,23 +109,24 @@ class HostCapacity:
         return self.sink_tokens // self.page_tokens
 
     def blocks_of_run(self, run_end: int) -> int:
-        """Return how many blocks a run has that ends there."""
+        """Return the number of blocks of a run that ends at `run_end`."""
         return (run_end - self.sink_tokens) // self.page_tokens
 
     def end_of_blocks(self, num_blocks: int) -> int:
-        """Return where the first so many blocks of a run end."""
+        """Return the token at which the first `num_blocks` blocks of a run end."""
         return self.sink_tokens + num_blocks * self.page_tokens
 
     @property
     def most_window_tokens(self) -> int:
-        """Return what a sequence has on the device at most, in all layers, once all that it wrote to host memory is
-        released: an offload block is due, and one more is on its way.
+        """Return the most tokens that a sequence has in pages of all layers once its landed blocks are evicted.
+
+        One offload block may be due and another on its way to the host.
         """
         return self.sink_tokens + self.window_tokens + 2 * self.offload_block_tokens
 
     @property
     def most_resident_tokens(self) -> int:
-        """Return what a sequence may have on the device, in all layers, before an offload is due."""
+        """Return the most tokens that a sequence may have in pages of all layers before an offload is due."""
         return max(self.resident_tokens, self.sink_tokens + self.window_tokens) + self.offload_block_tokens
 
 
@@ -129,13 +134,13 @@ class HostCapacity:
 class Capacity:
     """KV pages, the longest context, and the tokens whose hidden states fit at once in all prefills together.
 
-    host: what offloaded contexts may take, or None where every context stays on the device.
-    num_rings: of the parts of profiles that keep some.
-    ring_pages: that these share, of those whose rings share some.
-    num_windows: of layers that keep no more, or 0: pages hold all.
-    spare_window_tokens: that each has beyond the longest window.
-    snapshot_tokens: windows are states of recurrent layers, which are copied as often; None: they are not.
-    num_host_states: places for copies of them in host memory.
+    host: how contexts are offloaded; None: every context stays on the device.
+    num_rings: rings of each part of profiles that has some.
+    ring_pages: shared pages of each part whose rings share some.
+    num_windows: windows for layers that keep no more than one; 0: pages hold all layers.
+    spare_window_tokens: cells of each window beyond the longest one that a layer sees.
+    snapshot_tokens: windows are states of recurrent layers, copied every so many tokens; None: they are not.
+    num_host_states: places in host memory for copies of states.
     """
 
     num_pages: int
@@ -198,7 +203,7 @@ class Capacity:
 
 
 def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
-    """Return what a plan leaves for requests. shape: of what the model offloads; None: there is no host tier."""
+    """Return the capacity for requests of a memory plan. shape: what the model offloads; None: no host tier."""
     return Capacity(
         plan.num_pages,
         plan.page_tokens,
@@ -215,7 +220,7 @@ def plan_capacity(plan: MemoryPlan, shape: TierShape | None) -> Capacity:
 
 
 def host_capacity(plan: MemoryPlan, shape: TierShape) -> HostCapacity:
-    """Return what contexts may take of host memory, by the store's own count of bytes."""
+    """Return how a memory plan divides contexts between device and host; bytes are counted as the store does."""
     num_dense = sum(layer not in plan.window_layers for layer in plan.dense_layers)
     host = HostCapacity(
         page_tokens=plan.page_tokens,

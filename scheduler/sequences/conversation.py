@@ -1,4 +1,4 @@
-"""A conversation, of which each prompt goes on from the one before, and the front that prompts share."""
+"""A conversation, in which each prompt continues the one before, and the front that prompts share."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ import numpy as np
 class Left:
     """What a conversation's last request left that can be found again.
 
-    token_ids: int32, the tokens of the whole blocks with these hashes, and some behind them.
+    token_ids: int32, the tokens of the whole blocks with these hashes, and some after them.
     num_prompt_tokens: how many of them were its prompt.
     profile: the profile that computed them.
     """
@@ -24,14 +24,15 @@ class Left:
 class Conversation:
     """What is known of a conversation.
 
-    hashes: of the blocks of its last prompt and answer, of which `num_blocks` are the prompt's.
+    hashes: of the blocks of its last prompt and answer; the first `num_blocks` are the prompt's.
     owner, session: as its requests name them.
-    work: operations that computing it again takes.
+    work: the operations that computing it again takes.
     is_awaited: its last answer called tools.
-    used_s: when it began or left last.
-    request_id: of its last request.
-    slot: its number among those of its owner.
-    left, records: where contexts are on disk, and what it has there of turns in no session.
+    used_s: when its last request began or ended.
+    request_id: the id of its last request.
+    slot: its number among its owner's conversations.
+    left: what its last request left, if contexts are kept on disk.
+    records: its records on disk from turns without a session.
     """
 
     number: int
@@ -45,7 +46,7 @@ class Conversation:
     is_awaited: bool = False
     work: float = 0.0
     rank: float = 0.0
-    num_favours: int = 0  # how often others in its session kept it
+    num_favours: int = 0  # how often other requests of its session renewed its rank
     used_s: float = 0.0
     request_id: str = ""
     slot: int = 0
@@ -55,8 +56,8 @@ class Conversation:
 
 @dataclass(eq=False, slots=True)
 class Front:
-    """The blocks that the prompts of conversations begin with: what the system says, with the tools. `until_s`: where
-    they are pinned, they are until then.
+    """The blocks with the system message and tools that prompts of several conversations begin with. until_s: when its
+    pin ends, if it is pinned.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""A context in host memory: a run of blocks, of which a fork shares the first ones with its parent."""
+"""A context in host memory: a run of blocks. A fork shares the first blocks of its parent."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,9 @@ from transfer.reading import Reading
 
 @dataclass(frozen=True, slots=True)
 class RunSize:
-    """A run in blocks: `num_shared` in front are a parent's, `num_bulk` come next and at once, the rest later."""
+    """The size of a run: `num_shared` blocks of a parent, then `num_bulk` offloaded at once, up to `num_blocks`
+    later.
+    """
 
     num_shared: int
     num_bulk: int
@@ -23,16 +25,15 @@ class RunSize:
 class HostContext:
     """The context of one sequence in host memory.
 
-    size: the blocks that host memory is charged for.
-    pages: of the blocks that are written, the parent's in front. The first `num_evicted` are dense pages; `storage`
-        holds those among them that are this context's own.
+    size: the blocks that are charged to host memory.
+    pages: a page for each written block, the parent's first. The first `num_evicted` are dense pages; `storage` has
+        those of them that are the context's own.
     num_landed: how many of its first blocks have landed in host memory, or will before the next draw.
     hashes: of its first blocks, as far as others may find them.
     owner: the number of the conversation that left it.
-    used: when it was used last, counted in uses.
+    used: the number of its last use; higher ones are more recent.
     is_open: whether the device knows it.
-    is_written: whether all of it is in host memory once the plans so far are carried out; if not, a prefill still
-        writes.
+    is_written: whether all of it is in host memory once the plans so far are carried out; else a prefill still writes.
     """
 
     context_id: int
@@ -60,7 +61,7 @@ class HostContext:
 
     @property
     def num_own(self) -> int:
-        """Count the blocks that are offloaded for this context and not for its parent."""
+        """Count the blocks that are this context's own, and not its parent's."""
         return len(self.pages) - self.size.num_shared
 
     @property
@@ -70,7 +71,7 @@ class HostContext:
 
 
 def owner_of(context: HostContext, block: int) -> HostContext:
-    """Return the context that owns this block of the run: this one, or an ancestor."""
+    """Return the context that owns this block of the run: the context itself, or an ancestor."""
     while block < context.size.num_shared:
         assert context.parent is not None
         context = context.parent
@@ -78,7 +79,7 @@ def owner_of(context: HostContext, block: int) -> HostContext:
 
 
 def end_of_shared(context: HostContext, owner: HostContext) -> int:
-    """Return where the owner's blocks end in the context's run; 0: the owner is no ancestor."""
+    """Return where the owner's blocks end in the context's run; 0 if the owner is not an ancestor."""
     end = context.num_blocks
     while context is not owner:
         if context.parent is None:
@@ -88,7 +89,7 @@ def end_of_shared(context: HostContext, owner: HostContext) -> int:
 
 
 def root_of(context: HostContext) -> HostContext:
-    """Return the first ancestor, which is the context itself where it has no parent."""
+    """Return the first ancestor; a context without a parent is its own."""
     while context.parent is not None:
         context = context.parent
     return context

@@ -1,11 +1,13 @@
-"""Choose how many tokens of which drafts a step computes beside those that are fed.
+"""Choose how many drafted tokens of each sequence a step computes beside the input tokens.
 
-A step with drafts is expected to draw `rows + sum of chances` tokens. It is taken where that is more a second than a
-step without draws, by `LEAST_GAIN`, with the times that such steps were seen to take: the wait for its result, which
-the next step cannot be launched without, is in them. Of all drafted tokens of a step the likeliest are computed, as
-many as fill a size that steps are known by. Invariants: a sequence has at most one draft in flight, and steps in no
-other step meanwhile. A row of a draft has its page. What has tokens that must follow has no draft.
-A profile drafts what reads host memory, of sequences that hold a ring for it; everything else would take it as long.
+A step with drafts is expected to draw `rows + sum of chances` tokens. It is used if that gives more tokens a second
+than a step without drafts, by the factor `LEAST_GAIN`. Both times are measured; they include the wait for the step's
+result, since the next step cannot be launched before. The likeliest drafted tokens of a step are computed, as many as
+fill a size for which step times are known.
+
+Invariants: a sequence has at most one draft in flight, and takes no other step meanwhile. Each drafted row has its
+page. A sequence with forced tokens has no draft. A profile drafts only for sequences that read host memory and hold a
+ring for it, since for others its steps would take as long.
 """
 
 import time
@@ -26,16 +28,17 @@ from scheduler.residence.residence import Residence
 from scheduler.sequences.sequence import Sequence, State
 from scheduler.steps.drawing_rows import Row
 
-LEAST_GAIN = 1.02  # of tokens a second
+LEAST_GAIN = 1.02  # in tokens a second
 
-# Drafts' tokens and their chances, the rows of the step without them, the times of its lane: to lengths of drafts.
+# From each row's drafted tokens and their chances, the step's other rows, and its lane's times: the drafts' lengths.
 ChooseLengths = Callable[[list[tuple[list[int], list[float]]], int, StepTimes], list[int]]
 
 
 class Drafts:
-    """Keep the drafts of all sequences. most_rows: of a step with some. make_source: of a sequence that drafts.
-    choose_lengths: by what pays, unless somebody sets it. model: that drafts for profiles which name one; None: none
-    does.
+    """Keeps the drafts of all sequences.
+
+    most_rows: of a step with drafts. make_source: makes the source of a sequence's drafts. choose_lengths: chooses the
+    lengths by what pays; may be replaced. model: the draft model; None: no profile names one.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Drafts:
         self._residence = residence
         self._rings = rings
         self._shared = {name: shared_chances() for name in ("ngram", "profile", "model", "mtp")}
-        self._due: set[Sequence] = set()  # that a model would draft for, and whose last draw is not known yet
+        self._due: set[Sequence] = set()  # the model will draft for these once their last draws are known
         self._draft_s = 0.0  # of the last `take`
         self._drafters: dict[Sequence, Drafter | ProfileDrafter] = {}
         self._steps = self._proposed = self._accepted = self._declined = 0
@@ -59,7 +62,7 @@ class Drafts:
     def take(
         self, rows: list[Row], runs: list[list[int]] | None, lane: Lane, num_running: int
     ) -> tuple[list[tuple[int, ...]] | None, list[PageWrite]]:
-        """Return the draft of each row, and the page writes for them. None: no row has one."""
+        """Choose the draft of each row, and return the drafts and their page writes. None: no row has one."""
         self._draft_s = 0.0
         if all(sequence.profile.draft is None for sequence, _ in rows):
             return None, []
@@ -77,7 +80,7 @@ class Drafts:
         drafts = [tuple(token_ids[:length]) for (token_ids, _), length in zip(looks, lengths, strict=True)]
         writes: list[PageWrite] = []
         for place, (sequence, _) in enumerate(rows):
-            if drafts[place]:  # others have taken pages meanwhile
+            if drafts[place]:  # checked again, since earlier rows have taken pages
                 most = self._residence.most_known(sequence, len(drafts[place]), num_running)
                 drafts[place] = drafts[place][:most]
                 writes += self._residence.grow_known(sequence, most) if most else []
@@ -86,11 +89,11 @@ class Drafts:
         return drafts if any(drafts) else None, writes
 
     def awaits(self, sequences: Iterable[Sequence]) -> bool:
-        """Return whether steps wait for the results in flight, behind which a model drafts for one of these."""
+        """Return whether steps wait for results in flight, because the model then drafts for one of these sequences."""
         return bool(self._due) and any(one in self._due and one.num_in_flight for one in sequences)
 
     def _put_off(self, rows: list[Row], lengths: list[int]) -> None:
-        """Leave out drafts of a model behind draws that are not known yet, and note them: it reads what was drawn."""
+        """Postpone a model's drafts for sequences whose last draws are not known yet, since the model reads them."""
         for place, (sequence, _) in enumerate(rows):
             self._due.discard(sequence)
             if lengths[place] and _has_model(sequence) and sequence.num_in_flight:
@@ -98,7 +101,7 @@ class Drafts:
                 self._due.add(sequence)
 
     def _draft_by(self, model: DraftModel, rows: list[Row], drafts: list[tuple[int, ...]]) -> None:
-        """Have a model draft what is still to be, in place."""
+        """Let the model draft for its rows; replaces placeholder tokens in `drafts` in place."""
         places = [place for place, (sequence, _) in enumerate(rows) if drafts[place] and _has_model(sequence)]
         before_s = model.seconds
         drafted = model.draft([(rows[place][0], len(drafts[place])) for place in places]) if places else []
@@ -107,12 +110,12 @@ class Drafts:
             drafts[place] = cut_at(token_ids, rows[place][0].request.stop_token_ids)
 
     def launch(self, lane: Lane, rows: list[Row], num_rows: int, has_drafts: bool, has_units: bool) -> None:
-        """Note a launched step of so many rows, with the drafts that `take` gave."""
+        """Note a launched step with `num_rows` rows, drafts of `take` included."""
         own = tuple(sequence for sequence, _ in rows)
         self.times[lane].launch(None if has_units or not own else own, num_rows, has_drafts, self._draft_s)
 
     def end(self, lane: Lane) -> None:
-        """Note the result of a lane's oldest step in flight, and forget whose requests are over."""
+        """Note the result of a lane's oldest step in flight, and forget finished sequences."""
         self.times[lane].end()
         for sequence in [one for one in self._drafters if one.state is State.FINISHED]:
             self._drafters.pop(sequence).forget()
@@ -121,7 +124,7 @@ class Drafts:
                 self.model.forget(sequence)
 
     def tell(self, lane: Lane, drafted: list[tuple[Sequence, int, int]], num_slots: int, num_rows: int) -> None:
-        """Count what became of a step's drafts: for each its sequence, its tokens, and how many of them were drawn."""
+        """Count the outcome of a step's drafts. drafted: of each, its sequence, its length, and its accepted tokens."""
         accepted = 0
         for sequence, num_drafted, num_accepted in drafted:
             accepted += num_accepted
@@ -165,9 +168,7 @@ class Drafts:
         return ProfileDrafter(config, self._shared["mtp" if config.uses_head else of_others])
 
     def choose_by_gain(self, looks: list[tuple[list[int], list[float]]], num_fed: int, times: StepTimes) -> list[int]:
-        """Return how many tokens of each draft a step computes beside its `num_fed` rows: those that draw most tokens a
-        second.
-        """
+        """Return the length of each draft beside `num_fed` rows such that the step draws the most tokens a second."""
         lengths = [0] * len(looks)
         plain = times.seconds(False, num_fed)
         likeliest = sorted(

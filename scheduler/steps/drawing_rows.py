@@ -1,9 +1,9 @@
-"""Choose the rows that draw in a step, and the tokens that come with them.
+"""Choose the rows that draw in a step, and the forced tokens that are computed with them.
 
-Rows wait for prefill within the token gap, are left out while the host cannot answer for them, and take tokens along
-that must follow theirs. Invariants: units that put off a decode step take no more than its budget, as far as is known.
-No row is left out of more than `MOST_STEPS` steps in a row; a step with nothing else to do waits. A run of known tokens
-has its pages, and no row of it stands behind the last token that may be drawn.
+Rows wait for prefill within the token gap, and are left out while the host cannot answer for them. Invariants: units
+that delay a decode step take no more than its time budget, as estimated. No row is left out of more than `MOST_STEPS`
+consecutive steps; a step with nothing else to do waits for the host. A run of forced tokens has its pages, and does not
+go beyond the last token that may be drawn.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from scheduler.residence.residence import Residence
 from scheduler.sequences.lane_fences import Rows, rows_of
 from scheduler.sequences.sequence import Sequence
 
-MOST_STEPS = 2048  # of decode: tables of a 96K context take 7 s of one core beside streams, and who waits stalls all
-_LEAST_PREFILL_SHARE = 0.1  # of the token gap target, however long decode takes
+MOST_STEPS = 2048  # high, as waiting stalls all rows, and tables of a 96K context take one core 7 s beside streams
+_LEAST_PREFILL_SHARE = 0.1  # prefill's least share of the token gap target, however long decode takes
 
 IsReady = Callable[[HostRead], bool]
 Row = tuple[Sequence, HostRead | None]
 
 
 class TokenGap:
-    """The gap between two tokens of a stream, of which prefill has a share.
+    """The gap between two tokens of a stream, and prefill's share of it.
 
-    seconds_since_decode: of prefill units since the last decode step, as estimated.
+    seconds_since_decode: the estimated time of prefill units since the last decode step.
     """
 
     def __init__(self, config: SchedulerConfig, costs: CostModel) -> None:
@@ -36,10 +36,10 @@ class TokenGap:
         self._costs = costs
 
     def seconds_left(self, num_prompts: int, prompt_s: float | None, num_running: int) -> float:
-        """Return the seconds that prefill has until the next decode step must come.
+        """Return the seconds that prefill has until the next decode step is due.
 
-        num_prompts: that wait or are under way. prompt_s: of work that are left for the next of them; None: it is not
-        known. num_running: streams that wait for it.
+        num_prompts: prompts that wait or prefill. prompt_s: seconds of work left for the next of them; None: unknown.
+        num_running: streams, which wait meanwhile.
         """
         target = self._config.token_gap_target_ms / 1e3
         share = self._config.prefill_share(num_prompts, prompt_s, num_running)
@@ -49,11 +49,11 @@ class TokenGap:
         return seconds - self.seconds_since_decode
 
     def decode_can_wait(self, units: Many[Unit], contexts: Many[int], budget: float, must_wait: bool) -> bool:
-        """Return whether one more step of such units fits before the next decode step, as far as is known.
+        """Return whether decode can wait: one more step with such units fits before the next decode step.
 
-        contexts[i]: where unit i ends in its prompt. budget: what `seconds_left` said before they were chosen. A step
-        has no more than one whole unit, so a request that arrives never waits for more than two. must_wait: no row can
-        draw in this step, whatever its units take.
+        contexts[i]: prompt tokens up to the end of unit i. budget: what `seconds_left` returned before the units were
+        chosen. A step has at most one whole unit, so an arriving request never waits for more than two. must_wait: no
+        row can draw in this step in any case.
         """
         seconds = sum(self._costs.seconds_of(unit, context) for unit, context in zip(units, contexts, strict=True))
         waits = must_wait or (bool(units) and self._costs.knows(units[0]) and 2 * seconds <= budget)
@@ -62,7 +62,7 @@ class TokenGap:
 
 
 class LateRows:
-    """Rows that are left out while the host cannot answer for them; `num_left_out` counts them since the start."""
+    """Leaves out rows for which the host cannot answer yet. num_left_out: counts them since the start."""
 
     def __init__(self) -> None:
         self.num_left_out = 0
@@ -70,7 +70,7 @@ class LateRows:
     def take_out(self, rows: list[Row], is_ready: IsReady, is_busy: bool) -> list[Row]:
         """Return the rows that are not late, in order.
 
-        If all are late and the step has nothing else to do (`is_busy`), the one stays that has waited longest.
+        If all are late and there is nothing else to do (not `is_busy`), the row that was left out longest stays.
         """
         late = [
             (sequence, host_read)
@@ -82,7 +82,7 @@ class LateRows:
         return [row for row in rows if row not in late] if late else rows
 
     def count(self, rows: list[Row], taken: list[Row]) -> None:
-        """Count a launched step that took some of these rows."""
+        """Note a launched step that may draw `rows`, and does draw `taken`."""
         if len(taken) == len(rows):
             for sequence, _ in rows:
                 sequence.num_left_out = 0
@@ -94,9 +94,9 @@ class LateRows:
 
 
 class KnownTokens:
-    """Tokens that must follow, computed in rows of the same step.
+    """Chooses forced tokens to compute in further rows of the same step.
 
-    is_on: whether there are any; it may change between two steps. most_rows: of such a step.
+    is_on: whether this is enabled; it may change between two steps. most_rows: the most rows of such a step.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class KnownTokens:
         self._constraints = constraints
 
     def take(self, rows: list[Row], lane: Lane, num_running: int) -> tuple[list[list[int]] | None, list[PageWrite]]:
-        """Return, by row, the tokens that must follow and that the step has room for, and their page writes.
+        """Return, by row, the forced tokens that the step has room for, and their page writes; None: there are none.
 
-        None: there are none. A sequence whose steps look at a ring takes none, since each of its tokens would.
+        A sequence whose steps use a ring takes none, since each of its tokens would have to use it.
         """
         if not self.is_on or all(sequence.constraint is None for sequence, _ in rows):
             return None, []

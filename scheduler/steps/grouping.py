@@ -1,24 +1,26 @@
-"""Decide whether rows that read nothing in host memory step with those that do, or in a lane of their own.
+"""Decide whether rows without host reads share steps with rows that have host reads, or step in a lane of their own.
 
 Rows of both kinds step together if that is expected to draw more tokens a second:
 
     joint   (n + m) / J,      J = step(W + K + R, H)
     apart   n / A + m / B,    A = step(S (W + K), H)    B = (W + R) / (1 - (W + K) / A)
 
-for n rows with host reads and m without; W seconds of the device to read the weights once, K and R those to read what
-the rows of either kind have on it, H of the host to attend. `step(D, H)` is the shorter of D + H, one batch, and max(D
-+ W, H), two half batches in turns, which read the weights twice, as W + K in B does then (`halving`). The device is
-one: beside the other lane what the rows with host reads take of it lasts S times as long, since their kernels come one
-by one and each finds one of the other lane's there; and the other lane has what they leave.
+for n rows with host reads and m without. W is the device's time to read the weights once. K and R are its times to read
+the resident keys and values of the rows with and without host reads. H is the host's time to attend. `step(D, H)` is
+the shorter of two ways: D + H for one batch, and max(D + W, H) for two half batches in turns. The second reads the
+weights twice, and then so does W + K in B (`halving`). Both lanes share one device. The kernels of the rows with host
+reads each find a kernel of the other lane running, so their device time is S times as long. The other lane has the time
+that they leave.
 
-Rows join where that gives more, and no row's token takes more than LONGEST_WAIT times what it takes apart, contention
-included: short streams are not to wait for the host. All that goes in is seen: rows and bytes of steps, the host's
-seconds, and the device's seconds a byte, which follow from steps apart, beside which it is never idle. What is done now
-is told by its own steps and not by the formula; of the other way it is remembered by how much the formula was off.
-Times are smoothed, so nothing is concluded from them before SETTLED_STEPS of about the same load.
+Rows join if that draws more, and if no row's token takes more than LONGEST_WAIT times what it takes apart, contention
+included, so that short streams do not wait long for the host. All inputs are measured: rows and bytes of steps, the
+host's seconds, and the device's seconds for each byte. The last come from steps apart, during which the device is never
+idle. The rate of the current way is measured and not taken from the formula. For the other way, the formula is
+corrected by the error that it had there last. Times are smoothed, so no decision is made before SETTLED_STEPS of about
+the same load.
 
-Invariant: of the two ways none is kept that is expected to give fewer
-tokens a second than the other one by more than LEAST_GAIN, unless rows would wait too long there.
+Invariant: the current way is not expected to draw fewer tokens a second than the other way by more than LEAST_GAIN,
+unless rows would wait too long in the other.
 """
 
 from collections.abc import Mapping
@@ -28,13 +30,13 @@ from gpu.batching.halving import FEWEST_ROWS, step_seconds
 from gpu.batching.step_reads import StepReads
 from scheduler.sequences.lane_fences import Rows
 
-LONGEST_WAIT = 2.0  # of a token in a joint step: at most so many times what it takes apart
-JOIN_WAIT = 1.8  # they join where it is expected to be no more, so that noise about the bound moves nobody
-LEAST_GAIN = 0.05  # of tokens a second, for which rows join or part: likewise
-DWELL_STEPS = 8  # of those with host reads, at the least, until rows join or part again
-LONGEST_STEPS = 512  # what the formula was off by is forgotten behind so many: then the other way may be tried anew
-SETTLED_STEPS = 8  # of about the same load, until smoothed times are of it and not of the one before
-_ALIKE = 0.1  # of the bytes of a load, in which another is about the same
+LONGEST_WAIT = 2.0  # a token in a joint step takes at most so many times what it takes apart
+JOIN_WAIT = 1.8  # the same bound before rows join; lower, so that noise does not make them join and part in turns
+LEAST_GAIN = 0.05  # share of tokens a second to be gained before rows join or part, for the same reason
+DWELL_STEPS = 8  # steps with host reads before rows may join or part again
+LONGEST_STEPS = 512  # after so many steps the formula's errors are forgotten, so the other way may be tried again
+SETTLED_STEPS = 8  # steps of about the same load until smoothed times describe it
+_ALIKE = 0.1  # two loads are about the same if their bytes differ by no more than this share
 _SHARED = 2.0  # S above
 _SMOOTHING = 0.3
 _PACE_SMOOTHING = 0.1  # of the device, which does not change
@@ -42,7 +44,9 @@ _PACE_SMOOTHING = 0.1  # of the device, which does not change
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Rows of steps, those with host reads and others, and what they read on the device beside the weights."""
+    """The rows of a step, with host reads and without, and the bytes that each kind reads on the device, besides
+    weights.
+    """
 
     num_host_rows: int
     num_others: int
@@ -52,7 +56,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Seconds of a step in each lane, beside the other one."""
+    """The seconds of a step in each lane while the other lane steps as well."""
 
     host_rows_s: float
     others_s: float
@@ -60,8 +64,8 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The seconds that reads take. device_s: of a byte that a step reads there; host_s: of attending for the rows with
-    host reads.
+    """What reads cost. device_s: seconds for each byte that a step reads on the device. host_s: the host's seconds to
+    attend for the rows with host reads.
     """
 
     reads: StepReads
@@ -70,22 +74,20 @@ class Costs:
 
 
 def expect_joint(load: Load, costs: Costs) -> float:
-    """Return the seconds of a step of all rows, J of this module."""
+    """Return the expected seconds of a step of all rows (J in the module's docstring)."""
     rows, contexts = load.num_host_rows + load.num_others, load.host_row_bytes + load.other_bytes
     return min(seconds for seconds, _ in _ways(rows, contexts, costs, 1.0))
 
 
 def expect_apart(load: Load, costs: Costs) -> Apart:
-    """Return the seconds of steps in lanes of their own, A and B of this module."""
+    """Return the expected seconds of steps in separate lanes (A and B in the module's docstring)."""
     host_rows_s, busy_s = min(_ways(load.num_host_rows, load.host_row_bytes, costs, _SHARED))
     others_s = costs.device_s * (costs.reads.weights(load.num_others) + load.other_bytes)
     return Apart(host_rows_s, others_s / (1.0 - busy_s / host_rows_s))
 
 
 def joins(load: Load, apart: Apart, joint_s: float, is_joint: bool) -> bool:
-    """Return whether all rows step together from now on; `is_joint`: whether they do. Seconds are as expected,
-    or seen.
-    """
+    """Return whether all rows should step together. is_joint: whether they do now. Times are expected or measured."""
     if joint_s > (LONGEST_WAIT if is_joint else JOIN_WAIT) * min(apart.host_rows_s, apart.others_s):
         return False
     together = (load.num_host_rows + load.num_others) / joint_s
@@ -95,8 +97,8 @@ def joins(load: Load, apart: Apart, joint_s: float, is_joint: bool) -> bool:
 
 
 class _Steady:
-    """A count of steps under a steady load. `num_steps`: of about the same load, up to now; of the first load ever,
-    nothing else is in smoothed times.
+    """Counts steps under a steady load. num_steps: consecutive steps of about the same load. The very first load counts
+    as settled, since smoothed times contain no other.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,7 @@ class _Steady:
         self._load: Load | None = None
 
     def see(self, load: Load) -> bool:
-        """Return whether smoothed times are of this load."""
+        """Count a step with this load, and return whether smoothed times describe the load."""
         if self._load is None or not _are_alike(self._load, load):
             self.num_steps = SETTLED_STEPS if self._load is None else 0
             self._load = load
@@ -113,8 +115,10 @@ class _Steady:
 
 
 class Grouping:
-    """The choice whether rows with and without host reads share steps. `is_joint`: all rows step together, where some
-    have host reads. `decode_seconds`: of steps of each kind, which somebody else learns; 0: none has run.
+    """Chooses whether rows with and without host reads share steps.
+
+    is_joint: all rows step together if some have host reads. decode_seconds: smoothed times of steps by kind, which the
+    cost model updates; 0: none has run.
     """
 
     def __init__(self, reads: StepReads, decode_seconds: Mapping[Rows, float]) -> None:
@@ -125,11 +129,13 @@ class Grouping:
         self._alone: Load | None = None  # of the last step of rows without host reads
         self._steady_alone, self._steady = _Steady(), _Steady()
         self._num_parts = 1
-        self._num_steps = 0  # of rows with host reads, since others joined them or parted
-        self._off = {True: (1.0,), False: (1.0, 1.0)}  # seen over expected, joint and apart, when it was so last
+        self._num_steps = 0  # steps with host reads since rows last joined or parted
+        self._off = {True: (1.0,), False: (1.0, 1.0)}  # measured over expected times, joint and apart, as of last use
 
     def observe_alone(self, load: Load, host_rows: Load | None) -> None:
-        """Learn from a step of rows that read nothing on the host, beside which steps of `host_rows` ran, or none."""
+        """Learn from a step of rows without host reads. host_rows: the load of the other lane's steps; None:
+        none ran.
+        """
         self._alone = load
         if not self._steady_alone.see(load):
             return
@@ -142,14 +148,14 @@ class Grouping:
         self._device_s = _smooth(self._device_s, 1.0 / per_s, _PACE_SMOOTHING)
 
     def observe_host_rows(self, host_s: float, num_parts: int) -> None:
-        """Learn from a step of rows that read host memory, in so many parts; 0.0: the host was not heard."""
+        """Learn from a step of rows with host reads, in `num_parts` batches. host_s: 0.0 if it was not measured."""
         if not host_s:
             return
         self._num_parts = num_parts
         self._host_s = _smooth(self._host_s, host_s, _SMOOTHING)
 
     def weigh(self, load: Load, has_others: bool) -> None:
-        """Decide, behind a step of this load, whether other rows step with it from now on.
+        """Decide, after a step with host reads and this load, whether the other rows step with it from now on.
 
         has_others: some rows step in the other lane.
         """
@@ -176,14 +182,15 @@ class Grouping:
             self.is_joint = not self.is_joint
 
     def _host_row_bytes(self, host_rows: Load) -> int:
-        """Return the bytes that the device reads in a step of rows that read host memory."""
+        """Return the bytes that the device reads in a step of rows with host reads."""
         weights = self._reads.weights if self._num_parts == 1 else self._reads.weights_of_halves
         return weights(host_rows.num_host_rows) + host_rows.host_row_bytes
 
 
 def _ways(rows: int, contexts: int, costs: Costs, shared: float) -> list[tuple[float, float]]:
-    """Return seconds of a step of so many rows that read so many bytes beside the weights, and of these the device's,
-    were it alone: in one part, and in two. shared: so many times as long the device takes, since it is not.
+    """Return, for one batch and for two half batches, a step's seconds and its device seconds without contention.
+
+    contexts: bytes read on the device besides weights. shared: the factor by which contention slows the device down.
     """
     reads = costs.reads
     device_s = costs.device_s * (reads.weights(rows) + contexts)

@@ -1,4 +1,4 @@
-"""A launched plan, with what is needed to read its result."""
+"""A launched plan, with what reading its result needs."""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
@@ -14,7 +14,7 @@ from scheduler.steps.grouping import Load
 
 @dataclass(frozen=True, slots=True)
 class OffloadedRun:
-    """The first blocks of a context, which are in host memory once the plan is carried out."""
+    """The first blocks of a context that are in host memory once a plan is carried out."""
 
     sequence: Sequence
     context: HostContext
@@ -22,19 +22,19 @@ class OffloadedRun:
 
     @classmethod
     def of(cls, sequence: Sequence) -> "OffloadedRun":
-        """Return all that is planned to be in host memory of the sequence's context."""
+        """Return all blocks of the sequence's context that are planned to be in host memory."""
         assert sequence.context is not None
         return cls(sequence, sequence.context, sequence.context.num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPlan:
-    """A plan whose result is not in.
+    """A launched plan whose result has not arrived.
 
-    slots: who held each slot. drawing: who draws in it; numbers: as which of their draws, where masked. rows, load: the
-    kind of its rows and what they read; num_rows: all of its rows; num_known: those of known and drafted tokens;
-    drafts: tokens of drafts, by slot. unit_contexts: where each unit ended in its prompt. offloaded: what it offloads.
-    fetches: whether it reloads pages.
+    slots: the sequence that held each slot. drawing: the sequences that draw. numbers: by slot, the number of the draw,
+    if it is masked. rows, load: the kind of its rows, and what they read. num_rows: all of its rows. num_known: its
+    rows of forced and drafted tokens. drafts: drafted tokens, by slot. unit_contexts: prompt tokens up to the end of
+    each unit. offloaded: the contexts that it offloads. fetches: whether it reloads pages.
     """
 
     slots: Mapping[int, Sequence]
@@ -55,8 +55,9 @@ class LaunchedPlan:
         return sum(map(len, self.drafts.values()))
 
     def masked_rows(self, drafted: Callable[[], Mapping[int, Many[int]]]) -> dict[int, MaskedRow] | None:
-        """Return the masked rows by slot. None: a mask depends on a draw whose result is not in. drafted: tells the
-        tokens of drafts that the device made, by slot.
+        """Return the masked rows by slot; None: a mask depends on a draw whose result has not arrived.
+
+        drafted: returns, by slot, the tokens that the device drafted.
         """
         rows: dict[int, MaskedRow] = {}
         on_device: Mapping[int, Many[int]] | None = None  # asked for once: it waits for the device

@@ -29,7 +29,7 @@ _WHY_NOTHING = {
 
 
 class Results:
-    """Reads the results of launched plans; `costs` learns what steps took."""
+    """Reads the results of launched plans. costs: learns the times of steps."""
 
     def __init__(self, roster: Roster, residence: Residence, constraints: Constraints, costs: CostModel) -> None:
         self._roster = roster
@@ -38,7 +38,7 @@ class Results:
         self._costs = costs
 
     def tell(self, result: StepResult, launched: LaunchedPlan) -> list[Delta]:
-        """Return the messages of one result; a lane's results must come in the order of its launches."""
+        """Apply a result and return its messages. A lane's results must come in the order of its launches."""
         if launched.fetches:
             self._residence.finish_reload()
         self._costs.observe_units(launched.units, launched.unit_contexts, result.unit_seconds)
@@ -47,7 +47,7 @@ class Results:
         for slot, why in result.failures.items():
             failed = launched.slots[slot]
             failed.has_failed = True
-            self._residence.windows.retract(failed)  # what was kept of it since may lack what it was to compute
+            self._residence.windows.retract(failed)  # windows kept since then may lack what this step should compute
             if failed.state is not State.FINISHED:
                 log.warning("failed request=%s reason=%s", failed.request_id, why)
                 deltas.append(make_failure(failed, why))
@@ -66,8 +66,9 @@ class Results:
         return deltas
 
     def settle_drafts(self, result: StepResult, launched: LaunchedPlan) -> list[tuple[Sequence, int, int]]:
-        """Take back what was in flight and is not drawn; return each draft's sequence, its tokens, and those drawn, up
-        to one that ends its text.
+        """Take rejected drafted tokens out of flight.
+
+        Returns each draft's sequence, its length, and its accepted tokens up to a stop token.
         """
         told: dict[int, list[int]] = {slot: [] for slot in launched.drafts}
         for token in result.tokens if told else ():
@@ -120,8 +121,8 @@ class Results:
 
 
 def finish_reason(sequence: Sequence, token_id: int) -> str | None:
-    """Return why this draw, not yet appended, ends the sequence, or None. The sampler draws no stop token before its
-    time.
+    """Return why this draw, not yet appended, ends the sequence, or None. The sampler never draws a stop token before
+    `min_tokens`.
     """
     request = sequence.request
     if token_id < 0:
@@ -138,7 +139,7 @@ def make_delta(
     pooled: np.ndarray | None,
     reason: str | None,
 ) -> Delta:
-    """Make the message for one draw. Cached tokens come with all; prompt logprobs and times with the first."""
+    """Make the message for one draw. Prompt logprobs and times come with the first message only."""
     request = sequence.request
     token_ids = [token.token_id] if token.token_id >= 0 and request.max_tokens else []
     first, sequence.has_reported = not sequence.has_reported, True
@@ -159,7 +160,7 @@ def make_delta(
 
 
 def join_deltas(last: Delta, new_deltas: list[Delta]) -> list[Delta]:
-    """Join `last` with the deltas of the same request behind it, where they go on with tokens."""
+    """Join `last` with the later deltas of the same request, if both have tokens."""
     more = new_deltas[0]
     if not (more.token_ids and last.token_ids):
         return [last, *new_deltas]
@@ -174,7 +175,7 @@ def join_deltas(last: Delta, new_deltas: list[Delta]) -> list[Delta]:
 
 
 def make_failure(sequence: Sequence, why: str, may_retry: bool = False) -> Delta:
-    """Return the message for a sequence that cannot go on; `may_retry`: another try may succeed."""
+    """Make the message for a sequence that cannot go on. may_retry: the same request may succeed later."""
     return Delta(
         request_id=sequence.request_id,
         token_ids=[],
@@ -186,7 +187,7 @@ def make_failure(sequence: Sequence, why: str, may_retry: bool = False) -> Delta
 
 
 def make_end(sequence: Sequence) -> Delta:
-    """Make the message for a sequence whose grammar allows nothing behind what was told of it."""
+    """Make the final message for a sequence whose grammar allows nothing more."""
     return Delta(
         request_id=sequence.request_id,
         token_ids=[],
@@ -197,7 +198,7 @@ def make_end(sequence: Sequence) -> Delta:
 
 
 def make_progress(entry: JobInProgress) -> list[Progress]:
-    """Return how far a prefill job is, for each of its members: they advance together."""
+    """Report the progress of each sequence in a prefill job; they advance together."""
     if not entry.sequences:  # chunks
         return []
     return [
