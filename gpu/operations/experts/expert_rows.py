@@ -1,9 +1,9 @@
-"""A mixture of experts for a few tokens: each row of an expert that a token takes is a product of vectors.
+"""Compute a mixture of experts for a few tokens: each row of a chosen expert is a product of vectors.
 
-For so few tokens hardly an expert is taken twice, and bytes of experts are the whole cost. A program owns whole output
-rows of one token and sums over its experts in the order of their places, so a result depends neither on scheduling nor
-on other tokens. Experts of few bits take tiles (`expert_tiles`). Bytes moved: rows of the experts that are taken, once
-for each token that takes them; a token's own row again for each program, from L2.
+With so few tokens hardly an expert is chosen twice, and the experts' bytes are the whole cost. A program owns whole
+output rows of one token and sums over its experts in the order of their places. So a result depends neither on
+scheduling nor on other tokens. Packed experts use tiles (`expert_tiles`). Bytes moved: rows of chosen experts, once for
+each token that chooses them; a token's own row again for each program, from L2.
 """
 
 import torch
@@ -19,16 +19,17 @@ from gpu.operations.experts.routing import take_experts, taking
 from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.operations.swiglu import activated
 
-# Rows of each expert in a program, columns at once, num_warps, unroll. A program has so many rows of all the experts
-# that a token takes, MIXED_PLACES; where it takes fewer, more of each.
+# Rows of each expert in a program, columns at once, num_warps, unroll. These are for programs with MIXED_PLACES
+# experts; if a token chooses fewer, a program has more rows of each.
 CONFIGS = {"gate_up": (1, 256, 4, 1), "down": (2, 256, 4, 3)}
 MIXED_PLACES = 8
 
 
 @triton.jit
 def _lay_rows(token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Lay out a program's rows, so many of each of its token's experts: the place of the expert among these, the row in
-    the expert, the pair, and whether there is one.
+    """Lay out a program's rows: an equal number for each of its token's experts.
+
+    Returns the place of the expert among the token's, the row in the expert, the pair, and whether it exists.
     """
     lane = tl.arange(0, SLOTS * BLOCK_ROWS)
     slot = lane % SLOTS
@@ -40,8 +41,11 @@ def _take_rows(
     logits, ids, shares, token, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     SLOTS: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return for each row of a program its row in the expert, pair, expert (int64), and whether it is one. The program
-    of row 0 writes which experts are taken.
+    """Choose a token's experts.
+
+    Return for each row of a program its row in the expert, pair, expert (int64), and validity.
+
+    The program of row 0 writes which experts are chosen.
     """
     slot, row, place, is_ours = _lay_rows(token, PER_TOKEN, SLOTS, BLOCK_ROWS)
     expert, share = take_experts(
@@ -54,7 +58,7 @@ def _take_rows(
 
 @triton.jit
 def _find_rows(ids, shares, token, PER_TOKEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return rows as `_take_rows`, with the expert's weight, from what was written."""
+    """Return the same as `_take_rows`, and the expert's weight, from the choices that were written."""
     _, row, place, is_ours = _lay_rows(token, PER_TOKEN, SLOTS, BLOCK_ROWS)
     expert = tl.load(ids + place, mask=is_ours, other=0).to(tl.int64)
     return row, place, expert, tl.load(shares + place, mask=is_ours, other=0.0), is_ours
@@ -80,7 +84,7 @@ def _gate_up_kernel(
     source = number * ROWS + tl.minimum(row, INTERMEDIATE - 1)
     gate = base_of(weight, far, is_far[:, None], HAS_FAR) + source[:, None] * HIDDEN
     column = tl.arange(0, BLOCK_INNER)[None, :]
-    x += token * HIDDEN + place[:, None] * 0  # of as many rows as weights, so that these stay in the threads that load
+    x += token * HIDDEN + place[:, None] * 0  # as many rows as weights, which so stay in the threads that load them
     sums = tl.zeros([SLOTS * BLOCK_ROWS, BLOCK_INNER], tl.float32)
     up_sums = sums
     for begin in tl.range(0, HIDDEN, BLOCK_INNER, loop_unroll_factor=UNROLL):
@@ -141,7 +145,7 @@ def _down_kernel(
 def _store_sum(
     weighed, residual, out, token, residual_stride, HIDDEN: tl.constexpr, SLOTS: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Store for a row the sum of its experts' outputs, `[rows * SLOTS]`, and the residual."""
+    """Store a row's sum of expert outputs, `[rows * SLOTS]`, plus the residual."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = row < HIDDEN
     result = tl.sum(tl.reshape(weighed, [BLOCK_ROWS, SLOTS]), 1)
@@ -152,10 +156,10 @@ def _store_sum(
 def gate_up_rows(
     normed: Tensor, logits: Tensor, matrices: ExpertMatrices, experts: Experts, activation: Activation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `activation(gate) * up` of each token's experts, `[tokens, per_token, intermediate]` of normed's dtype,
-    and the experts: ids int32 and weights float32, as `routing.choose` gives them.
+    """Return `activation(gate) * up` of each token's experts, and the experts, ids int32 and weights float32.
 
-    normed, logits: of `routing.router_logits`, contiguous. Raises ValueError for another shape, dtype or device, and
+    The product is `[tokens, per_token, intermediate]` in normed's dtype; experts are as `routing.choose` returns them.
+    normed, logits: from `routing.router_logits`, contiguous. Raises ValueError for another shape, dtype or device, and
     for packed experts.
     """
     (tokens, hidden), gate_up, far, bias = normed.shape, matrices.gate_up, matrices.far, matrices.gate_up_bias
@@ -182,11 +186,11 @@ def gate_up_rows(
 def down_rows(
     product: Tensor, ids: Tensor, shares: Tensor, matrices: ExpertMatrices, residual: Tensor, experts: Experts
 ) -> Tensor:
-    """Return `residual` plus the experts' outputs of `product`, weighed and summed: `[tokens, hidden]`, new, of its
-    dtype, or float32 where some are left out.
+    """Return `residual` plus the weighted sum of the experts' outputs, `[tokens, hidden]`, new.
 
-    product, ids, shares: of `gate_up_rows`; residual `[tokens, hidden]` of product's dtype. Raises ValueError for
-    another shape, dtype or device, and for packed experts.
+    The dtype is the residual's, or float32 if some experts are left out. product, ids, shares: from `gate_up_rows`.
+    residual: `[tokens, hidden]` in product's dtype. Raises ValueError for another shape, dtype or device, and for
+    packed experts.
     """
     (tokens, hidden), down, far = residual.shape, matrices.down, matrices.far
     bias, gains = matrices.down_bias, matrices.gains
@@ -209,23 +213,23 @@ def down_rows(
 
 
 def dtype_of_sum(product: Tensor, far: FarExperts | None) -> torch.dtype:
-    """Return the dtype of the experts' sum: float32 where some are left out, since more is added."""
+    """Return the dtype of the experts' sum: float32 if some experts are left out, since their sum is added later."""
     return torch.float32 if leaves_out(far) else product.dtype
 
 
 def far_matrix(near: Stored, stored: Stored | None) -> Stored:
-    """Return the far matrix, or anything where nothing is read there."""
+    """Return the far matrix, or a placeholder if nothing is read there."""
     return near if stored is None else stored
 
 
 def check_bias(op: str, bias: Tensor | None, experts: Experts, num_rows: int, x: Tensor) -> None:
-    """Raise ValueError unless a bias is of so many rows of each expert, on the card or not."""
+    """Raise ValueError unless a bias has so many rows for each expert, on the card or not."""
     if bias is not None:
         check(op, "bias", bias, (experts.num_experts * num_rows,), x.dtype, x.device)
 
 
 def check_gains(op: str, gains: Tensor | None, experts: Experts, x: Tensor) -> None:
-    """Raise ValueError unless there is a factor of each expert's output."""
+    """Raise ValueError unless there is one factor for each expert's output."""
     if gains is not None:
         check(op, "gains", gains, (experts.num_experts,), torch.float32, x.device)
 
@@ -234,8 +238,9 @@ def check_experts(
     op: str, name: str, near: Stored, far: FarExperts | None, there: Stored | None, experts: Experts, num_rows: int,
     x: Tensor,
 ) -> None:  # fmt: skip
-    """Raise ValueError unless the matrices of experts have so many rows each: in one matrix, or in two, the far one of
-    which, `there`, may be elsewhere.
+    """Raise ValueError unless the experts' matrices have so many rows each.
+
+    They may be in one matrix, or in two, of which the far one, `there`, may be elsewhere.
     """
     if far is None:
         return check_stored(op, name, near, experts.num_experts * num_rows, x)
@@ -248,7 +253,7 @@ def check_experts(
 
 
 def check_stored(op: str, name: str, stored: Stored, rows: int, x: Tensor) -> None:
-    """Raise ValueError unless a matrix of experts has so many rows, of x's columns, and stands where x is."""
+    """Raise ValueError unless a matrix of experts has so many rows and x's columns, and is on x's device."""
     inner, device = x.shape[-1], x.device
     if isinstance(stored, Tensor):
         return check(op, name, stored, (rows, inner), x.dtype, device)
@@ -267,7 +272,7 @@ def _refuse_packed(op: str, name: str, near: Stored, there: Stored | None) -> No
 
 
 def _sized(config: tuple[int, int, int, int], experts: Experts) -> tuple[int, int, int, int, int]:
-    """Return a configuration adapted to how many experts are taken, and places."""
+    """Return a configuration adapted to the number of chosen experts, and the padded number of places."""
     rows, block, num_warps, unroll = config
     slots = triton.next_power_of_2(experts.per_token)
     return max(1, rows * MIXED_PLACES // slots), block, num_warps, unroll, slots

@@ -1,12 +1,12 @@
-"""A mixture of experts for more tokens: tiles of one expert's tokens by its rows, on tensor cores.
+"""Compute a mixture of experts for more tokens: tiles of one expert's tokens by its rows, on tensor cores.
 
 For up to LEAST_PAIRS tokens the programs of gate and up find the pairs of token and expert themselves, from the
 router's logits, and write them down for the down projection. For more tokens, tiles are listed beforehand (`routing`).
 A launch has the largest possible number of tiles, so that it can be in a graph; tiles without pairs end at once. Packed
-experts are widened in registers. Where each expert has many tokens, a few experts at a time are widened in memory
-instead, and multiplied as plain ones. A program owns whole outputs of its pairs, and a token's outputs are summed in
-the order of their places, so results do not depend on scheduling. Bytes moved: the rows of chosen experts, once for
-each tile of tokens; each expert's output for a token, written and read once; a widened matrix is written, too.
+experts are widened in registers. If each expert has many tokens, a few experts at a time are widened in memory instead,
+and multiplied as plain ones. A program owns whole outputs of its pairs, and a token's outputs are summed in the order
+of their places, so results do not depend on scheduling. Bytes moved: the rows of chosen experts, once for each tile of
+tokens; each expert's output for a token, written and read once; a widened matrix is also written.
 """
 
 from collections.abc import Iterator
@@ -40,17 +40,20 @@ from gpu.operations.linear.packed_numbers import beside
 from gpu.operations.linear.packed_tiles import row_tile, scaled, tensors_of, tile_layout
 from gpu.operations.swiglu import activated
 
-LEAST_PAIRS, MOST_PAIRS = 16, 128  # of a tile
-FEWEST_PAIRS = 8  # of a tile of packed matrices alone, whose pairs are the second operand
-MOST_PACKED_PAIRS = 64  # where numbers are widened in registers
+LEAST_PAIRS, MOST_PAIRS = 16, 128  # pairs of a tile
+FEWEST_PAIRS = 8  # pairs of a tile if both matrices are packed: pairs are then the second operand
+MOST_PACKED_PAIRS = 64  # pairs of a tile if numbers are widened in registers
 SUM_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Pairs of tokens and experts, cut into tiles. experts, takers: of `routing.tile_pairs`; shares: weights, float32
-    `[tokens, per_token]`, or what those of a token are in proportion to. logits: float32 `[tokens, experts]`, of which
-    gate and up's programs find all of these and write them; None: they are written.
+    """Pairs of tokens and experts, cut into tiles.
+
+    experts, takers: as in `routing.tile_pairs`.
+    shares: weights, float32 `[tokens, per_token]`, or numbers in proportion to a token's weights.
+    logits: float32 `[tokens, experts]`, from which the programs of gate and up find and write all of these; None: they
+        are already written.
     """
 
     experts: Tensor
@@ -65,7 +68,7 @@ class Tiles:
 
 @triton.jit
 def _read_tile(tile_experts, takers, tile, BLOCK_PAIRS: tl.constexpr):
-    """Return a tile's expert, below 0 if there is none, and its pairs, of which those below 0 are none."""
+    """Return a tile's expert, negative if there is none, and its pairs; negative numbers are no pairs."""
     expert = tl.load(tile_experts + tile)
     lane = tl.arange(0, BLOCK_PAIRS)
     return expert, tl.load(takers + tile.to(tl.int64) * BLOCK_PAIRS + lane)
@@ -76,9 +79,10 @@ def _find_tile(
     logits, tile_experts, takers, shares, tile, num_tokens, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr, WEIGHTS: tl.constexpr, BY_PAIR: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile as `_read_tile`, of no more tokens than a tile has pairs, from their logits. A tile is an expert's;
-    or BY_PAIR of that expert that the pair of its number takes, if no token before it does. The programs of row 0 write
-    it all.
+    """Find a tile from the logits of the tokens, of which there are no more than a tile has pairs; see `_read_tile`.
+
+    A tile belongs to the expert of its number. BY_PAIR: it belongs to the expert of the pair of its number, unless an
+    earlier token chooses that expert. The programs of row 0 write the results.
     """
     token = tl.arange(0, BLOCK_PAIRS)
     is_token = token < num_tokens
@@ -122,7 +126,7 @@ def _tile_of_program(
     BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, WEIGHTS: tl.constexpr, BY_PAIR: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Return a program's tile, listed or found."""
+    """Return a program's tile, either listed beforehand or found here."""
     tile = tl.program_id(1)
     if ROUTES:
         expert, taker = _find_tile(
@@ -150,7 +154,7 @@ def _tiles_kernel(
         logits, tile_experts, takers, shares, num_tokens, ROUTES, NUM_EXPERTS, BLOCK_EXPERTS, PER_TOKEN, WEIGHTS,
         BY_PAIR, BLOCK_PAIRS,
     )  # fmt: skip
-    if IS_PART:  # `weight` has the experts from `first` to `end` alone
+    if IS_PART:  # `weight` has only the experts from `first` to `end`
         expert = tl.where((expert >= first) & (expert < end), expert, -1)
     if expert >= 0:
         pair = tl.maximum(taker, 0)
@@ -166,7 +170,7 @@ def _tiles_kernel(
         up_sums = sums
         columns = INNER
         if LEAVES_OUT:
-            columns = tl.where(is_far, 0, INNER)  # what it makes is zero
+            columns = tl.where(is_far, 0, INNER)  # so its product is zero
         for begin in tl.range(0, columns, BLOCK_INNER):
             inside = None if EVEN else begin + column < INNER
             values = tl.load(values_at + begin, mask=None if EVEN else inside[None, :], other=None if EVEN else 0.0)
@@ -188,7 +192,7 @@ def _tiles_kernel(
 
 @triton.jit
 def _add_bias(sums, up_sums, bias, expert, row, inside, NUM_ROWS: tl.constexpr, GATES: tl.constexpr):
-    """Add an expert's bias to sums, `[pairs, rows]`, of rows that are `inside`."""
+    """Add an expert's bias to sums, `[pairs, rows]`, for rows that are `inside`."""
     source = bias + expert.to(tl.int64) * (2 * NUM_ROWS if GATES else NUM_ROWS) + row
     sums += tl.load(source, mask=inside, other=0.0).to(tl.float32)[None, :]
     if GATES:
@@ -208,7 +212,7 @@ def _store_tile(
 
 @triton.jit
 def _leave_out(places, expert, taker, out, NUM_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return the expert, or -1 where something else computes it: its output is zero here, and nothing of it is read."""
+    """Return the expert, or -1 if the CPU computes it: then its output is set to zero, and nothing of it is read."""
     _, is_far = find_place(places, tl.maximum(expert, 0), True)
     pair = tl.where(tl.where(is_far, expert, -1) >= 0, taker, -1)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -319,15 +323,16 @@ def _sum_pairs_kernel(
 
 
 def sizes_of_tiles(experts: Experts, most_tokens: int) -> list[int]:
-    """Return numbers of tokens, one for each size of tiles and of blocks that pairs are sorted in."""
+    """Return numbers of tokens that cover every size of tiles, and every size of blocks in which pairs are sorted."""
     pairs = [size * experts.num_experts for size in (16, 32, 64, 128)] + list(SORTED_BLOCKS)
     return sorted({min(most_tokens, max(1, one // experts.per_token)) for one in pairs} | {most_tokens})
 
 
 def pair_up(ids: Tensor, shares: Tensor, experts: Experts, has_packed: bool, has_far: bool = False) -> Tiles:
-    """Return the pairs of `routing.choose`'s ids and weights, in tiles of about as many as an expert has. has_packed:
-    whether gate_up or down is: both are multiplied in these tiles; has_far: whether some lie elsewhere, which are not
-    widened in memory.
+    """Cut the pairs of `routing.choose` into tiles, each about as large as an expert's number of pairs.
+
+    has_packed: whether gate_up or down is packed; both are multiplied in these tiles. has_far: whether some experts are
+    elsewhere, which are not widened in memory.
     """
     mean = -(-ids.numel() // experts.num_experts)
     most = MOST_PACKED_PAIRS if has_packed and (has_far or mean < LEAST_WIDENED_PAIRS) else MOST_PAIRS
@@ -336,8 +341,9 @@ def pair_up(ids: Tensor, shares: Tensor, experts: Experts, has_packed: bool, has
 
 
 def pair_few(logits: Tensor, experts: Experts, is_packed: bool = False) -> Tiles:
-    """Return tiles of up to LEAST_PAIRS tokens, which gate and up's programs fill from the router's logits. is_packed:
-    whether both gate_up and down are.
+    """Return tiles for up to LEAST_PAIRS tokens, which the programs of gate and up fill from the router's logits.
+
+    is_packed: whether both gate_up and down are packed.
     """
     tokens = len(logits)
     per_tile = FEWEST_PAIRS if is_packed and tokens <= FEWEST_PAIRS else LEAST_PAIRS
@@ -354,9 +360,9 @@ def pair_few(logits: Tensor, experts: Experts, is_packed: bool = False) -> Tiles
 def gate_up_tiles(
     normed: Tensor, tiles: Tiles, matrices: ExpertMatrices, experts: Experts, activation: Activation
 ) -> Tensor:
-    """Return `activation(gate) * up` of each pair, `[pairs, intermediate]` of normed's dtype, pairs by token and place.
+    """Return `activation(gate) * up` of each pair, `[pairs, intermediate]` in normed's dtype, by token and place.
 
-    normed `[tokens, hidden]`, contiguous. Raises ValueError for another shape, dtype or device.
+    normed: `[tokens, hidden]`, contiguous. Raises ValueError for another shape, dtype or device.
     """
     op, far, num_rows = "gate_up_tiles", matrices.far, first_rows(activation, experts.intermediate)
     check_bias(op, matrices.gate_up_bias, experts, num_rows, normed)
@@ -366,11 +372,10 @@ def gate_up_tiles(
 
 
 def down_tiles(product: Tensor, tiles: Tiles, matrices: ExpertMatrices, residual: Tensor, experts: Experts) -> Tensor:
-    """Return `residual` plus the experts' outputs of `product`, weighed and summed: `[tokens, hidden]`, new, of its
-    dtype, or float32 where some are left out.
+    """Return `residual` plus the weighted sum of the experts' outputs, `[tokens, hidden]`, new.
 
-    product: of `gate_up_tiles`; residual `[tokens, hidden]` of its dtype. Raises ValueError for another shape, dtype or
-    device.
+    The dtype is the residual's, or float32 if some experts are left out. product: from `gate_up_tiles`. residual:
+    `[tokens, hidden]` in its dtype. Raises ValueError for another shape, dtype or device.
     """
     op, (tokens, hidden), far = "down_tiles", residual.shape, matrices.far
     check_bias(op, matrices.down_bias, experts, hidden, product)
@@ -391,8 +396,9 @@ def down_tiles(product: Tensor, tiles: Tiles, matrices: ExpertMatrices, residual
 def _launch(
     x: Tensor, tiles: Tiles, matrices: ExpertMatrices, experts: Experts, activation: Activation | None, num_rows: int
 ) -> Tensor:
-    """Multiply tiles of pairs with gate and up, of which `num_rows` are a product, or without an activation with down:
-    return `[pairs, num_rows]`.
+    """Multiply tiles of pairs with gate and up, or, without an activation, with down; return `[pairs, num_rows]`.
+
+    num_rows: rows of the result.
     """
     far, is_first = matrices.far, activation is not None
     gates = activation is not None and is_gated(activation)
@@ -432,13 +438,13 @@ def _launch(
 
 
 def _parts(stored: Stored, num_experts: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield a matrix of experts, plain, in parts, and which experts a part has."""
+    """Yield a matrix of experts in plain parts, each with its range of experts."""
     if isinstance(stored, Tensor):
         yield stored, 0, num_experts
         return
     rows = stored.rows // num_experts
     at_once = experts_at_once(rows, stored.inner, stored.dtype.itemsize)
-    if rows % stored.row_block:  # scales that experts share
+    if rows % stored.row_block:  # experts share scales
         at_once = num_experts
     for first in range(0, num_experts, at_once):
         end = min(num_experts, first + at_once)

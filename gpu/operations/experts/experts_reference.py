@@ -1,6 +1,6 @@
-"""A mixture of experts in plain torch, which reads the taken experts alone: the reference, and what the CPU runs.
+"""Compute a mixture of experts in plain torch, reading only the chosen experts: as the reference, and on the CPU.
 
-There rows of few bits are multiplied as they are stored (`numba_packed_linear`), but with float64 tokens. A token's
+On the CPU packed rows are multiplied as they are stored (`numba_packed_linear`), except with float64 tokens. A token's
 result is a sum over its experts in the order of their weights, so it depends on no other token.
 """
 
@@ -19,11 +19,11 @@ from gpu.operations.swiglu import swiglu_reference
 
 
 def fold_choice_reference(logits: Tensor, experts: Experts, correction: Tensor | None) -> Tensor:
-    """Return the logits of a router by sigmoids, or of one that chooses among groups, as a softmax router would have
-    them: the logarithms of the weights for experts that a token takes, -inf for all others.
+    """Convert logits of a sigmoid router, or of one that chooses among groups, to those of a softmax router.
 
-    logits: float32 `[tokens, experts]`; correction: `[experts]`, of the choice alone; None: there is none. DeepSeek-V3,
-        arXiv 2412.19437, eq. (13) to (16), and DeepSeek-V2, arXiv 2405.04434, section 2.2.2.
+    The result has the logarithms of the weights for experts that a token chooses, and -inf for all others. DeepSeek-V3,
+    arXiv 2412.19437, eq. (13) to (16), and DeepSeek-V2, arXiv 2405.04434, section 2.2.2. logits: float32 `[tokens,
+    experts]`. correction: `[experts]`, used only for the choice; None: there is none.
     """
     weights = F.logsigmoid(logits) if experts.is_sigmoid else torch.log_softmax(logits, 1)
     wanted = weights.exp() if correction is None else weights.exp() + correction
@@ -39,11 +39,10 @@ def fold_choice_reference(logits: Tensor, experts: Experts, correction: Tensor |
 def route_reference(
     normed: Tensor, router: Tensor, experts: Experts, bias: Tensor | None = None, correction: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's experts: ids int64 and weights float32 (float64 of such tokens), both `[tokens, per_token]`,
-    the largest first and of equals the lower one.
+    """Return each token's experts: ids int64 and weights float32 (float64 for such tokens), both `[tokens, per_token]`.
 
-    normed `[tokens, hidden]`, behind the layer's norm; router `[experts, hidden]`, bias `[experts]`. Logits are never
-    rounded.
+    The largest weight comes first, and of equal ones the lower expert. normed: `[tokens, hidden]`, after the layer's
+    norm. router: `[experts, hidden]`. bias: `[experts]`. Logits are never rounded.
     """
     wide = torch.float64 if normed.dtype == torch.float64 else torch.float32
     logits = F.linear(normed.to(wide), router.to(wide), None if bias is None else bias.to(wide))
@@ -53,7 +52,7 @@ def route_reference(
 
 
 def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Return experts as `route_reference`, of logits `[tokens, experts]`."""
+    """Return the experts of logits `[tokens, experts]`, as `route_reference` does."""
     weights = logits.exp() if experts.keeps_weights else torch.softmax(logits, 1)
     shares, ids = weights.sort(dim=1, descending=True, stable=True)
     shares, ids = shares[:, : experts.per_token], ids[:, : experts.per_token]
@@ -63,8 +62,9 @@ def choose_reference(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 def experts_reference(
     normed: Tensor, ids: Tensor, weights: Tensor, matrices: ExpertMatrices, experts: Experts, activation: Activation
 ) -> Tensor:
-    """Return the experts' outputs of tokens `[tokens, hidden]`, weighed and summed, of their dtype; ids, weights: of
-    `route_reference`. Where some are left out, not of the tokens' dtype, but as wide as the weights.
+    """Return the weighted sum of the experts' outputs for tokens `[tokens, hidden]`, in their dtype.
+
+    If some experts are left out, the dtype is as wide as the weights'. ids, weights: from `route_reference`.
     """
     (tokens, hidden), width, far = normed.shape, first_rows(activation, experts.intermediate), matrices.far
     made = normed.new_zeros(tokens, experts.per_token, normed.shape[1])
@@ -77,7 +77,7 @@ def experts_reference(
                 continue
             own, number = found
         product = _product(normed[token], own[0], width * number, width, matrices.gate_up_bias, expert)
-        product = swiglu_reference(product, activation)  # under one name: neither is kept for the next expert's
+        product = swiglu_reference(product, activation)  # one name: both are freed before the next expert
         made[token, place] = _product(product, own[1], hidden * number, hidden, matrices.down_bias, expert)
     wide = torch.promote_types(weights.dtype, normed.dtype)
     if matrices.gains is not None:
@@ -87,8 +87,9 @@ def experts_reference(
 
 
 def _product(x: Tensor, stored: Stored, begin: int, count: int, bias: Tensor | None, expert: int) -> Tensor:
-    """Return x with an expert's rows `[begin, begin + count)` and its part of a bias, `[tokens, count]`. Rows of few
-    bits are multiplied as they are stored where the CPU can, else widened.
+    """Return x times an expert's rows `[begin, begin + count)`, plus its part of a bias, `[tokens, count]`.
+
+    Packed rows are multiplied as they are stored where the CPU can, else widened.
     """
     own = None if bias is None else bias[expert * count : (expert + 1) * count]
     if isinstance(stored, Packed) and x.dtype != torch.float64 and stored.order is None and multiplies(stored):
@@ -99,7 +100,9 @@ def _product(x: Tensor, stored: Stored, begin: int, count: int, bias: Tensor | N
 
 
 def rows_of(stored: Stored, begin: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return rows `[begin, begin + count)` of a matrix, widened if they are packed; whole blocks of rows."""
+    """Return rows `[begin, begin + count)` of a matrix, which must be whole blocks of rows; widened if they
+    are packed.
+    """
     end = begin + count
     if isinstance(stored, Tensor):
         return stored[begin:end].to(dtype)

@@ -1,7 +1,7 @@
-"""The places of experts that lie apart from a layer's others, as products are given them.
+"""Define the places of experts that are stored apart from a layer's others.
 
-Every expert has one place, on either side. Where something else computes those on the far side, products leave them
-out, and their sums are float32, since more is added.
+Every expert has one place, on either side. If the CPU computes the experts of the far side, products leave them out,
+and sums are float32, since more is added later.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from gpu.operations.linear.packed_matrix import Stored
 
 @dataclass(frozen=True, slots=True)
 class FarExperts:
-    """The experts of a layer that lie apart. gate_up, down: as in `weights.ExpertWeights`, of as many experts as there
-    are slots; None: somebody else computes them. places: int32 `[experts]`, of each the number among those in the
-    layer's own matrices, or `~slot`.
+    """The experts of a layer that are stored apart.
+
+    gate_up, down: as in `weights.ExpertWeights`, with as many experts as there are slots; None: something else computes
+    them. places: int32 `[experts]`: for an expert in the layer's own matrices its number there, else `~slot`.
     """
 
     gate_up: Stored | None
@@ -25,7 +26,7 @@ class FarExperts:
     places: Tensor
 
     def find(self, expert: int, near: tuple[Stored, Stored]) -> tuple[tuple[Stored, Stored], int] | None:
-        """Return an expert's matrices, and its number in them; None: it is left out. Waits for the device."""
+        """Return an expert's matrices and its number in them, or None if it is left out. Waits for the device."""
         place = int(self.places[expert])
         if place >= 0:
             return near, place
@@ -36,7 +37,7 @@ class FarExperts:
 
 @triton.jit
 def find_place(places, expert, HAS_FAR: tl.constexpr):
-    """Return each expert's number in its matrix, int64, and whether that is the far one; experts: integers."""
+    """Return each expert's number in its matrix, int64, and whether that is the far matrix. expert: integers."""
     number = expert.to(tl.int64)
     is_far = number < 0
     if HAS_FAR:
@@ -48,7 +49,7 @@ def find_place(places, expert, HAS_FAR: tl.constexpr):
 
 @triton.jit
 def base_of(near, far, is_far, HAS_FAR: tl.constexpr):
-    """Return which of a pair of pointers each expert's rows are counted from."""
+    """Return the pointer, near or far, from which each expert's rows are counted."""
     base = near
     if HAS_FAR:
         base = tl.where(is_far, far, near)
@@ -56,10 +57,10 @@ def base_of(near, far, is_far, HAS_FAR: tl.constexpr):
 
 
 def leaves_out(far: FarExperts | None) -> bool:
-    """Return whether something else computes the experts on the far side."""
+    """Return whether the experts of the far side are computed elsewhere."""
     return far is not None and far.gate_up is None
 
 
 def places_of(far: FarExperts | None, x: Tensor) -> Tensor:
-    """Return what a kernel is given as `places`; anything, where nothing lies far."""
+    """Return a kernel's argument `places`, or a placeholder if no experts are far."""
     return x if far is None else far.places

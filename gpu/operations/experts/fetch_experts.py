@@ -1,8 +1,8 @@
 """Fetch the experts that a step's tokens chose from host memory to slots on the card, each one once.
 
-The device reads pinned memory itself, so what is fetched is decided inside a captured step. An expert that several
-tokens chose has one slot. Slots are in the order of experts, so a step's list depends on its tokens alone. Bytes moved:
-of each chosen expert once over the link, and as many written.
+The device reads pinned memory itself, so the choice of experts can be made inside a captured step. An expert that
+several tokens chose has one slot. Slots are in the order of experts, so a step's list depends on its tokens alone.
+Bytes moved: each chosen expert once over the link, and as many bytes written.
 """
 
 from typing import NamedTuple
@@ -14,15 +14,17 @@ from torch import Tensor
 
 from gpu.operations.arguments import check, check_contiguous, runs_on_triton
 
-BLOCK_WORDS = 4096  # of int32, that a program has under way: with PROGRAMS of them 1 MiB, of 0.1 that fill a link
-PROGRAMS = 64  # which leave the other multiprocessors to whoever runs beside
-_PAIRS = 64  # looked at together
+BLOCK_WORDS = 4096  # int32 in flight per program: with PROGRAMS programs 1 MiB, ten times what fills a link
+PROGRAMS = 64  # so few that other kernels have multiprocessors, too
+_PAIRS = 64  # pairs that are read together
 
 
 class Listed(NamedTuple):
-    """Where a step's tokens find their experts. places: int32 `[experts]`, of an expert on the card its number there;
-    of one in host memory `~slot`, or `~0` if nobody takes it. wanted: int32 `[slots]`, by slot, the expert's number
-    among those in host memory; the first `count`, int32 `[1]`, are valid.
+    """Where a step's tokens find their experts.
+
+    places: int32 `[experts]`: for an expert on the card its number there; for one in host memory `~slot`, or `~0` if no
+    token chose it. wanted: int32 `[slots]`, for each slot the expert's number among those in host memory; the first
+    `count`, int32 `[1]`, are valid.
     """
 
     places: Tensor
@@ -86,12 +88,12 @@ def list_experts(
     chosen: Tensor, num_on_card: int, num_experts: int, num_slots: int, rows: Tensor | None = None,
     total: Tensor | None = None,
 ) -> Listed:  # fmt: skip
-    """Give each expert in host memory that some token chose a slot.
+    """Give a slot to each expert in host memory that some token chose.
 
-    chosen: int32 `[tokens, chosen]`, contiguous, in `[0, num_experts)`, of which the first `num_on_card` are on the
-    card; num_slots: at least as many as may be listed. rows: int32 `[tokens]`, below 0 in those that are not in use
-    and want nothing; None: all are. total: int64 `[1]`, to which is added how many are listed, or None. Raises
-    ValueError for another shape or dtype.
+    chosen: int32 `[tokens, chosen]`, contiguous, in `[0, num_experts)`; the first `num_on_card` experts are on the
+    card. num_slots: at least as many as may be listed. rows: int32 `[tokens]`, below 0 in those that are not in use and
+    need nothing; None: all are in use. total: int64 `[1]`, to which the number of listed experts is added, or None.
+    Raises ValueError for another shape or dtype.
     """
     op, device = "list_experts", chosen.device
     tokens, per_token = chosen.shape
@@ -116,10 +118,10 @@ def list_experts(
 
 
 def fetch_experts(source: Tensor, into: Tensor, listed: Listed) -> None:
-    """Bring the listed experts of one stack from pinned host memory into their slots, on the current stream.
+    """Copy the listed experts of one stack from pinned host memory to their slots, on the current stream.
 
-    source: int32 `[experts, words]`, contiguous, in memory that the device reads; into: int32 `[slots, words]`, on the
-    device. Raises ValueError for another shape or dtype.
+    source: int32 `[experts, words]`, contiguous, in memory that the device can read. into: int32 `[slots, words]`, on
+    the device. Raises ValueError for another shape or dtype.
     """
     op, words = "fetch_experts", source.shape[1]
     check(op, "source", source, tuple(source.shape), torch.int32, source.device)
@@ -137,12 +139,12 @@ def fetch_experts(source: Tensor, into: Tensor, listed: Listed) -> None:
 
 
 def words_of(stack: Tensor, num_experts: int) -> Tensor:
-    """Return a view of a stack, an expert's rows behind another's: int32 `[experts, words]`, what is fetched of it.
+    """Return a view of a stack of experts as int32 `[experts, words]`, in which it is fetched.
 
-    Raises ValueError for rows of an expert that are no whole words.
+    Raises ValueError if an expert's rows are not whole words.
     """
     op = "words_of"
     check_contiguous(op, "stack", stack)
     if stack.nbytes % (4 * num_experts):
-        raise ValueError(f"{op}: a stack of {stack.nbytes:,} bytes is no {num_experts} experts of whole words")
+        raise ValueError(f"{op}: a stack of {stack.nbytes:,} bytes is not {num_experts} experts of whole words")
     return stack.view(-1).view(torch.uint8).view(torch.int32).view(num_experts, -1)

@@ -1,4 +1,4 @@
-"""What the products of a layer's experts read: both matrices, where experts lie, biases and gains."""
+"""Define what the products of a layer's experts read: both matrices, the places of experts, biases and gains."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ class ExpertMatrices:
     """The matrices of all experts of a layer.
 
     gate_up, down: as in `weights.ExpertWeights`.
-    far: of the experts that lie elsewhere; None: none do.
-    gate_up_bias, down_bias: of the rows of all experts, of the model's dtype, or None.
-    gains: float32 `[experts]`, factors of each one's output; None: 1.
+    far: the experts that are stored elsewhere; None: none are.
+    gate_up_bias, down_bias: for the rows of all experts, in the model's dtype, or None.
+    gains: float32 `[experts]`, factors of the experts' outputs; None: 1.
     """
 
     gate_up: Stored

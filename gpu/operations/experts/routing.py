@@ -1,8 +1,8 @@
-"""Routing of a mixture of experts: the router's logits behind the norm, a token's largest, and tiles of pairs.
+"""Route a mixture of experts: compute the router's logits after the norm, choose experts, and cut pairs into tiles.
 
-A pair is a token and one of the experts that it takes: pair `token * per_token + place`, places by falling weight. A
-tile is some pairs of one expert. Of equal logits the lower expert is taken first, and nothing depends on how programs
-are scheduled. Bytes moved: the router once for each of a few tokens (from L2), or once for all.
+A pair is a token and one of the experts that it chooses: pair `token * per_token + place`, places by falling weight. A
+tile is some pairs of one expert. Of equal logits the lower expert is chosen first, and nothing depends on how programs
+are scheduled. Bytes moved: the router once per token for a few tokens (from L2), or once for all.
 """
 
 import torch
@@ -16,11 +16,11 @@ from gpu.operations.experts.experts_reference import choose_reference, fold_choi
 from gpu.operations.linear.plain_linear import logits_linear
 from gpu.operations.rms_norm import check_norm, rms_norm
 
-MOST_ROUTED = 64  # tokens whose logits are products of vectors; of more, the vendor's product is one of matrices
-ROUTED_EXPERTS = 2  # of a program
-# What the exponential of a logit is a share of: of all experts' sum, of the sum of those taken, or it is one itself.
+MOST_ROUTED = 64  # tokens whose logits are products of vectors; with more, the vendor's matrix product is used
+ROUTED_EXPERTS = 2  # experts of a program
+# A weight is the exponential of a logit over the sum of all experts', over that of the chosen ones, or by itself.
 OF_ALL, OF_TAKEN, OF_ITSELF = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-SORTED_BLOCKS = (128, 1024, 4096)  # pairs that a program looks at together: few sizes, each is compiled
+SORTED_BLOCKS = (128, 1024, 4096)  # pairs that a program reads together: few sizes, since each is compiled
 
 
 @triton.jit
@@ -50,20 +50,22 @@ def _router_logits_kernel(
 
 @triton.jit
 def _in_order(bits):
-    """Convert between the bits of a float32 and an int32 of the same order, both ways."""
+    """Convert the bits of a float32 to an int32 with the same order, or back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def keys_of(values, is_expert):
-    """Return integers of the order of logits, so that an existing expert is taken whatever the logits are."""
+    """Return integers in the order of the logits, such that existing experts come before padding whatever their logits
+    are.
+    """
     keys = _in_order((values + 0.0).to(tl.int32, bitcast=True))  # no -0.0
     return tl.where(is_expert, keys, -0x80000000)
 
 
 @triton.jit
 def logit_of(keys):
-    """Return float32, the reverse of `keys_of`."""
+    """Return the float32 logit of a key, the reverse of `keys_of`."""
     return _in_order(keys).to(tl.float32, bitcast=True)
 
 
@@ -72,9 +74,10 @@ def take_experts(
     logits, slot, NUM_EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the expert at each place of `slot`, int32 of any length, and its weight, float32: of one token's logits.
-    An expert's place is the number of those before it: all are counted at once, where rounds of the largest that is
-    left would have all warps wait for one another twice in each.
+    """Return the expert at each place of `slot`, int32 of any length, and its weight, float32, from one token's logits.
+
+    An expert's place is the number of experts before it. All are counted at once: if the largest were removed in
+    rounds, all warps would wait for one another twice in each round.
     """
     expert = tl.arange(0, BLOCK_EXPERTS)
     is_expert = expert < NUM_EXPERTS
@@ -151,7 +154,7 @@ def _tile_pairs_kernel(
         taken = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=NUM_EXPERTS)
         before += (taken < expert).to(tl.int32)
     begin = tl.sum(before, 0)
-    tile = begin // PER_TILE + expert  # its first, behind as many as those before it can have
+    tile = begin // PER_TILE + expert  # its first tile, after as many as earlier experts can have
     own = takers + tile.to(tl.int64) * PER_TILE
     count = begin * 0
     for first in tl.range(0, num_pairs, BLOCK):
@@ -171,11 +174,11 @@ def _tile_pairs_kernel(
 def router_logits(
     x: Tensor, norm: Tensor, eps: float, router: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `rms_norm(x)` of x's dtype, `[tokens, hidden]`, and its products with the router, float32 `[tokens,
+    """Return `rms_norm(x)` in x's dtype, `[tokens, hidden]`, and its product with the router, float32 `[tokens,
     experts]`.
 
-    x `[tokens, hidden]`, norm `[hidden]` of its dtype or float32, router `[experts, hidden]` and bias `[experts]` of
-    its dtype. Raises ValueError for another shape, dtype or device.
+    x: `[tokens, hidden]`. norm: `[hidden]` in x's dtype or float32. router: `[experts, hidden]`, bias: `[experts]`, in
+    x's dtype. Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = x.shape
     if bias is not None:
@@ -198,9 +201,11 @@ def router_logits(
 
 
 def fold_choice(logits: Tensor, experts: Experts, correction: Tensor | None) -> Tensor:
-    """Return `fold_choice_reference` of logits, new. Of equal weights, or sums of a group's, the first is taken.
+    """Compute `fold_choice_reference`, in a new tensor.
 
-    logits float32 `[tokens, experts]`; correction float32 `[experts]` or None. Raises ValueError for another shape,
+    Of equal weights, or equal sums of groups, the first is chosen.
+
+    logits: float32 `[tokens, experts]`. correction: float32 `[experts]` or None. Raises ValueError for another shape,
     dtype or device.
     """
     tokens = len(logits)
@@ -222,10 +227,9 @@ def fold_choice(logits: Tensor, experts: Experts, correction: Tensor | None) -> 
 
 
 def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Return ids int32 and weights float32 of the experts that each token takes, `[tokens, per_token]`, the largest
-    first.
+    """Return the experts that each token chooses, ids int32 and weights float32 `[tokens, per_token]`, largest first.
 
-    logits float32 `[tokens, experts]`, contiguous. Raises ValueError for another shape or dtype.
+    logits: float32 `[tokens, experts]`, contiguous. Raises ValueError for another shape or dtype.
     """
     tokens = len(logits)
     check("choose", "logits", logits, (tokens, experts.num_experts), torch.float32, logits.device)
@@ -242,7 +246,7 @@ def choose(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 
 def taking(experts: Experts) -> dict[str, object]:
-    """Return the arguments of `take_experts` for a mixture."""
+    """Return the arguments of `take_experts` for this mixture."""
     weights = OF_ITSELF if experts.keeps_weights else OF_TAKEN if experts.is_normalised else OF_ALL
     return {
         "NUM_EXPERTS": experts.num_experts, "BLOCK_EXPERTS": triton.next_power_of_2(experts.num_experts),
@@ -251,9 +255,10 @@ def taking(experts: Experts) -> dict[str, object]:
 
 
 def tile_pairs(ids: Tensor, num_experts: int, per_tile: int) -> tuple[Tensor, Tensor]:
-    """Return for each tile its expert, int32 `[tiles]`, -1 of one without pairs, and the pairs that it has, int32
-    `[tiles, per_tile]`, -1 where there are no more: an expert's in their order, `pairs // per_tile + experts` tiles.
-    ids: of `choose`. Raises ValueError for another dtype.
+    """Return each tile's expert, int32 `[tiles]`, and its pairs, int32 `[tiles, per_tile]`.
+
+    There are `pairs // per_tile + experts` tiles. A tile without pairs has expert -1, and unused places have pair -1.
+    An expert's pairs are in order. ids: from `choose`. Raises ValueError for another dtype.
     """
     check("tile_pairs", "ids", ids, tuple(ids.shape), torch.int32, ids.device)
     num_pairs = ids.numel()

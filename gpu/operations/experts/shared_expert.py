@@ -1,4 +1,4 @@
-"""The MLP beside experts that every token has, times the sigmoid of the token's own logit, added to what experts make.
+"""Add the shared expert's output, times the sigmoid of the token's own logit, to the output of the other experts.
 
 Bytes moved per token: three rows of hidden states read, one written; the logit's row, from L2.
 """
@@ -35,8 +35,8 @@ def _add_shared_kernel(
 def add_shared(mixed: Tensor, made: Tensor, normed: Tensor, share: Tensor) -> Tensor:
     """Add `made * sigmoid(normed @ share.T)` to `mixed` in place, and return it.
 
-    mixed, made, normed `[tokens, hidden]` and share `[1, hidden]` of one dtype; the former two contiguous. Raises
-    ValueError for another shape, dtype or device.
+    mixed, made, normed: `[tokens, hidden]`, and share: `[1, hidden]`, of one dtype; mixed and made are contiguous.
+    Raises ValueError for another shape, dtype or device.
     """
     tokens, hidden = mixed.shape
     for name, given, shape in (("made", made, (tokens, hidden)), ("normed", normed, (tokens, hidden)),

@@ -1,10 +1,10 @@
-"""Add LoRA adapters to a matrix's product, for rows with different adapters at once; steps of few rows have kernels.
+"""Add LoRA adapters to a matrix's product, for rows with different adapters; steps of few rows have kernels.
 
-All adapters of the matrix stand below each other in `down` and in `up`; a row keeps the columns of its own adapter
-(LoRA, arXiv 2106.09685). The kernels read each row's own columns and nothing else, as Punica's do (arXiv 2310.18547).
-Floor: the bytes of the adapters that rows have, a row each. At a few microseconds a matrix launches are the cost: so
-an input is lowered where it is normed, and raised where the product is added to something or gated, which lowers what
-it makes for the matrix behind it.
+All adapters of the matrix are stacked in `down` and in `up`; a row keeps the columns of its own adapter (LoRA, arXiv
+2106.09685). The kernels read only each row's own columns, as Punica's do (arXiv 2310.18547). Floor: the bytes of the
+adapters that rows have, once per row. At a few microseconds per matrix, launches are the cost. So an input is lowered
+(multiplied by down) where it is normed. It is raised (multiplied by up) where the product is added to something or
+gated, which also lowers the result for the next matrix.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from gpu.operations.arguments import check, check_contiguous, check_dtype, runs_
 from gpu.operations.rms_norm import check_norm, normed_row, rms_norm
 from gpu.operations.swiglu import activated, swiglu
 
-MOST_TOKENS = 16  # more are left to the library's products
-_DOWN_BLOCK = 4096  # numbers of the inner dimension at once, of 8 warps
+MOST_TOKENS = 16  # with more, the library's products are used
+_DOWN_BLOCK = 4096  # numbers of the inner dimension that 8 warps take at once
 _UP_BLOCK, _UP_WARPS = 512, 4  # rows of a program, and its warps
 _GATE_BLOCK, _GATE_WARPS = 256, 4
 _COLUMN_BLOCK = 16  # columns that are raised at once
-_FEWEST_PROGRAMS = 128  # where a program of `_adapter_down_kernel` has more than one column
+_FEWEST_PROGRAMS = 128  # if programs of `_adapter_down_kernel` have more than one column
 
 
 class AdapterRange(NamedTuple):
@@ -38,11 +38,14 @@ class AdapterRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StackedAdapters:
-    """All adapters of one matrix. Their columns are ordered by range, and in it by adapter, numbered from 1 on.
+    """All adapters of one matrix. Columns are ordered by range, and within a range by adapter, numbered from 1 on.
 
-    down `[columns, inner]`; up `[columns, most rows of a range]`, multiplied by the adapters' gains; owners int64
-    `[columns]`: the adapter of each column; spans int32 `[1 + adapters, ranges, 2]`: each adapter's first column in a
-    range, and how many it has there, 0 has none; ranges: all rows of the matrix, those that no adapter changes, too;
+    down: `[columns, inner]`.
+    up: `[columns, most rows of a range]`, multiplied by the adapters' gains.
+    owners: int64 `[columns]`, the adapter of each column.
+    spans: int32 `[1 + adapters, ranges, 2]`, each adapter's first column in a range, and its number of columns there;
+        adapter 0 has none.
+    ranges: all rows of the matrix, also those that no adapter changes.
     most: the most columns of one adapter in a range.
     """
 
@@ -63,19 +66,21 @@ class StackedAdapters:
 
     @property
     def width(self) -> int:
-        """Return the columns that kernels have for a token in a range, a power of two."""
+        """Return how many columns kernels use for a token in a range, a power of two."""
         return triton.next_power_of_2(self.most)
 
 
 class AdapterRows:
-    """Which adapter each token has: ids int64 `[tokens, 1]`, 0: none."""
+    """The adapter of each token. ids: int64 `[tokens, 1]`, 0: none."""
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids
         self._spans: dict[int, Tensor] = {}
 
     def spans(self, adapters: StackedAdapters) -> Tensor:
-        """Return tokens' own columns, int32 `[tokens, ranges, 2]`, looked up once for all matrices that share them."""
+        """Return the tokens' own columns, int32 `[tokens, ranges, 2]`, looked up once for all matrices with the same
+        spans.
+        """
         key = id(adapters.spans)
         if key not in self._spans:
             self._spans[key] = adapters.spans.index_select(0, self.ids.flatten())
@@ -87,9 +92,10 @@ class AdapterRows:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """What the downs of tokens' own adapters make of an input. numbers: by the kernels float32 `[splits, tokens, ranges
-    * width]`, to be summed over splits, 0 behind an adapter's own columns; else `[tokens, columns]` of down's dtype, 0
-    in others' columns.
+    """An input multiplied by the down matrices of the tokens' own adapters.
+
+    numbers: from kernels float32 `[splits, tokens, ranges * width]`, to be summed over splits, 0 behind an adapter's
+    own columns; else `[tokens, columns]` in down's dtype, 0 in the columns of other adapters.
     """
 
     adapters: StackedAdapters
@@ -121,7 +127,7 @@ def add_raised_reference(made: Tensor, lowered: Lowered, added: Tensor | None = 
 
 @triton.jit
 def _own_tile(matrix, first, num_columns, at, row, is_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return `[COLUMNS, rows]` of a matrix `[columns, ROWS]`: those from `first + at` on, 0 behind `num_columns`."""
+    """Return `[COLUMNS, rows]` of a matrix `[columns, ROWS]`, from column `first + at` on; 0 behind `num_columns`."""
     column = at + tl.arange(0, COLUMNS)
     return tl.load(
         matrix + (first + column)[:, None].to(tl.int64) * ROWS + row[None],
@@ -134,7 +140,7 @@ def _lowered_numbers(
     numbers, token, num_tokens, number, at, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
     RANGES: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 `[COLUMNS, 1]` of a token and a range, from column `at` on."""
+    """Return the lowered numbers of a token and a range, float32 `[COLUMNS, 1]`, from column `at` on."""
     column, split = at + tl.arange(0, COLUMNS), tl.arange(0, SPLIT_BLOCK)[:, None]
     parts = tl.load(
         numbers + ((split * num_tokens + token) * RANGES + number) * WIDTH + column[None],
@@ -152,7 +158,7 @@ def _adapter_down_kernel(
     span = spans + (token * RANGES + group * COLUMNS // WIDTH) * 2
     first, num_columns = tl.load(span), tl.load(span + 1)
     total = tl.zeros((COLUMNS, BLOCK), tl.float32)
-    for at in tl.static_range(0, INNER, BLOCK):  # once, where it norms
+    for at in tl.static_range(0, INNER, BLOCK):  # a single turn if it norms
         inner = at + tl.arange(0, BLOCK)
         row = tl.load(x + token.to(tl.int64) * x_stride + inner, mask=inner < INNER, other=0.0)
         weights = _own_tile(down, first, num_columns, group * COLUMNS % WIDTH, inner, inner < INNER, INNER, COLUMNS)
@@ -172,7 +178,7 @@ def _adapter_up_kernel(
 ):  # fmt: skip
     RANGES: tl.constexpr = len(ROWS)
     block, token = tl.program_id(0), tl.program_id(1)
-    number, begin, num_rows = 0, 0, ROWS[0]  # of the range in which the block lies, with all of its rows
+    number, begin, num_rows = 0, 0, ROWS[0]  # of the range that holds the block
     for before in tl.static_range(RANGES - 1):
         num_blocks = (ROWS[before] + BLOCK - 1) // BLOCK
         is_behind = (number == before) & (block >= num_blocks)
@@ -204,7 +210,7 @@ def _adapter_gate_kernel(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, INTERMEDIATE: tl.constexpr, ACTIVATION: tl.constexpr,
     DOWN_WIDTH: tl.constexpr, DOWN_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    LAST: tl.constexpr = len(ROWS) - 1  # a range has both, gates and what they multiply, or each has its own
+    LAST: tl.constexpr = len(ROWS) - 1  # gates and up share one range, or each has its own
     split, token = tl.program_id(0), tl.program_id(1)
     column = split * BLOCK + tl.arange(0, BLOCK)
     inside = column < INTERMEDIATE
@@ -215,7 +221,7 @@ def _adapter_gate_kernel(
     first, num_columns = tl.load(span), tl.load(span + 1)
     last, num_last = tl.load(span + LAST * 2), tl.load(span + LAST * 2 + 1)
     behind, num_behind = 0, 0
-    if DOWN_WIDTH > 0:  # what waits for memory is asked for before anything is summed
+    if DOWN_WIDTH > 0:  # loads are started before anything is summed
         behind, num_behind = tl.load(down_spans + token * 2), tl.load(down_spans + token * 2 + 1)
         downs = _own_tile(down, behind, num_behind, 0, column, inside, INTERMEDIATE, DOWN_COLUMNS)
     gates = tl.zeros((COLUMNS, BLOCK), tl.float32)
@@ -243,7 +249,7 @@ def _adapter_gate_kernel(
 
 
 def lower(x: Tensor, adapters: StackedAdapters, rows: AdapterRows) -> Lowered:
-    """Return what the downs of tokens' own adapters make of x, `[tokens, inner]` of any float dtype.
+    """Multiply x by the down matrices of the tokens' own adapters. x: `[tokens, inner]` of any float dtype.
 
     Raises ValueError for another shape, dtype or device.
     """
@@ -269,11 +275,10 @@ def lower_normed(
 
 
 def add_raised(made: Tensor, lowered: Lowered, added: Tensor | None = None) -> Tensor:
-    """Add to `made` in place what tokens' own adapters make of the input that `lowered` is of; return it.
+    """Add the lowered input, multiplied by the up matrices of the tokens' own adapters, to `made` in place; return it.
 
-    made `[tokens, rows]`, its last axis contiguous; added: is added, too, `[tokens, rows]` or `[rows]` of made's dtype.
-
-    Raises ValueError for another shape, dtype or device.
+    made: `[tokens, rows]`, last axis contiguous. added: a further summand, `[tokens, rows]` or `[rows]` in made's
+    dtype. Raises ValueError for another shape, dtype or device.
     """
     adapters, op = lowered.adapters, "add_raised"
     (tokens, rows), device = (len(lowered.rows), adapters.num_rows), adapters.down.device
@@ -294,17 +299,17 @@ def add_raised(made: Tensor, lowered: Lowered, added: Tensor | None = None) -> T
 def swiglu_raised(
     gate_up: Tensor, lowered: Lowered, activation: Activation, down: StackedAdapters | None = None
 ) -> tuple[Tensor, Lowered | None]:
-    """Return `swiglu` of gate_up and what tokens' own adapters add to it, `[tokens, intermediate]`, and `lower` of that
-    for the adapters of the matrix behind it, `down`, if it has some. gate_up `[tokens, 2 * intermediate]`, gate first;
-    it may be changed.
+    """Return `swiglu` of gate_up plus what the tokens' adapters add, `[tokens, intermediate]`, and `lower` of the
+    result.
 
-    Raises ValueError for another shape, dtype or device.
+    The latter is for `down`, the adapters of the next matrix, if there are any. gate_up: `[tokens, 2 * intermediate]`,
+    gate first; it may be changed. Raises ValueError for another shape, dtype or device.
     """
     adapters, op = lowered.adapters, "swiglu_raised"
     (tokens, rows), device = (len(lowered.rows), adapters.num_rows), adapters.down.device
     check(op, "gate_up", gate_up, (tokens, rows), adapters.down.dtype, device)
     if [one.rows for one in adapters.ranges] not in ([rows], [rows // 2] * 2):
-        raise ValueError(f"{op}: ranges are {adapters.ranges}; wanted one, or gates and what they multiply")
+        raise ValueError(f"{op}: ranges are {adapters.ranges}; wanted one, or one for gate and one for up")
     if down is not None and (2 * down.inner != rows or len(down.ranges) != 1):
         raise ValueError(
             f"{op}: down has {len(down.ranges)} ranges of rows and takes {down.inner}; wanted one, and half of {rows}"
@@ -344,7 +349,7 @@ def _check_lowered(op: str, x: Tensor, adapters: StackedAdapters, rows: AdapterR
 
 
 def _shape_of(lowered: Lowered) -> dict[str, int | tuple[int, ...]]:
-    """Return what the kernels that raise are compiled for."""
+    """Return the constants for which the raising kernels are compiled."""
     adapters = lowered.adapters
     return {
         "SPLITS": len(lowered.numbers),

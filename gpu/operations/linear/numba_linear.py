@@ -1,8 +1,9 @@
-"""Matrix products of the compiled decode step, for a few tokens at a time, with what follows each of them.
+"""Compute matrix products in the compiled decode step, for a few tokens at a time, with the operation after each of
+them.
 
-Row vectors are float32 `[tokens, inner]`, matrices `[rows, inner]` of float32, bf16 or few bits. A matrix is
-TABLE_COLUMNS int64: what `transfer.simd.packed_gains` needs of it, and the address of the function that multiplies rows
-of its kind, so that one compiled step serves all mixtures of kinds. Rows that lie in tiles are multiplied in integers
+Row vectors are float32 `[tokens, inner]`, matrices `[rows, inner]` of float32, bf16 or packed. A matrix is described by
+TABLE_COLUMNS int64: what `transfer.simd.packed_gains` needs, and the address of the function that multiplies rows of
+its kind, so that one compiled step serves all mixtures of kinds. Rows in tiles are multiplied in integers
 (`transfer.simd.row_tiles`). An output is one dot product over its own row and token, in one order, whatever the batch
 and the number of threads. Bytes moved: a matrix once for all tokens; four or TILE of its rows stay in the cache for
 that long.
@@ -24,11 +25,11 @@ from transfer.simd.row_tiles import fill_tile_gains, round_token, tile_products
 from transfer.simd.team import claim, end_stage
 from transfer.simd.vectors import address_of
 
-ROWS = 4  # of a matrix, taken together
-ITEM_BYTES = 32_768  # of a matrix, a thread's claim
+ROWS = 4  # rows of a matrix that are multiplied together
+ITEM_BYTES = 32_768  # of a matrix, which a thread claims at once
 AHEAD_BYTES = 6144  # how far before its use a weight is fetched
 
-_WIDE = 8 if LANES == 16 else 4  # tokens in the largest block; registers hold its sums, and rows, and a vector
+_WIDE = 8 if LANES == 16 else 4  # tokens of the largest block; registers hold its sums, its rows and a vector
 _WIDE_ROWS = 2
 _dot_wide = product_block(_WIDE_ROWS, _WIDE)
 _dot_four = product_block(ROWS, 4)
@@ -49,8 +50,9 @@ INNER, MULTIPLY, ORDER, TOGETHER, UNIT, GROUP, TABLE_COLUMNS = range(MATRIX_COLU
 
 @inner
 def multiply_rows(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains):
-    """Compute `product` of four rows of a matrix from one on; matrix: the address of its TABLE_COLUMNS; gains: of room
-    for those of four rows (`num_gains`).
+    """Compute `product` of four rows of a matrix, from `row` on.
+
+    matrix: address of its TABLE_COLUMNS. gains: room for those of four rows (`num_gains`).
     """
     m = numba.carray(pointer_to(matrix), (TABLE_COLUMNS,), np.int64)
     if is_packed(kind):
@@ -61,8 +63,9 @@ def multiply_rows(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains
 
 @inner
 def multiply_tile(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains):
-    """Compute products of a tile, whose first row is given, as `multiply_rows`; x: of rounded tokens; gains: of room
-    for those of TILE rows.
+    """Compute products of a tile, which begins with `row`, with the arguments of `multiply_rows`.
+
+    x: rounded tokens. gains: room for those of TILE rows.
     """
     m = numba.carray(pointer_to(matrix), (TABLE_COLUMNS,), np.int64)
     offsets, tile, columns = gains + 4 * TILE * m[GAINS], m[FIRST_ROW] + row * m[ROW_BYTES], m[INNER]
@@ -87,8 +90,9 @@ def multiply_tile(kind, matrix, row, x, x_stride, tokens, out, out_stride, gains
 
 @inner
 def product(kind, rows, row_bytes, gains, room, inner, x, x_stride, tokens, out, out_stride, ahead):
-    """Compute `out[token, 0 .. 4]` of the four rows at `rows`, for all tokens. Addresses; strides in float32 elements.
-    gains, room: of packed rows (`product_block`).
+    """Compute `out[token, 0 .. 4]` of the four rows at `rows`, for all tokens.
+
+    All arguments are addresses; strides are in float32 elements. gains, room: for packed rows (`product_block`).
     """
     token, offsets = 0, gains + 4 * ROWS * room
     while tokens - token >= _WIDE:
@@ -118,14 +122,15 @@ def rows_an_item(row_bytes):
 
 @inner
 def count_items(rows, row_bytes):
-    """Return how many claims a matrix is cut into."""
+    """Return how many items a matrix is cut into; a thread claims one at a time."""
     return -(-rows // rows_an_item(row_bytes))
 
 
 @inner
 def prepared(matrix, x, tokens, ordered):
-    """Return x as the matrix takes it, its columns in order or rounded: x itself, or in `ordered`, float32 of this
-    thread with room for it.
+    """Return x as the matrix takes it, with its columns in order or rounded: x itself, or `ordered`, filled.
+
+    ordered: float32 of this thread with enough room.
     """
     if matrix[UNIT] != 0:
         for token in range(tokens):
@@ -144,8 +149,9 @@ def prepared(matrix, x, tokens, ordered):
 
 @inner
 def project(team, stage, matrix, rows, x, tokens, gains, out):
-    """Compute `out[:, :rows] = x @ matrix.T`; `rows` at least four. x: `prepared`, here and below; gains: float32
-    `[num_gains]` of this thread.
+    """Compute `out[:, :rows] = x @ matrix.T`; `rows` is at least four.
+
+    x: `prepared`, here and below. gains: float32 `[num_gains]` of this thread.
     """
     row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
     together = matrix[TOGETHER]
@@ -163,8 +169,9 @@ def project(team, stage, matrix, rows, x, tokens, gains, out):
 
 @inner
 def project_and_add(team, stage, matrix, rows, x, tokens, gains, tile, out):
-    """Compute `out[:, :rows] += x @ matrix.T`; `rows` a multiple of those taken together; tile: float32 `[2, tokens,
-    TILE]` of this thread.
+    """Compute `out[:, :rows] += x @ matrix.T`; `rows` is a multiple of those multiplied together.
+
+    tile: float32 `[2, tokens, TILE]` of this thread.
     """
     row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
     together = matrix[TOGETHER]
@@ -184,8 +191,9 @@ def project_and_add(team, stage, matrix, rows, x, tokens, gains, tile, out):
 
 @inner
 def project_gated(team, stage, matrix, rows, x, tokens, gains, tile, out):
-    """Compute `out = silu(gate) * up` of `matrix`, `[2 * rows, inner]` gates first; `rows` a multiple of those taken
-    together.
+    """Compute `out = silu(gate) * up` of `matrix`, `[2 * rows, inner]`, gates first.
+
+    `rows` is a multiple of those multiplied together.
     """
     row_bytes, at, multiply, gains_at = matrix[ROW_BYTES], address_of(matrix), matrix[MULTIPLY], address_of(gains)
     together = matrix[TOGETHER]
@@ -213,7 +221,7 @@ def _gate(tile, tokens, row, together, out):
 
 @inner(fastmath=FINITE_OR_NOT)
 def normalise(x, weight, eps, tokens, out):
-    """Compute RMSNorm of rows: `out[:, :hidden] = weight * x / rms(x)`; weight float32 `[hidden]`."""
+    """Compute RMSNorm of rows: `out[:, :hidden] = weight * x / rms(x)`. weight: float32 `[hidden]`."""
     hidden = weight.shape[0]
     for token in range(tokens):
         squares = np.float32(0.0)

@@ -1,6 +1,6 @@
-"""Describe a matrix, plain or of few bits, to the compiled products: a row of TABLE_COLUMNS int64.
+"""Describe a matrix, plain or packed, to the compiled products: a row of TABLE_COLUMNS int64.
 
-Each kind of rows has a function of its own, compiled once a machine and called by its address. Addresses are those of
+Each kind of rows has its own function, compiled once per machine and called by its address. Addresses are those of
 tensors that the caller keeps alive.
 """
 
@@ -36,7 +36,7 @@ SOURCES = (product, emission, memory, packed_gains, packed_rows, region, row_til
 
 
 def rows_of(stored: Stored) -> Rows:
-    """Return the rows as kernels need them, without the order of the columns."""
+    """Return the rows as kernels need them; the order of columns is left out."""
     if not isinstance(stored, Packed):
         return stored
     return PackedRows(
@@ -46,7 +46,7 @@ def rows_of(stored: Stored) -> Rows:
 
 
 def table_row(stored: Stored) -> list[int]:
-    """Return a row of TABLE_COLUMNS. A packed matrix is one that `multiplies` serves."""
+    """Return a matrix's row of TABLE_COLUMNS. `multiplies` must hold for a packed matrix."""
     rows, row = rows_of(stored), [0] * TABLE_COLUMNS
     tensors = [rows] if not isinstance(rows, PackedRows) else rows.tensors
     assert all(tensor.is_contiguous() for tensor in tensors), "compiled products read whole, contiguous tensors"
@@ -64,8 +64,9 @@ def table_row(stored: Stored) -> list[int]:
 
 
 def gains_room(stored: Stored) -> int:
-    """Return how many float32 a thread needs for the gains and offsets of rows that are taken together; of rows in
-    tiles also for one of them by itself (`copy_row`).
+    """Return how many float32 a thread needs for the gains and offsets of rows that are multiplied together.
+
+    For rows in tiles that includes the room to copy one of them (`copy_row`).
     """
     rows, count = rows_of(stored), _num_gains(stored)
     if isinstance(rows, PackedRows) and isinstance(stored, Packed) and stored.in_tiles:
@@ -75,26 +76,26 @@ def gains_room(stored: Stored) -> int:
 
 
 def _num_gains(stored: Stored) -> int:
-    """Return the gains of a row, with room for whole groups; 0 for plain rows."""
+    """Return the number of a row's gains, with room for whole groups; 0 for plain rows."""
     if isinstance(stored, Packed) and stored.in_tiles:
         return stored.scales.shape[1] * (stored.group // tile_group(stored))
     return num_gains(rows_of(stored))
 
 
 def kind_of_rows(stored: Stored) -> Any:
-    """Return what stands for the matrix's rows in numba code."""
+    """Return the value whose type represents the matrix's rows in numba code."""
     if isinstance(stored, Packed) and stored.in_tiles:
         return packed_kind(stored.kind, unit_columns(stored.kind) // tile_group(stored))
     return kind_of(rows_of(stored))
 
 
 def tile_group(packed: Packed) -> int:
-    """Return the columns of a gain, where rows lie in tiles."""
+    """Return the number of columns that share a gain in tiles."""
     return next(columns for columns in GROUP_COLUMNS if packed.group % columns == 0)
 
 
 def token_room(stored: Stored) -> int:
-    """Return how many float32 a thread needs for a token as the matrix takes it; 0: as it is."""
+    """Return how many float32 a thread needs to prepare a token for the matrix; 0: the token is taken as it is."""
     if not isinstance(stored, Packed):
         return 0
     if stored.in_tiles:
@@ -103,7 +104,7 @@ def token_room(stored: Stored) -> int:
 
 
 class Kind:
-    """A kind of rows as a key: a zero of one type equals that of another."""
+    """A kind of rows as a key: unlike plain values, zeros of different types are different keys."""
 
     def __init__(self, value: Any) -> None:
         self.value, self._type = value, str(numba.typeof(value))
@@ -116,14 +117,15 @@ class Kind:
 
 
 def multiply_address(kind: Any, in_tiles: bool) -> int:
-    """Return the address of a C function `multiply_rows` for such rows, or `multiply_tile`."""
+    """Return the address of the C function `multiply_rows`, or `multiply_tile`, for such rows."""
     return int((_compile_tile if in_tiles else _compile)(Kind(kind), version(*SOURCES)).address)
 
 
 @cache
 def _compile(key: Kind, version: int) -> Any:
-    """Compile `multiply_rows` for a kind. `version` stands for the sources of all that is called, which numba's file
-    cache does not look at.
+    """Compile `multiply_rows` for a kind.
+
+    `version` represents the sources of all functions that it calls, which numba's file cache does not check.
     """
     kind = key.value
 
@@ -137,7 +139,7 @@ def _compile(key: Kind, version: int) -> Any:
 
 @cache
 def _compile_tile(key: Kind, version: int) -> Any:
-    """Compile `multiply_tile` for a kind, as `_compile`."""
+    """Compile `multiply_tile` for a kind; see `_compile`."""
     kind = key.value
 
     @numba.cfunc("void(int64, int64, int64, int64, int64, int64, int64, int64)", cache=True)

@@ -1,7 +1,7 @@
-"""Multiply matrices of few bits on the CPU outside the compiled step, for a few tokens, and widen them.
+"""Multiply and widen packed matrices on the CPU, for a few tokens, outside of the compiled step.
 
-One parallel region a call, of torch's threads. A product is that of the compiled step, to the last bit; a widened
-number is rounded once. Bytes moved: words and scales once; a widened matrix is written, too.
+A call is one parallel region, with as many threads as torch has. A product equals that of the compiled step to the last
+bit; a widened number is rounded once. Bytes moved: words and scales once; a widened matrix is also written.
 """
 
 from collections.abc import Iterable
@@ -42,20 +42,21 @@ from transfer.simd.team import COUNTER_INT64, Team, claim, end_stage, new_counte
 # The context of a region: addresses, strides and counts.
 (MATRIX, NUM_ROWS, X, X_STRIDE, TOKENS, OUT, OUT_STRIDE, SCRATCH, ROOM, COUNTERS, WIDEN, ROUNDED, ROUNDED_STRIDE,
  CONTEXT_INT64) = range(14)  # fmt: skip
-STAGES = 2  # tokens are rounded, if they are, and multiplied
-_LINE_FLOATS = 16  # threads write to lines of their own
+STAGES = 2  # tokens are rounded, if needed, and then multiplied
+_LINE_FLOATS = 16  # of a cache line: threads write to different lines
 
 
 def multiplies(packed: Packed) -> bool:
-    """Return whether this module multiplies the matrix."""
+    """Return whether this module supports the matrix."""
     if not HAS_VECTORS or packed.device.type != "cpu" or packed.rows < ROWS or packed.inner % MULTIPLIED_COLUMNS:
         return False
     return packed.scales.shape[1] == 1 or packed.group % MULTIPLIED_GROUP == 0
 
 
 def packed_product(x: Tensor, packed: Packed) -> Tensor:
-    """Return `x @ packed.T` in float32, `[tokens, rows]`: x float32 `[tokens, inner]`, contiguous, columns in the
-    matrix's order. The matrix is one that `multiplies` serves.
+    """Return `x @ packed.T`, float32 `[tokens, rows]`. `multiplies` must hold for the matrix.
+
+    x: float32 `[tokens, inner]`, contiguous, columns in the matrix's order.
     """
     out = torch.empty(len(x), packed.rows)
     room = -(-token_room(packed) // _LINE_FLOATS) * _LINE_FLOATS if packed.in_tiles else 0
@@ -68,7 +69,7 @@ def packed_product(x: Tensor, packed: Packed) -> Tensor:
 
 
 def widen_packed(packed: Packed) -> Tensor:
-    """Return `[rows, inner]` of packed.dtype, in the matrix's order; `multiplies` serves the matrix."""
+    """Return the matrix as `[rows, inner]` of packed.dtype, columns in its own order. `multiplies` must hold for it."""
     out = torch.empty(packed.rows, packed.inner, dtype=packed.dtype)
     advise_huge_pages(out.data_ptr(), out.nbytes)
     _run(_compile_widening(version(*SOURCES, team)), packed, {
@@ -79,19 +80,20 @@ def widen_packed(packed: Packed) -> Tensor:
 
 
 def widen_address(packed: Packed, dtype: torch.dtype) -> int:
-    """Return the address of a C function that widens rows of such a matrix to `dtype`, to be called by `call_rows`: so
-    many `tokens` rows from one on, to `out`, rows `out_stride` bytes apart.
+    """Return the address of a C function that widens rows of such a matrix to `dtype`; `call_rows` calls it.
+
+    It widens `tokens` rows from one on to `out`, whose rows are `out_stride` bytes apart.
     """
     return int(_compile_rows(Kind(kind_of_rows(packed)), Kind(KINDS[dtype](0)), version(*SOURCES)).address)
 
 
 def widened_kinds(matrices: Iterable[object]) -> list[tuple[str, int]]:
-    """Return the kinds of packed rows among matrices, as `compile_widening` takes them."""
+    """Return the kinds of packed rows among these matrices, in the form that `compile_widening` takes."""
     return sorted({(one.kind, len(kind_of_rows(one))) for one in matrices if isinstance(one, Packed)})
 
 
 def compile_widening(number: str, gains_per_unit: int, dtype: torch.dtype) -> None:
-    """Compile what widens rows of a kind (`packed_kind`) to `dtype`, into numba's cache."""
+    """Compile the widening of a kind of rows (`packed_kind`) to `dtype`, into numba's cache."""
     _compile_widening(version(*SOURCES, team))
     _compile_rows(Kind(packed_kind(number, gains_per_unit)), Kind(KINDS[dtype](0)), version(*SOURCES))
 
@@ -116,7 +118,7 @@ def _team(c, me, threads):
 
 @inner
 def _given(context):
-    """Return the context, and the matrix's row."""
+    """Return the context, and the matrix's row of the table."""
     c = numba.carray(pointer_to(context), (CONTEXT_INT64,), np.int64)
     return c, numba.carray(pointer_to(c[MATRIX]), (TABLE_COLUMNS,), np.int64)
 
@@ -135,8 +137,9 @@ def _round(team, matrix, x, rounded):
 
 @cache
 def _compile_products(version: int) -> Any:
-    """Compile C functions of the context's address, here and below; `version` stands for the sources of all that is
-    called, which numba's file cache does not look at.
+    """Compile the C function of a product, which gets the address of its context.
+
+    `version` represents the sources of all functions that it calls, which numba's file cache does not check.
     """
 
     @numba.cfunc("void(int64, int64, int64)", cache=True)
@@ -159,6 +162,8 @@ def _compile_products(version: int) -> Any:
 
 @cache
 def _compile_widening(version: int) -> Any:
+    """Compile the C function that widens a whole matrix; see `_compile_products`."""
+
     @numba.cfunc("void(int64, int64, int64)", cache=True)
     def work(me, threads, context):  # type: ignore[no-untyped-def]
         if version < 0:
@@ -180,7 +185,7 @@ def _compile_widening(version: int) -> Any:
 
 @cache
 def _compile_rows(rows: Kind, numbers: Kind, version: int) -> Any:
-    """Compile `widen_row` of so many rows, from one kind to another."""
+    """Compile `widen_row` for several rows, from one kind to another; see `_compile_products`."""
     kind, out_kind = rows.value, numbers.value
 
     @numba.cfunc("void(int64, int64, int64, int64, int64, int64, int64, int64)", cache=True)

@@ -1,10 +1,10 @@
-"""Products of tokens with a matrix of 4 or 8 bits, which is widened in registers; and the matrix, widened.
+"""Multiply tokens by a matrix of 4 or 8 bits, which is widened in registers; or widen the matrix.
 
-Up to MOST_PACKED_TOKENS: `packed_tiles`, with bias, residual and for the fewest SwiGLU fused in; on the CPU, up to
-MOST_MULTIPLIED_TOKENS, of float32 and in tiles any number, `numba_packed_linear`. More (prefill): the matrix is widened
-once and multiplied by the vendor's product. A program owns whole output rows, so a result does not depend on how
-programs are scheduled. Bytes moved: words, scales and zero points once for each tile of tokens; a widened matrix is
-written, too.
+Up to MOST_PACKED_TOKENS tokens use `packed_tiles`, with bias, residual and, for the fewest, SwiGLU fused in. On the CPU
+up to MOST_MULTIPLIED_TOKENS (any number for float32 in tiles) use `numba_packed_linear`. With more (prefill) the matrix
+is widened once and multiplied by the vendor's product. A program owns whole output rows, so a result does not depend on
+how programs are scheduled. Bytes moved: words, scales and zero points once for each tile of tokens; a widened matrix is
+also written.
 """
 
 import sys
@@ -41,7 +41,7 @@ def _unpack_kernel(
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, CUTS_RUNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    PLACES: tl.constexpr = 4 if KIND % 8 == 4 else 2  # of a half
+    PLACES: tl.constexpr = 4 if KIND % 8 == 4 else 2  # numbers in half a word
     first = (tl.program_id(0) * BLOCK_ROWS).to(tl.int64)
     row = tl.arange(0, BLOCK_ROWS)[:, None]
     is_row = first + row < num_rows
@@ -70,11 +70,10 @@ def _unpack_kernel(
 
 
 def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, widened: Widen | None = None) -> Tensor:
-    """Return `x @ packed.T (+ residual)`: x `[tokens, inner]` of any float type, residual `[tokens, rows]` of
-    packed.dtype.
+    """Return `x @ packed.T (+ residual)`, `[tokens, rows]`, new, in packed.dtype.
 
-    The result, `[tokens, rows]`, is new and of packed.dtype. widened: what widens the matrix for more than
-    MOST_PACKED_TOKENS, None: `widen`. Raises ValueError for another shape, dtype or device.
+    x: `[tokens, inner]` of any float type. residual: `[tokens, rows]` in packed.dtype. widened: widens the matrix for
+    more than MOST_PACKED_TOKENS tokens; None: `widen`. Raises ValueError for another shape, dtype or device.
     """
     x = _ordered("packed_linear", x, packed)
     if residual is not None:
@@ -83,7 +82,10 @@ def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, wid
 
 
 def packed_logits(x: Tensor, packed: Packed) -> Tensor:
-    """Return `x @ packed.T` in float32, by kernels never rounded to bf16. Raises ValueError."""
+    """Return `x @ packed.T` in float32; kernels never round it to bf16.
+
+    Raises ValueError for another shape or device.
+    """
     x = _ordered("packed_logits", x, packed)
     most = MOST_PACKED_TOKENS if runs_on_triton(x) else most_multiplied(packed) or len(x)
     if len(x) <= most:
@@ -106,24 +108,23 @@ def packed_norm_linear(
 
 
 def packed_gate_up(x: Tensor, packed: Packed, activation: Activation, widened: Widen | None = None) -> Tensor:
-    """Return `activation(gate) * up` of `x @ packed.T`, as `packed_norm_gate_up` does of normed rows."""
+    """Return `activation(gate) * up` of `x @ packed.T`, like `packed_norm_gate_up` without the norm."""
     return _product(_ordered("packed_gate_up", x, packed), packed, None, activation, packed.dtype, widened)
 
 
 def packed_norm_gate_up(
     x: Tensor, norm: Tensor, eps: float, packed: Packed, activation: Activation, widened: Widen | None = None
 ) -> Tensor:
-    """Return `activation(gate) * up` of `rms_norm(x, norm, eps) @ packed.T`, gate first -> `[tokens, rows / 2]`, or
-    `[tokens, rows]` of an activation without a gate.
+    """Return `activation(gate) * up` of `rms_norm(x, norm, eps) @ packed.T`, gate first: `[tokens, rows / 2]`.
 
-    Raises ValueError for another shape, dtype or device.
+    For an activation without a gate it is `[tokens, rows]`. Raises ValueError for another shape, dtype or device.
     """
     check_norm("packed_norm_gate_up", "norm", norm, x)
     return packed_gate_up(rms_norm(x, norm, eps), packed, activation, widened)
 
 
 def unpack(packed: Packed) -> Tensor:
-    """Return `[rows, inner]` of packed.dtype, each number rounded once, columns as tokens have them."""
+    """Return `[rows, inner]` of packed.dtype, each number rounded once, columns in the order of tokens."""
     wide = widen(packed)
     if packed.order is None:
         return wide
@@ -133,8 +134,9 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def most_multiplied(packed: Packed) -> int:
-    """Return how many tokens the CPU multiplies by a matrix as it is stored; 0: there is no code for it. In integers
-    any number is faster than a library's product of float32: at 512 tokens 2.7 to 3 times.
+    """Return up to how many tokens the CPU multiplies by the matrix as it is stored; 0: it has no code for it.
+
+    In integers that is faster for any number of tokens than a library's float32 product: 2.7 to 3 times at 512 tokens.
     """
     if not multiplies(packed):
         return 0
@@ -146,7 +148,7 @@ def most_multiplied(packed: Packed) -> int:
 
 
 def _ordered(op: str, x: Tensor, packed: Packed) -> Tensor:
-    """Return the columns of x in the matrix's order. Raises ValueError for another shape or device."""
+    """Return x with its columns in the matrix's order. Raises ValueError for another shape or device."""
     if x.ndim != 2 or x.shape[1] != packed.inner or x.device != packed.words.device:
         got = f"x {tuple(x.shape)} on {x.device}, a matrix {packed.rows, packed.inner} on {packed.words.device}"
         raise ValueError(f"{op}: got {got}; wanted [tokens, in] and [out, in] on one device")
@@ -158,7 +160,7 @@ def _product(
     x: Tensor, packed: Packed, added: Tensor | None, activation: Activation | None, dtype: torch.dtype,
     widened: Widen | None,
 ) -> Tensor:  # fmt: skip
-    """Compute a product of x in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all."""
+    """Multiply x, whose columns are in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all tokens."""
     if runs_on_triton(x) and 0 < len(x) <= MOST_PACKED_TOKENS:
         return packed_tiles(x, packed, added, activation, dtype)
     if not runs_on_triton(x) and 0 < len(x) <= most_multiplied(packed):
@@ -171,7 +173,10 @@ def _product(
 
 
 def widen(packed: Packed, out: Tensor | None = None) -> Tensor:
-    """Return `[rows, inner]` as `unpack`, columns in the matrix's own order. out: where it is written, or None."""
+    """Return `[rows, inner]` like `unpack`, but with columns in the matrix's own order.
+
+    out: where it is written, or None.
+    """
     if not runs_on_triton(packed.words):
         wide = _widen_on_cpu(packed)
         return wide if out is None else out.copy_(wide)

@@ -1,10 +1,9 @@
-"""A matrix of 4 or 8 bits: words, what scales them, and what they stand for. Products of it: `packed_linear`.
+"""Define a matrix of 4 or 8 bits: its words, scales and numbers. `packed_linear` has the products.
 
-Number `q` of a group is `(q - zero) * scale`, with `q` in `[0, 2**bits)`, or for FP8 (e4m3, no infinities) and FP4
-(e2m1) the number that its bits are, times the scale, which for FP4 may be a power of two, stored as its exponent
-(e8m0).
-Where groups come in runs (GGUF's) it is `q * d * scale - least * offset`: d and
-least float16 of a run, scale and offset signed bytes of a group.
+Number `q` of a group stands for `(q - zero) * scale`, with `q` in `[0, 2**bits)`. For FP8 (e4m3, no infinities) and FP4
+(e2m1) it is the number that its bits encode, times the scale. FP4's scale may be a power of two, stored as its exponent
+(e8m0). If groups come in runs (GGUF), it is `q * d * scale - least * offset`, where d and least are float16 of a run,
+and scale and offset signed bytes of a group.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -20,15 +19,20 @@ from transfer.model_constants import FP4_NUMBERS, TILE
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A matrix of few bits. kind, and `dtype`: of products. inner: columns; group: to a scale; row_block: rows that
-    share their scales.
+    """A packed matrix.
 
-    words int32 `[rows, num_words]` (`word_layout`); scales bf16, float16 or float32, of FP4 also uint8, `[ceil(rows /
-    row_block), ceil(inner / group)]`; zeros uint8 of that shape, None: the middle; order int64 `[inner]`, the column of
-    a token that each of ours is multiplied by, None: the same one. runs: int32 `[rows, inner / run]`, the bits of d
-    below those of least; scales are then int16, a scale below an offset, and there are no zeros. in_tiles: the tensors
-    of each TILE rows have first what is first in every row, then what is second (`transfer.simd.row_tiles`).
-    has_equal_pairs: of tiles with runs, whether all scales are alike, as where a run is a group: those of one are read.
+    kind: of numbers. dtype: of products. inner: columns. group: columns that share a scale. row_block: rows that share
+        scales.
+    words: int32 `[rows, num_words]` (`word_layout`).
+    scales: bf16, float16 or float32, for FP4 also uint8, `[ceil(rows / row_block), ceil(inner / group)]`.
+    zeros: uint8 of that shape; None: the middle of the range.
+    order: int64 `[inner]`, the token's column that each of our columns is multiplied by; None: the same one.
+    runs: int32 `[rows, inner / run]`, the bits of d below those of least. Scales are then int16, a scale below an
+        offset, and there are no zeros.
+    in_tiles: whether the tensors of each TILE rows have first the first element of every row, then the second, and so
+        on (`transfer.simd.row_tiles`).
+    has_equal_pairs: for tiles with runs, whether all scales are equal, as where a run is one group: then only one is
+        read.
     """
 
     kind: Kind
@@ -58,22 +62,22 @@ class Packed:
 
     @property
     def num_words(self) -> int:
-        """Return the words of a row."""
+        """Return the number of words of a row."""
         return num_words(self.inner, self.bits)
 
     @property
     def run(self) -> int:
-        """Return the columns of a run; 0: there are none."""
+        """Return the number of columns of a run; 0: there are no runs."""
         return 0 if self.runs is None else self.inner // self.runs.shape[1]
 
     @property
     def cuts_runs(self) -> bool:
-        """Return whether a group may end inside of a run of columns that a place of words has."""
+        """Return whether a group may end inside a run of columns, as words store them (`RUN_COLUMNS`)."""
         return self.scales.shape[1] > 1 and self.group % RUN_COLUMNS != 0
 
     @property
     def middle(self) -> int:
-        """Return the zero point where none is stored."""
+        """Return the zero point that is used if none is stored."""
         return 2 ** (self.bits - 1)
 
     @property
@@ -82,8 +86,9 @@ class Packed:
         return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
 
     def take_rows(self, begin: int, end: int) -> "Packed":
-        """Return rows `[begin, end)`, which share this matrix's memory. Both are multiples of row_block, or the end; of
-        TILE where rows lie in tiles.
+        """Return rows `[begin, end)`, which share this matrix's memory.
+
+        Both bounds are multiples of row_block, or the end; for rows in tiles they are multiples of TILE.
         """
         assert not self.in_tiles or begin % TILE == end % TILE == 0, "whole tiles"
         whole, scaled = slice(begin, end), slice(begin // self.row_block, -(-end // self.row_block))
@@ -102,18 +107,19 @@ Stored = Tensor | Packed  # a matrix, plain or of few bits
 
 
 def lay_in_tiles(packed: Packed) -> Packed:
-    """Return the matrix with its rows in tiles: a copy."""
+    """Return a copy of the matrix with its rows in tiles."""
     return _laid_out(packed, True)
 
 
 def lay_in_rows(packed: Packed) -> Packed:
-    """Return a matrix in tiles with each row by itself: a copy."""
+    """Return a copy of a matrix in tiles with each row by itself."""
     return _laid_out(packed, False)
 
 
 def why_not_in_tiles(packed: Packed, parts: int = 1) -> str | None:
-    """Return what keeps a matrix out of tiles that the CPU multiplies by rows; None: nothing. Two halves of the rows of
-    each of its parts, as experts are, may be whole tiles.
+    """Return why a matrix cannot be in tiles, although the CPU multiplies it by rows; None: it can.
+
+    parts: the matrix consists of so many, as of experts. Both halves of each part's rows must be whole tiles.
     """
     if packed.kind == "fp8":
         return "fp8 is no integer"
@@ -140,7 +146,7 @@ def _laid_out(packed: Packed, in_tiles: bool) -> Packed:
 
 
 def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """Unpack in plain torch: `[rows, inner]` of `dtype`, in which it computes, columns as tokens have them."""
+    """Unpack in plain torch, computing in `dtype`: `[rows, inner]`, columns in the order of tokens."""
     packed = lay_in_rows(packed) if packed.in_tiles else packed
     numbers = unpack_words(packed.words, packed.bits, packed.inner)
     row = torch.arange(packed.rows, device=numbers.device) // packed.row_block
@@ -164,8 +170,9 @@ def unpack_reference(packed: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def unpack_rows(packed: Packed, rows: Tensor) -> Tensor:
-    """Return some rows of a matrix whose columns are in order, `[len(rows), inner]` of packed.dtype, each number
-    rounded once. rows: int64. Plain torch, on any device, and in captured steps.
+    """Return some rows of a matrix whose columns are in order, `[len(rows), inner]` of packed.dtype, each rounded once.
+
+    rows: int64. Plain torch, on any device, also in captured steps.
     """
     assert packed.row_block == 1, "each row has scales of its own"
 

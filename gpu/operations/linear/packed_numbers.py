@@ -2,10 +2,10 @@
 
 An integer becomes a float without a conversion. Put at the top of the mantissa of 1.0 it is `1 + q / 2**bits`, and `(q
 - zero) * scale` is that less `1 + zero / 2**bits`, times `scale * 2**bits`. Four bits below the bits of 128.0 in bf16
-are `128 + q`, so one mask and one sum make two exact numbers of a word; eight bits are two times four. An FP8 byte,
-moved to the sign, exponent and mantissa of a float of 8 bits of exponent, is its number times 2**-120, also if
-subnormal; four bits of FP4 are, likewise, times 2**-126. FP4's scales may be exponents: such a byte, moved to a float's
-exponent, is its power of two.
+are `128 + q`, so one mask and one sum turn a word into two exact numbers; eight bits are two times four. An FP8 byte,
+moved to the sign, exponent and mantissa of a float with 8 exponent bits, is its number times 2**-120, also if it is
+subnormal; four bits of FP4 are in the same way the number times 2**-126. FP4's scales may be exponents: such a byte,
+moved to a float's exponent, is its power of two.
 """
 
 import triton
@@ -15,15 +15,15 @@ from gpu.model.matrix_format import unit_columns
 from gpu.operations.arguments import INTERPRETED
 from gpu.operations.linear.packed_matrix import Packed
 
-KINDS = {"int4": 4, "int8": 8, "fp8": 0, "fp4": 12}  # modulo 8 four: of 4 bits; multiples of 12: floats
+KINDS = {"int4": 4, "int8": 8, "fp8": 0, "fp4": 12}  # 4 modulo 8: of 4 bits; multiples of 12: floats
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
-# Of two numbers of 4 bits: what is masked, the bits of 128.0, less 128 + zero.
+# Two numbers of 4 bits: the masked bits below those of 128.0, less 128 + zero.
 _FOUR = tl.constexpr(
     "{ .reg .b32 q; lop3.b32 q, $1, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $0, q, $3, $2; }"
 )  # fmt: skip
-# Of 8 bits: both halves less those of 128 + zero, the upper one times 16.
+# Two numbers of 8 bits: lower and upper four bits like that, the upper times 16, added.
 _EIGHT = tl.constexpr(
     "{ .reg .b32 l, h; lop3.b32 l, $1, 0x000f000f, 0x43004300, 0xea; shr.u32 h, $1, 4;"
     " lop3.b32 h, h, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 l, l, $4, $2;"
@@ -42,7 +42,7 @@ _SMALL_FLOAT = tl.constexpr(
 
 
 def layout(packed: Packed) -> dict[str, object]:
-    """Return a matrix's constants for kernels. COLUMNS: of a unit, which has several groups if IS_FINE."""
+    """Return a matrix's constants for kernels. COLUMNS: of a unit. IS_FINE: a unit has several groups."""
     columns, groups = unit_columns(packed.bits), packed.scales.shape[1]
     return {
         "INNER": packed.inner, "COLUMNS": columns, "NUM_WORDS": packed.num_words, "GROUP": packed.group,
@@ -54,7 +54,7 @@ def layout(packed: Packed) -> dict[str, object]:
 
 @triton.jit
 def _moved(words, SHIFT: tl.constexpr):
-    """Move bits left by SHIFT, or right."""
+    """Move bits left by SHIFT, or right if it is negative."""
     if SHIFT >= 0:
         return words << SHIFT
     return words >> -SHIFT
@@ -62,8 +62,8 @@ def _moved(words, SHIFT: tl.constexpr):
 
 @triton.jit
 def factor(words, PLACE: tl.constexpr, KIND: tl.constexpr):
-    """Return float32 of the numbers at a place of words: `1 + q / 2**bits`, or an FP8 number times 2**-120, or an FP4
-    number times 2**-126.
+    """Return the numbers at a place of words, float32: `1 + q / 2**bits`, or FP8 times 2**-120, or FP4
+    times 2**-126.
     """
     if KIND == 4:
         bits = (_moved(words, 19 - 4 * PLACE) & 0x00780000) | 0x3F800000
@@ -78,14 +78,16 @@ def factor(words, PLACE: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _low_half(both):
-    """Return float32 of the float16 in a word's lower bits."""
+    """Return the float16 in a word's lower bits as float32."""
     return both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _signed_byte(words, SHIFT: tl.constexpr):
-    """Return float32 of the signed byte from bit SHIFT on. 128 more than it, below the bits of 2**23: an integer takes
-    four times as long to become a float by a conversion.
+    """Return the signed byte from bit SHIFT on as float32.
+
+    The byte plus 128 is put below the bits of 2**23: a conversion of an integer to a float would take four times as
+    long.
     """
     bits = ((words >> SHIFT).to(tl.int32) & 255) ^ 0x4B000080
     return bits.to(tl.float32, bitcast=True) - (2.0**23 + 128.0)
@@ -93,20 +95,23 @@ def _signed_byte(words, SHIFT: tl.constexpr):
 
 @triton.jit
 def run_of(runs, row, column, inside, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr):
-    """Return what a run's scales and offsets are multiples of: both float16 numbers in a word."""
+    """Return the word of a run: both float16 numbers that its scales and offsets are multiples of."""
     return tl.load(runs + row * NUM_RUNS + column // (GROUP * NUM_GROUPS // NUM_RUNS), mask=inside, other=0)
 
 
 @triton.jit
 def group_of_run(scales, both, row, column, inside, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    """Return offset and scale of a group, float32, both exact: a number is `q * scale - offset`. both: of its run."""
+    """Return offset and scale of a group, float32, both exact: a number is `q * scale - offset`.
+
+    both: the run's word.
+    """
     pair = tl.load(scales + row * NUM_GROUPS + column // GROUP, mask=inside, other=0)
     return group_of_pairs(pair, both, 0)
 
 
 @triton.jit
 def group_of_pairs(pairs, both, AT: tl.constexpr):
-    """Return as `group_of_run` those of the AT-th of the groups whose scales and offsets are in `pairs`."""
+    """Return offset and scale of the AT-th group whose bytes are in `pairs`; see `group_of_run`."""
     return _low_half(both >> 16) * _signed_byte(pairs, 16 * AT + 8), _low_half(both) * _signed_byte(pairs, 16 * AT)
 
 
@@ -115,10 +120,11 @@ def beside(
     scales, runs, row, unit, INNER: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
     NUM_RUNS: tl.constexpr, ROW_BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Load what stands beside the words of a unit, as it is stored: scales, and a run where there are some. AHEAD:
-    groups of a unit, whose pairs of bytes come in one load; 1 also where a unit, or a row, is part of a group; 0:
-    nothing is loaded here. Loads of fewer than 32 bits, and what no tensor core is given, are not copied ahead by
-    Triton: so they are made a turn of the loop before they are wanted.
+    """Load what is stored beside the words of a unit: scales, and the run if there is one.
+
+    AHEAD: the number of a unit's groups, whose pairs of bytes come in one load; also 1 if a unit, or a row, is part of
+    a group; 0: nothing is loaded here. Triton does not copy loads of fewer than 32 bits ahead, nor values that no
+    tensor core takes. So they are loaded one turn of the loop before they are needed.
     """
     inside = unit < INNER
     scale, run = unit, unit
@@ -138,7 +144,7 @@ def beside(
 
 @triton.jit
 def scale_of(stored, KIND: tl.constexpr):
-    """Return a scale as float32; of FP4 it may be stored as an exponent, of which 0 counts as 0."""
+    """Return a scale as float32. FP4's may be stored as an exponent, for which 0 stands for 0."""
     if KIND == 12 and stored.dtype.is_int():
         return (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return stored.to(tl.float32)
@@ -149,9 +155,10 @@ def scales_of(
     scales, zeros, row, column, inside, HAS_ZEROS: tl.constexpr, KIND: tl.constexpr, ROW_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Return what is taken off factors times a gain, and that gain, float32 as rows and columns broadcast; of FP8 and
-    FP4 0 and the scale. All three have so few bits that the difference is exact. zeros: runs, where there are NUM_RUNS
-    of a row; what is taken off is then an offset alone, and factors are less one.
+    """Return what is subtracted from factors times a gain, and the gain, float32, broadcast as rows and columns are.
+
+    For FP8 and FP4 they are 0 and the scale. All three have so few bits that the difference is exact. zeros: runs, if
+    NUM_RUNS is not 0; then only an offset is subtracted, and factors are reduced by one.
     """
     BASE: tl.constexpr = 16.0 if KIND == 4 else 256.0
     if NUM_RUNS > 0:
@@ -170,7 +177,7 @@ def scales_of(
 
 @triton.jit
 def widened(words, less, gain, PLACE: tl.constexpr, KIND: tl.constexpr, NUM_RUNS: tl.constexpr):
-    """Return float32 numbers at a place of words, scaled."""
+    """Return the scaled float32 numbers at a place of words."""
     if NUM_RUNS > 0:
         return (factor(words, PLACE, KIND) - 1.0) * gain - less  # the product is exact
     if KIND == 0:
@@ -185,7 +192,7 @@ def zeros_of(
     zeros, row, column, inside, HAS_ZEROS: tl.constexpr, KIND: tl.constexpr, ROW_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Return zero points of integers, int32 as rows and columns broadcast."""
+    """Return zero points of integers, int32, broadcast as rows and columns are."""
     if HAS_ZEROS:
         return tl.load(zeros + (row // ROW_BLOCK) * NUM_GROUPS + column // GROUP, mask=inside, other=0).to(tl.int32)
     return ((row + column) * 0 + (8 if KIND == 4 else 128)).to(tl.int32)
@@ -193,20 +200,22 @@ def zeros_of(
 
 @triton.jit
 def no_byte(words, unit):
-    """Return int32 0, as a byte that is never loaded, for assembly that does not look at it. Triton gives a thread
-    eight neighbouring columns where numbers come of bytes, and four where it sees none; eight are one load from shared
-    memory, of words and of tokens. unit: not below 0.
+    """Return int32 0 as a byte that is never loaded, for assembly that ignores it.
+
+    Triton gives a thread eight neighbouring columns if numbers are made from bytes, and four otherwise; eight are one
+    load from shared memory, of words and of tokens. unit: not negative.
     """
     return tl.load(words.to(tl.pointer_type(tl.int8), bitcast=True) + unit, mask=unit < 0, other=0).to(tl.int32)
 
 
 @triton.jit
 def exact_pairs(words, zero, byte, PLACE: tl.constexpr, KIND: tl.constexpr):
-    """Return bf16 `[.., words, 2]`: the numbers of both halves of words at a place, less `zero` (which broadcasts), not
-    yet scaled. zero: int32, of FP8 and FP4 not looked at; byte: of `no_byte`.
+    """Return the numbers of both halves of words at a place, less `zero`, not yet scaled: bf16 `[.., words, 2]`.
+
+    zero: int32, broadcast; ignored for FP8 and FP4. byte: from `no_byte`.
     """
     PLACES: tl.constexpr = 4 if KIND % 8 == 4 else 2
-    if _INTERPRETED:  # which knows no assembly
+    if _INTERPRETED:  # the interpreter has no assembly
         STEPS: tl.constexpr = 2.0**120 if KIND == 0 else 2.0**126 if KIND == 12 else 2.0**KIND
         less = zero * 0.0 if KIND % 12 == 0 else zero + STEPS
         low = (factor(words, PLACE, KIND) * STEPS - less).to(tl.bfloat16)
@@ -243,8 +252,9 @@ def exact_pairs(words, zero, byte, PLACE: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def ones_like(words, byte):
-    """Return bf16 `[.., words, 2]` of ones, in registers as numbers of these words are: a second operand of tokens that
-    is wanted in two ways is not copied ahead.
+    """Return ones, bf16 `[.., words, 2]`, in registers laid out as the numbers of these words.
+
+    A second operand of tokens that is needed in two layouts would not be copied ahead.
     """
     if _INTERPRETED:
         low = tl.full(words.shape, 1.0, tl.bfloat16)
@@ -258,11 +268,11 @@ def ones_like(words, byte):
 
 @triton.jit
 def _halves(both):
-    """Return bf16 in the lower and the upper bits of words."""
+    """Return the bf16 numbers in the lower and in the upper bits of words."""
     return both.to(tl.int16).to(tl.bfloat16, bitcast=True), (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _less_of_128(number):
-    """Return bf16 of `-(128 + number)`, twice, for numbers below 128."""
+    """Return `-(128 + number)` as bf16, twice in a word, for numbers below 128."""
     return (number * 0x00010001 + 0x43004300) ^ -0x7FFF8000

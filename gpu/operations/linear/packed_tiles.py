@@ -1,11 +1,11 @@
-"""Several tokens times a packed matrix: tiles of numbers are made in registers and multiplied by tensor cores.
+"""Multiply several tokens by a packed matrix: tiles of numbers are made in registers and multiplied by tensor cores.
 
 Bias and residual are fused in. Numbers are the first operand, so that they go from words to tensor cores without shared
-memory. They are exact integers (or FP8 numbers) in bf16; scales multiply the sums of a group, and offsets the sums of
-its tokens, which a product with ones gives. A product is of a run of 32 columns, or of half a run where groups are of
-16 (GGUF's Q6_K). Where they are finer still, numbers are scaled in float32 and rounded once, and scales are loaded for
-each word. Up to MOST_FEW tokens a program has few rows, and its warps share a row's columns, so that a small matrix
-fills the device; up to MOST_GATED with SwiGLU fused in. Beyond, a program has many rows, and the tokens of a tile are
+memory. They are exact integers (or FP8 numbers) in bf16. Scales multiply the sums of a group, and offsets multiply the
+sums of its tokens, which a product with ones gives. A product has a run of 32 columns, or half a run if groups have 16
+(GGUF's Q6_K). If groups are finer still, numbers are scaled in float32 and rounded once, and scales are loaded for each
+word. Up to MOST_FEW tokens a program has few rows, and its warps share a row's columns, so that a small matrix fills
+the device; up to MOST_GATED tokens SwiGLU is fused in. Beyond, a program has many rows, and the tokens of a tile are
 loaded once for all of them. A program owns whole output rows, so a result does not depend on how programs are
 scheduled. Bytes moved: words, scales and zero points once for each tile of tokens. Scales are loaded one turn of the
 loop ahead (`packed_numbers.beside`); those of whole rows multiply once.
@@ -40,19 +40,21 @@ from gpu.operations.linear.word_layout import RUN_COLUMNS, UNIT_WORDS
 from gpu.operations.swiglu import activated, swiglu
 
 MOST_FEW, MOST_GATED = 16, 8  # tokens
-WIDE_INNER = 8192  # few rows of so many columns are shared out among more warps
-MANY_ROWS = 16_384  # as many fill the device in blocks of 128
-MOST_AHEAD = 4  # groups whose scales and offsets are one load, of 8 bytes
+WIDE_INNER = 8192  # if rows are longer than this, more warps share them
+MANY_ROWS = 16_384  # so many fill the device in blocks of 128
+MOST_AHEAD = 4  # groups whose scales and offsets come in one load of 8 bytes
 
-HALF_RUN = RUN_COLUMNS // 2  # columns, as few as a tensor core's product has
+HALF_RUN = RUN_COLUMNS // 2  # columns, the fewest of a tensor core's product
 
 _UNIT, _RUN = tl.constexpr(UNIT_WORDS), tl.constexpr(RUN_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of a product. splits: parts of a row's columns that warps share; 1: tiles have no third axis, which
-    Hopper's widest product asks for. unroll: of the loop over columns.
+    """The tiles of a product.
+
+    splits: parts of a row's columns that warps share; 1: tiles have no third axis, as Hopper's widest product requires.
+    unroll: of the loop over columns.
     """
 
     tokens: int
@@ -64,9 +66,11 @@ class Tiles:
 
 
 def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype, is_short: bool, is_halved: bool) -> Tiles:
-    """Return the tiles for so many rows of the result. is_short: whether a unit takes hardly more than a turn of the
-    loop over columns costs; a turn has two of them then. is_halved: whether products are of half a run of columns, of
-    which few tokens have too few bytes for eight warps to copy ahead.
+    """Return the tiles for so many rows of the result.
+
+    is_short: whether a unit takes hardly longer than the overhead of a turn of the loop over columns; then a turn has
+    two units. is_halved: whether products have half a run of columns; then few tokens have too few bytes for eight
+    warps to copy ahead.
     """
     if dtype != torch.bfloat16:  # products of float32 are not for speed
         return Tiles(8, 16, 2, 4, 1) if tokens <= MOST_GATED else Tiles(16, 16, 1, 4, 1)
@@ -81,13 +85,14 @@ def tiles_for(tokens: int, rows: int, inner: int, dtype: torch.dtype, is_short: 
 
 
 def is_short(bits: int, group: int) -> bool:
-    """Return whether a unit has few columns, and scales of which none is wanted for each number."""
+    """Return whether a unit has few columns, and scales that are not needed for each single number."""
     return bits == 8 and group % RUN_COLUMNS == 0
 
 
 def is_halved(group: int, inner: int, has_runs: bool) -> bool:
-    """Return whether products are of half a run of columns, which then has one group. Not where zero points, which are
-    bytes, would stand beside them (see `row_tile`); no file has such groups.
+    """Return whether products have half a run of columns, which then has one group.
+
+    Not if there are zero points, which are bytes (see `row_tile`); no file has such groups.
     """
     return has_runs and group < inner and group % RUN_COLUMNS != 0 and group % HALF_RUN == 0
 
@@ -100,9 +105,11 @@ def row_tile(
     KIND: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_EXACT: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
     DTYPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return sums, and the products of a unit of columns for each split. scale, zero: what stands `beside` it; scales
-    of whole rows are left to `scaled`. AT_ONCE: columns of a product, a run or half a run: then without `no_byte`,
-    since four threads of eight columns would hold them twice, and Triton 3.6 multiply them twice.
+    """Add the products of a unit of columns to the sums of each split, and return the sums.
+
+    scale, zero: from `beside`. Scales of whole rows are left to `scaled`. AT_ONCE: columns of a product, a run or half
+    a run. Half a run goes without `no_byte`: four threads of eight columns would hold them twice, and Triton 3.6
+    multiply them twice.
     """
     PLACES: tl.constexpr = 4 if KIND % 8 == 4 else 2
     IS_WHOLE: tl.constexpr = NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS
@@ -168,7 +175,7 @@ def row_tile(
 
 @triton.jit
 def scaled(sums, scale, NUM_GROUPS: tl.constexpr, NUM_RUNS: tl.constexpr, HAS_ZEROS: tl.constexpr, KIND: tl.constexpr):
-    """Scale sums of `row_tile`, where a row has one scale and no zero point: that is `beside` its first unit."""
+    """Scale the sums of `row_tile` if a row has one scale and no zero point: the one `beside` its first unit."""
     return sums * scale_of(scale, KIND) if NUM_GROUPS == 1 and NUM_RUNS == 0 and not HAS_ZEROS else sums
 
 
@@ -241,10 +248,10 @@ def _packed_tiles_kernel(
 
 
 def tile_layout(packed: Packed) -> dict[str, object]:
-    """Return what `row_tile` must know of a matrix while it is compiled."""
+    """Return the constants that `row_tile` needs of a matrix when it is compiled."""
     halves = is_halved(packed.group, packed.inner, packed.runs is not None)
     is_exact = halves or packed.scales.shape[1] == 1 or packed.group % RUN_COLUMNS == 0
-    is_narrow = packed.dtype == torch.bfloat16 and not INTERPRETED  # which multiplies bits
+    is_narrow = packed.dtype == torch.bfloat16 and not INTERPRETED  # the interpreter would multiply bits
     return {
         **layout(packed), "IS_EXACT": is_exact, "AT_ONCE": HALF_RUN if halves else RUN_COLUMNS,
         "AHEAD": groups_ahead(packed) if is_exact else 0,
@@ -253,7 +260,7 @@ def tile_layout(packed: Packed) -> dict[str, object]:
 
 
 def groups_ahead(packed: Packed) -> int:
-    """Return how many of a unit's groups have their scales loaded at once; 0: none."""
+    """Return the number of a unit's groups whose scales are loaded at once; 0: none are."""
     columns, groups = unit_columns(packed.bits), packed.scales.shape[1]
     if groups == 1 and packed.runs is None:
         return 1
@@ -264,17 +271,18 @@ def groups_ahead(packed: Packed) -> int:
 
 
 def tensors_of(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
-    """Return words, scales, and zero points, or runs; anything, where there are none."""
+    """Return words, scales, and zero points or runs, or a placeholder if there are neither."""
     beside = packed.zeros if packed.runs is None else packed.runs
-    assert not packed.in_tiles, "the CPU's, whose products take them"
+    assert not packed.in_tiles, "only the CPU's products take rows in tiles"
     return packed.words, packed.scales, packed.scales if beside is None else beside
 
 
 def packed_tiles(
     x: Tensor, packed: Packed, added: Tensor | None, activation: Activation | None, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply x `[tokens, inner]`, bf16 or float32, in the matrix's order; arguments are checked. added: `[tokens,
-    rows]`, or `[rows]` for all; none with an activation.
+    """Multiply x `[tokens, inner]`, bf16 or float32, columns in the matrix's order; arguments are checked.
+
+    added: `[tokens, rows]`, or `[rows]` for all tokens; None with an activation.
     """
     if activation is not None and len(x) > MOST_GATED:
         return swiglu(packed_tiles(x, packed, None, None, packed.dtype), activation).to(dtype)
@@ -286,7 +294,7 @@ def packed_tiles(
     )  # fmt: skip
     x = x if x.stride(1) == 1 else x.contiguous()
     if tiles.splits == 1:
-        x = x.to(packed.dtype)  # as wide rows would not fit beside one another
+        x = x.to(packed.dtype)  # float32 rows would not fit in shared memory
     out = torch.empty(tokens, num_rows, dtype=dtype, device=x.device)
     residual, stride = (out, 0) if added is None else (added.contiguous(), 0 if added.ndim == 1 else num_rows)
     _packed_tiles_kernel[(triton.cdiv(num_rows, tiles.rows), triton.cdiv(tokens, tiles.tokens))](

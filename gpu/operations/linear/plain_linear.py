@@ -1,7 +1,7 @@
-"""Projections of a decode step, with RMSNorm, SwiGLU and the residual fused in where one token is decoded.
+"""Compute the projections of a decode step, with RMSNorm, SwiGLU and the residual fused in if one token is decoded.
 
-For one token of a bf16 weight on CUDA the weight's bytes are the whole cost, and one Triton kernel streams them. With
-several, `plain_tiles` multiplies where tiles are given, and the vendor's matrix product elsewhere. A program owns whole
+For one token and a bf16 weight on CUDA the weight's bytes are the whole cost, and one Triton kernel streams them. With
+several tokens, `plain_tiles` multiplies if tiles are given, else the vendor's matrix product. A program owns whole
 output rows, so a result does not depend on how programs are scheduled. Bytes moved: the weight once; each program reads
 the token (and the norm's weight) again, from L1 and L2.
 """
@@ -32,8 +32,8 @@ VOCABULARY_ROWS = 32_000
 def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
     """Compute `x @ weight.T (+ residual)` in plain torch.
 
-    The residual is copied by a kernel. `torch.addmm` orders a copy of memory, and in a captured step that is a node
-    without a priority: it waits for every block of a kernel beside the step that has less of it.
+    A kernel copies the residual. `torch.addmm` would order a memory copy, which in a captured step is a node without a
+    priority: it would wait for every block of kernels in lanes with a lower priority.
     """
     x = x.to(weight.dtype)
     return F.linear(x, weight) if residual is None else torch.mul(residual, 1).addmm_(x, weight.t())
@@ -83,12 +83,11 @@ def _gemv_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
-    """Return `x @ weight.T (+ residual)`: x `[tokens, in]`, weight `[out, in]`, residual `[tokens, out]` -> `[tokens,
-    out]`.
+    """Return `x @ weight.T (+ residual)`, `[tokens, out]`, new, in weight.dtype.
 
-    The result is new and in weight.dtype; x may be float32 where the weight is bf16 (a partial's output, for instance).
-    tiles: how 2 to MOST_TILED_TOKENS tokens are multiplied, here as in other products; None: by the vendor's. Raises
-    ValueError for another shape, or a residual of another dtype or device.
+    x: `[tokens, in]`; it may be float32 if the weight is bf16 (a partial's output, for instance). weight: `[out, in]`.
+    residual: `[tokens, out]`. tiles: how 2 to MOST_TILED_TOKENS tokens are multiplied, here as in other products; None:
+    by the vendor's product. Raises ValueError for another shape, or a residual of another dtype or device.
     """
     _check_inner("linear", x, weight)
     if residual is not None:
@@ -101,10 +100,11 @@ def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None, tiles: Til
 
 
 def logits_linear(x: Tensor, weight: Tensor, tiles: Tiles | None = None) -> Tensor:
-    """Return `x @ weight.T` in float32: x `[tokens, in]` and weight `[vocab, in]` of one dtype -> `[tokens, vocab]`.
+    """Return `x @ weight.T` in float32, `[tokens, vocab]`: x `[tokens, in]` and weight `[vocab, in]` of one dtype.
 
-    On CUDA sums are never rounded to bf16: spacing 2**-4 at a logit of 16 would tie and reorder tokens. On the CPU bf16
-    products have no float32 output and are widened after it. Raises ValueError for another shape, dtype or device.
+    On CUDA sums are never rounded to bf16: its spacing of 2**-4 at a logit of 16 would tie and reorder tokens. On the
+    CPU bf16 products have no float32 output and are widened afterwards. Raises ValueError for another shape, dtype or
+    device.
     """
     _check_inner("logits_linear", x, weight)
     check("logits_linear", "x", x, tuple(x.shape), weight.dtype, weight.device)
@@ -120,9 +120,9 @@ def logits_linear(x: Tensor, weight: Tensor, tiles: Tiles | None = None) -> Tens
 def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, tiles: Tiles | None = None
 ) -> Tensor:
-    """Return `rms_norm(x, norm_weight, eps) @ weight.T (+ bias)`: x `[tokens, hidden]`, weight `[out, hidden]`, bias
-    `[out]`, norm_weight `[hidden]` of weight.dtype or float32 -> `[tokens, out]`.
+    """Return `rms_norm(x, norm_weight, eps) @ weight.T (+ bias)`, `[tokens, out]`.
 
+    x: `[tokens, hidden]`. weight: `[out, hidden]`. bias: `[out]`. norm_weight: `[hidden]` in weight.dtype or float32.
     Raises ValueError for another shape, dtype or device.
     """
     _check_inner("norm_linear", x, weight)
@@ -140,10 +140,10 @@ def norm_gate_up_swiglu(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, activation: Activation = "silu",
     tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return `swiglu(rms_norm(x) @ gate_up_weight.T)`: gate_up_weight `[2 * intermediate, hidden]`, gate first, or
-    `[intermediate, hidden]` of an activation without a gate.
+    """Return `swiglu(rms_norm(x) @ gate_up_weight.T)`, `[tokens, intermediate]`.
 
-    Returns `[tokens, intermediate]`. Raises ValueError for another shape, dtype or device.
+    gate_up_weight: `[2 * intermediate, hidden]`, gate first, or `[intermediate, hidden]` for an activation without a
+    gate. Raises ValueError for another shape, dtype or device.
     """
     _check_inner("norm_gate_up_swiglu", x, gate_up_weight)
     check_norm("norm_gate_up_swiglu", "norm_weight", norm_weight, x)
@@ -157,7 +157,7 @@ def norm_gate_up_swiglu(
 def gate_up_swiglu(
     x: Tensor, gate_up_weight: Tensor, activation: Activation = "silu", tiles: Tiles | None = None
 ) -> Tensor:
-    """Return `swiglu(x @ gate_up_weight.T)`, as `norm_gate_up_swiglu` does of normed rows."""
+    """Return `swiglu(x @ gate_up_weight.T)`, like `norm_gate_up_swiglu` without the norm."""
     _check_inner("gate_up_swiglu", x, gate_up_weight)
     if tiles is not None and _is_tiled(x, gate_up_weight):
         return plain_tiles(x, gate_up_weight, None, activation, gate_up_weight.dtype, tiles)
@@ -181,7 +181,7 @@ def _is_tiled(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_multiplied(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernels here take these tensors."""
+    """Return whether the kernels here support these tensors."""
     if not runs_on_triton(x) or weight.dtype != torch.bfloat16:
         return False
     return x.dtype in (torch.bfloat16, torch.float32) and x.stride(1) == 1 and weight.is_contiguous()

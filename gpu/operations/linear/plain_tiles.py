@@ -1,9 +1,9 @@
-"""Several tokens times a bf16 matrix: tiles of weights go through shared memory to tensor cores.
+"""Multiply several tokens by a bf16 matrix: tiles of weights go through shared memory to tensor cores.
 
 Bias or residual and the activation are fused in. The weight is the first operand, so that few tokens fill a product of
-64 rows. A program owns rows of the result, or a part of their columns; then a second kernel adds the parts' sums up in
-their order, so a result does not depend on how programs are scheduled. Bytes moved: the weight once for each tile of
-tokens, and the tokens once for each program, from L2.
+64 rows. A program owns rows of the result, or a part of their columns. In the latter case a second kernel adds up the
+parts' sums in order, so a result does not depend on how programs are scheduled. Bytes moved: the weight once for each
+tile of tokens, and the tokens once for each program, from L2.
 """
 
 from dataclasses import dataclass, replace
@@ -18,15 +18,17 @@ from gpu.operations.arguments import INTERPRETED
 from gpu.operations.swiglu import activated
 
 MOST_TILED_TOKENS = 64
-LEAST_TOKENS = 16  # of a tile
-MANY_ROWS = 8192  # programs of whole rows fill a device
+LEAST_TOKENS = 16  # tokens of a tile
+MANY_ROWS = 8192  # with so many, programs of whole rows fill a device
 SUM_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a product is cut: `rows` by `columns` of the weight at a time, `stages` of them on their way; `parts`:
-    programs that share the columns of their rows, `splits`: parts of these columns that the warps of a program share.
+    """How a product is cut.
+
+    rows, columns: of the weight that are multiplied at a time. stages: how many such tiles are in flight. parts:
+    programs that share the columns of their rows. splits: parts of these columns that the warps of a program share.
     """
 
     rows: int
@@ -38,10 +40,9 @@ class Tiles:
 
 
 def candidates(num_rows: int, inner: int, tokens: int, has_one_part: bool) -> list[Tiles]:
-    """Return the tiles that are among the fastest somewhere, of 40 that were timed on an H200 (lab/LAB.md).
+    """Return the tiles that are among the fastest for some product, of 40 that were timed on an H200 (lab/LAB.md).
 
-    num_rows: of the result, which has so many tokens; has_one_part: whether sums of parts of the columns are of no use,
-    as for an activation.
+    num_rows, tokens: of the result. has_one_part: whether columns must not be cut into parts, as with an activation.
     """
     if has_one_part or num_rows >= MANY_ROWS:
         return [Tiles(64, 128, 4, 4), Tiles(128, 128, 4, 3) if tokens <= 32 else Tiles(128, 64, 4, 4)]
@@ -54,7 +55,7 @@ def candidates(num_rows: int, inner: int, tokens: int, has_one_part: bool) -> li
 
 
 def fitted(tiles: Tiles, tokens: int, x_itemsize: int, gates: bool, most_bytes: int) -> Tiles | None:
-    """Return the tiles with as many stages as shared memory of `most_bytes` holds; None: it holds no two."""
+    """Return the tiles with as many stages as shared memory of `most_bytes` holds; None: it holds fewer than two."""
     of_weights = 2 * tiles.rows * (1 + gates)
     stage = tiles.columns * tiles.splits * (of_weights + x_itemsize * block_of(tokens))
     stages = min(tiles.stages, most_bytes // stage)
@@ -62,7 +63,7 @@ def fitted(tiles: Tiles, tokens: int, x_itemsize: int, gates: bool, most_bytes: 
 
 
 def block_of(tokens: int) -> int:
-    """Return the tokens of a tile, with the padding that they are multiplied with."""
+    """Return the number of tokens of a tile, padding included."""
     return max(LEAST_TOKENS, triton.next_power_of_2(tokens))
 
 
@@ -71,7 +72,7 @@ def _tile(
     sums, x, weight, row, token, column, is_token, inner, x_stride,
     EVEN: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return sums, and the products of the tile of these columns."""
+    """Add the products of the tile of these columns to the sums, and return them."""
     if EVEN:
         weights = tl.load(weight + row * inner + column, eviction_policy="evict_first")
         tokens = tl.load(x + token * x_stride + column, mask=is_token, other=0.0)
@@ -147,16 +148,15 @@ def _add_parts_kernel(
 def plain_tiles(
     x: Tensor, weight: Tensor, added: Tensor | None, activation: Activation | None, dtype: torch.dtype, tiles: Tiles
 ) -> Tensor:
-    """Return `x @ weight.T (+ added)`, or `activation(gate) * up` of it, new, `[tokens, rows]` of `dtype`. Arguments
-    are checked.
+    """Return `x @ weight.T (+ added)`, or `activation(gate) * up` of it, `[tokens, rows]` of `dtype`, new.
 
-    x: `[tokens, inner]`, bf16 or float32, of 2 to MOST_TILED_TOKENS tokens; weight: bf16 `[rows, inner]`, contiguous,
-    twice as many rows where the activation has a gate, gate first; added: `[tokens, rows]`, or `[rows]` for all; none
-    with an activation.
+    Arguments are checked. x: `[tokens, inner]`, bf16 or float32, of 2 to MOST_TILED_TOKENS tokens. weight: bf16 `[rows,
+    inner]`, contiguous; twice as many rows if the activation has a gate, gate first. added: `[tokens, rows]`, or
+    `[rows]` for all tokens; None with an activation.
     """
     gates = activation is not None and is_gated(activation)
     (tokens, inner), num_rows = x.shape, len(weight) // (1 + gates)
-    assert added is None or activation is None, "nothing is added to what is activated"
+    assert added is None or activation is None, "nothing is added to an activated product"
     assert tiles.parts == 1 or activation is None, "parts of a sum are not activated"
     x = x if x.stride(1) == 1 else x.contiguous()
     block_tokens = block_of(tokens)
@@ -165,7 +165,7 @@ def plain_tiles(
     sums = out
     if tiles.parts > 1:
         sums = torch.empty(tiles.parts, tokens, num_rows, dtype=torch.float32, device=x.device)
-    is_narrow = weight.dtype == torch.bfloat16 and not INTERPRETED  # which multiplies bits
+    is_narrow = weight.dtype == torch.bfloat16 and not INTERPRETED  # the interpreter would multiply bits
     grid = triton.cdiv(num_rows, tiles.rows), triton.cdiv(tokens, block_tokens), tiles.parts
     _plain_tiles_kernel[grid](
         x, weight, before, out, sums, tokens, num_rows, inner, x.stride(0), stride,

@@ -1,7 +1,7 @@
-"""Choose how several tokens are multiplied by bf16 matrices on this machine, by measuring when an engine starts.
+"""Choose how several tokens are multiplied by bf16 matrices on this machine, by measurements when an engine starts.
 
-Of each shape the vendor's product is timed against the tiles that are among the fastest somewhere. Tiles that raise
-here, or whose product differs from the vendor's by more than rounding, are out, and the log says so.
+For each shape the vendor's product is timed against the tiles that are among the fastest somewhere. Tiles that raise
+here, or whose product differs from the vendor's by more than rounding, are rejected, and the log says so.
 """
 
 import logging
@@ -18,17 +18,19 @@ from gpu.operations.linear.plain_tiles import MOST_TILED_TOKENS, Tiles, block_of
 
 log = logging.getLogger(__name__)
 
-Use = Literal["linear", "add", "gate_up", "logits"]  # of a matrix: `add` where a residual is added
+Use = Literal["linear", "add", "gate_up", "logits"]  # of a matrix; `add`: a residual is added
 
-ROUNDING = 2.0**-6  # of the largest number of a product, in bf16, 4 times over
-GAIN = 0.98  # of the vendor's time, that tiles may take: less is noise
-LEAST_BYTES = 200_000_000  # of the matrices of a timed run, that no cache holds
+ROUNDING = 2.0**-6  # of a product's largest number: bf16's rounding, 4 times over
+GAIN = 0.98  # tiles must take less than this share of the vendor's time: a smaller gain is noise
+LEAST_BYTES = 200_000_000  # of the matrices of a timed run: no cache holds so many
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product of a decode step. weights: of the layers that have it, of one shape, bf16 on CUDA; activation: of
-    `gate_up`; x_dtype: of the tokens.
+    """A product of a decode step.
+
+    weights: bf16 on CUDA, of one shape: those of the layers that have this product. activation: for `gate_up`. x_dtype:
+    of the tokens.
     """
 
     use: Use
@@ -38,11 +40,11 @@ class Product:
 
     @property
     def rows(self) -> int:
-        """Return the rows of the result."""
+        """Return the number of columns of the result, which is rows of the weight."""
         return len(self.weights[0]) // (2 if self.use == "gate_up" and is_gated(self.activation) else 1)
 
     def multiply(self, x: Tensor, weight: Tensor, residual: Tensor, tiles: Tiles | None) -> Tensor:
-        """Return the product, by tiles or, None, by the vendor's."""
+        """Return the product, by these tiles, or by the vendor's product if they are None."""
         if self.use == "logits":
             return logits_linear(x, weight, tiles)
         if self.use == "gate_up":
@@ -51,13 +53,13 @@ class Product:
 
 
 class TileChoice:
-    """The tiles of products by shape, use and number of tokens; before `choose` the vendor's product serves."""
+    """The tiles of products by shape, use and number of tokens. Before `choose` the vendor's product is used."""
 
     def __init__(self) -> None:
         self._chosen: dict[tuple[Use, tuple[int, ...], int], Tiles] = {}
 
     def tiles(self, use: Use, weight: Tensor, tokens: int) -> Tiles | None:
-        """Return how so many tokens are multiplied by a matrix of this shape; None: by the vendor's product."""
+        """Return the tiles for so many tokens and a matrix of this shape; None: the vendor's product is used."""
         if not self._chosen or not 1 < tokens <= MOST_TILED_TOKENS:
             return None
         return self._chosen.get((use, tuple(weight.shape), block_of(tokens)))
@@ -66,9 +68,9 @@ class TileChoice:
         self, products: Iterable[Product], sizes: Sequence[int], seconds: Callable[[Callable[[], object]], float],
         most_shared_bytes: int,
     ) -> None:  # fmt: skip
-        """Time products of so many tokens, and keep what is fastest.
+        """Time products of so many tokens, and keep the fastest way for each.
 
-        sizes: of decode steps; seconds: runs and times work on the device; most_shared_bytes: of a program.
+        sizes: of decode steps. seconds: runs work on the device and returns its time. most_shared_bytes: of a program.
         """
         blocks: dict[int, int] = {}
         for size in sizes:
@@ -83,7 +85,7 @@ class TileChoice:
     def _fastest(
         self, product: Product, tokens: int, seconds: Callable[[Callable[[], object]], float], most_shared_bytes: int
     ) -> Tiles | None:
-        """Return the fastest tiles for so many tokens; None: the vendor's product is."""
+        """Return the fastest tiles for so many tokens; None: the vendor's product is faster."""
         weights = _of_many_bytes(product.weights)
         rows, (_, inner) = product.rows, weights[0].shape
         x = torch.randn(tokens, inner, device=weights[0].device).to(product.x_dtype)
@@ -109,7 +111,7 @@ class TileChoice:
                 log.warning("products event=rejected tiles=%s reason=%r", tiles, " ".join(str(error).split())[:200])
         best = min(times, key=times.__getitem__, default=None)
         is_faster = best is not None and times[best] < GAIN * library
-        if is_faster and x.dtype != weights[0].dtype:  # a short prompt's tokens: compile now what they need, too
+        if is_faster and x.dtype != weights[0].dtype:  # compile also for the tokens of short prompts
             product.multiply(x.to(weights[0].dtype), weights[0], residual, best)
         log.info(
             "products event=chosen use=%s rows=%d inner=%d tokens=%d vendor_us=%.1f tiles_us=%s chosen=%s",
@@ -120,5 +122,5 @@ class TileChoice:
 
 
 def _of_many_bytes(weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return as many of the matrices as no cache holds together."""
+    """Return the first of the matrices: so many that no cache holds all of them."""
     return weights[: 1 + -(-LEAST_BYTES // weights[0].nbytes)]

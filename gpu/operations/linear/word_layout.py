@@ -1,8 +1,9 @@
-"""Pack numbers of 4 and 8 bits into 32-bit words, laid out so that both halves of a word hold neighbours. Plain torch.
+"""Pack numbers of 4 and 8 bits into 32-bit words such that both halves of a word hold neighbours. Plain torch.
 
-A row is cut into units of 16 words. Their columns come in runs of 32, a run for each two places of a word: word w has
-columns 2 w and 2 w + 1 of run p in its lower and its upper half, at the bits from `p * bits` on. So one mask takes a
-pair of 16-bit numbers out of each word, in the order in which tokens have them. A row's last unit is padded with zeros.
+A row is cut into units of 16 words. Their columns come in runs of 32, one run for each pair of places in a word. Word w
+has columns 2 w and 2 w + 1 of run p in its lower and its upper half, at the bits from `p * bits` on. So one mask takes
+a pair of 16-bit numbers out of each word, in the order in which tokens have them. A row's last unit is padded with
+zeros.
 """
 
 import torch
@@ -15,7 +16,7 @@ RUN_COLUMNS = 2 * UNIT_WORDS
 
 
 def pack_words(numbers: Tensor, bits: int) -> Tensor:
-    """Pack uint8 `[rows, inner]` below `2**bits` to int32 `[rows, num_words(inner, bits)]`."""
+    """Pack uint8 numbers `[rows, inner]` below `2**bits` into int32 `[rows, num_words(inner, bits)]`."""
     rows, inner = numbers.shape
     places = WORD_BITS // bits // 2
     padded = F.pad(numbers, (0, -inner % unit_columns(bits)))
@@ -28,7 +29,7 @@ def pack_words(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int, inner: int) -> Tensor:
-    """Unpack rows of `inner` columns, the reverse of `pack_words`."""
+    """Unpack rows of `inner` columns: the reverse of `pack_words`."""
     rows, places = words.shape[0], WORD_BITS // bits // 2
     cut = words.view(rows, words.shape[1] // UNIT_WORDS, UNIT_WORDS)
     shifts = [[bits * place + WORD_BITS // 2 * half for half in range(2)] for place in range(places)]

@@ -1,14 +1,14 @@
-"""A gated delta net between its two projections: convolution, gates, the delta rule, and the gated norm of its output.
+"""Compute a gated delta net between its projections: convolution, gates, the delta rule, and the gated output norm.
 
 Yang, Kautz, Hatamizadeh: Gated Delta Networks (arXiv 2412.06464), section 3.4. A token's projected x (queries, keys and
-values side by side) goes through a causal convolution of each element by itself and a SiLU. Queries and keys are then
-normed, `x / sqrt(|x|^2 + 1e-6)`, and queries scaled by key_dim ** -0.5. Of the projected gates b, a:
+values side by side) goes through a causal convolution of each channel by itself and a SiLU. Queries and keys are then
+normed, `x / sqrt(|x|^2 + 1e-6)`, and queries scaled by key_dim ** -0.5. The projected gates b, a become
 
     share = sigmoid(b)      decay = -exp(decay_log) * softplus(a + time_bias)
 
-Outputs are normed head by head and multiplied: `norm * o / sqrt(mean(o^2) + eps) * silu(z)`. The state is
-`delta_rule`'s; the inputs of the convolution that later tokens need stand in a ring, each at its position modulo the
-ring's length. Inside, all is float32, or float64 where x is.
+Outputs are normed head by head and multiplied: `norm * o / sqrt(mean(o^2) + eps) * silu(z)`. The state is that of
+`delta_rule`. The inputs of the convolution that later tokens need are kept in a ring, each at its position modulo the
+ring's length. Everything is computed in float32, or in float64 if x is float64.
 """
 
 from dataclasses import dataclass
@@ -28,10 +28,14 @@ HEAD_EPS = 1e-6  # of the norms of queries and keys
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
-    """What a recurrent layer has beside its two matrices. gates `[2 * value_heads, hidden]`: what a token writes of its
-    own, and how much of the state goes; conv `[conv_width, 1, conv_tokens]`, the last column for the token itself;
-    decay, time_bias float32 `[value_heads]`; norm `[value_dim]`, of Mamba-2 `[value_heads * value_dim]`. Only of the
-    latter: conv_bias `[conv_width]`; skip float32 `[value_heads]`, shares of values in the output.
+    """The weights of a recurrent layer beside its two matrices.
+
+    gates: `[2 * value_heads, hidden]`: how much a token writes, and how much of the state it forgets.
+    conv: `[conv_width, 1, conv_tokens]`, the last column for the token itself.
+    decay, time_bias: float32 `[value_heads]`.
+    norm: `[value_dim]`; for Mamba-2 `[value_heads * value_dim]`.
+    conv_bias: `[conv_width]`, for Mamba-2 only.
+    skip: float32 `[value_heads]`, shares of values in the output, for Mamba-2 only.
     """
 
     gates: Tensor
@@ -45,9 +49,11 @@ class RecurrentWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """The states of one layer: states `[count, value_heads, key_dim, value_dim]`, float32 or bf16; rings `[count,
-    ring_length, conv_width]` in the dtype that computes; drafts, of that, too: gates of drafted tokens, `[slots,
-    MOST_STEP_ROWS - 1, 2 * value_heads]`.
+    """The states of one layer.
+
+    states: `[count, value_heads, key_dim, value_dim]`, float32 or bf16.
+    rings: `[count, ring_length, conv_width]`, in the compute dtype.
+    drafts: `[slots, MOST_STEP_ROWS - 1, 2 * value_heads]`, in the compute dtype: gates of drafted tokens.
     """
 
     states: Tensor
@@ -59,11 +65,11 @@ def run_segment(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates, number: int,
     begin: int, is_chunked: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Compute tokens of one sequence that follow one another, in place of state `number`; return `[tokens,
-    value_heads * value_dim]` of mixed's dtype.
+    """Compute consecutive tokens of one sequence, and update state `number` in place.
 
-    mixed `[tokens, projected_width]`: projected queries, keys, values and z; gates `[tokens, gate_rows]`: b and a;
-    of Mamba-2 its steps of time; begin: the position of the first one, where 0 begins a new state, whatever was there.
+    Returns `[tokens, value_heads * value_dim]` in mixed's dtype. mixed: `[tokens, projected_width]`: projected queries,
+    keys, values and z. gates: `[tokens, gate_rows]`: b and a; for Mamba-2 its time steps. begin: the position of the
+    first token; 0 starts a new state, whatever was there before.
     """
     outs = []
     for first in range(0, len(mixed), SEGMENT_TOKENS):

@@ -1,16 +1,16 @@
-"""Prompts through a gated delta net, in chunks, on a GPU: four kernels for all sequences of a unit (`delta_net` and
-`delta_rule` have the formulas).
+"""Compute prompts through a gated delta net, in chunks, on a GPU: four kernels for all sequences of a unit.
 
-The first convolves and norms queries, keys and values, for each chunk and value head in a part of its own. The second
-has one program for each part: gates, the products of keys and queries, and the inverse of I + A. Where T is that of its
-blocks of n on the diagonal, and L what lies below these within blocks of 2 n, the inverse of blocks of 2 n is
-T - T L T: six doublings invert 64 rows, each as exactly as substitution. The third has one program for each sequence,
-value head and share of the values. It goes through the chunks with the state in registers, and leaves copies of it
-where a prompt is to leave some. The last norms outputs and multiplies them by their gates. Parts are of CHUNKS_AT_ONCE
-chunks, in float32, so that a prompt's memory does not grow with it.
+`delta_net` and `delta_rule` have the formulas. The first kernel convolves and norms queries, keys and values, and
+writes them to a part of memory for each chunk and value head. The second has one program for each part: it computes
+gates, the products of keys and queries, and the inverse of I + A. If T is the inverse of the blocks of n on the
+diagonal, and L is what lies below them within blocks of 2 n, then the inverse of the blocks of 2 n is T - T L T. Six
+doublings invert 64 rows, each as exactly as substitution. The third kernel has one program for each sequence, value
+head and share of the values. It goes through the chunks with the state in registers, and copies the state where a
+prompt leaves a branch. The last kernel norms outputs and multiplies them by their gates. Parts are kept for
+CHUNKS_AT_ONCE chunks, in float32, so that memory does not grow with prompts.
 
-Mamba-2 (`mamba2`) goes the same way without a system to solve: what it writes is a token's step of time times its
-value. Its outputs, in float32, begin as the values' own shares, and are normed when all are there.
+Mamba-2 (`mamba2`) uses the same kernels without a system to solve: it writes a token's time step times its value. Its
+outputs, in float32, start as the values' own shares, and are normed when all are there.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,16 @@ from gpu.operations.recurrent.state_arrays import CHUNK_TOKENS, CHUNKS_AT_ONCE, 
 from gpu.upload import upload
 from transfer.allocation import allocate_empty
 
-_COLUMNS = 64  # of a chunk's rows, multiplied at once
+_COLUMNS = 64  # columns of a chunk's rows that are multiplied at once
 _VALUES = 64  # columns of values that a program takes through the chunks; of Mamba-2's narrower heads, half as many
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows `[begin, end)` of a unit are tokens of one sequence from position `first` on, in state `number`. part_begin:
-    of the first of its rows in the unit; copies: states that get what it is behind the last row.
+    """Rows `[begin, end)` of a unit that are consecutive tokens of one sequence.
+
+    number: of the sequence's state. first: position of the first token. part_begin: the sequence's first row in the
+    unit. copies: states that get a copy of the state after the last row.
     """
 
     number: int
@@ -66,13 +68,14 @@ def run_spans_reference(
 
 @dataclass(frozen=True, slots=True)
 class PlannedSpans:
-    """The spans of a unit on the device, alike for all layers.
+    """The spans of a unit on the device, the same for all layers.
 
-    table: int32 `[chunks, 6]`, of each its first row, its rows, the first one's position, the state, the first row of
-        its sequence, and the state that gets a copy or -1.
-    groups: first and last chunk of each, and int32 `[sequences, 2]`, first and last chunk of each of its sequences.
-    rings: int64 `[2, rows]`, inputs that stay: their places in the rings of all states, and their rows.
-    ring_copies: states whose rings others begin with.
+    table: int32 `[chunks, 6]`, for each chunk its first row, its number of rows, its first position, the state, the
+        first row of its sequence, and the state that gets a copy, or -1.
+    groups: first and last chunk of each group, and int32 `[sequences, 2]`, first and last chunk of each of its
+        sequences.
+    rings: int64 `[2, rows]`, the inputs to keep: their places in the rings of all states, and their rows.
+    ring_copies: states whose rings are copied to others before the rings are written.
     state_copies: states that have further copies.
     """
 
@@ -85,7 +88,7 @@ class PlannedSpans:
 
 
 def plan_spans(spans: Sequence[Span], ring_length: int, device: torch.device) -> PlannedSpans:
-    """Return the spans of a unit, in order, as kernels find them. Those of a sequence follow one another."""
+    """Arrange the spans of a unit for the kernels. Spans are in order, and those of a sequence follow one another."""
     table, kept, ring_copies, state_copies = [], [], [], []
     for index, span in enumerate(spans):
         part_first = span.first - (span.begin - span.part_begin)
@@ -118,8 +121,9 @@ def plan_spans(spans: Sequence[Span], ring_length: int, device: torch.device) ->
 
 @triton.jit
 def _rounded(numbers, PRECISION: tl.constexpr):
-    """Return float32 rounded to the 10 bits that products of TF32 take: tensor cores cut them off, which errs twice as
-    much and to one side.
+    """Round float32 to the 10 bits that TF32 products take.
+
+    Tensor cores would cut the other bits off, which gives twice the error, all on one side.
     """
     if PRECISION == "tf32":
         rounded = ((numbers.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
@@ -132,7 +136,10 @@ def _convolved_tile(
     mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, channels, inside,
     TAPS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Return the SiLU of some channels' convolution of a chunk's rows. first: of its sequence in the unit."""
+    """Return the SiLU of the convolution of some channels, for a chunk's rows.
+
+    first: the sequence's first row in the unit.
+    """
     summed = tl.zeros(inside.shape, tl.float32)
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
@@ -167,7 +174,7 @@ def _delta_inputs_kernel(
     ring = rings + number * ring_stride
     size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
     part = parts + (chunk * VALUE_HEADS + head).to(tl.int64) * size
-    if kind == 2:  # Triton merges what both branches name alike, so what has other shapes has other names
+    if kind == 2:  # Triton merges equal names of both branches, so tensors of other shapes have other names
         v_inside = is_row[:, None] & (v_at < VALUE_DIM)[None, :]
         v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_at
         v = _convolved_tile(mixed, mixed_row, rows, first, ring, conv, conv_bias, cells, v_channels, v_inside,
@@ -331,11 +338,11 @@ def delta_prefill(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates,
     planned: PlannedSpans, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute a unit's tokens, in place of their sequences' states, and leave copies of these; return `[tokens,
-    value_heads * value_dim]` of mixed's dtype, in `out`, if it is given, or new.
+    """Compute a unit's tokens, update their sequences' states in place, and copy states where spans ask for it.
 
-    mixed `[tokens, projected_width]`, gates `[tokens, gate_rows]`, bf16 or float32: see `delta_net.run_segment`. In
-    float32 products are of float32, in bf16 of TF32. Raises ValueError for another shape or type.
+    Returns `[tokens, value_heads * value_dim]` in mixed's dtype, in `out` if it is given, else new. mixed: `[tokens,
+    projected_width]`, gates: `[tokens, gate_rows]`, bf16 or float32: see `delta_net.run_segment`. Products are computed
+    in float32 if mixed is, else in TF32. Raises ValueError for another shape or type.
     """
     tokens, device, heads = planned.num_rows, mixed.device, own.value_heads
     check("delta_prefill", "mixed", mixed, (tokens, own.projected_width), mixed.dtype, device)

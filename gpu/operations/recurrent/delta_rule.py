@@ -26,10 +26,10 @@ from gpu.operations.recurrent.state_arrays import CHUNK_TOKENS
 def delta_rule_reference(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs `[tokens, heads, value_dim]` and the state behind the last token, token by token.
+    """Return outputs `[tokens, heads, value_dim]` and the state after the last token, token by token.
 
-    query, key `[tokens, heads, key_dim]`, value `[tokens, heads, value_dim]`, decay (g), share (b) `[tokens, heads]`;
-    state `[heads, key_dim, value_dim]`, left as it is. All of one dtype.
+    query, key: `[tokens, heads, key_dim]`. value: `[tokens, heads, value_dim]`. decay (g), share (b): `[tokens,
+    heads]`. state: `[heads, key_dim, value_dim]`, not changed. All of one dtype.
     """
     outs = []
     for q, k, v, g, b in zip(query, key, value, decay, share, strict=True):
@@ -48,7 +48,7 @@ def chunked_delta_rule(
     padding = -num_tokens % CHUNK_TOKENS
 
     def chunks(rows: Tensor) -> Tensor:
-        """Return `[heads, chunks, tokens, ..]`; tokens behind the last one write nothing and keep the state."""
+        """Return `[heads, chunks, tokens, ..]`, padded with tokens that write nothing and keep the state."""
         padded = torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])]) if padding else rows
         return padded.unflatten(0, (-1, CHUNK_TOKENS)).movedim(2, 0).contiguous()
 

@@ -1,15 +1,15 @@
-"""A decode step of a gated delta net or of Mamba-2 between its projections: one token a row (`delta_net` and `mamba2`
-have the formulas).
+"""Compute a decode step of a gated delta net or of Mamba-2 between its projections: one token per row.
 
-A program has one value head of one sequence, or of few rows a share of its values, so that all multiprocessors have
-some: the norm of a head's output is then a launch of its own. The state stays in registers over the rows of that
-sequence, which follow one another. A program reads the inputs of earlier tokens from the ring, or from the step's own
-rows, and writes its own to places that no program of the step reads: a sequence has MOST_STEP_ROWS rows at most.
-Programs that share a key head write the same. Bytes moved: the state twice, `2 * 4 * value_width * key_dim` a sequence.
+`delta_net` and `mamba2` have the formulas. A program has one value head of one sequence. With few rows it has a share
+of the head's values, so that all multiprocessors are in use; then the norm of a head's output is a launch of its own.
+The state stays in registers over the rows of its sequence, which follow one another. A program reads the inputs of
+earlier tokens from the ring, or from the step's own rows. It writes its own inputs to places that no program of the
+step reads: a sequence has at most MOST_STEP_ROWS rows. Programs that share a key head write the same. Bytes moved: the
+state twice, `2 * 4 * value_width * key_dim` per sequence.
 
-Tokens of a draft, behind all others of their sequence, change the state in registers alone: it is written as it was in
-front of them. Their inputs are in the ring, and their gates are kept. `delta_commit` has those change the state that
-are drawn, once that is known, in all layers at once.
+Tokens of a draft come after all others of their sequence, and change the state only in registers: the stored state is
+the one before them. Their inputs are in the ring, and their gates are kept. Once it is known which of them are
+accepted, `delta_commit` updates the states with these, in all layers at once.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from gpu.operations.recurrent.mamba2 import gated_norm
 from gpu.operations.recurrent.short_conv import short_step
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
 
-ENOUGH = 128  # programs: about one for each multiprocessor
-LEAST_VALUES = 32  # of a program: 128 bytes of each row of a state
+ENOUGH = 128  # programs, about one for each multiprocessor
+LEAST_VALUES = 32  # of a program, which are 128 bytes of each row of a state
 
 
 def delta_step_reference(
@@ -37,7 +37,7 @@ def delta_step_reference(
 ) -> Tensor:  # fmt: skip
     """Compute `delta_step` in plain torch, row by row."""
     out = mixed.new_zeros(len(mixed), own.value_width)
-    in_front: dict[int, Tensor] = {}  # of drafts, by state
+    in_front: dict[int, Tensor] = {}  # states before their drafts, by number
     num_drafted = 0
     for row, (slot, cell, is_draft) in enumerate(zip(slots.tolist(), cells.tolist(), drafted.tolist(), strict=True)):
         if slot >= 0:
@@ -57,7 +57,7 @@ def delta_commit_reference(
     weights: RecurrentWeights, own: Recurrent, held: LayerStates, state_of_slot: Tensor, slots: Tensor, cells: Tensor,
     accepted: Tensor,
 ) -> None:  # fmt: skip
-    """Compute `delta_commit` of one layer in plain torch."""
+    """Compute `delta_commit` for one layer in plain torch."""
     length = held.rings.shape[1]
     for slot, cell, count in zip(slots.tolist(), cells.tolist(), accepted.tolist(), strict=True):
         if count:
@@ -74,7 +74,7 @@ def _convolved(
     mixed, mixed_row, row, first, ring, conv, conv_bias, cell, channels, inside,
     TAPS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Return the SiLU of some channels' convolution of a row. first: of its sequence in the step."""
+    """Return the SiLU of the convolution of some channels, for one row. first: the sequence's first row in the step."""
     summed = tl.zeros(channels.shape, tl.float32)
     if HAS_BIAS:
         summed += tl.load(conv_bias + channels, mask=inside, other=0.0).to(tl.float32)
@@ -92,7 +92,7 @@ def _convolved(
 
 @triton.jit
 def _taken_in(state, k, v, share, time, rate, bias, IS_MAMBA: tl.constexpr):
-    """Return a head's state behind one more token."""
+    """Return a head's state after one more token."""
     time = time.to(tl.float32) + bias
     soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
     state = state * tl.exp(rate * soft)
@@ -143,7 +143,7 @@ def _delta_step_kernel(
         state = tl.where(begins, 0.0, tl.load(address, mask=inside, other=0.0).to(tl.float32))
         rate = -tl.exp(tl.load(decay + head))
         bias = tl.load(time_bias + head)
-        # Of Mamba-2 the share of a value that is added to the output, else the norm's weights.
+        # For Mamba-2 the share of a value that is added to the output, else the norm's weights.
         gain = tl.load(gains + (v_at * 0 + head if IS_MAMBA else v_at), mask=v_in, other=0.0).to(tl.float32)
         for step in range(count):
             row = first.to(tl.int64) + step
@@ -190,14 +190,14 @@ def delta_step(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates,
     state_of_slot: Tensor, slots: Tensor, cells: Tensor, drafted: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Compute one token a row, in place of its slot's state; return `[rows, value_heads * value_dim]` of mixed's dtype,
-    zeros in rows that are not in use.
+    """Compute one token per row, and update its slot's state in place.
 
-    mixed `[rows, projected_width]`, gates `[rows, gate_rows]`: see `delta_net.run_segment`.
-    state_of_slot: int32 `[slots]`; slots: int32 `[rows]`, -1 in rows that are not in use; cells: int64 `[rows]`,
-    positions. Rows of one slot follow one another, MOST_STEP_ROWS at most. drafted: int32 `[rows]`, 1 for tokens that
-    may be refused, behind one of their slot that may not: these leave the state as it is, and wait for `delta_commit`.
-    Raises ValueError for another shape or type.
+    Returns `[rows, value_heads * value_dim]` in mixed's dtype, zeros in rows that are not in use. mixed: `[rows,
+    projected_width]`, gates: `[rows, gate_rows]`: see `delta_net.run_segment`. state_of_slot: int32 `[slots]`. slots:
+    int32 `[rows]`, -1 in rows that are not in use. cells: int64 `[rows]`, positions. Rows of one slot follow one
+    another, at most MOST_STEP_ROWS. drafted: int32 `[rows]`, 1 for tokens that may be refused, after one of their slot
+    that may not: they leave the stored state as it is, and wait for `delta_commit`. Raises ValueError for another shape
+    or type.
     """
     rows, device = len(mixed), mixed.device
     check("delta_step", "mixed", mixed, (rows, own.projected_width), mixed.dtype, device)
@@ -232,7 +232,7 @@ def delta_step(
 
 
 def _values_at_once(rows: int, own: Recurrent) -> int:
-    """Return the values of a head that one program has: all, or of few rows as many that there are enough programs."""
+    """Return how many values of a head one program has: all, or fewer if otherwise there would be too few programs."""
     values = triton.next_power_of_2(own.value_dim)
     while values > LEAST_VALUES and rows * own.value_heads * (triton.next_power_of_2(own.value_dim) // values) < ENOUGH:
         values //= 2
@@ -272,7 +272,7 @@ def _delta_commit_kernel(
         kept = drafts + layer * drafts_layer + slot * (MOST_STEPS - 1) * gate_rows + head
         for step in range(count):
             cell = first + step
-            none = step * 0  # all inputs are in the ring, none in rows of a step
+            none = step * 0  # all inputs are in the ring, and none in rows of the step
             k = _convolved(ring, width, none, none + 1, ring, taps, offsets, cell, k_channels, k_in,
                            TAPS, LENGTH, width, IS_MAMBA)  # fmt: skip
             v = _convolved(ring, width, none, none + 1, ring, taps, offsets, cell, v_channels, v_in,
@@ -289,8 +289,10 @@ def _delta_commit_kernel(
 
 @dataclass(frozen=True, slots=True)
 class StackedWeights:
-    """What changes states, of all layers: conv `[layers, conv_width, conv_tokens]`, conv_bias `[layers, conv_width]` or
-    None, decay, time_bias float32 `[layers, value_heads]`.
+    """The weights of state updates, of all layers.
+
+    conv: `[layers, conv_width, conv_tokens]`. conv_bias: `[layers, conv_width]` or None. decay, time_bias: float32
+    `[layers, value_heads]`.
     """
 
     conv: Tensor
@@ -300,7 +302,7 @@ class StackedWeights:
 
 
 def stack(layers: Sequence[RecurrentWeights]) -> StackedWeights:
-    """Return copies of layers' weights, one behind another."""
+    """Return copies of the layers' weights, stacked."""
     biases = [one.conv_bias for one in layers if one.conv_bias is not None]
     return StackedWeights(
         torch.stack([one.conv[:, 0] for one in layers]), torch.stack(biases) if biases else None,
@@ -312,11 +314,12 @@ def delta_commit(
     stacked: StackedWeights, own: Recurrent, held: LayerStates, state_of_slot: Tensor, slots: Tensor, cells: Tensor,
     accepted: Tensor,
 ) -> None:  # fmt: skip
-    """Have the states of all layers take in the first `accepted[i]` tokens of what was drafted for `slots[i]` in the
-    last step, behind the token at `cells[i]`. Nothing is drafted for them since.
+    """Update the states of all layers with the first `accepted[i]` tokens that were drafted for `slots[i]` in the last
+    step.
 
-    held: with one axis more in front, of layers; state_of_slot: int32 `[slots]`; slots, cells, accepted: int64
-    `[count]`, on a device with Triton (elsewhere `delta_commit_reference`).
+    These come after the token at `cells[i]`. Nothing may have been drafted for the slots since. held: with an axis of
+    layers in front. state_of_slot: int32 `[slots]`. slots, cells, accepted: int64 `[count]`. Needs a device with Triton
+    (elsewhere `delta_commit_reference`).
     """
     for name, given in (("slots", slots), ("cells", cells), ("accepted", accepted)):
         check("delta_commit", name, given, (len(slots),), torch.int64, held.states.device)

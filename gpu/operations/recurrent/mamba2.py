@@ -1,19 +1,19 @@
-"""A Mamba-2 layer between its two projections: convolution, steps of time, the state space model, and a gated norm.
+"""Compute a Mamba-2 layer between its projections: convolution, time steps, the state space model, and a gated norm.
 
-Dao, Gu: Transformers are SSMs (arXiv 2405.21060), equation 1 with a scalar decay a head. A token's projected x, B and C
-go through a causal convolution of each element by itself, its bias and a SiLU. With a head's step of time
-`t = softplus(dt + time_bias)`, its state S `[key_dim, value_dim]` becomes
+Dao, Gu: Transformers are SSMs (arXiv 2405.21060), equation 1 with a scalar decay per head. A token's projected x, B and
+C go through a causal convolution of each channel by itself, its bias and a SiLU. With a head's time step `t =
+softplus(dt + time_bias)`, its state S `[key_dim, value_dim]` becomes
 
     S = exp(-exp(decay_log) t) S + B (t x)^T          y = C^T S + skip x
 
-In the words of `delta_net`, C is a query, B a key and x a value; heads of a group share C and B. In chunks, with G_i
-the sum of the logarithms of decays up to token i of the chunk and R = t x,
+In the terms of `delta_net`, C is a query, B a key and x a value; the heads of a group share C and B. In chunks, with
+G_i the sum of the logarithms of decays up to token i of the chunk, and R = t x,
 
     y_i = exp(G_i) C_i^T S + sum_(j <= i) (C_i . B_j) exp(G_i - G_j) R_j + skip x_i
     S = exp(G_last) S + sum_j exp(G_last - G_j) B_j R_j^T
 
-Outputs are multiplied by `silu(z)` and then normed, the heads of a group together. All is float32, or float64 where the
-inputs are.
+Outputs are multiplied by `silu(z)` and then normed, the heads of a group together. Everything is computed in float32,
+or in float64 if the inputs are.
 """
 
 import torch
@@ -28,10 +28,10 @@ from gpu.operations.recurrent.state_arrays import CHUNK_TOKENS
 def state_space_reference(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs `[tokens, heads, value_dim]`, without skips, and the state behind the last token, token by token.
+    """Return outputs `[tokens, heads, value_dim]`, without skips, and the state after the last token, token by token.
 
-    query (C), key (B) `[tokens, heads, key_dim]`; value (t x) `[tokens, heads, value_dim]`; decay, logarithms `[tokens,
-    heads]`; state `[heads, key_dim, value_dim]`, left as it is. All of one dtype.
+    query (C), key (B): `[tokens, heads, key_dim]`. value (t x): `[tokens, heads, value_dim]`. decay: logarithms,
+    `[tokens, heads]`. state: `[heads, key_dim, value_dim]`, not changed. All of one dtype.
     """
     outs = []
     for q, k, v, g in zip(query, key, value, decay, strict=True):
@@ -96,12 +96,12 @@ def gated_norm(
     made: Tensor, gates: Tensor, weight: Tensor, groups: int, eps: float, slots: Tensor | None = None,
     out: Tensor | None = None, gates_last: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Norm `made * silu(gates)`, each of `groups` equal parts of a row by itself, and multiply it by `weight`. Return
-    `[rows, width]` of gates' dtype, in `out`, if it is given, on a device with Triton.
+    """Norm `made * silu(gates)`, each of `groups` equal parts of a row by itself, and multiply it by `weight`.
 
-    made float32 `[rows, width]`; gates `[rows, width]`; weight `[width]`; slots: int32 `[rows]`, -1 in rows that are
-    zeros whatever their gates are; None: all are in use. gates_last: gates, and a weight `[width / groups]`, multiply
-    what is normed, as in a delta net. Bytes moved: rows read and written once.
+    Returns `[rows, width]` in gates' dtype, in `out` if it is given. Needs a device with Triton. made: float32 `[rows,
+    width]`. gates: `[rows, width]`. weight: `[width]`. slots: int32 `[rows]`, -1 in rows that become zeros whatever
+    their gates are; None: all are in use. gates_last: gates, and a weight `[width / groups]`, multiply the normed rows,
+    as in a delta net. Bytes moved: rows read and written once.
     """
     rows, width = gates.shape
     out = torch.empty(rows, width, dtype=gates.dtype, device=gates.device) if out is None else out

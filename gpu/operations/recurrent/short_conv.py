@@ -1,9 +1,10 @@
-"""A gated short convolution between its two projections (LFM2), by the contract of `delta_net`.
+"""Compute a gated short convolution between its projections (LFM2), by the contract of `delta_net`.
 
-A token's projected x has three parts, b, c and v, as wide as hidden states. Each element of b * v goes through a
-causal convolution by itself, without an activation, and c multiplies what comes out. Of the past a sequence has the
-last inputs of its convolution alone, in the same ring as a gated delta net: so tokens of a draft that are refused
-leave nothing behind, and those that are drawn nothing to take in. Inside all is float32, or float64 where x is.
+A token's projected x has three parts, b, c and v, each as wide as hidden states. Each channel of b * v goes through a
+causal convolution by itself, without an activation, and the result is multiplied by c. All that a sequence keeps of its
+past is the last inputs of its convolution, in the same ring as a gated delta net's. So drafted tokens that are refused
+leave nothing behind, and those that are accepted need no update. Everything is computed in float32, or in float64 if x
+is.
 """
 
 import torch
@@ -19,10 +20,10 @@ _BLOCK = 256
 def run_short_segment(
     mixed: Tensor, conv: Tensor, held_rings: Tensor, number: int, begin: int
 ) -> Tensor:  # fmt: skip
-    """Compute tokens of one sequence that follow one another; return `[tokens, width]` of mixed's dtype.
+    """Compute consecutive tokens of one sequence; return `[tokens, width]` in mixed's dtype.
 
-    mixed `[tokens, 3 * width]`; conv `[width, 1, taps]`; held_rings `[states, ring length, width]`; number: the
-    sequence's; begin: the position of the first token, where 0 begins a new sequence.
+    mixed: `[tokens, 3 * width]`. conv: `[width, 1, taps]`. held_rings: `[states, ring length, width]`. number: the
+    sequence's. begin: the position of the first token; 0 begins a new sequence.
     """
     wide = torch.promote_types(mixed.dtype, torch.float32)
     front, gate, back = mixed.chunk(3, 1)
@@ -31,8 +32,9 @@ def run_short_segment(
 
 
 def convolve(inputs: Tensor, conv: Tensor, ring: Tensor, begin: int) -> Tensor:
-    """Return a causal convolution of each channel, `[tokens, channels]`, and leave the last inputs in the ring. conv
-    `[channels, taps]`, of the dtype that is computed in.
+    """Return a causal convolution of each channel, `[tokens, channels]`, and write the last inputs to the ring.
+
+    conv: `[channels, taps]`, in the compute dtype.
     """
     num_tokens, taps, length = len(inputs), conv.shape[1], len(ring)
     before = torch.arange(begin - taps + 1, begin, device=inputs.device)
@@ -86,10 +88,10 @@ def _short_step_kernel(
 def short_step(
     mixed: Tensor, conv: Tensor, own: Recurrent, rings: Tensor, state_of_slot: Tensor, slots: Tensor, cells: Tensor
 ) -> Tensor:  # fmt: skip
-    """Compute one token a row, as `delta_step` has them, on a device with Triton, whose reference is `delta_step`'s.
+    """Compute one token per row, with the arguments of `delta_step`, on a device with Triton.
 
-    A row reads the inputs of earlier tokens from rows in front of it, or from the ring, where rows write to places that
-    no row of the step reads. Bytes moved: rows read and written once, and the ring's.
+    `delta_step` has the reference. A row reads the inputs of earlier tokens from earlier rows, or from the ring. Rows
+    write to places of the ring that no row of the step reads. Bytes moved: rows read and written once, and the ring's.
     """
     out = mixed.new_empty(len(mixed), own.value_width)
     _short_step_kernel[(len(mixed), triton.cdiv(own.value_width, _BLOCK))](
