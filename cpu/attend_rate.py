@@ -1,6 +1,6 @@
 """Measure how fast attention on this host reads rows in a stream.
 
-Rows are all alike, so the answer is known and checked. Each is read once for the heads of its group, and for all
+All rows are equal, so the answer is known and checked. Each row is read once for the heads of its group and for all
 queries of a step.
 """
 
@@ -23,9 +23,9 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 def attend_alike_rows(
     kernel: HostAttention, shape: TierShape, threads: int, num_tokens: int, num_queries: int = 1
 ) -> tuple[Callable[[], None], int]:
-    """Return a call that attends exactly to `num_tokens` alike rows and checks the answer, and the bytes it reads.
+    """Return a function that attends exactly to `num_tokens` equal rows and checks the answer, and the bytes it reads.
 
-    num_queries: rows of a step, which read them together.
+    num_queries: rows of a step that read them together.
     """
     sizes = [min(SEGMENT_TOKENS, num_tokens - begin) for begin in range(0, num_tokens, SEGMENT_TOKENS)]
     parts = [
@@ -44,7 +44,7 @@ def attend_alike_rows(
         piece["key_scale"], piece["value_scale"] = key_scale.ctypes.data, value_scale.ctypes.data
     queries = np.zeros((num_queries, shape.num_heads, shape.dim), kernel.query_type)
     num_bytes = num_tokens * shape.num_kv_heads * kernel.row_bytes
-    kept = parts, key_scale, value_scale  # the table holds addresses
+    kept = parts, key_scale, value_scale  # the table holds addresses of these
 
     def attend() -> None:
         got = kernel.attend(table, queries, None, threads)
@@ -56,7 +56,7 @@ def attend_alike_rows(
 
 
 def best_seconds(call: Callable[[], None], repeats: int) -> float:
-    """Return the seconds of a call, the best of some behind one that warms up."""
+    """Return the seconds of the fastest of some calls, after one call to warm up."""
     call()
     best = math.inf
     for _ in range(repeats):

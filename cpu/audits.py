@@ -15,13 +15,14 @@ from cpu.host_context import Context
 from cpu.sample_errors import ERRORS, LARGEST, LOG_MASS, OUTPUT
 from transfer.host_config import ErrorsConfig
 
-HEAVY_WEIGHT = 0.1  # of an answer: a head that has such a key may as well have missed one, of which no sample tells
+HEAVY_WEIGHT = 0.1  # a key's share of an answer: a head with such a key may also have missed one like it
 
 
 @dataclass(slots=True)
 class ErrorCounts:
-    """Counts of sampled heads' answers: estimated, with a heavy key, beyond the bound (without and with such a key); of
-    steps with any answer beyond it; and of answers that read all keys.
+    """Counts of answers of sampled heads. estimated: with an estimated error. heavy: with a heavy key. beyond,
+    heavy_beyond: with an error beyond the bound, without and with a heavy key. steps_beyond: steps with any such
+    answer. in_full: answers that read all keys.
     """
 
     estimated: int = 0
@@ -33,14 +34,14 @@ class ErrorCounts:
 
 
 class Audits:
-    """The errors of one tier's answers. layers: number of offloaded layers."""
+    """Tracks the errors of one tier's answers. layers: number of offloaded layers."""
 
     def __init__(self, settings: ErrorsConfig, layers: int, heads: int) -> None:
         self._settings, self.layers, self._heads = settings, layers, heads
         self._bound = settings.bound
         self._ordinal = np.arange(layers * heads).reshape(layers, heads)
         self._most_in_full = int(settings.full_share * layers * heads)
-        self._is_beyond = False  # the step under way
+        self._is_beyond = False  # whether any answer of the current step is beyond the bound
         self.counts = ErrorCounts()
 
     def new_errors(self, layers: int, rows: int) -> np.ndarray:
@@ -48,7 +49,7 @@ class Audits:
         return np.zeros((layers, rows, self._heads, ERRORS), np.float32)
 
     def full(self, contexts: Sequence[Context | None], rows: int, first: int, last: int) -> np.ndarray | None:
-        """Return which heads read all keys: uint8 `[layers, rows, heads]` of layers `first .. last`, or None where
+        """Return the mask of heads that read all keys: uint8 `[layers, rows, heads]` of layers `[first, last)`; None if
         epsilon is not set.
         """
         if self._settings.epsilon is None:
@@ -62,7 +63,7 @@ class Audits:
         return full
 
     def note(self, contexts: Sequence[Context | None], errors: np.ndarray, full: np.ndarray | None, first: int) -> None:
-        """Take the errors of one part of a step, of layers from `first` on."""
+        """Record the errors of one part of a step, for layers from `first` on."""
         last = first + len(errors)
         worst = np.maximum(errors[..., LOG_MASS], errors[..., OUTPUT])  # [layers, rows, heads]
         if full is not None:
@@ -81,10 +82,10 @@ class Audits:
         self._is_beyond = False
 
     def _note_full(self, context: Context, worst: np.ndarray, has_read: np.ndarray, first: int, last: int) -> None:
-        """Take the errors of heads that read all keys. has_read: they did, and there were keys to read.
+        """Record the errors of heads that read all keys. has_read: the heads that did, and had keys to read.
 
-        A head that asked for nothing in this step, or excluded every token, has zeros for errors. Its last full read
-        still holds.
+        A head that requested nothing in this step, or excluded every token, has zeros for errors and keeps the result
+        of its last full read.
         """
         if context.noted is None:
             context.noted = np.zeros((self.layers, self._heads), np.float32)

@@ -1,9 +1,9 @@
 """Run background jobs that yield to decode, in pieces of about a millisecond, the most urgent first.
 
-Threads with cores of their own run longer pieces, since a thread needs the interpreter after each piece and gets it
-after half a millisecond. No piece begins while the gate is shut, except on as many threads as have cores of their own.
-A job that raises is logged and its `fail` is called; the other jobs go on. The gate is a number in memory, so that
-compiled code can shut it without the interpreter.
+Threads with cores of their own run longer pieces, because a thread waits half a millisecond for the interpreter after
+each piece. While the gate is shut, no piece begins except on those threads. A job that raises is logged and its `fail`
+is called; the other jobs go on. The gate is a number in memory, so that compiled code can shut it without the
+interpreter.
 """
 
 import heapq
@@ -23,15 +23,15 @@ LONG_PIECE_TOKENS = 2**22  # table entries built by a thread with a core of its 
 
 @dataclass(slots=True)
 class Pace:
-    """The size of the next piece of tables at most, set by the thread that runs it. Copies have a size of their own."""
+    """The largest size of the next piece of a table build, set by the thread that runs it. Copies do not use it."""
 
     piece_tokens: int
 
 
 @dataclass(eq=False, slots=True)
 class BuildJob:
-    """A job. urgency: lower runs earlier, then the order of submission. pieces: runs a piece at each `next`, by `pace`.
-    A job that is not wanted any more ends early. Either `finish` or `fail` is called, once.
+    """A background job. urgency: lower runs earlier; ties run in the order of submission. pieces: each `next` runs one
+    piece, of a size by `pace`. A job that is no longer wanted ends early. Either `finish` or `fail` is called, once.
     """
 
     urgency: tuple[int, ...]
@@ -48,8 +48,8 @@ class BuildJob:
 
 
 class Builder:
-    """Threads that run jobs until `shutdown`. gate: int64 `[1]`, the number of pauses; it is shut above 0. num_cores:
-    threads that may pass a shut gate, because decode leaves them cores (`num_busy_cores`).
+    """Threads that run jobs until `shutdown`. gate: int64 `[1]`, the number of pauses; the gate is shut above 0.
+    num_cores: threads that may pass a shut gate, because decode leaves them cores (`num_busy_cores`).
     """
 
     def __init__(self, num_threads: int, num_cores: int) -> None:
@@ -77,10 +77,10 @@ class Builder:
 
     def _push(self, job: BuildJob) -> None:
         heapq.heappush(self._jobs, job)
-        self._changed.notify_all()  # one that is told may wait for the gate
+        self._changed.notify_all()  # not one thread, which might be waiting for the gate
 
     def drop_unwanted(self) -> None:
-        """End jobs that are not wanted any more and that no thread has begun, before their turn."""
+        """End waiting jobs that are no longer wanted, before their turn."""
         with self._changed:
             dropped = [job for job in self._jobs if not job.is_wanted()]
             self._jobs = [job for job in self._jobs if job not in dropped]
@@ -89,7 +89,7 @@ class Builder:
             job.finish()
 
     def pause(self) -> None:
-        """Let no piece begin until `go_on`, except on cores of their own. A running piece may go on for its
+        """Let no piece begin until `go_on`, except on threads with cores of their own. A running piece may finish its
         millisecond. Pauses add up. One thread at a time begins or ends them.
         """
         self.gate[0] += 1

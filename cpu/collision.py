@@ -1,14 +1,14 @@
 """Compute how likely LSH sampling takes a key, from its cosine with the query, and the table of weights.
 
 paper (2410.16179): K = bits, L = tables. A key is sampled if it shares the query's bucket in two tables or more. For
-small p**K eq. (10) as written is a difference of numbers near 1, of which float32 keeps nothing; here it is a binomial
-tail summed from its largest term. Nothing is added to u: a constant there would bias the mass.
+small p**K, eq. (10) as written is a difference of numbers near 1, which cancels in float32. Here it is a binomial tail,
+summed from its largest term. No constant is added to u, because that would bias the mass.
 """
 
 import numpy as np
 
 INTERVALS = 4096  # of the table, over cosines in [-1, 1]
-LARGEST = 80.0  # nats: -log u is no more than this; a key with such a u is never sampled
+LARGEST = 80.0  # nats: the most that -log u is; a key with such a u is never sampled
 MAX_BITS, MAX_TABLES = 16, 512
 _SMALL = 0.05  # below this many expected collisions the tail is summed term by term
 _TERMS = 10

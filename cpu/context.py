@@ -18,8 +18,8 @@ from transfer.simd.inner import inner
 from transfer.simd.region import pointer_to
 from transfer.simd.team import COUNTER_INT64
 
-# Of the shape; of the request under way (REQUESTS to NUM_PIECES: a row of `new_host_requests`); what its plan took
-# (first of them: NUM_SAMPLED); what there is room for; the requests, how far they are and what they cost
+# Columns: the shape; the current request (REQUESTS to NUM_PIECES: a row of `new_host_requests`); what its plan needs
+# (from NUM_SAMPLED on); what there is room for; all requests, their progress and their cost
 # (`cpu.host_request_turns`).
 (
     HEADS, KV_HEADS, DIM, TABLES, MASK, SCALE, MAX_THREADS, LOGS,
@@ -40,18 +40,17 @@ def new_context() -> np.ndarray:
 
 
 def new_host_requests(count: int) -> np.ndarray:
-    """Return int64 `[count, HOST_REQUEST_COLUMNS]`: column `c - REQUESTS` for each c of the context's, REQUESTS to
-    NUM_PIECES.
+    """Return int64 `[count, HOST_REQUEST_COLUMNS]` of zeros: the context's columns REQUESTS to NUM_PIECES, from 0 on.
 
     They hold addresses of queries, codes (0: none), the mask of wanted heads (0: all), exclusions (0: none) with their
-    words per row and KV head, out, lse and covered (0: not counted); of flags and of the answer's stamp (0: nobody
-    waits) with the stamp; of errors and of the mask of heads that read all keys (0: none); and of a table of pieces.
+    words per row and KV head, out, lse and covered (0: not counted); of flags and the answer's stamp (0: nobody waits),
+    with the stamp; of errors and the mask of heads that read all keys (0: none); and of a table of pieces.
     """
     return np.zeros((count, HOST_REQUEST_COLUMNS), np.int64)
 
 
 def set_shape(context: np.ndarray, shape: Shape, max_threads: int) -> None:
-    """Write a shape without its types; the scale as the bits of a float64."""
+    """Write a shape to the context, without its types. The scale is written as the bits of a float64."""
     context[HEADS : MASK + 1] = shape.heads, shape.kv_heads, shape.dim, shape.tables, shape.mask
     context.view(np.float64)[SCALE] = shape.scale
     context[MAX_THREADS] = max_threads
@@ -90,7 +89,7 @@ def open_context(address, kind, query_kind):
         numba.carray(pointer_to(c[PLAN + 5]), (c[NUM_SAMPLED] * c[HEADS] + c[NUM_PARTS],), np.int32),
     )
     threads, dim = c[MAX_THREADS], c[DIM]
-    at, unknown = BUFFERS, 1  # the first axis of a flat buffer: nothing here looks at it
+    at, unknown = BUFFERS, 1  # the first axis of a flat buffer, whose length is not used here
     buffers = Buffers(
         numba.carray(pointer_to(c[at]), (unknown,), np.uint16),
         numba.carray(pointer_to(c[at + 1]), (unknown,), np.int32),

@@ -8,16 +8,16 @@ s for the tables of 98,304 tokens of an 8B shape, as long as a card takes for th
 
 from dataclasses import dataclass
 
-_BUILDER_SHARE = 4  # one of so many threads builds tables while decode leaves the cores
-_OWN_CORE_THREADS = 8  # where there are so many, one core is left to what is built, and one to launches
-_SECOND_CORE_THREADS = 16  # ... and another to what is built
+_BUILDER_SHARE = 4  # one of so many threads builds tables while decode does not need the cores
+_OWN_CORE_THREADS = 8  # from so many threads on, one core is left to a builder, and one to launches
+_SECOND_CORE_THREADS = 16  # from so many threads on, a second core is left to builders
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """The cores that attention and table builders share. builders: threads that build tables; building: how many of
-    these have a core of their own while they have work; launching: cores left to the thread that launches beside the
-    other lane.
+    """How attention, table builders and launches share the cores. builders: threads that build tables. building: how
+    many of these have a core of their own while they have work. launching: cores left to the thread that launches
+    kernels while the other lane has work.
     """
 
     builders: int

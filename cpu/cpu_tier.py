@@ -1,6 +1,6 @@
 """Implement the host tier (`transfer.host_tier.HostTier`): contexts in the CPU's memory, and attention over them.
 
-With fixed residence answers depend on the sequence of calls alone, never on when copies land or tables are built.
+With fixed residence, answers depend on the sequence of calls alone, and not on when copies land or tables are built.
 """
 
 import logging
@@ -40,18 +40,19 @@ from transfer.slabs import PageSource, SlabPool
 
 log = logging.getLogger(__name__)
 
-_RATE_TOKENS = 32_768  # that a rate is measured on: more bytes than caches hold
+_RATE_TOKENS = 32_768  # tokens that a rate is measured on: more bytes than caches hold
 _RATE_REPEATS = 3
 
-MAX_MAPPING_THREADS = 4  # that map, touch and pin slabs: more would only wait for the kernel's locks
+MAX_MAPPING_THREADS = 4  # threads that map, touch and pin slabs: more would only wait for the kernel's locks
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Bytes: in use by contexts, held (in use, idle or being allocated), pinned, and the limit of held bytes.
+    """The tier's memory and its counts since the start.
 
-    tables: layers of segments built, or failed and therefore read exactly; merges: of small segments, and those dropped
-    for lack of memory; attention, errors: see `AttentionCounts`, `ErrorCounts`.
+    bytes_in_use: by contexts. bytes_held: in use, idle or being allocated. limit_bytes: of held bytes.
+    tables_built, tables_failed: layers of segments; a failed one is read exactly.
+    merges, merges_dropped: merges of small segments, and those that were dropped for lack of memory.
     """
 
     contexts: int
@@ -71,7 +72,7 @@ class TierStats:
 
 
 def compiled_for(shape: TierShape, query_dtype: torch.dtype) -> Compiled:
-    """Return what attention to rows of this shape is compiled for. query_dtype: bfloat16 or float32."""
+    """Return the compile parameters of attention to rows of this shape. query_dtype: bfloat16 or float32."""
     return Compiled(
         heads=shape.num_heads,
         kv_heads=shape.num_kv_heads,
@@ -79,13 +80,13 @@ def compiled_for(shape: TierShape, query_dtype: torch.dtype) -> Compiled:
         row_type=ROW_TYPES[shape.rows][0],
         query_type=QUERY_TYPES[query_dtype],
         bits=max(shape.bits_per_table, 1),
-        tables=max(shape.num_tables, 2),  # where there are none, nothing is sampled
+        tables=max(shape.num_tables, 2),  # without tables nothing is sampled, and these values are not used
         scale=shape.dim**-0.5,
     )
 
 
 class CpuTier:
-    """The host tier of an engine, with all of its host contexts. Called from one thread."""
+    """The host tier of an engine, with all its host contexts. Called from one thread."""
 
     def __init__(
         self, shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, source: PageSource,
@@ -93,8 +94,8 @@ class CpuTier:
     ) -> None:  # fmt: skip
         """Compile the attention, or read it from numba's cache.
 
-        query_dtype: bfloat16 or float32; num_threads: of attention; errors: what is done about errors of answers, or
-        None; is_adaptive: which tokens are sampled may depend on timing.
+        query_dtype: bfloat16 or float32. num_threads: of attention. errors: settings of error estimates, or None.
+        is_adaptive: whether the choice of tokens to sample may depend on timing.
 
         Raises ValueError for a shape that the kernels do not support, RuntimeError for a CPU without AVX2.
         """
@@ -116,12 +117,12 @@ class CpuTier:
         self._contexts: dict[int, Context] = {}
 
     def open(self, context_id: int, reading: Reading) -> None:
-        """Open a new, empty context. `reading`: how attention reads it."""
+        """Open a new, empty context. reading: how attention reads it."""
         assert context_id not in self._contexts, "context: opened once"
         self._contexts[context_id] = Context(context_id, reading.on_cpu(self.shape.num_tables))
 
     def fork(self, source_id: int, context_id: int, num_tokens: int, reading: Reading) -> None:
-        """Open a context that shares the first `num_tokens` of another's."""
+        """Open a context that shares the first `num_tokens` tokens of another."""
         source = self._contexts[source_id]
         self.open(context_id, reading)
         context = self._contexts[context_id]
@@ -135,10 +136,10 @@ class CpuTier:
             context.sample_sealed()
 
     def close(self, context_id: int) -> None:
-        """Close a context. Memory that no other shares is free once its fills have landed and steps that read it have
-        their answers. An unknown id is ignored.
+        """Close a context; an unknown id is ignored. Memory that no other context shares is freed once its fills have
+        landed and all steps that read it are answered.
 
-        Copies whose fill was not announced must have ended.
+        Copies to it that were not announced by `fill` must have ended.
         """
         context = self._contexts.pop(context_id, None)
         if context is None:
@@ -151,26 +152,26 @@ class CpuTier:
                 piece.segment.give_up()
 
     def reserve(self, context_id: int, num_tokens: int) -> list[Reservation]:
-        """Reserve room for so many more tokens, in order. Raises HostMemoryError, and then nothing has changed."""
+        """Reserve room for `num_tokens` more tokens, in order. Raises HostMemoryError without changing anything."""
         return [*self._growth.reserve(self._contexts[context_id], num_tokens, list(self._contexts.values()))]
 
     def fill(self, reservation: Reservation, layers: Sequence[int], done: Filled) -> None:
-        """Announce that these layers' rows (and codes, centre, scales) are being copied; they have landed when `done`
-        says so.
+        """Announce that rows of these layers (with codes, centre and scales) are being copied. They have landed once
+        `done` is reached.
         """
         assert isinstance(reservation, SegmentReservation), "fill: a reservation of this tier"
         first, num_tokens = reservation.first, reservation.end - reservation.begin
         self._store.fill(reservation.segment, layers, first, first + num_tokens, done)
 
     def rows(self, context_id: int, layer: int, num_tokens: int) -> list[LayerRows]:
-        """Return the first `num_tokens`, in order, to be read back, without codes. Waits for their copies."""
+        """Return rows of the first `num_tokens` tokens for a reload, without codes. Waits for their copies."""
         pieces = self._contexts[context_id].first_pieces(num_tokens)
         for piece in pieces:
             self._store.wait_for_rows(piece.segment, (layer,), piece.tokens)
         return [piece.segment.rows(layer, 0, piece.tokens, with_codes=False) for piece in pieces]
 
     def lend_rows(self, context_id: int, num_tokens: int) -> LentRows | None:
-        """Lend the first `num_tokens` to a thread that reads them; None where they are not all there now."""
+        """Lend rows of the first `num_tokens` tokens to a thread that reads them. None if they have not all landed."""
         context = self._contexts.get(context_id)
         if context is None or context.tokens < num_tokens:
             return None
@@ -187,13 +188,11 @@ class CpuTier:
         return LentRows(rows, lease.end)
 
     def runs(self, context_id: int) -> list[tuple[int, Reading]]:
-        """Return a context's tokens, in order: how many, and how attention reads them."""
+        """Return a context's pieces in order: how many tokens, and how attention reads them."""
         return [(piece.tokens, piece.reading) for piece in self._contexts[context_id].pieces]
 
     def is_ready(self, read: ContextRead) -> bool:
-        """Return whether `attention` would begin without waiting, or fail at once. False if the context does not have
-        so many tokens yet.
-        """
+        """Return whether `attention` would begin, or fail, without waiting. False if the context has fewer tokens."""
         context = None if read.context_id is None else self._contexts.get(read.context_id)
         if read.num_tokens == 0 or context is None:
             return read.num_tokens == 0
@@ -203,10 +202,10 @@ class CpuTier:
         return all(self._store.is_ready(piece.segment, piece.tokens, piece.reading.has_tables) for piece in pieces)
 
     def attention(self, reads: Sequence[ContextRead]) -> StepAttention:
-        """Return the attention of a decode step, a read for each row, with a lease on all that it reads.
+        """Return the attention of a decode step, with a lease on the segments that it reads. reads: one for each row.
 
-        Waits until the requested rows have landed and their tables are built, not for later tokens. Raises
-        ContextLostError for the first context whose rows cannot come.
+        Waits until the requested rows have landed and their tables are built, but not for later tokens. Raises
+        ContextLostError for the first context whose rows are lost.
         """
         batch = [(self._context_of(read), read.num_tokens) for read in reads]
         found = self._tables.find(batch)
@@ -218,18 +217,18 @@ class CpuTier:
         return StepAttention(*found, self._attend, [context for context, _ in batch])
 
     def attend_seconds(self, num_rows: int) -> float:
-        """Return the seconds that attending to one token of one layer takes, for so many rows that read it together."""
+        """Measure and return the seconds of attention to one token of one layer, for rows that read it together."""
         attend = self._attend
         num_rows = min(num_rows, attend.kernel.most_sharing)
         call, _ = attend_alike_rows(attend.kernel, self.shape, attend.num_threads, _RATE_TOKENS, num_rows)
         return best_seconds(call, _RATE_REPEATS) / _RATE_TOKENS
 
     def leave_core(self, leaves: bool) -> None:
-        """Leave a core to launches, where there are enough (`cpu.cores`)."""
+        """Leave a core to the launching thread, or take it back. Does nothing on few cores (`cpu.cores`)."""
         self._attend.leaves_core = leaves and bool(self._cores.launching)
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
-        """Answer all host requests of a step. Raises ExchangeError if the device sends none in time."""
+        """Answer all host requests of a step. Raises ExchangeError if the device does not send one in time."""
         own = [(attention, slot) for attention, slot in parts if isinstance(attention, StepAttention)]
         assert len(own) == len(parts), "answer: attention of this tier"
         return answer_step(self._attend, own)
@@ -255,7 +254,7 @@ class CpuTier:
         )
 
     def shutdown(self) -> None:
-        """Close all contexts, end all threads and release memory, once fills have landed and attentions have ended."""
+        """Close all contexts. Wait for fills and attentions to end, and release threads and memory."""
         for context_id in list(self._contexts):
             self.close(context_id)
         self._store.wait_for_doomed()
@@ -285,8 +284,8 @@ def open_tier(
     shape: TierShape, query_dtype: torch.dtype, limit_bytes: int, num_threads: int, is_pinned: bool,
     errors: ErrorsConfig | None = None, is_adaptive: bool = False,
 ) -> CpuTier:  # fmt: skip
-    """Return a tier over memory of this host. is_pinned: registered with CUDA, whose device copies into it; errors,
-    is_adaptive: as in `CpuTier`.
+    """Return a tier in this host's memory. is_pinned: register it with CUDA, so that the device can copy into it. The
+    other arguments are those of `CpuTier`.
     """
     pin, unpin = (pin_pages, unpin_pages) if is_pinned else (None, None)
     return CpuTier(shape, query_dtype, limit_bytes, num_threads, PageSource(map_pages, pin, unpin), errors, is_adaptive)

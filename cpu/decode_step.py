@@ -1,7 +1,7 @@
 """Attend for a decode step over host contexts: the table of pieces of every layer, and the host requests of the device.
 
-Tables of pieces are made again only for contexts whose pieces or requested tokens have changed. In between a step costs
-a dictionary's look-up.
+A table of pieces is made again only if a context's pieces or its number of requested tokens have changed. Other steps
+cost a dictionary look-up.
 """
 
 from collections.abc import Sequence
@@ -41,10 +41,8 @@ from cpu.segment_store import SegmentStore
 from transfer.exchange import ExchangeSlot, late
 from transfer.host_tier import Answered
 
-HOST_REQUEST_LIMIT_S = (
-    20.0  # for the device to come to a layer: a step behind a whole prefill unit takes a second or two
-)
-MOST_TABLES = 64  # of batches that are kept: half batches of a few groups, and those of the steps before
+HOST_REQUEST_LIMIT_S = 20.0  # for the device to reach a layer: a step behind a whole prefill unit takes a second or two
+MOST_TABLES = 64  # batches whose tables are cached: half batches of a few groups, and those of earlier steps
 QUERY_TYPES = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 
 _Cut = tuple[int, int]  # a context's version, and how many of its tokens
@@ -56,9 +54,9 @@ _LENT = [RUN_BEGIN, END, KEYS, KEY_HEAD, KEY_ROW, VALUES, VALUE_HEAD, VALUE_ROW,
 
 @dataclass(slots=True)
 class AttentionCounts:
-    """Sums over all host_requests. wait_s: waiting for the device, with nothing else to do; rows_read: keys (values: as
-    many); bytes_read: of rows and of hash tables; tokens_covered, and of these keys_scored: per wanted head, without
-    excluded tokens.
+    """Sums over all host requests. wait_s: idle time waiting for the device. rows_read: keys, and as many values.
+    bytes_read: of rows and hash tables. tokens_covered: for each wanted head, without excluded tokens; keys_scored:
+    those of them whose keys were read.
     """
 
     host_requests: int = 0
@@ -71,10 +69,11 @@ class AttentionCounts:
 
 
 class PieceTables:
-    """A cache of tables of pieces, for contexts' first tokens and for batches of them. They are int64 inside, since
-    numpy copies structures field by field. A batch is a sequence of (context, tokens); the context is None for rows
-    without host reads. Rows one behind another that read the same of a context, all of it, share its pieces: at most
-    `most_sharing` of them. store: of the segments, for leases.
+    """A cache of tables of pieces, by context and by batch. A batch is a sequence of (context, tokens); the context is
+    None for rows without host reads.
+
+    Adjacent rows with the same read share its pieces if none is sampled, at most `most_sharing` rows. Tables are kept
+    as int64, because numpy copies structures field by field. store: holds the segments that leases are on.
     """
 
     def __init__(self, num_layers: int, most_sharing: int, store: SegmentStore) -> None:
@@ -83,18 +82,16 @@ class PieceTables:
         self._batches: dict[tuple[_Cut, ...], _Table] = {}
 
     def find(self, batch: Sequence[tuple[Context | None, int]]) -> _Table | None:
-        """Return PIECE `[layers, pieces]` of a batch if it is cached and still true, with a lease that nobody has
-        begun; else None.
-        """
+        """Return PIECE `[layers, pieces]` of a batch and a lease to begin, if cached and up to date; else None."""
         return self._batches.get(tuple(_cut(context, tokens) for context, tokens in batch))
 
     def knows(self, context: Context, tokens: int) -> bool:
-        """Return whether so many of a context's tokens were in a batch, and the context has not changed since."""
+        """Return whether a context's first `tokens` tokens are cached, and the context has not changed since."""
         known = self._contexts.get(context.context_id)
         return known is not None and known[0] == _cut(context, tokens)
 
     def make(self, batch: Sequence[tuple[Context | None, int]]) -> _Table:
-        """Make what `find` returns; context i is request i. Its rows have landed and its tables are built."""
+        """Make and cache what `find` returns; context i is request i. Call it once rows and tables are complete."""
         shares = self._share(batch)
         parts = [self._of_context(*batch[first]) for first, _ in shares]
         columns, sizes = np.concatenate(parts, axis=1), [part.shape[1] for part in parts]  # [layers, pieces, COLUMNS]
@@ -114,7 +111,7 @@ class PieceTables:
         }
 
     def _share(self, batch: Sequence[tuple[Context | None, int]]) -> list[tuple[int, int]]:
-        """Return the first row and the number of those that share pieces, of all rows in order."""
+        """Cut the batch into rows that share pieces: return pairs (first row, number of rows), in order."""
         shares: list[tuple[int, int]] = []
         for row, (context, tokens) in enumerate(batch):
             first, count = shares[-1] if shares else (0, self._most_sharing)
@@ -149,13 +146,14 @@ def _cut(context: Context | None, tokens: int) -> _Cut:
 
 class Attend:
     """The compiled attention for queries of one dtype, with its threads, the builder's gate, the counts and the loans.
-    leaves_core: to the launching thread (`transfer.host_tier.HostTier.leave_core`).
+
+    leaves_core: whether a core is left to the launching thread (`transfer.host_tier.HostTier.leave_core`).
     """
 
     def __init__(
         self, kernel: HostAttention, num_threads: int, builder: Builder, counts: AttentionCounts, audits: Audits | None
     ) -> None:
-        """audits: of answers whose errors are estimated, or None."""
+        """audits: audits of answers' estimated errors, or None."""
         self.kernel, self.builder, self.counts, self.audits = kernel, builder, counts, audits
         self.loans = Loans()
         self.leaves_core = False
@@ -163,16 +161,17 @@ class Attend:
 
     @property
     def num_threads(self) -> int:
-        """Return the threads of the next answers: all but those whose cores the builder uses, and the one whose core is
-        left to launches. All threads of an attention wait for the one whose core another thread has taken.
+        """Return the number of threads for the next answers. Cores of the builder, and the one left to launches, are
+        not used: all threads of an attention would wait for one whose core is taken.
         """
         return self._num_threads - self.builder.num_busy_cores - self.leaves_core
 
 
 class StepAttention:
-    """The attention of one step; see `transfer.host_tier.Attention`. The builder pauses from the first layer's request
-    to the last one's answer: between two layers there is less time than a piece takes, and every thread of an attention
-    waits for the slowest.
+    """The attention of one step; see `transfer.host_tier.Attention`.
+
+    The builder pauses from the first layer's request to the last layer's answer. The time between two layers is shorter
+    than one piece of its work, and every thread of an attention would wait for the slowest.
     """
 
     def __init__(self, table: np.ndarray, lease: Lease, attend: Attend, contexts: Sequence[Context | None]) -> None:
@@ -183,7 +182,7 @@ class StepAttention:
         lease.begin()
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
-        """Answer one layer's request. Raises ExchangeError if the device sends none."""
+        """Answer one layer's request. Raises ExchangeError if the device does not send it in time."""
         try:
             self._pauses = True
             _answer(self._attend, [(self.table[layer : layer + 1], slot, self.contexts)], layer)
@@ -194,9 +193,7 @@ class StepAttention:
             self.give_up()
 
     def give_up(self) -> None:
-        """End the step, finished or not: the builder goes on and the segments are released. Calling it again does
-        nothing.
-        """
+        """End the step, finished or not: resume the builder and release the segments. A second call does nothing."""
         if self._pauses:
             self._attend.builder.go_on()
             self._pauses = False
@@ -219,11 +216,11 @@ class StepAttention:
 
 
 def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlot]]) -> Answered:
-    """Answer all host requests of a step in one call: each layer's of every part in turns. No line of Python runs
+    """Answer all host requests of a step in one call: layer by layer, and in each layer part by part. No Python runs
     between two of them.
 
-    A slot's current host request is the first of these, and afterwards the last. Raises ExchangeError if the device
-    sends none.
+    A slot's current host request is the first one before the call, and the last one after it. Raises ExchangeError if
+    the device does not send one in time.
     """
     try:
         return _answer(attend, [(attention.table, slot, attention.contexts) for attention, slot in parts], 0)
@@ -234,9 +231,9 @@ def answer_step(attend: Attend, parts: Sequence[tuple[StepAttention, ExchangeSlo
 
 
 def _answer(attend: Attend, parts: Sequence[_Part], first_layer: int) -> Answered:
-    """Answer host requests from `first_layer` on, of tables PIECE `[layers, pieces]`.
+    """Answer the host requests of all parts, from `first_layer` on. The parts' tables are PIECE `[layers, pieces]`.
 
-    A slot's current host request becomes its last, or the one that did not come. The builder runs until the first
+    Afterwards a slot's current host request is its last, or the one that did not come. The builder runs until the first
     layer's request arrives, and then pauses.
     """
     counts, kernel, gate = attend.counts, attend.kernel, None if first_layer else attend.builder.gate
@@ -270,8 +267,8 @@ def _answer(attend: Attend, parts: Sequence[_Part], first_layer: int) -> Answere
 
 
 def _new_errors(attend: Attend, part: _Part, first_layer: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return arrays for the errors of a part's requests, and the heads that read all keys, as
-    `HostAttention.host_requests_in` takes them.
+    """Return an array for the errors of a part's requests, and the mask of heads that read all keys, for
+    `HostAttention.host_requests_in`; None each if errors are not estimated.
     """
     if attend.audits is None:
         return None, None

@@ -1,7 +1,7 @@
 """Read the bits that exclude blocks of a context's tokens from an answer, for one row and KV head.
 
-Functions for numba code. `bits`: address of int32 `[words]`, see `transfer.exchange.ExchangeSlot.excluded`; 0: nothing
-is excluded. Blocks beyond the last word are covered.
+Functions for numba code. bits: address of int32 `[words]`, see `transfer.exchange.ExchangeSlot.excluded`; 0: nothing is
+excluded. Blocks beyond the last word are not excluded.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ _WORD = np.uint64(0xFFFFFFFF)
 
 @inner
 def bits_at(excluded, words, row):
-    """Return the address of a row's bits, of `[rows, words]` at address `excluded`; 0 if that is 0."""
+    """Return the address of row `row` of the bits `[rows, words]` at address `excluded`; 0 if that is 0."""
     return excluded + 4 * words * row if excluded != 0 else 0
 
 
@@ -29,13 +29,13 @@ def _is_excluded(bits, words, block):
 
 @inner
 def _blocks_of(words, begin, end):
-    """Return blocks `first .. last` that tokens `begin .. end` touch and that have bits."""
+    """Return the range of blocks that have bits and contain some of tokens `[begin, end)`."""
     return begin // BLOCK_TOKENS, min((end + BLOCK_TOKENS - 1) // BLOCK_TOKENS, words * WORD_BITS)
 
 
 @inner
 def _mask(bits, word, first, last):
-    """Return the bits of one word that stand for blocks in `first .. last`, of which it has some."""
+    """Return those bits of one word that stand for blocks `[first, last)`. The word has some of these blocks."""
     mask, begin = np.uint64(load_int32(bits + 4 * word)) & _WORD, word * WORD_BITS
     if first > begin:
         mask &= _ALL << np.uint64(first - begin)
@@ -46,7 +46,7 @@ def _mask(bits, word, first, last):
 
 @inner
 def count_excluded(bits, words, begin, end):
-    """Return how many of tokens `begin .. end` are excluded."""
+    """Return how many of tokens `[begin, end)` are excluded."""
     if bits == 0 or begin == end:
         return 0
     first, last = _blocks_of(words, begin, end)
@@ -60,7 +60,7 @@ def count_excluded(bits, words, begin, end):
 
 @inner
 def excludes_alike(bits, other, words, begin, end):
-    """Return whether two rows exclude the same of tokens `begin .. end`."""
+    """Return whether two rows exclude the same blocks of tokens `[begin, end)`."""
     if bits == 0 or begin == end:
         return True
     first, last = _blocks_of(words, begin, end)
@@ -72,7 +72,7 @@ def excludes_alike(bits, other, words, begin, end):
 
 @inner
 def next_covered(bits, words, at, end):
-    """Return the first tokens of `at .. end` that are covered and adjacent: (begin, end), or (end, end)."""
+    """Return the first range of `[at, end)` without excluded tokens: (begin, end); or (end, end) if there is none."""
     if bits == 0:
         return at, end
     while at < end and _is_excluded(bits, words, at // BLOCK_TOKENS):
@@ -85,10 +85,10 @@ def next_covered(bits, words, at, end):
 
 @inner
 def clear_excluded(bits, words, begin, end, counters):
-    """Set the counters of excluded tokens in `begin .. end` to 0, and those of the rest of their blocks.
+    """Set the counters of excluded tokens in `[begin, end)` to 0, and those of the rest of their blocks.
 
-    counters: address of a uint8 for each token, from `begin` on; BLOCK_TOKENS before it and behind `end` may be
-    written.
+    counters: address of a uint8 for each token, from `begin` on. BLOCK_TOKENS counters before it and behind `end` may
+    be written too.
     """
     first, last = _blocks_of(words, begin, end)
     for word in range(first // WORD_BITS, (last + WORD_BITS - 1) // WORD_BITS):

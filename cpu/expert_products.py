@@ -1,11 +1,12 @@
 """Compute a layer's experts for a few tokens on the CPU: gate and up, activation, down, and each row's weighted sum.
 
-One parallel region for each host request, in three stages, or five where tokens are rounded for products of integers
-(`transfer.simd.rounded_rows`). Pairs of a row and an expert are sorted by expert, so an
-expert's rows are read once for all tokens that take it: four of its rows stay in the cache while they are multiplied
-with pair after pair. Addresses stand in a context, an int64 array, since a region's function takes one address. A
-number is one dot product over its own row and pair in one order, and a row's sum goes in the order of its places, so
-results depend on no other row and not on the number of threads. Bytes moved: each expert that is taken, once. Packed
+Each host request is one parallel region, in three stages, or five where tokens are rounded for products of integers
+(`transfer.simd.rounded_rows`). Pairs of a row and an expert are sorted by expert, so an expert's rows are read once for
+all tokens routed to it: four of its rows stay in the cache while they are multiplied with pair after pair. Addresses
+are passed in a context, an int64 array, because a region's function takes one address.
+
+A number is one dot product over its own row and pair in a fixed order, and a row's sum is over its places in order. So
+results depend neither on other rows nor on the number of threads. Bytes moved: each expert that is used, once. Packed
 experts are multiplied as stored (`transfer.simd.packed_rows`); the scales of a few rows are widened before these rows
 are read (`transfer.simd.packed_gains`), once for all pairs.
 """
@@ -24,19 +25,19 @@ from transfer.simd.rounded_rows import any_products, group_of, is_rounded, unit_
 from transfer.simd.row_tiles import round_token
 from transfer.simd.team import COUNTER_INT64, Team, claim, end_stage
 
-BLOCK = 4  # rows of a matrix, taken together
-ITEM_BYTES = 32_768  # of a matrix, a thread's claim
-AHEAD_BYTES = 6144  # how far before its use a weight is fetched
-SUM_COLUMNS = 512  # of a row's sum, a thread's claim
+BLOCK = 4  # rows of a matrix that are multiplied together
+ITEM_BYTES = 32_768  # bytes of a matrix that a thread claims at a time
+AHEAD_BYTES = 6144  # how far before its use a weight is prefetched
+SUM_COLUMNS = 512  # columns of a row's sum that a thread claims at a time
 ROUND_ROWS, MAKE_GATED, ROUND_GATED, MAKE_DOWN, SUM_UP, STAGES = range(6)
 GAIN_ROWS = 16  # rows whose scales are widened together: loops over them are long enough to be vector code
 PAIRS_AT_ONCE = 4  # of `down`; of gate and up two, whose tokens may lie anywhere
 TILE_FLOATS = 2 * BLOCK * 4  # of a thread: gates and ups of two pairs, and a line to itself; gains are behind them
 
-# The context. Of the model: widths, and a table of layers, LAYER_COLUMNS each. Of the slot: addresses. Of the request:
-# how many rows, pairs and experts, and the layer's matrices. Of the workspace: addresses, by expert (number,
-# first pair), by pair (row, place's share is the slot's), of each of a row's places its
-# pair or -1, bytes of a thread's tile, and of pairs that are rounded: where, and how many float32 apart.
+# Columns of the context. From the model: widths, and the address of a table of layers, LAYER_COLUMNS each. From the
+# slot: addresses. From the request: numbers of rows, pairs and experts, and the layer's matrices. From the workspace:
+# addresses of arrays by expert (number, first pair), by pair (row), and by place of a row (its pair, or -1); the bytes
+# of a thread's tile; and where rounded pairs are, and how many float32 apart.
 HIDDEN, INTERMEDIATE, PER_TOKEN, LAYERS = range(4)
 X, EXPERTS, SHARES, OUT = range(4, 8)
 NUM_ROWS, NUM_PAIRS, NUM_TAKEN = range(8, 11)
@@ -45,8 +46,8 @@ ROUNDED, ROUNDED_STRIDE = 21, 22
 GATE_UP, DOWN = 23, 23 + MATRIX_COLUMNS
 GATE_UP_BIAS, DOWN_BIAS, ACTIVATION, CONTEXT_INT64 = range(DOWN + MATRIX_COLUMNS, DOWN + MATRIX_COLUMNS + 4)
 LAYERS_OWN = CONTEXT_INT64 - GATE_UP  # columns that a layer has in the context
-# Of a layer: its experts, the C function that computes them, bytes of one, and its columns of the context: both
-# matrices, their biases, 0: there are none, and the activation.
+# Columns of a layer: how many experts, the C function that computes them, the bytes of one, and the layer's columns of
+# the context: both matrices, their biases (0: none), and the activation.
 LAYER_COUNT, LAYER_WORK, LAYER_EXPERT_BYTES, LAYER_MATRICES = range(4)
 LAYER_COLUMNS = LAYER_MATRICES + LAYERS_OWN
 ACTIVATIONS: dict[ExpertActivation, int] = {"silu": 0, "clamped_swiglu": 1}
@@ -65,8 +66,8 @@ def open_row(context):
 
 @inner
 def plan(context, layer, rows, threads):
-    """List the experts that the slot's rows take, in rising order, with their pairs by row. Return how many experts are
-    taken. Numbers that name no expert of the layer are left out.
+    """List the experts that the slot's rows are routed to, in rising order, with their pairs by row. Return how many
+    there are. Numbers that name no expert of the layer are left out.
     """
     c = open_row(context)
     at = c[LAYERS] + 8 * LAYER_COLUMNS * layer
@@ -110,7 +111,7 @@ def _rows_an_item(row_bytes):
 
 @numba.njit(nogil=True, inline="always")
 def _round_pairs(team, c, stage, kind):
-    """Round what pairs are multiplied with, if rows of this kind want that: rows, or what gate and up made."""
+    """Round the inputs of pairs, if rows of this kind need it: rows, or the outputs of gate and up."""
     if not is_rounded(kind):
         return
     columns = c[HIDDEN] if stage == ROUND_ROWS else c[INTERMEDIATE]
@@ -127,7 +128,7 @@ def _round_pairs(team, c, stage, kind):
 
 @inner
 def _row_of_pair(c, kind, pair):
-    """Return where a pair's row is, rounded if rows of this kind want that."""
+    """Return the address of a pair's row, rounded if rows of this kind need it."""
     if is_rounded(kind):
         return c[ROUNDED] + 4 * c[ROUNDED_STRIDE] * pair
     return c[X] + 4 * c[HIDDEN] * load_int32(c[ROW_OF_PAIR] + 4 * pair)
@@ -161,7 +162,7 @@ def _gate_up(team, c, kind):
             for pair in range(first, last, 2):
                 x = _row_of_pair(c, kind, pair)
                 if pair + 1 < last:
-                    apart = (_row_of_pair(c, kind, pair + 1) - x) // 4  # wherever it lies, it is a stride away
+                    apart = (_row_of_pair(c, kind, pair + 1) - x) // 4  # the next pair's row, as a stride
                     _dot_two(kind, gates, gate_gains, gate_offsets, room, x, apart, inner, gates_at, BLOCK, AHEAD_BYTES)
                     _dot_two(kind, ups, up_gains, up_offsets, room, x, apart, inner, ups_at, BLOCK, AHEAD_BYTES)
                     _gate(c, expert + row, gates_at + 4 * BLOCK, ups_at + 4 * BLOCK, (pair + 1) * width + row)
@@ -176,7 +177,7 @@ def _gate_up(team, c, kind):
 
 @inner
 def _gate(c, row, gates_at, ups_at, out):
-    """Write BLOCK numbers of `gated`, of the matrix's rows from one on. A NaN stays one."""
+    """Write BLOCK numbers of `gated`, for the matrix's rows from `row` on. A NaN stays a NaN."""
     for r in range(BLOCK):
         gate, up = load_float32(gates_at + 4 * r), load_float32(ups_at + 4 * r)
         if c[GATE_UP_BIAS] != 0:
@@ -230,7 +231,7 @@ def _down(team, c, kind):
 
 @numba.njit(nogil=True, inline="always")
 def _sum_up(team, c):
-    """Compute `out[row]` over its places in order; zero for a row that takes none of these experts."""
+    """Compute `out[row]` over its places in order; zero for a row that is routed to none of these experts."""
     width, per_token = c[HIDDEN], c[PER_TOKEN]
     items_each = -(-width // SUM_COLUMNS)
     items, done = c[NUM_ROWS] * items_each, 0
@@ -260,7 +261,7 @@ def _sum_up(team, c):
 
 @numba.njit(nogil=True, inline="always")
 def compute(me, threads, context, gate_up, down):
-    """Run thread `me`'s share of a planned request. gate_up, down: kinds of their rows, as `any_products` has them."""
+    """Run thread `me`'s share of a planned request. gate_up, down: the kinds of their rows, see `any_products`."""
     c = open_row(context)
     shape = (STAGES, threads + 1, COUNTER_INT64)
     team = Team(numba.carray(pointer_to(c[COUNTERS]), shape, np.int64), me, threads)

@@ -1,9 +1,9 @@
 """Measure how fast a core multiplies a token by experts in host memory, for each storage format, with all cores busy.
 
-`scheduler` compares these rates with the link's to choose between computing and fetching experts. The kernels are those
-of `cpu.experts`, of few bits in integers, so packed experts include the cost of unpacking. Sizes are those of
-Qwen3-30B-A3B. Experts are read in turn, and together are several times the last-level cache, so a rate is never above
-what memory gives. The best time counts: other programs can only slow a run.
+The scheduler compares these rates with the link's to choose between computing and fetching experts. The kernels are
+those of `cpu.experts`, with packed experts multiplied in integers, so rates include the cost of unpacking. Sizes are
+those of Qwen3-30B-A3B. Experts are read in turn, and all of them are several times the last-level cache, so memory
+bounds the rate. The best time counts: other programs can only slow a run.
 """
 
 from collections.abc import Collection
@@ -22,17 +22,17 @@ from transfer.simd.features import HAS_VECTORS
 from transfer.simd.packed_rows import BITS
 
 HIDDEN, INTERMEDIATE, PER_TOKEN = 2048, 768, 8
-_REPEATS = 5  # of all host_requests, behind a first time that is not measured
+_REPEATS = 5  # measured passes over all host requests, after one that warms up
 
 
 def measure_core_rates(
     threads: int, *, gib: float | None = None, stored: Collection[str] = STORED_AS
 ) -> dict[str, float]:
-    """Return GFLOP/s of each of so many threads, two operations a number, by the names of `transfer.machine_rates`. {}
-    on a processor without the vectors that the kernels need.
+    """Return GFLOP/s for each of `threads` threads, two operations a number, by the names of `transfer.machine_rates`.
+    Empty on a processor without the vectors that the kernels need.
 
-    `gib`: size of the experts; None: `cpu.memory_rates.default_gib()`. Takes a few seconds, and a minute where it
-    compiles.
+    gib: size of the experts; None: `cpu.memory_rates.default_gib()`. Takes a few seconds, or a minute if kernels are
+    compiled.
     """
     if not HAS_VECTORS:
         return {}
@@ -72,13 +72,13 @@ def _open(stored: str, count: int, threads: int) -> tuple[HostExperts, ExpertSlo
 
 
 def _matrices(stored: str, count: int) -> tuple[Tensor | PackedRows, Tensor | PackedRows]:
-    """Return matrices of experts whose numbers are all alike: only bytes and arithmetic cost time."""
+    """Return matrices of experts with equal numbers: values do not change the time."""
     return (_rows(stored, count * 2 * INTERMEDIATE, HIDDEN), _rows(stored, count * HIDDEN, INTERMEDIATE))
 
 
 def _rows(stored: str, rows: int, inner: int) -> Tensor | PackedRows:
-    """Return packed rows: int4 as in GGUF's Q4_K, int8 as in its Q8_0, the usual formats with the most scales, fp4 as
-    in MXFP4.
+    """Return packed rows: int4 as in GGUF's Q4_K and int8 as in its Q8_0, the usual formats with the most scales; fp4
+    as in MXFP4.
     """
     if stored == "bf16":
         return torch.full((rows, inner), 0.01, dtype=torch.bfloat16)

@@ -2,7 +2,7 @@
 
 A step is one compiled call without the GIL, from its first host request to its last answer. The thread waits for a
 layer's flags, sorts its pairs, opens a region on all threads (`cpu.expert_products`), and stores the answer's stamp
-after the answer. Where a request does not come in time the call ends and reports which.
+after the answer. If a request does not come in time, the call ends and reports which one.
 """
 
 from collections.abc import Sequence
@@ -79,14 +79,14 @@ from transfer.slot_shape import expert_work_arrays
 _MODULES = (emission, exchange, exp, expert_products, memory, packed_gains, packed_rows, region, rounded_rows,
             row_tiles, team, values, vectors)  # fmt: skip
 
-# Of a step's call: what it is told, and its sums.
+# Columns of a step's call: its arguments, and the sums that it returns.
 FLAGS, ANSWERED, STAMP, LIMIT_NS, WAITED_NS, COMPUTED_NS, NUM_EXPERTS, ALL_PAIRS, ALL_BYTES, STEP_INT64 = range(10)
 
 
 @cache
 def _compile(kinds: "_Kinds", version: int) -> Any:
-    """Compile `expert_products.compute` to a C function of the context's address. `version` stands for the sources of
-    all callees, which numba's file cache does not look at.
+    """Compile `expert_products.compute` to a C function of the context's address. `version` is a digest of all callees'
+    sources, which numba's file cache does not check.
     """
     gate_up, down = kinds.gate_up, kinds.down
 
@@ -100,8 +100,8 @@ def _compile(kinds: "_Kinds", version: int) -> Any:
 
 @cache
 def _compile_answer(version: int) -> Any:
-    """Compile the loop over all host requests of a step. It returns how many were answered; if not all, the next one
-    did not come.
+    """Compile the loop over all host requests of a step. It returns how many were answered; if that is not all, the
+    next one did not come.
     """
 
     @numba.njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
@@ -137,7 +137,7 @@ def _add(step, column, value):
 
 
 class HostExperts:
-    """A model's experts in host memory, and a workspace. One thread calls it at a time."""
+    """Computes a model's experts in host memory; has a workspace. One thread calls it at a time."""
 
     def __init__(
         self, layers: Sequence[LayerExperts | None], max_rows: int, per_token: int, threads: int,
@@ -145,13 +145,13 @@ class HostExperts:
     ) -> None:  # fmt: skip
         """Compile the kernels, or read them from numba's cache.
 
-        max_rows: of a host request; threads: the most that a region may use; limit_s: for the device to come to a host
-        request.
+        max_rows: the most rows of a host request. threads: the most that a region may use. limit_s: seconds that the
+        device may take to a host request.
 
         Raises RuntimeError for a CPU without AVX2, ValueError for experts that the kernels do not support.
         """
         require_vectors()
-        self._layers = layers  # which own the memory that addresses point to
+        self._layers = layers  # they own the memory behind the addresses
         hidden, width = _check(layers)
         self._threads, self._limit_s = min(threads, int(numba.config.NUMBA_NUM_THREADS)), limit_s
         code = version(*_MODULES)
@@ -226,7 +226,7 @@ class HostExperts:
 
 
 class _Kinds:
-    """The kinds of both matrices' rows. They compare by type: a zero of one type equals that of another."""
+    """The kinds of both matrices' rows, compared by type: zeros of two types are equal as numbers."""
 
     def __init__(self, gate_up: Any, down: Any) -> None:
         self.gate_up, self.down = gate_up, down

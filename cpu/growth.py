@@ -1,9 +1,9 @@
 """Grow host contexts: room for more tokens in the open tail or in new segments, and merges of small segments.
 
-- A reservation waits for memory alone, never for the tables of a merge. One that fails changes nothing.
-- With fixed residence a context's pieces depend on the token counts of its past alone, and readers wait for a merge
-  that is not complete. With adaptive residence a merge begins and takes effect where nobody has to wait for it.
-- An open tail belongs to one context. Another that shares its first tokens and grows gets a copy of them.
+- A reservation may wait for memory, but not for the tables of a merge. A failed reservation changes nothing.
+- With fixed residence a context's pieces depend on its past token counts alone, and readers wait for an incomplete
+  merge. With adaptive residence a merge begins, and takes effect, only when nothing has to wait for it.
+- An open tail belongs to one context. Another context that shares its first tokens gets a copy of them when it grows.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from transfer.host_memory import TAIL_TOKENS, is_bulk, shape_for, split_tokens
 from transfer.host_tier import HostMemoryError, LayerRows, TierShape
 from transfer.reading import Reading
 
-PREPARE_TOKENS = TAIL_TOKENS // 4  # with so little room left, memory for the next tail is made ready
-MOST_PREPARED = 8  # tails: of contexts that are kept and grow no more there may be many
+PREPARE_TOKENS = TAIL_TOKENS // 4  # with so little room left, memory for the next tail is prepared
+MOST_PREPARED = 8  # tails prepared at once: many contexts may be nearly full and yet never grow again
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class SegmentReservation:
     first: int
 
     def layer(self, layer: int) -> LayerRows:
-        """Return the rows of a layer. Waits for memory, and raises HostMemoryError where the host refused it."""
+        """Return the rows of a layer. Waits for memory; raises HostMemoryError if the host has none."""
         return self.segment.rows(layer, self.first, self.first + self.end - self.begin, with_codes=True)
 
 
@@ -41,9 +41,9 @@ class _Plan:
     """The steps of a reservation.
 
     appended: tokens for the open tail.
-    copied_tail: capacity of a copy that replaces it, or 0.
-    seals_tail: no more tokens will come into it.
-    opened: tokens and capacity of new segments.
+    copied_tail: capacity of a copy that replaces the tail, or 0.
+    seals_tail: whether the tail is sealed.
+    opened: tokens and capacity of each new segment.
     """
 
     appended: int
@@ -53,8 +53,8 @@ class _Plan:
 
 
 class Growth:
-    """Reservations of all contexts of a tier. `merges`: number that took effect; `merges_dropped`: number dropped for
-    lack of memory.
+    """Makes reservations and merges for all contexts of a tier. merges: how many took effect. merges_dropped: how many
+    were dropped for lack of memory.
     """
 
     def __init__(self, shape: TierShape, store: SegmentStore, is_adaptive: bool) -> None:
@@ -62,10 +62,10 @@ class Growth:
         self.merges = self.merges_dropped = 0
 
     def reserve(self, context: Context, num_tokens: int, others: Sequence[Context]) -> list[SegmentReservation]:
-        """Reserve room for `num_tokens` more tokens. `others`: contexts whose merges may be dropped where memory is
-        short, and whose next tails get memory ready as well: several may be due before the next reservation.
+        """Reserve room for `num_tokens` more tokens. Raises HostMemoryError without changing anything.
 
-        Raises HostMemoryError, and then nothing has changed.
+        others: further contexts. Their merges may be dropped if memory is short. Memory for their next tails is
+        prepared too, because several may be due before the next reservation.
         """
         assert num_tokens > 0, "reserve: one token or more"
         shape = shape_for(self._shape, context.reading)
@@ -143,8 +143,8 @@ class Growth:
     def _new_segments(
         self, shape: TierShape, rooms: Sequence[tuple[int, Centre | None]], contexts: Sequence[Context]
     ) -> list[Segment]:
-        """Return new segments. Where memory is short, merges are dropped first, and then closing segments are waited
-        for, even for a step in flight.
+        """Return new segments. If memory is short, drop the contexts' merges and wait for closing segments, even if
+        that means waiting for a step in flight.
         """
         try:
             return self._store.new_segments(shape, rooms)
@@ -156,8 +156,8 @@ class Growth:
             return self._store.new_segments(shape, rooms)
 
     def _require_memory(self, segments: Sequence[Segment]) -> None:
-        """Wait for the first segment's memory, or release them all: no reservation asks for the memory of a copy's
-        target.
+        """Wait for the first segment's memory, or release all segments and raise HostMemoryError. The first one is the
+        target of a copy, which no reservation waits for.
         """
         try:
             self._wait_for_memory(segments[0])
@@ -178,8 +178,8 @@ class Growth:
             self._begin_merge(context, *merging)
 
     def _begin_merge(self, context: Context, first: int, last: int) -> None:
-        """Begin to copy pieces into one segment. With fixed residence this waits for their tables; whoever has read
-        these pieces since the last reservation has waited already, and the next merge begins no sooner.
+        """Begin to copy pieces into one segment. With fixed residence this waits for their tables. A step that has read
+        these pieces since the last reservation has waited for them already.
         """
         pieces = context.pieces[first:last]
         if self._is_adaptive and not all(self._stands(piece.segment) for piece in pieces):
@@ -204,10 +204,10 @@ class Growth:
     def _finish_merge(self, context: Context, merge: Merge) -> None:
         target = merge.target
         if self._is_adaptive and not self._stands(target):
-            return  # the pieces are read until it does
+            return  # until then the pieces are read
         try:
             self._wait_for_memory(target)
-        except HostMemoryError:  # it was logged
+        except HostMemoryError:  # already logged
             self.merges_dropped += 1
             self.drop_merge(context)
             return

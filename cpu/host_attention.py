@@ -1,9 +1,9 @@
 """Compute attention over rows in host memory for a ragged batch, sampled by LSH or exact, in one parallel region per
 step.
 
-Tables of pieces (`cpu.pieces`) say where the rows lie. The lse of sampled pieces estimates the mass of all tokens that
-they cover (paper 2410.16179 eq. (11)), with centres added back. Results do not depend on the number of threads. Nothing
-is allocated once the largest batch has been seen.
+Tables of pieces (`cpu.pieces`) hold the addresses of rows. The lse of sampled pieces estimates the mass of all tokens
+that they cover (paper 2410.16179 eq. (11)), with centres added back. Results do not depend on the number of threads.
+Buffers grow to the largest batch so far; later steps allocate nothing.
 """
 
 import math
@@ -123,8 +123,8 @@ _MODULES = (
 
 @lru_cache(maxsize=None, typed=True)  # a zero of one type equals that of another
 def _compile(kind: Any, query_kind: Any, products: Products, num_columns: int, version: int) -> Any:
-    """Compile `host_request_turns.take_turns` to a C function of the context's address. numba's file cache looks at
-    this file and at what is captured here; `version` stands for the sources of all callees.
+    """Compile `host_request_turns.take_turns` to a C function of the context's address. numba's file cache checks this
+    file and captured variables only, so `version`, a digest of all callees' sources, is captured too.
     """
     columns = products.columns(num_columns)
 
@@ -152,11 +152,11 @@ class HostPartial(NamedTuple):
 
     out: float32 `[requests, heads, dim]`.
     lse: float32 `[requests, heads]`, natural log.
-    covered: int32 `[requests, heads]`, tokens that the partial stands for.
-    rows: keys read (as many values), a row shared by a group, and by requests that share pieces, once.
-    keys: scored, over all heads.
-    index_bytes: read of hash tables.
-    lookup_ns, sampled_ns: times of the first thread in the stage of lookups and exact parts, and in that of samples.
+    covered: int32 `[requests, heads]`, tokens that the partial covers.
+    rows: keys read (and as many values). A row shared by a group, or by requests that share pieces, counts once.
+    keys: keys scored, summed over heads.
+    index_bytes: bytes read of hash tables.
+    lookup_ns, sampled_ns: time of the first thread in the stage of lookups and exact parts, and in that of samples.
     errors: float32 `[requests, heads, ERRORS]` of `cpu.sample_errors`, or None.
     """
 
@@ -172,14 +172,14 @@ class HostPartial(NamedTuple):
 
 
 class AnswersCost(NamedTuple):
-    """The cost of answers.
+    """The cost of answering host requests.
 
-    host_requests: number answered, fewer than given where one did not come. rows, covered, keys and index_bytes: sums
-        over all of them, as in `HostPartial`, covered over all heads.
-    waited_ns: waiting for host requests.
-    attended_ns: from a host request's arrival to its answer.
-    lookup_ns, sampled_ns: stages of the last one.
-    idle_ns: waiting for the first host request before the region starts.
+    host_requests: how many were answered; fewer than given if one did not come.
+    rows, covered, keys, index_bytes: sums over all answers, as in `HostPartial`; covered is summed over heads.
+    waited_ns: time spent waiting for host requests.
+    attended_ns: time from a host request's arrival to its answer.
+    lookup_ns, sampled_ns: time of the last answer's stages.
+    idle_ns: time spent waiting for the first host request before the region started.
     """
 
     host_requests: int
@@ -195,8 +195,8 @@ class AnswersCost(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What an attention is compiled for. row_type: np.uint16 (bf16), np.int8, np.uint8 (int4) or np.float32;
-    query_type: np.uint16 or np.float32; paper: K = bits, L = tables; scale: of logits.
+    """The parameters that an attention is compiled for. row_type: np.uint16 (bf16), np.int8, np.uint8 (int4) or
+    np.float32. query_type: np.uint16 or np.float32. bits, tables: K and L of the paper. scale: factor of logits.
     """
 
     heads: int
@@ -217,8 +217,8 @@ class HostAttention:
     ) -> None:
         """Compile the attention, or read it from numba's cache.
 
-        threads: the most that a call may use; estimates: estimate the errors of answers; products: of rows of bf16 or
-        int8 with bf16 queries, where these are read in order; None: what this processor does best.
+        threads: the most that a call may use. estimates: whether to estimate the errors of answers. products: how
+        exact pieces of bf16 or int8 are multiplied with bf16 queries; None: the fastest on this processor.
 
         Raises RuntimeError without AVX2 and FMA, ValueError for a shape that the kernels do not support.
         """
@@ -238,7 +238,7 @@ class HostAttention:
         self.row_type, self.query_type = np.dtype(row_type), np.dtype(query_type)
         size = INT4 if row_type is np.uint8 else self.row_type.itemsize
         self.row_bytes = 2 * bytes_of_row(size, dim)  # a key and a value
-        self.most_sharing = MOST_MEMBERS // group  # requests that may share exact pieces
+        self.most_sharing = MOST_MEMBERS // group  # the most requests that may share exact pieces
         self.estimates = estimates
         self._logs, self._direction = log_weights(bits, tables), draw_direction(dim)
         self._shape = Shape(
@@ -265,14 +265,16 @@ class HostAttention:
     ) -> HostPartial:  # fmt: skip
         """Attend with each request's query over its pieces.
 
-        table: PIECE `[pieces]` of this row type; queries: `[requests, heads, dim]`, contiguous, of query_type; codes:
-        uint16 `[requests, heads, tables]`, contiguous, or None if no piece is sampled; wanted: uint8 `[requests,
-        heads]`, or None for all; excluded: int32 `[requests, kv_heads, words]`, or None; both as in an exchange slot;
-        full: uint8 `[requests, heads]`, heads that read all of what others sample, or None.
+        table: PIECE `[pieces]` of this row type.
+        queries: `[requests, heads, dim]`, contiguous, of query_type.
+        codes: uint16 `[requests, heads, tables]`, contiguous; None if no piece is sampled.
+        wanted: uint8 `[requests, heads]`, as in an exchange slot; None: all heads.
+        excluded: int32 `[requests, kv_heads, words]`, as in an exchange slot; None: nothing is excluded.
+        full: uint8 `[requests, heads]`, the heads that read all keys instead of a sample, or None.
 
-        A request without pieces, without samples or without wanted heads gets (0, -inf). A NaN in a query or key makes
-        its own heads NaN. Raises ValueError if requests do not rise, share what they cannot, or a range is not in its
-        segment.
+        A request without pieces, samples or wanted heads gets (0, -inf). A NaN in a query or key makes its own heads
+        NaN. Raises ValueError if requests are not in rising order, share pieces that cannot be shared, or have a range
+        outside of its segment.
         """
         shape, requests, host_request = self._shape, len(queries), self._lone_host_request[0]
         assert queries.shape == (requests, shape.heads, shape.dim), "queries: [requests, heads, dim]"
@@ -317,11 +319,11 @@ class HostAttention:
     def host_requests_in(
         self, slot: ExchangeSlot, tables: np.ndarray, errors: np.ndarray | None, full: np.ndarray | None
     ) -> np.ndarray:
-        """Return a host request for `answer` for each table of pieces, PIECE `[host_requests, pieces]`.
+        """Return host requests for `answer`, one for each table of pieces.
 
-        The caller keeps the tables and the slot alive. The slot's current host request is the first. Row i of the slot
-        asks for request i, with queries of query_type. errors: float32 `[host_requests, rows, heads, ERRORS]`, written
-        by the answer, or None; full: uint8 `[host_requests, rows, heads]`, or None.
+        tables: PIECE `[host_requests, pieces]`. The first host request is the slot's current one. Row i of the slot is
+        request i, with queries of query_type. errors: float32 `[host_requests, rows, heads, ERRORS]`, written by the
+        answer, or None. full: uint8 `[host_requests, rows, heads]`, or None. The caller keeps all of these alive.
         """
         shape, queries, codes, excluded = self._shape, slot.queries, slot.codes, slot.excluded
         assert queries.shape[1:] == (shape.heads, shape.dim), "slot: queries [rows, heads, dim]"
@@ -347,13 +349,13 @@ class HostAttention:
         return host_requests
 
     def answer(self, host_requests: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> AnswersCost:
-        """Answer host requests one after another in one parallel region, from a host request's flags to the stamp of
-        its answer.
+        """Answer host requests one after another in one parallel region: wait for each one's flags, attend, and write
+        the stamp of the answer.
 
-        host_requests: rows of `host_requests_in`, of one slot or of several in turns. The call ends at the first host
-        request that does not come within `limit_s` seconds. gate: int64 `[1]` or None; with a gate, one thread waits
-        for the first host request before the region starts, and the gate is one higher when this returns. The
-        interpreter is not needed in between.
+        host_requests: rows of `host_requests_in`, of one slot or of several slots in turns. The call ends at the first
+        host request that does not come within `limit_s` seconds. gate: int64 `[1]` or None. With a gate, one thread
+        waits for the first host request before the region starts, and the gate is one higher when this returns. No
+        Python runs in between.
         """
         answered, idle_ns = self._run(host_requests, threads, limit_s, gate)
         began, looked_up, sampled = self._buffers.totals[BEGAN_NS : SAMPLED_NS + 1].tolist()
@@ -361,10 +363,10 @@ class HostAttention:
         return AnswersCost(answered, *sums, looked_up - began, sampled - looked_up, idle_ns)
 
     def _run(self, host_requests: np.ndarray, threads: int, limit_s: float, gate: np.ndarray | None) -> tuple[int, int]:
-        """Return how many requests were answered, and the nanoseconds of the wait for the first one with a gate.
+        """Answer host requests. Return how many were answered, and with a gate the nanoseconds waited for the first.
 
-        If not all were answered, the next one did not come. Raises ValueError for a wrong table. Caches are cold here,
-        so each line of Python costs several times what it does elsewhere.
+        If not all were answered, the next one did not come. Raises ValueError for an invalid table. Caches are cold
+        here, so each line of Python costs several times as much as elsewhere.
         """
         row, board = self._row, self._board
         assert host_requests.flags.c_contiguous, "host_requests: contiguous"
@@ -405,7 +407,7 @@ class HostAttention:
             self._plan = self._new_plan(requests * 3 // 2, *self._context[ROOM_PIECES : ROOM_PARTS + 1].tolist())
 
     def _grow(self) -> None:
-        """Enlarge the plan and the buffers beyond what any request needed before, with half as much again to spare."""
+        """Enlarge the plan and the buffers where the request needs more than they hold, to 1.5 times its need."""
         row, heads = self._context, self._shape.heads
         self._make_room_for(int(row[REQUESTS]))
         sizes = _larger(row[NUM_PIECES : NUM_PARTS + 1].tolist(), row[ROOM_PIECES : ROOM_PARTS + 1].tolist())
@@ -446,7 +448,7 @@ class HostAttention:
         return buffers
 
     def _new_plan(self, requests: int, num_pieces: int, sampled: int, parts: int) -> Plan:
-        """Return a plan with room for these numbers of entries, at least one each."""
+        """Return a plan with room for so many entries, at least one of each kind."""
         step = Plan(
             reads=np.empty((requests, 3), np.int32),
             ordinals=np.empty(max(1, num_pieces), np.int32),
@@ -471,7 +473,7 @@ class HostAttention:
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """Return float32 that begins on a line: tiles are read slower across lines."""
+    """Return a float32 array that begins on a cache line, because tiles are read slower across lines."""
     room = np.empty(4 * math.prod(shape) + LINE, np.uint8)
     begin = -room.ctypes.data % LINE
     return room[begin : begin + 4 * math.prod(shape)].view(np.float32).reshape(shape)
@@ -498,7 +500,7 @@ def _pieces_at(address: int, count: int) -> np.ndarray:
 
 
 def _larger(wanted: list[int], room: list[int]) -> list[int] | None:
-    """Return sizes in which those that are too small grow to 1.5 times what is wanted; None if all are large enough."""
+    """Return sizes of which those below `wanted` are grown to 1.5 times it; None if all are large enough."""
     if all(size <= most for size, most in zip(wanted, room, strict=True)):
         return None
     return [most if size <= most else size + size // 2 for size, most in zip(wanted, room, strict=True)]

@@ -1,7 +1,6 @@
-"""Hold a host context: which tokens of which segments, in order, and how it reads each of them.
+"""Hold a host context: its pieces in order, each the first tokens of a segment, and how each piece is read.
 
-A context reads the first `tokens` of each of its segments, and each piece holds its segment. Whether a piece is sampled
-changes only when the context grows.
+A piece holds its segment. Whether a piece is sampled changes only when the context grows.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from cpu.segment import Segment, TableState
 from transfer.host_memory import SEGMENT_TOKENS
 from transfer.reading import Reading
 
-MERGE_DUE_SHARE = 16  # a merge is due when the context has grown by this share of it: it has been copied long before
+MERGE_DUE_SHARE = 16  # a merge is due once the context has grown by 1/16 of it: the copy has ended long before
 
 _new_version = count().__next__
 
@@ -39,12 +38,12 @@ class Merge:
 
 @dataclass(eq=False, slots=True)
 class Context:
-    """A context.
+    """A host context.
 
-    version: changes with the pieces, and is never used twice.
-    steps: answered with estimated errors.
+    version: changes with the pieces; no two contexts or states share one.
+    steps: answered steps with estimated errors.
     noted: float32 `[layers, heads]`, the error that each head's last full read found.
-    in_full: bool, heads that go on reading all keys (`cpu.audits`).
+    in_full: bool `[layers, heads]`, the heads that read all keys (`cpu.audits`).
     """
 
     context_id: int
@@ -75,26 +74,26 @@ class Context:
         return cut
 
     def take_readings(self, source: "Context") -> None:
-        """Copy the results of full reads, and the step of the cycle, from the context that this one was forked from.
+        """Copy the results of full reads, and the step count, from the context that this one was forked from.
 
-        That one may have diverged: until a head's next full read, the source's result is better than none. Later
+        The contexts may differ by now, but until a head's next full read the source's result is better than none. Later
         results are each context's own.
         """
         self.steps, self.in_full = source.steps, source.in_full
         self.noted = None if source.noted is None else source.noted.copy()
 
     def sample_sealed(self) -> None:
-        """Sample pieces of segments that are whole by now, from here on."""
+        """From now on, sample the pieces whose segments are whole."""
         for piece in self.pieces:
             if piece.segment.has_codes and piece.segment.is_whole:
                 piece.reading = self.reading
 
     def find_merge(self) -> tuple[int, int] | None:
-        """Return pieces `[first, last)` to merge: sampled, with one centre, each sum at least half its neighbour; or
-        None.
+        """Return the range of pieces to merge, from the end of the context, or None. All are sampled and share one
+        centre, and the sum of those behind a piece is at least half of it.
 
-        So a token is copied a few times at most, and few small segments remain, whose offsets cost as much as large
-        ones'.
+        So a token is copied only a few times, and few small segments remain. These would cost as many offsets as large
+        ones.
         """
         last = len(self.pieces)
         while last > 0 and not self.pieces[last - 1].reading.has_tables:
@@ -113,6 +112,6 @@ class Context:
         return (first, last) if last - first > 1 else None
 
     def can_merge(self, first: int, last: int) -> bool:
-        """Return whether all tables of these pieces are built: where one failed, its codes are lost."""
+        """Return whether all tables of these pieces are built: if one failed, its codes are lost."""
         states = [state for piece in self.pieces[first:last] for state in piece.segment.tables]
         return all(state is TableState.BUILT for state in states)

@@ -1,11 +1,11 @@
 """Run the host requests of a step in one parallel region: one thread leads, and all of them attend, request after
 request.
 
-The leader plans a host request, waits for the device to put it, opens a turn, attends with the others, and closes the
-turn. The others attend in each turn that they find open and poll for the next one, so none has to be woken between two
-layers. While a turn is closed and nobody is inside, only the leader writes the plan. A turn ends when its work is done,
-however many threads have come, so the leader alone would finish. When the leader stops (a request did not come, or its
-plan has no room), it says so and the others leave.
+The leader plans a host request, waits until the device has sent it, opens a turn, attends with the others, and closes
+the turn. The others attend in each turn that they find open and poll for the next one, so no thread has to be woken
+between two layers. The leader writes the plan only while the turn is closed and no thread is inside. A turn ends when
+its work is done, however many threads have joined; the leader alone would finish it. When the leader stops (a request
+did not come, or its plan has no room), it marks the board as ended and the others leave.
 """
 
 import numba
@@ -40,15 +40,14 @@ from transfer.simd.region import start
 from transfer.simd.team import atomic_add, atomic_load, now_ns, spin_or_yield
 
 TURN, INSIDE, BOARD_INT64 = 0, 8, 16  # the turn (odd: open) and, a line further, how many threads are inside it
-ENDED = 1 << 40  # added to the turn when there is none to come
+ENDED = 1 << 40  # added to the turn when no more turns will come
 _INSIDE_BYTES = 8 * INSIDE
 
 
 @inner
 def _open_turn(context, kind, query_kind):
-    """Plan the next host request, wait for it and open its turn (leader).
-
-    Return False if there is none; then the others leave.
+    """Plan the next host request, wait for it and open its turn (leader). Return False, and let the others leave, if
+    there is none.
     """
     row = open_row(context)
     if row[NEXT_HOST_REQUEST] < row[NUM_HOST_REQUESTS]:
@@ -72,7 +71,7 @@ def _open_turn(context, kind, query_kind):
 
 @inner
 def _close_turn(context, totals):
-    """Close the turn (leader): wait for the threads inside to leave, and count what the host request cost."""
+    """Close the turn (leader): wait until all threads have left it, and add up the cost of the host request."""
     row = open_row(context)
     atomic_add(row[BOARD], 1)
     row[ALL_ATTENDED_NS] += now_ns() - totals[BEGAN_NS]
@@ -89,7 +88,7 @@ def _close_turn(context, totals):
 
 @inner
 def _enter_turn(context, seen):
-    """Return the next turn that is open and not `seen`, once this follower is inside; -1 when there is none to come."""
+    """Enter the next open turn that is not `seen` (follower), and return it; -1 if no more turns will come."""
     board, looks = open_row(context)[BOARD], 0
     while True:
         turn = atomic_load(board)
@@ -125,11 +124,11 @@ def take_turns(me, threads, context, kind, query_kind, columns):
 
 @inner
 def start_when_requested(work, threads, context, gate):
-    """Wait for a context's next host request on one thread, since a whole prefill unit may come before it; then shut
-    the gate and start the region `work` as `transfer.simd.region.start` does.
+    """Wait for a context's next host request on one thread; then shut the gate and start the region `work` as
+    `transfer.simd.region.start` does. One thread waits, because a whole prefill unit may come before the request.
 
-    gate: address of an int64. Where no host request comes the gate is shut as well, and the outcome is NOT_REQUESTED.
-    No line of Python runs between the host request and its answer. Returns the nanoseconds of the wait.
+    gate: address of an int64. If no host request comes, the gate is shut as well, and the outcome is NOT_REQUESTED. No
+    Python runs between the host request and its answer. Returns the nanoseconds of the wait.
     """
     row = open_row(context)
     host_request = row[HOST_REQUESTS] + 8 * HOST_REQUEST_COLUMNS * row[NEXT_HOST_REQUEST]

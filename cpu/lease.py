@@ -1,8 +1,8 @@
-"""Hold leases on the segments that steps read: from the start of a step to its last answer, and for a device that reads
-by itself until it has passed the step.
+"""Hold leases on the segments that steps read: from the start of a step to its last answer, or, where the device itself
+reads them, until the device has passed the step.
 
-A leased segment keeps its memory, which still counts as used, even if its contexts are closed, merged or forked.
-Whoever ends the last lease releases it.
+A leased segment keeps its memory, which still counts as used, even if its contexts are closed, merged or forked. The
+end of the last lease releases it.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Lease:
         self._count = 0
 
     def begin(self) -> None:
-        """Begin the lease for one more step. All segments are alive at the first."""
+        """Begin the lease for one more step. At the first call, all segments must be alive."""
         with self._store.changed:
             if self._count == 0:
                 for segment in self._segments:
@@ -31,7 +31,7 @@ class Lease:
             self._store.num_leases += 1
 
     def end(self) -> None:
-        """End it for one step."""
+        """End the lease for one step."""
         with self._store.changed:
             self._count -= 1
             self._store.num_leases -= 1
@@ -41,16 +41,14 @@ class Lease:
 
 
 class Loans:
-    """Leases that end once the device has passed a point. One thread waits for the device, which passes the points in
-    order.
-    """
+    """Ends leases once the device has passed a point in its work. One thread waits for these points, in order."""
 
     def __init__(self) -> None:
         self._ending: SimpleQueue[tuple[Lease, Passed] | None] = SimpleQueue()
         self._thread: Thread | None = None
 
     def begin(self, lease: Lease) -> "SegmentLoan":
-        """Begin a loan. All segments are alive at the first."""
+        """Begin a loan of a lease's segments, which must be alive."""
         lease.begin()
         return SegmentLoan(lease, self)
 

@@ -1,9 +1,9 @@
 """Look up the tokens that share the query's bucket in two hash tables or more.
 
-Functions for numba code, for one head of a query and one piece. paper (2410.16179) section 4.3. Ids rise, each once,
-none outside the piece's range or in an excluded block. Excluded ids are dropped after collisions are counted, so that u
-stays the chance of the others. Counters are zero between calls. Bytes moved: the query's bucket of every table, and an
-offset line of each; the next lookup's are fetched meanwhile.
+Functions for numba code, for one head of a query and one piece. paper (2410.16179) section 4.3. Found ids are in rising
+order and distinct, and none is outside of the piece's range or in an excluded block. Excluded ids are dropped after
+collisions are counted, so that u is still the probability of the others. Counters are zero between calls. Bytes moved:
+the query's bucket of every table, and an offset line of each; those of the next lookup are prefetched meanwhile.
 """
 
 import numpy as np
@@ -36,37 +36,37 @@ from transfer.simd.memory import (
     take_pairs,
 )
 
-COUNTER_MARGIN = 64  # uint8 on both sides of a stripe's counters, for blocks that stick out of it
-_CAPPED = 253  # tables counted between caps: a uint8 counter stays below 256
+COUNTER_MARGIN = 64  # uint8 on both sides of a stripe's counters, for blocks that overlap its borders
+_CAPPED = 253  # tables counted between two caps, so that a uint8 counter stays below 256
 _LINE_BYTES = 64
 _ONE = np.uint64(1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
-SPANS = 3  # borders of a bucket's lists: a segment has two stripes at most
+SPANS = 3  # borders of a bucket's lists: a segment has at most two stripes
 
 
 @inner
 def room_for(begin, end):
-    """Return how many uint16 a lookup in a range may write: its ids and a vector more."""
+    """Return how many uint16 a lookup in a range may write: an id for each token, and a vector more."""
     return (end - begin + 2 * COUNTERS - 1) // COUNTERS * COUNTERS
 
 
 @inner
 def stripes_of(piece):
-    """Return how many stripes the segment has, and which of them a piece touches: `first .. last`."""
+    """Return how many stripes the segment has, and the range `[first, last)` of those that the piece overlaps."""
     stripes = (piece[TOKENS] + STRIPE_TOKENS - 1) // STRIPE_TOKENS
     return stripes, piece[BEGIN] // STRIPE_TOKENS, (piece[END] + STRIPE_TOKENS - 1) // STRIPE_TOKENS
 
 
 @inner
 def _offset(piece, kv_head, table, codes, mask, stripes):
-    """Return the address of a table's offset of the query's bucket. A code beyond the buckets is cut to one of them."""
+    """Return the address of a table's offset of the query's bucket. A code beyond the last bucket is masked to one."""
     bucket = load_uint16(codes + 2 * table) & mask
     return piece[OFFSETS] + kv_head * piece[OFFSET_HEAD] + table * piece[OFFSET_TABLE] + 4 * stripes * bucket
 
 
 @inner
 def fetch_offsets(piece, kv_head, codes, tables, mask):
-    """Prefetch what `fetch_bucket` reads. codes: address of uint16 `[tables]`, the query's."""
+    """Prefetch the offsets that `fetch_bucket` reads. codes: address of the query's codes, uint16 `[tables]`."""
     stripes, _, _ = stripes_of(piece)
     for table in range(tables):
         offset = _offset(piece, kv_head, table, codes, mask, stripes)
@@ -89,11 +89,11 @@ def fetch_bucket(piece, kv_head, codes, table, mask):
 def find_samples(
     piece, kv_head, codes, excluded, words, next_piece, next_head, next_codes, tables, mask, counters, spans, ids
 ):
-    """Write the sampled ids to address `ids`, uint16 `[room_for(begin, end)]`; return how many.
+    """Write the sampled ids to address `ids`, uint16 `[room_for(begin, end)]`, and return how many there are.
 
-    excluded, words: see `cpu.exclusions`. next_*: the lookup that comes after, whose lines are fetched; next_codes 0:
-    none. counters: address of uint8 `[STRIPE_TOKENS]`, zero, with COUNTER_MARGIN on both sides. spans: int64 `[tables *
-    SPANS]`, scratch.
+    excluded, words: see `cpu.exclusions`. next_*: the following lookup, whose lines are prefetched; next_codes 0: there
+    is none. counters: address of uint8 `[STRIPE_TOKENS]`, zero, with COUNTER_MARGIN on both sides. spans: int64
+    `[tables * SPANS]`, scratch.
     """
     stripes, first, last = stripes_of(piece)
     for table in range(tables):
@@ -141,8 +141,8 @@ def list_covered(piece, excluded, words, ids):
 
 @inner
 def count_bytes(piece, tables, spans):
-    """Return the bytes of the index that the lookup which left these `spans` read: entries of buckets, and borders of
-    their lists.
+    """Return the bytes of the index that a lookup read: entries of buckets, and borders of their lists. spans: as the
+    lookup left them.
     """
     _, first, last = stripes_of(piece)
     read = 4 * tables * (last - first + 1)
@@ -154,7 +154,7 @@ def count_bytes(piece, tables, spans):
 @inner
 def _take(counters, base, tokens, begin, end, ids, found):
     """Append the ids of a stripe whose counters are 2 or more, and set the counters to zero. Most words of COUNTERS
-    have two such ids at most: these are written without a test, and overwritten if they were none.
+    have at most two such ids, so two are written without a test, and overwritten if there were fewer.
     """
     for word in range(0, tokens, COUNTERS):
         mask, at = take_pairs(counters + word), base + word
@@ -176,7 +176,7 @@ def _take(counters, base, tokens, begin, end, ids, found):
 
 @inner
 def _between(at, begin, end):
-    """Return a mask of the ids `at .. at + COUNTERS` that lie in `begin .. end`."""
+    """Return a mask of the ids `[at, at + COUNTERS)` that lie in `[begin, end)`."""
     mask = _ALL
     if at < begin:
         mask = _ALL << np.uint64(begin - at) if begin - at < COUNTERS else np.uint64(0)

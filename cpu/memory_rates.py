@@ -1,8 +1,8 @@
 """Measure how fast this host's cores read memory: in a stream, and row by row at random.
 
-Floors of operations on the CPU are made of these rates. A read is a sum over int64 with all threads, in numba without
-the GIL, and moves each byte of the buffer once. The buffer is several times the last-level cache, unless a caller wants
-the rate of a smaller one: weights that stay in the cache are read at the cache's rate.
+Floors of operations on the CPU are computed from these rates. A read is a sum over int64 with all threads, in numba
+without the GIL, and moves each byte of the buffer once. The buffer is several times the last-level cache, unless a
+caller asks for a smaller one, because weights that stay in the cache are read at the cache's rate.
 """
 
 import time
@@ -23,7 +23,7 @@ ROW_BYTES = 256  # one bf16 row of a head of 128: the unit in which sampled atte
 CACHE_MULTIPLE = 4
 _INT64_BYTES = 8
 _BLOCK = 32_768  # int64 in a piece of work: 256 KiB
-_MATRIX_ROW_BYTES = 4096  # of a row that is read beside three others
+_MATRIX_ROW_BYTES = 4096  # bytes of each of four rows that are read side by side
 _AHEAD_BYTES = 16_384
 _REPEATS = 7
 
@@ -43,7 +43,7 @@ def _sum_stream(values: np.ndarray) -> int:
 
 @numba.njit(parallel=True, nogil=True, cache=True)
 def _sum_eight_streams(values: np.ndarray) -> int:
-    """Sum as above, each block read at eight places at once: more lines are in flight, which suits caches."""
+    """Sum with each block read at eight places at once: more lines are in flight, which suits caches."""
     total = 0
     part = _BLOCK // 8
     for block in numba.prange(len(values) // _BLOCK):
@@ -64,9 +64,8 @@ def _sum_eight_streams(values: np.ndarray) -> int:
 
 @numba.njit(parallel=True, nogil=True, cache=True)
 def _sum_fetched_ahead(values: np.ndarray) -> int:
-    """Sum as above, in the way products read matrices: four rows of 4 KiB side by side, each line fetched well before
-    its use. A core has more lines in flight than its own prefetcher keeps, so few cores already reach the memory's
-    rate.
+    """Sum in the way products read matrices: four rows of 4 KiB side by side, each line prefetched well before its use.
+    A core then has more lines in flight than its own prefetcher keeps, so few cores reach the memory's rate.
     """
     total, first = 0, address_of(values)
     for block in numba.prange(len(values) // _BLOCK):
@@ -102,7 +101,7 @@ def last_level_cache_bytes() -> int:
 
 
 def default_gib() -> float:
-    """Return several times the last-level cache, but no more than a quarter of the free memory."""
+    """Return the buffer's size: several times the last-level cache, but at most a quarter of the free memory."""
     return min(max(1.0, CACHE_MULTIPLE * last_level_cache_bytes() / GIB), psutil.virtual_memory().available / 4 / GIB)
 
 
@@ -142,14 +141,14 @@ def measure_read_rate(threads: int, num_bytes: int) -> float:
 
 
 def _touched_buffer(num_bytes: int) -> np.ndarray:
-    """Return int64 rounded up to whole blocks, every page written: unwritten pages are all one page of zeros."""
+    """Return int64 ones, in whole blocks. Pages are written, because unwritten ones would share one page of zeros."""
     block_bytes = _BLOCK * _INT64_BYTES
     return np.ones(-(-num_bytes // block_bytes) * _BLOCK, np.int64)
 
 
 def _stream_rate(buffer: np.ndarray, repeats: int) -> float:
-    """Return the rate of the fastest way to read it. Which way that is differs by machine, threads and caches. A rate
-    below what some kernel reaches would make floors that are too high.
+    """Return the rate of the fastest way to read the buffer, which differs by machine, threads and caches. A rate below
+    what some kernel reaches would make floors too high.
     """
     return max(_best_rate(partial(way, buffer), buffer.nbytes, repeats) for way in STREAM_WAYS)
 

@@ -1,9 +1,9 @@
 """Attend over one part: some samples of a head in a piece, or some rows of an exact piece for all heads of a group.
 
-A part is what one thread claims at a time. Its partial depends on its own rows alone, and a head's on no
-other query, but for rounding: many queries of a group go by tiles where the processor has them, few by vectors.
-Bytes moved: a key and a value for each sample; of an exact part, each row that is not excluded once, for all queries of
-a group and of the requests that share it.
+A part is what one thread claims at a time. Its partial depends on its own rows alone, and a head's partial on no other
+query, except for rounding: many queries of a group are multiplied as tiles where the processor has them, few as
+vectors. Bytes moved: a key and a value for each sample; of an exact part, each row that is not excluded once, for all
+queries of a group and of the requests that share it.
 """
 
 import numpy as np
@@ -46,8 +46,8 @@ from transfer.simd.inner import inner
 from transfer.simd.memory import copy_bytes, load_float32, store_float32
 from transfer.simd.vectors import address_of
 
-FEW_MEMBERS = 4  # queries that vectors read rows for faster than tiles do, which cost the same for 16
-SPREAD_PASSES = 4  # over a block, from which on the next one is fetched by shares
+FEW_MEMBERS = 4  # up to so many queries vectors are faster than tiles, which cost the same for 16
+SPREAD_PASSES = 4  # from so many passes over a block on, each pass prefetches a share of the next block
 
 _score_four, _score_two, _score_one = score_rows(4), score_rows(2), score_rows(1)
 _pair_four, _pair_two, _pair_one = score_rows(4, True), score_rows(2, True), score_rows(1, True)
@@ -133,8 +133,8 @@ def _aim(team, shape, buffers, piece, kv_head):
 @inner
 def attend_rows(team, shape, columns, batch, buffers, part):
     """Attend over rows of an exact piece, in blocks that stay in the first cache, with the wanted heads of a group of
-    all requests that share it. Requests that exclude other blocks than those before them read for themselves. Return
-    how many rows were read, and how many keys were scored.
+    all requests that share it. Neighbouring requests that exclude the same blocks read them together. Return how many
+    rows were read, and how many keys were scored.
     """
     piece, kv_head = batch.pieces[part[0]], np.int64(part[1])
     group, first = shape.heads // shape.kv_heads, piece[REQUEST]
@@ -158,8 +158,8 @@ def attend_rows(team, shape, columns, batch, buffers, part):
 
 @inner
 def _attend_together(team, shape, columns, batch, buffers, part, first, last, first_slot):
-    """Attend with the wanted heads of a group of requests `first .. last`, which exclude the same blocks. Return how
-    many rows it read, and for how many heads.
+    """Attend with the wanted heads of a group of requests `[first, last)`, which exclude the same blocks. Return how
+    many rows were read, and for how many heads.
     """
     kind, dim = shape.kind, shape.dim
     group, piece, kv_head = shape.heads // shape.kv_heads, batch.pieces[part[0]], np.int64(part[1])
@@ -173,7 +173,7 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
         for head in range(kv_head * group, kv_head * group + group):
             num_wanted += is_wanted(shape, batch, request, head)
     is_tiled = multiplies_tiles(columns) != 0 and num_wanted > FEW_MEMBERS
-    members = np.int64(0)  # not a literal, of which numba would compile what it is given to once more
+    members = np.int64(0)  # not a literal, for which numba would compile the callees once more
     for request in range(first, last):
         for head in range(kv_head * group, kv_head * group + group):
             if is_wanted(shape, batch, request, head):
@@ -223,11 +223,10 @@ def _attend_together(team, shape, columns, batch, buffers, part, first, last, fi
 
 @inner
 def _exact_block(columns, shape, piece, key, value, count, members, query, sums, scores, state):
-    """Add `count` rows, from the addresses of the first key and value on, to the sums of `members` queries.
+    """Add `count` rows to the sums of `members` queries. key, value: addresses of the first key and value.
 
-    A block is passed once for each four of them. What comes next is fetched meanwhile: of few passes rows that follow
-    soon, in the first one; of more the next block, a share of each row's lines a pass, so that memory is read
-    throughout.
+    Each pass over the block serves four queries, and prefetches rows. With few passes, the first one prefetches rows
+    that follow soon. With more, each pass prefetches a share of the next block's lines, so that memory is always busy.
     """
     kind, dim, member = shape.kind, shape.dim, np.int64(0)
     all_lines = (stored_bytes(kind, columns) + LINE_BYTES - 1) // LINE_BYTES

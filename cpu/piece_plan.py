@@ -46,15 +46,16 @@ from transfer.exchange import LOOKS, await_rows
 from transfer.simd.inner import inner
 from transfer.simd.team import now_ns
 
-PLANNED, NO_TABLE, NO_ROOM, NO_CODES, NOT_REQUESTED = range(5)  # what comes of it
+PLANNED, NO_TABLE, NO_ROOM, NO_CODES, NOT_REQUESTED = range(5)  # outcomes of `make_plan`
 
 
 @inner
 def make_plan(context, kind, query_kind):
-    """Write what the pieces need and, if there is room, the plan's arrays (`cpu.workspace.Plan`).
+    """Write the room that the pieces need and, if there is as much, the plan's arrays (`cpu.workspace.Plan`). Return
+    the outcome.
 
-    Totals and counters of the region are set to their start. Where there are flags, wait for them: NOT_REQUESTED after
-    so many looks.
+    Resets totals and counters of the region. With flags, waits for the host request; the outcome is NOT_REQUESTED if it
+    has not come after LOOKS looks.
     """
     row = open_row(context)
     if not _count(row, open_context(context, kind, query_kind)[1].pieces):
@@ -88,7 +89,7 @@ def make_plan(context, kind, query_kind):
 
 @inner
 def _list_work(shape, batch, plan):
-    """List the lookups and exact parts that some head wants, once the host request is there. Return how many."""
+    """List the lookups and exact parts that some head wants, and return how many. The host request must be there."""
     count, lookups, group = 0, len(plan.sampled) * shape.heads, shape.heads // shape.kv_heads
     for order in range(len(plan.sampled)):
         request = batch.pieces[plan.sampled[order]][REQUEST]
@@ -110,8 +111,8 @@ def _list_work(shape, batch, plan):
 
 @inner
 def _count(row, pieces):
-    """Count what a table needs: sampled pieces, exact parts, ids, slots of partials. Return False if requests do not
-    rise or share what they cannot, or a range is not in its segment.
+    """Count what a table needs: sampled pieces, exact parts, ids, slots of partials. Return False if requests are not
+    in rising order, share pieces that cannot be shared, or have a range outside of its segment.
     """
     heads, kv_heads = row[HEADS], row[KV_HEADS]
     sampled, parts, ids, slots, last, last_followers = 0, 0, 0, 0, 0, -1
@@ -145,7 +146,7 @@ def _count(row, pieces):
 
 @inner
 def _fill(shape, batch, plan):
-    """Write the plan's arrays. Return the slots that exact parts have."""
+    """Write the plan's arrays. Return the number of slots of exact parts."""
     pieces, group = batch.pieces, shape.heads // shape.kv_heads
     order, ids, part, slots = 0, 0, 0, 0
     plan.reads[:] = 0

@@ -1,9 +1,9 @@
 """Define the table of pieces: which rows a step's attention reads, for which request, and where they lie.
 
 A piece is a range `[begin, end)` of the tokens of one segment in one layer. Addresses must stay valid until the call
-returns. A request's pieces stand together, with requests in rising order, and are disjoint. Requests one behind another
-may share exact pieces, which are read once for all of them. A request without a piece gets the empty partial. Rows may
-begin anywhere, but those that fill whole lines of 64 bytes, in huge pages, are read 1.5 times as fast.
+returns. A request's pieces are adjacent and disjoint, and requests are in rising order. Adjacent requests may share
+exact pieces, which are read once for all of them. A request without a piece gets the empty partial. Rows may begin
+anywhere, but rows of whole 64-byte lines in huge pages are read 1.5 times as fast.
 """
 
 import numpy as np

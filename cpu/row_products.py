@@ -2,12 +2,12 @@
 
 Functions for use inside numba code. `kind` is a scalar whose numba type is that of the rows: uint16 (bf16), int8,
 uint8 (int4) or float32. `columns` is a tuple of dim // 32 members, so that dim is a constant of the compiled code. All
-else is int64: addresses, strides in bytes, counts. Bytes moved: each row once per call.
+other arguments are int64: addresses, strides in bytes, counts. Bytes moved: each row once per call.
 
-A bf16 row is split into its even and its odd columns, so queries and sums beside it have that order too: `place_of`. An
-int8 row of keys is multiplied in integers, with a query rounded to int16. An int4 row is widened to float32: byte b of
-16 bytes has columns b and b + 16 of a group of 32, and behind the codes of all groups each has a word, scale and offset
-in bf16.
+A bf16 row is split into its even and its odd columns, and queries and sums for such rows have that order too
+(`place_of`). An int8 row of keys is multiplied in integers, with a query rounded to int16. An int4 row is widened to
+float32: byte b of 16 bytes has columns b and b + 16 of a group of 32. Behind the codes of all groups there is a word
+for each group: its scale and offset in bf16.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,13 +42,13 @@ from transfer.simd.features import HAS_PAIRS, LANES, SIMD
 from transfer.simd.trial import compiles
 from transfer.tier_shape import INT4_GROUP, int4_row_bytes
 
-COLUMNS = 32  # of a row, a member of `columns`
+COLUMNS = 32  # columns of a row for each member of `columns`
 TOGETHER = 4  # rows scored together: they share the query's loads and the sums over lanes
 BLOCK_ROWS = 64  # rows between two looks at the maximum
-AHEAD_ROWS = 16  # how many rows before its use a sampled row is fetched
-AHEAD_BYTES = 4096  # the same of a row that is read in order, for one pass over a block
+AHEAD_ROWS = 16  # how many rows before its use a sampled row is prefetched
+AHEAD_BYTES = 4096  # the same in bytes for rows that are read in order, in one pass over a block
 LINE_BYTES = 64
-INT4 = 0  # in place of the bytes of a column
+INT4 = 0  # stands for the bytes of a column, which has half a byte
 
 _WORDS, _HALVES = ir.VectorType(I32, LANES), ir.VectorType(I16, 2 * LANES)
 _MADD = {"avx512": "llvm.x86.avx512.pmaddw.d.512", "avx2": "llvm.x86.avx2.pmadd.wd"}[SIMD]
@@ -56,7 +56,7 @@ _SUMS_AT_ONCE = LANES  # vectors of sums that stay in registers
 
 
 def row_bytes(kind: Any) -> int:
-    """Return the bytes of a column: 1, 2 or 4, or INT4 where there is half a byte."""
+    """Return the bytes of a column: 1, 2 or 4, or INT4 for half a byte."""
     if kind not in (types.int8, types.uint8, types.uint16, types.float32):
         raise TypeError(f"rows: numba type {kind}; wanted uint16 for bf16, int8, uint8 for int4, or float32")
     return INT4 if kind == types.uint8 else int(kind.bitwidth // 8)
@@ -91,7 +91,7 @@ def column_bytes(typing_context, kind):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def place_of(typing_context, kind, column):  # type: ignore[no-untyped-def]
-    """Return where a column stands in a query or a sum beside rows of that kind."""
+    """Return the place of a column in queries and sums for rows of that kind."""
     size = row_bytes(kind)
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -111,9 +111,8 @@ def _load(builder: ir.IRBuilder, address: Any, kind: Any, byte: int) -> Any:
 
 
 def _floats(builder: ir.IRBuilder, row: Any, size: int, dim: int, begin: int, end: int) -> list[Any]:
-    """Load columns `begin ..
-
-    end` of a row of `dim` as vectors of float32, in the order of `place_of`; whole steps of 2 * LANES.
+    """Load columns `[begin, end)` of a row of `dim` as vectors of float32, in the order of `place_of`. The range is in
+    whole steps of 2 * LANES.
     """
     vectors = []
     for column in range(begin, end, 2 * LANES):
@@ -151,8 +150,8 @@ def _int4_floats(builder: ir.IRBuilder, row: Any, dim: int, column: int) -> Any:
 def _products(
     builder: ir.IRBuilder, rows: Sequence[Any], query: Sequence[Any], size: int, dim: int, square: bool
 ) -> Any:
-    """Return vectors whose lanes add up to row times query, for each query and then each row; then to the rows'
-    squares.
+    """Return vectors whose lanes add up to row times query, for each query and each of its rows. With `square`, vectors
+    follow that add up to the squared norms of the rows.
     """
     integers = size == 1
     kind, step = (_WORDS, 2 * LANES) if integers else (VECTOR, 2 * LANES)
@@ -195,7 +194,7 @@ def _add_pairs(builder: ir.IRBuilder, total: Any, first: Any, second: Any) -> An
 
 
 def _pair_products(builder: ir.IRBuilder, rows: Sequence[Any], query: Sequence[Any], dim: int) -> Any:
-    """Return what `_products` does of bf16 rows with queries in bf16, both in the order of their columns."""
+    """Return what `_products` returns, for rows and queries in bf16, both in the order of their columns."""
     products = [[ir.Constant(VECTOR, [0.0] * LANES) for _ in rows] for _ in query]
     for column in range(0, dim, 2 * LANES):
         ours = [_load(builder, row, _WORDS, 2 * column) for row in rows]
@@ -208,8 +207,8 @@ def _pair_products(builder: ir.IRBuilder, rows: Sequence[Any], query: Sequence[A
 
 @intrinsic
 def multiplies_pairs(typing_context, kind, query_kind):  # type: ignore[no-untyped-def]
-    """Return whether keys are multiplied with queries as pairs of bf16, as a constant of the compiled code: not where
-    LLVM aborts on such products.
+    """Return whether keys are multiplied with queries as pairs of bf16, as a constant of the compiled code. They are
+    not if LLVM aborts on such products.
     """
     is_asked = HAS_PAIRS and kind == types.uint16 and query_kind == types.uint16
     is_paired = is_asked and compiles(__name__, compile_pairs.__name__)
@@ -225,7 +224,7 @@ def _at_most(builder: ir.IRBuilder, index: Any, last: Any) -> Any:
 
 
 def _sample(builder: ir.IRBuilder, ids: Any, index: Any, first: Any, stride: Any) -> Any:
-    """Return the address of the row whose uint16 id is number `index`."""
+    """Return the address of the row whose uint16 id stands at place `index` of `ids`."""
     at = builder.add(ids, builder.mul(index, int64(2)))
     row = builder.zext(builder.load(builder.inttoptr(at, I16.as_pointer()), align=2), I64)
     return builder.add(first, builder.mul(row, stride))
@@ -237,7 +236,7 @@ def _fetch(builder: ir.IRBuilder, row: Any, num_bytes: int, where: int) -> None:
 
 
 def _fetch_ahead(builder: ir.IRBuilder, row: Any, ahead: Any, lines: Any) -> None:
-    """Prefetch so many lines, from `ahead` bytes behind a row's first one on."""
+    """Prefetch `lines` cache lines, from `ahead` bytes behind the begin of a row."""
     first = builder.add(row, ahead)
     with cgutils.for_range(builder, lines, intp=I64) as line:
         prefetch(builder, builder.add(first, builder.mul(line.index, int64(LINE_BYTES))), NEAR)
@@ -259,8 +258,9 @@ def fetch_sample(typing_context, kind, columns, keys, key_row, values, value_row
 
 @intrinsic
 def score_samples(typing_context, kind, columns, keys, key_row, values, value_row, ids, begin, end, limit, query, out):  # type: ignore[no-untyped-def]
-    """Write products of sampled keys `begin .. end` (at most BLOCK_ROWS) with the query to `out`, float32
-    `[BLOCK_ROWS]`, and their squared norms after it. Prefetch keys and values up to AHEAD_ROWS further, below `limit`.
+    """Write products of sampled keys `[begin, end)` (at most BLOCK_ROWS) with the query to `out`, float32
+    `[BLOCK_ROWS]`, and their squared norms behind it. Prefetch keys and values of the next AHEAD_ROWS samples below
+    `limit`.
     """
     size, dim = row_bytes(kind), COLUMNS * len(columns)
 
@@ -288,9 +288,7 @@ def score_samples(typing_context, kind, columns, keys, key_row, values, value_ro
 
 
 def _band(dim: int, most: int) -> int:
-    """Return the most columns, whole steps of 2 * LANES and no more than `most`, that a row of `dim` is cut into
-    evenly.
-    """
+    """Return the largest width, in steps of 2 * LANES and at most `most`, that divides a row of `dim` evenly."""
     return max(band for band in range(2 * LANES, most + 1, 2 * LANES) if dim % band == 0)
 
 
@@ -298,8 +296,9 @@ def _weighted(
     builder: ir.IRBuilder, size: int, dim: int, members: int, count: Any, row_at: Callable[[Any], Any],
     weights: Any, rescale: Any, sums: Any, ahead: Any = None, lines: Any = None,
 ) -> None:  # fmt: skip
-    """Compute `sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * row_i)`, a band of columns at a time. ahead, lines:
-    see `_fetch_ahead`, of the first band; None: nothing is fetched.
+    """Compute `sums[m] = sums[m] * rescale[m] + sum(weights[m, i] * row_i)`, a band of columns at a time.
+
+    ahead, lines: arguments of `_fetch_ahead`, called in the first band; None: nothing is prefetched.
     """
     band = _band(dim, _SUMS_AT_ONCE // members * LANES)
     for begin in range(0, dim, band):
@@ -344,10 +343,10 @@ def add_samples(typing_context, kind, columns, values, value_row, ids, begin, en
 
 
 def score_rows(members: int, is_paired: bool = False) -> Any:
-    """Return a numba function: products of `count` keys in order (1 to BLOCK_ROWS) with so many queries. is_paired: see
-    `multiplies_pairs`; queries are bf16 `[members, dim]` then.
+    """Return a numba function that multiplies `count` keys in order (1 to BLOCK_ROWS) with `members` queries.
 
     query: `[members, dim]`, query_bytes apart; out: float32 `[members, BLOCK_ROWS]`; ahead, lines: see `_fetch_ahead`.
+    is_paired: multiply pairs of bf16 (`multiplies_pairs`); then queries are bf16.
     """
     together = 2 if members * TOGETHER > LANES else TOGETHER
 
@@ -386,7 +385,7 @@ def score_rows(members: int, is_paired: bool = False) -> Any:
 
 
 def compile_pairs() -> None:
-    """Compile products of pairs of bf16, where the processor has them, and run nothing (`transfer.simd.trial`)."""
+    """Compile products of pairs of bf16, without running them, to see whether LLVM can (`transfer.simd.trial`)."""
     score, columns = score_rows(4, True), (0, 0)
 
     def products(keys, count, query, out):  # type: ignore[no-untyped-def]

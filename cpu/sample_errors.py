@@ -1,13 +1,14 @@
 """Estimate standard errors of a sampled answer's log mass and output, from the weights of the sample itself.
 
-Functions for numba code; they never change an answer. Keys are not drawn alone: a table's bucket takes all keys in it.
-So the variance is taken over groups of tables. For keys that share exactly two tables with the query, the weight is
-what the answer would lose without either table. With D_g the sum of these in a group, V = G / (G - 1) * sum (D_g -
-mean)^2 (a jackknife over tables; its expectation is the variance or more, up to twice it where most keys are rare).
+Functions for numba code; they never change an answer. Keys are not drawn independently: a table's bucket takes all keys
+in it. So the variance is taken over groups of tables. The weight of a key that shares exactly two tables with the query
+is what the answer would lose without either table. With D_g the sum of these weights in a group, V = G / (G - 1) *
+sum (D_g - mean)^2 (a jackknife over tables; its expectation is at least the variance, and up to twice it if most keys
+are rare).
 
-Numerators are treated alike, along one fixed direction of +-1: the expected square of an error along it is that of its
-length. A head that reads all keys has no error. Noted for it is the error that sampling would have had if keys were
-drawn one by one, sum e^2 (1 - u) / u, which does not depend on the tables drawn.
+Numerators are treated in the same way, along one fixed direction of +-1: the expected square of an error along it is
+that of the error's length. A head that reads all keys has no error. For such a head the error is noted that sampling
+would have had with keys drawn one by one, sum e^2 (1 - u) / u, which does not depend on the tables drawn.
 """
 
 import math
@@ -21,10 +22,10 @@ from transfer.host_memory import STRIPE_TOKENS
 from transfer.simd.inner import inner
 from transfer.simd.memory import clear_bytes, load_float32, load_uint16, store_float32, store_int16
 
-GROUPS = 15  # of tables; a group is a digit 1 to 15 of a mark
-COLUMNS = GROUPS + 1  # of a slot's sums: column 0 of the first row is the greatest logit
+GROUPS = 15  # groups of tables; a group is a digit 1 to 15 of a mark
+COLUMNS = GROUPS + 1  # of a slot's sums; column 0 of the first row is the greatest logit
 MASSES, NUMERATORS = 0, 1  # rows of a slot's sums
-LOG_MASS, OUTPUT, LARGEST, ERRORS = range(4)  # what is noted of an answer, and how many
+LOG_MASS, OUTPUT, LARGEST, ERRORS = range(4)  # columns of an answer's errors, and how many
 DIRECTION_SEED = 251_005_688
 _TWO = 0x100  # marks of two digits are below this
 
@@ -36,11 +37,11 @@ def draw_direction(dim: int) -> np.ndarray:
 
 @inner
 def mark_groups(piece, tables, spans, digits, ids, found, marks, first_mark):
-    """Mark each sampled id with the two groups of tables that it shares with the query, as a byte of two digits; 0 for
-    ids that share more than two tables.
+    """Mark each sampled id with the groups of the two tables that it shares with the query, as a byte of two digits; 0
+    for ids that share more than two tables.
 
-    spans: what `lookup.find_samples` left; digits: address of uint16 `[STRIPE_TOKENS]`, zero before and after; ids:
-    address of uint16; marks: uint8 array, in which `first_mark` is the first id's. Reads the buckets again.
+    spans: as `lookup.find_samples` left them. digits: address of uint16 `[STRIPE_TOKENS]`, zero before and after. ids:
+    address of uint16. marks: uint8 array, with the first id's mark at `first_mark`. Reads the buckets again.
     """
     _, first, last = stripes_of(piece)
     index = 0
@@ -62,7 +63,7 @@ def mark_groups(piece, tables, spans, digits, ids, found, marks, first_mark):
 def note_top(sums, before, top):
     """Rescale a part's sums `[2, COLUMNS]` to a new greatest logit."""
     factor = np.float32(math.exp(before - top)) if before > -np.inf else np.float32(0.0)
-    for column in range(1, COLUMNS):  # numba makes three seconds of compilation of a slice of both rows
+    for column in range(1, COLUMNS):  # a slice of both rows would take numba three seconds to compile
         sums[MASSES, column] *= factor
         sums[NUMERATORS, column] *= factor
     sums[MASSES, 0] = top
@@ -70,8 +71,8 @@ def note_top(sums, before, top):
 
 @inner
 def add_deviations(sums, marks, first_mark, weights, products, count, to_product):
-    """Add a block of samples. weights, products: addresses of float32 `[count]`, the second of values with the
-    direction, to be multiplied by to_product.
+    """Add a block of samples. weights, products: addresses of float32 `[count]`. products are of values with the
+    direction, and still to be multiplied by to_product.
     """
     for index in range(count):
         mark = marks[first_mark + index]
@@ -87,10 +88,10 @@ def add_deviations(sums, marks, first_mark, weights, products, count, to_product
 
 @inner
 def add_variances(sums, weights, inverse, products, count, to_product):
-    """Add a block of keys that are all read.
+    """Add a block of keys of a head that reads all keys.
 
     weights, inverse: addresses of float32 `[count]`, e and e / u under the greatest logit. Columns 1 to 3 of the first
-    row: e^2 (1 - u) / u, and it times the product and its square.
+    row become sums of e^2 (1 - u) / u, of that times the product, and of that times the product's square.
     """
     for index in range(count):
         weight = load_float32(weights + 4 * index)
@@ -103,7 +104,7 @@ def add_variances(sums, weights, inverse, products, count, to_product):
 
 @inner
 def add_part(totals, sums, scale, is_full):
-    """Add a part's sums `[2, COLUMNS]` to an answer's. scale: of its weights; column 0 holds the largest."""
+    """Add a part's sums `[2, COLUMNS]` to an answer's. scale: factor of its weights; column 0 has the largest."""
     if scale > totals[MASSES, 0]:
         totals[MASSES, 0] = scale
     factor = scale * scale if is_full else scale

@@ -1,8 +1,8 @@
-"""Hold a segment: offloaded tokens of all offloaded layers, their memory, and how far each layer has come.
+"""Hold a segment: offloaded tokens of all offloaded layers, their memory, and the progress of each layer.
 
-Rows below `used` never change once they have landed. A sealed segment grows no more, and only then do codes become
-tables, in place. Memory is released when the last holder lets go. All state that background threads change is guarded
-by one condition, the store's.
+Rows below `used` never change once they have landed. A sealed segment no longer grows, and only then are its codes
+turned into tables, in place. Memory is released when the last holder lets go. The store's condition guards all state
+that background threads change.
 """
 
 import math
@@ -24,7 +24,7 @@ ROW_TYPES = {"bfloat16": (np.uint16, torch.bfloat16), "int8": (np.int8, torch.in
 
 
 class TableState(IntEnum):
-    """The state of one layer: codes (or nothing), tables being built, tables, or tables that could not be built."""
+    """The state of one layer's tables. CODES: not begun. FAILED: they could not be built, and the layer stays exact."""
 
     CODES = 0
     BUILDING = 1
@@ -43,7 +43,7 @@ class Centre:
         """Return float32 centre `[kv_heads, dim]`, key scale `[kv_heads]` and value scale `[kv_heads, dim]` (int8, else
         None).
 
-        Waits until the memory is there; raises HostMemoryError where the host refused it.
+        Waits for the memory; raises HostMemoryError if the host has none.
         """
         shape, layout = self._shape, self._layout
         memory = self._slab.wait()[layer * layout.layer_bytes :]
@@ -73,21 +73,21 @@ class Fill:
 
 
 class Segment:
-    """Room for `capacity` tokens, of which `used` are reserved; `sealed_tokens`: the final number, or None.
+    """Room for `capacity` tokens, of which `used` are reserved. sealed_tokens: the final number; None: it is open.
 
-    owner_id: the context that may append; None: nobody yet, or it is closed. Methods that change state are called with
-    the condition held.
+    owner_id: the context that may append; None: the next one that does. Methods that change state are called with the
+    condition held.
     """
 
     def __init__(
         self, shape: TierShape, capacity: int, centre: Centre, slabs: Sequence[Slab], pool: SlabPool, changed: Condition
     ) -> None:
-        """shape: num_tables 0 for a segment that is never sampled; slabs: one for each layer."""
+        """shape: with num_tables 0 for a segment that is never sampled. slabs: one for each layer."""
         self.shape, self.capacity, self.centre = shape, capacity, centre
         self.used = 0
         self.sealed_tokens: int | None = None
         self.owner_id: int | None = None
-        self.is_background = False  # nobody waits for it soon: it was merged ahead of time
+        self.is_background = False  # the target of a merge that is not due yet: its jobs are not urgent
         num_layers = len(shape.layers)
         self.tables = [TableState.CODES] * num_layers
         self.announced = [0] * num_layers  # tokens whose fill was announced
@@ -119,26 +119,24 @@ class Segment:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the segment is sealed and every row of every layer has been announced: tables are built, or
-        will be.
-        """
+        """Return whether the segment is sealed and all its rows are announced, so that tables will be built."""
         return all(announced == self.sealed_tokens for announced in self.announced)
 
     def is_wanted(self) -> bool:
-        """Return whether anybody will read it; if not, it lives until copies, builds and steps have ended."""
+        """Return whether a context or merge needs it. If not, it lives until copies, builds and steps have ended."""
         return self._readers > 0
 
     def may_append(self, context_id: int, tokens: int) -> bool:
-        """Return whether a context that has the first `tokens` may append: nobody else does or did."""
+        """Return whether a context with the first `tokens` may append: it has all, and no other context owns it."""
         return tokens == self.used and self.owner_id in (None, context_id)
 
     def leave(self, context_id: int) -> None:
-        """Let whoever comes next append."""
+        """Give up ownership, so that the next context may append."""
         if self.owner_id == context_id:
             self.owner_id = None
 
     def take(self, num_tokens: int) -> int:
-        """Reserve room for so many tokens; return where they begin. A full segment is sealed."""
+        """Reserve room for `num_tokens` tokens and return the first one's place. A full segment is sealed."""
         begin = self.used
         self.used += num_tokens
         assert self.is_open, "segment: room is given out of open segments"
@@ -154,7 +152,7 @@ class Segment:
         self._holders += 1
 
     def let_go(self) -> None:
-        """Drop one holder; the last one releases the memory."""
+        """Remove one holder; the last one releases the memory."""
         self._holders -= 1
         if self._holders == 0:
             self._pool.release(self._slabs)
@@ -171,7 +169,7 @@ class Segment:
         self.let_go()
 
     def wait_for_memory(self, layer: int) -> None:
-        """Wait for the memory. Raises HostMemoryError where the host refused it."""
+        """Wait for a layer's memory. Raises HostMemoryError if the host has none."""
         self._slabs[layer].wait()
 
     def keys(self, layer: int) -> np.ndarray:
@@ -185,7 +183,7 @@ class Segment:
         )
 
     def codes(self, layer: int) -> np.ndarray:
-        """Return uint16 `[kv_heads, tables, capacity]`: codes by token, or the entries of tables."""
+        """Return uint16 `[kv_heads, tables, capacity]`: codes by token, or, once built, the entries of tables."""
         return self._array(layer, self._layout.codes, (self.shape.num_tables, self.capacity), np.uint16)
 
     def offsets(self, layer: int) -> np.ndarray:
@@ -196,7 +194,7 @@ class Segment:
         return self._array(layer, self._layout.offsets, room, np.int32)[:, :, :needed]
 
     def rows(self, layer: int, begin: int, end: int, with_codes: bool) -> LayerRows:
-        """Return views of tokens `[begin, end)`; codes are written before it is sealed, and never read back."""
+        """Return views of tokens `[begin, end)`. Ask for codes only to write them, before the segment is sealed."""
         kind = ROW_TYPES[self.shape.rows][1]
         centre, key_scale, value_scale = self.centre.arrays(layer)
         codes = self.codes(layer)[:, :, begin:end] if with_codes and self.has_codes else None
@@ -210,8 +208,8 @@ class Segment:
         )
 
     def places(self) -> np.ndarray:
-        """Return where each layer lies: PIECE as int64 `[layers, COLUMNS]`; the caller sets ranges and modes. Waits for
-        memory.
+        """Return the addresses of all layers: PIECE as int64 `[layers, COLUMNS]`. The caller sets ranges and modes.
+        Waits for memory.
         """
         if self._places is None:
             places = new_pieces(len(self.shape.layers))

@@ -1,7 +1,7 @@
-"""Build tables from codes, and copy rows of segments into another, in the background.
+"""Build tables from codes, and copy rows of segments into another segment, in the background.
 
-A table is built in place once, from codes that have all landed. Copies read rows that have landed, and recover codes
-from tables where these are built already.
+A table is built once, in place, when all its codes have landed. Copies read rows that have landed, and recover codes
+from tables that are built already.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,8 @@
 """Keep all segments: allocate them from slabs, fill them, build their tables, copy them, and wait for them.
 
-A layer's tables are built once, after all its rows have landed and while no copy needs its codes. A failed build leaves
-that layer exact, logged and counted. Called from one thread. Fills land in a thread of their own, in order of
-announcement, and jobs run in the builder's threads.
+A layer's tables are built once, after all its rows have landed and while no copy needs its codes. A build that fails is
+logged and counted, and that layer is read exactly. Called from one thread. A thread of its own waits for fills to land,
+in the order of their announcement; jobs run in the builder's threads.
 """
 
 import logging
@@ -19,7 +19,7 @@ from transfer.host_memory import bytes_of_centre, lay_out_layer
 from transfer.host_tier import Filled, TierShape
 from transfer.slabs import SlabPool
 
-POLL_S = 0.05  # a copy that waits for rows to land lets its thread do other work this often
+POLL_S = 0.05  # how often a copy that waits for rows to land lets its thread do other work
 
 _FINAL = (TableState.BUILT, TableState.FAILED)
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
-    """segments: alive; tables_built, tables_failed: layers of segments; leases: of steps, see `cpu.lease`."""
+    """The store's counts. segments: alive. tables_built, tables_failed: layers of segments. leases: see `cpu.lease`."""
 
     segments: int
     tables_built: int
@@ -55,9 +55,10 @@ class SegmentStore:
             return StoreCounts(len(self._alive()), self._tables_built, self._tables_failed, self.num_leases)
 
     def new_segments(self, shape: TierShape, rooms: Sequence[tuple[int, Centre | None]]) -> list[Segment]:
-        """Return segments of these capacities, each with a given or a new centre, held once by the caller.
+        """Return new segments, each held once by the caller. rooms: their capacities, and a centre or None for a new
+        one.
 
-        Their memory comes in the background, layer by layer. Raises HostMemoryError, and then there are none.
+        Their memory is allocated in the background, layer by layer. Raises HostMemoryError without making any.
         """
         fresh = sum(centre is None for _, centre in rooms)
         layer_sizes = [lay_out_layer(shape, capacity).num_bytes for capacity, _ in rooms]
@@ -74,12 +75,12 @@ class SegmentStore:
         return segments
 
     def prepare(self, shape: TierShape, capacity: int, count: int) -> None:
-        """Prepare memory for so many segments, whoever asks for them first, as far as there is room."""
+        """Allocate memory ahead for `count` more segments, as far as there is room. Any context may get it."""
         self._pool.prepare([lay_out_layer(shape, capacity).num_bytes] * (count * len(shape.layers)))
 
     def wait_for_doomed(self) -> None:
-        """Wait until unwanted segments have released their memory: copies have landed, and steps that read them have
-        their answers. The caller must hold none of these.
+        """Wait until unwanted segments have released their memory: their copies have landed, and the steps that read
+        them are answered. The caller must hold none of them.
         """
         self._builder.drop_unwanted()
         with self.changed:
@@ -88,13 +89,13 @@ class SegmentStore:
             )
 
     def fill(self, segment: Segment, layers: Sequence[int], begin: int, end: int, done: Filled) -> None:
-        """Announce rows that have landed when `done` says so."""
+        """Announce rows that are being copied. They have landed once `done` is reached."""
         fill = Fill(segment, tuple(layers), begin, end)
         self._announce(fill)
         self._announced.put((fill, done))
 
     def seal(self, segment: Segment) -> None:
-        """Let a segment grow no more; its tables are built as soon as its rows have landed."""
+        """Seal a segment: it no longer grows, and its tables are built as soon as its rows have landed."""
         with self.changed:
             if segment.is_open:
                 segment.seal()
@@ -102,7 +103,7 @@ class SegmentStore:
                     self._build_if_due(segment, layer)
 
     def copy(self, sources: Sequence[Source], target: Segment) -> None:
-        """Fill a new segment, from its first token on, with rows and codes of others, in the background."""
+        """Copy rows and codes of other segments into a new one, from its first token on, in the background."""
         end = sum(source.end - source.begin for source in sources)
         for layer in range(len(target.shape.layers)):
             fill = Fill(target, (layer,), 0, end)
@@ -125,7 +126,7 @@ class SegmentStore:
             )
 
     def wait_for_rows(self, segment: Segment, layers: Sequence[int], tokens: int) -> None:
-        """Wait until the first `tokens` have landed. Raises what a copy raised."""
+        """Wait until the first `tokens` tokens have landed. Raises the error of a copy that failed."""
         for layer in layers:
             assert segment.announced[layer] >= tokens, "rows: reserved, but no fill was announced for them"
         with self.changed:
@@ -134,8 +135,8 @@ class SegmentStore:
                 raise segment.error
 
     def is_ready(self, segment: Segment, tokens: int, with_tables: bool) -> bool:
-        """Return whether the first `tokens` of all layers have landed and, if so asked, tables are built or have
-        failed. Return True also where waiting would raise.
+        """Return whether the first `tokens` tokens of all layers have landed and, with `with_tables`, whether all
+        tables are built or have failed. Also True if waiting would raise.
         """
         layers = range(len(segment.shape.layers))
         with self.changed:
@@ -146,13 +147,13 @@ class SegmentStore:
             return is_there and (not with_tables or all(state in _FINAL for state in segment.tables))
 
     def wait_for_tables(self, segment: Segment) -> None:
-        """Wait until every layer of a whole segment has its tables or has failed, or its rows cannot come."""
+        """Wait until each layer of a whole segment has tables or has failed to build them, or its rows are lost."""
         assert segment.is_whole, "tables: of a segment whose fills were all announced"
         with self.changed:
             self.changed.wait_for(lambda: segment.error is not None or all(state in _FINAL for state in segment.tables))
 
     def shutdown(self) -> None:
-        """Stop the thread after the fills that were announced."""
+        """Stop the thread once all announced fills have landed."""
         self._announced.put(None)
         self._lander.join()
 
@@ -171,7 +172,7 @@ class SegmentStore:
             fill, done = announced
             try:
                 done.synchronize()
-            except Exception as error:  # the outermost handler of this thread; the error is raised where rows are read
+            except Exception as error:  # the outermost handler of this thread; readers of the rows get the error
                 log.exception("fill_failed layers=%s", fill.layers)
                 self._landed(fill, error)
             else:
@@ -187,7 +188,7 @@ class SegmentStore:
             segment.let_go()
 
     def _build_if_due(self, segment: Segment, layer: int) -> None:
-        """Begin to build tables that are due, with the condition held."""
+        """Submit the build of a layer's tables, if it is due. Called with the condition held."""
         is_due = (
             segment.has_codes
             and segment.announced[layer] == segment.sealed_tokens

@@ -40,7 +40,7 @@ _INT16 = np.float32(32767.0)
 
 @inner
 def prepare_query(kind, query_kind, query, dim, to):
-    """Write a query in the form that rows of `kind` need; return (the factor of its products, its inverse norm before).
+    """Write a query in the form that rows of `kind` need. Return (factor of its products, inverse norm of the query).
 
     query: address of `[dim]` of query_kind; to: address of float32 `[dim]`, or int16 for rows of int8.
     """
@@ -107,7 +107,7 @@ def exponentiate(scores, count, top):
 
 @inner
 def shrink(before, after):
-    """Return the factor that takes masses under the maximum `before` to `after`."""
+    """Return the factor that rescales masses from the maximum `before` to the maximum `after`."""
     return np.float32(math.exp(before - after)) if before > _EMPTY else _ZERO
 
 

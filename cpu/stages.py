@@ -2,9 +2,9 @@
 merge.
 
 The partial of a piece and a head depends on its samples alone, and partials are merged in the order of the table, so
-results do not depend on the threads. Bytes moved: for a sampled head, its buckets and then a key and a value for each
-sample; for an exact piece, each key and value once for all heads of a group and all requests that share it; for heads
-that are not wanted and rows that are excluded, nothing.
+results do not depend on the number of threads. Bytes moved: for a sampled head, its buckets and then a key and a value
+for each sample; for an exact piece, each key and value once for all heads of a group and all requests that share it.
+Heads that are not wanted and rows that are excluded are not read.
 """
 
 import math
@@ -48,10 +48,8 @@ def _codes_at(shape, batch, piece, head):
 
 @inner
 def _look_up(team, shape, batch, plan, buffers, item, following):
-    """Look up `item` = sampled piece and head, and cut its samples into parts. following: the next lookup's item, or
-    -1.
-
-    Return how many samples it found, and the bytes of the index that it read.
+    """Look up the samples of `item`, a sampled piece and head, and cut them into parts. following: the item of this
+    thread's next lookup, or -1. Return the number of samples, and the bytes of the index that were read.
     """
     group = shape.heads // shape.kv_heads
     order, head = item // shape.heads, item % shape.heads
@@ -98,21 +96,21 @@ def _warm_lookup(shape, batch, plan, item):
 
 @inner
 def _claim_work(team, plan, items):
-    """Return the next lookup or exact part of this thread, or of one that has not come so far; -1: none."""
+    """Claim the next lookup or exact part of this thread, or one of a slower thread; -1: none is left."""
     at = claim(team, 0, items)
     return np.int64(plan.work[at]) if at >= 0 else at
 
 
 @inner
 def _claim_own_work(team, plan, items):
-    """Return the next item as `_claim_work` does, but of this thread's alone."""
+    """Claim the next item of this thread alone; -1: none is left."""
     at = claim_own(team, 0, items)
     return np.int64(plan.work[at]) if at >= 0 else at
 
 
 @numba.njit(nogil=True, inline="always")
 def _first_stage(team, shape, columns, batch, plan, buffers):
-    """Run lookups and exact parts, and count what they and the samples read: see `cpu.host_attention.HostPartial`."""
+    """Run lookups and exact parts, and add up rows, keys and index bytes for `cpu.host_attention.HostPartial`."""
     lookups = len(plan.sampled) * shape.heads
     items, rows, keys, index_bytes = buffers.totals[WORK_ITEMS], 0, 0, 0
     item, done = _claim_work(team, plan, items), 0
@@ -156,8 +154,8 @@ def _second_stage(team, shape, columns, batch, plan, buffers):
 
 @inner
 def _slots_of(shape, plan, buffers, pieces, index, place, head):
-    """Return (first slot, slots, step between them) of a piece's partials of a head. place: of the request among those
-    that share the piece.
+    """Return (first slot, number of slots, step between them) of a head's partials in a piece. place: the request's
+    index among those that share the piece.
     """
     group, piece = shape.heads // shape.kv_heads, pieces[index]
     if piece[MODE] == SAMPLED:
@@ -170,7 +168,7 @@ def _slots_of(shape, plan, buffers, pieces, index, place, head):
 
 @inner
 def _centre_logit(shape, batch, piece, request, head):
-    """Return what centring took from every logit of the piece: the query times the mean key."""
+    """Return the product of the query and the piece's centre, which stored keys lack in each logit."""
     if piece[CENTRE] == 0:
         return np.float32(0.0)
     query = query_at(shape, batch, request, head)
@@ -207,7 +205,7 @@ def _merge(team, shape, batch, plan, buffers, request, head):
     for index in range(first, last):
         slot, slots, step = _slots_of(shape, plan, buffers, batch.pieces, index, place, head)
         for at in range(slot, slot + slots * step, step):
-            if buffers.lse[at] == -np.inf:  # of rows that are all excluded
+            if buffers.lse[at] == -np.inf:  # all its rows are excluded
                 continue
             parts += 1
             weight = math.exp(np.float64(buffers.lse[at]) - top)
@@ -228,7 +226,7 @@ def _merge(team, shape, batch, plan, buffers, request, head):
 
 @inner
 def _note_errors(team, shape, batch, plan, buffers, request, head, first, last, top, mass):
-    """Write the errors of an answer whose weights have the sum `mass` under `top`: zeros, where nothing of it is
+    """Write the errors of an answer whose weights add up to `mass` under the maximum `top`; zeros if no piece of it is
     sampled.
     """
     item, totals, in_full = request * shape.heads + head, buffers.noted[team.me], is_full(shape, batch, request, head)
@@ -251,7 +249,7 @@ def _note_errors(team, shape, batch, plan, buffers, request, head, first, last, 
 
 @inner
 def _note_time(totals, column):
-    """Write the time at which the first thread has passed a stage; later threads leave it as it is."""
+    """Write the time at which the first thread passes a stage; later threads change nothing."""
     if totals[column] == 0:
         totals[column] = now_ns()
 
@@ -273,5 +271,5 @@ def attend_as(me, threads, shape, columns, batch, plan, buffers):
         done += 1
         item = claim(team, 2, items)
     atomic_add(address_of(buffers.totals) + 8 * TOKENS_COVERED, covered)
-    if end_stage(team, 2, items, done) and batch.answered != 0:  # not at the region's end, which waits for all to leave
+    if end_stage(team, 2, items, done) and batch.answered != 0:  # earlier than the region's end, which awaits all
         store_release_int32(batch.answered, batch.stamp)

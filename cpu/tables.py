@@ -1,4 +1,4 @@
-"""Build hash tables of one KV head and layer of a segment, from codes in place by a counting sort, and undo them.
+"""Build hash tables of one KV head and layer of a segment from codes, in place by a counting sort, and recover codes.
 
 A table lists the segment's tokens by bucket, and within a bucket by stripe of STRIPE_TOKENS: entries are uint16 places
 in the stripe. `offsets[bucket * stripes + stripe]` is where such a list begins; the last offset is the token count.
@@ -15,7 +15,7 @@ from transfer.simd.memory import copy_bytes, load_int32, load_uint16, store_int1
 from transfer.simd.team import Team, claim, new_counters
 from transfer.simd.vectors import address_of
 
-_STREAMS = 4  # histograms counted side by side: runs of equal codes do not wait for one another
+_STREAMS = 4  # histograms counted side by side, so that equal codes in a row need not wait for one another
 
 
 def check_tables(entries: np.ndarray, offsets: np.ndarray, bits: int) -> None:
@@ -31,9 +31,9 @@ def check_tables(entries: np.ndarray, offsets: np.ndarray, bits: int) -> None:
 
 
 def build_tables(entries: np.ndarray, offsets: np.ndarray, bits: int, begin: int, end: int, threads: int) -> None:
-    """Turn tables `begin .. end` from codes to entries, in place. paper (2410.16179) section 4.3: K = bits.
+    """Turn codes of tables `[begin, end)` into entries, in place. paper (2410.16179) section 4.3: K = bits.
 
-    entries: uint16 `[tables, tokens]`, codes below 2**bits on the way in; offsets: int32 `[tables, num_offsets]`,
+    entries: uint16 `[tables, tokens]`, before the call codes below 2**bits. offsets: int32 `[tables, num_offsets]`,
     written. With one thread no region is started and the GIL is free: a table of 64K tokens takes some 0.2 ms.
     """
     check_tables(entries, offsets, bits)
@@ -50,7 +50,7 @@ def build_tables(entries: np.ndarray, offsets: np.ndarray, bits: int, begin: int
 def codes_from_tables(
     entries: np.ndarray, offsets: np.ndarray, bits: int, begin: int, end: int, codes: np.ndarray
 ) -> None:
-    """Recover the codes of tables `begin .. end`: codes uint16 `[tables, tokens]`, rows may lie apart."""
+    """Recover the codes of tables `[begin, end)`. codes: uint16 `[tables, tokens]`, written; rows may lie apart."""
     check_tables(entries, offsets, bits)
     assert 0 <= begin <= end <= len(entries), "tables: a range of those there are"
     assert codes.shape == entries.shape, "codes: one for every entry"

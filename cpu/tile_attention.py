@@ -1,8 +1,8 @@
 """Attend to blocks of rows of bf16 or int8 with many bf16 queries, as products of tiles (`cpu.tile_products`).
 
-Scores of 64 keys are products of the keys as they lie in memory with queries in pairs, 16 queries a tile; weights of a
-block are two bf16 parts, whose products with values in pairs are added to sums in float32. A query's numbers depend on
-no other query. Bytes moved: each row once for all queries.
+Scores of a block of 64 keys are products of the keys as they are in memory with queries in pairs, 16 queries a tile.
+Weights are split into two bf16 parts, and their products with values in pairs are added to float32 sums. A query's
+numbers depend on no other query. Bytes moved: each row once for all queries.
 """
 
 import numpy as np
@@ -28,14 +28,14 @@ from transfer.simd.memory import clear_bytes, copy_bytes, load_float32, prefetch
 from transfer.simd.values import exp_lanes, greater, lane_max, load_lanes, spread, store_lanes
 from transfer.simd.vectors import address_of
 
-TILE_ROWS = 64  # of a block
-_GROUPS = TILE_ROWS // (2 * ROWS)  # of 32 rows, that one product of weights and values takes
-_MOST_STEPS = 8  # of 32 columns
-_MOST_TILES = 8  # of queries: `cpu.workspace.MOST_MEMBERS`
-_SCORES = TILE_ROWS * LINE  # bytes of a tile of queries
+TILE_ROWS = 64  # rows of a block
+_GROUPS = TILE_ROWS // (2 * ROWS)  # groups of 32 rows, which one product of weights and values takes
+_MOST_STEPS = 8  # steps of 32 columns
+_MOST_TILES = 8  # tiles of queries: `cpu.workspace.MOST_MEMBERS`
+_SCORES = TILE_ROWS * LINE  # bytes of a block's scores with one tile of queries
 _WEIGHTS = 2 * _GROUPS * TILE
-# A thread's room, from an address on that is a multiple of LINE: stand-ins for tiles; queries; then, for two tiles of
-# queries, scores and weights; values of a block in pairs; keys and values of a block that are not read where they lie.
+# A thread's room begins at a multiple of LINE: emulated tiles; queries; then, for two tiles of queries, scores and
+# weights; a block's values in pairs; and copies of a block's keys and values that cannot be read in place.
 _QUERIES = REGISTERS
 _SCORES_AT = _QUERIES + _MOST_TILES * _MOST_STEPS * TILE
 _WEIGHTS_AT = _SCORES_AT + 2 * _SCORES
@@ -46,14 +46,14 @@ ROOM_BYTES = _ROWS_AT + 2 * TILE_ROWS * _MOST_STEPS * LINE + LINE
 
 @inner
 def room_at(address):
-    """Return the address of a thread's room, in ROOM_BYTES from an address on."""
+    """Return the aligned begin of a thread's room within its ROOM_BYTES at `address`."""
     return (address + LINE - 1) // LINE * LINE
 
 
 @inner
 def prepare_tiles(columns, room, query, query_bytes, members, state, scale):
-    """Write queries, bf16 `[members, dim]`, query_bytes apart, as tiles, with zeros behind them, and begin the state of
-    whole tiles. Return how many queries these have room for.
+    """Write queries, bf16 `[members, dim]`, query_bytes apart, as whole tiles filled up with zeros, and initialise
+    their state. Return how many queries the tiles have room for.
     """
     steps = len(columns)
     for member in range((members + ROWS - 1) // ROWS * ROWS):
@@ -69,8 +69,8 @@ def prepare_tiles(columns, room, query, query_bytes, members, state, scale):
 
 @inner
 def attend_tiles(columns, shape, piece, keys, values, count, members, sums, state, room):
-    """Add `count` rows, up to TILE_ROWS, from the addresses of the first key and value on, to the sums of `members`
-    queries that are in the room. Returns how many there are.
+    """Add `count` rows, at most TILE_ROWS, to the sums of the `members` queries in the room. keys, values: addresses of
+    the first key and value. Returns `members`.
     """
     kind, steps, key_row, value_row = shape.kind, len(columns), piece[KEY_ROW], piece[VALUE_ROW]
     lines = (2 * stored_bytes(kind, columns) + LINE_BYTES - 1) // LINE_BYTES  # of two rows
@@ -101,7 +101,7 @@ def attend_tiles(columns, shape, piece, keys, values, count, members, sums, stat
 
 @inner
 def _widen(columns, room, rows, row_bytes, count):
-    """Write rows of int8 to the room as bf16, with zeros behind them."""
+    """Write rows of int8 to the room as bf16, filled up with zero rows, and return their address."""
     width, to = LINE * len(columns), room + _ROWS_AT
     for row in range(count):
         widen_codes(columns, rows + row_bytes * row, to + width * row)
@@ -111,7 +111,7 @@ def _widen(columns, room, rows, row_bytes, count):
 
 @inner
 def _pad(kind, columns, room, rows, row_bytes, count, which):
-    """Copy rows to the room, with zeros behind them."""
+    """Copy rows to the room, filled up with zero rows, and return their address. which: 0 for keys, 1 for values."""
     width, to = stored_bytes(kind, columns), room + _ROWS_AT + TILE_ROWS * LINE * len(columns) * which
     for row in range(count):
         copy_bytes(to + width * row, rows + row_bytes * row, width)
@@ -149,8 +149,9 @@ def _score(columns, room, keys, key_row, tile, is_two):
 
 @inner
 def _weigh(columns, room, which, state, tile, count, sums, fetched, row_bytes, lines):
-    """Turn products into weights of a tile of queries, in two bf16 parts, and rescale its sums where a maximum grew.
-    fetched: the address of what is fetched meanwhile, or 0: so many lines of each two rows, row_bytes apart.
+    """Turn products into weights of a tile of queries, in two bf16 parts, and rescale its sums if a maximum grew.
+
+    fetched: address of rows to prefetch meanwhile, `lines` lines for each two rows, row_bytes apart; 0: none.
     """
     steps, scores, at = len(columns), room + _SCORES_AT + _SCORES * which, LINE * tile
     tops, masses = address_of(state[0]) + at, address_of(state[1]) + at

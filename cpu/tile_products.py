@@ -1,10 +1,10 @@
 """Emit products of tiles of bf16 (AMX), for attention that reads a block of rows once for many queries. Codes of int8
-rows are numbers of bf16 as they are.
+rows become bf16 without rounding.
 
-Eight tiles of 16 rows of 64 bytes. `multiply` adds to 16 by 16 float32 the products of 16 rows of 32 bf16 with pairs of
-bf16: of row k and column n the second tile has numbers 2k and 2k + 1. Functions for use inside numba code, for kinds of
-`columns` (see `Products`); where products are not those of the processor, `registers` is the address of 8 KiB that
-stand for the tiles. Arguments without a type are int64, addresses and bytes.
+There are eight tiles of 16 rows of 64 bytes. `multiply` adds products to 16 by 16 float32: of 16 rows of 32 bf16 in the
+first tile, and of pairs of bf16 in the second, which has numbers 2k and 2k + 1 in row k. Functions for use inside numba
+code; the type of `columns` chooses the implementation (`Products`). Where tiles are emulated, `registers` is the
+address of 8 KiB in place of them. Arguments without a type are int64, addresses and bytes.
 """
 
 import ctypes
@@ -38,20 +38,20 @@ REGISTERS = 8 * TILE
 _PAIRS = ir.VectorType(I32, ROWS)
 _FLOATS = ir.VectorType(F32, ROWS)
 _CODES, _CODE_PAIRS = ir.VectorType(I8, ROWS), ir.VectorType(I16, ROWS)
-_HIGH, _ROUND = 0xFFFF0000, 0x8000  # of a float32: what bf16 has, and half a step of it
-_SMALLEST = np.float32(2.0**-126)  # what is smaller counts as 0 in such products
+_HIGH, _ROUND = 0xFFFF0000, 0x8000  # of a float32's bits: those that bf16 has, and half of their last place
+_SMALLEST = np.float32(2.0**-126)  # smaller numbers count as 0 in such products
 _SYS_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18
 
 
 class Products(Enum):
-    """How rows of bf16 or int8 are multiplied with bf16 queries; the numba type of `columns` that says so."""
+    """How rows of bf16 or int8 are multiplied with bf16 queries. The value is the numba type of `columns`' members."""
 
     VECTORS = types.int64
     TILES = types.uint8
-    EMULATED = types.int8  # tiles, without a processor that has them
+    EMULATED = types.int8  # tiles in software, for tests on a processor without them
 
     def columns(self, count: int) -> tuple[Any, ...]:
-        """Return so many members of this type."""
+        """Return `columns` for this implementation: `count` zeros of its type."""
         kinds = {Products.VECTORS: int, Products.TILES: np.uint8, Products.EMULATED: np.int8}
         return (kinds[self](0),) * count
 
@@ -62,7 +62,7 @@ def _products(columns: Any) -> Products:
 
 @cache
 def best_products() -> Products:
-    """Return what this processor does best, and log it: tiles, if a child process could compile, allow and use them."""
+    """Return the fastest implementation on this processor, and log it: tiles, if a child process could use them."""
     host = llvm.get_host_cpu_features()
     has_tiles = SIMD == "avx512" and all(host.get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16"))
     if has_tiles and (compiles(__name__, try_tiles.__name__) and _allow_tiles()):
@@ -73,7 +73,7 @@ def best_products() -> Products:
 
 
 def _allow_tiles() -> bool:
-    """Ask the kernel for room for tiles in this process's threads; return whether it gives any, and log why not."""
+    """Ask the operating system to let this process use tiles. Return whether it does, and log the reason if not."""
     libc = ctypes.CDLL(None, use_errno=True)
     refused = libc.syscall(_SYS_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA)
     if refused:
@@ -92,8 +92,8 @@ def _pointer(builder: ir.IRBuilder, address: Any) -> Any:
 
 
 def where_tiled(function: Any) -> Any:
-    """Return a numba function that calls one of `columns` and more, which returns an int64, where products are of
-    tiles. Elsewhere it returns 0, and nothing of it is compiled.
+    """Return a numba function that calls `function(columns, ...)`, which returns an int64, if products are of tiles.
+    Otherwise it returns 0, and `function` is not compiled.
     """
 
     def called(*arguments):  # type: ignore[no-untyped-def]
@@ -121,7 +121,7 @@ def multiplies_tiles(typing_context, columns):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def open_tiles(typing_context, columns, room):  # type: ignore[no-untyped-def]
-    """Give a thread its tiles, if there are any, until `close_tiles`. room: address of 64 bytes."""
+    """Configure the thread's tiles, until `close_tiles`. Does nothing without tiles. room: address of 64 bytes."""
     products = _products(columns)
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -137,7 +137,7 @@ def open_tiles(typing_context, columns, room):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def close_tiles(typing_context, columns):  # type: ignore[no-untyped-def]
-    """Give a thread's tiles back."""
+    """Release the thread's tiles."""
     products = _products(columns)
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -149,7 +149,9 @@ def close_tiles(typing_context, columns):  # type: ignore[no-untyped-def]
 
 
 def _operation(num_tiles: int, num_numbers: int, emulated: Any, name: str) -> Any:
-    """Return a numba function of `columns`, registers, so many tiles by number and so many int64. name: of LLVM's."""
+    """Return a numba function of `columns`, registers, tile numbers and int64 arguments. name: of LLVM's intrinsic.
+    emulated: the function that replaces it without tiles.
+    """
 
     def declare(typing_context: Any, columns: Any, tiles: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
         products, places = _products(columns), [tile.literal_value for tile in tiles]
@@ -230,7 +232,7 @@ multiply = _operation(3, 0, _emulated_multiply, "tdpbf16ps")
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
-    """Return the columns of 16 vectors of 16 words, as vectors: blocks of 1, 2, 4 and 8 change places by pairs."""
+    """Return 16 vectors of 16 words transposed, by swapping blocks of 1, 2, 4 and 8 between pairs of vectors."""
     for step in (1, 2, 4, 8):
         first = [lane if not lane & step else ROWS + lane - step for lane in range(ROWS)]
         second = [lane + step if not lane & step else ROWS + lane for lane in range(ROWS)]
@@ -254,7 +256,7 @@ def _stores(builder: ir.IRBuilder, vectors: list[Any], address: Any) -> None:
 
 @intrinsic
 def transpose_tile(typing_context, source, stride, to):  # type: ignore[no-untyped-def]
-    """Write 16 rows of 16 words as a tile of their columns."""
+    """Write 16 rows of 16 words, transposed, as a tile."""
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         source, stride, to = arguments
@@ -266,8 +268,8 @@ def transpose_tile(typing_context, source, stride, to):  # type: ignore[no-untyp
 
 @intrinsic
 def pair_rows(typing_context, kind, columns, first, second, to):  # type: ignore[no-untyped-def]
-    """Write two rows of bf16 or int8 as the same row of tiles of pairs: for each 32 columns two tiles, whose columns
-    are in the order of `row_products.place_of`.
+    """Write two rows of bf16 or int8 as one row of tiles of pairs. Each 32 columns make two tiles, with columns in the
+    order of `row_products.place_of`.
     """
     count, is_coded = len(columns), kind == types.int8
 
@@ -326,8 +328,8 @@ def widen_codes(typing_context, columns, row, to):  # type: ignore[no-untyped-de
 
 @intrinsic
 def split_weights(typing_context, weights, to):  # type: ignore[no-untyped-def]
-    """Write weights of 32 rows and 16 queries, float32 `[32, 16]`, as two tiles `[16, 32]` of bf16: rounded weights,
-    and what rounding took from them, rounded.
+    """Write weights of 32 rows and 16 queries, float32 `[32, 16]`, as two tiles `[16, 32]` of bf16: the rounded
+    weights, and the rounded rest.
     """
 
     def emit(context, builder, signature, arguments):  # type: ignore[no-untyped-def]

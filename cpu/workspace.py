@@ -1,8 +1,7 @@
-"""Define what the threads of a region share and what each has to itself: the shape, the host request's arrays, its
-plan, and buffers.
+"""Define the data of a region's threads: the shape, the host request's arrays, its plan, and shared and own buffers.
 
-A batch's arrays belong to the caller. All else belongs to the workspace and means nothing once the next host request is
-planned.
+A batch's arrays belong to the caller. Everything else belongs to the workspace and is void once the next host request
+is planned.
 """
 
 from typing import NamedTuple
@@ -26,16 +25,16 @@ SLOTS_TAKEN, WORK_ITEMS, EXACT_SLOTS, ROWS_READ, BEGAN_NS, LOOKED_UP_NS, SAMPLED
     12,
 )
 KEYS_SCORED, INDEX_BYTES, TOKENS_COVERED, TOTALS = 13, 14, 15, 16  # two lines
-MOST_MEMBERS = 128  # queries that read an exact piece together: of a KV head's group, times requests
+MOST_MEMBERS = 128  # queries that read an exact piece together: a KV head's group, times requests
 STATE = MOST_MEMBERS  # float32 between the rows of a thread's state
-SCORE_BLOCKS = 6  # of a thread: four of scores, two of values with a direction
-PART_SAMPLES = 512  # of a head and piece: what one thread claims
-PART_ROWS = 512  # of an exact piece and KV head, the same
+SCORE_BLOCKS = 6  # blocks of a thread: four of scores, two of values with a direction
+PART_SAMPLES = 512  # samples of a head and piece that one thread claims at a time
+PART_ROWS = 512  # rows of an exact piece and KV head that one thread claims at a time
 
 
 class Shape(NamedTuple):
-    """The shape of a model's attention. kind, query_kind: scalars of the rows' and the queries' type; mask: buckets -
-    1. Functions take `columns`, `dim // 32` zeros, beside it.
+    """The shape of a model's attention. kind, query_kind: scalars of the rows' and the queries' type. mask: number of
+    buckets - 1. Functions also take `columns`, a tuple of `dim // 32` zeros.
     """
 
     kind: np.uint16 | np.int8 | np.uint8 | np.float32
@@ -51,10 +50,11 @@ class Shape(NamedTuple):
 class Batch(NamedTuple):
     """Addresses of one host request's arrays.
 
-    `[requests, heads, ..]`: queries `dim`, codes uint16 `tables`; out, lse, covered (or 0), and wanted uint8 (or 0: all
-    heads). excluded: address of int32 `[requests, kv_heads, words]`, or 0. logs: of `collision.log_weights`. pieces:
-    int64 `[pieces, COLUMNS]`. answered: where the stamp is written in the end, or 0. errors: float32 `[requests, heads,
-    ERRORS]`, or 0: nothing is estimated; full: uint8 `[requests, heads]` of heads that read all keys, or 0: none.
+    queries `[requests, heads, dim]`; codes uint16 `[requests, heads, tables]`; out, lse, covered (0: not counted) and
+    wanted uint8 (0: all heads), all `[requests, heads, ..]`. excluded: int32 `[requests, kv_heads, words]`, or 0.
+    logs: the table of `collision.log_weights`. pieces: int64 `[pieces, COLUMNS]`. answered: where the stamp is written
+    at the end, or 0. errors: float32 `[requests, heads, ERRORS]`; 0: nothing is estimated. full: uint8 `[requests,
+    heads]`, the heads that read all keys; 0: none.
     """
 
     pieces: np.ndarray
@@ -77,13 +77,13 @@ class Batch(NamedTuple):
 class Plan(NamedTuple):
     """The work of one host request.
 
-    reads: int32 `[requests, 3]`: a request's pieces, begin and end, and its place among those that share them.
-    ordinals: int32 `[pieces]`, of a piece among the sampled, or its first exact part's first slot.
-    sampled: int32 `[sampled]`, pieces.
+    reads: int32 `[requests, 3]`: begin and end of a request's pieces, and its index among the requests that share them.
+    ordinals: int32 `[pieces]`: a sampled piece's index in `sampled`, or the first slot of an exact piece's parts.
+    sampled: int32 `[sampled]`, the sampled pieces.
     ids_at: int64 `[sampled, 2]`: first id, and ids per head.
     parts: int32 `[exact parts, 5]`: piece, KV head, begin, end, first slot.
-    work: int32 `[WORK_ITEMS of sampled * heads + exact parts]`, the items that some head wants: a lookup's number or,
-        behind all lookups, an exact part's.
+    work: int32 `[sampled * heads + exact parts]`, of which WORK_ITEMS are used: the items that some head wants. Numbers
+        of lookups come first, and behind them those of exact parts.
     """
 
     reads: np.ndarray
@@ -138,7 +138,7 @@ def is_wanted(shape, batch, request, head):
 
 @inner
 def is_full(shape, batch, request, head):
-    """Return whether a head reads all of what others sample."""
+    """Return whether a head reads all keys instead of a sample."""
     return batch.full != 0 and load_uint8(batch.full + request * shape.heads + head) != 0
 
 
