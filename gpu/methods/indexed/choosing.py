@@ -1,8 +1,8 @@
 """Choose the tokens that a KV head reads exactly, and give them slots.
 
-A token is chosen if its score's bin is above the threshold: the lowest bin with no more than the budget above it.
-Tokens of one bin are alike to 3.5 %, so fewer than the budget may be chosen, and equal ones are all chosen or none is.
-Which token gets which slot does not depend on the order in which programs run.
+A token is chosen if its score's bin is above the threshold: the lowest bin with no more tokens above it than the
+budget. Scores of one bin differ by at most 3.5 %. All tokens of a bin are chosen or none is, so fewer than the budget
+may be chosen. Which token gets which slot does not depend on the order in which programs run.
 """
 
 import torch
@@ -20,7 +20,7 @@ _SPLIT, _BINS, _WORD = tl.constexpr(SPLIT_TOKENS), tl.constexpr(BINS), tl.conste
 
 
 def find_threshold(histogram: Tensor, num_tokens: int, budget: int) -> int:
-    """Return the bin above which tokens are chosen, -1: all are. histogram: int `[BINS]`."""
+    """Return the bin above which tokens are chosen, -1: all are chosen. histogram: int `[BINS]`."""
     if num_tokens <= budget:
         return -1
     above = histogram.long().flip(0).cumsum(0).flip(0) - histogram
@@ -28,7 +28,7 @@ def find_threshold(histogram: Tensor, num_tokens: int, budget: int) -> int:
 
 
 def set_bits(tokens: Tensor, num_words: int) -> Tensor:
-    """Return int32 `[num_words]` with a bit for each token."""
+    """Return int32 `[num_words]` in which the bit of each of these tokens is set."""
     flags = torch.zeros(num_words * WORD_BITS, dtype=torch.int64, device=tokens.device)
     flags[tokens] = 1
     sums = (flags.view(-1, WORD_BITS) << torch.arange(WORD_BITS, device=tokens.device)).sum(1)
@@ -56,7 +56,7 @@ def give_slots_reference(index: Index, work: Work, step: RingStep, layout: Layou
 
 
 def _give_slots(index: Index, work: Work, place: int, chosen: Tensor) -> None:
-    """Give chosen tokens without a slot those of tokens that are not chosen any more, in order."""
+    """Give chosen tokens that have no slot the slots of tokens that are no longer chosen, in order."""
     ids = index.ids[place]
     known = ids.clamp_min(0).long()
     is_kept = (ids != EMPTY) & has_bits(work.chosen[place], known)
@@ -85,7 +85,7 @@ def _choose_tokens_kernel(
     held, rows, rings, num_tokens, budgets, bins, histogram, chosen, coming, num_coming, tokens, splits, words,
     KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Choose among one split's tokens of one place."""
+    """Choose tokens of one split of one place."""
     row, _, place = place_of(rows, rings, KV_HEADS)
     split = tl.program_id(1)
     count, begin = tl.load(num_tokens + place), split * _SPLIT
@@ -111,7 +111,7 @@ def _slots_kernel(
     ids, held, rows, rings, num_tokens, chosen, coming, num_coming, coming_before, fresh, tokens, splits, words, slots,
     KV_HEADS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Give slots to one place's chosen tokens: the n-th free slot to the n-th token that comes."""
+    """Give slots to one place's chosen tokens: the n-th free slot to the n-th token that has none."""
     row, _, place = place_of(rows, rings, KV_HEADS)
     count = tl.load(num_tokens + place)
     if (row < 0) | (count <= 0):
@@ -129,7 +129,7 @@ def _slots_kernel(
     is_free = inside & (((bits >> (own % _WORD)) & 1) == 0)
     rank = tl.cumsum(is_free.to(tl.int32), 0) - is_free.to(tl.int32)
     is_fresh = is_free & (rank < tl.sum(listed, 0))
-    tl.debug_barrier()  # what other threads have stored of `before` is read
+    tl.debug_barrier()  # `before` is read as other threads have stored it
     where_from = tl.zeros([SLOTS], tl.int32)
     for level in tl.static_range(1, 20):
         if (SPLITS >> level) > 0:
@@ -144,8 +144,9 @@ def _slots_kernel(
 
 
 def choose_tokens(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
-    """Choose the tokens that rows read exactly in one layer, by `work.histogram`: `work.chosen`, and those of them that
-    have no slot. index: of the layer.
+    """Choose the tokens that rows read exactly in one layer, from `work.histogram`. index: of the layer.
+
+    Fills `work.chosen`, and lists the chosen tokens that have no slot.
     """
     if not runs_on_triton(index.codes):
         choose_tokens_reference(index, work, step, layout)
@@ -159,9 +160,9 @@ def choose_tokens(index: Index, work: Work, step: RingStep, layout: Layout) -> N
 
 
 def give_slots(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
-    """Give the chosen tokens of one layer slots: `index.ids`, and which of these are `fresh`.
+    """Give slots to the chosen tokens of one layer: fills `index.ids`, and `work.fresh` for the new ones.
 
-    index: of the layer; work: `choose_tokens` has passed.
+    index: of the layer. work: `choose_tokens` has run.
     """
     if not runs_on_triton(index.codes):
         give_slots_reference(index, work, step, layout)

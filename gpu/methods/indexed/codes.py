@@ -1,23 +1,24 @@
-"""Keys and values in few bits: rotated by a fixed orthogonal matrix, and rounded with one scale a token and KV head.
+"""Encode keys and values in few bits: rotated by a fixed orthogonal matrix, rounded with one scale per token and KV
+head.
 
-The rotation spreads what single dimensions hold over all of them, so that one scale fits. Codes are at the middles of
-their steps: a code c of b bits stands for the number n = c + 1/2 - 2^(b-1) times the scale.
+The rotation spreads the content of single dimensions over all of them, so that one scale fits. Codes are at the middles
+of their steps: a code c of b bits stands for the number n = c + 1/2 - 2^(b-1), times the scale.
 
-The largest number of a key fits its codes. The numbers x of a value have steps that lose least of a normal
-distribution, and the scale is (x . x) / (x . n), so that the rounded value has the whole of the value's length along
-the value itself: a sum over many tokens is then not too short. The scale that errs least in each one would be
-(x . n) / (n . n), which makes a sum of values in 2 bits 12 % too short.
+A key's scale is such that its largest number fits the codes. The numbers x of a value have the step that loses least
+for a normal distribution, and the scale is (x . x) / (x . n). So the rounded value has the whole of the value's length
+along the value itself, and a sum over many tokens is not too short. The scale with the least error for a single value
+would be (x . n) / (n . n), which makes a sum of values in 2 bits 12 % too short.
 
-Where most of a block's values is their mean, they are rounded less it: equal values, as of one token again and again,
-would all err alike, which no sum averages out. Elsewhere a centre does harm: what an attention sink adds is nearly
-nothing, and less a centre it would be large.
+If most of a block's values is their mean, the mean is subtracted before rounding. Otherwise equal values, as of one
+token that is repeated, would all have the same error, which no sum averages out. In other blocks a centre does harm: an
+attention sink's value is close to zero, but not after the centre is subtracted.
 """
 
 import torch
 from torch import Tensor
 
 ROTATION_SEED = 0
-CENTRED_SHARE = 0.5  # of the squares of a block's values: with more of it in the mean, the block has a centre
+CENTRED_SHARE = 0.5  # a block has a centre if its mean holds more than this share of its values' squares
 VALUE_STEPS = {2: 0.9957, 4: 0.3352}
 """The step that loses least of a normal distribution, in standard deviations, by bits: Max, "Quantizing for minimum
 distortion", IRE Transactions on Information Theory 6 (1960), table II."""
@@ -36,16 +37,17 @@ def make_rotation(dim: int, device: torch.device) -> Tensor:
 
 
 def encode_keys_reference(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return packed codes (see `ring.Index`), uint8 `[..., dim * bits / 8]`, and scales, float16 `[...]`, of centred
-    and rotated keys, float32 `[..., dim]`.
+    """Encode centred and rotated keys, float32 `[..., dim]`.
+
+    Returns packed codes (see `ring.Index`), uint8 `[..., dim * bits / 8]`, and scales, float16 `[...]`.
     """
     scales = (keys.abs().amax(-1) / (2.0 ** (bits - 1) - 0.5)).half()
     return _pack(_round(keys, scales.float(), bits), bits), scales
 
 
 def find_centre_reference(values: Tensor) -> Tensor:
-    """Return what is subtracted from a block's values `[..., tokens, dim]`: their mean, or zeros; bfloat16 `[...,
-    dim]`.
+    """Return what is subtracted from a block's values `[..., tokens, dim]`, bfloat16 `[..., dim]`: their mean, or
+    zeros.
     """
     mean = values.mean(-2)
     of_mean = values.shape[-2] * mean.square().sum(-1)
@@ -54,7 +56,7 @@ def find_centre_reference(values: Tensor) -> Tensor:
 
 
 def encode_values_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return packed codes and scales as `encode_keys_reference`, of rotated values."""
+    """Encode rotated values; returns packed codes and scales like `encode_keys_reference`."""
     codes = _round(values, VALUE_STEPS[bits] * values.square().mean(-1).sqrt(), bits)
     along = (values * _numbers(codes, bits)).sum(-1)
     scales = values.square().sum(-1) / along.clamp_min(torch.finfo(torch.float32).tiny)
@@ -62,12 +64,12 @@ def encode_values_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_reference(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Return rounded keys or values, float32 `[..., dim]`, as they were encoded; signs of scales mean nothing here."""
+    """Return decoded keys or values, float32 `[..., dim]`; the signs of scales have no meaning here."""
     return _numbers(_unpack(packed, bits), bits) * scales.float().abs()[..., None]
 
 
 def _round(rows: Tensor, steps: Tensor, bits: int) -> Tensor:
-    """Return codes, uint8, of rows `[..., dim]` in steps `[...]`."""
+    """Return the codes, uint8, of rows `[..., dim]` for steps `[...]`."""
     half = 2.0 ** (bits - 1)
     step = steps.clamp_min(torch.finfo(torch.float16).tiny)[..., None]
     return (torch.floor(rows / step) + half).clamp(0, 2 * half - 1).to(torch.uint8)
@@ -78,7 +80,9 @@ def _numbers(codes: Tensor, bits: int) -> Tensor:
 
 
 def plane_bytes(dim: int, bits: int) -> tuple[int, int]:
-    """Return in how many planes a token's codes are packed, and the bytes of each: of 3 bits, of the lower two."""
+    """Return the number of planes that a token's codes are packed in, and the bytes of each; of 3 bits, the
+    lower two.
+    """
     packed = 2 if bits == 3 else bits
     return 8 // packed, dim * packed // 8
 
@@ -94,8 +98,10 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _pack_thirds(bits: Tensor) -> Tensor:
-    """Return the highest bits of codes of 3 bits, `[..., dim]`, as bytes `[..., dim / 8]`: byte b has in its low half
-    those of the four dimensions in byte 2 b of the lower bits, and in its high half those of byte 2 b + 1.
+    """Pack the highest bits of 3-bit codes `[..., dim]` into bytes `[..., dim / 8]`.
+
+    Byte b has in its low half the bits of the four dimensions in byte 2 b of the lower bits, and in its high half those
+    of byte 2 b + 1.
     """
     planes = bits.unflatten(-1, (4, -1, 2))
     places = torch.arange(4, device=bits.device)[:, None, None] + torch.tensor([0, 4], device=bits.device)

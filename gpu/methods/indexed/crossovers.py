@@ -1,7 +1,7 @@
-"""Find how long contexts must be for an index of resident pages to be faster than full attention. No torch.
+"""Find from which context length on an index of resident pages is faster than full attention. No torch.
 
-What a layer costs beside bytes is of a card, and no plan knows it. So an engine measures it when it starts
-(`gpu.method_times`), and keeps it, with what it depends on, for `tandem plan`.
+What a layer costs beside its bytes depends on the card, and no plan can know it. So an engine measures it when it
+starts (`gpu.method_times`), and stores it, with what it depends on, for `tandem plan`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,14 +11,14 @@ from gpu.methods.indexed.settings import IndexedSettings
 from gpu.methods.method import Where
 
 Crossovers = Mapping[int, int | None]
-"""Tokens of each context, by rows of a step: from so many on, or None: up to the longest context it does not pay."""
+"""By rows of a step, the tokens of each context from which an index is faster; None: up to the longest it is not."""
 
-WHAT = "resident_index"  # of an entry of the measured file
-PAYS = 1.05  # time in full over time by an index, at least
+WHAT = "resident_index"  # name of the entries in the measured file
+PAYS = 1.05  # an index must be faster by at least this factor
 
 
 def identify(where: Where, settings: IndexedSettings) -> dict[str, Any]:
-    """Return what times depend on."""
+    """Return what the measured times depend on."""
     shape = where.architecture
     return {
         "gpu": where.gpu,
@@ -34,7 +34,10 @@ def identify(where: Where, settings: IndexedSettings) -> dict[str, Any]:
 
 
 def read_crossovers(entries: Iterable[Mapping[str, Any]], of: Mapping[str, Any]) -> Crossovers | None:
-    """Return what an engine kept last of these; None: nothing. entries: of `transfer.measured.read_measured`."""
+    """Return the latest of these entries that was measured for `of`, or None.
+
+    entries: from `transfer.measured.read_measured`.
+    """
     found = None
     for entry in entries:
         if (entry["what"], entry["of"]) == (WHAT, of) and isinstance(entry["result"], dict):
@@ -43,8 +46,9 @@ def read_crossovers(entries: Iterable[Mapping[str, Any]], of: Mapping[str, Any])
 
 
 def find_crossover(tokens: tuple[int, int], times: Sequence[tuple[float, float]]) -> int | None:
-    """Return the tokens from which an index pays, of times in full and by an index at two lengths; between them both
-    are lines. None: at the greater one it does not.
+    """Return the context tokens from which an index pays, or None if it does not at the greater length.
+
+    times: at the two lengths `tokens`, of full attention and with an index; both are taken to be linear in between.
     """
     gains = [full - PAYS * indexed for full, indexed in times]
     if gains[1] < 0:
@@ -56,8 +60,9 @@ def find_crossover(tokens: tuple[int, int], times: Sequence[tuple[float, float]]
 
 
 def pays(crossovers: Crossovers, num_rows: int, num_tokens: int) -> bool:
-    """Return whether a step of so many rows, which have so many tokens together, is faster by an index: as the largest
-    measured step that has no more rows says.
+    """Return whether a step is faster with an index, by the largest measured step that has no more rows.
+
+    num_tokens: of all contexts of the step together.
     """
     measured = max((rows for rows in crossovers if rows <= num_rows), default=None)
     least = None if measured is None else crossovers[measured]
@@ -67,14 +72,14 @@ def pays(crossovers: Crossovers, num_rows: int, num_tokens: int) -> bool:
 def measure_crossovers(
     time: Callable[[int, int], tuple[float, float]], sizes: Sequence[int], shortest: int, longest: int
 ) -> Crossovers:
-    """Return what was measured of steps of these rows, at two lengths of contexts; empty where these are too short."""
+    """Measure steps of these numbers of rows at two context lengths. Empty if contexts are too short for that."""
     if shortest >= longest:
         return {}
     return {rows: find_crossover((shortest, longest), [time(rows, shortest), time(rows, longest)]) for rows in sizes}
 
 
 def describe(crossovers: Crossovers | None) -> str:
-    """Return what a plan says. None: no engine has measured there."""
+    """Return what a plan says about the crossovers. None: no engine has measured them."""
     if crossovers is None:
         return (
             "no engine has measured here yet for which contexts on the card an index is faster than all their rows; "

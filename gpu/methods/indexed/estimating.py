@@ -1,12 +1,12 @@
 """Estimate attention to all tokens that were not chosen, from their scores and their values in few bits.
 
 rest_mass = sum over these tokens of share(t)        rest_out = sum of share(t) * (centre(t) + rounded value(t))
-rest_square = sum of (share(t) * scale of value(t))^2 * (what rounding its value and its key errs: `reporting`)
+rest_square = sum of (share(t) * scale of value(t))^2 * (error from rounding its value and its key: `reporting`)
 
-share(t) is the token's estimated part of the whole softmax, so both are relative to `work.total_lse`. A sum over many
-tokens averages out what rounding does to single values. Values are rotated; `join_parts` turns rest_out back. Bytes:
-codes and scales of values, centres of blocks that have one, and scales of keys, once for all query heads of a KV head,
-and two bytes a query head and token.
+share(t) is the token's estimated part of the whole softmax, so all sums are relative to `work.total_lse`. A sum over
+many tokens averages out the rounding errors of single values. Values are rotated; `join_parts` rotates rest_out back.
+Bytes: codes and scales of values, centres of blocks that have one, and scales of keys, once for all query heads of a KV
+head; and two bytes per query head and token.
 """
 
 import torch
@@ -23,9 +23,9 @@ from gpu.methods.indexed.words import ON_CARD, number_places, numbers_of, word_a
 from gpu.operations.arguments import runs_on_triton
 from transfer.tier_shape import WORD_BITS
 
-TILE, WARPS = 64, 2  # tokens that are estimated at once, and by how many warps
-KEY_VARIANCE = 12.0  # of a rounded number: its step's square over this
-MOST_VARIANCE = 4.0  # of a logit; beyond that the estimate is a guess anyway
+TILE, WARPS = 64, 2  # tokens that are estimated at once, and the warps that do it
+KEY_VARIANCE = 12.0  # a rounded number's variance is its step's square over this
+MOST_VARIANCE = 4.0  # of a logit; with more, the estimate is a guess anyway
 
 _KEY_VARIANCE, _MOST_VARIANCE = tl.constexpr(KEY_VARIANCE), tl.constexpr(MOST_VARIANCE)
 _LOG2E = tl.constexpr(LOG2E)
@@ -62,9 +62,11 @@ def _estimate_kernel(
     WIDTH: tl.constexpr, LOW: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr, TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Estimate what is not chosen of one split of one place. Codes stand for numbers around 0, as in the scores. What
-    centres add is found behind the loop, if any block has one. All of the next tile is asked for while one is computed;
-    its codes go to the first cache, since codes that are carried through the loop would change their layout too late.
+    """Estimate the tokens of one split of one place that are not chosen.
+
+    Codes stand for numbers around 0, as in the scores. What centres add is computed after the loop, if any block has
+    one. All loads of the next tile are started while a tile is computed. Its codes are only brought into the first
+    cache: if they were carried through the loop, their layout would be changed too late.
     """
     row, ring, place = place_of(rows, rings, KV_HEADS)
     split = tl.program_id(1)
@@ -101,7 +103,7 @@ def _estimate_kernel(
         scale, key_scale = coming_scale.to(tl.float32), coming_step.to(tl.float32)
         token, after = at + TILE + lane, tl.minimum(cell + TILE, _SPLIT - 1)
         is_there = token < end
-        touched = tl.load((own_words + after * W).to(tl.pointer_type(tl.int32)))  # so codes are in the first cache then
+        touched = tl.load((own_words + after * W).to(tl.pointer_type(tl.int32)))  # brings codes into the first cache
         coming_logit = logits_of(own_logits, token, is_there, GROUP, SIZE)
         coming_bits = tl.load(own_chosen + token // _WORD, mask=is_there, other=0)
         coming_scale = tl.load(scales + after, mask=is_there, other=0.0)
@@ -132,14 +134,15 @@ def _estimate_kernel(
     to = (place * splits + split) * GROUP + member
     tl.store(rest_out + to[None, :] * DIM + dim[:, None], out, mask=is_head[None, :] & is_dim[:, None])
     tl.store(rest_mass + to, tl.sum(mass, 0), mask=is_head)
-    kept = tl.where(tl.sum(some, 0) == 1, 1e-30, 0.0)  # so that the compiler keeps what was loaded for the cache alone
+    kept = tl.where(tl.sum(some, 0) == 1, 1e-30, 0.0)  # so that the compiler keeps the loads for the cache
     tl.store(rest_square + to, tl.sum(square, 0) + kept, mask=is_head)
 
 
 def estimate_rest(index: Index, work: Work, step: RingStep, layout: Layout) -> None:
-    """Estimate what rows do not read exactly in one layer: `work.rest_out` and `rest_mass`, by split.
+    """Estimate what rows do not read exactly in one layer: fills `work.rest_out`, `rest_mass` and `rest_square`, by
+    split.
 
-    index: of the layer; work: `choose_tokens` has passed.
+    index: of the layer. work: `choose_tokens` has run.
     """
     if not runs_on_triton(index.codes):
         estimate_rest_reference(index, work, step, layout)

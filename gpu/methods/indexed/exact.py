@@ -5,13 +5,13 @@ import math
 import numba
 import numpy as np
 
-import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
+import transfer.simd  # noqa: F401, it makes numba keep in memory what it cannot cache
 from gpu.methods.indexed.host_rows import widen_rows
 from gpu.operations.host_rows.host_bytes import bytes_at
 from transfer import places
 from transfer.tier_shape import Rows
 
-BLOCK_ROWS = 2_048  # that are restored to float32 at once
+BLOCK_ROWS = 2_048  # rows that are restored to float32 at once
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
@@ -38,7 +38,7 @@ def _floats_at(address: int, count: int) -> np.ndarray:
 
 
 def _restored(address: int, row_bytes: int, count: int, dim: int, rows: Rows) -> np.ndarray:
-    """Return rows, float32 `[count, dim]`, without the scales of int8 and without the centre."""
+    """Return stored rows as float32 `[count, dim]`, before scales of int8 and the centre are applied."""
     stored = bytes_at(address, count * row_bytes).view(count, row_bytes)
     return widen_rows(stored, dim, rows).numpy()
 
@@ -46,9 +46,9 @@ def _restored(address: int, row_bytes: int, count: int, dim: int, rows: Rows) ->
 def attend_exactly(
     table: np.ndarray, kv_head: int, num_tokens: int, queries: np.ndarray, rows: Rows
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return out, float32 `[group, dim]`, and lse, float64 `[group]`, over a run's first tokens.
+    """Return out, float32 `[group, dim]`, and lse, float64 `[group]`, over the first tokens of a run.
 
-    table: int64 `[COLUMNS, pieces]`, of one layer (`transfer.places`); queries: float32 `[group, dim]`.
+    table: int64 `[COLUMNS, pieces]`, of one layer (`transfer.places`). queries: float32 `[group, dim]`.
     """
     group, dim = queries.shape
     logits, out = np.empty((group, num_tokens), np.float32), np.zeros((group, dim), np.float32)
@@ -76,7 +76,7 @@ def attend_exactly(
 
 
 def _blocks(table: np.ndarray, num_tokens: int) -> list[tuple[list[int], int, int]]:
-    """Return blocks of the run's first tokens: their piece, first token and number."""
+    """Cut the run's first tokens into blocks; return each block's piece, first token and number of tokens."""
     blocks = []
     for piece in table.T.tolist():
         end = min(piece[places.RUN_END], num_tokens)

@@ -1,4 +1,4 @@
-"""Rows in host memory, found by token in a table of pieces and read by the device where they lie."""
+"""Find rows in host memory by token, in a table of pieces, and read them on the device."""
 
 import torch
 import triton
@@ -15,8 +15,9 @@ _BEGIN = tl.constexpr(places.RUN_BEGIN)
 
 
 def widen_rows(stored: Tensor, dim: int, rows: Rows) -> Tensor:
-    """Return rows, float32 `[tokens, dim]`, of the bytes that they are stored in, uint8 `[tokens, row_bytes]`, without
-    the scales of int8 and without the centre. On the CPU.
+    """Return stored rows, uint8 `[tokens, row_bytes]`, as float32 `[tokens, dim]`. Runs on the CPU.
+
+    Scales of int8 and the centre are not applied.
     """
     if rows == "int4":
         return restore_int4_reference(stored, dim)
@@ -24,9 +25,9 @@ def widen_rows(stored: Tensor, dim: int, rows: Rows) -> Tensor:
 
 
 def read_rows(index: Index, ring: int, kv_head: int, tokens: Tensor, stored: Rows) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a run's tokens, float32 `[tokens, dim]`, restored. On the CPU.
+    """Return the restored keys and values of a run's tokens, float32 `[tokens, dim]`. Runs on the CPU.
 
-    index: of one layer; tokens: int64.
+    index: of one layer. tokens: int64.
     """
     dim = index.piece_centres.shape[-1]
     keys, values = (torch.empty(len(tokens), dim) for _ in range(2))
@@ -48,7 +49,9 @@ def read_rows(index: Index, ring: int, kv_head: int, tokens: Tensor, stored: Row
 
 @triton.jit
 def find_piece(lies, token, PIECES: tl.constexpr):
-    """Return where the pieces of tokens stand in the run's table, `[tokens]`, by halving: begins are in order."""
+    """Return the index of each token's piece in the run's table, `[tokens]`, by binary search, since begins are in
+    order.
+    """
     piece = tl.zeros_like(token)
     for level in tl.static_range(1, 20):
         if (PIECES >> level) > 0:
@@ -59,7 +62,7 @@ def find_piece(lies, token, PIECES: tl.constexpr):
 
 @triton.jit
 def row_address(lies, piece, token, kv_head, is_there, AT: tl.constexpr, PIECES: tl.constexpr):
-    """Return addresses of tokens' rows, int64 `[tokens]`. AT: the table's column of keys or of values."""
+    """Return the addresses of tokens' rows, int64 `[tokens]`. AT: the table's column for keys or for values."""
     address = tl.load(lies + AT * PIECES + piece, mask=is_there, other=0)
     address += kv_head * tl.load(lies + (AT + 1) * PIECES + piece, mask=is_there, other=0)
     first = tl.load(lies + _BEGIN * PIECES + piece, mask=is_there, other=0)
@@ -71,9 +74,9 @@ def restored_rows(
     address, is_there, key_scale, value_scale, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Return rows, float32 `[tokens, WIDE]`, 0 behind DIM, without the centre.
+    """Load rows as float32 `[tokens, WIDE]`, 0 behind DIM, with scales but without the centre.
 
-    key_scale, value_scale: pointers for each token, of int8 rows.
+    key_scale, value_scale: pointers for each token, used for int8 rows.
     """
     column = tl.arange(0, WIDE)[None, :]
     inside = is_there[:, None] & (column < DIM)

@@ -1,7 +1,7 @@
-"""Read what was scored in one layer of a step: chosen rows exactly, beside the estimate of all others.
+"""Read the scored tokens of one layer in a step: chosen rows exactly, and beside that the estimate of all others.
 
-Both follow the choice and do not meet before they are joined. Chosen rows wait for the link, or for one another, and
-use a few multiprocessors; the estimate reads the device's memory with all of them.
+Both depend on the choice, and on nothing of each other until they are joined. Chosen rows wait for the link, or for one
+another, and use a few multiprocessors. The estimate reads device memory with all of them.
 """
 
 from dataclasses import replace
@@ -20,23 +20,24 @@ _FIRST = -1  # a stream's priority
 
 
 def new_aside(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a stream for chosen rows, which go first where both want a multiprocessor; None on the CPU."""
+    """Return a stream for chosen rows, with priority over the estimate; None on the CPU."""
     return torch.cuda.Stream(device, _FIRST) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def spare_heads(step: RingStep, wanted: Tensor, layout: Layout) -> RingStep:
-    """Return a step without the KV heads of which no query head reads by index. wanted: uint8 `[rows, heads]`, 0: the
-    head has what it needs from elsewhere.
+    """Return the step without the KV heads of which no query head reads by index.
+
+    wanted: uint8 `[rows, heads]`, 0: the head has its results from elsewhere.
     """
     num_rings, kv_heads = len(step.num_tokens) // layout.kv_heads, layout.kv_heads
     is_read = wanted[step.rows.clamp_min(0).long()].unflatten(1, (kv_heads, -1)).amax(2)
-    to = torch.where(step.rows >= 0, step.rings, num_rings).long()  # entries without a row meet behind the last ring
+    to = torch.where(step.rows >= 0, step.rings, num_rings).long()  # entries without a row share the last entry
     of_rings = wanted.new_zeros(num_rings + 1, kv_heads).index_copy_(0, to, is_read)
     return replace(step, num_tokens=torch.where(of_rings[:num_rings].flatten() != 0, step.num_tokens, 0))
 
 
 def spare_shares(resident_lse: Tensor, wanted: Tensor) -> Tensor:
-    """Return what is resident, so that heads which read nothing by index have no share in any score."""
+    """Return the resident lse, set such that heads which read nothing by index have no share in any score."""
     return torch.where(wanted != 0, resident_lse, ELSEWHERE)
 
 
@@ -44,10 +45,10 @@ def read_scored(
     query: Tensor, index: Index, work: Work, step: RingStep, layout: Layout, counts: Tensor, pages: Pages | None,
     aside: torch.cuda.Stream | None,
 ) -> None:  # fmt: skip
-    """Leave in `work` what `join_parts` joins: chosen rows attended to, and the estimate of the rest.
+    """Attend to the chosen rows, and estimate the rest; `join_parts` then joins both from `work`.
 
-    work: `score_tokens` has passed; index: of the layer; query, counts, pages: see `attend_chosen`; aside: a stream of
-    this work's own, None: all on the current one.
+    work: `score_tokens` has run. index: of the layer. query, counts, pages: see `attend_chosen`. aside: a stream for
+    chosen rows alone; None: everything runs on the current stream.
     """
     choose_tokens(index, work, step, layout)
     if aside is not None:

@@ -1,4 +1,4 @@
-"""Rows of indexed tokens in resident pages, found by cell through a slot's page table and read where they lie."""
+"""Find rows of indexed tokens in resident pages, by cell through a slot's page table, and read them there."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,17 @@ from gpu.methods.indexed.ring import Index, Layout
 from gpu.operations.kv import kv_rows
 from gpu.operations.kv.kv_rows import floats_of, read_cells, widen
 
-CENTRE_TOKENS = 1_024  # whose mean key the centre of a resident run is
+CENTRE_TOKENS = 1_024  # the centre of a resident run is the mean key of so many tokens
 
 _PLAIN = tl.constexpr(kv_rows.PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """One layer's pages. keys, values: `[num_pages, kv_heads, page_tokens, ..]`, see `kv_rows`; table: int32 `[slots,
-    max_pages]`, by cell; first_cell: the cell of a run's first token.
+    """One layer's pages.
+
+    keys, values: `[num_pages, kv_heads, page_tokens, ..]`, see `kv_rows`. table: int32 `[slots, max_pages]`, by cell.
+    first_cell: the cell of a run's first token.
     """
 
     keys: Tensor
@@ -29,8 +31,9 @@ class Pages:
 
 
 def read_pages(rows: Tensor, pages: Pages, slot: int, tokens: Tensor, kv_heads: Tensor | int) -> Tensor:
-    """Return rows of a slot's tokens, float32, of `pages.keys` or `pages.values`. tokens, kv_heads: int64, which
-    broadcast.
+    """Return rows of a slot's tokens as float32. rows: `pages.keys` or `pages.values`.
+
+    tokens, kv_heads: int64, broadcast.
     """
     cells, page_tokens = pages.first_cell + tokens, rows.shape[2]
     page_ids = pages.table[slot, cells // page_tokens].long()
@@ -38,7 +41,7 @@ def read_pages(rows: Tensor, pages: Pages, slot: int, tokens: Tensor, kv_heads: 
 
 
 def centre_pages(index: Index, ring: int, slot: int, num_tokens: int, pages: Pages, layout: Layout) -> None:
-    """Set a ring's centre in one layer: the mean key of tokens that are spread over its first `num_tokens`."""
+    """Set a ring's centre in one layer: the mean key of tokens that are spread evenly over its first `num_tokens`."""
     device, count = index.centres.device, min(num_tokens, CENTRE_TOKENS)
     tokens = torch.arange(count, device=device) * num_tokens // count
     heads = torch.arange(layout.kv_heads, device=device)
@@ -51,7 +54,7 @@ def page_rows(
     pages, table, cell, is_there, kv_head, KV_HEADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Return rows of cells, `[cells, WIDE]`, in the pages' dtype, or float32 of codes; 0 behind DIM.
+    """Load the rows of cells, `[cells, WIDE]`, 0 behind DIM, in the pages' dtype, or as float32 if they are codes.
 
     table: pointer to the slot's page table.
     """

@@ -1,7 +1,7 @@
-"""Read a KV head's offloaded tokens again, all of them and exactly, where a bound of its answer is above epsilon.
+"""Read all of a KV head's offloaded tokens exactly if the bound of its answer's error is above epsilon.
 
-The rows come over the link within the step: programs of KV heads that are not above it end at once. Bytes over the
-link: all rows of those that are.
+The rows come over the link within the step; programs of other KV heads end at once. Bytes over the link: all rows of
+the KV heads above epsilon.
 """
 
 import torch
@@ -90,7 +90,7 @@ def _replace_kernel(
     exceeds, rows, rings, num_tokens, split_out, split_lse, out, lse, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Replace the partial of one query head by what was read again."""
+    """Replace the partial of one query head by the one that was read exactly."""
     row, _, place = place_of(rows, rings, KV_HEADS)
     row, kv_head, count = row.to(tl.int64), place % KV_HEADS, tl.load(num_tokens + place)
     member = tl.program_id(1)
@@ -114,9 +114,9 @@ def _replace_kernel(
 
 def read_again(query: Tensor, found: Partial, index: Index, work: Work, report: Report, step: RingStep,
                layout: Layout) -> None:  # fmt: skip
-    """Replace partials of KV heads with `report.exceeds` by those of all their tokens.
+    """Replace the partials of KV heads with `report.exceeds` by exact ones over all their tokens.
 
-    found: what `join_parts` returned; index: of the layer; work: its estimate is over, and overwritten.
+    found: what `join_parts` returned. index: of the layer. work: its estimate is no longer needed, and is overwritten.
     """
     if not runs_on_triton(index.codes):
         read_again_reference(query, found, index, report, step, layout)

@@ -1,7 +1,7 @@
-"""The tensors that a sequence with an index holds on the device, and a step's work buffers.
+"""Define the tensors that a sequence with an index holds on the device, and a step's scratch memory.
 
-A **place** is a KV head of a ring: ring * kv_heads + kv_head. Tokens are counted through the offloaded run, from its
-first one, or through the resident one from its first one behind the sink.
+A **place** is a KV head of a ring: ring * kv_heads + kv_head. Tokens are counted from the first token of the offloaded
+run, or, for a resident run, from the first token behind the sink.
 """
 
 from dataclasses import dataclass, fields
@@ -18,24 +18,26 @@ from transfer.tier_shape import Rows
 
 EMPTY = -1
 BEHIND_ALL = 2**62
-"""Where pieces behind a run's last one begin, so that the piece of a token is found by halving."""
+"""Where unused pieces behind a run's last one begin, so that a token's piece is found by binary search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """All of a layer, or with one axis in front, of layers.
+    """The index of a layer, or of several layers, with one axis in front.
 
-    codes, value_codes: uint8 `[pages, kv_heads, SPLIT_TOKENS, dim * bits / 8]`, rotated keys and values; byte b of a
-    token has dimensions b, b + width, ... Of keys in 3 bits these are `dim / 4` bytes of the lower two bits; `dim / 8`
-    bytes behind them have the highest, of two such bytes each. scales, value_scales: float16 `[pages, kv_heads,
-    SPLIT_TOKENS]`; a value's is negative where its block has a centre. value_centres: bfloat16 `[pages, kv_heads,
-    blocks, dim]`, subtracted from rotated values, or 0. table: int32 `[rings,
-    pages of the longest context]`, which page has a ring's tokens. centres: float32 `[places, dim]`, subtracted from
-    keys before they are rotated. ids: int32 `[places, slots]`, tokens in slots, or EMPTY. held: int32 `[places,
-    words]`, a bit for each of these tokens. lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's
-    run. piece_centres: float32 `[rings, pieces, kv_heads, dim]`, and of int8 rows key scales `[rings, pieces,
-    kv_heads]` and value scales `[rings, pieces, kv_heads, dim]`, all copied from host memory. keys, values: `[places,
-    slots, dim]`, restored rows in slots.
+    codes, value_codes: uint8 `[pages, kv_heads, SPLIT_TOKENS, dim * bits / 8]`, rotated keys and values. Byte b of a
+        token has dimensions b, b + width, ... Keys in 3 bits have `dim / 4` bytes of the lower two bits, and `dim / 8`
+        bytes of the highest bits behind them, each for two of the former.
+    scales, value_scales: float16 `[pages, kv_heads, SPLIT_TOKENS]`; a value's is negative if its block has a centre.
+    value_centres: bfloat16 `[pages, kv_heads, blocks, dim]`, subtracted from rotated values, or 0.
+    table: int32 `[rings, pages of the longest context]`, the pages of each ring.
+    centres: float32 `[places, dim]`, subtracted from keys before they are rotated.
+    ids: int32 `[places, slots]`, tokens in slots, or EMPTY. held: int32 `[places, words]`, a bit for each of these
+        tokens.
+    lies: int64 `[rings, COLUMNS, pieces]`, `transfer.places` of each ring's run.
+    piece_centres: float32 `[rings, pieces, kv_heads, dim]`; for int8 rows also piece_key_scales `[rings, pieces,
+        kv_heads]` and piece_value_scales `[rings, pieces, kv_heads, dim]`; copied from host memory.
+    keys, values: `[places, slots, dim]`, restored rows in slots.
     """
 
     codes: Tensor
@@ -58,36 +60,40 @@ class Index:
         return Index(*(getattr(self, each.name)[place] for each in fields(Index)))
 
     def rows_of(self, pages: Tensor, place: int, num_tokens: int) -> Tensor:
-        """Return what pages of one layer have of a place's first tokens, `[tokens, ...]`, in order. pages: one of the
-        layer's arrays of `[pages, kv_heads, tokens, ...]`, or of blocks of tokens.
+        """Return what one layer's pages hold for a place's first tokens, `[tokens, ...]`, in order.
+
+        pages: one of the layer's arrays of `[pages, kv_heads, tokens, ...]`, or of blocks of tokens.
         """
         ring, kv_head = divmod(place, pages.shape[1])
         own = pages[self.table[ring].long(), kv_head]
         return own.flatten(0, 1)[: -(-num_tokens * pages.shape[2] // SPLIT_TOKENS)]
 
     def cells_of(self, place: int, tokens: Tensor, kv_heads: int) -> tuple[Tensor, int, Tensor]:
-        """Return where a place's tokens are in pages of one layer: pages, KV head, and tokens of pages, int64."""
+        """Return the indices of a place's tokens in one layer's pages: pages, KV head, and tokens within
+        pages, int64.
+        """
         ring, kv_head = divmod(place, kv_heads)
         return self.table[ring, tokens // SPLIT_TOKENS].long(), kv_head, tokens % SPLIT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one layer's step passes through, by place.
+    """Scratch memory of one layer's step, by place.
 
-    rotated: float16 `[places, group, dim]`, queries over sqrt(dim) in the index's dimensions.
-    shift: float32 `[places, group]`, these queries' products with the centre.
-    logits: float16 `[places, tokens, group]`, estimated and without the centre's term.
-    split_lse: float32 `[places, splits, group]`, of all tokens of a split.
-    total_lse: float32 `[places, group]`, of those and of what is resident.
+    rotated: float16 `[places, group, dim]`, queries over sqrt(dim), rotated as the index is.
+    shift: float32 `[places, group]`, products of the queries with the centre.
+    logits: float16 `[places, tokens, group]`, estimated, without the centre's term.
+    split_lse: float32 `[places, splits, group]`, over all tokens of a split.
+    total_lse: float32 `[places, group]`, over all splits and resident tokens.
     bins: int16 `[places, tokens]`, of tokens' scores; histogram: int32 `[places, BINS]`.
-    chosen: int32 `[places, words]`, bits.
-    coming: int32 `[places, tokens]`, chosen tokens that are in no slot, from each split's first token on.
-    num_coming, coming_before: int32 `[places, splits]`, how many of these a split has, and all splits before it.
+    chosen: int32 `[places, words]`, a bit for each chosen token.
+    coming: int32 `[places, tokens]`, chosen tokens without a slot, from each split's first token on.
+    num_coming, coming_before: int32 `[places, splits]`, how many of these a split has, and how many earlier splits
+        have.
     rest_out, rest_mass: float32 `[places, splits, group(, dim)]`, relative to total_lse; rest_out is rotated.
     rest_square: float32 `[places, splits, group]`, of the estimate's error, see `reporting`.
-    fresh: uint8 `[places, slots]`, slots whose rows come in this step.
-    read_out, read_lse: float32 `[places, reads, group(, dim)]`.
+    fresh: uint8 `[places, slots]`, slots whose rows are fetched in this step.
+    read_out, read_lse: float32 `[places, reads, group(, dim)]`, partials over chosen tokens.
     """
 
     rotated: Tensor
@@ -118,8 +124,9 @@ def new_index(
     device: torch.device,
     num_pages: int | None = None,
 ) -> Index:
-    """Return empty indexes of so many layers and rings; rows in slots have `dtype`. num_pages: that the rings share;
-    None: each has those of the longest context, for good.
+    """Return empty indexes of so many layers and rings. dtype: of rows in slots.
+
+    num_pages: pages that the rings share; None: each ring has its own, enough for the longest context.
     """
     own_pages = most_pages(shape)
     slots = settings.num_slots(shape.max_context_tokens)
@@ -138,14 +145,15 @@ def new_index(
 
 
 def new_work(settings: IndexedSettings, shape: Architecture, num_rings: int, device: torch.device) -> Work:
-    """Return the buffers of one layer's step, which all layers use in turn."""
+    """Return the scratch memory of one layer's step, which all layers use in turn."""
     return Work(**allocate_all(work_arrays(settings, shape, num_rings), device))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How an index is written. rotation: float32 `[dim, dim]`, orthogonal; key_bits, value_bits: see the settings;
-    rows: how rows in host memory are stored.
+    """How an index is written.
+
+    rotation: float32 `[dim, dim]`, orthogonal. key_bits, value_bits: see the settings. rows: how host rows are stored.
     """
 
     rotation: Tensor
@@ -156,6 +164,6 @@ class Layout:
 
 
 def new_layout(settings: IndexedSettings, shape: Architecture, rows: Rows, device: torch.device) -> Layout:
-    """Return how the index of these settings is written, with its rotation on the device."""
+    """Return how an index with these settings is written, with its rotation on the device."""
     rotation = make_rotation(shape.dim, device)
     return Layout(rotation, settings.key_bits, settings.value_bits, shape.num_kv_heads, rows)

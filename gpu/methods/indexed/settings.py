@@ -1,4 +1,4 @@
-"""Settings of indexed attention. No torch: the plan and the server's process read them."""
+"""Define the settings of indexed attention. No torch: the plan and the server's process read them."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from transfer.settings_model import Settings
 
 
 class IndexErrors(Settings):
-    """How errors of what is estimated are measured and bounded."""
+    """How errors of estimates are measured and bounded."""
 
     audit_steps: int = Field(
         4,
@@ -86,30 +86,30 @@ class IndexedSettings(Settings):
 
     @property
     def on_exceed(self) -> str:
-        """Return what is done about an answer with a larger error than `epsilon`."""
+        """Return what happens to an answer whose error may be larger than `epsilon`."""
         return self.errors.on_exceed
 
     @property
     def epsilon(self) -> float | None:
-        """Return the largest error that is not answered with a larger budget."""
+        """Return the largest error that does not increase the budget, or None."""
         return self.errors.epsilon
 
     @property
     def num_works(self) -> int:
-        """Return how many steps may run side by side: those that read the host, and those that do not."""
+        """Return how many steps may run side by side: those with host reads, and those without."""
         return 1 if self.resident == "full" else 2
 
     def token_bytes(self, dim: int) -> int:
-        """Return the index's bytes of one token and KV head: codes and two scales."""
+        """Return the index's bytes per token and KV head: codes and two scales."""
         return dim * (self.key_bits + self.value_bits) // 8 + 4
 
     def count_chosen(self, num_tokens: int) -> int:
-        """Return how many of so many offloaded tokens a KV head reads at most."""
+        """Return how many of so many offloaded tokens a KV head reads exactly at most."""
         share = -(-num_tokens * round(self.budget_share * SHARE_UNIT) // SHARE_UNIT)
         return min(max(share, self.least_tokens), self.budget_tokens)
 
     def num_slots(self, max_context_tokens: int) -> int:
-        """Return the slots for rows of a KV head: a multiple of 64 that holds all that it may choose of a context."""
+        """Return the number of slots for a KV head's rows: a multiple of 64 that holds all that it may choose."""
         if self.epsilon is not None:
             return self.budget_tokens
         most = self.count_chosen(max_context_tokens)
@@ -119,4 +119,4 @@ class IndexedSettings(Settings):
 SLOT_STEP = 64
 
 SHARE_UNIT = 1 << 16
-"""Budgets are counted in integers on host and device alike: in this part of the tokens."""
+"""Budgets are computed in integers, on host and device, as shares in units of 1 / SHARE_UNIT."""

@@ -1,7 +1,8 @@
-"""Turn packed codes of keys into whole numbers for products in int8, four bytes at once on a card.
+"""Convert packed codes of keys to integers for products in int8, four bytes at once on a card.
 
-A shift and a mask make one plane's codes of four bytes. Codes of 8 bits are taken less 128, to fit. The number that a
-code stands for is that, and one half more or less a whole number, which is added to the products, exactly.
+A shift and a mask give one plane's codes of four bytes. From 8-bit codes 128 is subtracted, so that they fit. The
+number that a code stands for differs from this integer by a constant, a multiple of one half, which is added to the
+products, exactly.
 """
 
 import triton
@@ -13,7 +14,7 @@ FOURFOLD = tl.constexpr(not INTERPRETED)
 
 
 def plane_assembly(bits: int) -> tuple[str, ...]:
-    """Return for each plane the PTX that makes whole numbers of four bytes with codes. Not of 3 bits."""
+    """Return for each plane the PTX that converts four bytes of codes to integers. Not for 3 bits."""
     if bits == 8:
         return ("xor.b32 $0, $1, 0x80808080;",)
     mask = f"0x{((1 << bits) - 1) * 0x01010101:08X}"
@@ -25,16 +26,16 @@ def plane_assembly(bits: int) -> tuple[str, ...]:
 
 @triton.jit
 def twice_of_zero(BITS: tl.constexpr):
-    """Return twice what the whole number 0 stands for."""
+    """Return twice the number that the integer 0 stands for."""
     return 1 if BITS == 8 else 1 - (1 << BITS)
 
 
 @triton.jit
 def plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return one plane's codes as whole numbers, int8."""
+    """Return one plane's codes as integers, int8."""
     if FOURFOLD:
         return tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
-    elif BITS == 8:  # noqa: RET505 (one of these is left when it compiles)
+    elif BITS == 8:  # noqa: RET505 (one branch is left when it compiles)
         return (packed ^ 128).to(tl.int8, bitcast=True)
     else:
         return ((packed >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.int8)
@@ -42,7 +43,7 @@ def plane_of(packed, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.const
 
 @triton.jit
 def thirds_of(packed, thirds, byte, PLANE: tl.constexpr):
-    """Return as `plane_of` one plane's codes of 3 bits. thirds: for each byte the one with the highest bits."""
+    """Return one plane's 3-bit codes, like `plane_of`. thirds: for each byte, the one with its highest bits."""
     code = ((packed >> (2 * PLANE)) & 3) | (((thirds >> (PLANE + 4 * (byte % 2)).to(tl.uint8)) & 1) << 2)
     return code.to(tl.int8)
 
@@ -60,7 +61,7 @@ def exp2_of(number):
 
 @triton.jit
 def log2_of(number):
-    """Return the binary logarithm, float32; on a card in one instruction, off by 2^-22 of it at most."""
+    """Return the binary logarithm, float32; on a card in one instruction, with a relative error of at most 2^-22."""
     if FOURFOLD:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [number], dtype=tl.float32, is_pure=True, pack=1

@@ -1,12 +1,12 @@
-"""Turn packed codes of 2 or 4 bits into numbers for products by words of 16 bits, two words at once on a card.
+"""Convert packed codes of 2 or 4 bits to numbers for products, by words of 16 bits, two words at once on a card.
 
-A code in a bfloat16's mantissa, zeros around it and the exponent of 1 in front, is 1 + code * 2^lowest / 2^7, where
-its lowest bit is bit `lowest`. So one shift for several planes, and one instruction for each, make two numbers of two
-words, and no byte moves. Ones and powers of two are taken off the products. A **plane** is the codes at one place of
-all words.
+A code in the mantissa of a bfloat16, with zeros around it and the exponent of 1, is the number 1 + code * 2^lowest /
+2^7, where its lowest bit is bit `lowest`. So one shift for several planes, and one instruction for each plane, convert
+two codes of two words, and no byte moves. The ones and the powers of two are removed from the products. A **plane** is
+the codes at one place of all words.
 
-On a card the order of the numbers decides what goes through shared memory. Where eight words at a time are the fastest
-axis of the outer dimension of a product, a thread needs all numbers of its words: then words pass shared memory, and
+On a card the order of the numbers decides what passes through shared memory. If eight consecutive words are the fastest
+axis of a product's outer dimension, a thread needs all numbers of its words. Then words pass through shared memory, and
 not numbers, which are four or eight times as many.
 """
 
@@ -16,12 +16,12 @@ import triton.language as tl
 from gpu.operations.arguments import INTERPRETED
 
 ON_CARD = tl.constexpr(not INTERPRETED)
-MANTISSA = 7  # bits of a bfloat16's
+MANTISSA = 7  # bits of a bfloat16's mantissa
 _ONE = 0x3F80  # the bits of the number 1
 
 
 def word_assembly(bits: int) -> tuple[str, ...]:
-    """Return each plane's PTX, which makes two numbers of two words."""
+    """Return for each plane the PTX that converts its codes of two words to two numbers."""
     at_once, twice = MANTISSA // bits, 0x00010001
     planes = []
     for plane in range(16 // bits):
@@ -36,10 +36,10 @@ def word_assembly(bits: int) -> tuple[str, ...]:
 
 @triton.jit
 def _plane_of(words, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return one plane's numbers; interpreted, its codes, float32."""
+    """Return one plane's numbers; under the interpreter, its codes as float32."""
     if not ON_CARD:
         return ((words.to(tl.int32) >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
-    else:  # noqa: RET505 (one of them is left when it compiles)
+    else:  # noqa: RET505 (one branch is left when it compiles)
         return tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
@@ -47,8 +47,9 @@ def _plane_of(words, PLANE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.const
 def numbers_of(
     words, WIDTH: tl.constexpr, LOW: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr
 ):
-    """Return the numbers of words `[TILE, WIDTH]`, `[TILE, numbers]`, in the order of `number_places`: LOW words
-    side by side, then their next plane.
+    """Return the numbers of words `[TILE, WIDTH]` as `[TILE, numbers]`, in the order of `number_places`.
+
+    That order has LOW words side by side, then their next plane.
     """
     words = tl.reshape(words, [TILE, WIDTH // LOW, LOW])
     even, odd = _plane_of(words, 0, BITS, ASSEMBLY), _plane_of(words, 1, BITS, ASSEMBLY)
@@ -66,7 +67,7 @@ def numbers_of(
 
 @triton.jit
 def number_places(W: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, BITS: tl.constexpr):
-    """Return for each number its dimension, whether there is one, and 2^lowest. W: words of a token."""
+    """Return each number's dimension, whether it exists, and 2^lowest. W: words of a token."""
     PLANES: tl.constexpr = 16 // BITS
     number = tl.arange(0, PLANES * WIDTH)
     plane = number // (2 * WIDTH) * 2 + number // LOW % 2
