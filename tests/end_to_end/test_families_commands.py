@@ -16,9 +16,7 @@ from tests.gpu.family_checkpoints import CONFIGS, checkpoint
 from tests.gpu.reference_model import FOLDER
 
 FAMILIES = [name if name == "gemma3" else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
-SHAPES = [f"tiny-{name}" if name == "qwen3-moe" else pytest.param(f"tiny-{name}", marks=pytest.mark.long)
-          for name in ("mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma3", "gemma4-shared", "qwen3-moe",
-                       "mixtral")]  # fmt: skip
+SHAPES = ("mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma3", "gemma4-shared", "qwen3-moe", "mixtral")
 WINDOWS_ALONE = ("mistral",)
 
 
@@ -55,11 +53,12 @@ def test_a_familys_checkpoint_is_planned_measured_and_tuned(name: str, tmp_path:
         assert "sampled: {bits_per_table: 4, num_tables: 8}" in tuned.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_weights_of_a_family_are_timed_beside_their_floor(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cpu.memory_rates.default_gib", lambda: SMALL_GIB)
     timed = CliRunner().invoke(
-        bench, ["engine", "--random-weights", shape, "--batch", "1,2", "--prompt-tokens", "8", "--steps", "8",
+        bench, ["engine", "--random-weights", f"tiny-{shape}", "--batch", "1,2", "--prompt-tokens", "8", "--steps", "8",
                 "--rounds", "1", "--device", "cpu", "--dtype", "float32"]
     )  # fmt: skip
     assert timed.exit_code == 0, timed.output

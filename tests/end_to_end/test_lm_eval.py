@@ -324,33 +324,6 @@ def test_text_is_echoed_as_its_token_ids_are(server: ServerProcess, oracle: Orac
             check_echo(oracle, choice, oracle.encode(text), 1)
 
 
-def test_scoring_a_prompt_again_from_the_prefix_cache_gives_the_same_likelihoods(
-    server: ServerProcess, oracle: Oracle, samples: list[Sample]
-) -> None:
-    token_ids = oracle.encode(samples[1].prompt + samples[1].answers[0])
-    first, again = (echo(server, [token_ids], 1)[0]["logprobs"]["token_logprobs"] for _ in range(2))
-    assert again[1:] == pytest.approx(first[1:], rel=0, abs=PROMPT_LOGPROB_ATOL)
-
-
-def test_a_batch_of_token_ids_is_answered_in_order(
-    server: ServerProcess, oracle: Oracle, samples: list[Sample]
-) -> None:
-    """The harness's request for generation: `until` and the end token's text are the stops."""
-    body = {
-        "model": "reference",
-        "prompt": [oracle.encode(sample.prompt) for sample in samples[:4]],
-        "max_tokens": 16,
-        "temperature": 0,
-        "stop": ["<|end|>", "\n"],
-        "seed": 1234,
-    }
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert response.status_code == 200, response.text
-    texts = {choice["index"]: choice["text"] for choice in response.json()["choices"]}
-    alone = ask_ours(server, "completions", samples[:4])
-    assert [texts[index] for index in range(4)] == [alone[key(sample)].text for sample in samples[:4]]
-
-
 def test_the_harnesss_remote_tokenizer_reads_writes_and_chats_as_the_models_own(server: ServerProcess) -> None:
     url = f"{server.url}/v1/completions"
     assert check_remote_tokenizer_support(url)

@@ -289,13 +289,6 @@ async def test_each_bad_body_is_a_400_and_nothing_else_notices(live):
     await undisturbed(live, stream)
 
 
-async def test_messages_name_both_numbers_of_a_prompt_that_is_too_long(live):
-    error = error_of(await live.http.post(COMPLETION, json={"prompt": [7] * 20000}))
-    assert error["code"] == "context_length_exceeded"
-    assert "20000" in error["message"]
-    assert "16384" in error["message"]
-
-
 async def test_unknown_profiles_are_refused_with_the_list(live):
     error = error_of(await live.http.post(COMPLETION, json={"prompt": "a", "attention_profile": "x"}))
     assert "exact, slow" in error["message"]

@@ -236,19 +236,10 @@ def cut(text: str, at: list[int]) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(ends)]
 
 
-@pytest.mark.parametrize(("name", "text", "wanted"), WHOLE)
-def test_each_format_is_read_and_text_around_calls_is_kept(name: str, text: str, wanted: Read) -> None:
-    assert parsed(read(format_of(name), [text])) == wanted
-
-
-@pytest.mark.parametrize(("name", "text"), BROKEN)
-def test_a_region_that_is_no_call_is_content(name: str, text: str) -> None:
-    assert read(format_of(name), [text]) == (text, "", [])
-
-
-@pytest.mark.parametrize(("name", "text"), [*((name, text) for name, text, _ in WHOLE), *BROKEN])
-def test_wherever_a_text_is_cut_it_is_read_alike(name: str, text: str) -> None:
+@pytest.mark.parametrize(("name", "text", "wanted"), [*WHOLE, *((name, text, (text, "", [])) for name, text in BROKEN)])
+def test_calls_are_read_and_all_else_is_content_wherever_the_text_is_cut(name: str, text: str, wanted: Read) -> None:
     answer_format = format_of(name)
+    assert parsed(read(answer_format, [text])) == wanted
     text = text[:400]
     whole = read(answer_format, [text])
     for i in range(len(text)):
@@ -287,33 +278,6 @@ def test_a_call_that_begins_stays_one_with_the_arguments_that_came() -> None:
     assert read(format_of("hermes"), [text]) == ("", "", [("f", '{"n": oops')])
     junk = '<tool_call>{"name": "f", "arguments": {}} junk</tool_call>'
     assert read(format_of("hermes"), [junk]) == ("junk</tool_call>", "", [("f", "{}")])
-
-
-FUNCTION = "<function=f>\n<parameter=n>\n5\n</parameter>\nTAIL</function>\n</tool_call>\nBye."
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "wanted"),
-    [
-        ("hermes", '<tool_call>{"name": "f", "arguments": {}}\nSo.', ("So.", "", [("f", {})])),
-        (
-            "hermes",
-            '<tool_call>{"name": "f", "arguments": {}}<tool_call>{"name": "g-2", "arguments": {}}</tool_call>',
-            ("", "", [("f", {}), ("g-2", {})]),
-        ),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1}\n</tool_call> So.', ("So.", "", [("f", {"n": 1})])),
-        ("qwen3_xml", FUNCTION.replace("TAIL", "junk"), ("junk</function>\n</tool_call>\nBye.", "", [("f", {"n": 5})])),
-        (
-            "qwen3_xml",
-            FUNCTION.replace("TAIL", "<parameter=text>\n"),
-            ("<parameter=text>\n</function>\n</tool_call>\nBye.", "", [("f", {"n": 5})]),
-        ),
-        ("hermes", "<think>I see\n" + WHOLE[3][1], ("", "I see\n" + WHOLE[3][1], [])),
-    ],
-)
-def test_what_is_beside_a_call_or_in_reasoning_is_told_as_it_is(name: str, text: str, wanted: Read) -> None:
-    assert parsed(read(format_of(name), [text])) == wanted
-    assert parsed(read(format_of(name), list(text))) == wanted
 
 
 PLACE = {"type": "object", "properties": {"x": {"type": "integer"}}}
