@@ -149,7 +149,7 @@ class LayerLoop:
         reads_host: the draft is for a step with host reads, and uses that step's buffers.
         """
         head, decoder = self.head, self.decoder
-        assert head is not None, "decode: a head drafts, but none is loaded"
+        assert head is not None, "decode: no draft head is loaded"
         token_ids = self.last_tokens.index_select(0, rows.token_slots)
         hidden, query, carried = head.enter(rows, token_ids)
         reads = LayerReads(head.layer, rows, query, query, reads_host=False)

@@ -295,7 +295,7 @@ class DecodeSteps:
 
     def _run_host_reads(self, batch: Batch) -> LaunchedStep:
         """Launch a step in which the CPU attends to host reads, in one part or two."""
-        assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
+        assert self.host_reader is not None, "decode: rows read host memory, but there is no host tier"
         assert self._answering is not None, "decode: host reads are answered by a thread"
         tier, times, clock = self.host_reader.tier, self.host_reader.times, time.perf_counter
         num_parts = self.host_reader.halving.choose(batch.positions, batch.host_reads)
@@ -328,7 +328,7 @@ class DecodeSteps:
 
     def _run_lent(self, batch: Batch) -> LaunchedStep:
         """Launch a step whose host reads are done by methods alone, so that no answer of the CPU is awaited."""
-        assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
+        assert self.host_reader is not None, "decode: rows read host memory, but there is no host tier"
         times, clock = self.host_reader.times, time.perf_counter
         takes_turns = self._count_turns(batch) > 1
         kind = StepKind(0, batch.reuses, lends=True, adapts=self._has_adapters, turns=takes_turns)
@@ -362,7 +362,7 @@ class DecodeSteps:
         is launched in the `with` block. All attentions are given up if the block fails. is_linked: the device reads a
         share of the requested tokens over the link.
         """
-        assert self.host_reader is not None, "decode: rows read the host, but there is no tier"
+        assert self.host_reader is not None, "decode: rows read host memory, but there is no host tier"
         attentions: list[Attention] = []
         loans: list[Loan] = []
         borrowing = [method for method in self.loop.reusing if parts[0].reuses and method.borrows]

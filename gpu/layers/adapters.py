@@ -34,7 +34,7 @@ class Adapters:
 
     def assign(self, slot: int, number: int) -> None:
         """Give a slot its adapter, in stream order after what is launched."""
-        assert 0 <= number <= self.count, f"adapters: {number} of {self.count}"
+        assert 0 <= number <= self.count, f"adapters: number {number}; there are {self.count}"
         self._of_slot[slot] = number
         self._ids[slot + 1 : slot + 2].fill_(number)
 

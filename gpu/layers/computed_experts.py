@@ -58,7 +58,7 @@ def _layer_of(experts: ExpertWeights, activation: Activation, shape: Architectur
         return None
     assert not any(isinstance(one, Packed) and one.order is not None for one in (host.gate_up, host.down)), "in order"
     biases = (_last(bias, experts, host) for bias in (experts.gate_up_bias, experts.down_bias))
-    assert activation in COMPUTED_ACTIVATIONS, "others are refused before"
+    assert activation in COMPUTED_ACTIVATIONS, "other activations were refused before"
     asked = shape.quantisation
     in_integers = asked is not None and (asked.integers or asked.humming)
     return LayerExperts(host.count, rows_of(host.gate_up), rows_of(host.down), *biases, activation, in_integers)

@@ -180,7 +180,7 @@ class Decoder:
         the weights' dtype. With latent attention both are the rotated query, of `query_dim` numbers.
         """
         if self.latent is not None:
-            assert pages is None, "rows of latents are written to pages alone"
+            assert pages is None, "latent rows are only written to the pool's pages"
             own, table = self.pool.key_pages[index], self.pool.table_of(index)
             query = self.latent.enter(index, hidden, positions, cells, slots, own, table)
             scale = self.query_scale(positions) if carried is None else carried.query_scale
@@ -189,13 +189,13 @@ class Decoder:
         kept = None if source is None or carried is None else carried.kept[source]
         qkv = self.projections.qkv(index, hidden, kept, self._adapters_of(slots, carried))
         if self.specs[index].output_gate:
-            assert carried is not None, "what a layer's output is multiplied by is carried behind attention"
+            assert carried is not None, "a layer with an output gate is given `carried`"
             made, carried.output_gate = parted_gates(
                 qkv[:, : 2 * columns], self.architecture.num_heads, self.specs[index].has_gate_apart
             )
             qkv = torch.cat([made, qkv[:, 2 * columns :]], 1)
         if index in self._kept_layers:
-            assert carried is not None, "what later layers have, too, is carried to them"
+            assert carried is not None, "a layer whose keys later layers share is given `carried`"
             carried.kept[index] = qkv[:, columns:].clone()
         norms = self.projections.head_norms(index)
         query = self._write(index, qkv, positions, cells, slots, pages, self.architecture.num_heads, norms)
@@ -234,12 +234,12 @@ class Decoder:
         """
         sinks = self.weights.layers[index].sinks
         if sinks is not None:
-            assert lse is not None, "a layer with sinks is attended to by a softmax, whose mass is known"
+            assert lse is not None, "sinks are merged by the lse, which the method must return"
             attended = add_sinks(attended, lse, sinks)
         rows = attended.flatten(1)
         if self.specs[index].output_gate:
-            assert carried is not None, "what a layer's output is multiplied by is carried behind attention"
-            assert carried.output_gate is not None, "`enter` has made it"
+            assert carried is not None, "a layer with an output gate is given `carried`"
+            assert carried.output_gate is not None, "`enter` has computed the gate"
             rows, carried.output_gate = rows * carried.output_gate.to(rows.dtype).sigmoid_(), None
         hidden = self.projections.output(index, rows, hidden, self._adapters_of(slots, carried))
         return self.mlp(index, hidden, slots, exchange, carried)

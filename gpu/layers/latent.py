@@ -29,7 +29,7 @@ class LatentLayers:
         for layer in projections.weights.layers:
             assert layer.latent is not None, "all layers have latents"
             up = layer.latent.up
-            assert isinstance(up, Tensor), "what makes keys and values of latents is plain"
+            assert isinstance(up, Tensor), "the matrix that expands latents is not packed"
             whole = up.view(architecture.num_heads, latent.plain + latent.value, latent.rank)
             self._to_keys.append(whole[:, : latent.plain])
             self._to_values.append(whole[:, latent.plain :])

@@ -94,7 +94,7 @@ class Projections:
                 formats = _format_of(experts.weights.gate_up), _format_of(experts.weights.down)
                 beside = experts.weights.beside
                 norm = layer.mlp_norm if beside is None else beside.norm
-                assert norm is not None, "a layer with experts norms what they get"
+                assert norm is not None, "a layer with experts has a norm before them"
                 kinds.setdefault(formats, (experts, norm))
         for experts, norm in kinds.values():
             experts.warm_up(most_tokens, norm)
@@ -150,7 +150,7 @@ class Projections:
             return made
         if spec.kv_of is None:
             return torch.cat([made, made[:, self._num_query_columns[layer] :]], 1)
-        assert kept is not None, "a layer that has another one's keys comes behind it"
+        assert kept is not None, "a layer that shares an earlier layer's keys is given them"
         return torch.cat([made, kept], 1)
 
     def mixed(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ class Projections:
         weights, experts = self.weights.layers[layer], self._experts[layer]
         beside = experts and experts.weights.beside
         if experts is not None and beside is None:
-            assert weights.mlp_norm is not None, "a layer with experts norms what they get"
+            assert weights.mlp_norm is not None, "a layer with experts has a norm before them"
             mixed, normed = experts.with_norm(hidden, weights.mlp_norm, self.eps, slots, exchange)
             if not experts.experts.is_shared:
                 return self._add_up(mixed)
@@ -229,7 +229,7 @@ class Projections:
             return self._add(
                 product, layer, "down", weights.down_bias, weights.mlp_post_norm, hidden, adapters, lowered
             )  # fmt: skip
-        assert weights.mlp_post_norm is not None, "what a layer adds up of MLP and experts is normed"
+        assert weights.mlp_post_norm is not None, "the sum of MLP and experts has a post-norm"
         own = rms_norm(down.linear(product), beside.mlp_post_norm, self.eps)
         mixed = experts(hidden, beside.norm, self.eps, slots, exchange)
         return rms_norm_add(

@@ -103,7 +103,7 @@ class StagedExperts:
 
         If layers come in order, the next layer's copy is started as well.
         """
-        assert self.is_kept, "staged experts: nothing is kept for another stream, nor in a graph"
+        assert self.is_kept, "staged experts: whole layers are copied only on their own stream, outside of graphs"
         place = self._numbers.index(layer)
         buffer = self._find(layer) or self._load(layer)
         self._buffers.append(self._buffers.pop(self._buffers.index(buffer)))

@@ -79,7 +79,7 @@ class JobState:
 
         Copies nothing if they are all of the job's, or already in place.
         """
-        assert self.hidden is not None, "prefill: a unit of a job whose tokens are not embedded"
+        assert self.hidden is not None, "prefill: the job's tokens are embedded"
         if rows.shape == self.hidden.shape and rows.dtype == self.hidden.dtype:
             self.hidden = rows
         elif rows.data_ptr() != self.hidden[chunk].data_ptr():

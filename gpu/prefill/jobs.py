@@ -143,7 +143,7 @@ class Prefill:
             except HostMemoryError as error:
                 self._fail(state, error)
         if job.prompts[0].disk is not None and not state.has_failed:
-            assert self._disk is not None, "prefill: a prompt's front is on disk, but there are no contexts there"
+            assert self._disk is not None, "prefill: a prompt's front is on disk, but no disk is set up"
             state.load = PrefixLoad(self._disk, job.prompts[0].disk, state.staged)
 
     def drop(self, job_id: int) -> None:
@@ -259,8 +259,8 @@ class Prefill:
     def _compute_recurrent(self, state: JobState, layer: int, chunk: slice, carried: Carried) -> Tensor:
         """Return the hidden states of a prefill chunk after a recurrent layer."""
         delta = self.decoder.delta
-        assert delta is not None, "a recurrent layer has states"
-        assert state.hidden is not None, "prefill: its tokens are embedded"
+        assert delta is not None, "prefill: a recurrent layer has states"
+        assert state.hidden is not None, "prefill: the job's tokens are embedded"
         parts = [
             StatePart(
                 delta.states.numbers[part.prompt.slot], part.begin - chunk.start, part.end - chunk.start, part.past,
@@ -278,9 +278,9 @@ class Prefill:
         self, windows: WindowPrefill, state: JobState, layer: int, chunk: slice, carried: Carried
     ) -> Tensor:
         """Return the hidden states of a prefill chunk after a layer whose window is stored outside of pages."""
-        assert state.hidden is not None, "prefill: its tokens are embedded"
+        assert state.hidden is not None, "prefill: the job's tokens are embedded"
         slots, window = state.slots[chunk], self.decoder.specs[layer].window_tokens
-        assert window is not None, "prefill: a layer without a window has its rows in pages"
+        assert window is not None, "prefill: a layer whose rows are not in pages has a window"
         if state.windowed is None or state.windowed[0] != chunk:
             parts = [
                 UnitPart(
@@ -304,7 +304,7 @@ class Prefill:
     def _layer(self, state: JobState, layer: int, chunk: slice, attend: Attend, pages: Pages | None,
                cells: Tensor | None, carried: Carried) -> Tensor:  # fmt: skip
         """Return the hidden states of a prefill chunk after a layer, by a CUDA graph if one covers it, else eagerly."""
-        assert state.hidden is not None, "prefill: its tokens are embedded"
+        assert state.hidden is not None, "prefill: the job's tokens are embedded"
         hidden, positions, slots = state.hidden[chunk], state.positions[chunk], state.slots[chunk]
         if state.fused is None and self._graphs.covers(layer, len(slots), pages):
             return self._graphs.run(layer, hidden, positions, slots, attend, cells)
@@ -342,19 +342,19 @@ class Prefill:
     def _compute_chunks(self, unit: Unit) -> None:
         """Compute a unit of a job of document chunks, and store the chunks after the last one."""
         job, state = self._chunk_jobs[unit.job_id]
-        assert isinstance(unit, PrefillUnit), "prefill: nothing of a chunk is scored"
+        assert isinstance(unit, PrefillUnit), "prefill: document chunks are not scored"
         state.compute(unit.layer, unit.begin, unit.end)
         if ends_with(job, unit, self.decoder.architecture.main_layers):
             state.finish()
             self.drop(unit.job_id)
 
     def _chunk_job(self, token_ids: list[np.ndarray], keys: list[ChunkKey]) -> ChunkJob:
-        assert self._documents is not None, "prefill: chunks in a plan, but there is no library"
+        assert self._documents is not None, "prefill: the plan has document chunks, but there is no library"
         return ChunkJob(token_ids, keys, self.decoder, self._documents, self.attention.sides[DENSE].attend)
 
     def _fuse(self, prompt: PrefillPrompt) -> FusedPrompt:
         """Begin a prompt of stored document chunks. A chunk that was lost is computed while the prompt waits."""
-        assert self._documents is not None, "prefill: chunks in a plan, but there is no library"
+        assert self._documents is not None, "prefill: the plan has document chunks, but there is no library"
         assert prompt.fused is not None
         chunks = prompt.fused.chunks
 

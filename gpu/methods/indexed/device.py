@@ -89,7 +89,7 @@ class Indexed(RingSide):
     takes_turns = True
 
     def __init__(self, settings: IndexedSettings, site: Site, num_rings: int) -> None:
-        assert site.tier_shape is not None, "indexed: nothing is offloaded here"
+        assert site.tier_shape is not None, "indexed: the engine has no host tier"
         super().__init__(site)
         shape, tier, device = site.architecture, site.tier_shape, site.device
         self.settings = settings

@@ -13,20 +13,20 @@ class IndexErrors(Settings):
     audit_steps: int = Field(
         4,
         ge=0,
-        description="every so many steps, all offloaded keys of one layer and KV head in turn are read by a thread "
-        "aside, to know the true error; 0: never",
+        description="every so many steps a thread reads all offloaded keys of one layer and KV head, in turn, to find "
+        "the true error; 0: never",
     )
     epsilon: float | None = Field(
         None,
         gt=0,
-        description="a KV head whose bound of a head's relative error is larger reads twice as much at the next step, "
-        "up to `budget_tokens`, and steps with such a head are counted; default: none. A request may have its own: "
+        description="the largest bound of a head's relative error: a KV head above it reads twice as much at the "
+        "next step, up to `budget_tokens`, and the step is counted; default: none. A request may have its own: "
         "`attention_epsilon`",
     )
     on_exceed: Literal["report", "reread"] = Field(
         "report",
-        description="with `epsilon`: `report` lets such a head's answer stand, `reread` replaces it within the step by "
-        "one from all its offloaded keys, over the link",
+        description="what happens above `epsilon`: `report` keeps the head's answer, `reread` replaces it within the "
+        "step by one from all its offloaded keys, over the link",
     )
 
     @model_validator(mode="after")
@@ -38,28 +38,26 @@ class IndexErrors(Settings):
 
 class IndexedSettings(Settings):
     key_bits: Literal[2, 3, 4, 8] = Field(4, description="bits of each dimension of a key in the index")
-    value_bits: Literal[2, 4] = Field(
-        2, description="bits of each dimension of a value in the index, for what is estimated"
-    )
+    value_bits: Literal[2, 4] = Field(2, description="bits of each dimension of a value in the index, for estimates")
     budget_share: float = Field(
         0.005, gt=0.0, le=1.0, description="share of the offloaded tokens that a KV head reads exactly at each step"
     )
-    least_tokens: int = Field(64, ge=16, le=8192, description="that it reads at least, as far as there are so many")
+    least_tokens: int = Field(64, ge=16, le=8192, description="tokens that it reads at least, if there are so many")
     budget_tokens: int = Field(
         2048,
         ge=64,
         le=8192,
         multiple_of=64,
-        description="that it reads at most; there are slots on the device for as many, or for its share of the longest "
-        "context where that is less and `errors.epsilon` asks for no more",
+        description="tokens that it reads at most; there are slots on the device for as many, or for its share of the "
+        "longest context if that is less and `errors.epsilon` is not set",
     )
     min_context_tokens: int = Field(
-        1024, ge=0, description="prompt and answer that are shorter together are read in full by the CPU"
+        1024, ge=0, description="if prompt and answer are shorter together, the CPU reads them in full"
     )
     resident: Literal["full", "indexed", "auto"] = Field(
         "full",
         description="how a context that is whole on the device is read there: in full, or by an index of its pages; "
-        "auto: in each step as is faster for its rows, by times that are measured at the start, in full without a GPU",
+        "auto: whichever is faster for a step's rows, by times measured at the start; in full without a GPU",
     )
     rings: int | None = Field(
         None,
@@ -70,10 +68,10 @@ class IndexedSettings(Settings):
     index_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of all their indexes together, in pages of 1,024, at least the longest context; default: "
-        "with `rings`, as many of the longest contexts, else the rest of that eighth",
+        description="tokens of all indexes together, in pages of 1,024, at least those of the longest context; "
+        "default: with `rings`, as many longest contexts, else the rest of that eighth",
     )
-    errors: IndexErrors = Field(IndexErrors(), description="of what is estimated")
+    errors: IndexErrors = Field(IndexErrors(), description="how errors of estimates are measured and bounded")
 
     @model_validator(mode="after")
     def check_rereads(self) -> "IndexedSettings":

@@ -70,7 +70,7 @@ class Upkeep:
     """
 
     def __init__(self, settings: IndexedSettings, site: Site, num_rings: int, report: Report) -> None:
-        assert site.tier_shape is not None, "indexed: nothing is offloaded here"
+        assert site.tier_shape is not None, "indexed: the engine has no host tier"
         shape, tier, device = site.architecture, site.tier_shape, site.device
         self.index = new_index(settings, shape, len(tier.layers), num_rings, site.dtype, device, site.ring_pages)
         self.layers = [self.index.layer(place) for place in range(len(tier.layers))]
@@ -117,7 +117,7 @@ class Upkeep:
     def _begin_with(self, ring: int, copy: RingCopy, num_shared: int) -> None:
         """Start a ring's index with what the index of a source covers. num_shared: pages that both hold."""
         index, known, source = self.index, self.known[ring], self.known[copy.ring]
-        assert known.pages[:num_shared] == source.pages[:num_shared], "indexed: pages are shared that the source lacks"
+        assert known.pages[:num_shared] == source.pages[:num_shared], "indexed: the source lacks the shared pages"
         shared = min(self._count_filled(source), copy.begin - self.sink_tokens, len(known.pages) * SPLIT_TOKENS)
         known.num_tokens = max(shared, 0) // BLOCK_TOKENS * BLOCK_TOKENS
         num_pages = -(-known.num_tokens // SPLIT_TOKENS)

@@ -52,8 +52,8 @@ class Mac(RingSide):
         shape, device = site.architecture, site.device
         if shape.query_growth is not None:
             raise ModelError(
-                f"mac: queries of {shape.name} grow with their positions, and what is reused is of another one's; take "
-                "`reuse: mac` out of the profiles"
+                f"mac: queries of {shape.name} grow with their positions, and a reused summary is of another position; "
+                "take `reuse: mac` out of the profiles"
             )
         self.settings = settings
         self.layers = settings.layers(shape)

@@ -16,25 +16,28 @@ LayerTau = float | Literal["off"]
 class MacSettings(Settings):
     """Settings of MAC. In the paper's terms: capacity = K, band = r, tau = τ of eq. (3), and `max_prefix_share: 1`."""
 
-    tau: float = Field(0.45, ge=0, lt=1, description="how near a query must be to an earlier one, 1: the same; 0.45 "
-                       "where a context is read, 0.75 where much is written")  # fmt: skip
-    max_prefix_share: float = Field(0.05, gt=0, le=1, description="an earlier query is taken over from only where what "
-                                    "would be taken held no more than this share of its attention; 1: any, as in the "
-                                    "paper")  # fmt: skip
-    capacity: int = Field(1024, ge=16, le=8192, description="earlier queries that are looked at")
+    tau: float = Field(0.45, ge=0, lt=1, description="how near a query must be to an earlier one, 1: equal; 0.45 for "
+                       "reading long contexts, 0.75 for writing long answers")  # fmt: skip
+    max_prefix_share: float = Field(0.05, gt=0, le=1, description="an earlier query is reused only if its summary "
+                                    "held at most this share of its attention; 1: any, as in the paper")  # fmt: skip
+    capacity: int = Field(1024, ge=16, le=8192, description="number of earlier queries that are kept and compared")
     band: int = Field(256, ge=1, le=4096, description="tokens in front of a match that are read again")
-    sink_tokens: int = Field(4, ge=0, le=1024, description="in front, always read; with a `host` section, "
-                             "rounded up to whole pages")  # fmt: skip
-    max_gap: int | None = Field(None, ge=1, description="positions back to a match, at most; default: capacity")
-    min_gap: int = Field(1, ge=1, description="positions back to a match, at least; beside drafts more than they have "
-                         "tokens")  # fmt: skip
-    max_age: int = Field(4096, ge=1, description="positions back to where the oldest part of a summary was read")
-    seed_tokens: int | None = Field(None, ge=0, description="of a prompt's end that can be matched; default: capacity")
-    summaries: Literal["float32", "bfloat16"] = Field("bfloat16", description="what earlier attention is kept in")
-    min_context_tokens: int = Field(4096, ge=0, description="a shorter context is read plainly")
-    layer_tau: dict[int, LayerTau] = Field({}, description="tau of single layers, or `off`; `tandem tune mac` proposes")
-    stops_matching: bool = Field(True, description="whether a layer that reads more than it saves stops for a while: "
-                                 "which do follows from all requests together")  # fmt: skip
+    sink_tokens: int = Field(4, ge=0, le=1024, description="tokens in front that are always read; with a "
+                             "`host` section, rounded up to whole pages")  # fmt: skip
+    max_gap: int | None = Field(None, ge=1, description="a match is at most so many positions back; default: capacity")
+    min_gap: int = Field(1, ge=1, description="a match is at least so many positions back; with drafts, more than "
+                         "a draft has tokens")  # fmt: skip
+    max_age: int = Field(4096, ge=1, description="the oldest part of a summary was read at most so many positions back")
+    seed_tokens: int | None = Field(
+        None, ge=0, description="positions at a prompt's end that can be matched; default: capacity"
+    )
+    summaries: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of stored summaries")
+    min_context_tokens: int = Field(4096, ge=0, description="a shorter context is read in full")
+    layer_tau: dict[int, LayerTau] = Field(
+        {}, description="tau of single layers, or `off`; `tandem tune mac` proposes it"
+    )
+    stops_matching: bool = Field(True, description="whether a layer that reads more than it saves stops matching for a "
+                                 "while; which layers do depends on all requests together")  # fmt: skip
     rings: int | None = Field(None, ge=1, description="sequences of the profile that run at once; default: what an "
                               "eighth of the memory beside the weights holds, at least one")  # fmt: skip
 

@@ -12,14 +12,16 @@ from transfer.settings_model import Settings
 class MomoSettings(Settings):
     """Settings of MOMO. In the paper's terms: gamma = γ, key_block = β, query_block = χ."""
 
-    gamma: int = Field(16, ge=1, le=128, description="one query of so many attends to everything")
+    gamma: int = Field(16, ge=1, le=128, description="one query in so many attends to everything")
     key_block: int = Field(64, ge=16, le=128, description="keys that are chosen together")
-    query_block: int = Field(128, ge=16, le=128, description="queries that read the same key blocks; units of prefill "
+    query_block: int = Field(128, ge=16, le=128, description="queries that read the same key blocks; prefill units "
                              "and shared prefixes end at multiples of it")  # fmt: skip
     k: int = Field(64, ge=1, le=128, description="key blocks that a sparse query chooses, by rank, on chip")
-    k_trim: int = Field(64, ge=1, description="key blocks that a query block reads at most, its own and the first "
-                        "among them")  # fmt: skip
-    dense_until_tokens: int = Field(16384, ge=0, description="queries before it read everything, in every prompt")
+    k_trim: int = Field(64, ge=1, description="the most key blocks that a query block reads, its own and the first "
+                        "included")  # fmt: skip
+    dense_until_tokens: int = Field(
+        16384, ge=0, description="in every prompt, queries before this position read everything"
+    )
     dense_layers: int = Field(0, ge=0, description="first layers, in which every query reads everything")
 
     @model_validator(mode="after")

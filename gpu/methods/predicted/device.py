@@ -79,7 +79,7 @@ class Predicted(RingSide):
     borrows = True
 
     def __init__(self, settings: PredictedSettings, site: Site, num_rings: int) -> None:
-        assert site.tier_shape is not None, "predicted: nothing is offloaded here"
+        assert site.tier_shape is not None, "predicted: the engine has no host tier"
         super().__init__(site)
         shape, device, tier = site.architecture, site.device, site.tier_shape
         self.settings = settings
@@ -88,7 +88,7 @@ class Predicted(RingSide):
         self._kv_heads, self._group, self._dim = shape.num_kv_heads, shape.group, shape.dim
         self._is_int8 = tier.rows == "int8"
         self._first_block, rest = divmod(site.sink_tokens, BLOCK_TOKENS)
-        assert rest == 0, "predicted: the offloaded run begins with a page"
+        assert rest == 0, "predicted: the offloaded run begins with a whole block"
         try:
             network = load_network(settings.weights)
         except (PredictorError, OSError) as error:

@@ -21,21 +21,23 @@ class PredictedSettings(Settings):
 
     renamed: ClassVar[Mapping[str, str]] = {"calibration": "look_stride_blocks"}
     weights: Path = Field(description="the predictor: `.safetensors` of `tandem train predictor`, or the authors' .pth")
-    budget_tokens: int = Field(2048, ge=32, le=4096, multiple_of=BLOCK_TOKENS, description="of a context's middle, "
-                               "that a KV head reads at each step; 512 to 4096 are usual")  # fmt: skip
+    budget_tokens: int = Field(2048, ge=32, le=4096, multiple_of=BLOCK_TOKENS, description="tokens of a context's "
+                               "middle that a KV head reads at each step; 512 to 4096 are usual")  # fmt: skip
     history: int = Field(16, ge=5, le=256, description="earlier steps that the predictor looks at")
     predict_every: int = Field(4, ge=1, le=BLOCK_TOKENS, description="steps between two predictions of a layer, which "
-                               "keeps its blocks meanwhile; layers take turns")  # fmt: skip
-    look_stride_blocks: int = Field(256, ge=0, description="in each step one block of so many is looked at anew, in "
-                                    "turn, by its keys in host memory; 0: none")  # fmt: skip
-    calibrate_every: int = Field(0, ge=0, description="in one step of so many everything is attended to and noted in "
-                                 "the history, or where the rest is sampled, noted alone; 0: never")  # fmt: skip
-    sink_tokens: int = Field(16, ge=1, le=1024, description="in front, always read, as far as the host section has "
-                             "no more")  # fmt: skip
-    local_tokens: int = Field(64, ge=1, le=4096, description="behind, always read, likewise")
-    exempt_layers: int = Field(2, ge=0, description="first layers, which stay on the device and read everything")
-    min_context_tokens: int = Field(4096, ge=0, description="prompt and answer that are shorter together predict "
-                                    "nothing")  # fmt: skip
+                               "keeps its blocks in between; layers take turns")  # fmt: skip
+    look_stride_blocks: int = Field(256, ge=0, description="in each step one block in so many, in turn, is scored "
+                                    "anew by its keys in host memory; 0: none")  # fmt: skip
+    calibrate_every: int = Field(0, ge=0, description="one step in so many attends to everything and records it in the "
+                                 "history; if the rest is sampled, the answer does not use it; 0: never")  # fmt: skip
+    sink_tokens: int = Field(16, ge=1, le=1024, description="tokens in front that are always read, unless the host "
+                             "section has more")  # fmt: skip
+    local_tokens: int = Field(64, ge=1, le=4096, description="tokens at the end that are always read, likewise")
+    exempt_layers: int = Field(
+        2, ge=0, description="first layers, whose contexts stay on the device and are read in full"
+    )
+    min_context_tokens: int = Field(4096, ge=0, description="no blocks are predicted for a shorter prompt and "
+                                    "answer together")  # fmt: skip
     rings: int | None = Field(None, ge=1, description="sequences of the profile that run at once; default: what an "
                               "eighth of the memory beside the weights holds, at least one")  # fmt: skip
 

@@ -11,8 +11,8 @@ class PredictedSampledSettings(PredictedSettings):
     """The settings of `predicted`, and what happens to a block that does not come in time."""
 
     late: Literal["wait", "sample"] = Field(
-        "wait", description="blocks whose fetch has not begun when a step is computed: wait for them, or leave them to "
-        "the next step's sample; sample: not with host.residency fixed, since text then depends on load"
+        "wait", description="what to do about blocks whose fetch has not begun when a step ends: wait for them, or "
+        "sample: leave them to the next step's sample; not with host.residency fixed, since texts depend on load"
     )  # fmt: skip
 
     @property

@@ -11,7 +11,7 @@ from transfer.host_config import SampledConfig
 
 def make_device_side(settings: SampledConfig, site: Site) -> DeviceSide:
     """Draw the hyperplanes. One draw serves all layers and heads, and is the same in every engine run."""
-    assert site.tier_shape is not None, "sampled: nothing is offloaded here"
+    assert site.tier_shape is not None, "sampled: the engine has no host tier"
     return Codes(draw_hyperplanes(settings, site.tier_shape.dim, site.dtype, site.device))
 
 

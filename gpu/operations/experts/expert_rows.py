@@ -268,7 +268,7 @@ def check_stored(op: str, name: str, stored: Stored, rows: int, x: Tensor) -> No
 def _refuse_packed(op: str, name: str, near: Stored, there: Stored | None) -> None:
     for what, stored in ((name, near), (f"far {name}", there)):
         if isinstance(stored, Packed):
-            raise ValueError(f"{op}: {what} is packed; wanted a tensor: experts of few bits are multiplied in tiles")
+            raise ValueError(f"{op}: {what} is packed; wanted a tensor: packed experts are multiplied in tiles")
 
 
 def _sized(config: tuple[int, int, int, int], experts: Experts) -> tuple[int, int, int, int, int]:

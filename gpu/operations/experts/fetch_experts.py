@@ -146,5 +146,5 @@ def words_of(stack: Tensor, num_experts: int) -> Tensor:
     op = "words_of"
     check_contiguous(op, "stack", stack)
     if stack.nbytes % (4 * num_experts):
-        raise ValueError(f"{op}: a stack of {stack.nbytes:,} bytes is not {num_experts} experts of whole words")
+        raise ValueError(f"{op}: a stack of {stack.nbytes:,} bytes is no {num_experts} experts of whole words")
     return stack.view(-1).view(torch.uint8).view(torch.int32).view(num_experts, -1)

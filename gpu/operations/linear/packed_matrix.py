@@ -90,7 +90,7 @@ class Packed:
 
         Both bounds are multiples of row_block, or the end; for rows in tiles they are multiples of TILE.
         """
-        assert not self.in_tiles or begin % TILE == end % TILE == 0, "whole tiles"
+        assert not self.in_tiles or begin % TILE == end % TILE == 0, "rows in tiles are taken in whole tiles"
         whole, scaled = slice(begin, end), slice(begin // self.row_block, -(-end // self.row_block))
         return replace(
             self,
@@ -174,7 +174,7 @@ def unpack_rows(packed: Packed, rows: Tensor) -> Tensor:
 
     rows: int64. Plain torch, on any device, also in captured steps.
     """
-    assert packed.row_block == 1, "each row has scales of its own"
+    assert packed.row_block == 1, "rows do not share scales"
 
     def take(part: Tensor) -> Tensor:
         if not packed.in_tiles:
@@ -193,7 +193,7 @@ def unpack_rows(packed: Packed, rows: Tensor) -> Tensor:
 
 
 def _of_runs(packed: Packed, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    assert packed.runs is not None, "the caller has seen them"
+    assert packed.runs is not None, "the caller has checked for runs"
     d, least = packed.runs.view(torch.float16).view(packed.rows, -1, 2).to(dtype).unbind(2)
     scale, offset = packed.scales.view(torch.int8).view(packed.rows, -1, 2).to(dtype).unbind(2)
     column = torch.arange(packed.inner, device=numbers.device)

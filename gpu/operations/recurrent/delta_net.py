@@ -111,8 +111,8 @@ def _run_mamba(
     mixed: Tensor, gates: Tensor, weights: RecurrentWeights, own: Recurrent, eps: float, held: LayerStates, number: int,
     begin: int, is_chunked: bool,
 ) -> Tensor:  # fmt: skip
-    assert weights.conv_bias is not None, "weights are of such a layer"
-    assert weights.skip is not None, "weights are of such a layer"
+    assert weights.conv_bias is not None, "a Mamba-2 layer has it"
+    assert weights.skip is not None, "a Mamba-2 layer has it"
     wide = torch.promote_types(mixed.dtype, torch.float32)
     inputs, z = mixed.split([own.conv_width, own.value_width], 1)
     convolved = convolve(inputs, weights.conv[:, 0].to(wide), held.rings[number], begin)
