@@ -33,91 +33,115 @@ class ConfigError(Exception):
 
 
 LEFT_OUT = (
-    r"(?m)^x-anthropic-[a-z-]+:.*\n?",  # Claude Code, of each request; it is meant for Anthropic's own servers
-    r"\n?<total_tokens>(?:\d+|Infinite) tokens left</total_tokens>",  # likewise, behind every result of a tool
+    r"(?m)^x-anthropic-[a-z-]+:.*\n?",  # Claude Code writes it into each request, for Anthropic's own servers
+    r"\n?<total_tokens>(?:\d+|Infinite) tokens left</total_tokens>",  # likewise, after every result of a tool
 )
 
 
 class ServerConfig(Settings):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0: any free port, printed at the start")
-    tls_certificate: Path | None = Field(None, description="PEM file, with what it was signed by; given, it is HTTPS")
+    tls_certificate: Path | None = Field(
+        None, description="PEM file of the certificate and those that signed it; if given, the server speaks HTTPS"
+    )
     tls_key: Path | None = Field(None, description="PEM file of the certificate's key; default: the same file")
     tls_client_ca: Path | None = Field(
-        None, description="PEM file; clients without a certificate that these have signed are refused"
+        None, description="PEM file of CA certificates; clients need a certificate that one of these has signed"
     )
     api_keys: tuple[str, ...] = Field(
         (),
-        description="bearer keys; none: open; /health, /live, /version, /metrics, /openapi.json, /docs, / need none",
+        description="bearer keys that requests may use; none: no key is needed; /health, /live, /version, /metrics, "
+        "/openapi.json, /docs and / never need one",
     )
-    api_keys_file: Path | None = Field(None, description="more keys, one a line")
+    api_keys_file: Path | None = Field(None, description="file with more keys, one a line")
     admin_keys_file: Path | None = Field(
         None,
-        description="more keys, one a line, that may also see and delete the contexts that other keys have saved; "
-        "without any keys everybody may",
+        description="file with more keys, one a line, that may also list and delete contexts saved by other keys; if "
+        "no keys are configured, every client may",
     )
     cache_isolation: Literal["none", "key"] = Field(
-        "none", description="key: a key never meets another one's prefixes, neither in `cached_tokens` nor in time"
+        "none",
+        description="key: requests of different keys share no cached prefixes, so that neither `cached_tokens` nor "
+        "timing tells a key what others sent",
     )
     max_body_mib: float = Field(16.0, gt=0, description="largest request body; a larger one is answered with 413")
-    max_bodies_mib: float = Field(256.0, gt=0, description="of all request bodies in progress; more: 503")
-    max_tokenize_kib: int = Field(1024, ge=1, description="characters (or ids) of a /tokenize or /detokenize, in Ki")
+    max_bodies_mib: float = Field(
+        256.0, gt=0, description="most memory for all request bodies in progress; beyond it: 503"
+    )
+    max_tokenize_kib: int = Field(
+        1024, ge=1, description="most characters (or ids) of a /tokenize or /detokenize, in units of 1,024"
+    )
     max_connections: int | None = Field(
         None,
         ge=1,
-        description="open connections; one more is answered with 503; default and most: what descriptors allow",
+        description="most open connections; one more is answered with 503; default and upper limit: what file "
+        "descriptors allow",
     )
-    header_seconds: float = Field(10.0, gt=0, description="for a request's headers, and for a first one to begin")
-    body_seconds: float = Field(60.0, gt=0, description="for a request's body")
+    header_seconds: float = Field(
+        10.0, gt=0, description="time limit for a request's headers, and for a connection's first request to begin"
+    )
+    body_seconds: float = Field(60.0, gt=0, description="time limit for a request's body")
     stall_seconds: float = Field(
         120.0, gt=0, description="close the connection of a client that reads nothing for this long"
     )
     unknown_fields: Literal["auto", "refuse", "ignore"] = Field(
         "auto",
-        description="a request's field that no table has: a 400 that names a near one, or ignored and named in "
-        "the header x-tandem-ignored; auto: ignored on /v1/messages, /v1/responses and /api, refused elsewhere",
+        description="what to do with an unknown field in a request. refuse: a 400 that names a similar field; ignore: "
+        "it is named in the header x-tandem-ignored; auto: ignored on /v1/messages, /v1/responses and /api, refused "
+        "elsewhere",
     )
     left_out: tuple[str, ...] = Field(
         LEFT_OUT,
-        description="regular expressions (Python's): what they find in a chat's system messages is left out of its "
-        "prompt; clients write it anew with each request, and behind it nothing computed before could be used",
+        description="regular expressions (Python's); what they match in a chat's system messages is left out of the "
+        "prompt. It is for text that clients change with each request, after which no cached prefix could be used",
     )
     generation_defaults: Literal["model", "openai"] = Field(
-        "model", description="sampling where a request says nothing: the model's generation_config.json, or OpenAI's"
+        "model",
+        description="sampling defaults for what a request leaves open: from the model's generation_config.json, or "
+        "OpenAI's",
     )
     default_max_tokens: int | None = Field(
-        None, ge=1, description="longest answer where a request says nothing; default: 16, in chats what is left"
+        None,
+        ge=1,
+        description="longest answer if a request sets no limit; default: 16, in chats all that the context leaves",
     )
     max_request_seconds: float | None = Field(
-        None, gt=0, description="longest that a request may take, whatever it allows itself in `max_seconds`"
+        None, gt=0, description="longest time that a request may take, even if its `max_seconds` is larger"
     )
     responses_seconds: float = Field(
         3600.0,
         ge=0,
-        description="a response is shown, and may be named as `previous_response_id`, for so long; 0: none is kept",
+        description="how long a response can be fetched, or named as `previous_response_id`; 0: none is kept",
     )
-    responses_limit_mib: float = Field(64.0, gt=0, description="of all responses that are kept; the oldest go")
-    cors_origins: tuple[str, ...] = Field((), description="pages of these origins may ask from a browser; *: all")
+    responses_limit_mib: float = Field(
+        64.0, gt=0, description="most memory for kept responses; beyond it the oldest are dropped"
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (), description="origins whose pages may send requests from a browser; *: all"
+    )
     allowed_hosts: tuple[str, ...] = Field(
         (),
-        description="further names of this server that the header `host` may have while there are no keys; *: any. "
-        "Known are addresses, this machine's names, those without a dot, and .local, .lan, .internal, .home.arpa",
+        description="further names of this server that are accepted in the header `host` while there are no keys; *: "
+        "any. Always accepted are addresses, this machine's names, names without a dot, and .local, .lan, .internal, "
+        ".home.arpa",
     )
-    page: bool = Field(True, description="a page at /: a chat, and what the server is doing")
-    keepalive_seconds: float = Field(10.0, gt=0, description="an SSE comment this often while nothing else is sent")
-    progress_seconds: float = Field(0.5, gt=0, description="`return_progress` reports at most this often")
-    retry_after_seconds: int = Field(2, ge=1, description="Retry-After of a 429")
+    page: bool = Field(True, description="serve a page at / with a chat and the server's state")
+    keepalive_seconds: float = Field(
+        10.0, gt=0, description="interval of SSE comments in a stream while nothing else is sent"
+    )
+    progress_seconds: float = Field(0.5, gt=0, description="shortest interval between reports of `return_progress`")
+    retry_after_seconds: int = Field(2, ge=1, description="value of the header Retry-After in a 429")
     drain_seconds: float = Field(60.0, ge=0, description="on SIGTERM, wait this long for open requests")
     models_at_once: Literal["one", "fitting"] = Field(
         "one",
-        description="of several `models`, how many have an engine: one, or as many as their plans leave room for "
-        "beside each other; another's request then has one drained and unloaded",
+        description="how many of several `models` have an engine at once: one, or as many as fit beside each other by "
+        "their plans; a request for another model then drains and unloads one",
     )
     load_wait_seconds: float = Field(
         300.0,
         gt=0,
-        description="a request for a model that is not loaded waits for it this long, or as long as it allows itself; "
-        "then it is a 503",
+        description="how long a request waits for its model to be loaded, unless its own time limit is shorter; after "
+        "that it is answered with 503",
     )
     restart_engine: bool = Field(True, description="start a new engine process when one dies")
     max_engine_failures: int = Field(
@@ -129,8 +153,8 @@ class ServerConfig(Settings):
     engine_silence_seconds: float = Field(
         120.0,
         gt=0,
-        description="one that hangs for so long is replaced (while it loads: five times as long), "
-        "and one whose step takes so long",
+        description="an engine that hangs for this long (five times as long while it loads), or whose step takes this "
+        "long, is replaced",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
     events: EventsConfig | None = None
@@ -157,14 +181,14 @@ class ServerConfig(Settings):
 
 
 class Deployment(EngineConfig):
-    """Hold everything about one server. `tandem plan` prints it resolved against a machine."""
+    """The whole configuration of one server. `tandem plan` prints it resolved for a machine."""
 
     server: ServerConfig = ServerConfig()
     idle_seconds: float | None = Field(
         None,
         ge=0,
-        description="after its last request the model stays loaded for so long, unless that says another `keep_alive`; "
-        "the next one loads it again; default: until its room is wanted",
+        description="how long the model stays loaded after its last request, unless that sets `keep_alive`; the next "
+        "request loads it again; default: until another model needs its room",
     )
 
     @field_validator("model")
@@ -179,21 +203,23 @@ class Deployment(EngineConfig):
     @model_validator(mode="after")
     def _have_prefixes_to_tell(self) -> "Deployment":
         if self.server.events is not None and not self.scheduler.prefix_cache:
-            raise ValueError("server.events: there is nothing to tell without scheduler.prefix_cache; leave one out")
+            raise ValueError(
+                "server.events: without scheduler.prefix_cache there are no events; turn that on, or leave out events"
+            )
         return self
 
 
 def model_name(deployment: Deployment) -> str:
-    """Return the id in /v1/models."""
+    """Return the model's id in /v1/models."""
     model = deployment.model
     return model.name or model.random_weights or (model.path.resolve().name if model.path else "")
 
 
 def load_deployment(path: Path) -> Deployment:
-    """Read a YAML file; of a model's folder or GGUF file, the deployment that leaves all else to the machine.
+    """Read a deployment from a YAML file, or make one with all defaults for a model's folder or GGUF file.
 
-    Relative paths in a file are relative to its folder. A folder that holds one GGUF file and no config.json is that
-    file. Raises ConfigError with one line.
+    Relative paths in a YAML file are relative to its folder. A folder with one GGUF file and no config.json stands for
+    that file. Raises ConfigError with one line.
     """
     path = model_path(path)
     if path.is_dir():
@@ -202,7 +228,7 @@ def load_deployment(path: Path) -> Deployment:
             raise ConfigError(f"config: {path} has no config.json; {wanted}")
         return Deployment(model=ModelConfig(path=path.resolve()))
     if path.suffix == ".gguf":
-        return Deployment(model=ModelConfig(path=path.absolute()))  # a link's own name says how many parts there are
+        return Deployment(model=ModelConfig(path=path.absolute()))  # not resolved: a link's name has the part number
     tree, text = read_tree(path)
     if SEVERAL in tree:
         raise ConfigError(f"config: {path} has several `{SEVERAL}`; wanted a file with one `model`")
@@ -230,13 +256,13 @@ def read_tree(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def check_filled(path: Path, node: yaml.Node | None, inside: str = "") -> None:
-    """Raise ConfigError for a section of a deployment's mapping that has nothing behind it."""
+    """Raise ConfigError for a section of a deployment's mapping that has no value."""
     for key, wanted in _empty_keys(node, Deployment):
         raise ConfigError(f"config: {path}: {inside}{key} has no value; {wanted}")
 
 
 def build_deployment(path: Path, tree: dict[str, Any], text: str, entry: int | None = None) -> Deployment:
-    """Return the deployment of a mapping in the file `path`, or of that entry of its models. Raises ConfigError."""
+    """Build the deployment of a mapping in the file `path`, or of entry `entry` of its models. Raises ConfigError."""
     try:
         deployment = Deployment.model_validate(tree)
     except ValidationError as error:
@@ -246,9 +272,9 @@ def build_deployment(path: Path, tree: dict[str, Any], text: str, entry: int | N
 
 
 def describe(error: ValidationError, text: str | None, entry: int | None = None) -> str:
-    """Return the problems of a ValidationError as `key: got, wanted`, at most MOST_TOLD of them. It repeats no API key.
+    """Describe the problems of a ValidationError as `key: got, wanted`, at most MOST_TOLD of them, without API keys.
 
-    `text`: the YAML of the deployment; None if something without API keys was validated. `entry`: of several models.
+    text: the deployment's YAML; None if something without API keys was validated. entry: the model's, if several.
     """
     problems: list[Any] = list(error.errors())
     told = [_problem(problem, text, entry) for problem in problems[:MOST_TOLD]]
@@ -268,7 +294,7 @@ def _problem(problem: dict[str, Any], text: str | None, entry: int | None) -> st
 
 
 def _known_keys(section: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the keys of the section at a path of keys; none if its keys are not fixed."""
+    """Return the allowed keys of the section at a path of keys; () if they are not fixed."""
     model: type[BaseModel] = Deployment
     if section[0] == "profiles":  # each has a name of its own
         section = ("profiles", *section[2:])
@@ -281,16 +307,16 @@ def _known_keys(section: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """Return the section behind a key, None if it is none."""
+    """Return the model of the section that a key names, or None if the key has a plain value."""
     field = model.model_fields.get(key)
     kinds = () if field is None else (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _empty_keys(node: yaml.Node | None, model: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Return the keys of sections, profiles and slots that have nothing behind them, with what is wanted there.
+    """Yield the keys of sections, profiles and slots that have no value, with what is wanted there.
 
-    YAML reads those as null; a `null` that is written is meant.
+    YAML reads them as null. An explicit `null` is accepted.
     """
     for key, value in _pairs(node):
         section = _section_of(model, key)
@@ -322,7 +348,7 @@ def _what_to_write(key: str, what: str) -> str:
 
 
 def _unknown(loc: tuple[str, ...], text: str, entry: int | None) -> str:
-    """Return an unknown key's line and the nearest known key, in case an API key slipped into its place."""
+    """Describe an unknown key by its line and the nearest known key, not by its text, which may be an API key."""
     section, known = ("server", ServerConfig) if len(loc) > 1 else ("(top)", Deployment)
     return (
         f"{section}: unknown key at line {_line_of(loc, text, entry)}{nearest_hint(str(loc[-1]), known.model_fields)}"
@@ -337,14 +363,14 @@ def _line_of(loc: tuple[str, ...], text: str, entry: int | None) -> int:
         node = its_own if any(key == loc[0] for key, _ in _pairs(its_own)) else node
     for part in loc:
         found = [pair for pair in node.value if pair[0].value == str(part)]
-        if not found:  # it came with a merge of mappings
+        if not found:  # the key comes from a merged mapping
             break
         line, node = found[0][0].start_mark.line + 1, found[0][1]
     return line
 
 
 def _got(problem: dict[str, Any]) -> str:
-    """Return what was given, unless it is or may hold an API key."""
+    """Return the given value for a message, or "" if it is or may contain an API key."""
     given, loc = problem["input"], problem["loc"]
     if (
         problem["type"] == "missing"
@@ -357,7 +383,7 @@ def _got(problem: dict[str, Any]) -> str:
 
 
 def _where(error: yaml.YAMLError) -> str:
-    """Return what is wrong and where, without the line itself or a name in it, which may hold an API key."""
+    """Describe a YAML error and its place, without the line or names in it, which may contain an API key."""
     mark = getattr(error, "problem_mark", None)
     what = _NAMED.sub(r"\1", getattr(error, "problem", None) or type(error).__name__)
     return f"{what} at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else what
@@ -391,7 +417,7 @@ def _anchor(deployment: Deployment, folder: Path) -> Deployment:
 
 
 def _anchor_methods(composition: Composition, folder: Path) -> Composition:
-    """Resolve the paths of files in methods' settings; other faults are told where those are checked."""
+    """Resolve the paths of files in methods' settings. Invalid settings are kept; they are reported later."""
     methods, update = list_methods(), {}
     for slot in get_args(Slot):
         choice: MethodChoice | None = getattr(composition, slot)

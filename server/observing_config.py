@@ -1,4 +1,4 @@
-"""Settings of what a server tells other programs of itself beside its routes: cache events, and traces."""
+"""Settings of cache events and traces, by which a server reports to other programs."""
 
 import os
 import re
@@ -14,27 +14,27 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class EventsConfig(Settings):
-    """Which KV blocks the cache has, for routers, as vLLM's cache events over ZeroMQ. They have the tokens of prompts:
-    only routers should reach these addresses.
+    """Events about the KV blocks in the cache, for routers, in the format of vLLM's cache events over ZeroMQ. They
+    contain the tokens of prompts, so only routers should reach these addresses.
     """
 
     endpoint: str = Field(
-        description="where events are published: tcp://HOST:PORT, with an IPv6 address in brackets, or ipc://PATH",
+        description="address where events are published: tcp://HOST:PORT (IPv6 in brackets) or ipc://PATH",
     )
     bind: bool | None = Field(
         None,
-        description="whether subscribers connect to `endpoint`, or the server connects to a subscriber's; default: "
-        "`tcp://*:5557`, 0.0.0.0, an address of IPv6 and ipc:// are bound, another is connected to",
+        description="true: subscribers connect to `endpoint`; false: the server connects to a subscriber there; "
+        "default: true for `*`, 0.0.0.0, an IPv6 address and ipc://, else false",
     )
     replay_endpoint: str | None = Field(
-        None, description="bound: whoever has missed events asks for them here; default: nobody can"
+        None, description="address where subscribers can ask for events that they missed; default: there is none"
     )
-    topic: str = Field("kv@{pod}@{model}", description="of a model's events")
+    topic: str = Field("kv@{pod}@{model}", description="topic of a model's events")
     pod: str | None = Field(
-        None, description="the name that routers have for this server, in which ${NAME} is an environment variable; "
+        None, description="the name by which routers know this server; ${NAME} is replaced by an environment variable; "
         "default: the host's name",
     )  # fmt: skip
-    replay_mib: float = Field(64.0, gt=0, description="events that are kept for whoever missed them, of all models")
+    replay_mib: float = Field(64.0, gt=0, description="memory for events that can be asked for again, of all models")
 
     @field_validator("endpoint", "replay_endpoint")
     @classmethod
@@ -51,7 +51,7 @@ class EventsConfig(Settings):
     @field_validator("pod")
     @classmethod
     def _fill_in(cls, pod: str | None) -> str | None:
-        """Put environment variables in. Raises ValueError for one that is not set."""
+        """Insert environment variables into the pod's name. Raises ValueError for one that is not set."""
         missing = [] if pod is None else [name for name in _VARIABLE.findall(pod) if name not in os.environ]
         if missing:
             raise ValueError(f"the environment has no variable {missing[0]}")
@@ -59,7 +59,7 @@ class EventsConfig(Settings):
 
     @property
     def is_bound(self) -> bool:
-        """Return whether subscribers connect to `endpoint`, or it connects to one of theirs."""
+        """Return whether the server binds `endpoint`, so that subscribers connect; else it connects to theirs."""
         if self.bind is not None:
             return self.bind
         return self.endpoint.startswith("ipc://") or any(part in self.endpoint for part in ("*", "::", "//0.0.0.0:"))
@@ -69,14 +69,14 @@ class EventsConfig(Settings):
 
 
 class TracingConfig(Settings):
-    """Traces of calls by OpenTelemetry, with the extra `otel`. The variables OTEL_* of its library hold as well, and
-    OTEL_EXPORTER_OTLP_ENDPOINT alone asks for traces.
+    """Traces of calls by OpenTelemetry; they need the extra `otel`. The library's environment variables OTEL_* apply as
+    well, and OTEL_EXPORTER_OTLP_ENDPOINT alone turns traces on.
     """
 
     endpoint: str | None = Field(
         None,
-        description="where spans are sent, OTLP over HTTP; without a path, /v1/traces; default: as variables say, or "
-        "http://localhost:4318",
+        description="address to which spans are sent by OTLP over HTTP; its default path is /v1/traces; default: from "
+        "environment variables, or http://localhost:4318",
     )
 
     @field_validator("endpoint")

@@ -1,7 +1,7 @@
 """Tables of request fields, and the check of a body against its table.
 
-A field is served (the body's struct has it), accepted without effect, or refused by name at any value that asks for
-something. Every other field is unknown. The check reads names and small values alone; msgspec checks types.
+A field is served (the body's struct has it), accepted without effect, or refused unless its value is neutral. Every
+other field is unknown. The check reads only names and small values; msgspec checks types.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,33 +18,30 @@ from transfer.nearest_name import nearest_hint
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-_LONGEST_NEUTRAL = 64  # bytes; a longer value is none of the neutral ones, and is refused unread
-MOST_IGNORED = 64  # unknown fields of a body that are named
-_LONGEST_NAME = 64  # characters of an unknown field's name that a message repeats
-_UNKNOWN = "Object contains unknown field `"  # what msgspec says, and then the name and a "`"
+_LONGEST_NEUTRAL = 64  # bytes; a longer value cannot be neutral, and is refused unread
+MOST_IGNORED = 64  # most unknown fields of a body that are named
+_LONGEST_NAME = 64  # most characters of an unknown field's name that a message repeats
+_UNKNOWN = "Object contains unknown field `"  # msgspec's message; the name and a "`" follow
 _decode = msgspec.json.decode
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Mark a field that a body's struct has. `what`: what it does, where it is this server's or vLLM's own."""
+    """A field that a body's struct has. what: its description, if it is not one of OpenAI's."""
 
     what: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """Mark a field that is accepted with any value and changes nothing. `reason`: why it changes nothing."""
+    """A field that is accepted with any value and changes nothing. reason: why it changes nothing."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Mark a field that is refused unless it is null or one of `values`, which ask for nothing.
-
-    `reason` ends the refusal's message.
-    """
+    """A field that is refused unless it is null or one of the neutral `values`. reason: ends the error message."""
 
     values: tuple[object, ...]
     reason: str
@@ -52,14 +49,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """Mark a list whose items are objects. Values of any other JSON type are left to the struct."""
+    """A field that is a list of objects. Values of any other JSON type are left to the struct."""
 
     item: "Fields[Any]"
 
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """Hold a value to check with another table, and its path in the body."""
+    """A value to check with another table, and its path in the body."""
 
     path: str
     raw: Raw
@@ -103,7 +100,7 @@ class Fields(Generic[Body]):
         """Check the names and neutral values of one object, and return what is nested in it.
 
         Unknown names are added to `ignored`. Raises ApiError 400 for a refused field, and for an unknown one if
-        `ignored` is None; msgspec's errors for JSON that is broken or no object.
+        `ignored` is None. Raises msgspec's errors for JSON that is broken or not an object.
         """
         try:
             scan = _decode(raw, type=self._strict)
@@ -164,7 +161,7 @@ def _require_neutral(path: str, raw: Raw, rule: Refused) -> None:
 
 
 def _show(raw: Raw) -> str:
-    """Return a value as it was sent, on one line, cut where it is long."""
+    """Return a value as it was sent, on one line, and shortened if it is long."""
     shown = " ".join(bytes(memoryview(raw)[:_LONGEST_NEUTRAL]).decode(errors="replace").split())
     return shown if len(memoryview(raw)) <= _LONGEST_NEUTRAL else f"{shown}..."
 
@@ -183,12 +180,12 @@ def served(*names: str) -> dict[str, Rule]:
 
 
 def does(what: str, *names: str) -> dict[str, Rule]:
-    """Return served fields, with what they do."""
+    """Return served fields with their description."""
     return dict.fromkeys(names, Served(what))
 
 
 def no_effect(reason: str, *names: str) -> dict[str, Rule]:
-    """Return fields without effect, with the reason."""
+    """Return fields without effect, with the reason why."""
     return dict.fromkeys(names, NoEffect(reason))
 
 

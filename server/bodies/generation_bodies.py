@@ -1,6 +1,6 @@
 """Request bodies of completions and chats: their served fields, types and limits, and the checks of a body alone.
 
-A check names the field that it refuses. The other known fields are in `field_table.py`.
+A check names the field that it refuses. `field_table.py` has the fields that are known but not served.
 """
 
 from typing import Annotated, Any, Literal
@@ -19,8 +19,8 @@ MAX_DOCUMENTS = 1024  # of a chat
 DOCUMENT_ID = "^doc-[0-9a-f]{32}$"
 DOCUMENTS_OFF = "this deployment takes no documents; its configuration needs the section `documents`"
 MAX_TITLE_CHARS = 1024
-MOST_SEAM_TOKENS = 2**16  # of a chunk, none of which has more tokens
-MOST_LAYERS = 2**16  # of a model, more than any has; how many this one has, its engine says
+MOST_SEAM_TOKENS = 2**16  # no document chunk has more tokens
+MOST_LAYERS = 2**16  # more than any model has; the engine checks the served model's number
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 128
@@ -28,8 +28,8 @@ MAX_BIASES = 2**14
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 100
 MAX_VARIABLES = 64  # of a chat template
-ANY_SEED = -1  # as no seed: what other servers and their clients write for it
-WHOLE_CONTEXT = -1  # as truncate_prompt_tokens: what the context leaves beside the answer
+ANY_SEED = -1  # means no seed, as with other servers
+WHOLE_CONTEXT = -1  # as truncate_prompt_tokens: all that the context has room for beside the answer
 
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -45,7 +45,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """Declare what completions and chats share: OpenAI's fields, then the extensions."""
+    """The fields that completions and chats share: OpenAI's, then the extensions."""
 
     model: str | None = None
     n: int | None = None
@@ -98,14 +98,14 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 class InlineDocument(msgspec.Struct, kw_only=True):
-    """Hold a document that comes with a chat and is stored by its first use."""
+    """A document that is sent with a chat, and stored when it is first used."""
 
     text: DocumentText
     title: DocumentTitle | None = None
 
 
 class FusionChoice(msgspec.Struct, kw_only=True):
-    """Choose how a chat's documents are computed, in place of the deployment's choice."""
+    """How a chat's documents are computed; replaces the deployment's settings."""
 
     policy: PolicyName | None = None
     ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -130,7 +130,7 @@ class ChatBody(GenerationBody, kw_only=True):
     prediction: Prediction | None = None
 
     def offered_tools(self) -> list[Tool]:
-        """Return the tools that the model is told of: those that it may call."""
+        """Return the tools that the model may call; only these are put in the prompt."""
         if self.tool_choice == "none":
             return []
         allowed = self.tool_choice.allowed_names if isinstance(self.tool_choice, ChosenTool) else None

@@ -1,9 +1,9 @@
-"""The attention profile of requests that name none, where a deployment leaves it open: the fastest that holds.
+"""Choose the attention profile of requests that name none, if the deployment does not: the fastest accurate one.
 
-A method that reads less than everything is taken only if it kept its promise on a pretrained model, a `host` section
-says that contexts may outgrow the card, and a token of the longest context takes clearly less time with it than with
-whatever reads all of that there: full attention, or the CPU's. Where the card has no room for one such context and an
-index does not pay or fit, the CPU reads what the card does not hold.
+A method that reads less than everything is chosen only under three conditions. It has kept its accuracy on a pretrained
+model. A `host` section shows that contexts may outgrow the card. And at the longest context, a token takes clearly less
+time with it than with the methods that read everything: full attention on the card, or with the CPU. If the card has no
+room for one such context, and an index does not pay or fit, the CPU reads what the card does not hold.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ from transfer.measured import measured_path
 def choose_default(
     deployment: Deployment, architecture: Architecture, machine: MachineProfile
 ) -> tuple[Deployment, tuple[str, ...]]:
-    """Return the deployment with its default profile named, and what to say of the choice if there was one.
+    """Return the deployment with its default profile filled in, and notes that explain the choice, if any.
 
-    Raises PlanError and ProfileError where the deployment cannot be had with full attention either.
+    Raises PlanError and ProfileError if the deployment does not fit even with full attention.
     """
     if deployment.scheduler.default_profile is not None:
         return deployment, ()
@@ -59,7 +59,7 @@ def whole_readers() -> list[str]:
 def _read_all(
     stays: Deployment, memory: MemoryPlan, architecture: Architecture, machine: MachineProfile
 ) -> dict[str, Placement]:
-    """Return what reads all of one longest context, by profile: those that have room for it."""
+    """Return the placements, by profile, that read everything and have room for one longest context."""
     profiles, rates = resolve_profiles(stays.profiles, stays.host), find_rates(machine, measured_path())
     context = memory.max_context_tokens
 
@@ -82,7 +82,7 @@ def _weigh(
     architecture: Architecture,
     machine: MachineProfile,
 ) -> tuple[str | None, str]:
-    """Return why the candidate is not taken, or None, and what it takes beside what reads all."""
+    """Return why the candidate is not chosen, or None, and a comparison of its time with `whole`'s."""
     context = memory.max_context_tokens
     profile = resolve_profiles(takes.all_profiles, takes.host)[takes.default_profile]
     longest = takes.scheduler.model_copy(update={"max_context_tokens": context})

@@ -365,7 +365,7 @@ def test_settings_that_cannot_be_used_are_refused_in_a_line(tmp_path: Path, monk
     assert wanted in load("server: {events: {endpoint: 'localhost:5557'}}")
     wanted = "server.events.pod: Value error, the environment has no variable NO_SUCH"
     assert wanted in load("server: {events: {endpoint: 'tcp://*:5557', pod: '${NO_SUCH}:8000'}}")
-    wanted = "server.events: there is nothing to tell without scheduler.prefix_cache"
+    wanted = "server.events: without scheduler.prefix_cache there are no events"
     assert wanted in load("server: {events: {endpoint: 'tcp://*:5557'}}\nscheduler: {prefix_cache: false}")
     wanted = r"server.events.endpoint: ipc:///no/such/folder cannot be used: No such file"
     with pytest.raises(ConfigError, match=wanted):
