@@ -1,9 +1,10 @@
 """Keep an engine process alive, and carry requests to it and their output back.
 
-States: unloaded -> loading -> ready -> dead -> loading -> ...; `stop` leads back to unloaded. `failed` (the first start
-did not succeed, several in a row failed, or this supervisor itself did) ends its work until the next `start`. An engine
-speaks twice a second, also while it loads. One that falls silent hangs: that is told at once, and the engine is killed
-if it lasts, or if a step never ends. Every open mailbox gets its requests' last deltas or one EngineLost.
+States: unloaded -> loading -> ready -> dead -> loading -> ...; `stop` leads back to unloaded. In the state `failed`
+nothing is restarted until the next `start`: the first start failed, several engines in a row failed, or this supervisor
+itself did. An engine sends a heartbeat twice a second, even while it loads. A silent engine counts as hung; this is
+reported at once, and the engine is killed if it lasts, or if a step never ends. Every open mailbox gets the last deltas
+of its requests, or one EngineLost.
 """
 
 import asyncio
@@ -63,15 +64,15 @@ from server.engine.start_events import OnStart, Stage
 
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 30.0
-_HEALTHY_AFTER_S = 60.0  # of service; an engine run that gave so much of it begins a new row of failures and of waits
-# Times the silence of an engine that serves. One that loads reads its libraries before its first word, from a disk that
-# may be slow, and compiles, which may keep the interpreter from the thread that speaks.
+_HEALTHY_AFTER_S = 60.0  # after so much service, an engine run resets the count of failures and the backoff
+# Factor of the allowed silence while an engine loads. It reads libraries before its first message, maybe from a slow
+# disk, and compiles, which may keep the interpreter from the thread that sends.
 _LOADING_PATIENCE = 5
-_KILLED_WAIT_S = 10.0  # for the system to take back what a killed engine had
+_KILLED_WAIT_S = 10.0  # for the system to free the memory of a killed engine
 _UNREADY_WAIT_S = 0.2  # for an engine that has served nothing yet
 _TELL_LOADING_S = 5.0
-_MOST_UNDROPPED = 65_536  # chunks whose names are kept for an engine that is not there
-_SILENCE_CHECKS = 4  # in a row; one alone would also fail when it was this process that stood still
+_MOST_UNDROPPED = 65_536  # names of chunks to drop that are kept until there is an engine
+_SILENCE_CHECKS = 4  # in a row; a single one would also fail if this process itself had stood still
 _DIED = EngineLost("the engine process died while it worked on this request; try again", "engine_dead")
 
 _WHY_NOT = {
@@ -85,7 +86,7 @@ Answer = TypeVar("Answer", Sessions, ContextSaved, SavedTokens)
 
 
 def _tell_nobody() -> None:
-    """Stand for who is told of changes, where nobody asks."""
+    """Do nothing; the default of `Supervisor.on_change`."""
 
 
 class Supervisor:
@@ -98,12 +99,12 @@ class Supervisor:
         on_start: OnStart | None,
         ahead: HeadStart | None = None,
     ) -> None:
-        """Build a supervisor; `ahead`: where an engine process may wait that was started before anybody wanted it."""
+        """Build a supervisor. ahead: may have an engine process that was started in advance."""
         self._command = command
         self._ahead = ahead
         tells = deployment.server.events is not None
         start = EngineStart(config=deployment, memory=memory, log_level=deployment.server.log_level, tells_blocks=tells)
-        self._start_json = start.model_dump_json().encode()  # of the deployment, an EngineConfig's fields: no server's
+        self._start_json = start.model_dump_json().encode()  # only EngineConfig's fields of the deployment, no server
         self._settings = deployment.server
         self._metrics = metrics
         self._on_start = on_start
@@ -124,10 +125,10 @@ class Supervisor:
         self._ready_since_s: float | None = None  # in this run
         self._has_spoken = False
         self._turn_seconds = 0.0
-        self._lost = _DIED  # what those are told whose engine is lost
+        self._lost = _DIED  # sent to open requests when the engine is lost
         self.quiet_seconds = 0.0
-        self.on_blocks: Callable[[CacheChanges], None] | None = None  # who publishes them
-        self.on_change: Callable[[], None] = _tell_nobody  # of the state, and of work that has ended
+        self.on_blocks: Callable[[CacheChanges], None] | None = None  # publishes block changes
+        self.on_change: Callable[[], None] = _tell_nobody  # called when the state changes
         self.state = "unloaded"
         self.loading = Loading(stage="starting", fraction=0.0)
         self.limits: Ready | None = None
@@ -137,7 +138,7 @@ class Supervisor:
     # --- runs of the engine -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Keep an engine alive from now on, until `stop`; then it may be started again."""
+        """Keep an engine alive until `stop`; after that `start` may be called again."""
         self._stopping = False
         self._ends_by_s = math.inf
         self.state = "loading"
@@ -148,9 +149,9 @@ class Supervisor:
         self._task.add_done_callback(self._end_with_supervisor)
 
     async def stop(self) -> None:
-        """Ask the engine to exit, wait while it writes contexts, and make sure that it is gone, with its memory.
+        """Ask the engine to exit, wait while it writes contexts, and make sure that it and its memory are gone.
 
-        A fault of this supervisor's own work was logged when it came, and hinders nothing here.
+        An error of the supervisor's own task was logged when it occurred, and does not matter here.
         """
         self._stopping = True
         try:
@@ -170,7 +171,7 @@ class Supervisor:
             self._change("unloaded")
 
     def end_by(self, by_s: float) -> None:
-        """Have the engine gone by this time, whatever it is writing then; it has a few seconds in any case."""
+        """Set the time by which the engine must have ended, even if it still writes. It gets at least EXIT_SECONDS."""
         self._ends_by_s = max(by_s, time.monotonic() + EXIT_SECONDS)
         if self._end is not None:
             self._end.end_by(self._ends_by_s)
@@ -198,7 +199,7 @@ class Supervisor:
 
     @property
     def has_work(self) -> bool:
-        """Return whether anybody waits for something from the engine."""
+        """Return whether a request, or any other caller, waits for the engine."""
         return bool(self._mailboxes or self._answers or self._storing or self._asked)
 
     @property
@@ -207,13 +208,13 @@ class Supervisor:
 
     @property
     def knows_disk(self) -> bool:
-        """Return whether the engine is gone, or ends, and it is known where and what it keeps on disk."""
+        """Return whether no engine runs, or it is ending, and the place of its contexts on disk is known."""
         is_at_rest = self.state == "unloaded" or (self.state == "ready" and self._stopping)
         return is_at_rest and (self._disk is None or self.contexts_folder is not None)
 
     @property
     def ending(self) -> str:
-        """Return what takes an engine so long that was told to exit, in a few words; "": nothing does."""
+        """Describe what an engine that was told to exit still does; "": nothing."""
         return describe_writing(self._end)
 
     @property
@@ -232,7 +233,7 @@ class Supervisor:
         return self.state != "failed" and (self.state != "dead" or self._settings.restart_engine)
 
     def _end_with_supervisor(self, keeper: asyncio.Task[None]) -> None:
-        """End the program when the supervisor itself failed, since nobody would notice the next dead engine."""
+        """Fail when the supervisor's own task failed, since then nothing would notice the next dead engine."""
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
             logs.failure("keeper_failed", error)
             self._fail(f"supervisor: {type(error).__name__}: {' '.join(str(error).split())}")
@@ -279,7 +280,7 @@ class Supervisor:
         return time.monotonic() - self._ready_since_s > _HEALTHY_AFTER_S
 
     async def _one_run(self) -> str:
-        """Start an engine and serve with it until it ends. Returns why it did, in one line."""
+        """Start an engine and serve with it until it ends. Returns the reason in one line."""
         assert self._context is not None
         self.state = "loading"
         self.loading = Loading(stage="starting", fraction=0.0)
@@ -346,18 +347,18 @@ class Supervisor:
         return reason
 
     async def _keep_telling(self, began_s: float) -> None:
-        """Tell of the stage every few seconds until the engine is ready: a slow start is told from one that hangs."""
+        """Report the stage every few seconds until the engine is ready, to distinguish a slow start from a hung one."""
         while self.state == "loading":
             await asyncio.sleep(_TELL_LOADING_S)
             if self.state == "loading":
                 self._tell_loading(began_s, is_new=True)
 
     def _shown_by(self) -> OnStart | None:
-        """Return who shows this start to a person; None: the log tells of it, as of every start but the first."""
+        """Return the function that shows this start to a person; None: it is logged, as every start but the first."""
         return self._on_start if self._num_runs == 1 else None
 
     def _tell_loading(self, began_s: float, is_new: bool) -> None:
-        """Report the stage to whoever shows the start. Else log it if `is_new`: begun, or not told lately."""
+        """Show the loading stage, or log it if nothing shows it. is_new: the stage is new, or was not logged lately."""
         if (show := self._shown_by()) is not None:
             show(Stage(self.loading.stage, self.loading.fraction))
             return
@@ -367,10 +368,10 @@ class Supervisor:
         logs.info("loading", stage=self.loading.stage, percent=percent, seconds=round(time.monotonic() - began_s))
 
     async def _end_silence(self, engine: EngineProcess) -> None:
-        """Notice when an engine falls silent, and kill it when that or a step lasts too long.
+        """Notice when an engine falls silent, and kill it when the silence or a step lasts too long.
 
-        Silence is counted in looks that found nothing said since the one before. An engine that loads may be silent for
-        longer; its stages have no limit of their own.
+        Silence is counted in checks that found no message since the check before. An engine that loads may be silent
+        for longer; its stages have no limit of their own.
         """
         settings = self._settings
         most_s = settings.engine_silence_seconds
@@ -424,7 +425,7 @@ class Supervisor:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def ready(self) -> Ready:
-        """Return the engine's limits. Raises ApiError 503 unless it serves."""
+        """Return the engine's limits. Raises ApiError 503 if it does not serve."""
         if not self.is_serving or self.limits is None:
             state = "unloading" if self.state == "ready" else self.state
             what = _WHY_NOT.get(state, "the engine process is dead")
@@ -435,7 +436,7 @@ class Supervisor:
         return self.limits
 
     async def submit(self, requests: list[EngineRequest], mailbox: Mailbox, param: str, grammar_param: str) -> None:
-        """Send all requests or none. After that their output goes to the mailbox until `forget`.
+        """Submit all requests or none. After that their output goes to the mailbox until `forget`.
 
         Raises ApiError: 429 (queue full), 400 naming `param` (can never fit) or `grammar_param` (a grammar's fault),
         503 (no engine).
@@ -465,10 +466,9 @@ class Supervisor:
             raise too_long(param, refused.message)
 
     def store_chunks(self, chunks: list[bytes], salt: str) -> "asyncio.Future[ChunksStored | ApiError]":
-        """Let the engine compute and store chunks while nothing else waits; return a future of its report, or of the
-        error.
+        """Let the engine compute and store chunks while nothing else waits; return a future of its report or an error.
 
-        `chunks`: packed token ids. Raises ApiError 503 (no engine).
+        chunks: packed token ids. Raises ApiError 503 (no engine).
         """
         self.ready()
         assert self._engine is not None
@@ -483,7 +483,7 @@ class Supervisor:
         return answer
 
     def expect(self, request_ids: list[str]) -> None:
-        """Tell the engine that these answers called tools: their conversations will go on."""
+        """Tell the engine that these answers called tools, so that their conversations will continue."""
         if self._engine is not None:
             with suppress(EngineGone):
                 self._engine.send(Expect(request_ids))
@@ -491,8 +491,9 @@ class Supervisor:
     async def ask_sessions(
         self, owner: str, forget: str = "", forget_slot: int = -1, forget_saved: str = "", of_all: bool = False
     ) -> Sessions:
-        """Return what is kept of an owner's conversations, once what is named is forgotten; where there is no engine,
-        what is on disk. Raises as `ask` does.
+        """Forget what is named, and return what is kept of an owner's conversations; without an engine, only on disk.
+
+        Raises as `ask` does.
         """
         asked = AskSessions("", owner, forget, forget_slot, forget_saved, of_all)
         if self.knows_disk:
@@ -501,7 +502,9 @@ class Supervisor:
         return await self.ask(lambda request_id: replace(asked, request_id=request_id), Sessions)
 
     async def ask(self, make: Callable[[str], Question], answer: type[Answer]) -> Answer:
-        """Return the engine's answer to a question, which `make` makes of an id. Raises ApiError 503 (no engine)."""
+        """Return the engine's answer to a question. make: makes the question with an id. Raises ApiError 503 (no
+        engine).
+        """
         self.ready()
         assert self._engine is not None
         request_id = f"question-{next(self._submit_ids)}"
@@ -520,8 +523,10 @@ class Supervisor:
         return found
 
     def drop_chunks(self, chunks: list[NamedChunk]) -> None:
-        """Drop chunks that no document has any more. Without an engine they are dropped once there is one, the last
-        named ones if there are too many. A document that came back meanwhile is computed again.
+        """Drop chunks that no document contains any more.
+
+        Without an engine they are dropped once there is one; of too many, the last ones. If a document is added again
+        in between, its chunks are computed again.
         """
         self._undropped |= dict.fromkeys(chunks)
         while len(self._undropped) > _MOST_UNDROPPED:
@@ -550,7 +555,7 @@ class Supervisor:
             answer.set_result(told)
 
     def forget(self, request_ids: list[str], cancel: bool) -> None:
-        """Stop the output of these requests; with `cancel`, the engine drops them as well."""
+        """Stop delivering the output of these requests. cancel: the engine drops them as well."""
         for request_id in request_ids:
             self._mailboxes.pop(request_id, None)
         if cancel and self._engine is not None:
@@ -558,7 +563,7 @@ class Supervisor:
                 self._engine.send(Cancel(request_ids=request_ids))
 
     def abandon(self, message: str, code: str) -> None:
-        """Tell everyone who waits that nothing will come."""
+        """Send an error to all callers that wait for the engine."""
         waiting = set(self._mailboxes.values())
         self._mailboxes.clear()
         for mailbox in waiting:

@@ -1,6 +1,6 @@
-"""The work of one API call in the engine: its requests go in together, and all are forgotten when it ends.
+"""The work of one API call in the engine: submit its requests together, and cancel them when the call ends.
 
-Turns the mail of the engine into pieces of text, and keeps the counters.
+It turns the engine's messages into pieces of text, and updates the metrics.
 """
 
 import asyncio
@@ -46,7 +46,9 @@ _SEED_MASK = 2**63 - 1
 
 
 class SecondsTaken(NamedTuple):
-    """Hold how long a call has taken, its first prompt as the engine measured it, and its tokens behind the first."""
+    """The seconds that a call has taken. prompt: its first prefill, as the engine measured it. answer: since the first
+    token.
+    """
 
     total: float
     prompt: float
@@ -54,12 +56,12 @@ class SecondsTaken(NamedTuple):
 
 
 class Disconnected(Exception):
-    """Report that the client went away."""
+    """The client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Hold one step of choice `index`. `delta` is the engine's message behind it."""
+    """One step of choice `index`. delta: the engine's message that it comes from."""
 
     index: int
     delta: Delta
@@ -67,16 +69,17 @@ class Update:
 
 
 def _as_words() -> None:
-    """Make no reader: all of an answer is content."""
+    """Return no reader, since all of the answer is content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Hold a prompt and how it is answered.
+    """A prompt and how it is answered.
 
-    fusion: how its documents are computed (None: like other tokens).
-    grammar: constrains each answer (`grammar/structured.py`; "": none). `read` makes the reader of each answer.
-    pooling: the vector made of the prompt (None: none).
+    fusion: how its documents are computed; None: like other tokens.
+    grammar: constrains each answer (`grammar/structured.py`); "": none.
+    read: makes the reader of each answer.
+    pooling: the vector to make of the prompt; None: none.
     skip_special_tokens: special tokens have no text.
     prediction: tokens that answers may repeat.
     """
@@ -93,8 +96,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls: the owner and the session of what is kept, the salt of prefixes, and the seconds that the call may
-    take (None: any).
+    """The caller. owner, session: under which contexts are kept. cache_salt: of its prefixes. limit_seconds: the time
+    limit of the call; None: none.
     """
 
     cache_salt: str
@@ -104,7 +107,7 @@ class Caller:
 
 
 class Generation:
-    """Run the work of a call: `submit`, then `updates` until `done`, then always `close`."""
+    """The work of a call. Call `submit`, then `updates` until `done`, and always `close`."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class Generation:
     ) -> None:
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.owner, self.session = caller.owner, caller.session
-        self.slot = -1  # that its conversation takes; -1: any
+        self.slot = -1  # the slot for its conversation; -1: any
         self.created = int(time.time())
         self.jobs = jobs
         self.num_each = body.n or 1
@@ -145,8 +148,8 @@ class Generation:
         self._timer: asyncio.TimerHandle | None = None
         self._last_token_s: list[float | None] = [None] * num_choices
         self._first_token_s: float | None = None
-        self._prefill_s = 0.0  # of the first choice that drew a token, as the engine measured it
-        self._error = ""  # what it failed with
+        self._prefill_s = 0.0  # of the first choice with a token, as the engine measured it
+        self._error = ""  # the code of its failure
         self._trace: CallTrace | None = None
         if service.traces is not None:
             facts = CallFacts(kind, body, service.model_name, profile_of(body, limits))
@@ -157,7 +160,7 @@ class Generation:
         return not self._open
 
     async def submit(self, num_logprobs: int | None, num_prompt_logprobs: int | None, param: str) -> None:
-        """Send the requests, and return once the engine has accepted. Raises ApiError; then nothing is left behind."""
+        """Send the requests, and return once the engine has accepted them. Raises ApiError, and then leaves nothing."""
         requests = self._requests(num_logprobs, num_prompt_logprobs)
         if self._limit_seconds is not None:
             loop = asyncio.get_running_loop()
@@ -177,7 +180,7 @@ class Generation:
         self._service.metrics.prompt_tokens.inc(self.num_prompt_tokens)
 
     async def updates(self) -> list[Update | Progress | Tick]:
-        """Return what has happened since the last call.
+        """Wait for events, and return those since the last call.
 
         Raises Disconnected, and ApiError if the engine fails or the time is up before anything was generated.
         """
@@ -204,7 +207,7 @@ class Generation:
         return found
 
     def close(self) -> None:
-        """Cancel what the engine still works on. May be called more than once."""
+        """Cancel the requests that the engine still works on. May be called more than once."""
         self._stop_timer()
         self._drop("cancelled")
         self._end_trace()
@@ -225,30 +228,30 @@ class Generation:
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.num_each])
 
     def cached_from(self) -> dict[str, int]:
-        """Return where the cached tokens were: how many by place."""
+        """Count the prompts' cached tokens by the place where they were found."""
         choices = self.choices[:: self.num_each]
         return {place: sum(choice.figures.get(cached_figure(place), 0) for choice in choices) for place in CACHED_FROM}
 
     def passed_over(self) -> dict[str, int]:
-        """Return the prompts' tokens that are on disk and were computed all the same: how many by reason."""
+        """Count the prompts' tokens that are on disk but were computed, by reason."""
         choices = self.choices[:: self.num_each]
         return {why: sum(choice.figures.get(passed_figure(why), 0) for choice in choices) for why in PASSED_OVER}
 
     def computed_again(self) -> dict[str, int]:
-        """Return the prompts' tokens that were computed though their keys and values are cached, if there are any."""
+        """Count the prompts' tokens that were computed although their keys and values are cached; {} if there
+        are none.
+        """
         again = sum(choice.figures.get(COMPUTED_AGAIN, 0) for choice in self.choices[:: self.num_each])
         return {COMPUTED_AGAIN: again} if again else {}
 
     def cache_usage(self) -> dict[str, dict[str, int] | int]:
-        """Return the usage's fields of where cached tokens were, and of what was passed over or computed again, if
-        anything was.
-        """
+        """Return the fields of `usage` about caching: where cached tokens were, and any that were not used."""
         passed = self.passed_over()
         told = {"passed_over_on_disk": passed} if any(passed.values()) else {}
         return {"cached_tokens_from": self.cached_from(), **told, **self.computed_again()}
 
     def figures(self, of_prompt: bool) -> dict[str, int]:
-        """Return the figures of the prompts, each prompt counted once, or of all answers; those of methods that ran."""
+        """Return the figures of methods that ran: of the prompts, each counted once, or of all answers."""
         choices = self.choices[:: self.num_each] if of_prompt else self.choices
         return {
             name: sum(choice.figures.get(name, 0) for choice in choices)
@@ -275,7 +278,7 @@ class Generation:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _sampling(self, num_logprobs: int | None, num_prompt_logprobs: int | None) -> SamplingParams:
-        """Return how tokens are drawn; choices of one prompt add their numbers to the seed."""
+        """Return the sampling parameters; choices of one prompt add their numbers to the seed."""
         body, defaults = self._body, self._service.sampling_defaults
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         check_token_ids("logit_bias", list(bias), self._limits.vocab_size)
@@ -343,7 +346,7 @@ class Generation:
             self._timer.cancel()
 
     def _end_in_time(self, now: float) -> list[Update]:
-        """End what is open where it is, because the time is up. Raises ApiError if nothing was generated."""
+        """End the open choices because the time is up. Raises ApiError if nothing was generated."""
         if not self.num_generated_tokens:
             self._drop(TIME_LIMIT)
             assert self._limit_seconds is not None
@@ -369,7 +372,7 @@ class Generation:
             if delta.may_retry:
                 retry_s = self._service.settings.retry_after_seconds
                 raise unavailable(delta.error or "engine: out of memory", "out_of_memory", retry_s)
-            if (delta.error or "").startswith("grammar: "):  # it would fail again: not for a client to retry
+            if (delta.error or "").startswith("grammar: "):  # a retry would fail again
                 raise ApiError(400, delta.error or "", code=UNSUPPORTED_GRAMMAR)
             raise internal(delta.error or "the engine could not go on with this request")
         before = choice.num_tokens
@@ -390,13 +393,13 @@ class Generation:
         return Update(index, delta, piece)
 
     def _end_trace(self) -> None:
-        """Record the call's spans, once."""
+        """Record the call's spans; only the first call does."""
         trace, self._trace = self._trace, None
         if trace is None:
             return
         try:
             trace.record(self, time.monotonic(), self._error)
-        except Exception:  # of a library: whoever called has an answer, and does not lose it for that
+        except Exception:  # a fault in the tracing library must not cost the client its answer
             logs.exception("trace_failed", id=self.id)
 
     def _end(self, request_id: str, reason: str, forget: bool) -> None:
@@ -426,7 +429,7 @@ class Generation:
             self._last_token_s[index] = now
 
     def _told_of_turn(self) -> dict[str, str | int]:
-        """Return where a chat's prompt parts from the turn before it, if it follows one."""
+        """Return, for the log, where a chat's prompt differs from the turn before, if it follows one."""
         turn = self.jobs[0].prompt.turn
         return {} if turn is None else {"parted": turn.parted, "same_tokens": turn.num_same}
 
@@ -449,7 +452,7 @@ class Generation:
 
 
 async def collect(generation: Generation) -> Sequence[list[Update]]:
-    """Return every update of each choice, once all are finished. Raises as `updates` does."""
+    """Wait until all choices are finished, and return the updates of each. Raises as `updates` does."""
     gathered: list[list[Update]] = [[] for _ in generation.choices]
     while not generation.done:
         for update in await generation.updates():

@@ -28,14 +28,15 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Hold the tokens of a prompt. `text` is what `echo` repeats, without its first `num_added` tokens (BOS).
+    """The tokens of a prompt.
 
-    chunks: half-open ranges of tokens that are documents' chunks.
-    documents: each document's chunks.
-    end: the last text of a chat's prompt.
-    num_front: tokens of its first instructions and its tools.
-    conversation: a name of the conversation that it is the next turn of, "" if none is known.
-    turn: where it parts from the turn before.
+    text: what `echo` repeats. num_added: first tokens that are not part of it (BOS).
+    chunks: half-open ranges of tokens that are document chunks.
+    documents: the chunks of each document.
+    end: the end of a chat's rendered prompt.
+    num_front: the tokens of its system message and tools.
+    conversation: a name for the conversation that it continues; "": none is known.
+    turn: where it differs from the turn before.
     """
 
     token_ids: list[int]
@@ -51,7 +52,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Truncate a prompt to `keep` tokens: the last ones, or with `is_right` the first ones."""
+    """How to truncate a prompt: keep its last `keep` tokens, or with `is_right` its first ones."""
 
     keep: int
     is_right: bool
@@ -66,9 +67,9 @@ class Truncation:
 
 
 def choose_truncation(body: GenerationBody, context: int, num_answer: int) -> Truncation | None:
-    """Return how a body has long prompts truncated, None if they are refused.
+    """Return how a body wants long prompts truncated; None: they are refused.
 
-    `num_answer`: tokens that -1 leaves free.
+    num_answer: tokens that are left free for the answer if `truncate_prompt_tokens` is -1.
     """
     keep = body.truncate_prompt_tokens
     if keep is None:
@@ -77,14 +78,14 @@ def choose_truncation(body: GenerationBody, context: int, num_answer: int) -> Tr
 
 
 def max_tokens_to_read(service: Service, cut: Truncation | None, context: int) -> int:
-    """Return the most tokens of a text that is tokenised; a text to truncate may have as many as /tokenize takes."""
+    """Return the most tokens of a text to tokenise. If it is truncated, it may have as many as /tokenize accepts."""
     return context if cut is None else max(context, service.max_tokenize_items)
 
 
 async def completion_prompts(
     service: Service, body: CompletionBody, limits: Ready, field: str = "prompt"
 ) -> list[Prompt]:
-    """Return a Prompt for each of the body's; `field` is what errors call it. Raises ApiError 400."""
+    """Return the prompts of a body. field: the name of the field in errors. Raises ApiError 400."""
     context = context_of(body, limits)
     asked = body.max_tokens
     cut = choose_truncation(
@@ -92,7 +93,7 @@ async def completion_prompts(
     )
     most = max_tokens_to_read(service, cut, context)
     prompts: list[Prompt] = []
-    size = 0  # of all so far: many short ones take as long as a long one
+    size = 0  # of all prompts so far, since many short ones take as long as one long one
     for name, given in _split(field, body.prompt):
         size += len(given)
         if isinstance(given, str):
@@ -122,21 +123,22 @@ async def cut_chat_prompt(service: Service, body: ChatBody, conversation: Conver
 async def follow_turn(
     service: Service, prompt: Prompt, conversation: Conversation, whose: Sequence[str], context: int
 ) -> Prompt:
-    """Return a chat's prompt as the next turn of a conversation with the same opening. Its text is unchanged; its
-    tokens are those that were written before, where they spell the same. whose: keeps conversations of different
-    callers apart.
+    """Match a chat's prompt with an earlier turn that has the same first user message.
+
+    Its text is unchanged. Where tokens that the model wrote spell the same text, the prompt gets these tokens, so that
+    their cached keys and values can be used. whose: keeps conversations of different callers apart.
     """
     opening = next((message_text(message) for message in conversation.messages if message.role == "user"), "")
     digest = hashlib.blake2b("\0".join([*whose, opening]).encode("utf-8", "surrogatepass"), digest_size=16)
     name, size = digest.hexdigest(), len(prompt.token_ids)
     if not any(message.role == "assistant" for message in conversation.messages):
-        return replace(prompt, conversation=name)  # the first turn of one, which may open as another does
+        return replace(prompt, conversation=name)  # a first turn; other conversations may open in the same way
     turn = await service.texts.run(size, service.tails.follow, name, prompt.token_ids, context - 1)
     return replace(prompt, token_ids=turn.token_ids, conversation=name, turn=turn if turn.parted else None)
 
 
 async def chat_prompt(service: Service, conversation: Conversation, context: int) -> Prompt:
-    """Return the tokens of the template's text, in which only the template's control tokens count.
+    """Render and tokenise a chat. Control tokens count only where the template writes them, not in messages.
 
     Raises ApiError 400.
     """
@@ -165,7 +167,7 @@ async def chat_prompt(service: Service, conversation: Conversation, context: int
 
 
 def check_variables(service: Service, variables: dict[str, object]) -> None:
-    """Check the names of template variables. Raises ApiError 400 for a name that every template uses."""
+    """Check the names of template variables. Raises ApiError 400 for too many, and for reserved names."""
     if len(variables) > MAX_VARIABLES:
         raise invalid("chat_template_kwargs", f"{len(variables)} names, at most {MAX_VARIABLES} are allowed")
     taken = sorted(_template(service).own_variables & set(variables)) if variables else []
@@ -182,7 +184,7 @@ def _template(service: Service) -> ChatTemplate:
 async def document_prompt(
     service: Service, documents: Documents, conversation: Conversation, texts: list[GivenText], context: int
 ) -> Prompt:
-    """Return the prompt of a chat with documents, which stand where the template puts them. Raises ApiError 400."""
+    """Return the prompt of a chat with documents, at the places where the template puts them. Raises ApiError 400."""
     template, control_tokens, tokenizer = _template(service), service.control_tokens, service.tokenizer
 
     def encode() -> tuple[ChunkedPrompt, list[Chunks]]:
@@ -208,13 +210,13 @@ async def document_prompt(
 
 
 def spell(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """Return the text of a prompt that was given as token ids, special tokens spelled out."""
+    """Return the text of a prompt that was given as token ids, with special tokens spelled out."""
     decoder = TextDecoder(tokenizer, skip_special_tokens=False)
     return "".join(map(decoder.step, token_ids)) + decoder.finish()
 
 
 async def encode_text(service: Service, name: str, text: str, size: int, context: int) -> Prompt:
-    """Return the prompt of a text. Raises ApiError 400; of a text that is far too long most is not read."""
+    """Tokenise a text prompt. Raises ApiError 400 if it is too long; most of a far too long text is not read."""
     try:
         token_ids = await service.texts.run(size, service.tokenizer.encode_within, text, True, context)
     except TooManyTokens as error:
@@ -223,8 +225,9 @@ async def encode_text(service: Service, name: str, text: str, size: int, context
 
 
 async def predicted_tokens(service: Service, body: ChatBody, context: int, vocab_size: int) -> list[int]:
-    """Return the tokens of the text that a chat's answer may repeat; none without one. Raises ApiError 400, also where
-    the tokenizer spells it with tokens that the model does not have.
+    """Return the tokens of the text that a chat's answer may repeat (`prediction`); [] without one.
+
+    Raises ApiError 400 if it is too long, or has tokens that the model does not have.
     """
     if body.prediction is None:
         return []
@@ -238,7 +241,7 @@ async def predicted_tokens(service: Service, body: ChatBody, context: int, vocab
 
 
 def check_num_sequences(service: Service, num_prompts: int, n: int) -> None:
-    """Check that the sequences of a request could run or wait. Raises ApiError 400 before any work is done for them."""
+    """Check that all sequences of a request could run or wait together. Raises ApiError 400."""
     most = service.max_sequences
     if num_prompts * n > most:
         field = "prompt" if num_prompts > most else "n"
@@ -252,7 +255,7 @@ def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
 
 
 def spell_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """Return the tokens of each word inside a text and behind a space, where these differ."""
+    """Return the token sequences of each word, as it is spelled inside a text and after a space."""
     texts = [text for word in words for text in (word.lstrip(" ") or word, f" {word.lstrip(' ')}")]
     found = dict.fromkeys(tuple(tokenizer.encode_inside(text)) for text in texts)
     return [list(token_ids) for token_ids in found if token_ids]
@@ -264,7 +267,7 @@ def completion_max_tokens(service: Service, body: CompletionBody, prompt: Prompt
 
 
 def chat_max_tokens(service: Service, body: ChatBody, prompt: Prompt, limits: Ready) -> int:
-    """Return the most tokens of a chat's answer; without any limit it may fill the context."""
+    """Return the most tokens of a chat's answer; without a limit it may fill the context."""
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     context = context_of(body, limits)
@@ -278,7 +281,7 @@ def check_room(name: str, prompt: Prompt, context: int) -> None:
 
 
 def context_of(body: GenerationBody, limits: Ready) -> int:
-    """Return the longest prompt and answer of the body's attention profile; of an unknown one, of any."""
+    """Return the most tokens of prompt and answer in the body's profile; for an unknown profile, the most of any."""
     return limits.profiles.get(body.attention_profile or limits.default_profile, limits.max_context_tokens)
 
 
@@ -291,8 +294,8 @@ def profile_of(body: GenerationBody, limits: Ready) -> str:
 
 
 def epsilon_of(body: GenerationBody, limits: Ready) -> float | None:
-    """Return the error that is too large for a body, None: as its profile has it. Raises ApiError 400 where the profile
-    takes none.
+    """Return the body's `attention_epsilon`; None: the profile's own value. Raises ApiError 400 if the profile takes
+    none.
     """
     given = body.attention_epsilon
     if given is None:
@@ -306,14 +309,14 @@ def epsilon_of(body: GenerationBody, limits: Ready) -> float | None:
 
 
 async def form_grammar_of(service: Service, body: GenerationBody) -> str:
-    """Return the grammar of the form that a body asks for, "" without one. Raises ApiError 400."""
+    """Return the grammar of the answer's form that a body asks for; "" if it asks for none. Raises ApiError 400."""
     if not asks_form(body):
         return ""
     return await service.texts.check(form_grammar, body)
 
 
 def _room(name: str, prompt: Prompt, context: int, field: str, asked: int | None, default: int) -> int:
-    """Return the output's limit; only a default is cut to what the context leaves.
+    """Return the most tokens of the output. A default, but not an explicit limit, is cut to what the context leaves.
 
     Raises ApiError 400 with both numbers.
     """

@@ -43,15 +43,15 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 _POLL_S = 0.02
 _LONGEST_PATH = 200  # characters that a message repeats
 _MOST_DESCRIPTORS = 65_536
-_OWN_DESCRIPTORS = 128  # of the engine's sockets, the log, libraries; and connections that are told that it is full
-_LAST_WORDS_S = 1.0  # for clients to read their last words, once the drain is over
-_LAST_SENDS_S = 3  # uvicorn's own limit, behind ours
+_OWN_DESCRIPTORS = 128  # for the engine's sockets, the log and libraries, and for refusing connections beyond the limit
+_LAST_WORDS_S = 1.0  # for clients to read their last message once the drain is over
+_LAST_SENDS_S = 3  # uvicorn's own limit, after ours
 _SHUT_DOWN = "the server shut down before this request was done"
 
 
 @dataclass(frozen=True, slots=True)
 class OtherModels:
-    """Hold models that are served beside the first one, as deployments with their plans, and the room for engines."""
+    """The models that are served beside the first one, with their plans, and the room for engines."""
 
     planned: tuple[tuple[Deployment, MemoryPlan], ...] = ()
     room: Room = ONE_AT_A_TIME
@@ -68,14 +68,17 @@ def create_app(
     ahead: HeadStart | None = None,
     others: OtherModels = NO_OTHERS,
 ) -> FastAPI:
-    """Return the API of a deployment; its lifespan starts and ends the engine process, which allocates what `memory`
-    says.
+    """Make the API of a deployment. Its lifespan starts and ends the engine process.
 
-    `engine_command` is called with two socket addresses and this process's id. `on_start` is told of the engine's first
-    start, in place of the log. `ahead`: the engine's process, if it was started before. `others`: models that are
-    served beside this one, which is loaded first. `app.state.models` has all of them, `app.state.service` what routes
-    share of the first. Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be
-    read, the addresses of events not be used, or traces not be exported.
+    memory: the plan that the engine allocates.
+    engine_command: run with two socket addresses and this process's id as arguments.
+    on_start: called with the progress of the engine's first start, in place of the log.
+    ahead: may have an engine process that was started in advance.
+    others: models that are served beside this one, which is loaded first.
+
+    `app.state.models` has all models, and `app.state.service` what routes share of the first. Raises ConfigError if the
+    tokenizer, the chat template, the keys or the documents cannot be read, the addresses of events cannot be used, or
+    traces cannot be exported.
     """
     service = build_service(deployment, memory, engine_command, on_start, ahead)
     beside = [build_service(*planned, engine_command, None, ahead, beside=service) for planned in others.planned]
@@ -130,7 +133,7 @@ def create_app(
 
 
 def _open_traces(services: Sequence[Service]) -> Traces | None:
-    """Return what exports traces of all models' calls, if that is asked for. Raises ConfigError."""
+    """Open the export of traces of all models' calls; None: it is not configured. Raises ConfigError."""
     try:
         traces = open_traces(services[0].settings.tracing)
     except TracesError as error:
@@ -148,11 +151,11 @@ def serve(
     ahead: HeadStart | None = None,
     others: OtherModels = NO_OTHERS,
 ) -> str | None:
-    """Serve until a signal. Returns None after a drain, or why it could not start or go on, in one line.
+    """Serve until a signal. Returns None after a drain, or in one line why it could not start or go on.
 
     The first SIGTERM or SIGINT drains: new requests get a 503, open ones have `drain_seconds` to finish. The second
-    one ends the program at once. Port 0 takes a free port. `on_start` is told of the address and of the stages of the
-    first start; without it the log is. `engine_command`, `ahead`, `others`: as of `create_app`.
+    one ends the program at once. Port 0 means any free port. on_start: called with the address and the stages of the
+    first start; None: they are logged. engine_command, ahead, others: as for `create_app`.
     """
     settings = deployment.server
     logs.configure(settings.log_level)
@@ -169,13 +172,13 @@ def serve(
         return str(error)
     program = _Program(http, app.state.models, on_start)
     gc.collect()
-    gc.freeze()  # of what stands now nothing is ever garbage, and streams stand still while all of it is looked at
+    gc.freeze()  # nothing that exists now becomes garbage, and streams pause during a full collection
     program.run(sockets=[listener])
     return program.failure
 
 
 def describe_memory(plan: MemoryPlan) -> dict[str, object]:
-    """Return a plan for the log, in a line: the bytes used in each place, and what that gives."""
+    """Return a memory plan as fields of a log line: the bytes used in each place, pages, and the longest context."""
     used = {f"{place}_bytes": plan.used_bytes(place) for place in plan.limit_bytes}
     return {
         "device": plan.device,
@@ -186,7 +189,7 @@ def describe_memory(plan: MemoryPlan) -> dict[str, object]:
 
 
 def http_config(app: FastAPI) -> uvicorn.Config:
-    """Return uvicorn's settings for an application of `create_app`, with our limits and deadlines.
+    """Return uvicorn's configuration for an application of `create_app`, with our limits and deadlines.
 
     Raises ConfigError if the certificate, its key or the clients' CA cannot be used.
     """
@@ -219,7 +222,7 @@ def http_config(app: FastAPI) -> uvicorn.Config:
 
 
 def allowed_connections(asked: int | None) -> int:
-    """Return `server.max_connections` as far as descriptors reach; a log line tells where they do not."""
+    """Return `server.max_connections`, but at most what descriptors allow; a lower number is logged."""
     most = most_connections()
     if asked is None or asked <= most:
         return asked or most
@@ -228,7 +231,7 @@ def allowed_connections(asked: int | None) -> int:
 
 
 def most_connections() -> int:
-    """Return the connections for which there are descriptors, after raising the process's soft limit."""
+    """Return how many connections descriptors allow, after raising the process's soft limit."""
     soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     if soft < min(hard, _MOST_DESCRIPTORS):
         soft = min(hard, _MOST_DESCRIPTORS)
@@ -241,7 +244,7 @@ def _finite(limit: int) -> int:
 
 
 class _Program(uvicorn.Server):
-    """Run uvicorn, with a drain on a signal, and an end when the engine's first start fails."""
+    """A uvicorn server that drains on a signal, and ends when the engine's first start fails."""
 
     def __init__(self, config: uvicorn.Config, models: ModelRegistry, on_start: OnStart | None) -> None:
         super().__init__(config)
@@ -272,7 +275,7 @@ class _Program(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _cut_connections(self) -> None:
-        """Abort connections whose clients do not read their last words."""
+        """Abort connections whose clients do not read their last message."""
         for connection in list(self.server_state.connections):
             assert isinstance(connection, Connection)
             connection.transport.abort()
@@ -303,7 +306,7 @@ class _Program(uvicorn.Server):
         self.should_exit = True
 
     def _end_connections(self) -> None:
-        """Close idle connections and wait for no body; answers that have begun go on."""
+        """Close idle connections, and refuse unfinished requests; answers that have begun continue."""
         for connection in list(self.server_state.connections):
             assert isinstance(connection, Connection)
             connection.end(unavailable(f"server: {_SHUT_DOWN}", "draining", self._service.settings.retry_after_seconds))
@@ -331,7 +334,7 @@ def _bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)  # asyncio sends at once where the protocol is TCP by name
+        listener = socket.socket(family, kind, protocol)  # with TCP named as protocol, asyncio sets TCP_NODELAY
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(2048)

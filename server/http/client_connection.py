@@ -1,12 +1,12 @@
-"""One client's connection: HTTP as uvicorn's httptools protocol reads it, with limits and deadlines that it lacks.
+"""One client's connection: uvicorn's httptools protocol, with limits and deadlines that it lacks.
 
 uvicorn keeps headers of any size and number, waits for headers, bodies and readers for ever, answers malformed HTTP in
-plain text and drops a client that has closed its sending half. Its h11 protocol bounds an unfinished event alone and
-takes several times the CPU; hypercorn and granian bound sizes, but neither waits for headers and bodies with a deadline
-and answers in our error objects. So this is uvicorn's protocol with counters and one timer.
+plain text, and drops a client that has closed its sending half. Its h11 protocol limits only an unfinished event, and
+takes several times the CPU. hypercorn and granian limit sizes, but have no deadlines for headers and bodies, and do not
+answer with our error objects. So this is uvicorn's protocol with counters and one timer.
 
-An unread message is bounded before any of it is looked at. A connection is always waiting for the application or under
-a deadline. An answer that has begun is never written into.
+The size of an unread message is bounded before it is parsed. A connection either waits for the application or has a
+deadline. Nothing is written into an answer that has begun.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ from server.api_error import ApiError, connections_full, headers_too_large, malf
 
 MOST_HEADERS = 100
 MOST_HEADER_BYTES = 32 * 1024  # request line and all headers; trailers as well
-MOST_PIPELINED = 16  # requests that may wait behind one that is being answered
-_LINGER_S = 2.0  # a refused client may go on sending for so long: closed at once, it might never read why
-_PROBE_S = 0.5  # a client that closed its sending half is asked so often whether it still reads
-_SPARE_CONNECTIONS = 32  # beyond the limit, so many are told why; others are closed without a word
+MOST_PIPELINED = 16  # requests that may wait while one is being answered
+_LINGER_S = 2.0  # time in which a refused client may go on sending; closed at once, it might not read the answer
+_PROBE_S = 0.5  # interval at which a client that closed its sending half is tested for still reading
+_SPARE_CONNECTIONS = 32  # connections beyond the limit that get an answer; further ones are closed without
 _STILL_WORKING = b"HTTP/1.1 100 Continue\r\n\r\n"  # allowed before any answer, and to be ignored by every client
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Hold the limits: `*_seconds` from the first byte to whole headers, from those to the whole body, and without a
-    byte taken.
+    """The limits of connections. header_seconds: from the first byte to the end of headers. body_seconds: from there to
+    the end of the body. stall_seconds: without a byte read by the client.
     """
 
     connections: int
@@ -43,26 +43,26 @@ class Limits:
 
 
 class Connection(HttpToolsProtocol):
-    """Serve one connection.
+    """One client's connection.
 
-    `_phase`: what the client is sending, `headers` or `body`; `idle` around a whole message.
+    _phase: what the client is sending, `headers` or `body`; `idle` between messages.
     """
 
     def __init__(self, limits: Limits, **given: Any) -> None:
         super().__init__(**given)
         self._limits = limits
         self._phase = "idle"
-        self._has_moved = False  # to another phase, since the timer was set
+        self._has_moved = False  # whether the phase has changed since the timer was set
         self._timer: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._num_headers = 0
         self._header_bytes = 0
-        self._unread_bytes = 0  # received since the parser last had something whole
+        self._unread_bytes = 0  # received since the parser last completed something
         self._fault: ApiError | None = None  # why a callback stopped the parser
         self._is_refused = False
-        self._last_words: ApiError | None = None  # behind the answers under way
+        self._last_words: ApiError | None = None  # sent after the running answers
 
-    # --- the transport tells ------------------------------------------------------------------------------------------
+    # --- called by the transport --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -113,7 +113,7 @@ class Connection(HttpToolsProtocol):
         self._reading_resumed()
         super().resume_writing()
 
-    # --- the parser tells ---------------------------------------------------------------------------------------------
+    # --- called by the parser -----------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MOST_PIPELINED:
@@ -129,7 +129,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
         self._count(len(name) + len(value))
-        if self._phase == "headers":  # and not a trailer, which nobody asks for
+        if self._phase == "headers":  # trailers are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -152,9 +152,9 @@ class Connection(HttpToolsProtocol):
         self.refuse(self._fault or malformed("this is not HTTP/1.1"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Ignore a request for another protocol, and answer as without it."""
+        """Ignore a request to upgrade the protocol."""
 
-    # --- the application tells ----------------------------------------------------------------------------------------
+    # --- called for the application -----------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -171,14 +171,14 @@ class Connection(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def refuse(self, error: ApiError) -> None:
-        """Answer with the error what has not been answered, and read no more. Answers under way are the last ones."""
+        """Answer the unanswered request with the error, and read no more. Running answers are completed."""
         self._is_refused = True
         self._stop_timer()
         logs.info("refused", status=error.status, code=error.code, why=error.message)
         if self._is_answering and self._phase != "body":
             self._last_words = error
         elif self._is_answering and (self.pipeline or self.cycle.response_started):
-            self.transport.abort()  # nobody will ever finish this message, and no answer to it can stand here
+            self.transport.abort()  # the message will never be complete, and an earlier answer is in the way
         elif not self.transport.is_closing():
             if self._is_answering:
                 self.cycle.disconnected = True
@@ -187,7 +187,7 @@ class Connection(HttpToolsProtocol):
             self._linger()
 
     def end(self, error: ApiError) -> None:
-        """Serve nothing new: close, or refuse what has not all been sent yet."""
+        """Accept nothing new: close an idle connection, or refuse a request whose body is incomplete."""
         if not self._is_answering and self._phase != "body":
             self.transport.close()
         elif self._phase == "body" and not self._is_refused:
@@ -223,8 +223,9 @@ class Connection(HttpToolsProtocol):
             cycle.keep_alive = False
 
     def _probe(self) -> None:
-        """Write something harmless, so that a client that is gone resets the connection: an interim response before an
-        answer; in a stream, what the application writes when its `receive` wakes for nothing.
+        """Write something harmless, so that the connection of a client that is gone is reset.
+
+        Before an answer, it is an interim response. In a stream, the application's `receive` is woken, and it writes.
         """
         if self.transport.is_closing() or not self._is_answering:
             return
@@ -241,21 +242,21 @@ class Connection(HttpToolsProtocol):
             self._stop_parser(headers_too_large(MOST_HEADERS, MOST_HEADER_BYTES))
 
     def _require_host(self) -> None:
-        """Check that HTTP/1.1 names its host once (RFC 9112, 3.2); HTTP/1.0 need not."""
+        """Check that an HTTP/1.1 request has exactly one Host header (RFC 9112, 3.2); HTTP/1.0 may have none."""
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
             self._stop_parser(malformed(f"{num_hosts} Host headers; HTTP/1.1 wants one"))
 
     def _stop_parser(self, fault: ApiError) -> None:
         self._fault = fault
-        raise fault  # the parser stops at what a callback raises, and uvicorn asks for a 400
+        raise fault  # an exception in a callback stops the parser, and uvicorn calls `send_400_response`
 
     def _move(self, phase: str) -> None:
         self._phase = phase
         self._has_moved = True
 
     def _follow_phase(self) -> None:
-        """Set the timer for what the client is to send next; none while only the application is awaited."""
+        """Set the timer for what the client has to send next; there is none while the application works."""
         self._has_moved = False
         if self._phase == "idle" and self._is_answering:
             self._stop_timer()
@@ -292,7 +293,7 @@ class Connection(HttpToolsProtocol):
 
 
 def connection_type(limits: Limits) -> Any:
-    """Return what uvicorn calls for each connection."""
+    """Return the function that uvicorn calls for each connection."""
 
     def connect(
         config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: asyncio.AbstractEventLoop | None

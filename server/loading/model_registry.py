@@ -1,10 +1,10 @@
-"""All models of a deployment, and the policy of which of them are loaded.
+"""All models of a deployment, and the policy that decides which of them are loaded.
 
-A single model is loaded at the start and stays, so requests always find its engine. Of several models, or of one with
-`idle_seconds`, an engine is started when a request wants it. Where there is no room, other models are drained first:
-they accept no request, answer what they have begun, and end. A model that was just loaded is not drained before it has
-served for as long as its load took, so that loading takes at most half of the time; an idle model may go at once. While
-one of several models has no engine, a process that has already read an engine's libraries waits for it.
+A single model is loaded at the start and stays loaded. With several models, or with `idle_seconds`, an engine is
+started when a request needs it. If there is no room, other models are drained first: they accept no new request, finish
+the running ones, and are unloaded. A model is not drained before it has served for as long as its load took, so that
+loading takes at most half of the time; an idle model may be unloaded at once. While one of several models has no
+engine, a process that has already imported an engine's libraries waits to become its engine.
 """
 
 import asyncio
@@ -22,21 +22,21 @@ from server.loading.served_model import Lease, ServedModel, Waiter
 from server.planning.side_by_side import ONE_AT_A_TIME, Room
 from server.service.service import Service
 
-_LONGEST_LEAST_S = 60.0  # that a model serves before it makes room for another that waits
-_LOOK_AGAIN_S = 0.1  # at an engine that still works on something that no request waits for
-_MOST_NAME = 200  # characters that a message repeats
+_LONGEST_LEAST_S = 60.0  # a model serves at most so long before it makes room for one that is waited for
+_LOOK_AGAIN_S = 0.1  # until an engine is checked again that still works on something without a request
+_MOST_NAME = 200  # most characters of a model's name that a message repeats
 
 
 class ModelRegistry:
     def __init__(self, services: Sequence[Service], room: Room = ONE_AT_A_TIME, ahead: HeadStart | None = None) -> None:
-        """Hold one service a model. `ahead`: where the services take their engines' processes from, if any waits there;
-        one is started there as long as some model has none.
+        """Make a registry of one service for each model. ahead: keeps an engine process started in advance, as long as
+        some model has no engine.
         """
         self.models = tuple(ServedModel(service) for service in services)
         self.first = self.models[0]
         self.is_managed = len(self.models) > 1 or self.first.service.deployment.idle_seconds is not None
         self.metrics = ModelMetrics(self.models, self.is_managed)
-        self.has_served = False  # since its start, a model
+        self.has_served = False  # whether any model was ready since the start
         self.failure: asyncio.Future[str] | None = None
         self._room = room
         self._ahead = ahead
@@ -53,7 +53,7 @@ class ModelRegistry:
         return [one for model in self.models for one in model.service.model_ids]
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model of a name, an alias, or one of these with an adapter or `:latest`; of none, the first.
+        """Return the model with this name or alias, also with an adapter or `:latest` added; None: the first model.
 
         Raises ApiError 404.
         """
@@ -65,12 +65,13 @@ class ModelRegistry:
         raise unknown_model(name[:_MOST_NAME], self.ids)
 
     def sharing_chunks(self, service: Service) -> list[ServedModel]:
-        """Return the models that keep chunks of this one's documents, itself among them."""
+        """Return the models that keep document chunks in the same folder as this one, itself included."""
         return [model for model in self.models if model.service.chunk_folder == service.chunk_folder]
 
     def try_admit(self, model: ServedModel) -> Lease | None:
-        """Return a lease if there is nothing to wait for: the model is loaded, or whether it is loaded is nobody's
-        choice. Raises ApiError 503 where its load has failed lately, and 429 where too many wait.
+        """Return a lease if the request need not wait: the model is loaded, or the registry does not manage it.
+
+        Raises ApiError 503 if its load failed recently, and 429 if too many requests wait.
         """
         now = time.monotonic()
         if not self.is_managed or (model.is_ready and not model.is_closing):
@@ -82,8 +83,8 @@ class ModelRegistry:
         return None
 
     async def admit(self, model: ServedModel, most_s: float) -> Lease:
-        """Wait until the model is loaded, for at most so many seconds. Raises ApiError 503 if it is not by then, or if
-        its load fails.
+        """Wait at most `most_s` seconds until the model is loaded. Raises ApiError 503 after that, or if its load
+        fails.
         """
         waiter = Waiter(time.monotonic(), asyncio.get_running_loop().create_future())
         model.waiters.append(waiter)
@@ -100,11 +101,11 @@ class ModelRegistry:
         return waiter.admitted.result()
 
     def describe_wait(self, model: ServedModel) -> str:
-        """Return what a request that waits for this model is waiting for, in a few words."""
+        """Describe in a few words what a request for this model is waiting for."""
         return model.describe_wait(next(filter(None, (other.supervisor.ending for other in self.models)), ""))
 
     def _leave(self, model: ServedModel, waiter: Waiter) -> None:
-        """Take back a request that waits no more, whatever it was told meanwhile."""
+        """Remove a request that no longer waits, and release its lease if it got one in between."""
         if waiter in model.waiters:
             model.waiters.remove(waiter)
         if waiter.admitted.done() and waiter.admitted.exception() is None:
@@ -118,7 +119,7 @@ class ModelRegistry:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin with the first model's engine."""
+        """Start the first model's engine, and the task that manages the others."""
         self.failure = asyncio.get_running_loop().create_future()
         if self.is_managed:
             for model in self.models:
@@ -133,16 +134,16 @@ class ModelRegistry:
         self.first.supervisor.failure.add_done_callback(lambda told: self._fail(told.result()))
 
     async def stop(self) -> None:
-        """End all engines, those that are being unloaded too, once they have written their contexts."""
+        """End all engines once they have written their contexts, also those that are already being unloaded."""
         if self._keeper is not None:
             self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)  # a fault of it was logged when it came
+            await asyncio.gather(self._keeper, return_exceptions=True)  # its errors were logged when they occurred
         for model in self._started():
             self._unload(model)
         await asyncio.gather(*self._unloading.values())
 
     def end_by(self, by_s: float) -> None:
-        """Have all engines gone by this time, also those whose end has begun, and those that begin yet."""
+        """Set the time by which all engines must have ended, also those that are ending or start later."""
         self._ends_by_s = by_s
         for model in self.models:
             model.supervisor.end_by(by_s)
@@ -153,14 +154,14 @@ class ModelRegistry:
             model.supervisor.kill_engine()
 
     def abandon(self, message: str, code: str) -> None:
-        """Tell every request that nothing will come."""
+        """Send an error to every request that waits."""
         for model in self.models:
             model.turn_away(unavailable(message, code, model.service.settings.retry_after_seconds))
             model.supervisor.abandon(message, code)
 
     @property
     def can_recover(self) -> bool:
-        """Return whether some model serves, or may be loaded."""
+        """Return whether some model serves, or can be loaded."""
         return self.is_managed or self.first.supervisor.can_recover
 
     def _fail(self, reason: str) -> None:
@@ -175,7 +176,7 @@ class ModelRegistry:
     # --- policy -------------------------------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        """Do what is to be done, whenever something has changed or is due."""
+        """Load, admit and unload whenever something has changed or is due."""
         while True:
             self._changed.clear()
             due_s = self._act(time.monotonic())
@@ -183,7 +184,7 @@ class ModelRegistry:
                 await asyncio.wait_for(self._changed.wait(), None if math.isinf(due_s) else max(0.0, due_s))
 
     def _act(self, now: float) -> float:
-        """Load, admit and unload. Returns in how many seconds it must look again if nothing changes."""
+        """Load, admit and unload. Returns the seconds until the next call is due if nothing changes."""
         for model in self._started():
             if not model.is_stopping:
                 self._take_news(model, now)
@@ -201,7 +202,7 @@ class ModelRegistry:
         return due_s
 
     def _keep_one_ahead(self) -> None:
-        """Have a process wait for the next engine, but not begin while another engine starts, which it would slow."""
+        """Start a process in advance for the next engine, but not while another engine starts, which it would slow."""
         started = self._started()
         is_served = any(model.is_ready for model in started)
         starts = any(not model.is_ready and not model.is_stopping for model in started)
@@ -211,7 +212,7 @@ class ModelRegistry:
             self._renewing = asyncio.ensure_future(asyncio.to_thread(self._ahead.renew))
 
     def _take_news(self, model: ServedModel, now: float) -> None:
-        """Take what has become of an engine."""
+        """Note whether an engine has become ready or has failed."""
         if model.is_ready and model.ready_since_s is None:
             model.note_ready(now)
             self.has_served = True
@@ -234,9 +235,7 @@ class ModelRegistry:
         return min(wanted, key=lambda model: model.waiters[0].since_s, default=None)
 
     def _make_room(self, wanted: ServedModel, in_the_way: list[ServedModel], now: float) -> float:
-        """Load the model if there is room, and else have others make some. Returns in how many seconds it must look
-        again.
-        """
+        """Load the model if there is room, else let others make room. Returns the seconds until the next check."""
         due_s = math.inf
         for model in in_the_way:
             if model.is_stopping:
@@ -257,8 +256,9 @@ class ModelRegistry:
         return due_s
 
     def _in_the_way(self, wanted: ServedModel) -> list[ServedModel]:
-        """Return the models that must go before this one has room, in the order in which models go. One that is already
-        making room comes first, or each request for this model would make another one begin to.
+        """Return the models that must be unloaded before this one has room, in that order.
+
+        Models that are already making room come first; otherwise each request for this model would drain another one.
         """
         by_expiry = sorted(
             self._started(),
@@ -270,7 +270,7 @@ class ModelRegistry:
         return by_expiry
 
     def _unload_expired(self, model: ServedModel, now: float) -> float:
-        """Unload a model that has been idle for long enough. Returns in how many seconds to look again."""
+        """Unload a model that has been idle for long enough. Returns the seconds until the next check."""
         if model.num_open or model.expires_s == FOREVER:
             return math.inf
         if now < model.expires_s:
@@ -288,15 +288,15 @@ class ModelRegistry:
         model.supervisor.end_by(self._ends_by_s)
 
     def _unload(self, model: ServedModel) -> None:
-        """Begin to end the engine, unless that has begun; its contexts go to disk where the deployment keeps some
-        there.
+        """Begin to end the engine, unless that has begun. It first writes its contexts to disk, if they are
+        kept there.
         """
         if not model.is_stopping:
             model.is_stopping = True
             self._unloading[model] = asyncio.create_task(self._end_engine(model))
 
     async def _end_engine(self, model: ServedModel) -> None:
-        """Await the engine's end. A fault on the way is logged; this model may be loaded again all the same."""
+        """Wait for the engine's end. An error is logged, and the model may be loaded again in any case."""
         began_s = time.monotonic()
         [fault] = await asyncio.gather(model.supervisor.stop(), return_exceptions=True)
         if isinstance(fault, Exception):

@@ -1,9 +1,9 @@
-"""Read tool calls from the text of one region as it comes: the name as soon as it is certain, arguments in pieces.
+"""Read tool calls from the text of one region as it arrives: the name as soon as it is certain, arguments in pieces.
 
-The region's field decides which reader it gets. However the text is cut, the pieces joined are the same. A call that
-has begun stays one, and its arguments are what the model wrote, also if they are no JSON. What is not certain to be a
-call is `broken`, and then nothing of it was told. If a limit cut the answer, a call whose name is there is told with
-the arguments so far.
+The region's field decides which reader is used. The joined pieces do not depend on how the text is cut. A call that has
+begun stays a call, and its arguments are what the model wrote, even if that is not JSON. If text turns out not to be a
+call, the reader is `broken`, and has reported nothing of it. If a limit cut the answer, a call whose name is complete
+is reported with the arguments so far.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,8 +26,8 @@ from server.parsing.response_template import (
 )
 from server.parsing.tags import Argument
 
-Ended = Literal["by itself", "with the answer", "by a limit"]  # how a region did
-Call = tuple[str, str]  # a name and no text: it begins; "" and a text: more of its arguments
+Ended = Literal["by itself", "with the answer", "by a limit"]  # how a region ended
+Call = tuple[str, str]  # (name, ""): a call begins; ("", text): more of its arguments
 
 _STRING = r'"(?:[^"\\]|\\.){0,1024}"'
 _NAMED = r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?P<nested>"function"\s*:\s*\{\s*)?"name"\s*:\s*'
@@ -41,24 +41,24 @@ _WITHOUT_ARGUMENTS = {"name", "function", "type", "id", *_ARGUMENTS}  # members 
 
 
 class CallReader(Protocol):
-    reads_specials: bool  # the region's special tokens are part of its text
+    reads_specials: bool  # whether the region's special tokens are part of its text
     broken: bool
 
     def feed(self, text: str) -> list[Call]:
-        """Return what became certain."""
+        """Take further text, and return the parts of calls that are certain now."""
 
     def add(self, argument: Argument, text: str) -> list[Call]:
-        """Take an argument between tags, as text."""
+        """Take an argument that was written between tags."""
 
     def close(self, ended: Ended) -> list[Call]:
         """End the region."""
 
     def rest(self) -> str:
-        """Return what is behind the last call of a broken region."""
+        """Return the text after the last call of a broken region."""
 
 
 def choose_reader(field: Field, captures: Mapping[str, str], tools: Tools, known_only: bool) -> CallReader:
-    """Return the reader of a field's calls. `known_only`: names of tools that the request does not offer are none."""
+    """Choose the reader of a field's calls. known_only: only names of offered tools make a call."""
     name: str = _PROBE_NAME
     arguments: dict[str, Any] = {"A": 1}
     has_plain_json = field.content == "json" and not field.arguments
@@ -74,9 +74,9 @@ def choose_reader(field: Field, captures: Mapping[str, str], tools: Tools, known
 
 
 def read_calls(value: Any) -> list[tuple[str, Any]]:
-    """Return the names and arguments of one or more calls, in any of the shapes that models and templates give them.
+    """Return the names and arguments of one or more calls, in any of the shapes that models and templates use.
 
-    Raises ValueError for what is none.
+    Raises ValueError if the value is not a call.
     """
     if isinstance(value, list):
         return [call for item in value for call in read_calls(item)]
@@ -99,9 +99,10 @@ def read_calls(value: Any) -> list[tuple[str, Any]]:
 
 
 class JsonCalls:
-    """Read JSON objects with `name` and `arguments`, alone or in a list; with a captured name, the arguments alone.
+    """Reads JSON objects with `name` and `arguments`, alone or in a list; with a captured name, only the arguments.
 
-    Arguments that follow the name are passed on as they come; in any other order a call is told once it is whole.
+    Arguments that follow the name are passed on as they arrive. In any other order, a call is reported once it is
+    complete.
     """
 
     reads_specials = False
@@ -110,7 +111,7 @@ class JsonCalls:
         self._given = name
         self._names = tools.parameters if known_only else None
         self.broken = name is not None and not self._knows(name)
-        self._text = ""  # of the object that has not become a call
+        self._text = ""  # of an object that is not certain to be a call yet
         self._num_scanned = 0
         self._scanner = JsonScanner(0)
         self._state = "head"
@@ -139,8 +140,9 @@ class JsonCalls:
         return []
 
     def _cut_head(self) -> list[Call]:
-        """Return what there is of a call whose arguments have not begun, or come before its name; nothing without a
-        name.
+        """Return the parts of a call that was cut before its arguments began, or with these before its name.
+
+        Returns [] if the name is missing.
         """
         if self._given is not None:
             self.broken = bool(self._num_calls)
@@ -162,7 +164,7 @@ class JsonCalls:
         return self._text
 
     def _read_head(self, text: str, calls: list[Call]) -> str:
-        """Look for a call's beginning in what is there. Returns the text that is left once its arguments begin."""
+        """Look for the beginning of a call. Returns the text from the beginning of its arguments on."""
         if self._given is None and not self._text:
             text = text[_BETWEEN.match(text).end() :]
         if self._given is not None and self._num_calls:
@@ -196,7 +198,9 @@ class JsonCalls:
         return (name, match.end(), 2 if match["nested"] else 1) if match else None
 
     def _read_whole(self, end: int, calls: list[Call]) -> str:
-        """Read a whole object in which no call began: in another order, or no call. Return what follows it."""
+        """Read a complete object: a call with its members in another order, or not a call. Returns the text
+        after it.
+        """
         try:
             found = [] if self._given is not None else read_calls(load_json(self._text[:end]))
         except (ValueError, RecursionError):
@@ -212,7 +216,7 @@ class JsonCalls:
         return text
 
     def _read_on(self, text: str, calls: list[Call]) -> str:
-        """Read on inside a call: its arguments, or what stands behind them in the object. Return what follows."""
+        """Continue inside a call: in its arguments, or after them in the object. Returns the text after that."""
         end = self._scanner.find_end(text, 0)
         if self._state == "arguments":
             calls.append(("", text[:end]))
@@ -229,7 +233,7 @@ class JsonCalls:
         return text[end:]
 
     def _is_tail(self, end: str, is_cut: bool) -> bool:
-        """Return whether the text behind the arguments and `end` are members of their object, and nothing else."""
+        """Return whether the text after the arguments, with `end`, completes their object, and is nothing else."""
         try:
             from_json('{"":' * self._depth + "0" + self._text + end, allow_partial=is_cut, allow_inf_nan=False)
         except ValueError:
@@ -241,7 +245,9 @@ class JsonCalls:
 
 
 class TaggedCall:
-    """Read one call with arguments between tags: each is told once it is whole, as its type in the schema."""
+    """Reads one call with arguments between tags. Each argument is reported once complete, with its type in the
+    schema.
+    """
 
     reads_specials = True
 
@@ -254,7 +260,7 @@ class TaggedCall:
         self._num_arguments = 0
 
     def feed(self, text: str) -> list[Call]:
-        """Take text between arguments, which should be nothing; anything else ends the call."""
+        """Take text between arguments: whitespace is ignored, anything else ends the call."""
         self._text += text
         if not text.strip():
             return []
@@ -287,7 +293,7 @@ class TaggedCall:
 
 
 class WholeCalls:
-    """Read calls of any other syntax, told when the region ends."""
+    """Reads calls in any other syntax. They are reported when the region ends."""
 
     reads_specials = True
 
@@ -324,7 +330,7 @@ class WholeCalls:
         return calls
 
     def _cut_call(self) -> list[Call]:
-        """Return the call named in the region's opening with the arguments so far; nothing if none is named."""
+        """Return the call that the region's opening tag names, with the arguments so far; [] if it names none."""
         named = _probe(self._field, self._captures, {})
         if named is None:
             return []
@@ -353,7 +359,7 @@ def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _probe(field: Field, captures: Mapping[str, str], content: Any) -> tuple[str, Any] | None:
-    """Return the call that the field makes of a parsed content, None if it makes none."""
+    """Return the one call that the field makes of this content; None if it does not make one."""
     plain = replace(field, content="json", arguments={})
     try:
         given = encode_json([content] if field.is_list else content)

@@ -122,10 +122,10 @@ class Comparison:
 
 
 def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates) -> Comparison:
-    """Return the comparison for a resolved deployment, `plan`.
+    """Compare the placements of a deployment, whose resolved plan is `plan`.
 
-    What the deployment leaves open is left to each placement's own plan, except the length of contexts, which is the
-    plan's for all.
+    Settings that the deployment leaves open are chosen for each placement. Only the context length is the plan's for
+    all.
     """
     context, running = plan.memory.max_context_tokens, deployment.scheduler.max_running
     batches = tuple(sorted({min(batch, running) for batch in BATCHES}))
@@ -149,9 +149,9 @@ def compare_placements(deployment: Deployment, plan: ResolvedPlan, rates: Rates)
 
 
 def _list_parts(deployment: Deployment, plan: ResolvedPlan, own: ProfilePart) -> list[ProfilePart]:
-    """Return a part for each method that is compared, built-in ones first; `own` is the default profile's.
+    """Return a part for each method to compare, built-in ones first. own: the default profile's.
 
-    A method that the deployment names has the settings of the first profile that does.
+    A method that the deployment uses has the settings of the first profile with it.
     """
     host = deployment.host or HostConfig()
     on_device: Profiles = {}
@@ -171,9 +171,7 @@ def _compose(method: str) -> Composition:
 
 
 def _tell_experts(plan: ResolvedPlan, batches: Sequence[int], rates: Rates) -> str | None:
-    """Return the cost of experts in host memory: of a step by its rows, if these take theirs at random, and of a
-    prompt.
-    """
+    """Describe the cost of experts in host memory: of a decode step, with experts chosen at random, and of a prompt."""
     moved = StepBytes(plan.architecture, plan.memory, None)
     if not moved.fetched(1):
         return None
@@ -206,13 +204,14 @@ def _tell_experts(plan: ResolvedPlan, batches: Sequence[int], rates: Rates) -> s
 
 
 def _experts_ms(moved: StepBytes, times: ExpertTimes, batch: int) -> float:
-    """Return the milliseconds of host experts in a step of so many rows."""
+    """Return the milliseconds of host experts in a step of `batch` rows."""
     return times.compute_ms(batch) if moved.computes(batch) else times.fetch_ms(batch)
 
 
 def expected_share(bits_per_table: int, num_tables: int) -> float:
-    """Return the share of keys whose code agrees with a query's in two tables or more (MagicPIG section 4.2), where
-    each bit agrees by BIT_AGREEMENT.
+    """Return the share of keys whose code agrees with a query's in two or more tables (MagicPIG section 4.2).
+
+    Each bit is assumed to agree with probability BIT_AGREEMENT.
     """
     collides = BIT_AGREEMENT**bits_per_table
     none = (1 - collides) ** num_tables
@@ -221,10 +220,10 @@ def expected_share(bits_per_table: int, num_tables: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Hold a deployment with one placement, its memory, and the length of its contexts.
+    """A deployment with one placement, its memory plan, and the length of its contexts.
 
-    held_parts: of whose rings a running context holds one.
-    `tier`, `demand`: None where the host is not used.
+    held_parts: parts of whose rings each running context holds one.
+    tier, demand: None if the host is not used.
     """
 
     part: ProfilePart
@@ -248,7 +247,7 @@ class Planned:
 
 
 def _plan_for(part: ProfilePart, is_taken: bool, deployment: Deployment, plan: ResolvedPlan) -> Planned:
-    """Return the plan of a placement; the deployment's own is as it is. Raises PlanError and ProfileError."""
+    """Plan a placement. The deployment's own placement keeps its plan. Raises PlanError and ProfileError."""
     context = plan.memory.max_context_tokens
     if is_taken:
         held = plan.profiles[plan.deployment.default_profile].held_parts
@@ -273,9 +272,9 @@ def _without_host(profiles: Profiles) -> Profiles:
 
 
 def place(planned: Planned, batches: Sequence[int], share: float, rates: Rates) -> Placement:
-    """Return how many contexts a planned placement holds, and the time of a step of each batch, None where fewer fit.
+    """Return how many contexts a placement holds, and the time of a step of each batch; None where fewer fit.
 
-    share: of offloaded tokens that sampling reads; rates: of the machine.
+    share: the share of offloaded tokens that sampling reads. rates: of the machine.
     """
     most, why_not = _count_contexts(planned)
     steps = [_step(planned, batch, share, rates) if batch <= most else None for batch in batches]
@@ -283,7 +282,7 @@ def place(planned: Planned, batches: Sequence[int], share: float, rates: Rates) 
 
 
 def _count_contexts(planned: Planned) -> tuple[int, str | None]:
-    """Return how many whole contexts fit at once, and what one lacks if none does."""
+    """Return how many whole contexts fit at once, and the reason if none does."""
     memory, context = planned.memory, planned.context
     running, pages = planned.config.scheduler.max_running, -(-context // memory.page_tokens)
     tier, demand = planned.tier, planned.demand
@@ -312,7 +311,7 @@ def _count_contexts(planned: Planned) -> tuple[int, str | None]:
 
 
 def _step(planned: Planned, batch: int, share: float, rates: Rates) -> StepEstimate:
-    """Estimate a step in which contexts share the pages equally, and the CPU reads what does not fit there."""
+    """Estimate a step in which contexts share the pages equally and the CPU reads the rest."""
     memory, context, architecture = planned.memory, planned.context, planned.architecture
     tier, demand = planned.tier, planned.demand
     down = 0 if demand is None else context - demand.resident_tokens_of(context, memory.num_pages // batch)
@@ -356,8 +355,9 @@ def _step(planned: Planned, batch: int, share: float, rates: Rates) -> StepEstim
 
 
 def _find_best(placements: Sequence[Placement]) -> str | None:
-    """Return the name of the fastest placement at one context. One that reads less than everything must be faster by
-    PAYS than one that reads everything.
+    """Return the name of the fastest placement at one context; None: none fits.
+
+    A placement that reads less than everything must be faster by the factor PAYS than one that reads everything.
     """
     best: Placement | None = None
     for placement in placements:
@@ -394,8 +394,9 @@ def _explain(placements: Sequence[Placement], taken: str, best: str | None, cont
 
 
 def _judge_sampling(placements: Sequence[Placement]) -> str:
-    """Return the batches for which sampling gives more tokens/s than the best that reads all, at as many contexts or
-    fewer.
+    """Say for which batches sampling gives more tokens/s than the best placement that reads everything.
+
+    The other placement may use a smaller batch.
     """
     exact = [placement for placement in placements if placement.reads_all]
     sampled = next(one for one in placements if one.method.reading is Reading.SAMPLE)

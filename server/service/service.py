@@ -1,4 +1,4 @@
-"""What every route shares: the deployment, the tokenizer, the engine's keeper, the counters, and whether we drain."""
+"""What all routes share: the deployment, the tokenizer, the engine's supervisor, metrics, and whether we drain."""
 
 import hashlib
 import hmac
@@ -33,7 +33,7 @@ from server.text.text_pool import TextPool
 
 
 class Keys:
-    """The keys that requests may come with: their digests, and the names under which each keeps things."""
+    """The API keys that are accepted: their digests, and the owner name under which each keeps data."""
 
     def __init__(self, keys: Sequence[str], administrators: Sequence[str]) -> None:
         self.digests = [_digest(key) for key in keys]
@@ -41,16 +41,16 @@ class Keys:
         self.owners = frozenset(self.owner_of(key) for key in keys) or frozenset(("",))
 
     def knows(self, key: str) -> bool:
-        """Return whether a key is known, in time that does not depend on which one matches or where they differ."""
+        """Return whether a key is known, in constant time."""
         return _is_among(_digest(key), self.digests)
 
     def is_administrator(self, key: str) -> bool:
-        """Return whether a key may see and delete what others have saved; where there are no keys, everybody may."""
+        """Return whether a key may list and delete what others have saved; True if no keys are configured."""
         return not self.digests or _is_among(_digest(key), self._administrators)
 
     @staticmethod
     def owner_of(key: str) -> str:
-        """Return the name under which a key keeps documents, responses and contexts."""
+        """Return the owner name under which a key keeps documents, responses and contexts."""
         return _digest(f"documents of {key}").hex()
 
 
@@ -61,7 +61,7 @@ def _is_among(digest: bytes, known: Sequence[bytes]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Hold what a service reads from files."""
+    """The parts of a service that are read from files."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -74,7 +74,7 @@ class Parts:
 
 @dataclass
 class Service:
-    """Hold what every route shares. Only `draining` and `num_open` change once it serves."""
+    """What all routes of a model share. Only `draining` and `num_open` change once it serves."""
 
     deployment: Deployment
     memory: MemoryPlan
@@ -83,7 +83,7 @@ class Service:
     texts: TextPool
     body_memory: BodyMemory
     template: ChatTemplate | None
-    answer_format: AnswerFormat | None  # None: all of an answer is words
+    answer_format: AnswerFormat | None  # None: all of an answer is plain text
     sampling_defaults: SamplingDefaults
     metrics: Metrics
     supervisor: Supervisor
@@ -99,7 +99,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_open: int = 0  # HTTP requests that a drain waits for
-    traces: Traces | None = None  # None: nobody asks for them
+    traces: Traces | None = None  # None: they are not configured
 
     @property
     def settings(self) -> ServerConfig:
@@ -107,17 +107,17 @@ class Service:
 
     @property
     def max_sequences(self) -> int:
-        """Return the most sequences of one request: more can never wait and run."""
+        """Return the most sequences of one request; more could never wait and run together."""
         return self.deployment.scheduler.max_queue + self.deployment.scheduler.max_running
 
     @property
     def max_tokenize_items(self) -> int:
-        """Return the most characters, or ids, that are tokenised without being a prompt."""
+        """Return the most characters, or ids, of a /tokenize or /detokenize request."""
         return self.settings.max_tokenize_kib * 1024
 
     @property
     def chunk_folder(self) -> Path | None:
-        """Return where chunks of documents are; None: the deployment takes none."""
+        """Return the folder of document chunks; None: the deployment has no documents."""
         return None if self.documents is None else self.documents.config.resolved_folder
 
     @property
@@ -127,7 +127,7 @@ class Service:
         return [*names, *self.adapters.join(names)]
 
     def knows_model(self, name: str) -> bool:
-        """Return whether a body's model is this one. Ollama's clients may name a tag."""
+        """Return whether a request's model name means this model. Ollama's clients may add the tag `:latest`."""
         return name in self.model_ids or name.removesuffix(LATEST) in self.model_ids
 
     def cache_salt(self, key: str) -> str:
@@ -142,8 +142,8 @@ def build_service(
     ahead: HeadStart | None = None,
     beside: "Service | None" = None,
 ) -> Service:
-    """Build the service. `ahead`: where its engine's process may wait. `beside`: the service of another model of
-    this server, with which it shares what belongs to no model.
+    """Build the service of a model. ahead: may have an engine process that was started in advance. beside: the service
+    of this server's first model, with which it shares what does not depend on a model.
 
     Raises ConfigError if the tokenizer, the chat template, the keys or the documents cannot be read.
     """
@@ -206,7 +206,7 @@ def load_parts(deployment: Deployment) -> Parts:
 
 
 def read_keys(settings: ServerConfig) -> list[str]:
-    """Return all keys. Raises ConfigError, which repeats no key, also for a key that no client could send."""
+    """Return all keys. Raises ConfigError, also for a key that no client could send; the error contains no key."""
     named = [(f"server.api_keys[{i}]", key) for i, key in enumerate(settings.api_keys)]
     for setting in ("api_keys_file", "admin_keys_file"):
         path = getattr(settings, setting)
@@ -231,7 +231,7 @@ def require_tls(settings: ServerConfig) -> None:
         context.load_cert_chain(settings.tls_certificate, settings.tls_key)
         if settings.tls_client_ca is not None:
             context.load_verify_locations(settings.tls_client_ca)
-    except OSError as error:  # of which SSLError is one; it tells no file
+    except OSError as error:  # includes SSLError, which names no file
         files = (settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         named = ", ".join(str(path) for path in files if path is not None)
         raise ConfigError(f"server.tls: one of {named} cannot be used: {error.strerror or error}") from None
@@ -240,7 +240,7 @@ def require_tls(settings: ServerConfig) -> None:
 def _keys_in(setting: str, path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:  # what was meant as a key may stand for the path
+    except (OSError, ValueError) as error:  # the path is not repeated, since it may be a misplaced key
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"server.{setting}: the file that it names cannot be read: {reason}") from None
     keys = [line.strip() for line in lines if line.strip()]
@@ -250,7 +250,7 @@ def _keys_in(setting: str, path: Path) -> list[str]:
 
 
 def join_salts(of_key: str, of_request: str | None) -> str:
-    """Return a salt for each pair of salts; the key's if the request has none."""
+    """Combine the salts of a key and a request; the key's salt if the request has none."""
     if of_request is None:
         return of_key
     return _digest(f"{of_key} {of_request}").hex()

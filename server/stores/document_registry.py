@@ -1,9 +1,9 @@
-"""Keep the documents that clients have stored: their texts on disk, by the API key that made each.
+"""Keep the documents that clients have stored: their texts on disk, by the API key that stored each.
 
-A document is named by its owner, title and text, so a second copy is the same one. An owner finds only its own. A
-document that was kept is found by every process that shares the file, also after a restart, until it is deleted. What
-came with a prompt is evicted for others, the least recently used first. A full disk has room for texts as long as it
-holds chunks. The event loop never waits for the disk.
+A document's id is made of its owner, title and text, so a second copy has the same id. An owner finds only its own
+documents. A stored document can be found by every process that shares the file, also after a restart, until it is
+deleted. Documents that came with a prompt are evicted to make room, the least recently used first. If the disk is full,
+chunks are evicted to make room for texts. The event loop never waits for the disk.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 _VERSION = 2  # 1 had no chunks
-_LOCK_SECONDS = 5.0  # another process's turn
+_LOCK_SECONDS = 5.0  # longest wait for another process
 _LOOK_SECONDS = 0.01
 _USED_SECONDS = 60.0  # a use is noted at most this often
 _SCHEMA = """
@@ -59,25 +59,25 @@ SELECT tokens, num_tokens, salt FROM chunks AS mine WHERE number = ? AND NOT EXI
 )
 """
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
-_ROOM_BYTES = 4 * 2**20  # of the log, beside the text
+_ROOM_BYTES = 4 * 2**20  # for SQLite's log, beside the text
 _ENTRY = "id, title, content_hash, num_bytes, created"
 
 
 class RegistryError(Exception):
-    """Report in one line that the documents cannot be read or written."""
+    """The documents cannot be read or written; the message is one line."""
 
 
 class RegistryFull(Exception):
-    """Report that there is no room for one more; the message names the limit."""
+    """There is no room for another document; the message names the limit."""
 
 
 class TextsTooLarge(Exception):
-    """Report that the requested texts have so many bytes."""
+    """The requested texts have too many bytes; the argument is their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """Describe a document without its text. `content_hash`: SHA-256 of the text in UTF-8, hexadecimal."""
+    """A document without its text. content_hash: SHA-256 of the text in UTF-8, hexadecimal."""
 
     id: str
     title: str
@@ -93,9 +93,9 @@ class Document:
 
 
 def _log_ahead(file: sqlite3.Connection) -> None:
-    """Turn on the write-ahead log, which a file keeps.
+    """Turn on the write-ahead log, a setting that stays in the file.
 
-    SQLite waits for nobody here: of two that change a new file one is told at once that it is locked.
+    SQLite does not wait here: if two processes change a new file, one gets an error at once, so this tries again.
     """
     until = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -110,10 +110,10 @@ def _log_ahead(file: sqlite3.Connection) -> None:
 
 
 class DocumentRegistry:
-    """Keep documents in a SQLite file, until `close`."""
+    """The documents in a SQLite file. Call `close` at the end."""
 
     def __init__(self, path: Path, max_documents: int, limit_bytes: int) -> None:
-        """Open the file. `max_documents`: of one owner; `limit_bytes`: of all texts. Raises RegistryError."""
+        """Open the file. max_documents: of one owner. limit_bytes: of all texts. Raises RegistryError."""
         self._path, self._max_documents, self._limit_bytes = path, max_documents, limit_bytes
         self._thread = ThreadPoolExecutor(1, "documents")
         with self._told():
@@ -125,14 +125,14 @@ class DocumentRegistry:
     def _open(self) -> None:
         version = self._file.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
-            self._file.execute("PRAGMA auto_vacuum=FULL")  # what is deleted leaves the disk
+            self._file.execute("PRAGMA auto_vacuum=FULL")  # deleted documents free disk space
         _log_ahead(self._file)
-        self._file.execute("PRAGMA synchronous=NORMAL")  # a cut of power takes the last ones, and nothing else
+        self._file.execute("PRAGMA synchronous=NORMAL")  # a power failure loses only the last documents
         self._file.execute("PRAGMA foreign_keys=1")
         version = self._file.execute("PRAGMA user_version").fetchone()[0]  # another process may have made it by now
         if version not in (0, 1, _VERSION):
             raise RegistryError(f"{self._path} is of version {version}, wanted {_VERSION}; name another folder")
-        if version != _VERSION:  # else nothing is written: a full disk opens
+        if version != _VERSION:  # a current file is not written to, so that it can be opened on a full disk
             with self._writing():
                 for statement in _SCHEMA.split(";"):
                     self._file.execute(statement)
@@ -141,7 +141,7 @@ class DocumentRegistry:
     async def add(
         self, owner: str, title: str, text: str, is_kept: bool, chunks: Sequence[NamedChunk]
     ) -> DocumentEntry:
-        """Add a document, or these chunks to it, and return it. `is_kept`: it stays until it is deleted.
+        """Add a document, or these chunks to an existing one, and return it. is_kept: it stays until it is deleted.
 
         Raises RegistryFull and RegistryError.
         """
@@ -181,7 +181,7 @@ class DocumentRegistry:
         self._file.close()
 
     async def _run(self, num_bytes: int, work: Callable[[], R]) -> R:
-        """Run a statement in the thread of the file. `num_bytes`: what it writes, beside a few."""
+        """Run `work` in the file's thread. num_bytes: about the bytes that it writes."""
 
         def told() -> R:
             with self._told():
@@ -190,7 +190,9 @@ class DocumentRegistry:
         return await asyncio.get_running_loop().run_in_executor(self._thread, told)
 
     def _with_room(self, num_bytes: int, work: Callable[[], R]) -> R:
-        """Run `work`, which leaves nothing when it raises. If the disk is full, evict chunks and run it once more."""
+        """Run `work`, which must change nothing if it raises. If the disk is full, evict chunks and run it once
+        more.
+        """
         try:
             return work()
         except sqlite3.OperationalError as error:
@@ -243,7 +245,7 @@ class DocumentRegistry:
             return entry
 
     def _note_chunks(self, owner: str, document_id: str, chunks: Sequence[NamedChunk]) -> None:
-        """Note the chunks that a document has under one salt together, so that the first tells of all."""
+        """Note a document's chunks with one salt, all together; if the first is known, all are."""
         if not chunks:
             return
         known = (
@@ -261,10 +263,12 @@ class DocumentRegistry:
         )
 
     def _make_room(self, owner: str, num_bytes: int) -> None:
-        """Make room for one more by evicting what is not kept. Raises RegistryFull; then nothing has changed."""
+        """Make room for one more document by evicting those that are not kept. Raises RegistryFull, changing
+        nothing.
+        """
         most, mib = self._max_documents, self._limit_bytes / 2**20
         mine = self._number("SELECT count(*) FROM documents WHERE owner = ?", owner)
-        for left in range(mine, most - 1, -1):  # more than one too many: the limit was higher before
+        for left in range(mine, most - 1, -1):  # more than one may be too many, if the limit was higher before
             if not self._give_up_oldest("owner = ? AND", owner):
                 raise RegistryFull(
                     f"this key has {left} documents, at most {most} (documents.max_documents); delete one"
@@ -300,7 +304,7 @@ class DocumentRegistry:
         return found
 
     def _note_use(self, document_id: str, now: float) -> None:
-        """Note a use if the disk takes it; reading goes on without."""
+        """Note a use of a document; a failure to write it is only logged."""
         try:
             self._file.execute("UPDATE documents SET used = ? WHERE id = ?", (now, document_id))
         except sqlite3.Error as error:
@@ -326,7 +330,7 @@ class DocumentRegistry:
                 return None
             unnamed = self._file.execute(_UNNAMED, number).fetchall()
             self._file.execute("DELETE FROM documents WHERE number = ?", number)
-        with suppress(sqlite3.Error):  # the file shrinks another time
+        with suppress(sqlite3.Error):  # else the file shrinks later
             self._file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return [NamedChunk(tokens.hex(), num_tokens, salt) for tokens, num_tokens, salt in unnamed]
 
