@@ -1,7 +1,7 @@
 """`tandem chat`: a conversation with a running server, in the terminal. Any OpenAI-compatible server will do.
 
-Ctrl-C stops the answer and not the program; closing the stream frees its request on the server. The part of the answer
-that had come stays in the conversation. If nothing had come, the question is taken back.
+Ctrl-C stops the answer and not the program; closing the stream frees its request on the server. A partial answer stays
+in the conversation. If there is none yet, the question is removed from it.
 """
 
 import json
@@ -22,15 +22,12 @@ CONNECT_SECONDS = 10.0
 
 
 class ChatError(Exception):
-    """Report in one line that the server cannot be reached, or refused."""
+    """The server cannot be reached, or refused; the message is one line."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Hold the messages so far, and the settings of every request.
-
-    `document`: a text that goes with the next question.
-    """
+    """The messages so far, and the settings of every request. document: a text to send with the next question."""
 
     url: str
     model: str
@@ -123,8 +120,9 @@ def stream_events(conversation: Conversation) -> Iterator[dict[str, Any]]:
 
 
 def stream_answer(conversation: Conversation, console: Console) -> None:
-    """Request the next answer, print it as it comes, append it to the conversation, and print its figures. Ctrl-C ends
-    it early; where nothing has come yet, the question is taken back.
+    """Request the next answer, print it as it arrives, append it to the conversation, and print its figures.
+
+    Ctrl-C ends it early; if nothing has arrived by then, the question is removed from the conversation.
     """
     pieces: list[str] = []
     usage: dict[str, Any] = {}
@@ -158,7 +156,7 @@ def stream_answer(conversation: Conversation, console: Console) -> None:
 
 
 def describe_answer(usage: dict[str, Any], first_s: float | None, seconds: float) -> str:
-    """Return one line of what an answer took: tokens, if the server counted them for us, and seconds."""
+    """Describe in one line what an answer took: tokens, if the server reported them, and seconds."""
     told = []
     if usage:
         details = usage.get("prompt_tokens_details") or {}
@@ -173,7 +171,7 @@ def describe_answer(usage: dict[str, Any], first_s: float | None, seconds: float
 
 
 def describe_cached(details: dict[str, Any]) -> str:
-    """Return how many tokens of a prompt were cached, and where, if the server says so."""
+    """Describe how many tokens of a prompt were cached, and where, if the server reports that."""
     places = {"card": "on the card", "host": "in host memory", "disk": "on disk"}
     by_place = {place: number for place, number in (details.get("cached_tokens_from") or {}).items() if number}
     told = f"{details.get('cached_tokens') or 0:,} of them cached"
@@ -194,8 +192,9 @@ def read_document(path: Path) -> str:
 
 
 def ask(conversation: Conversation, question: str, console: Console) -> None:
-    """Print the answer to a question, which the document comes in front of if there is one. A question that the server
-    refused is taken back before ChatError goes on.
+    """Ask a question, with the document before it, if there is one, and print the answer.
+
+    If the server refuses, the question is removed from the conversation before ChatError is raised.
     """
     document = conversation.document
     content = question if document is None else f"{document}\n\n{question}"

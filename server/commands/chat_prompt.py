@@ -83,7 +83,7 @@ def choose_profile(conversation: Conversation, argument: str) -> str:
 class Command:
     usage: str
     what: str
-    run: Callable[[Conversation, str], str]  # of what stands behind the name; returns what is told
+    run: Callable[[Conversation, str], str]  # gets the text after the command's name; returns what to print
 
 
 COMMANDS = {

@@ -33,12 +33,12 @@ app = typer.Typer(no_args_is_help=True, help="Documents of a running server.")
 
 
 class DocumentsError(Exception):
-    """Report in one line that the server cannot be reached, or that documents were not added or deleted."""
+    """The server cannot be reached, or documents were not added or deleted; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Hold the result for one file: the server's document, or why there is none."""
+    """The result for one file: the server's document, or why there is none."""
 
     path: Path
     document: dict[str, Any] | None
@@ -52,7 +52,7 @@ def add(
     api_key: Key = None,
     at_once: Annotated[int, typer.Option(min=1, max=64, help="files on their way at a time")] = 4,
 ) -> None:
-    """Store files as documents, and their keys and values ahead of the chats that name them; prints their ids."""
+    """Store files as documents, compute their keys and values before chats name them, and print their ids."""
     root = _root_of(url, api_key)
     notes = Console(stderr=True)
     added: list[Added] = []
@@ -98,7 +98,7 @@ def delete(
     url: Url = DEFAULT_URL,
     api_key: Key = None,
 ) -> None:
-    """Delete documents, and what is stored of them alone; prints the ids of those that are gone."""
+    """Delete documents, with stored keys and values that no other has; prints the ids of deleted ones."""
     if bool(ids) == everything:
         raise DocumentsError("documents: name the ids to delete, or --all, and not both")
     root = _root_of(url, api_key)

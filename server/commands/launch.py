@@ -1,6 +1,6 @@
-"""`tandem launch`: start a coding agent against a running server, with what it must know in its environment.
+"""`tandem launch`: start a coding agent that uses a running server, configured by its environment.
 
-No file of the person's is read or written: each agent takes all of it from variables and arguments.
+None of the user's files is read or written: agents get all settings from variables and arguments.
 """
 
 import json
@@ -18,7 +18,7 @@ _ANSWER_SHARE = 4  # of a context, a fourth is for an answer at most
 
 
 class LaunchError(Exception):
-    """Report in one line that an agent cannot be started."""
+    """An agent cannot be started; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Target:
 
     @property
     def answer_tokens(self) -> int:
-        """Return the longest answer that an agent asks for beside a prompt."""
+        """Return the longest answer that an agent should ask for, which leaves room for its prompt."""
         most = self.context_tokens or _ANSWER_SHARE * _MOST_ANSWER_TOKENS
         return min(_MOST_ANSWER_TOKENS, most // _ANSWER_SHARE)
 
@@ -49,7 +49,7 @@ class Launch:
     variables: Mapping[str, str]
 
     def as_text(self) -> str:
-        """Return it as lines for a shell."""
+        """Return the command and its variables as lines for a shell."""
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self.variables.items()]
         return "\n".join([*exports, shlex.join(self.command)])
 

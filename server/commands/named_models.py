@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FittingModel:
-    """Hold a model and the longest context that the plan finds room for; None: it does not fit, as `why_not` says."""
+    """A model and the longest context that the plan has room for; None: it does not fit, for the reason `why_not`."""
 
     model: "CachedModel"
     context_tokens: int | None
@@ -32,10 +32,9 @@ class FittingModel:
 
 
 def open_deployments(config: Path, is_offline: bool) -> tuple[Deployment, ...]:
-    """Return the deployment of a file or folder, those of a file with several models, or that of a model's name on the
-    hub. What `model.path` names there is fetched first.
+    """Return the deployments of a file, which may have several models, or that of a folder or of a model on the hub.
 
-    Raises ConfigError and HubError.
+    Models that `model.path` names on the hub are fetched first. Raises ConfigError and HubError.
     """
     if is_on_hub(config):
         return (_fetched(Deployment(model=ModelConfig(path=config)), is_offline),)
@@ -45,7 +44,7 @@ def open_deployments(config: Path, is_offline: bool) -> tuple[Deployment, ...]:
 
 
 def _fetched(deployment: Deployment, is_offline: bool) -> Deployment:
-    """Return the deployment with its model's path where the model is, which the hub's name may stand for."""
+    """Return the deployment with `model.path` replaced by the fetched model's folder or file, if it names the hub."""
     path = deployment.model.path
     if path is None or not is_on_hub(path):
         return deployment

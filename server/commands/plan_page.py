@@ -54,11 +54,10 @@ def describe_plan(plan: ResolvedPlan) -> dict[str, Any]:
 
 
 def describe_token(plan: ResolvedPlan) -> dict[str, int]:
-    """Return the bytes of one token of a context, all layers, by place.
+    """Return the bytes of one token of a context in all layers, by place.
 
-    `device`: in resident pages. `windows`: beside them, while a layer with a window sees the token. Of an offloaded
-    token: `device_dense` for the layers that stay on the device, and `host` with its hash tables, `host_unsampled`
-    without.
+    `device`: in resident pages. `windows`: besides, while a layer with a window sees the token. For an offloaded token:
+    `device_dense` for the layers that stay on the device, `host` with its hash tables, and `host_unsampled` without.
     """
     memory, shape = plan.memory, plan.architecture
     layer = shape.rows_of_head * shape.num_kv_heads * row_bytes(memory.kv, shape.dim, shape.latent is not None)
@@ -78,11 +77,11 @@ def describe_token(plan: ResolvedPlan) -> dict[str, int]:
 
 
 def describe_host(plan: ResolvedPlan) -> dict[str, Any] | None:
-    """Return where a long context's tokens lie, and the host bytes of one by how it is read; None without a host tier.
+    """Return where a long context's tokens lie, and its host bytes by how it is read; None without a host tier.
 
-    `longest_bytes`: of the longest context where it is sampled; `longest_table_bytes`: of these for hash tables
-    (MagicPIG, arXiv 2410.16179, Table 7). `on_card`: by length, the tokens of a context that stay on a device of its
-    own.
+    `longest_bytes`: of the longest context if it is sampled. `longest_table_bytes`: the part of these that is hash
+    tables (MagicPIG, arXiv 2410.16179, Table 7). `on_card`: by length, the tokens of a context that stay on the device
+    if it is alone there.
     """
     memory, host = plan.memory, plan.deployment.host
     if host is None:
@@ -108,7 +107,7 @@ def describe_host(plan: ResolvedPlan) -> dict[str, Any] | None:
 
 
 def describe_disk(plan: ResolvedPlan) -> dict[str, Any] | None:
-    """Return what is kept on disk: where, how many bytes, and tokens of contexts; None where nothing is."""
+    """Return what is kept on disk: the folder, its bytes, and the tokens of contexts; None without a disk."""
     disk, memory = plan.deployment.disk, plan.memory
     if disk is None:
         return None
@@ -123,7 +122,7 @@ def describe_disk(plan: ResolvedPlan) -> dict[str, Any] | None:
 
 
 def describe_profiles(plan: ResolvedPlan) -> dict[str, dict[str, Any]]:
-    """Return what each profile is made of, and its longest prompt and answer when nothing else runs."""
+    """Return the parts of each profile, and its most tokens of prompt and answer when nothing else runs."""
     host = plan.deployment.host
     capacity = plan_capacity(plan.memory, None if host is None else _demand(plan).tier_shape)
     return {

@@ -72,10 +72,9 @@ def require_weights(folder: Path) -> None:
 
 
 def require_tensors(model: ModelConfig, drafts: bool = False) -> None:
-    """Check that the files' headers list the tensors that the model's configuration asks for, and those of the head
-    where that `drafts`. Raises ModelError.
+    """Check that the files' headers list all tensors of the model, with those of the draft head if it `drafts`.
 
-    Loading begins with the same check. It needs torch, so a child process makes it.
+    Loading begins with the same check. It needs torch, so a child process makes it. Raises ModelError.
     """
     if model.path is None:
         return

@@ -1,7 +1,7 @@
 """Print what `tandem serve` does while it starts: a line for each stage with its seconds, and last a request to try.
 
-On a terminal the stage under way has a line of its own that moves; elsewhere a line every few seconds says how far it
-is.
+On a terminal, the current stage has a line of its own that is updated. Elsewhere a line every few seconds reports its
+progress.
 """
 
 import json
@@ -40,8 +40,8 @@ _WIDTH = 44
 
 
 class StartPage:
-    """Print the stages of a start. Use `stage` for work of the caller and `show` for what the server reports. Leaving
-    the context ends the moving line.
+    """Prints the stages of a start. Use `stage` for work of the caller and `show` for events of the server. Leaving the
+    context ends the line that is updated.
     """
 
     def __init__(self, console: Console, began_s: float) -> None:

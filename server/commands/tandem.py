@@ -1,8 +1,8 @@
-"""The command `tandem`. Reads arguments, calls what does the work, and turns the world's errors into one line.
+"""The command `tandem`: read arguments, run the command, and turn expected errors into one line.
 
-Groups of other packages (`bench`, `eval`) are found through entry points, so that nothing here imports a package above
-it. Each command imports what does its work when it runs, so that `--version` and `--help` are quick. Exit status: 0, 1
-with `error: ...` on stderr, 2 for wrong arguments.
+Command groups of other packages (`bench`, `eval`) are found through entry points, so that nothing here imports a
+package above it. Each command imports its modules when it runs, so that `--version` and `--help` are quick. Exit
+status: 0; 1 with `error: ...` on stderr; 2 for wrong arguments.
 """
 
 import json
@@ -38,7 +38,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of ta
 
 
 def main() -> None:
-    """Run the command line; the world's errors end it with one line and status 1."""
+    """Run the command line; an expected error ends it with one line and status 1."""
     load_groups(sys.argv[1] if len(sys.argv) > 1 else "--help")
     try:
         app(prog_name="tandem")
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def world_errors() -> tuple[type[Exception], ...]:
-    """Return the errors whose message is all that the user needs: what commands and the packages below them raise."""
+    """Return the expected error types, whose message is all that the user needs."""
     from gpu.memory.plan import PlanError
     from gpu.model.architecture import ModelError
     from gpu.profiles import ProfileError
@@ -80,14 +80,14 @@ def take_options(
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="print the version and end")
     ] = False,
 ) -> None:
-    """Take the options of the program itself; each does its work when it is read."""
+    """Declare the program's own options; each acts when it is parsed."""
 
 
 def load_groups(first: str) -> None:
-    """Add the groups that the first argument may mean, once each: the group of that name, none where it is a command of
-    this file or `--version`, else all (`--help` lists them, and so does a name that nobody knows).
+    """Add the command groups that the first argument may mean, each once.
 
-    Groups of the packages above this one are whatever the entry points `tandem.commands` name.
+    That is the group with this name, or none for a command of this file and `--version`, else all groups (`--help` and
+    unknown names list them). Groups of other packages are the entry points in `tandem.commands`.
     """
     documents = EntryPoint("documents", "server.commands.document_commands:app", "tandem.commands")
     groups = [documents, *entry_points(group="tandem.commands")]
@@ -131,7 +131,7 @@ def serve(
 def _serve(
     config: Path, host: str | None, port: int | None, offline: bool, began_s: float, ahead: "HeadStart"
 ) -> str | None:
-    """Serve with an engine process that reads its libraries meanwhile. Returns why it could not, or not go on."""
+    """Serve, with an engine process that imports its libraries meanwhile. Returns the reason of a failure, or None."""
     from rich.console import Console
 
     from server.commands.named_models import open_deployments

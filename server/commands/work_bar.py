@@ -1,4 +1,4 @@
-"""A bar for work under way: appears with the first report, disappears with the work. Only on a terminal."""
+"""A progress bar, which appears with the first report and disappears with the end of the work. Only on a terminal."""
 
 from types import TracebackType
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 
 class WorkBar:
-    """Show progress: `show` moves the bar, `close` removes it, both any number of times. `unit` is what is counted."""
+    """A progress bar: `show` updates it and `close` removes it, both any number of times. unit: what is counted."""
 
     def __init__(self, unit: str, console: Console) -> None:
         self._progress = Progress(

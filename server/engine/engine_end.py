@@ -1,4 +1,4 @@
-"""Wait for an engine that was told to exit, as long as it writes contexts, and say when it is killed."""
+"""Wait for an engine that was told to exit, as long as it writes contexts, and decide when it is killed."""
 
 import asyncio
 import math
@@ -13,7 +13,7 @@ _LOOK_S = 0.1
 
 
 class EngineEnd:
-    """The end of one engine. `writing`: its last words of what it writes; None: it has said nothing of it."""
+    """The end of one engine. writing: its last report of its writes; None: it has sent none."""
 
     def __init__(self, quiet_s: float, most_write_s: float) -> None:
         """`quiet_s`: until it exits, or says that it writes. `most_write_s`: that it may write."""
@@ -28,7 +28,7 @@ class EngineEnd:
         return min(self._quiet_until_s, self._by_s)
 
     def note(self, writing: Writing) -> None:
-        """Take the engine's words; it has more time if it has written something since the last."""
+        """Take a report of writes; it gives the engine more time if something was written since the last."""
         if writing != self.writing:
             self.writing, self._quiet_until_s = writing, time.monotonic() + WRITE_PATIENCE_S
 
@@ -47,7 +47,7 @@ class EngineEnd:
 
 
 def describe_writing(end: EngineEnd | None) -> str:
-    """Return what an engine that ends is doing, in a few words; "": nothing that takes long."""
+    """Describe in a few words what an ending engine does; "": nothing that takes long."""
     if end is None or end.writing is None:
         return ""
     left = end.writing.num_left_bytes / 2**20

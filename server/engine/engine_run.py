@@ -23,15 +23,15 @@ _LAST_WORDS_S = 0.2  # a message sent just before the process ended may still be
 
 
 class EngineGone(Exception):
-    """Report that the engine process cannot be reached."""
+    """The engine process cannot be reached."""
 
 
 class EngineStartError(Exception):
-    """Report in one line that the engine process cannot be given sockets."""
+    """The sockets of an engine process cannot be made; the message is one line."""
 
 
 class EngineProcess:
-    """Run one engine process: `start`, `send`, iterate `messages` until the process is gone, then `close`."""
+    """One engine process. Call `start`, `send`, iterate over `messages` until the process is gone, then `close`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class EngineProcess:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the process, unless it runs already, and hand it what it is to serve. Raises OSError."""
+        """Start the process, unless it runs already, and send it its configuration. Raises OSError."""
         if self._process is None:
             self._process = run_engine(self._command, self.folder)
         self._ended = asyncio.get_running_loop().create_future()
@@ -81,14 +81,14 @@ class EngineProcess:
         await asyncio.to_thread(_hand_over, self._process, self._start_json)  # which it reads behind its libraries
 
     def send(self, message: ToEngine) -> None:
-        """Send a message without blocking. Raises EngineGone if nobody is at the other end."""
+        """Send a message without blocking. Raises EngineGone if the other end is gone."""
         try:
             self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise EngineGone(f"engine process: cannot be reached ({error})") from None
 
     async def messages(self) -> AsyncIterator[FromEngine]:
-        """Yield everything the process says, until it has ended and its last words are read."""
+        """Yield all messages of the process, until it has ended and its last message is read."""
         assert self._ended is not None
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
@@ -147,7 +147,7 @@ class EngineProcess:
 
 
 def _watch(process: subprocess.Popen[bytes], ended: "asyncio.Future[int]") -> None:
-    """Wait for a process, and tell its loop of the status."""
+    """Wait for a process, and set the future to its exit status."""
     code = process.wait()
 
     def tell() -> None:

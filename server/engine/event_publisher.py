@@ -1,11 +1,12 @@
-"""Publish cache events over ZeroMQ as vLLM does, and send those again that somebody has missed.
+"""Publish cache events over ZeroMQ as vLLM does, and send missed events again on request.
 
 A message is (topic, sequence number, batch). Each model has a topic, whose numbers begin at 0 and have no gaps, so a
-subscriber sees what it has missed. It asks for it at the replay address with the first number that it wants; for
-several models, with the topic behind that. It gets (number, batch) of each that is kept, and (-1, nothing) at the end.
+subscriber notices missed messages. It asks for them at the replay address with the first number that it wants, and, if
+there are several models, with the topic after that. It gets (number, batch) of each message that is still kept, and
+(-1, nothing) at the end.
 
-A thread has the sockets. Nobody waits for it: where it is behind by MOST_QUEUED messages, the next ones are not
-published but only kept, and counted. Replays are sent in pieces, between which what is new goes out.
+A thread owns the sockets. Callers do not wait for it: if it is behind by MOST_QUEUED messages, further ones are only
+kept for replays, and counted. Replays are sent in pieces, and new messages in between.
 """
 
 import threading
@@ -29,12 +30,12 @@ _MIB = 2**20
 
 
 class EventsError(Exception):
-    """Report in one line that an address of the events cannot be used."""
+    """An address of the events cannot be used; the message is one line."""
 
 
 @dataclass(slots=True)
 class _Queue:
-    """Messages on their way to the thread, each with its topic and number. is_told: the thread is about to look."""
+    """Messages for the thread, each with its topic and number. is_told: the thread was already woken."""
 
     messages: deque[tuple[Topic, int, CacheChanges]] = field(default_factory=deque)
     num_bytes: int = 0
@@ -46,7 +47,7 @@ class _Queue:
 
 
 class EventPublisher:
-    """The sockets of a server's events, and the thread that has them. Raises EventsError."""
+    """The sockets of a server's events, and the thread that owns them. Raises EventsError."""
 
     def __init__(self, config: EventsConfig) -> None:
         self._config = config
@@ -75,16 +76,16 @@ class EventPublisher:
     def add_model(
         self, model: str, adapters: Sequence[AdapterTag], count_dropped: Callable[[], None]
     ) -> Callable[[CacheChanges], None]:
-        """Return what publishes a model's events; it is called from one thread and does not wait.
+        """Return a function that publishes a model's events; only one thread may call it, and it does not block.
 
-        adapters: by their numbers, from 1 on. count_dropped: is told of each message that is not published.
+        adapters: by number, from 1 on. count_dropped: called for each message that is not published.
         """
         topic = Topic(self._config.topic_of(model).encode(), tuple(adapters), count_dropped)
         self._topics.append(topic)
         return lambda message: self._publish(topic, message)
 
     def close(self) -> None:
-        """Publish what is queued, and give the addresses back."""
+        """Publish what is queued, and free the addresses."""
         self._is_closing = True
         self._wake.send(b"")
         self._thread.join()
@@ -108,7 +109,7 @@ class EventPublisher:
             topic.count_dropped()
 
     def _trim(self) -> None:
-        """Let the oldest messages go of the model that keeps the most, until there is room for all."""
+        """Drop the oldest messages of the model that keeps the most, until all fit."""
         while sum(topic.num_bytes for topic in self._topics) > self._most_bytes:
             longest = max((topic for topic in self._topics if len(topic.kept) > 1), key=_num_bytes, default=None)
             if longest is None:

@@ -1,6 +1,6 @@
-"""Keep the last cache events of each model, and send them again to who asks.
+"""Keep the last cache events of each model, and send them again to peers that ask.
 
-A replay goes out in pieces, as fast as its peer reads. One that does not read for PATIENCE_SECONDS gets no more.
+A replay is sent in pieces, as fast as its peer reads. A peer that does not read for PATIENCE_SECONDS gets no more.
 """
 
 import threading
@@ -25,7 +25,7 @@ _RETRY_MS = 5
 
 @dataclass(eq=False, slots=True)
 class Topic:
-    """One model's events: `kept` are the last ones, of `num_bytes`, the first of which has the number `first`."""
+    """One model's events. kept: the last ones. num_bytes: their size. first: the number of the first of them."""
 
     name: bytes
     adapters: Sequence[AdapterTag]
@@ -62,9 +62,9 @@ class _Replay:
 
 
 class Replays:
-    """The replays under way, one a peer at most: who asks while it is answered has its answer already.
+    """The running replays, at most one for each peer: a second request during one is ignored.
 
-    lock: of what the topics keep.
+    lock: protects what the topics keep.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", topics: Sequence[Topic], lock: threading.Lock) -> None:
@@ -78,7 +78,7 @@ class Replays:
 
     @property
     def wait_ms(self) -> int | None:
-        """Return how long a replay may wait until it is sent on; None: there is none."""
+        """Return how long the thread may wait before it continues a replay; None: there is none."""
         if not self._under_way:
             return None
         return 0 if self._has_sent else _RETRY_MS
@@ -95,7 +95,7 @@ class Replays:
             return
         topic, begin = topics[0], int.from_bytes(asked[0], "big")
         with self._lock:
-            begin = topic.first if begin > topic.next else begin  # it was told of an earlier server's events
+            begin = topic.first if begin > topic.next else begin  # a number from an earlier server
             self._under_way[identity] = _Replay(topic, begin, topic.next, time.monotonic())
         self._has_sent = True
 

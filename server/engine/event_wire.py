@@ -1,6 +1,6 @@
-"""Write cache events as vLLM does: MessagePack arrays, each event with its name in front.
+"""Encode cache events as vLLM does: MessagePack arrays, each event with its name first.
 
-Fields as in `vllm/distributed/kv_events.py` before it wrote maps, in their order: routers read them by position.
+Fields have the order of `vllm/distributed/kv_events.py` before it wrote maps, since routers read them by position.
 """
 
 from array import array
@@ -14,14 +14,14 @@ from scheduler.block_changes import BlockChange, BlocksCleared, BlocksRemoved, B
 
 @dataclass(frozen=True, slots=True)
 class AdapterTag:
-    """An adapter's name, and the salt of its blocks where a request has none."""
+    """An adapter's name, and the salt of its blocks if the request has none."""
 
     name: str
     salt: str
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Blocks in a row, from `parent_block_hash` on, that a medium has now. token_ids: of all; none: not known."""
+    """Consecutive blocks, after `parent_block_hash`, that a medium has now. token_ids: of all; []: unknown."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -52,18 +52,18 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode_batch(message: CacheChanges, adapters: Sequence[AdapterTag]) -> bytes:
-    """Return a batch as it is published; adapters: by their numbers, from 1 on."""
+    """Encode a batch for publication. adapters: by number, from 1 on."""
     events = [_event(change, adapters) for change in message.changes]
     return _ENCODER.encode(KVEventBatch(message.time_s, events))
 
 
 def cleared(time_s: float) -> CacheChanges:
-    """Return what is told when an engine is gone, with all that it had."""
+    """Return the message that an engine is gone, with all of its blocks."""
     return CacheChanges(time_s, [BlocksCleared()])
 
 
 def block_hash(digest: bytes) -> int:
-    """Return a block's hash of 64 bits, which is how vLLM publishes them unless told otherwise."""
+    """Return a block's 64-bit hash, in the form that vLLM publishes by default."""
     return int.from_bytes(digest[-8:], "big")
 
 

@@ -1,7 +1,7 @@
 """Start an engine process before it is known what it will serve, so that it imports its libraries meanwhile.
 
-These take longer than all that the API process does before it hands over the plan. With several models that take turns,
-another process waits for the next one while a model is served. Imports nothing but Python's own modules.
+The imports take longer than all that the API process does before it sends the plan. With several models that take
+turns, another process waits to load the next one while a model is served. Imports only Python's standard library.
 """
 
 import os
@@ -28,13 +28,14 @@ def make_folder() -> str:
 
 
 def addresses_in(folder: str) -> tuple[str, str]:
-    """Return where an engine listens for requests, and where it sends replies to."""
+    """Return the addresses where an engine receives requests, and where it sends replies."""
     return f"ipc://{folder}/requests", f"ipc://{folder}/replies"
 
 
 def run_engine(command: Sequence[str], folder: str) -> subprocess.Popen[bytes]:
-    """Run an engine, which reads what it is to serve from its standard input, and ends with this process. A session of
-    its own keeps a terminal's Ctrl-C from it. Raises OSError.
+    """Run an engine, which reads its configuration from standard input, and ends with this process.
+
+    It has a session of its own, so that a terminal's Ctrl-C does not reach it. Raises OSError.
     """
     return subprocess.Popen(
         [*command, *addresses_in(folder), str(os.getpid())],
@@ -45,8 +46,8 @@ def run_engine(command: Sequence[str], folder: str) -> subprocess.Popen[bytes]:
 
 
 class HeadStart:
-    """An engine that has read its libraries and waits for who takes it, in a folder with its sockets. It is killed at
-    the context's end if nobody took it. `renew` may be called from any thread.
+    """An engine that has imported its libraries and waits to be taken, with a folder for its sockets. It is killed at
+    the context's end if it was not taken. Any thread may call `renew`.
     """
 
     def __init__(self, command: Sequence[str] = ENGINE_COMMAND) -> None:
@@ -68,12 +69,12 @@ class HeadStart:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether an engine waits, or did when it was last looked at."""
+        """Return whether an engine waits, as of the last check."""
         return self._waiting is not None
 
     def renew(self) -> None:
-        """Start another engine in place of one that was taken or has ended. Where none can be run, there is none to
-        take, and the supervisor's own try says why.
+        """Start another engine if the last one was taken or has ended. If that fails, there is none to take, and the
+        supervisor's own attempt reports the reason.
         """
         with self._lock:
             if self._is_over or self._is_there():
@@ -100,7 +101,7 @@ class HeadStart:
             self._lock.release()
 
     def _is_there(self) -> bool:
-        """Return whether an engine waits. One that has ended, of itself or killed from outside, leaves nothing."""
+        """Return whether an engine waits; the folder of one that has ended is removed."""
         if self._waiting is not None and self._waiting[0].poll() is not None:
             self._drop()
         return self._waiting is not None

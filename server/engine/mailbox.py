@@ -11,17 +11,17 @@ from scheduler.messages import Delta, Progress
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Mark a tick of the keepalive clock."""
+    """A tick of the keepalive clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
-    """Mark that the client closed its connection."""
+    """The client has closed its connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLost:
-    """Mark that the requests will never be answered; `message` is for the client, `code` as in ApiError."""
+    """The requests will never be answered. message: for the client. code: as in ApiError."""
 
     message: str
     code: str
@@ -29,14 +29,14 @@ class EngineLost:
 
 @dataclass(frozen=True, slots=True)
 class TimeUp:
-    """Mark that the call's time limit has passed."""
+    """The call's time limit has passed."""
 
 
 Mail = Delta | Progress | Tick | ClientGone | EngineLost | TimeUp
 
 
 class Mailbox:
-    """Queue what concerns one call, for one reader; `put` from the event loop's thread only."""
+    """The queue of one call's events, with one reader. Only the event loop's thread may call `put`."""
 
     def __init__(self) -> None:
         self._mail: list[Mail] = []

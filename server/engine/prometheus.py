@@ -1,4 +1,4 @@
-"""What /metrics shows: the engine's numbers (`stat_metrics`), and what this process counts itself. One registry per
+"""The metrics of /metrics: the engine's numbers (`stat_metrics`), and the counts of this process. One registry per
 application.
 """
 
@@ -72,7 +72,7 @@ class Metrics:
 
     @property
     def latest(self) -> Stats | None:
-        """Return what the engine reported last; None: nothing yet, or it is gone."""
+        """Return the engine's last report; None: there is none yet, or the engine is gone."""
         return self._stats.latest
 
     def take(self, stats: Stats) -> None:
@@ -94,16 +94,16 @@ class Metrics:
             counter.inc(figures.get(name, 0))
 
     def count_left_out(self, pattern: str, num_found: int) -> None:
-        """Count what a pattern of `server.left_out` found."""
+        """Count the matches of a pattern of `server.left_out`."""
         self._left_out.labels(pattern).inc(num_found)
 
     def count_turn(self, parted: str, num_lost: int) -> None:
-        """Count a turn, and how much of the one before it cannot be used."""
+        """Count a turn, and the tokens of the turn before it that cannot be reused."""
         self._turns.labels(parted).inc()
         self._turn_tokens.labels(parted).inc(num_lost)
 
     def show_more(self, collector: Collector) -> None:
-        """Show what another collector has, too."""
+        """Show the metrics of another collector as well."""
         self._registry.register(collector)
 
     def collect(self) -> Iterable[Metric]:

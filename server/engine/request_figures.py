@@ -19,9 +19,10 @@ def find_figures() -> dict[str, RequestFigure]:
 
 @cache
 def figure_names(of_prompt: bool) -> dict[str, bool]:
-    """Return the names of figures of prompts, or of answers, and whether all answers have them: a method's are told
-    only where it ran. Figures of cached places, of passed-over starts and of what is computed again are not among
-    them, since they are shown together. Cached, since methods are found by reading a folder, and every answer asks.
+    """Return the names of the figures of prompts or of answers, and whether every answer has the figure.
+
+    An answer has a method's figures only if the method ran. Figures about caching are not included, since `usage` shows
+    them in a group. The result is cached: methods are found by reading a folder, and every answer needs the names.
     """
     of_methods = list_figures()
     of_places = {messages.cached_figure(place) for place in messages.CACHED_FROM}

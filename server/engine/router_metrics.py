@@ -11,9 +11,9 @@ from scheduler.messages import Stats
 
 
 class RouterMetrics(Collector):
-    """Collect a model's gauges from what its engine reported last (`latest`); 0 while there is no engine.
+    """Collects a model's gauges from its engine's last report (`latest`); 0 while there is no engine.
 
-    adapters: names by their numbers, from 1 on. has_prefixes: whether prefixes are kept. num_load_waits: how many
+    adapters: names by number, from 1 on. has_prefixes: whether prefixes are cached. num_load_waits: returns how many
     requests wait for the model to be loaded.
     """
 
@@ -59,7 +59,7 @@ class RouterMetrics(Collector):
         return gauge
 
     def _adapters_info(self, stats: Stats | None) -> Metric:
-        """Return the adapters in use as labels; the value is the time, since of several samples the last one counts."""
+        """Return the adapters in use as labels. The value is the time, since routers read the newest sample."""
         waiting, running = (
             ",".join(self._adapters[number - 1] for number in numbers)
             for numbers in ((stats.waiting_adapters, stats.running_adapters) if stats else ([], []))

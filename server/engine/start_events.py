@@ -1,4 +1,4 @@
-"""Define the events of a start, for whoever shows them to a person."""
+"""The events of a server's start, which are shown to a person."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from scheduler.messages import Ready
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Announce that the API listens, though the model still loads.
+    """The API listens; the model may still load.
 
     path: of a request that generates text.
-    model: its name.
-    needs_key: whether a request wants a bearer key.
+    model: the model's name.
+    needs_key: whether requests need a bearer key.
     has_page: whether there is a page at `/`.
     """
 
@@ -25,7 +25,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Name a stage of the engine's start, and how far it is, in [0, 1]."""
+    """A stage of the engine's start, and its progress in [0, 1]."""
 
     name: str
     fraction: float

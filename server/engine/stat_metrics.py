@@ -1,6 +1,6 @@
-"""The numbers of the engine's `Stats` as metrics: one table says each one's name and description.
+"""The numbers of the engine's `Stats` as metrics. One table has the name and description of each.
 
-Counters of `Stats` start at zero with each engine process; here they only ever grow.
+Counters of `Stats` start at zero with each engine process; the metrics only grow.
 """
 
 from collections.abc import Mapping
@@ -143,8 +143,8 @@ COUNTERS: Table = {
 
 
 class StatMetrics:
-    """The metrics of `Stats`, of what methods count, and of what turns wrote. latest: what the engine reported last;
-    None: it has reported nothing, or is gone.
+    """The metrics of `Stats`, of methods' counters, and of bytes written by turns. latest: the engine's last report;
+    None: there is none yet, or the engine is gone.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -195,7 +195,7 @@ class StatMetrics:
                     child.inc(now - then)
 
     def _method_metric(self, name: str) -> Gauge | Counter:
-        """Return the metric of a method's counter, which is there from its first report on."""
+        """Return the metric of a method's counter; the first report makes it."""
         if name not in self._methods:
             one = self._method_counters[name]
             self._methods[name] = (Gauge if one.is_gauge else Counter)(

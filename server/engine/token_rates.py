@@ -26,7 +26,7 @@ class TokenRates:
         return list(self._counts)
 
     def per_second(self) -> float:
-        """Return the rate of the last ten to twenty seconds: of the last step that is over, and the one that is not."""
+        """Return the rate of the last ten to twenty seconds: the last complete step, and the current one."""
         self._move_on()
         return sum(list(self._counts)[-2:]) / (STEP_SECONDS + self._clock() % STEP_SECONDS)
 

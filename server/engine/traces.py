@@ -1,9 +1,9 @@
 """Export traces of calls with OpenTelemetry, whose library comes with the extra `otel`.
 
-Names are those of the semantic conventions for generative AI (`gen_ai.*`), which are not stable yet; our own begin with
-`tandem.`. A call is one span, behind the caller's where a `traceparent` came with it. Inside are the stages of each of
-its sequences: `queue`, `prefill`, `decode`. Spans are made once the call has ended, and a thread of the library exports
-them; where it is behind, it drops some.
+Names follow the semantic conventions for generative AI (`gen_ai.*`), which are not stable yet; our own begin with
+`tandem.`. A call is one span, a child of the caller's span if the request has a `traceparent`. Its children are the
+stages of each sequence: `queue`, `prefill`, `decode`. Spans are made once the call has ended, and a thread of the
+library exports them; if it falls behind, it drops some.
 """
 
 import os
@@ -31,15 +31,15 @@ _SHUTDOWN_SECONDS = 5.0  # for the last spans to be exported
 
 @dataclass(slots=True)
 class Origin:
-    """Where the request under way comes from: the headers that say whose span is in front of its own, and when it
-    arrived, `time.monotonic()` seconds; None once a call has begun then.
+    """The origin of the current request: headers that name its parent span, and its arrival in `time.monotonic()`
+    seconds; None once a call has used it.
     """
 
     carrier: Mapping[str, str] = field(default_factory=dict)
     arrival_s: float | None = None
 
     def begin(self, now: float) -> float:
-        """Return when a call began: the request's first one as the request arrived, others now."""
+        """Return when a call began: for a request's first call when the request arrived, for others now."""
         begin_s, self.arrival_s = self.arrival_s, None
         return now if begin_s is None else begin_s
 
@@ -51,7 +51,7 @@ Attributes = Mapping[str, AttributeValue]
 
 
 class TracesError(Exception):
-    """Report in one line why traces that are asked for cannot be exported."""
+    """Configured traces cannot be exported; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class CallSpan:
-    """A call that has ended. error: what it failed with; "": nothing."""
+    """A call that has ended. error: why it failed; "": it did not."""
 
     whole: Stage
     stages: Sequence[Stage]
@@ -75,7 +75,7 @@ class CallSpan:
 
 
 class Traces:
-    """The spans of calls, which a provider exports."""
+    """Makes the spans of calls, which a provider exports."""
 
     def __init__(self, provider: "TracerProvider") -> None:
         self._provider = provider
@@ -115,8 +115,9 @@ class Traces:
 
 
 def open_traces(config: TracingConfig | None, environment: Mapping[str, str] = os.environ) -> Traces | None:
-    """Return what exports traces where the section or a variable OTEL_EXPORTER_OTLP_ENDPOINT asks for it, and no
-    variable turns them off. Raises TracesError.
+    """Open the export of traces, if the section or the variable OTEL_EXPORTER_OTLP_ENDPOINT turns it on.
+
+    Returns None if not, or if a variable turns traces off. Raises TracesError.
     """
     asked = "server.tracing" if config is not None else _asking_variable(environment)
     if asked is None or environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -149,8 +150,8 @@ def open_traces(config: TracingConfig | None, environment: Mapping[str, str] = o
 
 
 def read_carrier(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that name the span which this request continues. A `tracestate` that is too long is left out,
-    as W3C Trace Context allows.
+    """Return the headers that name the request's parent span. A too long `tracestate` is left out, as W3C Trace Context
+    allows.
     """
     found = {name: headers[name] for name in (_PARENT, _STATE) if name in headers}
     if len(found.get(_STATE, "")) > _LONGEST_STATE:
@@ -165,7 +166,7 @@ def _asking_variable(environment: Mapping[str, str]) -> str | None:
 
 
 def _address(config: TracingConfig | None) -> str | None:
-    """Return where spans are sent; None: where the library's own variables say, or its default."""
+    """Return the address for spans; None: from the library's own variables, or its default."""
     if config is None or config.endpoint is None:
         return None
     has_path = urlsplit(config.endpoint).path not in ("", "/")

@@ -1,4 +1,4 @@
-"""Show the bytes that turns wrote to the disk in `/metrics`, added up over the engine's processes."""
+"""Show in `/metrics` the bytes that turns wrote to disk, summed over the engine's processes."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate

@@ -15,7 +15,7 @@ TIME_LIMIT = "time_limit"
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """Hold a token with its logprob (None: the first of a prompt) and the offset of its text, in characters."""
+    """A token with its logprob (None: the first of a prompt) and the offset of its text, in characters."""
 
     token_id: int
     logprob: Logprob | None
@@ -24,10 +24,10 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """Hold what became certain: text, its tokens, and at the end the finish reason.
+    """The part of an answer that became certain: text, its tokens, and at the end the finish reason.
 
-    `parts`: the text as parts of a message; without a reader, content alone. `token_ids`: the counted tokens, whether
-    their text is certain or not.
+    parts: the text as parts of a message; without a reader, all is content. token_ids: the counted tokens, even if
+    their text is not certain yet.
     """
 
     text: str
@@ -38,13 +38,13 @@ class AnswerPiece:
 
 
 class Choice:
-    """Feed it the deltas of one engine request; it gives pieces. The offsets count from the start of its own text.
+    """One choice of an answer: turns the deltas of one engine request into pieces. Offsets count from its own start.
 
-    The stop token that ended it is counted and has an entry, but no text. After a stop string, tokens that lie at or
-    behind it have no entry either: nothing of a stop string leaves the server. Where it `keeps_stop`, both are text
-    (special tokens have none), and what lies behind is cut. A stop string that begins in the first `min_tokens` tokens
-    is plain text. A reader sees the special tokens that the text lacks; it may finish the choice, and an answer with
-    calls ends as `tool_calls` where it ended by itself.
+    The stop token that ended it is counted and has an entry, but no text. A stop string, and all tokens from there on,
+    have no entries, since nothing of a stop string leaves the server. With `keeps_stop`, the stop token or string is
+    part of the text (special tokens have none), and what follows is cut. A stop string that begins in the first
+    `min_tokens` tokens is plain text. A reader also sees special tokens, which the text lacks. It may finish the
+    choice. An answer with calls that ended by itself has the finish reason `tool_calls`.
     """
 
     def __init__(
@@ -78,7 +78,11 @@ class Choice:
         return (self._matcher.matched or None) if self._matcher is not None else None
 
     def feed(self, delta: Delta) -> AnswerPiece:
-        """Stop strings may finish it before the engine does; then `finish_reason` is set and the caller cancels."""
+        """Take a delta and return the next piece.
+
+        If a stop string or the reader ends the choice before the engine does, `finish_reason` is set, and the caller
+        cancels the request.
+        """
         if delta.num_cached_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
         num_accepted = self.figures.get(ACCEPTED, 0)
@@ -115,7 +119,7 @@ class Choice:
         return AnswerPiece(text, entries, None, parts, token_ids)
 
     def _cut_drafts(self, most_accepted: int) -> None:
-        """Count drafted tokens behind the answer's end as rejected."""
+        """Count drafted tokens after the answer's end as rejected."""
         num_behind = self.figures.get(ACCEPTED, 0) - most_accepted
         if num_behind > 0:
             self.figures[ACCEPTED] -= num_behind

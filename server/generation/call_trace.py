@@ -1,4 +1,4 @@
-"""What a call's trace is made of: the times of its sequences, and what was asked and answered, as attributes."""
+"""The content of a call's trace: the times of its sequences, and attributes of the request and the answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,7 @@ _TEXT_KINDS = ("cmpl", "slot")
 
 @dataclass(frozen=True, slots=True)
 class CallFacts:
-    """What is known of a call when it arrives. kind: the prefix of its id; profile: the one that attends to its
-    prompts.
-    """
+    """What is known of a call when it arrives. kind: the prefix of its id. profile: its attention profile."""
 
     kind: str
     body: GenerationBody
@@ -64,14 +62,14 @@ class CallTrace:
         times.begun_s = now if times.begun_s is None else times.begun_s
 
     def observe(self, index: int, delta: Delta, now: float) -> None:
-        """Note what a message tells of a sequence's times."""
+        """Note the times of a sequence that a message reports."""
         times = self._times[index]
         times.queue = delta.queue_seconds if times.queue is None else times.queue
         times.prefill = delta.prefill_seconds if times.prefill is None else times.prefill
         times.ended_s = now
 
     def record(self, generation: "Generation", now: float, error: str) -> None:
-        """Record a call that is over; error: what it failed with; "": nothing."""
+        """Record a finished call. error: why it failed; "": it did not."""
         attributes = _attributes(self._facts, generation)
         operation = attributes["gen_ai.operation.name"]
         whole = Stage(f"{operation} {attributes['gen_ai.request.model']}", self._begin_s, now, attributes)
@@ -80,7 +78,7 @@ class CallTrace:
         self._traces.record(CallSpan(whole, stages, error, self._carrier))
 
     def _stages(self, generation: "Generation", index: int, now: float) -> Sequence[Stage]:
-        """Return what a sequence that the engine accepted went through, up to `now`."""
+        """Return the stages of a sequence that the engine accepted, up to `now`."""
         times, choice = self._times[index], generation.choices[index]
         shared = {"tandem.choice": index} if len(self._times) > 1 else {}
         if times.queue is None or times.prefill is None or times.ended_s is None:
@@ -102,7 +100,7 @@ class CallTrace:
         return stages
 
     def _stages_begun(self, times: _Times, now: float, shared: Attributes) -> Sequence[Stage]:
-        """Return the stages of a sequence that ended before the engine told its times."""
+        """Return the stages of a sequence that ended before the engine reported its times."""
         begun_s = now if times.begun_s is None else times.begun_s
         queue = Stage("queue", self._queued_s, begun_s, shared)
         return (queue,) if times.begun_s is None else (queue, Stage("prefill", begun_s, now, shared))

@@ -1,7 +1,4 @@
-"""A generation as a stream: chunks, signs of life, progress, and an end or an error.
-
-It is of server-sent events, or of lines of JSON.
-"""
+"""A generation as a stream of server-sent events or lines of JSON: chunks, keepalives, progress, an end or an error."""
 
 import asyncio
 import time
@@ -28,26 +25,27 @@ _KEEPALIVE = b": keepalive\n\n"
 
 class Shape(Protocol):
     def chunk(self, update: Update) -> bytes:
-        """Return the events or lines for one update; empty if there is nothing to say yet."""
+        """Return the events or lines for one update; empty if there is nothing to send yet."""
 
     def progress_chunk(self, progress: Progress, seconds: float) -> bytes: ...
 
     def begin(self) -> bytes:
-        """Return what a stream opens with, before anything is generated."""
+        """Return the beginning of a stream, before anything is generated."""
 
     def end(self) -> bytes:
-        """Return what a whole stream ends with."""
+        """Return the end of a complete stream."""
 
     def error(self, error: ApiError) -> bytes:
-        """Return what a stream that failed ends with."""
+        """Return the end of a stream that failed."""
 
     def whole(self, gathered: Sequence[list[Update]]) -> bytes: ...
 
 
 class EventStream(Response):
-    """Answer 200 at once, and send what goes wrong afterwards as an event. Always closes the generation.
+    """A response that begins with status 200 at once, and sends later errors as events. It always closes the
+    generation.
 
-    `idle_line`: a line that says nothing, if the shape writes lines of JSON.
+    idle_line: an empty line for keepalives, if the stream has lines of JSON.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class EventStream(Response):
                 self._timer.cancel()
 
     async def _run(self, send: Send) -> bytes:
-        """Send all but the last piece, which it returns."""
+        """Send all pieces but the last, and return that."""
         generation, shape = self._generation, self._shape
         try:
             while True:
@@ -112,7 +110,7 @@ class EventStream(Response):
             return shape.error(error)
 
     def _progress(self, progress: Progress) -> bytes:
-        """Return a chunk of progress, at most once in `progress_seconds` for a choice."""
+        """Return a chunk that reports progress, at most once in `progress_seconds` for each choice."""
         now = time.monotonic()
         index = self._generation.progress_index(progress)
         if not self._with_progress or now - self._last_progress_s[index] < self._progress_s:
@@ -121,7 +119,7 @@ class EventStream(Response):
         return self._shape.progress_chunk(progress, now - self._began_s)
 
     def _tick(self) -> None:
-        """Check whether the stream has been silent for too long; runs once in a keepalive, not once a token."""
+        """Check whether the stream has been silent for too long; runs once for each keepalive, not for each token."""
         left_s = self._last_sent_s + self._keepalive_s - time.monotonic()
         if left_s <= 0:
             self._generation.mailbox.put(Tick())
@@ -141,10 +139,10 @@ async def watched(receive: Receive, generation: Generation) -> AsyncIterator[Non
 
 
 async def watch_disconnect(receive: Receive, generation: Generation) -> None:
-    """Cancel in the engine the moment the connection closes, even while a send is waiting.
+    """Cancel in the engine as soon as the connection closes, even while a send is waiting.
 
-    Other wake-ups come from a client that has closed its sending half: a stream then says something, which tells
-    whether anybody reads.
+    Other wake-ups mean that the client has closed its sending half. The stream then sends something, to find out
+    whether the client still reads.
     """
     while (await receive())["type"] != "http.disconnect":
         generation.mailbox.put(Tick())

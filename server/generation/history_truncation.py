@@ -1,6 +1,6 @@
 """Drop the oldest turns of a chat whose prompt is longer than the context.
 
-Instructions at the front stay, and so does the last question. A call is dropped with its results.
+The first instructions and the last question stay. A call is dropped together with its results.
 """
 
 import msgspec
@@ -18,9 +18,9 @@ _INSTRUCTIONS = ("system", "developer")
 
 
 async def kept_messages(service: Service, body: ChatBody, limits: Ready) -> list[int]:
-    """Return the places of the messages that stay, in order: all, or as many of the last as leave room for the answer.
+    """Return the indices of the messages that stay, in order: all, or the last ones that leave room for the answer.
 
-    Where not even the last question fits with the instructions, all stay, and the prompt is refused as any other.
+    If not even the last question fits with the instructions, all stay, and the prompt is refused as usual.
     """
     everything = list(range(len(body.messages)))
     most = context_of(body, limits) - (body.max_completion_tokens or body.max_tokens or 1)
@@ -41,8 +41,8 @@ async def kept_messages(service: Service, body: ChatBody, limits: Ready) -> list
 
 
 def list_cuts(messages: list[Message]) -> list[list[int]]:
-    """Return ever shorter choices of messages, each by its places: without the first turns, and then without the first
-    answers to the last question.
+    """Return ever shorter selections of messages, as indices: first without the oldest turns, and then without the
+    first answers to the last question.
     """
     num_front = 0
     while num_front < len(messages) and messages[num_front].role in _INSTRUCTIONS:

@@ -1,7 +1,7 @@
-"""Find out which session a request belongs to: clients say so in many ways, and none of them changes an answer.
+"""Find out which session a request belongs to. Clients name it in several ways; none of them changes the answer.
 
-A session is what a person or an agent works at: its conversation, and those of the agents that it starts. What is kept
-of one that waits is not evicted for others of the same session.
+A session is one piece of work of a person or an agent: its conversation, and those of the agents that it starts. The
+cache of a waiting conversation is not evicted for others of the same session.
 """
 
 import json
@@ -16,14 +16,14 @@ _IN_USER_ID = re.compile(r"_session_([0-9a-zA-Z-]+)$")  # Claude Code's, before 
 
 
 def find_session(headers: Mapping[str, str], body: GenerationBody) -> str:
-    """Return the name of a request's session, "" if it has none: from a header, or from the body's fields."""
+    """Return the name of a request's session, from a header or the body's fields; "" if it has none."""
     named = [headers.get(name) for name in HEADERS]
     found = next(filter(None, [*named, body.prompt_cache_key, body.session_id]), "")
     return found[:MOST_CHARS]
 
 
 def session_in_user_id(user_id: str) -> str:
-    """Return the session in the `metadata.user_id` of a request to `/v1/messages`; all of it where none is marked."""
+    """Return the session in the `metadata.user_id` of a request to `/v1/messages`; the whole id if none is marked."""
     try:
         tree = json.loads(user_id)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Choose how long one API call may take: the least of what its body, its header and the deployment allow."""
+"""Choose the time limit of one API call: the least of the limits of its body, its header and the deployment."""
 
 import re
 
@@ -13,7 +13,7 @@ _SECONDS = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def choose_limit(headers: Headers, asked: float | None, most: float | None) -> float | None:
-    """Return seconds, or None without a limit. Raises ApiError 400 for a header that is no number of seconds."""
+    """Return the limit in seconds; None: no limit. Raises ApiError 400 if the header is not a number of seconds."""
     given = headers.get(TIME_HEADER)
     if given is not None and (_SECONDS.fullmatch(given) is None or not 0 < float(given) <= MOST_SECONDS):
         raise invalid(TIME_HEADER, f"got {given[:40]!r}, wanted seconds, above 0 to {MOST_SECONDS}")

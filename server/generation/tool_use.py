@@ -38,11 +38,11 @@ from server.text.model_tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Hold the tools of a chat.
+    """How a chat uses tools.
 
-    names: tools of which at least one must be called; empty if none must.
+    names: tools of which at least one must be called; empty: none must.
     strict: tools whose schemas are always enforced.
-    has_form: an answer without calls has a form.
+    has_form: an answer without calls must have a form.
     places: the index of each tool in the request, by name.
     """
 
@@ -74,7 +74,7 @@ def choose_tools(body: ChatBody, conversation: Conversation) -> ToolUse:
 
 
 def make_reader(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], MessageReader | None]:
-    """Return what makes a reader for each answer to the prompt."""
+    """Return a function that makes the reader of an answer to the prompt."""
     answer_format = _format_of(service, use)
     if answer_format is None or not (use.tools or answer_format.reasoning or answer_format.is_own):
         return lambda: None
@@ -83,11 +83,10 @@ def make_reader(service: Service, use: ToolUse, prompt: Prompt) -> Callable[[], 
 
 
 async def constrain_answer(service: Service, body: ChatBody, use: ToolUse, prompt: Prompt) -> str:
-    """Return the grammar of an answer that must call, has a form, or may call a strict tool; "" without one.
+    """Return the grammar of an answer that must call, has a form, or may call a strict tool; "" for other answers.
 
-    A form holds for what follows the reasoning; an answer that may call instead is calls, or has the form. With
-    neither, content is free, and a call in it is constrained where a schema can be enforced in the model's syntax of
-    calls.
+    A form applies to what follows the reasoning. If calls are allowed too, the answer is either calls or has the form.
+    With neither, content is free, and a call in it is constrained if the model's syntax of calls can enforce a schema.
     """
     form = "" if use.names else await form_grammar_of(service, body)  # a call that must come is no answer in a form
     is_free = not use.names and not form
@@ -140,7 +139,7 @@ async def constrain_answer(service: Service, body: ChatBody, use: ToolUse, promp
 def _constrain_tools(use: ToolUse, syntax: CallSyntax, tokenizer: Tokenizer) -> list[tuple[str, ConstrainedArguments]]:
     """Return the tools that may be called, and the grammar of their arguments. Raises ApiError 400.
 
-    Arguments follow their schemas where a call must come, or where the tool is strict; others are any object.
+    Arguments follow their schemas if a call is required or the tool is strict; else they are any object.
     """
     tools = []
     any_object = schema_in_lark("tools", {"type": "object"})
@@ -188,10 +187,9 @@ def _constrain_members(
 def _constrain_values(
     param: str, name: str, tools: Tools | None, keys: tuple[str, ...]
 ) -> tuple[ConstrainedValue, ...]:
-    """Return the grammar of a strict tool's values between tags: JSON of each one's schema, one of its texts, or any
-    text.
+    """Return the grammar of a strict tool's values between tags. Raises ApiError 400.
 
-    Raises ApiError 400.
+    Each value is JSON of its schema, one of its allowed texts, or any text.
     """
     assert tools is not None
     root = tools.parameters[name]
@@ -211,7 +209,7 @@ def _constrain_values(
 
 
 def _format_of(service: Service, use: ToolUse) -> AnswerFormat | None:
-    """Return the deployment's answer format; where a call must come, one in which a grammar can enforce its schema."""
+    """Return the deployment's answer format; if a call is required, one in which a grammar can enforce its schema."""
     if use.names:
         return constrainable_format(service.answer_format)
     return service.answer_format
