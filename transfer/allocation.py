@@ -1,4 +1,4 @@
-"""Tensors of stated arrays."""
+"""Allocate tensors for array specs (`transfer.arrays`)."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def allocate_all(specs: Mapping[str, ArraySpec], device: torch.device) -> dict[s
 
 
 def allocate_empty(spec: ArraySpec, device: torch.device) -> Tensor:
-    """Return a tensor whose numbers mean nothing yet."""
+    """Return a tensor with uninitialised numbers."""
     return torch.empty(spec.shape, dtype=dtype_of(spec), device=device)
 
 

@@ -1,4 +1,4 @@
-"""Shapes and types of arrays before they are allocated, for who plans and who allocates. No torch."""
+"""Shapes and types of arrays, shared by the code that allocates them and the plans that count them. No torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ DTYPE_BYTES = {
     "uint8": 1, "bool": 1,
 }  # fmt: skip
 FLOATS = {2: "bfloat16", 4: "float32", 8: "float64"}
-"""Types that compute, by the bytes of a number."""
+"""Floating types by the bytes of a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """dtype: its name in torch."""
+    """The shape and type of an array. dtype: its name in torch."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -24,7 +24,7 @@ class ArraySpec:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def times(self, *sizes: int) -> "ArraySpec":
-        """Return the spec of so many of these, with axes of `sizes` in front."""
+        """Return the spec with axes of `sizes` added in front."""
         return ArraySpec((*sizes, *self.shape), self.dtype)
 
 

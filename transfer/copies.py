@@ -1,8 +1,7 @@
 """Run copies beside the computation: a stream down to the host, one up from it, and the events between them.
 
-Work on a side stream begins after what the computing stream was given before it, and the computing stream waits for a
-side stream only where it is told to. On the CPU there are no streams: work is done when the call returns, and no wait
-blocks.
+Work on a side stream begins after the earlier work of the computing stream. The computing stream waits for a side
+stream only if it is told to. On the CPU there are no streams: work is done when the call returns, and no wait blocks.
 """
 
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ class _Passed:
 
 
 PASSED: Event = _Passed()
-"""Nothing to wait for."""
+"""An event with nothing to wait for."""
 
 
 class Streams:
@@ -65,7 +64,7 @@ class Streams:
             torch.cuda.current_stream(self.down.device).wait_event(event)
 
     def keep(self, tensors: tuple[Tensor, ...], stream: torch.cuda.Stream | None) -> None:
-        """Keep memory of `tensors` from being reused before `stream` has passed its work so far."""
+        """Keep the memory of `tensors` from being reused before `stream` has done its work so far."""
         if stream is not None:
             for tensor in tensors:
                 tensor.record_stream(stream)

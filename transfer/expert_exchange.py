@@ -1,8 +1,8 @@
 """Hold a decode step's tokens for the experts that the CPU computes, and describe these experts.
 
-A host request is one layer of a step, all its rows. As in `transfer.exchange.Handshake`, a row's flag is written after
-the row's request, and `answered` after all rows of the answer. Experts that are not in host memory (NOT_HERE, or no
-valid number) add nothing.
+A host request has all rows of one layer of a step. As in `transfer.exchange.Handshake`, a row's flag is written after
+the row's request, and `answered` after all rows of the answer. Experts that are not in host memory (NOT_HERE, or an
+invalid number) add nothing.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from transfer.host_tier import Answered
 from transfer.model_constants import ExpertActivation
 from transfer.slot_shape import ANSWERED, expert_row_arrays
 
-NOT_HERE = -1  # in place of an expert's number
-LAYER, ROWS, HOST_REQUEST_COLUMNS = 0, 1, 2  # of a table of host requests
+NOT_HERE = -1  # in place of the number of an expert that is not in host memory
+LAYER, ROWS, HOST_REQUEST_COLUMNS = 0, 1, 2  # columns of a table of host requests
 
 
 @dataclass(slots=True, kw_only=True)
 class ExpertSlot(Handshake):
-    """Host memory that the device reads and writes (pinned where it is CUDA).
+    """A step's requests for experts, in host memory that is pinned if the device is CUDA.
 
-    hidden: float32 `[max_rows, hidden]`, behind the layer's norm.
-    experts: int32 `[max_rows, per_token]`, numbers of experts among the layer's in host memory, or NOT_HERE.
-    shares: float32 `[max_rows, per_token]`, their weights.
+    hidden: float32 `[max_rows, hidden]`, after the layer's norm.
+    experts: int32 `[max_rows, per_token]`, indices among the layer's experts in host memory, or NOT_HERE.
+    shares: float32 `[max_rows, per_token]`, the experts' routing weights.
     out: float32 `[max_rows, hidden]`, for each row the weighted sum of its experts' results.
     """
 
@@ -51,15 +51,17 @@ def new_expert_slot(max_rows: int, hidden: int, per_token: int, device: torch.de
 class PackedRows:
     """A packed matrix, in the layout of GPU kernels, contiguous.
 
-    Units of 16 words hold runs of 32 columns, one for each two places of a word: word w has columns 2 w and 2 w + 1 of
-    run p in its lower and its upper half, at the bits from `p * bits` on. Number `q` is `(q - zero) * scale`, zero in
-    the middle where none are stored; of FP8 (e4m3) the number of its byte times the scale, of FP4 (e2m1) that of its
-    four bits; where there are runs `q * d * scale - least * offset`.
+    Units of 16 words hold runs of 32 columns: word w has columns 2 w and 2 w + 1 of run p in its lower and its upper
+    half, at the bits from `p * bits` on. An integer `q` means `(q - zero) * scale`, with zero in the middle of the
+    range if none are stored. FP8 (e4m3) and FP4 (e2m1) mean their number times the scale. With runs, `q` means
+    `q * d * scale - least * offset`.
 
-    inner: columns; group: columns of a scale; row_block: rows that share scales. words int32 `[rows, words]`; scales
-    bfloat16, float16 or float32, of FP4 also uint8 exponents (e8m0), `[ceil(rows / row_block), ceil(inner / group)]`;
-    zeros uint8 of that shape, or None; runs int32 `[rows, inner / run]`, the float16 bits of d below those of least, or
-    None: scales are then int16, of signed bytes a scale below an offset.
+    inner: columns. group: columns that share a scale. row_block: rows that share scales.
+    words: int32 `[rows, words]`.
+    scales: `[ceil(rows / row_block), ceil(inner / group)]` in bfloat16, float16 or float32; of FP4 also uint8 exponents
+        (e8m0). With runs they are int16: a scale in the lower and an offset in the upper signed byte.
+    zeros: uint8 of the shape of scales, or None.
+    runs: int32 `[rows, inner / run]`, the float16 bits of d below those of least; or None.
     """
 
     number: Literal["int4", "int8", "fp8", "fp4"]
@@ -78,12 +80,14 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerExperts:
-    """Experts of a layer in host memory, bfloat16 or float32, contiguous, or packed.
+    """Experts of a layer in host memory: packed, or contiguous in bfloat16 or float32.
 
-    gate_up `[count * 2 * intermediate, hidden]`, of each its gate first; down `[count * hidden, intermediate]`. biases:
-    float32, one a row of either, or None. activation: SiLU, or gpt-oss's: of a gate of at most CLAMPED_LIMIT and an up
-    within it `gate * sigmoid(CLAMPED_GAIN * gate) * (up + 1)`. in_integers: rows of few bits are multiplied in
-    integers, if they are of a kind that is (`transfer.matrix_rows.is_in_integers`).
+    gate_up: `[count * 2 * intermediate, hidden]`, for each expert its gate first.
+    down: `[count * hidden, intermediate]`.
+    gate_up_bias, down_bias: float32, one for each row, or None.
+    activation: SiLU, or gpt-oss's: `gate * sigmoid(CLAMPED_GAIN * gate) * (up + 1)`, with gate at most CLAMPED_LIMIT
+        and up clamped to +-CLAMPED_LIMIT.
+    in_integers: multiply packed rows in integers where their format allows it (`transfer.matrix_rows.is_in_integers`).
     """
 
     count: int
@@ -104,23 +108,23 @@ class LayerExperts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRequests:
-    """The requests of a step, in order: int64 `[requests, HOST_REQUEST_COLUMNS]`, layer and number of rows of each."""
+    """The host requests of a step, in order. table: int64 `[requests, HOST_REQUEST_COLUMNS]`, layer and row count."""
 
     table: np.ndarray
 
     def give_up(self) -> None:
-        """Do nothing: nothing is held for a step that will not be finished."""
+        """Do nothing: an unfinished step holds nothing here."""
 
 
 @dataclass(slots=True)
 class ExpertCounts:
     """Sums over all host requests.
 
-    experts: that were read, each once a host request.
-    pairs: of a row and an expert.
-    wait_s: for the device.
-    compute_s: from a host request's arrival to its answer.
-    bytes_read: of matrices.
+    experts: experts that were read; each counts once in a host request.
+    pairs: pairs of a row and an expert.
+    wait_s: time spent waiting for the device.
+    compute_s: time from a host request's arrival to its answer.
+    bytes_read: bytes of matrices.
     """
 
     host_requests: int = 0
@@ -132,20 +136,21 @@ class ExpertCounts:
 
 
 class ExpertWorker(Protocol):
-    """Computes the host requests of one slot, for one thread of callers at a time. Results do not depend on the number
-    of threads.
+    """Computes the host requests of one slot. One thread calls it at a time. Results do not depend on the number of
+    threads that compute.
     """
 
     @property
     def counts(self) -> ExpertCounts: ...
 
     def answer(self, parts: Sequence[tuple[Any, Any]]) -> Answered:
-        """Answer all host requests of a step: one pair of `ExpertRequests` and the slot, whose current host request is
-        the first, and afterwards the last. Raises ExchangeError if the device sends none.
+        """Answer all host requests of a step. parts: one pair of `ExpertRequests` and the slot. The slot's current host
+        request is the first one before the call, and the last one after it. Raises ExchangeError if the device does not
+        send one in time.
         """
 
 
 class OpenExperts(Protocol):
-    """Makes a worker. layers: of a model, None where nothing is computed here."""
+    """Makes a worker. layers: by layer of the model, its experts in host memory; None: the layer has none."""
 
     def __call__(self, layers: Sequence[LayerExperts | None], max_rows: int, per_token: int) -> ExpertWorker: ...

@@ -1,8 +1,8 @@
-"""Define the settings of the host tier (where offloaded KV lives, what the device keeps, how the CPU samples) and of
+"""Define the settings of the host tier (where offloaded KV is kept, what the device keeps, how the CPU samples) and of
 documents.
 
-Both sides of the tier read them: the device keeps sink, window and dense layers, the CPU holds the rest. Documents'
-keys and values are kept on disk, for any prompt that names them.
+Both sides of the tier read them: the device keeps sink, window and dense layers, and host memory holds the rest.
+Documents' keys and values are stored on disk, for any prompt that names them.
 """
 
 import os
@@ -14,37 +14,37 @@ from pydantic import Field, model_validator
 from transfer.settings_model import Settings
 
 MAX_BITS_PER_TABLE = 16  # codes are uint16
-LEAST_AHEAD_BYTES = 2**30  # of chunks that are computed before they are on disk, whatever is kept of them in memory
-_DOCUMENTS_SHARE = 1 / 16  # of host memory, where nobody says, for chunks used last
+LEAST_AHEAD_BYTES = 2**30  # for chunks that are computed and not on disk yet, at least
+_DOCUMENTS_SHARE = 1 / 16  # of host memory by default, for the chunks used last
 _MOST_DOCUMENTS_BYTES = 2**33
 
 
 class ErrorsConfig(Settings):
-    """How errors of sampled answers are handled."""
+    """How estimated errors of sampled answers are handled."""
 
     bound: float = Field(
         0.25,
         gt=0,
-        description="answers whose error, of log mass or as a share of the output's length, is beyond this are counted",
+        description="answers with a larger error, of the log mass or relative to the output's length, are counted",
     )
     epsilon: float | None = Field(
-        None, gt=0, description="a head whose answers would have a larger error is read in full; default: none is"
+        None, gt=0, description="heads whose answers would have a larger error read all keys; default: no head does"
     )
     audit_steps: int = Field(
-        256, ge=2, description="with `epsilon`: a head is read in full every so many steps, to know what it would have"
+        256, ge=2, description="with `epsilon`: every so many steps a head reads all keys, to measure its error"
     )
     full_share: float = Field(
-        0.05, ge=0, le=1, description="with `epsilon`: of a context's heads, the most that are read in full beyond that"
+        0.05, ge=0, le=1, description="with `epsilon`: most heads of a context that read all keys beyond audits"
     )
 
 
 class SampledConfig(Settings):
-    """LSH sampling, MagicPIG section 4; paper: K = bits_per_table, L = num_tables."""
+    """LSH sampling (MagicPIG, section 4). The paper's K is bits_per_table, its L is num_tables."""
 
     bits_per_table: int = Field(10, ge=1, le=MAX_BITS_PER_TABLE, description="bits of a SimHash code (the paper's K)")
-    num_tables: int = Field(150, ge=2, le=512, description="hash tables a KV head (the paper's L)")
+    num_tables: int = Field(150, ge=2, le=512, description="hash tables for each KV head (the paper's L)")
     errors: ErrorsConfig | None = Field(
-        None, description="with this, each answer's standard error is estimated, of its log mass and of its output"
+        None, description="estimate the standard errors of each answer's log mass and output; default: no estimates"
     )
 
 
@@ -55,25 +55,25 @@ class HostConfig(Settings):
     threads: int | None = Field(None, gt=0, description="CPU threads of attention; default: physical cores")
     rows: Literal["bfloat16", "int8", "int4"] = Field(
         "bfloat16",
-        description="how offloaded keys and values are kept; `int4`: 32 dimensions have one scale and one offset each",
+        description="format of offloaded keys and values; `int4`: each 32 dimensions have one scale and one offset",
     )
     sink_tokens: int = Field(4, ge=1, description="first tokens, kept on the device; rounded up to whole pages")
     window_tokens: int = Field(64, ge=1, description="last tokens, kept on the device; rounded up to whole pages")
     dense_layers: tuple[int, ...] | None = Field(
-        None, description="layers whose KV stays on the device, whole; default: 0 and half the depth"
+        None, description="layers whose whole KV stays on the device; default: layer 0 and the one at half the depth"
     )
     link_share: float | None = Field(
         None,
         ge=0,
         le=0.9,
-        description="of the tokens that attention reads in full in host memory, what the card reads "
-        "over the link while the CPU reads the rest; default: by rates measured at the start, 0 without a card",
+        description="share of fully read tokens in host memory that the card reads over the link while the CPU reads "
+        "the rest; default: by rates measured at the start, 0 without a card",
     )
-    resident_tokens: int = Field(8192, ge=0, description="a context up to this stays on the device and is exact")
+    resident_tokens: int = Field(8192, ge=0, description="contexts of up to so many tokens stay on the device, exact")
     residency: Literal["adaptive", "fixed"] = Field(
         "adaptive",
-        description="what is written to host memory stays on the device as well while nobody needs its pages "
-        "(`adaptive`: what is read where depends on the load), or leaves at once (`fixed`: same prompt, same answer)",
+        description="`adaptive`: offloaded tokens also stay on the device until other requests need their pages, so "
+        "where they are read depends on the load. `fixed`: they leave at once, so the same prompt has the same answer",
     )
     sampled: SampledConfig = SampledConfig()
 
@@ -81,7 +81,7 @@ class HostConfig(Settings):
     def check_link(self) -> "HostConfig":
         if self.rows == "int4" and self.link_share:
             raise ValueError(
-                f"link_share: got {self.link_share} beside rows: int4, which only the CPU reads; wanted 0, or int8 rows"
+                f"link_share: got {self.link_share} with rows: int4, which only the CPU reads; wanted 0, or int8 rows"
             )
         return self
 
@@ -90,54 +90,61 @@ PolicyName = Literal["a3", "random", "pie", "vanilla"]
 
 
 class DocumentsConfig(Settings):
-    """Documents over HTTP: their texts, and their keys and values, computed once, kept on disk and in memory.
+    """Documents over HTTP: their texts, and their keys and values, which are computed once and kept on disk and in
+    memory.
 
-    A deployment without this section refuses them. Servers may share a folder.
+    A deployment without this section refuses documents. Servers may share a folder.
     """
 
-    folder: Path | None = Field(None, description="on a fast disk; default: tandem/chunks in the user's cache folder")
+    folder: Path | None = Field(
+        None, description="folder on a fast disk; default: tandem/chunks in the user's cache folder"
+    )
     chunk_tokens: int = Field(
         512,
         ge=16,
         le=65536,
-        description="of a chunk, the unit that is stored; it ends with a sentence where one is near",
+        description="tokens of a chunk, the unit that is stored; it ends with a sentence where one is near",
     )
     policy: PolicyName = Field(
         "a3",
-        description="which tokens of a prompt are computed again where it reuses documents; requests may say another. "
-        "`a3`: those that the question attends to. `random`: drawn ones. `pie`: none. `vanilla`: all",
+        description="which tokens of a prompt with documents are computed again; requests may override it. `a3`: those "
+        "that the question attends to. `random`: randomly drawn ones. `pie`: none. `vanilla`: all",
     )
-    ratio: float = Field(0.15, ge=0, le=1, description="of a prompt's tokens, computed again; requests may say another")
+    ratio: float = Field(
+        0.15, ge=0, le=1, description="share of a prompt's tokens that is computed again; requests may override it"
+    )
     select_layer: int = Field(
         5,
         ge=1,
-        description="in which the tokens are chosen, of `a3` and `random`; the layers before compute all "
-        "(requests may say another). The paper chooses in 1, where the reference model's question does not look at "
-        "what it asks for yet",
+        description="layer in which `a3` and `random` choose the tokens; earlier layers compute all (requests may "
+        "override it). The paper chooses in layer 1, where the reference model's question does not attend to the "
+        "answer yet",
     )
     seam_tokens: int = Field(
         1,
         ge=0,
-        description="first tokens of each chunk that are always computed again, of `a3` and `random`; "
-        "counted to `ratio` (requests may say another). The first token of a chunk that was computed alone draws "
-        "attention as the first token of a text does; 0, as in the paper, leaves it as it was",
+        description="first tokens of each chunk that `a3` and `random` always compute again; they count towards "
+        "`ratio` (requests may override it). The first token of a chunk that was computed alone attracts attention as "
+        "the first token of a text does; 0, as in the paper, leaves that as it is",
     )
-    max_documents: int = Field(10_000, ge=1, description="of one API key; one more is refused")
-    texts_limit_mib: float = Field(1024.0, gt=0, description="of all documents' texts; one more is refused")
-    disk_limit_gib: float = Field(64.0, gt=0, description="of all models in the folder; the least recently used go")
+    max_documents: int = Field(10_000, ge=1, description="most documents of one API key; further ones are refused")
+    texts_limit_mib: float = Field(1024.0, gt=0, description="limit of all documents' texts; further ones are refused")
+    disk_limit_gib: float = Field(
+        64.0, gt=0, description="limit of all models' files in the folder; the least recently used are evicted"
+    )
     memory_limit_gib: float | None = Field(
         None,
         ge=0,
-        description="of host memory for the last used ones, beside `host`'s own; for as much again, 1 GiB at least, "
-        "new ones are computed before they are on disk; default: a sixteenth of the host's, 8 at most",
+        description="host memory for the chunks used last, beside that of `host`. As much again, at least 1 GiB, holds "
+        "new chunks until they are on disk. Default: a sixteenth of the host's memory, at most 8 GiB",
     )
     rows: Literal["bfloat16", "float32", "int8"] = Field(
-        "bfloat16", description="how keys and values are kept; int8: with a scale for each token and KV head"
+        "bfloat16", description="format of stored keys and values; int8: with a scale for each token and KV head"
     )
-    threads: int = Field(4, ge=1, le=64, description="layers that are read from the disk at a time")
+    threads: int = Field(4, ge=1, le=64, description="how many layers are read from disk at a time")
 
     def memory_bytes(self, host_bytes: int) -> int:
-        """Return the bytes for chunks used last, on a host with so much memory."""
+        """Return the bytes for the chunks used last, on a host with `host_bytes` of memory."""
         if self.memory_limit_gib is not None:
             return int(self.memory_limit_gib * 2**30)
         return min(_MOST_DOCUMENTS_BYTES, int(host_bytes * _DOCUMENTS_SHARE))

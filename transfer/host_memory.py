@@ -1,7 +1,7 @@
 """Count the bytes of offloaded tokens in host memory: rows, hash tables and their offsets, to the byte. No torch.
 
-The memory plan, admission and the store all count by these functions. A layer of a segment is one slab, with the size
-of its class.
+The memory plan, admission and the store all count with these functions. A layer of a segment is one slab; slabs come in
+size classes.
 """
 
 from dataclasses import dataclass, replace
@@ -10,14 +10,14 @@ from itertools import pairwise
 from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
-SEGMENT_TOKENS = 65_536  # at most in a segment: entries of tables are uint16
+SEGMENT_TOKENS = 65_536  # most tokens of a segment: entries of tables are uint16
 STRIPE_TOKENS = 32_768  # a bucket is listed by stripes of so many tokens, whose counters stay in the first cache
-TAIL_TOKENS = 2_048  # of an open segment; a reservation of as many or more gets segments of its own
-SPLIT_TOKENS = 32  # borders of evenly split segments: tables of whole cache lines
+TAIL_TOKENS = 2_048  # capacity of an open segment; a larger reservation, or an equal one, gets segments of its own
+SPLIT_TOKENS = 32  # granule of evenly split segments, so that tables are whole cache lines
 ALIGN_BYTES = 64
 HUGE_PAGE_BYTES = 2**21
 SMALL_PAGE_BYTES = 2**16  # granule of slabs below a huge page
-_CLASS_BITS = 5  # sizes of 16 classes an octave: freed slabs are found again, 3 % is lost on average
+_CLASS_BITS = 5  # 16 size classes an octave: freed slabs are found again, and 3 % is lost on average
 CODE_BYTES, _OFFSET_BYTES, _FLOAT_BYTES = 2, 4, 4
 
 
@@ -41,12 +41,12 @@ class CentreLayout:
 
 
 def without_tables(shape: TierShape) -> TierShape:
-    """Return the shape of the same rows, never sampled."""
+    """Return the shape of the same rows without tables, for contexts that are never sampled."""
     return replace(shape, num_tables=0)
 
 
 def shape_for(shape: TierShape, reading: Reading) -> TierShape:
-    """Return the shape in which rows are kept for contexts of that reading."""
+    """Return the shape in which a context of that reading is kept."""
     return shape if reading.has_tables else without_tables(shape)
 
 
@@ -56,12 +56,12 @@ def num_offsets(bits_per_table: int, tokens: int) -> int:
 
 
 def is_bulk(num_tokens: int) -> bool:
-    """Return whether so many tokens that come at once get segments of their own, and not the open tail."""
+    """Return whether a reservation of so many tokens gets segments of its own, instead of the open tail."""
     return num_tokens >= TAIL_TOKENS
 
 
 def split_tokens(num_tokens: int) -> list[int]:
-    """Return capacities of the segments for so many tokens of an empty context: even, on borders of SPLIT_TOKENS."""
+    """Return the capacities of an empty context's segments for `num_tokens`: even, in multiples of SPLIT_TOKENS."""
     if num_tokens <= 0:
         return []
     if not is_bulk(num_tokens):
@@ -93,7 +93,7 @@ def lay_out_centre(shape: TierShape) -> CentreLayout:
 
 
 def slab_bytes(num_bytes: int) -> int:
-    """Return the size of the class that a slab of at least `num_bytes` (above 0) belongs to."""
+    """Return the size of the smallest class that holds `num_bytes` (above 0)."""
     granule = HUGE_PAGE_BYTES if num_bytes > HUGE_PAGE_BYTES else SMALL_PAGE_BYTES
     granules = -(-num_bytes // granule)
     step = 1 << max(0, granules.bit_length() - _CLASS_BITS)
@@ -106,20 +106,20 @@ def bytes_of_segment(shape: TierShape, capacity_tokens: int) -> int:
 
 
 def bytes_of_centre(shape: TierShape) -> int:
-    """Return the bytes of the centre (and scales) that a segment, or a run of small ones, is stored relative to."""
+    """Return the bytes of a centre, with scales, which a segment or a run of small ones is stored relative to."""
     return slab_bytes(len(shape.layers) * lay_out_centre(shape).layer_bytes)
 
 
 def bytes_of_context(shape: TierShape, num_tokens: int) -> int:
-    """Return the bytes of an empty context that reserves so many tokens at once."""
+    """Return the bytes of an empty context that reserves `num_tokens` at once."""
     return sum(bytes_of_segment(shape, capacity) + bytes_of_centre(shape) for capacity in split_tokens(num_tokens))
 
 
 def bytes_of_run(shape: TierShape, bulk_tokens: int, more_tokens: int, reading: Reading, is_fork: bool) -> int:
-    """Return the most that a context takes of its own for tokens that come at once, and then block by block.
+    """Return the most bytes of its own that a context takes for `bulk_tokens` at once and `more_tokens` in blocks.
 
-    What is no bulk fills one open tail after the other, which are merged where there is room, but not otherwise. A fork
-    may have to copy the open tail that it shares the front of.
+    Blocks fill one open tail after the other. Tails are merged only if there is room, so merges are not counted on. A
+    fork may have to copy the open tail whose first tokens it shares.
     """
     rows = shape_for(shape, reading)
     num_bytes, in_tails = 0, bulk_tokens + more_tokens
@@ -135,8 +135,8 @@ def bytes_per_token(shape: TierShape) -> int:
 
 
 def table_bytes_of_context(shape: TierShape, num_tokens: int) -> int:
-    """Return the bytes of hash tables alone, entries and offsets, without the rounding of slabs: what the paper's Table
-    7 counts.
+    """Return the bytes of hash tables alone, entries and offsets, without the rounding of slabs, as the paper's Table 7
+    counts them.
     """
     rows = without_tables(shape)
     return sum(

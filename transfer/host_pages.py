@@ -1,7 +1,7 @@
 """Take pages of host memory from the operating system: mapped, touched, spread over NUMA nodes, pinned for the device.
 
-Pages live as long as any view of them, so a stale view reads old bytes and never faults. Huge pages are asked for: they
-make random rows 4 to 20 % faster to read.
+Pages live as long as any view of them, so a stale view reads old bytes and never faults. Huge pages are requested,
+because random rows in them are 4 to 20 % faster to read.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from transfer.host_memory import HUGE_PAGE_BYTES
 Pages = np.ndarray  # uint8 [num_bytes]
 
 _TOUCH_BYTES = mmap.PAGESIZE
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context
 _INTERLEAVE = 3  # MPOL_INTERLEAVE
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _LONG_BITS = 64
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def map_pages(num_bytes: int) -> Pages:
-    """Return new pages, each written once, so that it exists before it is needed. Raises OSError where refused."""
+    """Return new pages, each written once so that its memory exists now. Raises OSError if the system refuses."""
     slack = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
     mapping = mmap.mmap(-1, num_bytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages: Pages = np.frombuffer(mapping, np.uint8)
@@ -48,9 +48,9 @@ def map_pages(num_bytes: int) -> Pages:
 
 
 def reserve_pages(num_bytes: int) -> Pages:
-    """Return addresses that read as zeros and have no memory yet: `populate` takes it, or a first write.
+    """Reserve addresses that read as zeros and have no memory yet; `populate`, or a first write, allocates it.
 
-    Raises OSError where even addresses are refused.
+    Raises OSError if even the addresses are refused.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     pages: Pages = np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), np.uint8)
@@ -58,9 +58,9 @@ def reserve_pages(num_bytes: int) -> Pages:
 
 
 def populate(address: int, num_bytes: int) -> bool:
-    """Take the memory of reserved addresses now, and return whether the system gave it.
+    """Allocate the memory of reserved addresses now, and return whether the system gave it.
 
-    Before Linux 5.14, which cannot be asked, it comes with the first write, and this returns True.
+    Linux before 5.14 cannot do this: memory then comes with the first write, and this returns True.
     """
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     system = ctypes.CDLL(None, use_errno=True)
@@ -84,8 +84,8 @@ def advise_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def give_back_heap() -> None:
-    """Give the system what malloc holds and nobody uses: it keeps large pieces, too, once some have been freed, so a
-    long prompt's stay resident. Takes milliseconds. A C library other than GNU's keeps what it has.
+    """Return malloc's unused memory to the system. Once large pieces have been freed, malloc keeps such pieces, so
+    those of a long prompt would stay resident. Takes milliseconds. Does nothing with a C library other than GNU's.
     """
     system = ctypes.CDLL(None)
     if hasattr(system, "malloc_trim"):
@@ -93,8 +93,8 @@ def give_back_heap() -> None:
 
 
 def give_back_programs() -> None:
-    """Give the system the pages that this process has read of its program and libraries. What still runs comes back
-    from the files' cache, and a compiler's that is done does not. Nothing happens where /proc lists no mappings.
+    """Return the pages of this process's program and libraries to the system. Code that still runs is read again from
+    the file cache; code of a compiler that is done is not. Does nothing if /proc lists no mappings.
     """
     listed, system, begin, end = Path("/proc/self/smaps"), ctypes.CDLL(None), 0, 0
     for line in listed.read_text().splitlines() if listed.exists() else []:
@@ -102,7 +102,7 @@ def give_back_programs() -> None:
         if _MAPPING.match(line):
             is_program = words[1] == "r-xp" and words[-1].startswith("/")
             begin, end = (int(address, 16) for address in words[0].split("-")) if is_program else (0, 0)
-        elif end and words[:2] == ["Anonymous:", "0"]:  # nobody has written to it: what was written would be lost
+        elif end and words[:2] == ["Anonymous:", "0"]:  # never written to: written pages would be lost
             system.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
@@ -119,16 +119,16 @@ def unpin_pages(pages: Pages) -> None:
 
 
 def pin_for_life(pages: Pages) -> None:
-    """Pin pages until they are freed: this array itself, not what shares its memory."""
+    """Pin pages until this array itself is freed; views of it do not count."""
     pin_pages(pages)
     weakref.finalize(pages, _unpin, pages.ctypes.data).atexit = False
 
 
 def pinned_tensor(wanted: torch.Tensor) -> torch.Tensor:
-    """Allocate a tensor of the meta device, pinned, of its own pages. Raises OSError or MemoryError where refused."""
+    """Allocate a tensor of the meta device in pinned pages of its own. Raises OSError or MemoryError if refused."""
     pages = map_pages(wanted.nbytes)
     pin_for_life(pages)
-    return torch.from_numpy(pages).view(wanted.dtype).view(wanted.shape)  # which holds these pages, and no view of them
+    return torch.from_numpy(pages).view(wanted.dtype).view(wanted.shape)  # it holds `pages` itself, not a view
 
 
 def _unpin(address: int) -> None:
@@ -148,9 +148,7 @@ def describe_lock_limit() -> str:
 
 
 def allowed_nodes(status: Path) -> list[int]:
-    """Return the NUMA nodes whose memory a process may use, from its /proc status file; empty where the file does not
-    list them.
-    """
+    """Return the NUMA nodes whose memory a process may use, from its /proc status file; empty if it lists none."""
     for line in status.read_text().splitlines() if status.exists() else []:
         name, _, listed = line.partition(":")
         if name == "Mems_allowed_list":
@@ -160,7 +158,7 @@ def allowed_nodes(status: Path) -> list[int]:
 
 
 def interleave_thread() -> None:
-    """Spread the pages that this thread touches first over the NUMA nodes; on one node nothing is done."""
+    """Spread the pages that this thread touches first over the NUMA nodes. Does nothing on one node."""
     nodes = allowed_nodes(Path("/proc/self/status"))
     number = _SET_MEMPOLICY.get(platform.machine())
     if len(nodes) < 2 or number is None:

@@ -1,4 +1,4 @@
-"""Define what the device asks of the host tier: room for rows, rows back, and attention over them.
+"""Define the protocol between the device and the host tier: room for rows, reading rows back, attention over them.
 
 The device side (`gpu`) uses this protocol and never imports `cpu`, which implements it. Layers are named by their place
 among the offloaded layers (`layer` 0 is the first of `TierShape.layers`). A context's offloaded tokens are a run that
@@ -33,11 +33,11 @@ __all__ = [
 
 
 class HostMemoryError(Exception):
-    """The host has no room, or refuses to pin; the message says what was asked, what there is, and what to change."""
+    """The host has no room, or cannot pin memory. The message has what was asked, what there is, and what to change."""
 
 
 class ContextLostError(HostMemoryError):
-    """Rows of a context cannot come, since the host refused the memory of their copy. Other contexts are untouched."""
+    """Rows of a context are lost, because the host had no memory for their copy. Other contexts are untouched."""
 
     def __init__(self, context_id: int, reason: str) -> None:
         super().__init__(reason)
@@ -60,7 +60,7 @@ class Loan(Protocol):
     """A loan of rows that the device reads by itself: they stay where they are until it ends."""
 
     def end(self, done: Passed) -> None:
-        """End the loan when `done` says so. Called once; returns at once."""
+        """End the loan once `done` is reached. Called once; returns at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class LayerRows:
 
 @dataclass(frozen=True, slots=True)
 class LentRows:
-    """The first rows of a context's run, `rows[layer]` in order: they stay where they are until `end`, which any thread
-    may call, once.
+    """The first rows of a context's run, `rows[layer]` in order. They stay where they are until `end` is called, once
+    and from any thread.
     """
 
     rows: tuple[tuple[LayerRows, ...], ...]
@@ -97,8 +97,8 @@ class LentRows:
 class Reservation(Protocol):
     """Room for tokens `[begin, end)` of a context's run, in every layer.
 
-    `has_centre`: centre and scales stand in `layer(...)` already and must be used (these rows join others); otherwise
-    the device computes them, over exactly these tokens, and writes them with the rows.
+    has_centre: `layer(...)` has the centre and scales already, and they must be used, because these rows join others.
+    Otherwise the device computes them over exactly these tokens, and writes them with the rows.
     """
 
     begin: int
@@ -110,9 +110,7 @@ class Reservation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ContextRead:
-    """What a row of a step reads: the first `num_tokens` of a context's run. 0: nothing, and then the row needs no
-    context (None).
-    """
+    """What a row of a step reads: the first `num_tokens` of a context's run. With 0 tokens, context_id may be None."""
 
     context_id: int | None
     num_tokens: int
@@ -120,8 +118,8 @@ class ContextRead:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Times of a step's host requests, from the first one's arrival to the last answer: seconds in which the host
-    waited for the device, and in which it attended.
+    """Seconds of a step in which the host waited for the device and in which it attended, from the arrival of the first
+    host request to the last answer.
     """
 
     waited_s: float
@@ -129,96 +127,94 @@ class Answered:
 
 
 class Attention(Protocol):
-    """The attention of a decode step's rows over their host contexts. Made once per step, used once per layer, in layer
-    order. It is fixed when it is made: whatever becomes of the contexts, the rows stay where they are until the last
-    layer is answered, or `give_up`.
+    """The attention of a decode step's rows over their host contexts. Made once for a step, and used once for each
+    layer, in order. Whatever happens to the contexts, the rows stay where they are until the last layer is answered, or
+    `give_up` is called.
     """
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
-        """Wait for the layer's queries in `slot`, attend, and write out and lse there (and covered, where the slot has
-        it), then the answer's stamp. Raises ExchangeError if the device sends none.
+        """Wait for the layer's queries in `slot`, attend, and write out, lse and covered (if the slot has it), then the
+        answer's stamp. Raises ExchangeError if the device does not send the queries in time.
 
-        A wanted head's lse is natural, over all tokens that its row reads except the excluded blocks, with the
-        centre's term added back. A row that reads nothing and a head that is not wanted get (0, -inf), unread.
+        A wanted head's lse is the natural logarithm, over all tokens that its row reads except excluded blocks, with
+        the centre's term added back. Rows that read nothing and heads that are not wanted get (0, -inf) at no cost.
         """
 
     def give_up(self) -> None:
-        """End a step that will not be finished, and release what it holds. Calling it again does nothing."""
+        """End a step that will not be finished, and release what it holds. A second call does nothing."""
 
     def places(self, row: int) -> np.ndarray:
-        """Return where the rows lie that this row of the step reads: a table of `transfer.places`, without pieces
-        for a row that reads nothing.
+        """Return the addresses of what row `row` of the step reads, as a table of `transfer.places`. A row that reads
+        nothing has no pieces in it.
         """
 
     def lend(self) -> Loan:
-        """Lend the rows of `places` to a device, which may read longer than the host answers. Call it before the last
-        layer is answered.
+        """Lend the rows of `places` to a device, which may read them after the host's last answer. Call it before that
+        answer.
         """
 
 
 class HostTier(Protocol):
-    """Host contexts, by id. One thread calls all methods but `answer`, which another thread may run meanwhile, as well
-    as one attention's `run`. Methods that wait for copies say so.
+    """Host contexts, by id. One thread calls all methods except `answer` and an attention's `run`, which another thread
+    may call meanwhile. The docstrings say which methods wait for copies.
     """
 
     shape: TierShape
 
     def open(self, context_id: int, reading: Reading) -> None:
-        """Open a new, empty context. `reading`: how attention reads it."""
+        """Open a new, empty context. reading: how attention reads it."""
 
     def fork(self, source_id: int, context_id: int, num_tokens: int, reading: Reading) -> None:
-        """Open a context that shares the first `num_tokens` of another's run."""
+        """Open a context that shares the first `num_tokens` tokens of another's run."""
 
     def close(self, context_id: int) -> None:
-        """Close a context. Memory that no other shares is free once copies have landed and attentions that read it have
-        ended. An unknown id is ignored.
+        """Close a context; an unknown id is ignored. Memory that no other context shares is freed once copies to it
+        have landed and attentions that read it have ended.
         """
 
     def reserve(self, context_id: int, num_tokens: int) -> list[Reservation]:
-        """Reserve room for so many more tokens, in order. Where memory of closed contexts is still read, it waits until
-        that ends. Raises HostMemoryError, and then nothing has changed.
+        """Reserve room for `num_tokens` more tokens, in order. May wait until memory of closed contexts is no longer
+        read. Raises HostMemoryError without changing anything.
         """
 
     def fill(self, reservation: Reservation, layers: Sequence[int], done: Filled) -> None:
-        """Announce that these layers' rows (and codes, centre, scales) are being copied; they have landed when `done`
-        says so.
+        """Announce that rows of these layers (with codes, centre and scales) are being copied. They have landed once
+        `done` is reached.
         """
 
     def rows(self, context_id: int, layer: int, num_tokens: int) -> list[LayerRows]:
-        """Return the first `num_tokens` of the run, in order, to be read back. Waits for their copies.
+        """Return rows of the first `num_tokens` tokens of the run, in order, for a reload. Waits for their copies.
 
-        Raises HostMemoryError where rows cannot come.
+        Raises HostMemoryError if rows are lost.
         """
 
     def lend_rows(self, context_id: int, num_tokens: int) -> LentRows | None:
-        """Lend the first `num_tokens` of the run to a thread that reads them, whatever becomes of the context; None
-        where they are not all there now.
+        """Lend rows of the first `num_tokens` tokens of the run to a thread that reads them, whatever happens to the
+        context. None if they have not all landed.
         """
 
     def is_ready(self, read: ContextRead) -> bool:
-        """Return whether `attention` would begin without waiting, or fail at once. False if the context does not have
-        so many tokens yet.
-        """
+        """Return whether `attention` would begin, or fail, without waiting. False if the context has fewer tokens."""
 
     def attention(self, reads: Sequence[ContextRead]) -> Attention:
-        """Return the attention of a decode step, a read for each row. Waits until the requested rows have landed and
-        their tables are built, not for later tokens.
+        """Return the attention of a decode step. reads: one for each row. Waits until the requested rows have landed
+        and their tables are built, but not for later tokens.
 
-        Raises ContextLostError for the first context whose rows cannot come.
+        Raises ContextLostError for the first context whose rows are lost.
         """
 
     def attend_seconds(self, num_rows: int) -> float:
-        """Return the seconds that attending to one token of one layer takes, for so many rows that read it together.
-        Measures it: before the first step.
+        """Measure and return the seconds of attention to one token of one layer, for rows that read it together. Call
+        it before the first step.
         """
 
     def leave_core(self, leaves: bool) -> None:
-        """Set whether answers that begin from now on leave a core to the launching thread, which has other steps to
-        launch beside them.
+        """Set whether answers from now on leave a core to the launching thread, which has other steps to launch
+        meanwhile.
         """
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
-        """Answer all host requests of a step whose device goes from one to the next by itself: each layer's of every
-        part, in turns. A slot's current host request is its first, and afterwards its last. Raises ExchangeError if the
-        device sends none.
+        """Answer all host requests of a step in which the device goes from one to the next by itself: layer by layer,
+        and in each layer part by part. A slot's current host request is its first one before the call, and its last one
+        after it. Raises ExchangeError if the device does not send one in time.
         """

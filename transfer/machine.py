@@ -1,8 +1,8 @@
 """Describe the machine of a deployment: its GPUs, and the cores and the memory that this process may use.
 
-The figures are what the process may use and not what the host owns: cgroup limits, the CPU affinity mask and
-CUDA_VISIBLE_DEVICES are respected. No rates are measured here, though a profile may carry some, and torch is not
-loaded. A profile goes to JSON and back unchanged, so that a plan can be made elsewhere.
+The figures are those that the process may use, not those of the whole host: cgroup limits, the CPU affinity mask and
+CUDA_VISIBLE_DEVICES are respected. A profile may carry rates, but none are measured here, and torch is not loaded. A
+profile can be written to JSON and read back, so that a plan can be made on another machine.
 """
 
 import math
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 GIB = 2**30
 CGROUP_ROOT = Path("/sys/fs/cgroup")
-_CGROUP_MEMORY = (  # of version 2 and of version 1: the limit, what is taken, and what of that is given up when asked
+_CGROUP_MEMORY = (  # for versions 2 and 1: the limit, the memory in use, and how much of that can be reclaimed
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
@@ -54,9 +54,9 @@ class GpuProfile(_Record):
 class MachineProfile(_Record):
     """What a process may use of its machine.
 
-    physical_cores and memory_bytes: what it may use.
-    gpu: the first one that it would use, of `num_gpus` that are alike (None: not recorded; one, or none).
-    rates: by the names of `transfer.machine_rates`, None if not recorded.
+    physical_cores, memory_bytes: those that it may use.
+    gpu: the first GPU that it would use, or None. num_gpus: how many equal ones there are; None: not recorded.
+    rates: by the names of `transfer.machine_rates`; None: not recorded.
     rates_from: their source.
     """
 
@@ -73,7 +73,7 @@ class MachineProfile(_Record):
 
     @property
     def has_vectors(self) -> bool:
-        """Return whether the processor has the vectors that compiled products need (`transfer.simd.features`)."""
+        """Return whether the processor has the vector instructions that kernels need (`transfer.simd.features`)."""
         return {"avx2", "fma", "f16c"} <= set(self.instruction_sets)
 
 
@@ -94,14 +94,14 @@ def probe_machine() -> MachineProfile:
 
 
 def read_processor(path: Path) -> dict[str, str]:
-    """Return what Linux says of the first processor, by its own names; empty where the file cannot be read."""
+    """Return Linux's description of the first processor, by Linux's names; empty if the file cannot be read."""
     first = _read(path).split("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def load_machine(path: Path) -> MachineProfile:
-    """Read a recorded profile. Raises MachineError with one line for a file that is missing or not a profile."""
+    """Read a recorded profile. Raises MachineError for a file that is missing or not a profile."""
     try:
         return MachineProfile.model_validate_json(path.read_text())
     except FileNotFoundError:
@@ -149,7 +149,7 @@ def count_gpus() -> int | None:
     if probe_gpu() is None:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:  # CUDA shows those in front of the first that is none
+    if visible is not None:  # CUDA shows the GPUs in front of the first invalid entry
         return len(list(takewhile(lambda one: one.strip() not in ("", "-1"), visible.split(","))))
     try:
         pynvml.nvmlInit()
@@ -181,7 +181,7 @@ def count_physical_cores() -> int:
 
 
 def physical_core(cpu: int) -> tuple[int, int] | None:
-    """Return the package and the core that a logical CPU is of; None where the system does not say."""
+    """Return the package and the core that a logical CPU belongs to; None if the system does not tell."""
     topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     try:
         return int((topology / "physical_package_id").read_text()), int((topology / "core_id").read_text())
@@ -196,9 +196,7 @@ def select_instruction_sets(flags: list[str]) -> tuple[str, ...]:
 
 
 def cgroup_memory_limits(membership: Path) -> list[int]:
-    """Return memory limits in bytes of this process's cgroup and the ones above it (version 2 or 1); empty: none is
-    set.
-    """
+    """Return the memory limits in bytes of this process's cgroup and those above it (version 2 or 1); may be empty."""
     limits = []
     for folder in _cgroup_folders(membership, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):

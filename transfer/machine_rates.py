@@ -1,8 +1,8 @@
 """Find how fast a machine's memories, link and arithmetic are, for plans, and where each number comes from. No torch.
 
-`tandem doctor --measure` measures and keeps its figures (`transfer.measured`). These count first, then the machine
-profile's own, then assumptions from its core count and link. Names and units are those of `bench.rates`: 1e9 bytes a
-second, TFLOP/s, and for one core beside all others GFLOP/s.
+Figures that `tandem doctor --measure` has kept (`transfer.measured`) come first, then those of the machine profile,
+then assumptions from the number of cores and the link. Names and units are those of `bench.rates`: 1e9 bytes a second,
+TFLOP/s, and GFLOP/s of one core with all cores busy.
 """
 
 from collections.abc import Mapping
@@ -14,25 +14,25 @@ from transfer.machine import MachineProfile, RateName
 from transfer.measured import keep_measured, read_measured
 
 RateSource = Literal["measured", "profile", "assumed"]
-WHAT = "rates"  # of an entry of the measured file
+WHAT = "rates"  # the name of such entries in the measured file
 
-DEVICE_GB_S = 800.0  # a card of compute capability 8.0 with 24 GiB reads no less
-DEVICE_TFLOP_S = 70.0  # nor multiplies slower in bf16
-LANE_GB_S = 0.985  # of PCIe 3; each generation doubles it
-LINK_SHARE = 0.8  # of that, which copies from pinned memory reach
-CORE_GB_S = 8.0  # that one core reads ...
-NODE_GB_S = 45.0  # ... up to what two channels of a memory node give
-RANDOM_SHARE = 0.5  # of a stream, where rows of 256 bytes lie anywhere: 0.4 to 0.6 on the hosts that were measured
+DEVICE_GB_S = 800.0  # a card of compute capability 8.0 with 24 GiB reads at least at this rate
+DEVICE_TFLOP_S = 70.0  # and multiplies bf16 at least at this rate
+LANE_GB_S = 0.985  # a lane of PCIe 3; each generation doubles it
+LINK_SHARE = 0.8  # the share of it that copies from pinned memory reach
+CORE_GB_S = 8.0  # read by one core ...
+NODE_GB_S = 45.0  # ... up to the rate of a memory node with two channels
+RANDOM_SHARE = 0.5  # random rows of 256 bytes, relative to a stream: 0.4 to 0.6 on the hosts that were measured
 CORE_TFLOP_S = 0.05
-# Of a token's products with experts in host memory, however their numbers are stored: between what a virtual machine's
-# thread, which is half a core, and what a desktop's core makes of few bits (lab/LAB.md).
+# A core multiplying a token by experts in host memory, in any format: between the rate of a virtual machine's thread,
+# which is half a core, and that of a desktop's core, both for few bits (lab/LAB.md).
 CORE_GFLOP_S = 10.0
 STORED_AS = ("bf16", "int4", "int8", "fp8", "fp4")
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """`of[name]` in the unit that a name ends with, and `sources[name]`; `text` names the sources of all."""
+    """Rates by name. `of[name]` is in the unit that the name ends with. text: a sentence on the sources of all."""
 
     of: Mapping[str, float]
     sources: Mapping[str, RateSource]
@@ -45,7 +45,7 @@ def core_rate(stored: str | None) -> str:
 
 
 def find_rates(machine: MachineProfile, measured_file: Path) -> Rates:
-    """Return the rates of a machine, here or elsewhere: measured ones are those of a machine with the same card and
+    """Return the rates of this or another machine. Measured rates are taken from a machine with the same card and
     cores.
     """
     assumed, measured = _assume(machine), _read(machine, measured_file)
@@ -68,18 +68,18 @@ def find_rates(machine: MachineProfile, measured_file: Path) -> Rates:
 
 
 def keep_rates(machine: MachineProfile, rates: Mapping[str, float], measured_file: Path) -> None:
-    """Keep what was measured of this machine."""
+    """Write measured rates of this machine to the measured file."""
     keep_measured(measured_file, WHAT, _identify(machine), rates)
 
 
 def with_rates(machine: MachineProfile, rates: Mapping[str, float]) -> MachineProfile:
-    """Return the profile with what was measured, for plans that are made elsewhere."""
+    """Return the profile with measured rates, for plans that are made on another machine."""
     known = {name: rate for name, rate in rates.items() if name in get_args(RateName)}
     return machine.model_copy(update={"rates": known, "rates_from": "measured by `tandem doctor --measure`"})
 
 
 def _read(machine: MachineProfile, measured_file: Path) -> dict[str, float]:
-    """Return the last rates kept of such a machine, without entries that are no positive number."""
+    """Return the last rates kept for such a machine, without entries that are not positive numbers."""
     found: dict[str, Any] = {}
     for entry in read_measured(measured_file):
         if entry["what"] == WHAT and entry["of"] == _identify(machine) and isinstance(entry["result"], dict):

@@ -51,12 +51,12 @@ def nbytes_of(matrix: Rows) -> int:
 
 
 def is_in_integers(matrix: Rows) -> bool:
-    """Return whether rows are of a kind that is multiplied in integers (`transfer.simd.rounded_rows`)."""
+    """Return whether rows have a format that can be multiplied in integers (`transfer.simd.rounded_rows`)."""
     return isinstance(matrix, PackedRows) and matrix.number in NUMBERS
 
 
 def kind_of(matrix: Rows, in_integers: bool = False) -> Any:
-    """Return what stands for its rows in numba code (`transfer.simd.rounded_rows.any_products`)."""
+    """Return the value whose numba type stands for the matrix's rows (`transfer.simd.rounded_rows.any_products`)."""
     if not isinstance(matrix, PackedRows):
         return KINDS[matrix.dtype](0)
     kind = packed_kind(matrix.number, unit_columns(matrix.number) // _columns_a_gain(matrix))
@@ -64,7 +64,7 @@ def kind_of(matrix: Rows, in_integers: bool = False) -> Any:
 
 
 def scale_dtypes(matrix: PackedRows) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that scales without runs may have: FP4's may be exponents, all others' are floats."""
+    """Return the dtypes that scales without runs may have: floats, and for FP4 also exponents."""
     return tuple(dtype for dtype, kind in SCALE_TYPES.items() if kind != EXPONENT or matrix.number == "fp4")
 
 

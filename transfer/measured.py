@@ -1,8 +1,7 @@
 """Keep what engines measured of the machine when they started, for `tandem doctor` to print. No torch.
 
-It is a file of the user's cache folder, with one entry for each thing and what it depends on. Engines measure again at
-every start and never read it, so it may be deleted. Where it cannot be written the log says so and nothing else
-changes.
+The file is in the user's cache folder, with one entry for each measurement and what it depends on. Engines measure
+again at every start and never read it, so it may be deleted. If it cannot be written, a warning is logged.
 """
 
 import json
@@ -22,7 +21,7 @@ def measured_path() -> Path:
 
 
 def read_measured(path: Path) -> list[dict[str, Any]]:
-    """Return the entries, the latest last; none where there is no file, or one that another program has written."""
+    """Return the entries, the latest last; empty if there is no file, or not one of this program."""
     try:
         entries = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -2,8 +2,8 @@
 
     lse = log(sum of exp(lse_i))      out = sum of exp(lse_i - lse) out_i
 
-A side with lse = -inf contributes exactly nothing (even where its `out` is NaN), and if all are so, the merge is (0,
--inf). Bytes moved: (sides + 1) * 4 * tokens * heads * (dim + 1).
+A side with lse = -inf contributes exactly nothing, even if its `out` is NaN; if all sides are so, the result is
+(0, -inf). Bytes moved: (sides + 1) * 4 * tokens * heads * (dim + 1).
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ MOST_SIDES = 4  # near, far, the host's, and what was fetched or is reused
 
 
 def merge_outputs_reference(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge in plain torch, any floating dtype. outs `[tokens, heads, dim]`, lses `[tokens, heads]` natural log; both
-    new.
+    """Merge in plain torch, in any floating dtype. outs: `[tokens, heads, dim]`. lses: `[tokens, heads]`, natural log.
+    Returns new tensors.
     """
     stacked = torch.stack([*lses])  # [sides, tokens, heads]
     top = stacked.amax(0).clamp_min_(torch.finfo(stacked.dtype).min)
@@ -74,11 +74,11 @@ def _is_reached(first: Tensor, second: Tensor) -> bool:
 
 
 def merge_outputs(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge one to MOST_SIDES float32 outs `[tokens, heads, dim]` and their lses `[tokens, heads]`; new tensors on the
-    device of the first.
+    """Merge one to MOST_SIDES float32 outs `[tokens, heads, dim]` and their lses `[tokens, heads]`. Return new tensors
+    on the device of the first.
 
-    The others may lie in pinned host memory where the first is on CUDA: the kernel reads them over the link. Raises
-    ValueError where shapes, dtypes or devices differ, where an lse does not belong to its out, or for more sides.
+    If the first is on CUDA, the others may be in pinned host memory: the kernel reads them over the link. Raises
+    ValueError if shapes, dtypes or devices differ, an lse does not fit its out, or there are more sides.
     """
     if not 1 <= len(outs) == len(lses) <= MOST_SIDES:
         raise ValueError(f"merge: {len(outs)} outs and {len(lses)} lses; wanted as many, 1 to {MOST_SIDES}")

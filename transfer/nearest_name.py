@@ -2,20 +2,20 @@
 
 from collections.abc import Iterable
 
-_LETTERS_A_SLIP = 4  # one letter amiss, or two that changed places, for each so many
-_LEAST_LETTERS = 3  # of fewer, nobody can tell what was meant
+_LETTERS_A_SLIP = 4  # for each so many letters, one may be wrong, or two may be swapped
+_LEAST_LETTERS = 3  # shorter names give no hint what was meant
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name with the fewest wrong letters, else the most similar of those that share its words; None
-    where none is near.
+    """Return the known name with the fewest wrong letters, or else the most similar one that shares its words; None if
+    none is near.
 
-    Names share their words if each word of one begins a word of the other, and the known one is not a small part of
-    what was written: `limit` is near `memory_limit_gib`, and `n_predict` is not near `n`.
+    Names share their words if each word of one is the begin of a word of the other, and the known name is not a small
+    part of the given one: `limit` is near `memory_limit_gib`, but `n_predict` is not near `n`.
     """
     if len(name) < _LEAST_LETTERS:
         return None
-    from rapidfuzz import fuzz  # for messages alone: each process would import it at its start
+    from rapidfuzz import fuzz  # needed for messages alone, so it is not imported at each process's start
     from rapidfuzz.distance import OSA
 
     names = list(known)
@@ -28,7 +28,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def nearest_hint(name: str, known: Iterable[str]) -> str:
-    """Return `; the nearest known one is 'x'`, for the end of a message that the name is unknown; empty without one."""
+    """Return `; the nearest known one is 'x'` for the end of a message about an unknown name; empty if none is near."""
     nearest = nearest_name(name, known)
     return "" if nearest is None else f"; the nearest known one is {nearest!r}"
 

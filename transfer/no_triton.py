@@ -1,6 +1,6 @@
-"""Keep Triton out of a process that computes on the CPU alone: it has no kernel to compile, and 75 MB of memory.
+"""Keep Triton out of a process that computes on the CPU alone, where it would only take 75 MB of memory.
 
-A stand-in takes its place. Modules of kernels declare them with it as they would with Triton, and nothing launches.
+A stand-in takes its place. Modules declare their kernels with it as with Triton, and none is launched.
 """
 
 import os
@@ -17,8 +17,8 @@ _INTERPRETER = "TRITON_INTERPRET"
 
 
 def leave_out_triton() -> None:
-    """Put the stand-in where `import triton` finds it, if torch was built without GPUs and nobody wants the interpreter
-    or has imported Triton. It is for a process's first lines.
+    """Put the stand-in where `import triton` finds it, if torch was built without GPUs, Triton's interpreter is not
+    asked for, and Triton is not imported yet. Call it in a process's first lines.
     """
     has_gpus = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     if has_gpus or os.environ.get(_INTERPRETER) or "triton" in sys.modules:
@@ -45,7 +45,7 @@ class Constant:
 
 
 class UnlaunchedKernel:
-    """A kernel's declaration, as `triton.jit` makes one; to launch it raises RuntimeError."""
+    """A kernel's declaration in place of `triton.jit`'s. Launching it raises RuntimeError."""
 
     def __init__(self, function: Any) -> None:
         self.__name__ = function.__name__

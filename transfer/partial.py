@@ -1,5 +1,5 @@
-"""Define partial attention, softmax attention over a set of tokens as (out, lse), and the ledger of who covers which
-tokens.
+"""Define partial attention, softmax attention over a set of tokens as (out, lse), and the ledger of how many tokens
+each part of the system covers.
 
 Partials over disjoint sets merge exactly, in any order and grouping, and the empty set is (0, -inf). Every lse here is
 the natural logarithm of the softmax mass.
@@ -20,7 +20,7 @@ class Partial:
     """Attention of each query over the tokens that one method covers.
 
     out: float32 `[tokens, heads, dim]`; lse: float32 `[tokens, heads]`, natural log; covered: int32 `[tokens, heads]`,
-    how many tokens the method answers for (debug runs), or None.
+    how many tokens the method covers (debug runs), or None.
     """
 
     out: Tensor
@@ -29,7 +29,7 @@ class Partial:
 
     @staticmethod
     def empty(tokens: int, heads: int, dim: int, device: torch.device | str, counted: bool = False) -> "Partial":
-        """Return the partial of no tokens; `counted` gives it a `covered` of zeros."""
+        """Return the partial of no tokens. counted: whether it has a `covered` of zeros."""
         return Partial(
             torch.zeros(tokens, heads, dim, dtype=torch.float32, device=device),
             torch.full((tokens, heads), NO_MASS, dtype=torch.float32, device=device),
@@ -38,16 +38,17 @@ class Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Return the partial of the union of two disjoint token sets, in new tensors; see `merge_all`. Raises ValueError
-    where shapes, dtypes or devices differ.
+    """Return the partial of the union of two disjoint token sets, in new tensors; see `merge_all`. Raises ValueError if
+    shapes, dtypes or devices differ.
     """
     return merge_all([a, b])
 
 
 def merge_all(partials: Sequence[Partial]) -> Partial:
-    """Merge one or more partials over pairwise disjoint token sets, a few in each pass; one alone is returned as it is.
+    """Merge one or more partials over pairwise disjoint token sets, a few in each pass. A single one is returned as it
+    is.
 
-    `covered` adds up if all count, and is None otherwise. Raises ValueError for an empty sequence.
+    `covered` is the sum if all partials have it, and None otherwise. Raises ValueError for an empty sequence.
     """
     if not partials:
         raise ValueError("merge_all: got no partials, wanted one or more; use Partial.empty for the empty set")
@@ -61,8 +62,8 @@ def merge_all(partials: Sequence[Partial]) -> Partial:
 
 
 class Owner(IntEnum):
-    """Which part of the system answers for a token in one (layer, query head). DROPPED: left out on purpose, and
-    counted. ESTIMATED: taken into account by estimated masses and mean values.
+    """The part of the system that covers a token in one (layer, query head). DROPPED: left out on purpose. ESTIMATED:
+    covered by estimated masses and mean values.
     """
 
     RESIDENT = 0
@@ -81,7 +82,7 @@ class CoverageError(AssertionError):
 class Coverage:
     """The ledger of one layer's attention: how many tokens each owner covers for each request and query head.
 
-    request_ids names the rows of every count tensor, int32 `[requests, heads]`. One owner counts once.
+    request_ids: names of the rows of every count tensor, int32 `[requests, heads]`. Each owner is added once.
     """
 
     layer: int
@@ -89,7 +90,7 @@ class Coverage:
     counts: dict[Owner, Tensor] = field(default_factory=dict)
 
     def add(self, owner: Owner, covered: Tensor | None) -> None:
-        """Enter an owner's counts, int32 `[requests, heads]`; CoverageError if missing, misshapen or repeated."""
+        """Add an owner's counts, int32 `[requests, heads]`. Raises CoverageError if missing, misshapen or repeated."""
         if covered is None:
             raise CoverageError(f"coverage: layer {self.layer}: {owner.name} did not count; run it counted")
         if owner in self.counts:
@@ -103,7 +104,7 @@ class Coverage:
         self.counts[owner] = covered
 
     def check(self, context: Tensor) -> None:
-        """Raise CoverageError unless all owners' counts, DROPPED among them, add up to `context`, int `[requests]`.
+        """Raise CoverageError unless all owners' counts, DROPPED included, add up to `context`, int `[requests]`.
 
         The message names the layer, the first wrong request and head, and each owner's count. Waits for the device.
         """

@@ -1,8 +1,8 @@
 """Define the table of addresses at which a device reads a context's rows in host memory by itself. No torch.
 
-Whoever hands out a table keeps its rows alive. Pieces stand in the context's order and are disjoint. A piece's rows are
-stored relative to one centre, with one scale for each KV head. Addresses (except key scales') and strides are multiples
-of ALIGN_BYTES.
+The code that hands out a table keeps its rows alive. Pieces are in the context's order and disjoint. A piece's rows are
+stored relative to one centre, with one scale for each KV head. Strides and addresses, except those of key scales, are
+multiples of ALIGN_BYTES.
 """
 
 import numpy as np
@@ -15,18 +15,18 @@ import numpy as np
     KEY_SCALE, VALUE_SCALE,
 ) = range(11)  # fmt: skip
 COLUMNS = 11
-ALIGN_BYTES = 16  # of a load
+ALIGN_BYTES = 16  # bytes of a load
 
-PIECE_TOKENS = 2_048  # of a context: a tail of so many, or more at once
+PIECE_TOKENS = 2_048  # fewest tokens of most pieces: a tail has so many, and a bulk reservation more
 
 
 def most_pieces(context_tokens: int) -> int:
-    """Return the pieces of the longest context, a power of two. A tail and a prompt's segment take turns at worst."""
+    """Return the most pieces of a context, as a power of two. At worst, tails and prompts' segments alternate."""
     return 1 << (2 * -(-context_tokens // PIECE_TOKENS) + 2).bit_length()
 
 
 def check_places(places: np.ndarray, most: int) -> None:
-    """Check that a table fits into `most` pieces, and that addresses are as aligned as loads want them."""
+    """Check that a table has at most `most` pieces, and that addresses are aligned for loads."""
     assert places.shape[2] <= most, f"places: a run in {places.shape[2]} pieces, room for {most}"
     aligned = [*range(KEYS, CENTRE + 1), VALUE_SCALE]
     assert not (places[:, aligned] % ALIGN_BYTES).any(), f"places: addresses that {ALIGN_BYTES} does not divide"

@@ -5,9 +5,9 @@ from enum import Enum
 
 
 class Reading(Enum):
-    """A way to read a context in host memory; the properties say all that others may ask of it.
+    """A way to read a context in host memory. Other code uses the properties below instead of the names.
 
-    NONE: nothing of the context lies there. WHOLE: the CPU reads all of it. SAMPLE: the CPU reads a sample that hash
+    NONE: nothing of the context is there. WHOLE: the CPU reads all of it. SAMPLE: the CPU reads a sample that hash
     tables choose. BLOCKS: the device or the CPU reads some blocks and the rest is dropped. INDEXED: the device fetches
     tokens and estimates the rest. With the last two, the CPU reads all of it for a row without a ring.
     """
@@ -38,7 +38,7 @@ class Reading(Enum):
 
     @property
     def is_estimate(self) -> bool:
-        """Return whether the softmax mass of what is there is estimated rather than summed."""
+        """Return whether the softmax mass of the offloaded tokens is estimated instead of summed."""
         match self:
             case Reading.SAMPLE | Reading.INDEXED:
                 return True
@@ -47,7 +47,7 @@ class Reading(Enum):
 
     @property
     def drops_rest(self) -> bool:
-        """Return whether nobody reads the tokens that the method leaves out."""
+        """Return whether tokens that the method leaves out are dropped."""
         match self:
             case Reading.BLOCKS:
                 return True
@@ -65,7 +65,7 @@ class Reading(Enum):
 
     @property
     def cost_order(self) -> int:
-        """Order readings by what one token there costs the host in a step: more is dearer."""
+        """Return a rank of readings by the host's cost of one token in a step: a higher one costs more."""
         match self:
             case Reading.NONE:
                 return 0
@@ -75,7 +75,7 @@ class Reading(Enum):
                 return 2
 
     def on_cpu(self, num_tables: int) -> "Reading":
-        """Return how the CPU reads such a context in a store of so many hash tables."""
+        """Return how the CPU reads such a context in a store with `num_tables` hash tables."""
         match self:
             case Reading.SAMPLE:
                 return Reading.SAMPLE if num_tables else Reading.WHOLE
@@ -84,8 +84,8 @@ class Reading(Enum):
 
 
 def join_readings(readings: Iterable[Reading]) -> Reading:
-    """Return the reading of a profile whose methods have these: the first of these among them: sample,
-    blocks, indexed, whole.
+    """Return the reading of a profile from those of its methods: the first that occurs of sample, blocks, indexed,
+    whole; NONE without any.
     """
     given = set(readings)
     order = (Reading.SAMPLE, Reading.BLOCKS, Reading.INDEXED, Reading.WHOLE)

@@ -1,8 +1,8 @@
-"""Allocate host memory in slabs: ahead in the background, pinned where asked, counted against a limit, and reused.
+"""Allocate host memory in slabs: ahead in the background, pinned if asked, counted against a limit, and reused.
 
-Bytes are counted when a slab is claimed, not when it is there, so a claim succeeds or fails at once and as a whole.
-Slabs that are held, in use or idle, stay below the limit. A freed slab waits for the next claim of its class, since
-pinning is slow, and goes back to the system when its room is needed.
+Bytes are counted when a slab is claimed, not when it is allocated, so a claim succeeds or fails at once and as a whole.
+All slabs, in use or idle, stay below the limit. Because pinning is slow, a freed slab is kept for the next claim of its
+size class; it is returned to the system when its room is needed.
 """
 
 import logging
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PageSource:
-    """Functions that map and pin pages. map raises OSError or MemoryError, pin and unpin OSError; None: pages stay
-    unpinned.
+    """Functions that map and pin pages. map may raise OSError or MemoryError, pin and unpin OSError. pin and unpin are
+    None if pages stay unpinned.
     """
 
     map: Callable[[int], Pages]
@@ -33,7 +33,7 @@ class PageSource:
 
 
 class Slab:
-    """Memory that was claimed: there already, or being allocated."""
+    """Claimed memory, which may still be being allocated."""
 
     __slots__ = ("_pages", "num_bytes")
 
@@ -42,7 +42,7 @@ class Slab:
         self._pages = pages
 
     def wait(self) -> Pages:
-        """Return uint8 `[num_bytes]`, once it is there. Raises HostMemoryError where the host refused it."""
+        """Wait for the memory and return it, uint8 `[num_bytes]`. Raises HostMemoryError if the host has none."""
         return self._pages.result()
 
     @property
@@ -58,7 +58,7 @@ class SlabPool:
     """Slabs below a limit. Methods may be called from any thread."""
 
     def __init__(self, limit_bytes: int, limit_key: str, source: PageSource, num_threads: int) -> None:
-        """limit_key: of the configuration, which sets the limit. num_threads: how many slabs are mapped, touched and
+        """limit_key: the setting that sets the limit, for errors. num_threads: how many slabs are mapped, touched and
         pinned at a time.
         """
         self.limit_bytes = limit_bytes
@@ -68,7 +68,7 @@ class SlabPool:
         self._in_use_bytes = 0
         self._pinned_bytes = 0
         self._idle: list[Slab] = []  # oldest first
-        self._evicted: deque[Slab] = deque()  # pinned until a thread comes to them
+        self._evicted: deque[Slab] = deque()  # still pinned, until a thread unpins them
         self._threads = ThreadPoolExecutor(num_threads, "slabs", interleave_thread)
 
     @property
@@ -77,7 +77,7 @@ class SlabPool:
 
     @property
     def bytes_held(self) -> int:
-        """Return the bytes in use or idle; what the host refused is not held."""
+        """Return the bytes in use or idle, without those that the host refused."""
         with self._lock:
             self._drop_refused()
             return self._in_use_bytes + self._idle_bytes()
@@ -87,8 +87,8 @@ class SlabPool:
         return self._pinned_bytes
 
     def claim(self, sizes: Sequence[int]) -> list[Slab]:
-        """Claim a slab for each size in bytes, allocated in this order. Raises HostMemoryError, and then none is
-        claimed.
+        """Claim a slab for each size in bytes; they are allocated in this order. Raises HostMemoryError without
+        claiming any.
         """
         classes = [slab_bytes(size) for size in sizes]
         with self._lock:
@@ -105,9 +105,8 @@ class SlabPool:
         return [slab or self._order(size) for slab, size in zip(found, classes, strict=True)]
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Prepare idle slabs for a claim of these sizes, as far as there is free room.
-
-        One that the host refused is asked for again.
+        """Allocate idle slabs ahead for a claim of these sizes, as far as there is room. Slabs that the host refused
+        are tried again.
         """
         wanted = Counter(slab_bytes(size) for size in sizes)
         with self._lock:
@@ -119,7 +118,7 @@ class SlabPool:
                         self._idle.append(self._order(size))
 
     def release(self, slabs: Sequence[Slab]) -> None:
-        """Release slabs, each once; nobody reads or writes them any more."""
+        """Release slabs, each once. They must no longer be read or written."""
         with self._lock:
             for slab in slabs:
                 self._in_use_bytes -= slab.num_bytes
@@ -127,7 +126,7 @@ class SlabPool:
                     self._idle.append(slab)
 
     def shutdown(self) -> None:
-        """Stop the threads, and return slabs that are idle or evicted to the system; those not begun never come."""
+        """Stop the threads, cancel allocations that have not begun, and return idle and evicted slabs to the system."""
         self._threads.shutdown(cancel_futures=True)
         with self._lock:
             self._drop_refused()
@@ -143,7 +142,7 @@ class SlabPool:
         return sum(slab.num_bytes for slab in self._idle)
 
     def _drop_refused(self) -> None:
-        """Forget idle slabs that will never come."""
+        """Forget idle slabs whose allocation failed."""
         self._idle = [slab for slab in self._idle if not slab.is_refused]
 
     def _take_idle(self, num_bytes: int) -> Slab | None:
@@ -188,7 +187,7 @@ class SlabPool:
         try:
             self._source.unpin(slab.wait())
         except HostMemoryError:
-            return  # it never came
+            return  # it was never allocated
         except OSError as error:
             log.error("host_memory_unpin_failed bytes=%d error=%s", slab.num_bytes, error)
         with self._lock:

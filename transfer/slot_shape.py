@@ -1,4 +1,4 @@
-"""What slots of an exchange hold in host memory: arrays that are allocated and that plans count. No torch."""
+"""The arrays of exchange slots in host memory, as they are allocated and as plans count them. No torch."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ ANSWERED = ArraySpec((1,), "int32")
 
 @dataclass(frozen=True, slots=True)
 class SlotShape:
-    """A row of a slot in which attention is asked for (`transfer.exchange.ExchangeSlot`).
+    """The shape of a row of a slot for attention (`transfer.exchange.ExchangeSlot`).
 
-    num_tables: of the codes beside each query, 0: none.
-    dtype: of queries.
-    exclusion_blocks: of a context, that a row may exclude for each of `kv_heads`, 0: none.
-    is_counted: answers say how many tokens they stand for.
+    num_tables: hash tables for which each query has codes; 0: none.
+    dtype: dtype of queries.
+    exclusion_blocks: blocks of a context that a row may exclude for each of `kv_heads`; 0: none.
+    is_counted: whether answers have the number of tokens that they cover.
     """
 
     heads: int
@@ -28,7 +28,7 @@ class SlotShape:
     is_counted: bool = False
 
     def row_arrays(self) -> dict[str, ArraySpec]:
-        """Return the arrays of one row, out and back."""
+        """Return the arrays of one row, of its request and of its answer."""
         assert self.kv_heads > 0 or self.exclusion_blocks == 0, "exchange slot: exclusions are by KV head"
         arrays = {
             "queries": ArraySpec((self.heads, self.dim), self.dtype),
@@ -47,7 +47,7 @@ class SlotShape:
 
 
 def expert_row_arrays(hidden: int, per_token: int) -> dict[str, ArraySpec]:
-    """Return the arrays of one row of a slot in which experts are asked for (`transfer.expert_exchange.ExpertSlot`)."""
+    """Return the arrays of one row of a slot for experts (`transfer.expert_exchange.ExpertSlot`)."""
     return {
         "hidden": ArraySpec((hidden,), "float32"),
         "experts": ArraySpec((per_token,), "int32"),
@@ -58,15 +58,15 @@ def expert_row_arrays(hidden: int, per_token: int) -> dict[str, ArraySpec]:
 
 
 def most_token_floats(inner: int) -> int:
-    """Return the most float32 of a rounded token (`transfer.simd.row_tiles.token_floats`), of units of 64 columns and
-    groups of 16, and lines behind it that are read.
+    """Return the most float32 that a rounded token takes (`transfer.simd.row_tiles.token_floats`), which is with units
+    of 64 columns and groups of 16, including lines behind it that are read.
     """
     return (inner // 2 + -(-inner // 64) + inner // 16) // 16 * 16 + 32
 
 
 def expert_work_arrays(num_rows: int, per_token: int, intermediate: int, hidden: int) -> dict[str, ArraySpec]:
-    """Return what the CPU computes experts in: for each pair of a row and an expert its products, their sum, and what
-    either matrix takes, rounded.
+    """Return the work arrays of the CPU's experts, with a row for each pair of a row and an expert: the rounded input
+    of either matrix, the gated product, and the result.
     """
     return {
         "rounded": ArraySpec((num_rows * per_token, most_token_floats(max(intermediate, hidden))), "float32"),

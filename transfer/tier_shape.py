@@ -1,5 +1,5 @@
-"""Describe what of a model is offloaded to host memory, and how it is stored there. No torch, so that plans can count
-its bytes.
+"""Describe which layers of a model are offloaded to host memory, and how rows are stored there. No torch, so that plans
+can count the bytes.
 """
 
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Literal
 
 from transfer.arrays import ArraySpec
 
-BLOCK_TOKENS = 16  # of a context's run, that one bit of a host request's exclusions stands for
+BLOCK_TOKENS = 16  # tokens of a context's run for each bit of a host request's exclusions
 WORD_BITS = 32
-HYPERPLANE_COLUMNS = 32  # that a kernel takes at once
-HOST_DIMS = (64, 96, 128, 256)  # of a head, that rows in host memory are read for
-MAX_HOST_GROUP = 16  # query heads to a KV head, likewise
-INT4_GROUP = 32  # dimensions of an int4 row that have one scale and one offset
+HYPERPLANE_COLUMNS = 32  # columns that a kernel takes at once
+HOST_DIMS = (64, 96, 128, 256)  # head sizes for which the host has attention kernels
+MAX_HOST_GROUP = 16  # the most query heads for a KV head in these kernels
+INT4_GROUP = 32  # dimensions of an int4 row that share one scale and one offset
 ROW_ALIGN_BYTES = 16
 Rows = Literal["bfloat16", "int8", "int4"]
 
@@ -25,9 +25,10 @@ def int4_row_bytes(dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TierShape:
-    """What is offloaded: `layers` are indices of the model; rows are kept as `rows`; codes as the sampler wants them.
+    """The shape of offloaded KV. layers: indices of the model's layers. rows: their format.
 
-    paper: K = bits_per_table, L = num_tables. `num_tables` 0: nothing is sampled, so there are no codes and no tables.
+    bits_per_table and num_tables are the sampler's (the paper's K and L). num_tables 0: nothing is sampled, so there
+    are no codes and no tables.
     """
 
     layers: tuple[int, ...]
@@ -45,7 +46,7 @@ class TierShape:
 
     @property
     def row_width(self) -> int:
-        """Return the numbers that a stored row is made of: dimensions, or bytes of int4."""
+        """Return the length of a stored row: dimensions, or, of int4, bytes."""
         return int4_row_bytes(self.dim) if self.rows == "int4" else self.dim
 
 

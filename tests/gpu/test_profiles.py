@@ -511,7 +511,7 @@ def test_blocks_of_rows_in_four_bits_are_not_fetched() -> None:
         with pytest.raises(ProfileError, match=r"profiles\.own\.host\.method: got host.rows 'int4', and blocks are"):
             resolve({"own": {"host": {"method": method, "weights": "predictor.safetensors"}}}, host)
     assert resolve({"own": {"host": "indexed"}}, host)
-    with pytest.raises(ValueError, match=r"link_share: got 0.5 beside rows: int4"):
+    with pytest.raises(ValueError, match=r"link_share: got 0.5 with rows: int4"):
         HostConfig.model_validate({"rows": "int4", "link_share": 0.5})
 
 

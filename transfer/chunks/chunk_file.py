@@ -1,6 +1,6 @@
 """Read an open chunk file layer by layer, each checked against the header. No torch.
 
-A file that is renamed, set aside or evicted while it is open is still read to its end.
+A file that is renamed, set aside or evicted while it is open can still be read to its end.
 """
 
 import os
@@ -9,7 +9,7 @@ from transfer.chunks.chunk_format import ChunkError, ChunkKey, ChunkShape, check
 
 
 class ChunkFile:
-    """A chunk that is open for reading; other threads may read other layers. Whoever opened it closes it, once."""
+    """A chunk's file, open for reading by several threads. The code that opened it closes it, once."""
 
     def __init__(self, descriptor: int, key: ChunkKey, shape: ChunkShape, checksums: list[str]) -> None:
         self.key = key
@@ -19,7 +19,7 @@ class ChunkFile:
         self._ranges = layer_ranges(shape, key.num_tokens)
 
     def read(self, layer: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of one layer. Raises ChunkError where they are not those that were stored."""
+        """Fill `out` with the bytes of one layer. Raises ChunkError if they are not those that were stored."""
         begin, end = self._ranges[layer]
         assert out.nbytes == end - begin, f"out has {out.nbytes} bytes, a layer {end - begin}"
         try:
@@ -36,7 +36,7 @@ class ChunkFile:
 
 
 def read_bytes(descriptor: int, out: memoryview, at: int) -> int:
-    """Fill `out` from `at` on; return how many bytes there were."""
+    """Fill `out` with a file's bytes from offset `at` on, and return how many bytes there were."""
     done = 0
     while done < out.nbytes:
         count = os.preadv(descriptor, [out[done:]], at + done)
@@ -47,7 +47,7 @@ def read_bytes(descriptor: int, out: memoryview, at: int) -> int:
 
 
 def write_bytes(descriptor: int, data: memoryview, at: int) -> None:
-    """Write all of `data`, from `at` on."""
+    """Write all of `data` to a file, from offset `at` on."""
     done = 0
     while done < data.nbytes:
         done += os.pwrite(descriptor, data[done:], at + done)

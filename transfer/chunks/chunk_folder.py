@@ -1,13 +1,13 @@
-"""Keep chunks on disk: a folder for each model, a file for each chunk, written aside and renamed, the least recently
-used evicted first. No torch.
+"""Keep chunks on disk: a folder for each model and a file for each chunk, which is written under another name and then
+renamed. The least recently used chunk is evicted first. No torch.
 
-Several processes share the folder, its lock and its files' times. A file with a chunk's name is whole, or its reader
+Several processes share the folder, its lock and its files' times. A file with a chunk's name is complete, or its reader
 notices that it is not. The files of all models stay below the limit, including those that are being written. Evicting a
-file never hurts a process that has it open.
+file does not disturb a process that has it open.
 
-Room is reserved under the folder's lock, as a file of full size that its writer keeps locked: a dead writer's file is
-known by its free lock. Where the disk itself has no room, files are evicted as they are for the limit. A file's time is
-its last use, so the order survives restarts and is one for all processes.
+Room is reserved under the folder's lock, as a file of full size that its writer keeps locked; the file of a dead writer
+is recognised because it is not locked. If the disk itself is full, files are evicted as they are for the limit. A
+file's time is its last use, so the order survives restarts and is the same for all processes.
 """
 
 import errno
@@ -49,11 +49,11 @@ log = logging.getLogger(__name__)
 
 
 class ChunkFolder:
-    """Chunks of one model below `root`, which other models and processes share. From any thread."""
+    """Chunks of one model below `root`, which other models and processes share. Called from any thread."""
 
     def __init__(self, root: Path, model: str, shape: ChunkShape, limit_bytes: int) -> None:
-        """`model`: the digest of its weights. `limit_bytes`: of the files of all models. A folder that cannot be made
-        or written is logged, and nothing is found or stored.
+        """model: the digest of its weights. limit_bytes: of the files of all models. If the folder cannot be made or
+        written, that is logged, and nothing is found or stored.
         """
         assert MODEL.fullmatch(model), "a model is 32 hexadecimal digits"
         self.root, self.model, self.shape, self.limit_bytes = root, model, shape, limit_bytes
@@ -69,7 +69,7 @@ class ChunkFolder:
             self._refuse(error)
 
     def open(self, key: ChunkKey) -> ChunkFile | None:
-        """Return the chunk, now the last one used, or None. A damaged file is set aside."""
+        """Open a chunk's file and mark it as used; None if it does not exist. A damaged file is set aside."""
         try:
             descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -83,19 +83,17 @@ class ChunkFolder:
             os.close(descriptor)
             self.set_aside(key, str(error))
             return None
-        with suppress(OSError):  # a folder that is only read: its order is of no use
+        with suppress(OSError):  # in a read-only folder nothing is evicted, so the order does not matter
             _mark_used(descriptor)
         return ChunkFile(descriptor, key, self.shape, checksums)
 
     def touch(self, key: ChunkKey) -> None:
-        """Mark a chunk as used that was read from memory."""
+        """Mark a chunk as used, after it was read from memory."""
         with suppress(OSError):
             _mark_used(self._path(key))
 
     def put(self, key: ChunkKey, layers: Sequence[memoryview]) -> bool:
-        """Store the bytes of every layer; return False where there is no room or the disk refuses, which is logged
-        once.
-        """
+        """Store the bytes of every layer. Return False if there is no room or the disk fails, which is logged once."""
         assert [layer.nbytes for layer in layers] == [self.shape.layer_bytes(key.num_tokens)] * self.shape.num_layers
         path = self._path(key)
         try:
@@ -112,7 +110,7 @@ class ChunkFolder:
         return True
 
     def delete(self, key: ChunkKey) -> None:
-        """Delete the chunk for all processes, damaged or not; those that read it go on."""
+        """Delete the chunk for all processes, damaged or not. Processes that have it open can still read it."""
         path = self._path(key)
         try:
             path.unlink(missing_ok=True)
@@ -121,8 +119,8 @@ class ChunkFolder:
             log.warning("chunk_not_deleted name=%s error=%s", key.name, error)
 
     def set_aside(self, key: ChunkKey, reason: str) -> None:
-        """Hide this file from all readers. It stays for inspection until its room is needed or MOST_SET_ASIDE others
-        are set aside.
+        """Hide a damaged file from all readers. It is kept for inspection until its room is needed or MOST_SET_ASIDE
+        others are set aside.
         """
         path = self._path(key)
         self._count("set_aside")
@@ -132,7 +130,7 @@ class ChunkFolder:
             for old in too_many_set_aside(scan(self.root)):
                 old.path.unlink(missing_ok=True)
         except FileNotFoundError:
-            return  # another process did, or gave it up
+            return  # another process has set it aside, or evicted it
         except OSError as error:
             log.warning("chunk_stays path=%s error=%s", path, error)
 
@@ -162,12 +160,12 @@ class ChunkFolder:
         return checksums
 
     def _store(self, key: ChunkKey, layers: Sequence[memoryview]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)  # the disk was full, or not there, when this began
+        self._folder.mkdir(parents=True, exist_ok=True)  # the disk may have been full, or absent, at the start
         with locked(self.root):
             part, descriptor = self._reserve(key)
         try:
             self._write(descriptor, key, layers)
-            with locked(self.root):  # who counts files meets this one under one name
+            with locked(self.root):  # a process that counts files sees this one under one name only
                 os.rename(part, self._path(key))
         except BaseException:
             part.unlink(missing_ok=True)
@@ -176,7 +174,9 @@ class ChunkFolder:
             os.close(descriptor)
 
     def _reserve(self, key: ChunkKey) -> tuple[Path, int]:
-        """Return a file of full size that reserves room for what is being written. The folder's lock is held."""
+        """Make a file of full size, which reserves room, and return its path and descriptor. The folder's lock is
+        held.
+        """
         size = self.shape.file_bytes(key.num_tokens)
         self._make_room(size)
         part = self._folder / f"{key.name}.{secrets.token_hex(4)}.part"
@@ -191,8 +191,8 @@ class ChunkFolder:
         return part, descriptor
 
     def _write(self, descriptor: int, key: ChunkKey, layers: Sequence[memoryview]) -> None:
-        """Write layers first, the header last, and all of it to the disk before the file gets its name: after a loss of
-        power a chunk is whole or not there. (If the disk lies, checksums tell.)
+        """Write the layers, then the header, and flush all to the disk before the file gets its name: after a loss of
+        power a chunk is complete or absent. (If the disk only pretends to flush, checksums reveal it.)
         """
         begin = header_bytes(self.shape)
         checksums = []
@@ -204,7 +204,7 @@ class ChunkFolder:
         os.fsync(descriptor)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict files until so many bytes fit below the limit. Raises OSError (EFBIG) where they cannot."""
+        """Evict files until `num_bytes` more fit below the limit. Raises OSError (EFBIG) if they cannot fit."""
         found = oldest_first(self.root)
         parts = [one for one in found if one.path.suffix == PART and not remove_abandoned(one.path)]
         found = [one for one in found if one.path.suffix != PART]

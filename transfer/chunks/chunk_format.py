@@ -1,9 +1,9 @@
 """Define a chunk's file: a header that identifies its keys and values, then those of each layer. Bytes only, no torch.
 
-A layer is keys `[tokens, kv_heads, row]` before rotation, then values of that shape; a row is bf16 or float32 `[dim]`,
-or `dim` codes of 8 bits with a float32 scale and bias. Layers follow the header without gaps. Every byte of a file is
-checked: the header is what its reader would have written, to the bit, and a layer has the checksum that stands there,
-so that each can be read and trusted alone.
+A layer is keys `[tokens, kv_heads, row]` before rotation, then values of that shape. A row is bf16 or float32 `[dim]`,
+or `dim` 8-bit codes with a float32 scale and bias. Layers follow the header without gaps. Every byte of a file is
+checked: the header must equal, bit by bit, the one that the reader would write, and each layer must match its checksum
+in the header, so that a layer can be read and trusted alone.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ import xxhash
 MAGIC = b"TANDEMKV"
 VERSION = 1
 ALIGN_BYTES = 4096  # layers begin on a page of the file
-_PREFIX = struct.Struct("<8sII16s")  # magic, version, bytes of the header, digest of what follows
-_CHECKSUM = "0" * 32  # of a layer: XXH3, 128 bits
+_PREFIX = struct.Struct("<8sII16s")  # magic, version, bytes of the header, digest of the rest of the header
+_CHECKSUM = "0" * 32  # a placeholder for a layer's checksum, XXH3 of 128 bits
 _TAIL_BYTES = 8  # scale and bias of a row of codes
 
 Rows = Literal["bfloat16", "float32", "int8"]
 
 
 class ChunkError(Exception):
-    """A chunk that is not what was stored; whoever asked computes it again."""
+    """A chunk whose bytes are not those that were stored. The caller computes it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ChunkShape:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """`name`: of the file, 64 hexadecimal digits; `tokens`: the digest of the token ids."""
+    """The key of a chunk. name: of its file, 64 hexadecimal digits. tokens: the digest of its token ids."""
 
     name: str
     num_tokens: int
@@ -65,8 +65,8 @@ class ChunkKey:
 
 
 def name_chunk(token_ids: Sequence[int] | np.ndarray, shape: ChunkShape, kv_key: str) -> ChunkKey:
-    """Return the key of a chunk of at least one token. `kv_key`: all else that its KV depends on, beside the weights:
-    the type that computes, the method that attends, whose secret it is.
+    """Return the key of a chunk of at least one token. kv_key: everything beside the weights that its KV depends on,
+    such as the dtype and the prefill method, and the secret of its owner.
     """
     assert len(token_ids), "a chunk has tokens"
     return name_digest(digest_tokens(token_ids), len(token_ids), shape, kv_key)
@@ -95,14 +95,14 @@ def header_bytes(shape: ChunkShape) -> int:
 
 
 def write_header(model: str, key: ChunkKey, shape: ChunkShape, checksums: Sequence[str]) -> bytes:
-    """Return a header. `model`: the digest of its weights, 32 hexadecimal digits; `checksums`: one for each layer."""
+    """Return a header. model: the digest of its weights, 32 hexadecimal digits. checksums: one for each layer."""
     size = header_bytes(shape)
     body = _describe(model, key, shape, checksums).ljust(size - _PREFIX.size)
     return _PREFIX.pack(MAGIC, VERSION, size, _digest(body)) + body
 
 
 def read_header(raw: bytes, model: str, key: ChunkKey, shape: ChunkShape) -> list[str]:
-    """Return the layers' checksums. Raises ChunkError for a header that is not that of this chunk of this model."""
+    """Return the layers' checksums. Raises ChunkError if the header is not that of this chunk of this model."""
     if len(raw) < _PREFIX.size or not raw.startswith(MAGIC):
         raise ChunkError("it does not begin with the mark of a chunk file")
     _, version, _, _ = _PREFIX.unpack_from(raw)
@@ -125,7 +125,7 @@ def read_header(raw: bytes, model: str, key: ChunkKey, shape: ChunkShape) -> lis
 
 
 def has_finite_scales(layer: memoryview, shape: ChunkShape) -> bool:
-    """Return whether all rows of a layer are numbers, as far as it can be told: for rows of codes it can."""
+    """Return whether all scales and biases of a layer's codes are finite. Always True for rows without scales."""
     if shape.rows != "int8":
         return True
     rows = np.frombuffer(layer, np.uint8).reshape(-1, shape.row_bytes)
@@ -133,7 +133,7 @@ def has_finite_scales(layer: memoryview, shape: ChunkShape) -> bool:
 
 
 def layer_ranges(shape: ChunkShape, num_tokens: int) -> list[tuple[int, int]]:
-    """Return where each layer of a chunk begins and ends, behind the header."""
+    """Return the byte range of each layer of a chunk, relative to the header's end."""
     size = shape.layer_bytes(num_tokens)
     return list(pairwise(range(0, (shape.num_layers + 1) * size, size)))
 

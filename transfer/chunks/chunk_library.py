@@ -1,8 +1,8 @@
-"""Hold chunks that requests wait for: in the store, or computed for them and kept until they have read them.
+"""Hold the chunks that requests wait for: in the store, or computed for them and kept until they have read them.
 
 A chunk that a request holds stays until it is released, whether the disk has room for it or not. A computed chunk can
-be found at once. It has memory of its own until it is stored, or as long as the store has no room. Methods may be
-called from any thread.
+be found at once. It has memory of its own until it is stored, or, if the store has no room, until it is released.
+Methods may be called from any thread.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ChunkSource(Protocol):
-    """The source that a chunk is read from: a lease of the store's, or a chunk that was just computed."""
+    """The source that a chunk is read from: a lease of the store, or a chunk that was just computed."""
 
     key: ChunkKey
 
@@ -57,8 +57,8 @@ class _Kept:
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A chunk held by `count` requests. One of lease and layers is there, or the chunk is to be computed. is_alone: the
-    store does not have it, and never will.
+    """A chunk held by `count` requests. It has a lease or layers, or is still to be computed. is_alone: the store had
+    no room for it and will not have it.
     """
 
     count: int = 0
@@ -74,14 +74,14 @@ class _Held:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class _Writing:
-    """A computed chunk that waits for the store. `is_written`: whether it is on the disk then."""
+    """A computed chunk that is being stored. is_written: returns whether it is on the disk."""
 
     layers: Sequence[Pages]
     is_written: "Future[bool]"
 
 
 class ChunkLibrary:
-    """Chunks by key. `store`: where chunks are found, and put."""
+    """Chunks by key. store: where chunks are looked up and stored."""
 
     def __init__(self, store: ChunkStore) -> None:
         self.store = store
@@ -89,20 +89,20 @@ class ChunkLibrary:
         self._held: dict[str, _Held] = {}
         self._writing: dict[str, _Writing] = {}
         self._done: list[tuple[ChunkKey, Future[bool] | None]] = []
-        self._bytes_kept = 0  # computed, and not the store's
+        self._bytes_kept = 0  # of computed chunks that the store does not have
 
     def has(self, key: ChunkKey) -> bool:
-        """Return whether the chunk is on the disk now, so that it need not be stored."""
+        """Return whether the chunk is on the disk now and need not be stored."""
         return self.store.has(key)
 
     def find_written(self, key: ChunkKey) -> "Future[bool] | None":
-        """Return whether the chunk is on the disk, once that is known if it is being written now."""
+        """Return a future of whether the chunk is on the disk, if it is being written now; else None."""
         with self._lock:
             writing = self._writing.get(key.name)
             return None if writing is None else writing.is_written
 
     def hold(self, key: ChunkKey) -> bool:
-        """Hold a chunk until `release`, and return whether it is there; if it is computed from now on it is kept."""
+        """Hold a chunk until `release`, and return whether it is there. If it is computed later, it is kept."""
         with self._lock:
             held = self._held.setdefault(key.name, _Held())
             held.count += 1
@@ -143,7 +143,7 @@ class ChunkLibrary:
             return self._held[key.name].is_refused
 
     def open(self, key: ChunkKey) -> ChunkSource | None:
-        """Return the source of a chunk, to be released; None if there is none."""
+        """Return a source to read a chunk from, which the caller releases; None if there is none."""
         with self._lock:
             kept = self._held.get(key.name) or self._writing.get(key.name)
             if kept is not None and kept.layers is not None:
@@ -151,8 +151,8 @@ class ChunkLibrary:
         return self.store.find(key)
 
     def keep(self, key: ChunkKey, layers: Sequence[Pages]) -> None:
-        """Keep a computed chunk: uint8 `[layer_bytes]` for each layer. Its holders have it now; whether it is on the
-        disk is reported later. One with rows that are no numbers is refused.
+        """Keep a computed chunk. layers: uint8 `[layer_bytes]` for each layer. Its holders have it at once; `take_done`
+        reports later whether it is on the disk. A chunk whose rows are not finite is refused.
         """
         if not all(has_finite_scales(layer.data, self.store.folder.shape) for layer in layers):
             self.refuse(key, "it has keys or values that are not finite, or span more than float32 holds")
@@ -168,7 +168,7 @@ class ChunkLibrary:
         written.add_done_callback(lambda _: self._give_to_store(key, layers))
 
     def _give_to_store(self, key: ChunkKey, layers: Sequence[Pages]) -> None:
-        """Finish a write: the store has the chunk, or had no room and its holders go on with the computed one."""
+        """Finish a write. The store now has the chunk, or it had no room and the holders keep the computed one."""
         with self._lock:
             writing = self._writing.get(key.name)
             if writing is not None and writing.layers is layers:  # else it was computed again meanwhile
@@ -183,7 +183,7 @@ class ChunkLibrary:
                     held.is_alone = True
                     return
                 held.layers = None
-                if held.lease is None:  # else it was found, too, while it was computed
+                if held.lease is None:  # else it was also found while it was computed
                     held.lease, lease = lease, None
             self._bytes_kept -= self._bytes_of(key)
         if lease is not None:
@@ -191,8 +191,8 @@ class ChunkLibrary:
 
     @property
     def room_bytes(self) -> int:
-        """Return the room for chunks that are still to be computed: as much as the store holds in all, less those that
-        it has not taken yet. It may be below 0.
+        """Return the bytes left for chunks that are still to be computed: the store's memory limit less the computed
+        chunks that the store does not have. It may be below 0.
         """
         with self._lock:
             return max(self.store.memory_limit_bytes, LEAST_AHEAD_BYTES) - self._bytes_kept
@@ -201,7 +201,7 @@ class ChunkLibrary:
         return self.store.folder.shape.chunk_bytes(key.num_tokens)
 
     def refuse(self, key: ChunkKey, reason: str) -> None:
-        """Report that a computed chunk cannot be kept: its holders compute its tokens as any text."""
+        """Report that a computed chunk cannot be kept. Its holders then compute its tokens as they do other text."""
         log.warning("chunk_not_kept name=%s reason=%s", key.name, reason)
         with self._lock:
             held = self._held.get(key.name)
@@ -210,15 +210,15 @@ class ChunkLibrary:
             self._done.append((key, None))
 
     def take_done(self) -> "list[tuple[ChunkKey, Future[bool] | None]]":
-        """Return chunks that were computed since the last call, and whether they are on the disk, once that is known;
-        None: they cannot be kept.
+        """Return the chunks that were computed since the last call, each with a future of whether it is on the disk.
+        None in place of the future: the chunk cannot be kept.
         """
         with self._lock:
             done, self._done = self._done, []
         return done
 
     def shutdown(self) -> None:
-        """Close the library; nothing is held or read any more."""
+        """Close the library and the store. No chunk may be held or read any more."""
         with self._lock:
             leases = [held.lease for held in self._held.values() if held.lease is not None]
             self._held.clear()

@@ -1,8 +1,8 @@
-"""Read chunks for a prefill: from host memory, where the last used are, or layer by layer from the disk.
+"""Read document chunks for a prefill: from host memory, which has those used last, or layer by layer from the disk.
 
-Bytes that are handed out are those that were stored, or the future reports that the chunk is lost. Memory that somebody
-reads is neither evicted nor written again before the lease ends. A store waits for no disk, and a lease waits for
-nothing that no lease has asked for. Methods may be called from any thread.
+A read returns exactly the bytes that were stored, or its future reports that the chunk is lost. Leased memory is
+neither evicted nor overwritten before the lease ends. Storing a chunk does not wait for the disk, and a lease waits
+only for reads that leases have asked for. Methods may be called from any thread.
 """
 
 import logging
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 def open_chunks(
     config: DocumentsConfig, memory_bytes: int, model: str, shape: ChunkShape, is_pinned: bool
 ) -> "ChunkStore":
-    """Open the store of one model, `model` the digest of its weights. memory_bytes: for chunks used last; is_pinned: it
-    is registered with CUDA.
+    """Open the store of one model. model: the digest of its weights. memory_bytes: host memory for the chunks used
+    last. is_pinned: whether it is registered with CUDA.
     """
     pin, unpin = (pin_pages, unpin_pages) if is_pinned else (None, None)
     folder = ChunkFolder(config.resolved_folder, model, shape, int(config.disk_limit_gib * GIB))
@@ -44,9 +44,12 @@ def open_chunks(
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A chunk that is in use or in memory. `file`: until every layer is in the slab; without a slab, until the end.
-    `wanted`: reads that leases have asked for. `num_unrequested`: unfinished reads of the slab that no lease has asked
-    for.
+    """A chunk that is leased or in memory.
+
+    file: open until every layer is in the slab; without a slab, until the end.
+    layers: reads into the slab, by layer.
+    wanted: reads that leases have asked for.
+    num_unrequested: unfinished reads into the slab that no lease has asked for.
     """
 
     key: ChunkKey
@@ -54,7 +57,7 @@ class _Entry:
     file: ChunkFile | None
     ranges: list[tuple[int, int]]
     num_missing: int
-    layers: dict[int, "Future[Pages]"] = field(default_factory=dict)  # of the slab
+    layers: dict[int, "Future[Pages]"] = field(default_factory=dict)
     wanted: list["Future[Pages]"] = field(default_factory=list)
     num_leases: int = 0
     num_unrequested: int = 0
@@ -66,7 +69,7 @@ class _Entry:
 
 
 class ChunkLease:
-    """The right to read a chunk. What it reads into, and the memory that it reads, stays until `release`."""
+    """The right to read a chunk, until `release`. The chunk's memory, and buffers that are read into, must stay."""
 
     def __init__(self, store: "ChunkStore", entry: _Entry) -> None:
         self._store, self._entry = store, entry
@@ -78,27 +81,25 @@ class ChunkLease:
         return self._entry.slab is not None
 
     def layer(self, index: int, out: Pages) -> "Future[Pages]":
-        """Return a future of uint8 `[layer_bytes]` of a layer: in host memory, else in `out`, of that size.
+        """Return a future of a layer's bytes, uint8 `[layer_bytes]`: in host memory, or read into `out` of that size.
 
-        Its future raises ChunkError where the chunk turns out to be lost: layers read before are right, and whoever
-        needs the others computes the chunk again.
+        The future raises ChunkError if the chunk turns out to be lost. Layers that were read before are correct; to get
+        the others, the caller computes the chunk again.
         """
         return self._store.start_read(self._entry, index, out)
 
     def release(self) -> None:
-        """End the lease, once, when copies of what was handed out have ended. Waits for running reads; those that have
-        not begun are cancelled, unless another lease wants them.
+        """End the lease, once, after all copies of its layers have ended. Waits for running reads; reads that have not
+        begun are cancelled, unless another lease wants them.
         """
         self._store.end_lease(self._entry)
 
 
 class ChunkStore:
-    """A folder, and memory in front of it that is taken from `slabs`, pinned or not; the least recently used is
-    evicted.
-    """
+    """A folder of chunks, with a cache in memory from `slabs`. The least recently used chunk is evicted."""
 
     def __init__(self, folder: ChunkFolder, slabs: SlabPool, num_threads: int) -> None:
-        """`num_threads`: how many layers are read from the disk at a time."""
+        """num_threads: how many layers are read from the disk at a time."""
         self.folder = folder
         self._slabs = slabs
         self._lock = Lock()
@@ -109,16 +110,14 @@ class ChunkStore:
         self._writer = ThreadPoolExecutor(1, "chunk-writes")
 
     def has(self, key: ChunkKey) -> bool:
-        """Return whether the chunk is on the disk, where it then is the last one used; memory stays as it is."""
+        """Return whether the chunk is on the disk, and mark it there as used. The cache in memory does not change."""
         file = self.folder.open(key)
         if file is not None:
             file.close()
         return file is not None
 
     def find(self, key: ChunkKey) -> ChunkLease | None:
-        """Return a lease of the chunk, or None: then the caller computes it. Looks at the file's header, and reads no
-        layer.
-        """
+        """Return a lease of the chunk, or None if the caller must compute it. Reads the file's header, but no layer."""
         with self._lock:
             entry = self._lease(key)
         if entry is not None:
@@ -126,7 +125,7 @@ class ChunkStore:
             return ChunkLease(self, entry)
         file = self.folder.open(key)
         with self._lock:
-            entry = self._lease(key)  # another thread's, by now
+            entry = self._lease(key)  # another thread may have entered it by now
             if entry is None and file is not None:
                 entry, file = self._enter(key, file), None
                 self._counts["found_on_disk"] += 1
@@ -137,20 +136,21 @@ class ChunkStore:
         return None if entry is None else ChunkLease(self, entry)
 
     def put(self, key: ChunkKey, layers: Sequence[Pages]) -> "Future[bool]":
-        """Keep the bytes of every layer, uint8 `[layer_bytes]`, in memory and on disk; the future says whether they are
-        on the disk.
+        """Store the bytes of every layer, uint8 `[layer_bytes]`, in memory and on disk. The future returns whether they
+        are on the disk.
 
-        `layers` must stay as they are until the future is done. Rows are stored as they are; `has_finite_scales` is
-        checked before.
+        `layers` must not change until the future is done. The caller checks `has_finite_scales` before.
         """
         return self._writer.submit(self._put, key, [layer.data for layer in layers])
 
     def delete(self, key: ChunkKey) -> "Future[None]":
-        """Delete the chunk, after earlier writes. Leases go on."""
+        """Delete the chunk, after earlier writes. Leases of it stay valid."""
         return self._writer.submit(self._delete, key)
 
     def finish_reads(self) -> None:
-        """Wait until nothing is read: chunks that were read in part are in memory whole. Used to time memory."""
+        """Wait until all reads have ended, so that chunks that were read in part are completely in memory. Used to time
+        memory.
+        """
         with self._lock:
             under_way = [read for entry in self._entries.values() for read in entry.layers.values()]
         wait(under_way)
@@ -169,7 +169,7 @@ class ChunkStore:
         return self._slabs.bytes_in_use
 
     def shutdown(self) -> None:
-        """Finish writes and release memory; no lease is held."""
+        """Finish writes and release memory. No lease may be held."""
         self._writer.shutdown()
         self._readers.shutdown()
         with self._lock:
@@ -194,15 +194,15 @@ class ChunkStore:
             return read
 
     def end_lease(self, entry: _Entry) -> None:
-        """End a lease. The rest of a chunk that was read in part is read, too, and then it stays in memory: prompts
-        that compute their first layers in full never ask for these. A chunk of which nothing was read, or not all that
-        was asked for, is not kept in memory.
+        """End a lease. If all its reads were done, the rest of the chunk is read too, and the chunk then stays in
+        memory: prompts that compute their first layers in full never ask for these layers. A chunk of which nothing was
+        read, or whose reads were cancelled, is not kept in memory.
         """
         while (under_way := self._leave(entry)) is not None:
             wait(under_way)
 
     def _leave(self, entry: _Entry) -> "list[Future[Pages]] | None":
-        """End a lease and return None, or return the reads that it must wait for first."""
+        """End a lease and return None, or return the reads that must end first."""
         with self._lock:
             if entry.num_leases == 1 and (under_way := self._stop_reads(entry)):
                 return under_way
@@ -213,7 +213,7 @@ class ChunkStore:
         return None
 
     def _stop_reads(self, entry: _Entry) -> "list[Future[Pages]]":
-        """Cancel what the last lease wanted and has not begun; return its other reads."""
+        """Cancel the last lease's reads that have not begun, and return the others."""
         under_way = [read for read in entry.wanted if not read.cancel()]
         if len(under_way) < len(entry.wanted):
             self._forget(entry)
@@ -223,7 +223,7 @@ class ChunkStore:
         return under_way
 
     def _read_rest(self, entry: _Entry) -> bool:
-        """Read the layers that nobody has asked for, when no other read waits, and return whether there are any."""
+        """Submit reads of the remaining layers, behind all requested reads, and return whether there are any."""
         if not entry.layers or entry.slab is None or self._entries.get(entry.key.name) is not entry:
             return False
         rest = [index for index in range(len(entry.ranges)) if index not in entry.layers]
@@ -254,7 +254,7 @@ class ChunkStore:
         return entry
 
     def _enter(self, key: ChunkKey, file: ChunkFile | None) -> _Entry:
-        """Return a leased entry, in memory if there is room that nobody reads."""
+        """Return a new, leased entry. It is in memory if there is room beside leased chunks."""
         shape = self.folder.shape
         slab = self._claim(shape.chunk_bytes(key.num_tokens))
         entry = _Entry(key, slab, file, layer_ranges(shape, key.num_tokens), shape.num_layers, num_leases=1)
@@ -295,7 +295,7 @@ class ChunkStore:
         except HostMemoryError as error:
             with self._lock:
                 self._forget(entry)
-                self._has_memory = False  # the host has refused: chunks are read past it from now on
+                self._has_memory = False  # the host has no memory: from now on chunks are read without the cache
             raise ChunkError(f"chunk {entry.key.name}: {error}") from error
         self._read(entry, index, pages)
         with self._lock:
@@ -343,7 +343,7 @@ class ChunkStore:
             entry.layers[index] = Future()
             entry.layers[index].set_result(pages[begin:end])
         with self._lock:
-            if key.name in self._entries:  # found on the disk meanwhile, where another process put it
+            if key.name in self._entries:  # another process stored it, and it was found on the disk meanwhile
                 self._end(entry)
             else:
                 self._entries[key.name] = entry

@@ -1,6 +1,6 @@
-"""Run read threads: wanted reads first, in order, and reads that nobody has asked for behind all of them.
+"""Run threads that read: wanted reads in order, and unrequested reads after all of them.
 
-No unwanted read begins while a wanted one has not begun. Methods may be called from any thread.
+No unrequested read begins while a wanted read has not begun. Methods may be called from any thread.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Readers:
         return future
 
     def set_wanted(self, future: "Future[Pages]", is_wanted: bool) -> None:
-        """Move a read that has not begun to the end of the wanted ones."""
+        """Move a read that has not begun to the end of the wanted, or of the unrequested, reads."""
         begin, end = (self._unrequested, self._wanted) if is_wanted else (self._wanted, self._unrequested)
         with self._lock:
             if future in begin:
@@ -40,7 +40,7 @@ class Readers:
         self._threads.shutdown()
 
     def _read_next(self) -> None:
-        """Run the first read that waits; called as often as a read was submitted."""
+        """Run the first waiting read. Called once for each read that was submitted."""
         with self._lock:
             waiting = self._wanted or self._unrequested
             future = next(iter(waiting))
@@ -49,5 +49,5 @@ class Readers:
             return
         try:
             future.set_result(read())
-        except BaseException as error:  # the outermost handler of this thread: whoever waits has the error
+        except BaseException as error:  # the outermost handler of this thread: the future carries the error
             future.set_exception(error)

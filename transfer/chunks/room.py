@@ -1,7 +1,7 @@
-"""Count the files of a folder of chunks, of all models, and make room on its disk. No torch.
+"""Count the files of a folder of chunks, over all models, and make room on its disk. No torch.
 
-Files are counted and evicted under the folder's lock. A file that is being written is never evicted. A few damaged
-files at most are set aside for inspection.
+Files are counted and evicted under the folder's lock. A file that is being written is never evicted. At most a few
+damaged files are set aside for inspection.
 """
 
 import errno
@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST_SET_ASIDE = 4  # damaged files that stay to be looked at
-LOCK_SECONDS = 5.0  # for a process that looks for room; one that stands still is not waited for
+MOST_SET_ASIDE = 4  # damaged files that are kept for inspection
+LOCK_SECONDS = 5.0  # long enough for a process that makes room; a hanging process is not waited for
 _POLL_SECONDS = 0.005
 _OURS = re.compile(r"[0-9a-f]{64}\.(kv|bad|[0-9a-f]{8}\.part)")
 MODEL = re.compile(r"[0-9a-f]{32}")
@@ -24,7 +24,7 @@ BAD, PART = ".bad", ".part"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file of this program. Those set aside sort first, then the least recently used."""
+    """A chunk file. is_whole: it is not set aside as damaged."""
 
     is_whole: bool
     used_ns: int
@@ -33,10 +33,11 @@ class Found:
 
 
 def write_with_room(root: Path, num_bytes: int, write: Callable[[], None]) -> int:
-    """Write so many bytes to the disk of `root`; return how many chunks' files were evicted for it.
+    """Call `write`, which writes `num_bytes` to the disk of `root`. Return how many files were evicted for it.
 
-    Where the disk is full, files of as many bytes are evicted and it is tried once more, not oftener: if another
-    program fills the disk, evicting does not help. `write` leaves nothing when it raises. Raises its OSError.
+    If the disk is full, files of as many bytes are evicted and `write` is called once more, but only once: if another
+    program fills the disk, evicting does not help. `write` must leave nothing behind when it raises. Raises its
+    OSError.
     """
     try:
         write()
@@ -49,7 +50,7 @@ def write_with_room(root: Path, num_bytes: int, write: Callable[[], None]) -> in
 
 
 def give_up(root: Path, num_bytes: int) -> int:
-    """Remove files below `root` of so many bytes, if there are as many; return how many files. Raises OSError."""
+    """Remove the oldest files below `root`, up to `num_bytes`. Return how many were removed. Raises OSError."""
     num_files = 0
     with locked(root):
         found = [one for one in oldest_first(root) if one.path.suffix != PART or remove_abandoned(one.path)]
@@ -71,7 +72,7 @@ def too_many_set_aside(found: Iterable[Found]) -> list[Found]:
 
 
 def scan(root: Path) -> Iterator[Found]:
-    """Return every chunk file, of whatever model. It costs a system call per file, small beside writing a chunk."""
+    """Yield every chunk file of all models. It costs a system call per file, little compared with writing a chunk."""
     for folder in root.iterdir():
         if not MODEL.fullmatch(folder.name) or not folder.is_dir():
             continue
@@ -86,7 +87,7 @@ def scan(root: Path) -> Iterator[Found]:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises OSError (EAGAIN) where another process keeps it for LOCK_SECONDS."""
+    """Hold the folder's lock. Raises OSError (EAGAIN) if another process holds it for LOCK_SECONDS."""
     descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         ends = time.monotonic() + LOCK_SECONDS
@@ -100,12 +101,12 @@ def locked(root: Path) -> Iterator[None]:
                 time.sleep(_POLL_SECONDS)
         yield
     finally:
-        os.close(descriptor)  # and the lock with it
+        os.close(descriptor)  # releases the lock
 
 
 def remove_abandoned(part: Path) -> bool:
-    """Remove a file whose writer has died, and return whether it was removed. The folder's lock is held, so no writer
-    is about to begin.
+    """Remove a file if its writer has died, and return whether it was removed. Call it with the folder's lock held, so
+    that no writer is about to begin.
     """
     try:
         descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC)

@@ -1,7 +1,7 @@
 """The contexts of one model on disk, and the threads that read and write them.
 
-Blocks are named by the hash of all tokens to their end, so a prefix that two contexts share is there once. Reads run
-side by side, in the order in which they are asked for; writes one after another, behind the steps.
+A block is named by the hash of all tokens up to its end, so a prefix that two contexts share is stored once. Reads run
+side by side and begin in the order of their requests. Writes run one after another, in the background.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +18,17 @@ from transfer.disk.turn_bytes import TurnBytes
 GIB = 2**30
 KV = "kv"  # blocks of keys and values
 COUNTED = ("written", "refused", "capped", "declined", "evicted", "damaged", "failed")
-MOST_TOUCHES = 256  # of prefixes, on their way to the disk
-END = "end"  # what windows or states hold where a prefix ends
+MOST_TOUCHES = 256  # prefixes whose marks may wait for the disk
+END = "end"  # the content of windows or states at the end of a prefix
 
 
 class ContextStore:
-    """Records of one model's contexts. block_tokens: of a record of keys and values, whose `kv.part_bytes` are of
-    layers that have pages; end: what else a prefix's end has, or None.
+    """Records of one model's contexts. block_tokens: tokens of a block. kv: the shape of a block, with a part for each
+    layer that has pages. end: the shape of the record of a prefix's end; None: the model needs none.
     """
 
     def __init__(self, config: DiskConfig, model: str, kv: RecordShape, end: RecordShape | None) -> None:
-        """Raises FolderError."""
+        """Open the folder. Raises FolderError."""
         self.config, self.block_tokens, self.kv, self.end = config, config.block_tokens, kv, end
         root = config.resolved_folder
         day = None if config.written_gib_a_day is None else int(config.written_gib_a_day * GIB)
@@ -37,7 +37,7 @@ class ContextStore:
         self.bytes_read = 0
         self._turns = TurnBytes()
         self._lock = Lock()
-        self._num_touches = 0  # that the writer has not made
+        self._num_touches = 0  # marks that wait for the writer
         self._readers = ThreadPoolExecutor(config.threads, "context-reads")
         self._writer = ThreadPoolExecutor(1, "context-writes")
         self._last_write: Future[None] | None = None
@@ -47,31 +47,31 @@ class ContextStore:
         return [self.kv] if self.end is None else [self.kv, self.end]
 
     def watch_blocks(self, move: Callable[[bytes, bool], None]) -> None:
-        """Call `move(digest, is_there)` of each block of keys and values that is there, comes or goes, from any thread;
-        digest: that names it.
+        """Call `move(digest, is_there)` for each block that is there, and whenever one is added or removed, from any
+        thread. digest: the hash that names the block.
         """
 
         def see(file_name: str, is_there: bool) -> None:
             name, _, kind = file_name.partition(".")
-            if kind == KV and "/" not in name:  # else it is another model's
+            if kind == KV and "/" not in name:  # otherwise it belongs to another model
                 move(bytes.fromhex(name), is_there)
 
         self.folder.watch(see)
 
     def count_front(self, names: Sequence[str], first: int) -> int:
-        """Return how many of these blocks are there without a gap, those before `first` taken for granted."""
+        """Return how many of these blocks, in order, are there without a gap. Those before `first` are not checked."""
         end = first
         while end < len(names) and self.folder.has(KV, names[end]):
             end += 1
         return end
 
     def read_seconds(self, num_blocks: int) -> float:
-        """Return the seconds that so many blocks, and the end behind them, take to be read."""
+        """Return the estimated seconds to read `num_blocks` blocks and the end of a prefix."""
         end_bytes = 0 if self.end is None else self.end.file_bytes
         return (num_blocks * self.kv.file_bytes + end_bytes) / self.rate.bytes_a_second
 
     def read(self, kind: str, name: str, part: int, out: memoryview) -> None:
-        """Read a part now. Raises RecordError."""
+        """Read a part of a record into `out`, now. Raises RecordError."""
         self.rate.begin()
         try:
             self.folder.read(kind, name, part, out)
@@ -80,7 +80,7 @@ class ContextStore:
         self.bytes_read += out.nbytes
 
     def run_read(self, read: Callable[[], None]) -> "Future[None]":
-        """Run `read` in a thread, behind those that were asked for before."""
+        """Run `read` in a thread, after reads that were requested before."""
         return self._readers.submit(read)
 
     def run_write(self, write: Callable[[], None]) -> "Future[None]":
@@ -89,12 +89,12 @@ class ContextStore:
 
     @property
     def is_writing(self) -> bool:
-        """Return whether something is being written, or waits for the thread that writes."""
+        """Return whether a write is running or waiting."""
         return self._last_write is not None and not self._last_write.done()
 
     def run_touch(self, kind: str, names: Sequence[str]) -> None:
-        """Mark the records of a prefix as used, behind what is being written. Where a slow disk has too many marks to
-        write, this one is dropped: marks only order evictions.
+        """Mark the records of a prefix as used, after all waiting writes. If a slow disk has too many waiting marks,
+        this one is dropped, since marks only order evictions.
         """
         if self._num_touches < MOST_TOUCHES:
             with self._lock:
@@ -109,7 +109,7 @@ class ContextStore:
                 self._num_touches -= 1
 
     def end_turn(self, names: Sequence[str]) -> None:
-        """Count what a turn has written, behind it, and mark the blocks of its prefix as used."""
+        """Count the bytes that a turn has written, after its writes, and mark the blocks of its prefix as used."""
         self.run_write(lambda: self._turns.add(self.folder.bytes_written - self._turns.total))
         if names:
             self.run_touch(KV, names)
@@ -130,7 +130,7 @@ class ContextStore:
         )
 
     def shutdown(self) -> None:
-        """Finish what is being written, and give the folder to others."""
+        """Finish all writes, and unlock the folder."""
         self._writer.shutdown()
         self._readers.shutdown(cancel_futures=True)
         self.folder.shutdown()

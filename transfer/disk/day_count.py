@@ -1,4 +1,4 @@
-"""Count the bytes that are written on a day, over restarts: the wear of a disk has a limit of its own."""
+"""Count the bytes written on a day, across restarts, for a limit on the wear of a disk."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-DAYS_KEPT = 4  # a clock that is set back and forth counts on for the days that it was on
+DAYS_KEPT = 4  # if the clock is set back and forth, the counts of these days go on
 
 
 class DayCount:
@@ -14,7 +14,7 @@ class DayCount:
 
     def __init__(self, path: Path, limit_bytes: int | None) -> None:
         self._path, self.limit_bytes = path, limit_bytes
-        self._days: dict[str, int] = {}  # the one written on last at the end
+        self._days: dict[str, int] = {}  # the day of the last write is last
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             kept = json.loads(path.read_text())["days"]
             self._days = {str(day): max(0, int(num_bytes)) for day, num_bytes in kept.items()}
@@ -25,11 +25,11 @@ class DayCount:
         return self._days.get(_today(), 0)
 
     def allows(self, num_bytes: int) -> bool:
-        """Return whether so many more bytes may be written today."""
+        """Return whether `num_bytes` more may be written today."""
         return self.limit_bytes is None or self.num_bytes + num_bytes <= self.limit_bytes
 
     def add(self, num_bytes: int) -> None:
-        """Add what was written. What cannot be kept is counted until the program ends."""
+        """Add written bytes. If the file cannot be written, they count until the program ends."""
         today = _today()
         self._days[today] = self._days.pop(today, 0) + num_bytes
         self._days = dict(list(self._days.items())[-DAYS_KEPT:])

@@ -1,4 +1,4 @@
-"""Bytes and records of contexts on disk, as the engine tells them to the server."""
+"""Bytes and records of contexts on disk, as the engine reports them to the server."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ class DiskCounts:
     damaged: int
     failed: int
     declined: int
-    read_rate: int  # bytes a second, as it is reckoned with
-    bytes_today: int  # written
-    bytes_a_day: int  # that may be; 0: any
-    turns_written: tuple[int, ...]  # by the bytes that each wrote: `transfer.disk.turn_bytes.BOUNDS`, and more
-    turn_bytes: int  # of these together
+    read_rate: int  # bytes a second, as estimated now
+    bytes_today: int  # bytes written today
+    bytes_a_day: int  # limit of bytes written in a day; 0: none
+    turns_written: tuple[int, ...]  # counts by the bytes of a turn, between `transfer.disk.turn_bytes.BOUNDS`
+    turn_bytes: int  # written by all turns together

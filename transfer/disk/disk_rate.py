@@ -1,4 +1,4 @@
-"""Measure how fast a folder's disk is read: once for a disk, which is kept in the folder, then by what is read."""
+"""Estimate how fast a folder's disk is read: from a measurement that is kept in the folder, then from actual reads."""
 
 import json
 import math
@@ -11,16 +11,16 @@ from threading import Lock
 
 PROBE_BYTES = 64 * 2**20
 _PIECE_BYTES = 2**20
-_LEAST_BYTES = 64 * 2**20  # that are read before they count
+_LEAST_BYTES = 64 * 2**20  # bytes that are read before the estimate is updated
 _SMOOTHING = 0.3
-SLOW_RATE = 100e6  # bytes a second, where it cannot be measured
-KEPT_SECONDS = 30 * 24 * 3600.0  # that a measurement counts
+SLOW_RATE = 100e6  # bytes a second, if the rate cannot be measured
+KEPT_SECONDS = 30 * 24 * 3600.0  # how long a measurement is valid
 _FILE = "rate.json"
 
 
 def find_rate(root: Path, num_threads: int) -> float:
-    """Return what `probe_rate` measures, or measured within KEPT_SECONDS for the same device and number of threads. The
-    folder keeps it with its date, so that not every start writes PROBE_BYTES.
+    """Return the rate that `probe_rate` measures, or has measured within KEPT_SECONDS for the same device and number of
+    threads. The folder keeps it with its date, so that not every start writes PROBE_BYTES.
     """
     wanted = {"device": _device_of(root), "threads": num_threads}
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -38,7 +38,7 @@ def find_rate(root: Path, num_threads: int) -> float:
 
 
 def _device_of(root: Path) -> list[int]:
-    """Return numbers of the device and the file system that a folder lies on."""
+    """Return numbers that identify the device and the file system of a folder; empty if it cannot be read."""
     try:
         return [root.stat().st_dev, os.statvfs(root).f_fsid]
     except OSError:
@@ -46,8 +46,8 @@ def _device_of(root: Path) -> list[int]:
 
 
 def probe_rate(root: Path, num_threads: int) -> float:
-    """Return the bytes a second at which a file that the system does not hold in memory is read; SLOW_RATE where that
-    cannot be measured. Writes PROBE_BYTES and removes them.
+    """Measure the bytes a second at which a file is read that is not in the system's cache. Return SLOW_RATE if that
+    fails. Writes PROBE_BYTES and removes them.
     """
     path = root / "probe.part"
     try:
@@ -73,7 +73,7 @@ def probe_rate(root: Path, num_threads: int) -> float:
 
 
 class ReadRate:
-    """The rate of reads that may run side by side. From any thread."""
+    """The rate of reads, which may run side by side. Called from any thread."""
 
     def __init__(self, bytes_a_second: float) -> None:
         self.bytes_a_second = bytes_a_second

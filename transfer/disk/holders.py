@@ -1,8 +1,8 @@
 """Record which sessions and saved contexts hold which records of a model's folder. No torch.
 
-A session's records can so be forgotten together, and a context that was saved by name stays until it is deleted. Each
-holder is a small file, written aside and renamed. Its name is the hash of owner and name, so a client's name is never a
-path. Files that are cut short or changed are removed at the start. Of sessions only the last ones noted are kept.
+So a session's records can be forgotten together, and a context that was saved by name stays until it is deleted. Each
+holder is a small file, written under another name and renamed. Its name is the hash of owner and name, so that a
+client's name is never used as a path. Damaged files are removed at the start. Only the most recent sessions are kept.
 """
 
 import errno
@@ -24,15 +24,15 @@ import xxhash
 FOLDER = "holders"
 SESSION, SAVED = "session", "saved"
 MOST_SESSIONS = 1024
-MOST_SAVED = 1024  # contexts by name, of one model, of all keys
-MOST_SAVED_OF_KEY = 256  # of these, of one key, where there are keys
+MOST_SAVED = 1024  # saved contexts of one model, of all API keys
+MOST_SAVED_OF_KEY = 256  # saved contexts of one API key, if there are keys
 _CHECK_DIGITS = 32
 
 
 @dataclass(slots=True)
 class Holder:
-    """What a session, or a saved context, holds: names of records' files. The fields below are of a saved context:
-    tokens (int32, base64), the attention profile that made it, and the session that it was of.
+    """A session or a saved context, and the file names of the records that it holds. Only a saved context has the
+    fields from `tokens` on: tokens (int32, base64), the attention profile that computed it, and its session.
     """
 
     kind: str
@@ -50,30 +50,30 @@ class Holder:
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def token_ids(self) -> bytes:
-        """Return the tokens of a saved context as a prompt has them: int32, little-endian."""
+        """Return the tokens of a saved context as bytes: int32, little-endian."""
         return b64decode(self.tokens)
 
 
 def save_holder(owner: str, name: str, token_ids: bytes, profile: str, session: str) -> Holder:
-    """Return a saved context without records."""
+    """Make a saved context without records."""
     return Holder(SAVED, owner, name, set(), b64encode(token_ids).decode(), profile, session, int(time.time()))
 
 
 class Holders:
-    """The holders in one model's folder. From any thread."""
+    """The holders in one model's folder. Called from any thread."""
 
     def __init__(self, model_folder: Path) -> None:
         self._folder = model_folder / FOLDER
         self._lock = RLock()
-        self._holders: dict[str, Holder] = {}  # noted last, last
+        self._holders: dict[str, Holder] = {}  # the one noted last is last
         for path, holder in _read_all(self._folder):
-            if holder is None:  # also what a write that was killed has left
+            if holder is None:  # damaged, or left by an interrupted write
                 path.unlink(missing_ok=True)
             else:
                 self._holders[holder.key] = holder
 
     def note(self, owner: str, session: str, records: Iterable[str]) -> Holder | None:
-        """Note that a session holds these; return it if it did not hold all of them, to be written."""
+        """Note that a session holds these records. Return its holder, to be written, if any of them is new to it."""
         with self._lock:
             holder = Holder(SESSION, owner, session)
             key = holder.key
@@ -87,8 +87,8 @@ class Holders:
             return holder if new else None
 
     def add(self, holder: Holder) -> None:
-        """Take in a saved context; one of the same name is replaced. Raises OSError where it cannot be written, and
-        beyond MOST_SAVED, or MOST_SAVED_OF_KEY of the same owner.
+        """Add and write a saved context; one of the same name is replaced. Raises OSError if it cannot be written, or
+        if there are MOST_SAVED already, or MOST_SAVED_OF_KEY of this owner.
         """
         with self._lock:
             saved = [one.owner for one in self._holders.values() if one.kind == SAVED]
@@ -116,7 +116,7 @@ class Holders:
             path = self._folder / f"{holder.key}.json"
             self._folder.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(".part")
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it has what was said
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it has a conversation's tokens
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(f"{_check(text)}{text}")
             os.replace(part, path)
@@ -131,13 +131,13 @@ class Holders:
         return self._holders.get(Holder(kind, owner, name).key)
 
     def of(self, kind: str, owner: str | None) -> list[Holder]:
-        """Return an owner's holders of this kind, or those of all owners, the one noted last first."""
+        """Return an owner's holders of this kind, the one noted last first. owner: None for all owners."""
         with self._lock:
             ones = reversed(self._holders.values())
             return [one for one in ones if one.kind == kind and owner in (None, one.owner)]
 
     def held(self, kind: str | None = None) -> set[str]:
-        """Return what holders of this kind hold; None: of any kind."""
+        """Return the records that holders of this kind hold. kind: None for both kinds."""
         with self._lock:
             ones = [one.records for one in self._holders.values() if kind is None or one.kind == kind]
             return set().union(*ones)
@@ -148,7 +148,7 @@ class Holders:
             return any(record in one.records for one in self._holders.values() if one.kind == SAVED)
 
     def keep_to(self, is_there: Iterable[str]) -> None:
-        """Let sessions forget records that are not there, and forget those that hold no other."""
+        """Remove records that are not in `is_there` from sessions, and remove sessions that hold no other records."""
         there = set(is_there)
         with self._lock:
             for holder in [one for one in self._holders.values() if one.kind == SESSION]:
@@ -158,14 +158,16 @@ class Holders:
 
 
 def read_holders(model_folder: Path) -> list[Holder]:
-    """Return the holders in a model's folder, the one noted last first, and leave all files as they are: an engine may
-    begin to use them meanwhile.
+    """Return the holders in a model's folder, the one noted last first. Changes no file, because an engine may begin to
+    use them meanwhile.
     """
     return [holder for _, holder in reversed(_read_all(model_folder / FOLDER)) if holder is not None]
 
 
 def forget_holder(model_folder: Path, kind: str, owner: str, name: str) -> bool:
-    """Remove a holder, and records that nobody else holds, while no engine has the folder. False: there is none."""
+    """Remove a holder, and the records that no other holder has. Return False if there is no such holder. Call it while
+    no engine uses the folder.
+    """
     holders = read_holders(model_folder)
     gone = next((one for one in holders if (one.kind, one.owner, one.name) == (kind, owner, name)), None)
     if gone is None:
@@ -182,7 +184,9 @@ def _check(text: str) -> str:
 
 
 def _read_all(folder: Path) -> list[tuple[Path, Holder | None]]:
-    """Return what each file holds, the one noted last last; None: it is to go. What goes meanwhile is left out."""
+    """Return each file with its holder, the one noted last last; None for a file to remove. Files that disappear
+    meanwhile are left out.
+    """
     found: list[tuple[int, Path, Holder | None]] = []
     if folder.is_dir():
         for path in folder.iterdir():
@@ -192,7 +196,7 @@ def _read_all(folder: Path) -> list[tuple[Path, Holder | None]]:
 
 
 def _read(path: Path) -> Holder | None:
-    """Return what a file holds; None: it is to go."""
+    """Return the holder in a file; None if the file is damaged."""
     try:
         raw = path.read_text()
         text = raw[_CHECK_DIGITS:]

@@ -1,12 +1,11 @@
-"""Keep records on disk: a folder for each model, a file for each record, written aside and renamed, the least recently
-used evicted first. No torch.
+"""Keep records on disk: a folder for each model and a file for each record, which is written under another name and
+then renamed. The least recently used record is evicted first. No torch.
 
-One process has the folder: a lock says so, and what is there is read once, at the start. A file with a record's name is
-whole, or its reader notices that it is not: every part is checked when it is read. So nothing is synchronised with the
-disk: after a loss of power the last records may be gone, and none is wrong. The files of all models stay below the
-limit, including the one that is being written. Records that somebody reads, or that a saved context holds, are not
-evicted. Where the system is short of something (open files, memory), nothing is read for some seconds, and what is
-there stays.
+One process locks the folder and lists it once, at the start. Every part of a record is checked when it is read, so a
+reader notices an incomplete file. Writes are therefore not flushed: after a loss of power the last records may be gone,
+but none is wrong. The files of all models stay below the limit, including the one that is being written. Records that
+are being read, or that a saved context holds, are not evicted. If the system lacks a resource (open files, memory),
+nothing is read for some seconds, and no record is removed.
 """
 
 import errno
@@ -27,10 +26,10 @@ from transfer.disk.day_count import DayCount
 from transfer.disk.holders import SAVED, Holders
 from transfer.disk.record_format import NAME_DIGITS, RecordError, RecordShape, checksum, read_header, write_header
 
-RETRY_SECONDS = 60.0  # after the disk refused
+RETRY_SECONDS = 60.0  # pause of writes after the disk refused one
 LOCK_SECONDS = 10.0  # for a process that is about to end: an engine outlives a server that was killed by a second
-READ_RETRY_SECONDS = 2.0  # after the system was short of something
-_SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))  # that say nothing of the file
+READ_RETRY_SECONDS = 2.0  # pause of reads after the system lacked a resource
+_SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))  # not the fault of the file
 _MODEL = re.compile(r"[0-9a-f]{32}")
 _OURS = re.compile(rf"[0-9a-f]{{{NAME_DIGITS}}}\.[a-z]+(\.part)?")
 _PART = ".part"
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class FolderError(Exception):
-    """The folder cannot be used; the message names it and says what to change."""
+    """The folder cannot be used. The message names it and what to change."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,13 +51,13 @@ class _Entry:
 
 
 class RecordFolder:
-    """Records of one model below `root`, and files of others that count to the limit. From any thread."""
+    """Records of one model below `root`; other models' files there count towards the limit. Called from any thread."""
 
     def __init__(
         self, root: Path, model: str, shapes: Sequence[RecordShape], limit_bytes: int, day_limit_bytes: int | None
     ) -> None:
-        """model: `name_model` of all that the bytes depend on. Raises FolderError where it cannot be made, or another
-        process has it.
+        """model: the folder's name, from `name_model`. Raises FolderError if the folder cannot be made, or another
+        process uses it.
         """
         assert _MODEL.fullmatch(model), "a model is 32 hexadecimal digits"
         self.root, self.model, self.limit_bytes = root, model, limit_bytes
@@ -68,9 +67,9 @@ class RecordFolder:
         self._shapes = {shape.kind: shape for shape in shapes}
         self._folder = root / model
         self._lock = RLock()
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by the file's name, the last used last
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by file name, the last used last
         self._saving: dict[str, int] = {}
-        self.version = 0  # changes with what is there
+        self.version = 0  # changes when a record is added or removed
         self._watcher: Callable[[str, bool], None] | None = None
         self._stopped_until = self._unread_until = 0.0
         self._is_refusing = self._is_capped = False
@@ -95,7 +94,7 @@ class RecordFolder:
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def watch(self, watcher: Callable[[str, bool], None]) -> None:
-        """Call `watcher(file_name, is_there)` of each record that is there, and of each that comes or goes later."""
+        """Call `watcher(file_name, is_there)` for each record, and later whenever one is added or removed."""
         with self._lock:
             self._watcher = watcher
             for file_name in self._entries:
@@ -106,7 +105,7 @@ class RecordFolder:
 
     @property
     def is_readable(self) -> bool:
-        """Return whether records are read now: not so for some seconds after the system was short of something."""
+        """Return whether records are read now. They are not for some seconds after the system lacked a resource."""
         return time.monotonic() >= self._unread_until
 
     def __len__(self) -> int:
@@ -118,7 +117,7 @@ class RecordFolder:
             self.counts[what] += number
 
     def lease(self, kind: str, names: Iterable[str]) -> bool:
-        """Keep records from being evicted until `release`; False, and none is kept, where one is not there."""
+        """Keep records from being evicted until `release`. Return False, and keep none, if one of them is missing."""
         with self._lock:
             found = [self._entries.get(f"{name}.{kind}") for name in names]
             entries = [entry for entry in found if entry is not None]
@@ -136,15 +135,15 @@ class RecordFolder:
                     entry.num_leases = max(0, entry.num_leases - 1)
 
     def begin_save(self, places: Mapping[str, int]) -> None:
-        """Keep these records from being evicted until `pin`, also those that are not written yet. Where room is short,
-        a record nearer to the front of its prefix may replace one further behind, never the other way round.
+        """Keep these records from being evicted until `pin`, even those that are not written yet. places: each record's
+        place in its prefix. If room is short, a record may replace one behind it, but never one in front of it.
         """
         with self._lock:
             self._saving |= places
 
     def pin(self, saved: Iterable[str] = ()) -> None:
-        """Keep what saved contexts hold, and nothing else, from being evicted. saved: what `begin_save` was told."""
-        with self._lock:  # also while it asks: another thread may have pinned more since
+        """Keep the records of saved contexts, and no others, from being evicted. saved: those given to `begin_save`."""
+        with self._lock:  # also around `held`: another thread may pin more meanwhile
             pinned = self.holders.held(SAVED)
             for file_name in saved:
                 self._saving.pop(file_name, None)
@@ -153,7 +152,7 @@ class RecordFolder:
                     entry.is_pinned = file_name in pinned
 
     def num_bytes(self, file_names: Iterable[str]) -> int:
-        """Return the bytes of those of these records that are there."""
+        """Return the total bytes of these records; missing ones count as 0."""
         found = map(self._entries.get, file_names)
         return sum(entry.num_bytes for entry in found if entry is not None)
 
@@ -165,14 +164,14 @@ class RecordFolder:
                 if entry is None:
                     continue
                 self._entries.move_to_end(f"{name}.{kind}")
-            with suppress(OSError):  # the order after a restart
+            with suppress(OSError):  # file times give the order after a restart
                 _mark_used(entry.path)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, kind: str, name: str, part: int, out: memoryview) -> None:
-        """Fill `out` with a part's bytes. Raises RecordError if they are not those that were stored, and then removes
-        the record; also if the system is short of something, and then the record stays.
+        """Fill `out` with a part's bytes. Raises RecordError, and removes the record, if they are not those that were
+        stored. Also raises RecordError if the system lacks a resource, but then the record stays.
         """
         entry = self._entries.get(f"{name}.{kind}")
         if entry is None:
@@ -197,7 +196,7 @@ class RecordFolder:
             raise RecordError(f"record {name}.{kind}: {why}")
 
     def drop(self, kind: str, name: str, reason: str) -> None:
-        """Remove a record that is not what was stored."""
+        """Remove a damaged record, and log and count it."""
         with self._lock:
             entry = self._forget(f"{name}.{kind}")
             if entry is None:
@@ -208,7 +207,7 @@ class RecordFolder:
         log.warning("disk_record_damaged path=%s reason=%s", entry.path, reason)
 
     def remove(self, kind: str, name: str) -> None:
-        """Remove a record that is not wanted any more, unless somebody reads it, or it is saved, or being saved."""
+        """Remove a record that is no longer needed, unless it is leased, saved or being saved."""
         with self._lock:
             entry = self._entries.get(f"{name}.{kind}")
             if entry is not None and not self._is_kept(f"{name}.{kind}", entry):
@@ -219,8 +218,8 @@ class RecordFolder:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def takes(self, kind: str) -> bool:
-        """Return whether a record would be written now, and count one that would not: the disk has refused, or the
-        day's limit is reached.
+        """Return whether a record would be written now. It is not, and is counted, if the disk has refused a write
+        recently or the day's limit is reached.
         """
         with self._lock:
             if time.monotonic() < self._stopped_until:
@@ -239,8 +238,8 @@ class RecordFolder:
         return False
 
     def put(self, kind: str, name: str, parts: Sequence[memoryview]) -> bool:
-        """Write a record; False where the day's limit is reached, there is no room, or the disk refuses: then nothing
-        is written for a while. Both are logged once.
+        """Write a record. Return False if the day's limit is reached, there is no room, or the disk refuses; after a
+        refusal nothing is written for a while. Limit and refusal are logged once.
         """
         shape, file_name = self._shapes[kind], f"{name}.{kind}"
         assert tuple(part.nbytes for part in parts) == shape.part_bytes, "a record has the parts of its kind"
@@ -258,7 +257,7 @@ class RecordFolder:
         except OSError as error:
             with suppress(OSError):
                 path.with_name(file_name + _PART).unlink(missing_ok=True)
-                self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+                self._folder.mkdir(parents=True, exist_ok=True)  # another program may have removed it
             self._refuse(str(error))
             return False
         with self._lock:
@@ -272,7 +271,7 @@ class RecordFolder:
         return True
 
     def shutdown(self) -> None:
-        """Give the folder to others; nothing is read or written any more."""
+        """Unlock the folder. Nothing may be read or written any more."""
         with suppress(OSError):
             os.close(self._lock_file)
 
@@ -294,8 +293,8 @@ class RecordFolder:
         return checksums
 
     def _make_room(self, num_bytes: int, file_name: str = "") -> bool:
-        """Evict until so many bytes more, of this record, are within the limit; False where all that is left is read
-        now, or saved.
+        """Evict records until `num_bytes` more, for this record, fit below the limit. Return False if all records that
+        are left are leased or saved.
         """
         while self.bytes_held + num_bytes > self.limit_bytes:
             oldest = next((key for key, one in self._entries.items() if not self._is_kept(key, one)), None)
@@ -310,7 +309,7 @@ class RecordFolder:
         return True
 
     def _fail(self, error: str) -> None:
-        """Read nothing for a while, and log it once a while."""
+        """Pause reads for a while, and log each pause once."""
         with self._lock:
             self.counts["failed"] += 1
             is_first = self.is_readable
@@ -322,7 +321,7 @@ class RecordFolder:
         return entry.num_leases > 0 or entry.is_pinned or file_name in self._saving
 
     def _last_behind(self, file_name: str) -> str | None:
-        """Return what lies furthest behind a record, of what is being saved as that is."""
+        """Return the record that is furthest behind this one among those being saved with it, if it may be evicted."""
         place = self._saving.get(file_name)
         if place is None:
             return None
@@ -331,7 +330,7 @@ class RecordFolder:
         return max(free, key=self._saving.__getitem__, default=None)
 
     def _refuse(self, error: str) -> None:
-        """Stop writing for a while, and log it once until it goes on."""
+        """Pause writes for a while, and log it once until a write succeeds."""
         with self._lock:
             self.counts["refused"] += 1
             self._stopped_until = time.monotonic() + RETRY_SECONDS
@@ -360,7 +359,7 @@ class RecordFolder:
         return entry
 
     def _scan(self) -> None:
-        """Find what is there, and remove what was being written, is damaged, or is of another model than its folder."""
+        """List the records, and remove files that are incomplete, damaged, or of another model than their folder."""
         found: list[tuple[int, str, _Entry]] = []
         for folder in self.root.iterdir():
             if not _MODEL.fullmatch(folder.name) or not folder.is_dir():
@@ -370,7 +369,7 @@ class RecordFolder:
                 for file in [file for file in files if _OURS.fullmatch(file.name) and not _is_folder(file)]:
                     try:
                         state, path = file.stat(follow_symlinks=False), Path(file.path)
-                    except FileNotFoundError:  # of another model, forgotten meanwhile
+                    except FileNotFoundError:  # another model's record that was removed meanwhile
                         continue
                     checksums = self._examine(path, state.st_size)
                     if checksums is None:
@@ -385,7 +384,7 @@ class RecordFolder:
         self.holders.keep_to(self._entries)
 
     def _examine(self, path: Path, size: int) -> list[str] | None:
-        """Return the checksums of a record of this model; none of another's; None: the file is to go."""
+        """Return the checksums of a record; empty for another model's record; None if the file must be removed."""
         if path.suffix == _PART:
             return None
         if path.parent != self._folder:
@@ -422,7 +421,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _take(root: Path) -> int:
-    """Lock the folder for this process. Raises FolderError."""
+    """Lock the folder for this process and return the lock file. Raises FolderError if another process holds it."""
     descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     ends = time.monotonic() + LOCK_SECONDS
     while not _try_lock(descriptor):

@@ -1,7 +1,8 @@
-"""Define a record's file: a header that says whose it is, then its parts. Bytes only, no torch.
+"""Define a record's file: a header that identifies it, then its parts. Bytes only, no torch.
 
-A record of keys and values has a part a layer, so that each can be read and trusted alone. Every byte of a file is
-checked: the header is what its reader would have written, to the bit, and a part has the checksum that stands there.
+A record of keys and values has a part for each layer, so that each can be read and trusted alone. Every byte of a file
+is checked: the header must equal, bit by bit, the one that the reader would write, and each part must match its
+checksum in the header.
 """
 
 import hashlib
@@ -17,17 +18,17 @@ MAGIC = b"TANDEMCX"
 VERSION = 1
 ALIGN_BYTES = 4096  # parts begin on a page of the file
 NAME_DIGITS = 32
-_PREFIX = struct.Struct("<8sII16s")  # magic, version, bytes of the header, digest of what follows
+_PREFIX = struct.Struct("<8sII16s")  # magic, version, bytes of the header, digest of the rest of the header
 _CHECKSUM_DIGITS = 32  # XXH3, 128 bits
 
 
 class RecordError(Exception):
-    """A record that is not what was stored, or not there any more; whoever asked computes it again."""
+    """A record that is gone, or whose bytes are not those that were stored. The caller computes it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordShape:
-    """The parts that all records of a kind have in one model's folder. kind: the end of their files' names."""
+    """The sizes of the parts of all records of a kind in a model's folder. kind: the extension of their files."""
 
     kind: str
     part_bytes: tuple[int, ...]
@@ -51,19 +52,19 @@ def checksum(part: memoryview) -> str:
 
 
 def name_model(*whole: object) -> str:
-    """Return the name of a model's folder, 32 hexadecimal digits: of all that its records' bytes depend on."""
+    """Return the name of a model's folder, 32 hexadecimal digits. whole: everything that records' bytes depend on."""
     return hashlib.blake2b(json.dumps([VERSION, *map(str, whole)]).encode(), digest_size=16).hexdigest()
 
 
 def write_header(model: str, shape: RecordShape, name: str, checksums: Sequence[str]) -> bytes:
-    """Return a header. model: of the folder; name: of the record, 32 hexadecimal digits; checksums: one a part."""
+    """Return a header. model: the folder's name. name: the record's, 32 hexadecimal digits. checksums: of each part."""
     size = shape.header_bytes
     body = _describe(model, shape, name, checksums).ljust(size - _PREFIX.size)
     return _PREFIX.pack(MAGIC, VERSION, size, hashlib.blake2b(body, digest_size=16).digest()) + body
 
 
 def read_header(raw: bytes, model: str, shape: RecordShape, name: str) -> list[str]:
-    """Return the parts' checksums. Raises RecordError for a header that is not that of this record of this model."""
+    """Return the parts' checksums. Raises RecordError if the header is not that of this record of this model."""
     if len(raw) < _PREFIX.size or not raw.startswith(MAGIC):
         raise RecordError("it does not begin with the mark of a record")
     _, version, _, _ = _PREFIX.unpack_from(raw)

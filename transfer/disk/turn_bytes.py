@@ -1,10 +1,10 @@
-"""Count turns by the bytes that each wrote to the disk, as a histogram has them. No torch."""
+"""Count conversation turns by the bytes that each wrote to the disk, for a histogram. No torch."""
 
 from bisect import bisect_left
 
 MIB = 2**20
 BOUNDS = (0, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB)
-"""Bytes of a turn: so many at most; a last count is of those with more."""
+"""Upper bounds of a turn's bytes; one more count is of turns with more bytes."""
 
 
 class TurnBytes:

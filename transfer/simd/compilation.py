@@ -1,6 +1,6 @@
 """Report how far numba has compiled a set of functions and their callees.
 
-The fraction rises and stays below 1. Where all functions lie in numba's cache, nothing is reported.
+The fraction rises and stays below 1. If all functions are in numba's cache, nothing is reported.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ from numba.core.dispatcher import Dispatcher
 
 
 def find_callees(*roots: Any) -> set[Any]:
-    """Return the functions and all of ours that they call, directly or not, by their globals' names; without those that
-    are inlined into their callers.
+    """Return these functions and all functions of ours that they call, directly or not, found by their globals' names.
+    Functions that are inlined into their callers are left out.
     """
     found, left = set(), list(roots)
     while left:
@@ -44,4 +44,4 @@ class _Listener(event.Listener):
         function = compiled.data["dispatcher"]
         if function in self._left:
             self._left.remove(function)
-            self._on_progress((self._all - len(self._left)) / (self._all + 1))  # what calls them is left
+            self._on_progress((self._all - len(self._left)) / (self._all + 1))  # + 1 for their caller

@@ -1,7 +1,7 @@
 """Emit the building blocks of vector kernels: constants, widening loads, fused products, sums over lanes, prefetch.
 
 Python functions that write LLVM IR through a builder; `address` is an int64 value, sizes are bytes. A sum over lanes
-goes through one fixed tree, whatever else is summed beside it.
+is made by one fixed tree, whatever else is summed with it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,8 +78,8 @@ def shuffle(builder: ir.IRBuilder, first: Any, second: Any, lanes: Sequence[int]
 
 
 def lane_sums(builder: ir.IRBuilder, vectors: list[Any]) -> list[Any]:
-    """Return each vector's sum over its lanes, as lanes of as few vectors as hold them: lane i plus lane i + width / 2,
-    ...
+    """Return each vector's sum over its lanes, packed into the lanes of as few vectors as possible. Each step adds
+    lanes i and i + width / 2.
     """
     width = LANES  # partial sums of one vector that are left
     while width > 1:
@@ -100,7 +100,7 @@ def _halved(builder: ir.IRBuilder, first: Any, second: Any | None, width: int, h
 
 
 def store_part(builder: ir.IRBuilder, totals: list[Any], begin: int, count: int, address: Any) -> None:
-    """Store results `begin .. begin + count` of `lane_sums` side by side."""
+    """Store results `[begin, begin + count)` of `lane_sums` side by side."""
     width = totals[0].type.count
     source = totals[begin // width]
     part = shuffle(builder, source, source, [begin % width + lane for lane in range(count)])

@@ -18,7 +18,7 @@ _ONE = np.float32(1.0)
 _C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
 
 
-@numba.njit(nogil=True, fastmath=False)  # said, because numba hands a caller's fastmath down to those that say nothing
+@numba.njit(nogil=True, fastmath=False)  # explicit, because numba otherwise passes a caller's fastmath on
 def exp(x):
     """Return exp of a float32, as float32."""
     x = _LOWEST if x < _LOWEST else x

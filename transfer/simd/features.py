@@ -1,8 +1,8 @@
-"""Choose the vector instructions of this process: AVX-512 where the processor has it, else AVX2, or as TANDEM_SIMD
-says.
+"""Choose the vector instructions of this process: AVX-512 if the processor has it, else AVX2; or those that TANDEM_SIMD
+names.
 
-The choice is made once, on import. With TANDEM_SIMD=avx2 on a wider processor numba compiles for a processor that has
-no more, so that both paths can be tested and timed on one machine.
+The choice is made once, on import. With TANDEM_SIMD=avx2 on a wider processor, numba compiles for a processor without
+AVX-512, so that both paths can be tested and timed on one machine.
 """
 
 import os
@@ -18,7 +18,7 @@ _NO_WIDER = "haswell"  # the first processor with AVX2 and FMA
 
 
 def missing_features(name: str) -> list[str]:
-    """Return what this processor lacks of "avx2" or "avx512"."""
+    """Return the features of "avx2" or "avx512" that this processor lacks."""
     host = llvm.get_host_cpu_features()
     return [feature for feature in NEEDED[name] if not host.get(feature)]
 
@@ -39,8 +39,8 @@ def _choose() -> str:
 
 
 def _keep_dot_products() -> None:
-    """Have LLVM keep `vpdpwssd`, which it takes apart for Intel processors though they have it at the rate of the two
-    instructions that it stands for: products of integers take 0.65 to 0.8 of the time (lab/LAB.md).
+    """Have LLVM keep `vpdpwssd`, which for Intel processors it splits into two instructions although the processors are
+    as fast with it. Products of integers then take 0.65 to 0.8 of the time (lab/LAB.md).
     """
     host = llvm.get_host_cpu_features()
     if config.CPU_NAME is None and config.CPU_FEATURES is None and host.get("avx512vnni"):
@@ -55,7 +55,7 @@ HAS_VECTORS = not missing_features(SIMD)
 
 
 def require_vectors() -> None:
-    """Raise RuntimeError where the processor lacks the vectors that the kernels need."""
+    """Raise RuntimeError if the processor lacks the vectors that the kernels need."""
     if not HAS_VECTORS:
         lacking = ", ".join(missing_features(SIMD))
         raise RuntimeError(f"processor: lacks {lacking}; attention on the host needs an x86-64 with AVX2 and FMA")

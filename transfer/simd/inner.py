@@ -1,4 +1,4 @@
-"""Compile what only compiled code calls: without the wrappers for Python and C, which take a quarter of the time."""
+"""Compile functions that only compiled code calls, without Python and C wrappers, which saves a quarter of the time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from numba.core.registry import CPUDispatcher
 
 
 class Inner(CPUDispatcher):
-    """A function that Python cannot call: there is no code for it, and numba would jump to nowhere."""
+    """A function that Python must not call: it has no wrapper, and numba would jump to an invalid address."""
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Raise TypeError, always."""

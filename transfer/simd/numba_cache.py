@@ -1,9 +1,9 @@
-"""Let processes share numba's cache, and go on where it cannot be written: code is then compiled in memory.
+"""Let processes share numba's cache, and compile in memory if the cache cannot be written.
 
-numba ends an import with a RuntimeError where no cache folder can be written, and a compilation with an OSError where a
-file cannot. Both become one warning per process. numba also writes a function's index before the code that the index
-names, without a lock: a second process could read the code of another function. Each load and save here holds one.
-A C function takes many seconds to compile: of several processes that want it at once one compiles, and the others wait.
+numba raises a RuntimeError on import if no cache folder can be written, and an OSError on compilation if a file cannot.
+Both become one warning per process here. numba also writes a function's index before the code that it names, without a
+lock, so a second process could read the code of another function. Here each load and save holds a lock. A C function
+takes many seconds to compile: if several processes need it at once, one compiles it, and the others wait.
 """
 
 import fcntl
@@ -25,13 +25,13 @@ _is_told = False
 
 
 class NoFolder(caching.UserProvidedCacheLocator):
-    """The last of numba's locators: it has no folder, so nothing is found in it and nothing can be saved."""
+    """The last of numba's cache locators. It has no folder, so nothing is found in it and nothing can be saved."""
 
     def __init__(self, py_func: Any, py_file: str) -> None:
         self._py_file, self._lineno, self._cache_path = py_file, py_func.__code__.co_firstlineno, _NOWHERE
 
     def ensure_cache_path(self) -> None:
-        """Raise OSError, since there is no folder."""
+        """Raise OSError, because there is no folder."""
         raise OSError("numba cache: no folder is writable; set NUMBA_CACHE_DIR to one that is")
 
     @classmethod
@@ -40,7 +40,7 @@ class NoFolder(caching.UserProvidedCacheLocator):
 
 
 def go_on_without_cache() -> None:
-    """Let numba lock its cache, and compile in memory where the cache fails. Called once, before anything compiles."""
+    """Make numba lock its cache, and compile in memory if the cache fails. Call it once, before any compilation."""
     caching.Cache._guard_against_spurious_io_errors = _guard
     for name in ("load", "save"):
         setattr(caching.IndexDataCacheFile, name, _with_lock(getattr(caching.IndexDataCacheFile, name)))
@@ -49,12 +49,12 @@ def go_on_without_cache() -> None:
 
 
 def can_save(function: Any) -> bool:
-    """Return whether code of a cached function can be kept, for other processes to find."""
+    """Return whether a cached function's code can be saved, so that other processes find it."""
     return os.access(function._cache.cache_path, os.W_OK)
 
 
 def cached_signatures(function: Any) -> list[tuple[Any, ...]]:
-    """Return the signatures for which a cached function's code is kept, of these sources and this machine."""
+    """Return the signatures for which the cache has a function's code, for these sources and this machine."""
     cache = function._cache
     _, *ours = cache._index_key((), function.targetctx.codegen())
     try:
@@ -66,7 +66,7 @@ def cached_signatures(function: Any) -> list[tuple[Any, ...]]:
 
 @contextmanager
 def _guard(cache: Any) -> Iterator[None]:
-    """Log the first OSError of numba's loads and saves, and go on; a load that fails finds nothing."""
+    """Log the first OSError of numba's loads and saves, and continue; a load that fails finds nothing."""
     global _is_told
     try:
         yield
@@ -88,7 +88,7 @@ def _with_lock(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_at_a_time(compile_: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wait for whoever compiles the same function for the same processor; then it is found."""
+    """Wait for a process that compiles the same function for the same processor; then its code is found."""
 
     @wraps(compile_)
     def call(function: Any) -> None:
@@ -105,7 +105,7 @@ def _one_at_a_time(compile_: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextmanager
 def _locked(folder: str, name: str) -> Iterator[None]:
-    """Hold a lock of a folder, unless nobody writes there."""
+    """Hold a lock in a folder, unless it cannot be written."""
     if not os.access(folder, os.W_OK):
         yield
         return

@@ -1,9 +1,9 @@
 """Widen the scales of packed rows, as files have them, to the float32 gains and offsets that products take.
 
-For a few rows at a time, into a thread's own memory: a number `q` of the words is `q * gain + offset`, of FP8 the
-number of its byte times the gain, of FP4 that of its four bits. A matrix is MATRIX_COLUMNS int64 of a context. All
-loops are over neighbours, so that they become vector code: values of a run or of a group are repeated afterwards. Gains
-and offsets are exact, as products of a scale of 11 bits and a byte, except where scales are float32.
+This is done for a few rows at a time, into a thread's own memory. An integer `q` of the words means `q * gain +
+offset`; FP8 and FP4 mean their number times the gain. A matrix is MATRIX_COLUMNS int64 of a context. All loops are over
+neighbours, so that they become vector code; values of a run or of a group are repeated afterwards. Gains and offsets
+are exact, as products of a scale of 11 bits and a byte, except where scales are float32.
 """
 
 import numba
@@ -22,14 +22,14 @@ from transfer.simd.packed_rows import (
 from transfer.simd.region import pointer_to
 from transfer.simd.vectors import LINE_BYTES
 
-# Of a matrix: where rows lie and how many bytes each has; of packed ones where their scales, zero points and runs lie,
-# 0: there are none; the scales' type, MIDDLE, the zero point where none is stored; of a row how many groups, runs and
-# gains there are, the last with room for whole groups; rows that share scales.
+# Columns of a matrix: the address of its rows and the bytes of one; for packed rows the addresses of scales, zero
+# points and runs (0: none), the scales' type, the zero point where none is stored (MIDDLE), the numbers of groups, runs
+# and gains of a row (gains with room for whole groups), and how many rows share scales.
 ROWS, ROW_BYTES, SCALES, ZEROS, RUNS, SCALE_TYPE, MIDDLE, GROUPS, NUM_RUNS, GAINS, ROW_BLOCK = range(11)
 MATRIX_COLUMNS = 11
-NO_OFFSET = -1  # as MIDDLE: FP4, whose numbers are looked up; 0: FP8
-BFLOAT16, FLOAT16, FLOAT32, EXPONENT = range(4)  # the last are bytes, of powers of two less 127; 0 counts as 0
-EQUAL_PAIRS = 4  # as SCALE_TYPE of runs in tiles: all pairs are the first one
+NO_OFFSET = -1  # MIDDLE of FP4, whose numbers are looked up; FP8 has 0
+BFLOAT16, FLOAT16, FLOAT32, EXPONENT = range(4)  # EXPONENT: a byte e means 2**(e - 127), and 0 means 0
+EQUAL_PAIRS = 4  # SCALE_TYPE of runs in tiles whose pairs all equal the first one
 
 
 _scale_eight, _scale_one = scaled_pairs(8), scaled_pairs(1)
@@ -43,9 +43,7 @@ def _array(address, count, kind):
 
 @numba.njit(nogil=True)
 def fill_gains(m, row, rows, gains_at, offsets_at):
-    """Write gains and offsets of so many rows from one on, GAINS of each row behind those of the row before. m: the
-    matrix's columns.
-    """
+    """Write gains and offsets of `rows` rows from `row` on, GAINS for each row. m: the matrix's columns."""
     if m[ROW_BLOCK] == 1:
         _fill(m, row, rows, gains_at, offsets_at)
     else:
@@ -56,7 +54,7 @@ def fill_gains(m, row, rows, gains_at, offsets_at):
 
 @inner
 def _fill(m, line, lines, gains_at, offsets_at):
-    """Write those of so many lines of scales, which lie behind each other, as of one."""
+    """Write gains and offsets of `lines` adjacent lines of scales, repeated for whole groups."""
     count = lines * m[GROUPS]
     gains, offsets = _array(gains_at, lines * m[GAINS], np.float32), _array(offsets_at, lines * m[GAINS], np.float32)
     if m[RUNS] != 0:
@@ -71,7 +69,7 @@ def _fill(m, line, lines, gains_at, offsets_at):
 
 @inner
 def fill_scales(m, line, lines, gains_at, offsets_at):
-    """Write gains and offsets of so many lines' scales, which lie behind each other, without runs, one of each."""
+    """Write one gain and one offset for each scale of `lines` adjacent lines. For scales without runs."""
     count = lines * m[GROUPS]
     gains, offsets = _array(gains_at, count, np.float32), _array(offsets_at, count, np.float32)
     item = 4 if m[SCALE_TYPE] == FLOAT32 else 1 if m[SCALE_TYPE] == EXPONENT else 2
@@ -143,15 +141,15 @@ def _of_runs(m, line, lines, gains_at, offsets_at):
 
 @inner
 def fetch_behind(address, num_bytes):
-    """Prefetch what the next call reads: as many bytes, behind these."""
+    """Prefetch the `num_bytes` bytes behind these, which the next call reads."""
     for byte in range(num_bytes, 2 * num_bytes, LINE_BYTES):
         prefetch_near(address + byte)
 
 
 @inner
 def _spread(values, count, times):
-    """Repeat each of the first so many numbers in place, so many times behind itself, from the last one on."""
-    if times == 2:  # counts that are known become vector code
+    """Repeat each of the first `count` numbers `times` times, in place, beginning with the last one."""
+    if times == 2:  # constant counts become vector code
         _spread_by(values, count, 2)
     elif times == 8:
         _spread_by(values, count, 8)

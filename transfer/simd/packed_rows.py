@@ -1,11 +1,13 @@
-"""Emit products of packed rows as LLVM IR: numbers go from words to float32 in registers, and are scaled there.
+"""Emit products of packed rows as LLVM IR: words are widened to float32 in registers, and scaled there.
 
 Functions for use inside numba code; addresses, strides and counts are int64. A row has the layout of GPU kernels: units
-of 64 bytes, taken as 32 numbers of 16 bits each of which has one column of every run of 32: of run p at the bits from
-`p * bits` on. So a shift and a mask give neighbouring columns in their order. A number of a column is `q * gain +
-offset`, of FP8 (e4m3) and FP4 (e2m1) `q * gain`; both stand beside the row in float32, so many per unit. FP4 is looked
-up among its 16 numbers, or 8 and a sign where vectors are narrow, which stand in a register times the gain. A result
-depends on its own row and vector only, as in `transfer.simd.vectors`. Bytes moved: each row once per block.
+of 64 bytes, taken as 32 numbers of 16 bits, each of which has one column of every run of 32: of run p at the bits from
+`p * bits` on. So a shift and a mask give neighbouring columns in their order.
+
+A column is `q * gain + offset`, or `q * gain` for FP8 (e4m3) and FP4 (e2m1). Gains and offsets are stored beside the
+row in float32, so many per unit. FP4 is looked up among its 16 numbers, or among 8 and a sign where vectors are narrow;
+a register holds these numbers times the gain. A result depends on its own row and vector only, as in
+`transfer.simd.vectors`. Bytes moved: each row once per block.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +42,9 @@ from transfer.simd.emission import (
 from transfer.simd.features import LANES, SIMD
 from transfer.simd.vectors import LINE_BYTES, emit_dots, item_bytes
 
-RUN = 32  # columns of a place, behind each other
-LEAST_GROUP = 16  # columns that share a gain: a vector's, at its widest
-FLOAT_GAIN = 256.0  # FP8 in the bits of a float16 is so much less than it is
+RUN = 32  # adjacent columns of a place
+LEAST_GROUP = 16  # fewest columns that share a gain: those of the widest vector
+FLOAT_GAIN = 256.0  # an FP8 number put into the bits of a float16 is smaller by this factor
 BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
 _TAGS = {"int4": np.uint8, "int8": np.uint16, "fp8": np.float32, "fp4": np.int8}
 _NUMBERS = {types.uint8: "int4", types.uint16: "int8", types.float32: "fp8", types.int8: "fp4"}
@@ -50,7 +52,7 @@ _HALVES, _WORDS = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES)
 
 
 def number_of(kind: Any) -> str:
-    """Return the name of the numbers of packed rows, of their numba type."""
+    """Return the number format of packed rows, from their numba type."""
     return _NUMBERS[kind.dtype]
 
 
@@ -64,8 +66,8 @@ def unit_columns(number: str) -> int:
 
 
 def packed_kind(number: str, gains_per_unit: int) -> tuple[Any, ...]:
-    """Return what stands for rows of "int4", "int8", "fp8" or "fp4" in numba code, as a float32 or a uint16 does for
-    plain ones.
+    """Return the value whose numba type stands for rows of "int4", "int8", "fp8" or "fp4", as a float32 or a uint16
+    does for plain rows.
     """
     return (_TAGS[number](0),) * gains_per_unit
 
@@ -73,8 +75,8 @@ def packed_kind(number: str, gains_per_unit: int) -> tuple[Any, ...]:
 def product_block(rows: int, vectors: int) -> Any:
     """Return a numba function: `out[v, r] = sum(row[r] * x[v, :])` for so many rows, plain or packed, and vectors.
 
-    Both are powers of two. Rows are behind each other; gains, offsets: of a packed row `gain_stride` float32 behind
-    those of the row before. The inner length is whole lines of 64 bytes of plain rows, of packed ones whole runs.
+    Both numbers are powers of two. Rows are adjacent; gains and offsets of packed rows are `gain_stride` float32 apart.
+    The inner length is whole lines of 64 bytes for plain rows, and whole runs for packed rows.
     """
 
     @intrinsic
@@ -92,7 +94,7 @@ def product_block(rows: int, vectors: int) -> Any:
 
 
 def emit_products(builder: ir.IRBuilder, kind: Any, rows: int, vectors: int, arguments: Sequence[Any]) -> None:
-    """Emit what a function of `product_block` does."""
+    """Emit the code of a function of `product_block`."""
     if isinstance(kind, types.UniTuple):
         _Block(builder, number_of(kind), kind.count, rows, vectors).emit(*arguments)
         return
@@ -117,14 +119,14 @@ def widen_row(typing_context, kind, out_kind, words, gains, offsets, inner, out,
 
 
 class _Rows:
-    """The emitter of a loop over packed rows; subclasses say what it takes of them."""
+    """The emitter of a loop over packed rows; subclasses define what is done with the numbers."""
 
     def __init__(self, builder: ir.IRBuilder, number: str, gains_per_unit: int, rows: int) -> None:
         self.builder, self.number, self.gains_per_unit, self.rows = builder, number, gains_per_unit, rows
         self.places, self.columns = places_of(number), unit_columns(number)
 
     def take(self, numbers: list[Any], unit: Any, column: int) -> None:
-        """Take a vector of each row's numbers, float32, from a column of a unit on."""
+        """Process a vector of each row's numbers, float32, from `column` of a unit on."""
         raise NotImplementedError
 
     def emit_rows(self, weights: Any, gains: Any, offsets: Any, gain_stride: Any, inner: Any, ahead: Any) -> None:
@@ -242,8 +244,8 @@ def _shifted(builder: ir.IRBuilder, halves: Any, bits: int) -> Any:
 
 
 def _floats(builder: ir.IRBuilder, halves: Any, place: int) -> Any:
-    """Return FP8 bytes, of which the lower one is at place 0, as float16 of 1 / FLOAT_GAIN: the sign stays, the
-    exponent and the mantissa move one bit lower, so that subnormal ones are right, too.
+    """Return FP8 bytes, of which the lower one is at place 0, as float16 scaled by 1 / FLOAT_GAIN. The sign stays, and
+    exponent and mantissa move one bit lower, so that subnormal numbers are right, too.
     """
     one = ir.Constant(_HALVES, [1] * LANES)
     top = builder.shl(halves, ir.Constant(_HALVES, [8] * LANES)) if place == 0 else halves
@@ -252,7 +254,7 @@ def _floats(builder: ir.IRBuilder, halves: Any, place: int) -> Any:
 
 
 def _looked_up(builder: ir.IRBuilder, table: Any, codes: Any) -> Any:
-    """Choose from 16 float32 by the lowest 4 bits of each lane, of narrow vectors from 8 whose sign is the fourth."""
+    """Choose from 16 float32 by the lowest 4 bits of each lane; in narrow vectors from 8, with the fourth as sign."""
     if SIMD == "avx512":
         return _chosen(builder, table, codes)
     function_type = ir.FunctionType(VECTOR, [VECTOR, _WORDS])
@@ -300,8 +302,8 @@ def float_of_bfloat16(typing_context, bits):
 
 
 def scaled_runs(count: int) -> Any:
-    """Return a numba function for so many groups that are a run each: the lower one of each pair of signed bytes times
-    the lower float16 of its word, and the upper one times the upper float16, negated, each stored behind each other.
+    """Return a numba function for `count` groups that are a run each. It stores the lower byte of each pair of signed
+    bytes times the lower float16 of its word, and the upper byte times the upper float16, negated.
     """
     words, halves, floats = (ir.VectorType(kind, count) for kind in (I32, I16, F32))
 
@@ -327,8 +329,8 @@ def scaled_runs(count: int) -> Any:
 
 @intrinsic
 def scale_sixteen(typing_context, first_run, second_run, pairs, lower_out, upper_out):
-    """Do what `scaled_pairs` does of 16 groups, of which the upper eight are of the second run; both runs are addresses
-    of words, a float16 above another.
+    """Do what `scaled_pairs` does for 16 groups, of which the upper eight belong to the second run. Both runs are
+    addresses of words of two float16.
     """
     words, halves, floats = (ir.VectorType(kind, 16) for kind in (I32, I16, F32))
     two = ir.VectorType(I16, 2)
@@ -353,8 +355,8 @@ def scale_sixteen(typing_context, first_run, second_run, pairs, lower_out, upper
 
 
 def scaled_pairs(count: int) -> Any:
-    """Return a numba function: of so many pairs of signed bytes the lower ones times one float32, the upper ones times
-    another, each stored behind each other.
+    """Return a numba function for `count` pairs of signed bytes. It stores the lower bytes times one float32, and the
+    upper bytes times another.
     """
     words, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
 

@@ -1,8 +1,8 @@
-"""Run one parallel region: a compiled function on so many threads at once, each given its number.
+"""Run a parallel region: a compiled function on several threads at once, each of which is given its number.
 
-`Region` takes any arguments, and some tenths of a millisecond of Python per start; `start` takes one address, and a few
-microseconds. Code in numba's cache on disk belongs to the sources and the vector width that it was made from: `version`
-stands for both. The first of its threads always comes; the others may not.
+`Region` takes any arguments, and each start costs some tenths of a millisecond of Python. `start` takes one address,
+and costs a few microseconds. Code in numba's cache on disk depends on its sources and on the vector width; `version`
+is a digest of both. The first thread always joins the region; the others may not.
 """
 
 from functools import cache
@@ -27,9 +27,9 @@ start_threads()
 
 @cache
 def version(*modules: ModuleType) -> int:
-    """Return a number that stands for the vectors and for the sources of modules, which numba's cache does not look at.
+    """Return a digest of the vector width and of modules' sources, which numba's cache does not check.
 
-    Files are read once a process: the code that was imported is of the sources as they were.
+    Files are read once in a process, because the imported code is that of the sources at that time.
     """
     text = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return int.from_bytes(sha256(text + SIMD.encode()).digest()[:4])
@@ -38,13 +38,13 @@ def version(*modules: ModuleType) -> int:
 class Region:
     """A numba function `work(me, threads, *arguments)` for the types of given arguments; compiled here, or cached.
 
-    The parallel region calls it by its address: numba would optimise a function that is linked into a region thrice.
+    The parallel region calls it by its address. If it were linked into the region, numba would optimise it thrice.
     """
 
     def __init__(self, work: Any, together: Any, *arguments: object) -> None:
-        """`together(work, threads, *arguments)`: the region, a loop over `numba.prange(threads)` that calls the work;
-        numba takes apart tuples of arrays in it, but not tuples of tuples, so each work has its own.
-        `arguments`: like those of the runs to come.
+        """together: the region `together(work, threads, *arguments)`, a loop over `numba.prange(threads)` that calls
+        the work. In it numba can unpack tuples of arrays, but not tuples of tuples, so each work has its own.
+        arguments: examples with the types of later runs.
         """
         signature = (types.int64, types.int64, *(numba.typeof(argument) for argument in arguments))
         work.compile(signature)
@@ -52,7 +52,7 @@ class Region:
         self._work = CompileResultWAP(work.overloads[signature])
 
     def run(self, threads: int, *arguments: object) -> None:
-        """Run it once, on so many threads of numba's; one of them is the caller's."""
+        """Run the work once, on `threads` threads of numba, one of which is the caller's."""
         if threads == 1:
             self._alone(0, 1, *arguments)
             return
@@ -77,13 +77,13 @@ def _call(typing_context, function, me, threads, context):
 
 @intrinsic
 def call_rows(typing_context, function, matrix, row, x, x_stride, tokens, out, out_stride, scratch):
-    """Call the function at an address: work on some rows of a matrix, described by int64 alone."""
+    """Call the function at an address, which works on some rows of a matrix and takes int64 alone."""
     return types.void(*[types.int64] * 9), _emit_call
 
 
 @intrinsic
 def pointer_to(typing_context, address):
-    """Return an address as `numba.carray` takes it."""
+    """Return an address as a pointer for `numba.carray`."""
 
     def emit(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -93,9 +93,9 @@ def pointer_to(typing_context, address):
 
 @intrinsic
 def _set_threads(typing_context, threads):
-    """Let numba's regions have so many threads, from 1 to NUMBA_NUM_THREADS; returns how many they had.
+    """Set the number of threads of numba's regions, from 1 to NUMBA_NUM_THREADS. Return the previous number.
 
-    As `numba.set_num_threads`, which takes locks between processes, and whose callers numba does not cache.
+    It replaces `numba.set_num_threads`, which takes locks between processes, and whose callers numba does not cache.
     """
 
     def emit(context, builder, signature, arguments):
@@ -113,9 +113,8 @@ def _set_threads(typing_context, threads):
 
 @numba.njit("void(int64, int64, int64)", nogil=True, cache=True, parallel=True)
 def start(work, threads, context):
-    """Run `void work(int64 me, int64 threads, int64 context)`, the address of a C function, on so many threads.
-
-    An exception in it is lost. Without the GIL.
+    """Run the C function `void work(int64 me, int64 threads, int64 context)` at address `work` on `threads` threads,
+    without the GIL. An exception in it is lost.
     """
     if threads == 1:
         _call(work, 0, 1, context)

@@ -1,10 +1,10 @@
-"""Multiply packed rows in integers where they stand by themselves, with tokens that are rounded.
+"""Multiply packed rows in integers, row by row instead of in tiles, with rounded tokens.
 
-Tokens are those of `transfer.simd.row_tiles`. A vector has columns of one row in its lanes: a place of a line has the
-pairs of a run of 32, which are multiplied by those of the token and added up in int32, exactly, and then scaled. So
-experts that a card fetches are multiplied as they lie; for many tokens tiles are faster, whose gains are vectors. FP4
-is looked up: its bits choose 2 * 256 times its number. A result depends on its own row and token only, to the last bit.
-Bytes moved: each row once per block.
+Tokens are those of `transfer.simd.row_tiles`. A vector has columns of one row in its lanes. A place of a line has the
+pairs of a run of 32, which are multiplied by those of the token, added up exactly in int32, and then scaled. So experts
+that a card may fetch are multiplied in their stored layout; for many tokens tiles are faster, since their gains are
+vectors. FP4 is looked up: its bits choose 2 * 256 times its number. A result depends on its own row and token only, to
+the last bit. Bytes moved: each row once per block.
 """
 
 from typing import Any
@@ -49,14 +49,14 @@ from transfer.simd.row_tiles import LOOK_UP, MULTIPLY_PAIRS, NUMBERS
 from transfer.simd.vectors import LINE_BYTES
 
 _FP4_BYTES = [round(2 * sign * number) % 256 for sign in (1, -1) for number in FP4_NUMBERS]
-_FP4_SCALE = 2.0**-9  # of what stands for FP4: twice its number, in the upper byte of 16 bits
+_FP4_SCALE = 2.0**-9  # undoes the integers for FP4: twice its number, in the upper byte of 16 bits
 _FP4_AT, _FP4_MASK, _NOTHING = 8, 0x0F00, 0x0080  # bits that choose, and those that make the lower byte 0
 _HALVES, _WORDS, _BYTES = (ir.VectorType(kind, count * LANES) for kind, count in ((I16, 2), (I32, 1), (I8, 4)))
 _PARTS = LINE_BYTES // (4 * LANES)  # vectors of a line
 
 
 def rounded_kind(kind: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what stands for rows of a kind, `packed_kind`, that are multiplied in integers."""
+    """Return the value that stands for rows of a `packed_kind` that are multiplied in integers."""
     return (kind,)
 
 
@@ -89,12 +89,12 @@ def _columns(is_unit: bool) -> Any:
 
 
 unit_of, group_of = _columns(True), _columns(False)
-"""Numba functions: columns that share a scale of a token, and a gain of a row, where rows of a kind are rounded."""
+"""Numba functions: how many columns share a token's scale, and a row's gain, for rows of a rounded kind."""
 
 
 def any_products(rows: int, vectors: int) -> Any:
-    """Return a numba function as `packed_rows.product_block`, which for rounded kinds takes tokens as `round_token`
-    leaves them.
+    """Return a numba function like `packed_rows.product_block`, which for rounded kinds takes tokens that `round_token`
+    has rounded.
     """
 
     @intrinsic
@@ -223,7 +223,7 @@ class _Block:
         return made if total is None else builder.add(total, made)
 
     def _emit_offsets(self, offsets: Any, gain_stride: Any, sums: list[Any], count: Any) -> None:
-        """Add offsets times sums of tokens, LANES groups at a time; those behind the last one are read and left out."""
+        """Add offsets times sums of tokens, LANES groups at a time. Groups beyond the last are read and left out."""
         builder, lanes = self.builder, int64(LANES)
         offset_at = list(addresses(builder, offsets, gain_stride, 4, self.rows))
         blocks = builder.udiv(builder.add(count, int64(LANES - 1)), lanes)
@@ -246,7 +246,7 @@ class _Block:
 
 
 def compile_rounded() -> None:
-    """Compile products of rounded kinds, and run nothing (`transfer.simd.trial`)."""
+    """Compile products of rounded kinds without running them (`transfer.simd.trial`)."""
     multiply = any_products(4, 4)
 
     def compile_kind(kind: Any) -> None:

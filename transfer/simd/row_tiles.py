@@ -1,13 +1,13 @@
 """Multiply rows of 4 or 8 bits in integers: a vector's lanes are rows, and numbers of tokens are rounded to 16 bits.
 
-TILE rows of a packed matrix (`transfer.simd.packed_rows`) lie together: word w of all of them, then word w + 1. A word
-has two neighbouring columns of each of its runs, so a shift and a mask give pairs of 16 bits, which are multiplied by a
-token's pair and added up in int32, exactly: one instruction where a processor has VNNI, two where it has AVX2. Scales,
-zero points and runs of the TILE rows lie alike, so gains are vectors, too. Of FP4 (e2m1) the four bits are looked up:
-twice its number, and FP4_MIDDLE more, is an integer of no sign.
+TILE rows of a packed matrix (`transfer.simd.packed_rows`) are stored together: word w of all of them, then word w + 1.
+A word has two neighbouring columns of each of its runs, so a shift and a mask give pairs of 16 bits. These are
+multiplied by a token's pair and added up exactly in int32: one instruction with VNNI, two with AVX2. Scales, zero
+points and runs of the TILE rows are stored in the same way, so gains are vectors, too. FP4 (e2m1) is looked up: twice
+its number plus FP4_MIDDLE is an unsigned integer.
 
-A token is rounded a unit of columns at a time: `x = code * scale` with codes of at most TOP, so each number is off by
-at most half a scale, 2**-16 of the largest in its unit. Everything else is as exact as float32. A number of a column is
+A token is rounded by units of columns: `x = code * scale` with codes of at most TOP, so each number is off by at most
+half a scale, 2**-16 of the largest number in its unit. All else has the accuracy of float32. A column's number is
 `q * gain + offset`, hence a product is `sum(scale * sum(gain * sum(q * code))) + sum(offset * sum(scale * code))`. A
 result depends on its own row and token only, to the last bit.
 """
@@ -64,12 +64,12 @@ from transfer.simd.region import pointer_to
 from transfer.simd.values import FLOATS, greater, lane_max, lane_sum, load_lanes, multiply_add, spread
 from transfer.simd.vectors import LINE_BYTES, address_of
 
-NUMBERS = ("int4", "int8", "fp4")  # of which there are tiles
-GROUP_COLUMNS = (32, 16)  # that share a gain here; larger groups have it several times
-TOP = 32767.0  # of a code
+NUMBERS = ("int4", "int8", "fp4")  # formats that have tiles
+GROUP_COLUMNS = (32, 16)  # columns that share a gain here; for larger groups it is repeated
+TOP = 32767.0  # the largest code
 FP4_MIDDLE = 12
 _FP4_CODES = [FP4_MIDDLE + round(2 * sign * number) for sign in (1, -1) for number in FP4_NUMBERS]
-_LEAST = np.float32(2.0**-100)  # numbers of a unit that has none above this count as 0
+_LEAST = np.float32(2.0**-100)  # a unit whose numbers are all smaller counts as 0
 _SUMS_AT_ONCE = LANES  # integer vectors of sums that stay in registers
 _TO_INTEGER = np.float32(1.5 * 2**23)  # added, it leaves an integer in a float32's low bits
 _UNIT_WORDS = LINE_BYTES // 4  # words of a unit
@@ -81,10 +81,10 @@ MULTIPLY_PAIRS = {"avx512": "llvm.x86.avx512.pmaddw.d.512", "avx2": "llvm.x86.av
 
 
 def tile_products(tokens: int) -> Any:
-    """Return a numba function: `out[t, r] = sum(row[r] * x[t, :])` for a tile and so many tokens, a power of two.
+    """Return a numba function: `out[t, r] = sum(row[r] * x[t, :])` for a tile and `tokens` tokens, a power of two.
 
-    tile: its words; gains, offsets: float32 `[groups, TILE]`; x: tokens as `round_token` leaves them, x_stride float32
-    apart; inner: columns, whole runs; out_stride: in float32. Bytes moved: the words once.
+    tile: its words. gains, offsets: float32 `[groups, TILE]`. x: tokens that `round_token` has rounded, x_stride
+    float32 apart. inner: columns, in whole runs. out_stride: in float32. Bytes moved: the words once.
     """
 
     @intrinsic
@@ -136,7 +136,7 @@ class _Tile:
                 builder.store(builder.load(total), builder.inttoptr(at, VECTOR.as_pointer()), align=4)
 
     def _emit_unit(self, unit: Any) -> None:
-        """Emit a whole unit in straight code: as many places together as registers hold sums of."""
+        """Emit a whole unit in straight code, with as many places together as registers have room for their sums."""
         parts: list[Any] = [zero()] * self.tokens
         for first in range(0, self.places, self.at_once):
             places = range(first, first + self.at_once)
@@ -156,7 +156,7 @@ class _Tile:
             self._add_part(unit, token, part)
 
     def _emit_places(self, unit: Any, places: Any) -> None:
-        """Emit a unit of which so many places are there: a loop over them."""
+        """Emit a loop over the places of a unit that is not whole. places: how many it has."""
         builder, groups = self.builder, RUN // self.group
         parts = [cgutils.alloca_once(builder, VECTOR) for _ in range(self.tokens)]
         for part in parts:
@@ -185,7 +185,7 @@ class _Tile:
         return builder.load(builder.inttoptr(at, kind.as_pointer()), align=2)
 
     def _pairs(self, held: Any, bits: Any, is_masked: bool) -> Any:
-        """Return the numbers of a place, from so many bits on, each in 16 bits."""
+        """Return the numbers of a place, which begin at bit `bits`, each in 16 bits."""
         builder = self.builder
         if not isinstance(bits, int):
             held = builder.lshr(held, bits)
@@ -196,7 +196,7 @@ class _Tile:
         return self._looked_up(held) if self.is_looked_up else held
 
     def _looked_up(self, codes: Any) -> Any:
-        """Return what stands for FP4's codes in _FP4_CODES. A byte whose highest bit is set becomes 0."""
+        """Return the integers that _FP4_CODES has for FP4's codes. A byte whose highest bit is set becomes 0."""
         builder = self.builder
         kind = ir.FunctionType(_BYTES, [_BYTES] * 2)
         look_up = cgutils.get_or_insert_function(builder.module, kind, LOOK_UP)
@@ -220,7 +220,7 @@ class _Tile:
         return made if total is None else builder.add(total, made)
 
     def _scaled(self, unit: Any, gain: Any, token: int, total: Any, part: Any) -> Any:
-        """Return a unit's part with that of one more gain; its offset's goes to the total."""
+        """Add one gain's products to a unit's part and return it. The offset's products are added to the total."""
         builder = self.builder
         count = builder.add(builder.mul(unit, int64(self.gains_per_unit)), gain)
         gains, offsets = (self._load(address, count, 4 * TILE, 0, VECTOR) for address in (self.gain_at, self.offset_at))
@@ -235,7 +235,7 @@ class _Tile:
 
 
 def compile_products() -> None:
-    """Compile products of tiles of all kinds, and run nothing (`transfer.simd.trial`)."""
+    """Compile products of tiles of all kinds without running them (`transfer.simd.trial`)."""
     multiply = tile_products(8)
 
     def compile_kind(kind: Any) -> None:
@@ -251,7 +251,7 @@ def compile_products() -> None:
 
 @intrinsic
 def _store_codes(typing_context, address, shifted):
-    """Store the integers in the low bits of LANES float32 in 16 bits each."""
+    """Store the integers in the low bits of LANES float32, as 16 bits each."""
 
     def emit(context, builder, signature, arguments):
         address, shifted = arguments
@@ -264,14 +264,14 @@ def _store_codes(typing_context, address, shifted):
 
 @inner
 def token_floats(inner, unit, group):
-    """Return the float32 of a rounded token."""
+    """Return how many float32 a rounded token takes."""
     return inner // 2 + -(-inner // unit) + inner // group
 
 
 @inner
 def round_token(x, inner, unit, group, out):
-    """Round a token, float32 `[inner]` at x, to `out`: int16 codes `[inner]`, float32 scales `[units]`, and of each
-    group of columns the sum of its codes times their scale. A unit with a number that is not finite has no finite sum.
+    """Round a token, float32 `[inner]` at x, to `out`: int16 codes `[inner]`, float32 scales `[units]`, and for each
+    group of columns the sum of its codes times their scale. In a unit with a number that is not finite, no sum is.
     """
     scales, nought = out + 2 * inner, spread(np.float32(0.0))
     sums = scales + 4 * -(-inner // unit)
@@ -297,7 +297,7 @@ def round_token(x, inner, unit, group, out):
 
 @inner
 def fill_tile_gains(m, row, gains, offsets):
-    """Write gains and offsets of the tile from a row on, float32 `[GAINS, TILE]`. m: the matrix's columns."""
+    """Write gains and offsets of the tile that begins at `row`, float32 `[GAINS, TILE]`. m: the matrix's columns."""
     if m[RUNS] != 0:
         each, runs, pairs = m[GROUPS] // m[NUM_RUNS], m[RUNS] + 4 * row * m[NUM_RUNS], m[SCALES] + 2 * row * m[GROUPS]
         pair_bytes = 2 * TILE  # of a group
@@ -321,7 +321,7 @@ def fill_tile_gains(m, row, gains, offsets):
 
 @inner
 def halve_gains(count, gains, offsets):
-    """Make gains of FP4's numbers those of its integers, with offsets."""
+    """Turn gains for FP4's numbers into gains and offsets for the integers that replace them."""
     gains = numba.carray(pointer_to(gains), (count,), np.float32)
     offsets = numba.carray(pointer_to(offsets), (count,), np.float32)
     for index in range(count):
@@ -331,8 +331,8 @@ def halve_gains(count, gains, offsets):
 
 @inner
 def copy_row(m, row, columns):
-    """Copy a row's words, scales, zero points and runs out of its tile, one behind the other, to the room behind
-    `columns`, int64 `[MATRIX_COLUMNS]`, which become those of a matrix of that row.
+    """Copy a row's words, scales, zero points and runs out of its tile to the memory behind `columns`, int64
+    `[MATRIX_COLUMNS]`. `columns` become those of a matrix with that row alone.
     """
     at = address_of(columns) + 8 * MATRIX_COLUMNS
     for column in range(MATRIX_COLUMNS):
@@ -348,7 +348,7 @@ def copy_row(m, row, columns):
 
 @inner
 def _copy_part(columns, column, row, count, size, to):
-    """Copy what a row has of a part, and its new address. Return where it ends."""
+    """Copy one part of a row and set its address in `columns`. Return the address behind the copy."""
     if columns[column] == 0:
         return to
     source = columns[column] + size * (row // TILE * TILE * count + row % TILE)

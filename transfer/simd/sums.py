@@ -19,7 +19,7 @@ _VECTOR = ir.VectorType(I64, _WORDS)
 
 
 def sum_block(rows: int) -> Any:
-    """Return a numba function: the sum of all int64 of so many rows of `row_bytes`, whole lines, behind each other."""
+    """Return a numba function: the sum of all int64 of `rows` adjacent rows of `row_bytes` each, in whole lines."""
 
     @intrinsic
     def add(typing_context, first, row_bytes, ahead):

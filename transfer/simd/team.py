@@ -1,9 +1,9 @@
 """Take threads through the stages of one parallel region together: claims of work, and the wait at a stage's end.
 
-Items of a stage are dealt out in even, contiguous runs, one for each thread, so that memory is read in order; threads
-that are done help the others. A stage ends when all its *items* are done, however many of the threads have come; the
-first thread alone would finish, so no start that the system delays or denies can block it. A thread that waits spins
-for some microseconds and then yields its core at each look: a busy machine does not stall.
+Items of a stage are divided into even, contiguous runs, one for each thread, so that memory is read in order; threads
+that are done help the others. A stage ends when all its *items* are done, however many threads have joined. The first
+thread alone would finish it, so a thread whose start the system delays or denies cannot block the region. A waiting
+thread spins for some microseconds and then yields its core at each look, so that a busy machine does not stall.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,8 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
 class Team(NamedTuple):
-    """The counters of a region. `counters`: int64 `[stages, threads + 1, COUNTER_INT64]`, zero at a region's start; the
-    last is of items done.
+    """The counters of a region, as thread `me` sees them. counters: int64 `[stages, threads + 1, COUNTER_INT64]`, zero
+    at a region's start; the last one of a stage counts items that are done.
     """
 
     counters: np.ndarray
@@ -39,7 +39,7 @@ def new_counters(stages: int, threads: int) -> np.ndarray:
 
 @intrinsic
 def atomic_add(typing_context, address, value):
-    """Add to the int64 at `address`; return what it was."""
+    """Add to the int64 at `address`, and return its previous value."""
 
     def emit(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], _I64.as_pointer())
@@ -97,7 +97,7 @@ def _yield_core(typing_context):
 
 @inner
 def spin_or_yield(looks):
-    """Wait a little after so many looks in vain: at first on this core, then without it. Return one look more."""
+    """Wait a little after `looks` looks in vain: first spin, later yield the core. Return `looks + 1`."""
     if looks < SPINS:
         pause()
     else:
@@ -112,7 +112,7 @@ def _counter(team, stage, index):
 
 @inner
 def _claim_of(team, stage, items, owner):
-    """Return the next item of a thread's run, or -1 if it has none left."""
+    """Claim the next item of a thread's run; -1 if none is left."""
     begin, end = items * owner // team.threads, items * (owner + 1) // team.threads
     counter = _counter(team, stage, owner)
     if begin + atomic_load(counter) < end:
@@ -124,7 +124,7 @@ def _claim_of(team, stage, items, owner):
 
 @inner
 def claim(team, stage, items):
-    """Return the next item of `[0, items)` that is this thread's to do, or -1 if all are taken."""
+    """Claim the next item of `[0, items)` for this thread; -1 if all are claimed."""
     for turn in range(team.threads):
         item = _claim_of(team, stage, items, (team.me + turn) % team.threads)
         if item >= 0:
@@ -134,13 +134,13 @@ def claim(team, stage, items):
 
 @inner
 def claim_own(team, stage, items):
-    """Return the next item as `claim` does, but of this thread's own run alone."""
+    """Claim the next item as `claim` does, but from this thread's own run alone."""
     return _claim_of(team, stage, items, team.me)
 
 
 @inner
 def end_stage(team, stage, items, done):
-    """Report `done` items and wait until all are. Return whether these were the last; True for one thread alone."""
+    """Report `done` items and wait until all are done. Return whether these were the last; True for one thread."""
     counter = _counter(team, stage, team.threads)
     is_last = done > 0 and atomic_add(counter, done) + done == items
     looks = 0

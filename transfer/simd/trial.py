@@ -1,5 +1,5 @@
-"""Try in a child process whether LLVM compiles what it aborts on where it has not the vectors that code asks for: an
-abort ends a process, so it is met in one that nobody needs.
+"""Try in a child process whether LLVM compiles some code. LLVM aborts the process if it lacks the vectors that the code
+asks for, so the trial must not run in a process that is needed.
 """
 
 import logging
@@ -16,8 +16,8 @@ _CHILD = "import importlib, sys; getattr(importlib.import_module(sys.argv[1]), s
 
 @cache
 def compiles(module: str, function: str, processor: str | None = None) -> bool:
-    """Return whether a function without arguments, which compiles something, comes back in a child process; the log
-    says what is replaced where it does not. processor: by LLVM's name, compiled for and not run; None: this one.
+    """Return whether a function without arguments, which compiles something, ends well in a child process. If not, the
+    log names what is replaced. processor: LLVM's name of one to compile for without running; None: this one.
     """
     variables = {} if processor is None else {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ""}
     command = [sys.executable, "-c", _CHILD, module, function]

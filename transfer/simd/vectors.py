@@ -1,9 +1,9 @@
 """Emit vector code of the compiled decode step as LLVM IR: products of weight rows, weighted sums, prefetch.
 
 Functions for use inside numba code. Addresses, strides and counts are int64; strides count elements, `ahead` counts
-bytes. A result depends on its own row and vector only, never on how many others share the block: one accumulator for
-each result, summed over lanes by one fixed tree. Bytes moved: each row once per block, widened in registers where it is
-bf16 (uint16 with the upper half of a float32) or int8.
+bytes. A result depends on its own row and vector only, and not on how many others share the block: each result has one
+accumulator, which is summed over lanes by one fixed tree. Bytes moved: each row once per block, widened in registers if
+it is bf16 (uint16 with the upper half of a float32) or int8.
 """
 
 from typing import Any
@@ -47,8 +47,8 @@ def emit_dots(
     builder: ir.IRBuilder, size: int, rows: int, vectors: int, weights: Any, weight_stride: Any, x: Any, x_stride: Any,
     inner: Any, out: Any, out_stride: Any, ahead: Any,
 ) -> None:  # fmt: skip
-    """Emit `out[v, r] = sum(weights[r, :] * x[v, :])` for so many rows and vectors, powers of two, of weights of `size`
-    bytes. The inner length is whole lines of 64 bytes of weights.
+    """Emit `out[v, r] = sum(weights[r, :] * x[v, :])` for numbers of rows and vectors that are powers of two. size:
+    bytes of a weight. The inner length is whole lines of 64 bytes of weights.
     """
     row_at = list(addresses(builder, weights, weight_stride, size, rows))
     vector_at = list(addresses(builder, x, x_stride, 4, vectors))
@@ -139,8 +139,8 @@ def load(typing_context, kind, address, index):
 
 @intrinsic
 def store(typing_context, kind, address, index, value):
-    """Write a float32 as a weight: as it is, or rounded to the nearest bf16, ties to even; NaN stays NaN. As int8 it is
-    a whole number of [-128, 127].
+    """Write a float32 as a weight: as it is, or rounded to the nearest bf16, ties to even; NaN stays NaN. For int8 it
+    must be a whole number in [-128, 127].
     """
     size = item_bytes(kind)
 
