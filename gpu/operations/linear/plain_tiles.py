@@ -158,6 +158,7 @@ def plain_tiles(
     (tokens, inner), num_rows = x.shape, len(weight) // (1 + gates)
     assert added is None or activation is None, "nothing is added to an activated product"
     assert tiles.parts == 1 or activation is None, "parts of a sum are not activated"
+    assert tiles.parts == 1 or inner % (tiles.parts * tiles.columns * tiles.splits) == 0, "parts are whole tiles"
     x = x if x.stride(1) == 1 else x.contiguous()
     block_tokens = block_of(tokens)
     out = torch.empty(tokens, num_rows, dtype=dtype, device=x.device)
