@@ -1,7 +1,7 @@
-"""Check in child processes whether grammars compile: what takes too long or too much memory there is ended.
+"""Check in child processes whether grammars compile, and end checks that take too long or too much memory.
 
-An answer comes within a known time, whatever the grammar. A grammar that was answered costs nothing when it comes
-again. There are no more processes than slots, and none before the first check.
+The answer comes within a bounded time, whatever the grammar. Answers are cached. There are at most as many processes as
+slots, and none before the first check.
 """
 
 import hashlib
@@ -28,9 +28,8 @@ _MOST_KEPT = 1024  # answers
 
 
 class GrammarChecks:
-    """Check grammars.
-
-    `seconds`: of processor time for one; `memory_bytes`: for it, beyond what a process begins with.
+    """Checks grammars. seconds: processor time for one. memory_bytes: memory for one, beyond that at a
+    process's start.
     """
 
     def __init__(self, num_processes: int, seconds: float, memory_bytes: int) -> None:
@@ -108,7 +107,7 @@ class GrammarChecks:
 
 
 def _hears(process: "subprocess.Popen[bytes]", raw: bytes) -> bool:
-    """Return whether there is a process to ask."""
+    """Send a question; False: the process is gone."""
     assert process.stdin is not None
     try:
         process.stdin.write(HEAD.pack(len(raw)) + raw)

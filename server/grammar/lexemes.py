@@ -1,4 +1,4 @@
-"""Find the regular expressions of a client's form, and write a grammar of each alone, so that it can be tried."""
+"""Find the regular expressions in a client's schema or grammar, and write a grammar of each alone to try it."""
 
 import json
 import re
@@ -20,7 +20,7 @@ _JSON = re.compile(r"%json\s*(?={)")
 
 
 def schema_lexemes(schema: Any) -> list[Lexeme]:
-    """Return those of a JSON schema, each in a text of JSON as it stands there."""
+    """Return the lexemes of a JSON schema, each as part of a JSON text, as the schema uses it."""
     found: dict[str, Lexeme] = {}
     for place, one in walk(schema):
         if not isinstance(one, dict):

@@ -1,6 +1,6 @@
-"""Describe why a JSON schema does not compile: the place, what stands there, what was wanted.
+"""Describe why a JSON schema does not compile: the place, the value there, and what was wanted.
 
-The schema is read only after llguidance refused it, so this never refuses one.
+It only explains schemas that llguidance has refused, and refuses none itself.
 """
 
 import json
@@ -34,7 +34,7 @@ _OF_OTHERS = (
 
 
 def describe_schema_fault(schema: Any, why: str) -> str:
-    """Return one line about `schema`, of which llguidance, or a trial of its patterns, said `why`."""
+    """Explain in one line why a schema was refused. why: the message of llguidance, or of a trial of its patterns."""
     if why.endswith(GROWS):
         return why
     unimplemented = _UNIMPLEMENTED.search(why)
@@ -88,7 +88,7 @@ def _find_misshapen(schema: Any) -> Iterator[str]:
 
 
 def describe_pattern_fault(pattern: str, why: str) -> str:
-    """Return one line about a regular expression, of which llguidance said `why`."""
+    """Explain in one line why a regular expression was refused. why: llguidance's message."""
     found = _BAD_PATTERN.search(why)
     if found is None:
         return why

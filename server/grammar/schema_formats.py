@@ -1,6 +1,6 @@
-"""Say by a pattern the formats that llguidance does not know: those that zod and OpenAI's helpers write.
+"""Replace formats that llguidance does not know by patterns: those that zod and OpenAI's helpers write.
 
-A pattern that zod puts beside a format of its own is the one here, character by character, so it is not held twice.
+If zod puts a pattern beside its own format, it is the same as here, character by character, so it is enforced once.
 """
 
 from typing import Any

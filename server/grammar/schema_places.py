@@ -1,4 +1,4 @@
-"""Walk the schemas inside a JSON schema with their places, and find what its references name."""
+"""Walk through the schemas inside a JSON schema with their places, and resolve its references."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +13,9 @@ _LONGEST = 80  # characters of a value, and of a name, that a message repeats
 
 
 def walk(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each schema in a schema, and what stands where one should, with its place.
+    """Yield each schema inside a schema with its place, also invalid values at places for schemas.
 
-    Names of properties are no keywords, and values no schemas.
+    Names of properties are not taken for keywords, nor values for schemas.
     """
     pending = [("#", schema)]
     while pending:
@@ -35,7 +35,7 @@ def walk(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def map_schemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the schema with each schema that stands directly in it changed."""
+    """Return a copy of the schema in which `change` was applied to each schema directly inside."""
     changed = dict(schema)
     for keyword, value in schema.items():
         if keyword in OF_NAMES and isinstance(value, dict):
@@ -48,7 +48,7 @@ def map_schemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[st
 
 
 def find_reference(reference: str, root: Any) -> Any:
-    """Return what stands at a JSON pointer (`#/$defs/a`) of the same document; None if there is nothing."""
+    """Return the value at a JSON pointer (`#/$defs/a`) in the same document; None if there is none."""
     at: Any = root if reference.startswith("#") else None
     for key in filter(None, unquote(reference[1:]).split("/")):
         key = key.replace("~1", "/").replace("~0", "~")

@@ -1,7 +1,7 @@
 """Rewrite a JSON schema, as clients' libraries generate it, in the keywords that llguidance can enforce.
 
-Zod, zod-to-json-schema and pydantic write some of them with other keywords. What no rule here knows stays as it is.
-What is valid by the rewritten schema is valid by the original one.
+Zod, zod-to-json-schema and pydantic use some other keywords. What no rule here covers is left as it is. Every value
+that is valid under the rewritten schema is valid under the original one.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _MOST_BRANCHES = 256  # of a union, with those of unions in it
 
 
 def rewrite_schema(schema: Any) -> Any:
-    """Return the schema as llguidance can hold answers to it, where it is one that a rule knows."""
+    """Return the schema in keywords that llguidance can enforce, as far as the rules cover it."""
     rewriting = _Rewriting(schema)
     rewritten = rewriting.rewrite(schema)
     if rewriting.values:
@@ -39,10 +39,10 @@ def _allows_all(schema: Any) -> bool:
 
 
 class _Rewriting:
-    """Rewrite one document.
+    """Rewrites one document.
 
-    `_tags`: properties that a schema is to require, by its id. `_unions`: ids of schemas whose `oneOf` may then be read
-    as `anyOf`. `values`: schemas of records' values, by new names in `$defs`.
+    _tags: by a schema's id, properties that it will require. _unions: ids of schemas whose `oneOf` then means the same
+    as `anyOf`. values: schemas of records' values, by new names in `$defs`.
     """
 
     def __init__(self, root: Any) -> None:
@@ -78,7 +78,7 @@ class _Rewriting:
         return changed
 
     def _resolve(self, schema: Any) -> Any:
-        """Return what a schema that refers to another one refers to, else itself."""
+        """Return the schema that a reference names, or the schema itself if it is not a reference."""
         seen = set()
         while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
             if self._has_bases or reference in seen or not (reference == "#" or reference.startswith("#/")):
@@ -88,11 +88,10 @@ class _Rewriting:
         return schema
 
     def _tell_apart(self, union: dict[str, Any]) -> None:
-        """Note a `oneOf` whose alternatives differ by a tag. Each of them is to require its tag; then at most one can
-        match.
+        """Note a `oneOf` whose alternatives differ by a tag. Each will require its tag, so that at most one can match.
 
-        Tags of Pydantic and zod have defaults, so they are not required, and an object without its tag would match
-        several.
+        Tags of Pydantic and zod have defaults and so are not required; an object without its tag would match several
+        alternatives.
         """
         branches, told = union["oneOf"], _dict_of(union.get("discriminator")).get("propertyName")
         first = _dict_of(_dict_of(self._resolve(branches[0]) if branches else None).get("properties"))
@@ -134,7 +133,7 @@ class _Rewriting:
         return found
 
     def _rewrite_names(self, schema: dict[str, Any]) -> None:
-        """Drop `propertyNames` that say nothing; make a record of those that are a pattern, values or a length."""
+        """Drop `propertyNames` without effect; write those with a pattern, values or a length as pattern properties."""
         if "propertyNames" not in schema:
             return
         names = self._resolve(schema["propertyNames"])
@@ -159,7 +158,7 @@ class _Rewriting:
         schema["additionalProperties"] = False
 
     def _share(self, value: Any) -> Any:
-        """Return a schema that may stand in many places as the given one, written once."""
+        """Return a reference to the given schema, which is written only once in `$defs`."""
         if not isinstance(value, dict):
             return value
         taken = _dict_of(_dict_of(self._root).get("$defs")).keys() | self.values.keys()
@@ -169,14 +168,14 @@ class _Rewriting:
 
 
 def _texts_of(names: dict[str, Any], told: set[str]) -> list[str]:
-    """Return the names that may be, where they are given one by one."""
+    """Return the allowed names, if they are listed one by one."""
     values = names.get("enum") if told == {"enum"} else [names["const"]] if told == {"const"} else None
     texts = [one for one in values if isinstance(one, str)] if isinstance(values, list) else []
     return texts if len(texts) <= _MOST_VALUES else []
 
 
 def _pattern_of(names: dict[str, Any], told: set[str]) -> str:
-    """Return the pattern that names match; "" where one does not say it."""
+    """Return a pattern for the allowed names; "" if a pattern cannot express them."""
     if told == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]
     least, most = names.get("minLength", 0), names.get("maxLength", "")

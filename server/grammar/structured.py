@@ -1,8 +1,8 @@
-"""Compile what an answer must be into llguidance's serialised grammar: a JSON schema, a pattern, choices or a grammar.
+"""Compile the required form of an answer into llguidance's format: a JSON schema, a pattern, choices or a grammar.
 
-The grammar goes to the engine with the request (`EngineRequest.grammar`). It is bounded and checked here, so a request
-is refused before it is queued, with the keyword that cannot be enforced. Between JSON's tokens stands one space or
-nothing, so no answer is endless whitespace.
+The grammar is sent to the engine with the request (`EngineRequest.grammar`). Its size is limited and it is checked
+here, so a request is refused before it is queued, with the name of the keyword that cannot be enforced. JSON has at
+most one space between tokens, so no answer is endless whitespace.
 """
 
 import json
@@ -147,7 +147,7 @@ def lark_grammar(param: str, text: str) -> str:
 
 
 def own_grammar(param: str, lark: str) -> str:
-    """Return the grammar of our own text in Lark's notation, whose schemas have passed by themselves.
+    """Return the grammar of a text in Lark's notation that this server wrote, whose schemas are already checked.
 
     Raises ApiError 400.
     """
@@ -169,9 +169,9 @@ def grammar_with_form(param: str, lark: str, form: str) -> str:
 
 
 def _rewrite(param: str, schema: object) -> Any:
-    """Return the schema as it is compiled.
+    """Return the schema in the form in which it is compiled.
 
-    Raises ApiError 400 for no schema, a long one, or one that would be ignored in part.
+    Raises ApiError 400 if it is not a schema, too long, or would be ignored in part.
     """
     rewritten = schema
     if isinstance(schema, dict):
@@ -193,7 +193,7 @@ def _rewrite(param: str, schema: object) -> Any:
 
 
 def _find_keywords(param: str, schema: Any) -> list[str]:
-    """Return keywords that are refused by name alone, with their places.
+    """Return the keywords that are always refused, with their places.
 
     Raises ApiError 400 for too many properties.
     """
@@ -231,7 +231,7 @@ def _require_size(param: str, text: str) -> None:
 
 
 def _require(param: str, grammar: str, lexemes: Sequence[Lexeme], describe: Callable[[str], str]) -> None:
-    """Check that a grammar compiles. `lexemes` are tried alone; `describe` says why it does not compile."""
+    """Check that a grammar compiles. lexemes: also tried alone. describe: turns llguidance's reason into a message."""
     why = check_in_process(grammar, lexemes)
     if why:
         raise invalid(param, describe(why), UNSUPPORTED_GRAMMAR)

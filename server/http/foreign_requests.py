@@ -1,8 +1,8 @@
-"""Refuse what a page of another site asks through a visitor's browser, by the headers `Host` and `Origin`.
+"""Refuse requests of other sites' pages in a visitor's browser, by the headers `Host` and `Origin`.
 
-A page whose own name is rebound to this server's address (DNS rebinding) sends that name as `Host`, and its browser
-lets it read the answers. A page that merely sends requests here is named by `Origin`. Where the server has keys neither
-is refused, since such pages have none.
+A page whose own name is rebound to this server's address (DNS rebinding) sends that name as `Host`, and the browser
+lets it read the answers. A page that only sends requests here is named by `Origin`. With API keys, no request is
+refused for this, since such pages have no key.
 """
 
 import ipaddress
@@ -21,7 +21,7 @@ ANY = "*"
 
 
 class ForeignRequests:
-    """Know which hosts and origins are this server's own."""
+    """Decides which hosts and origins are this server's own."""
 
     def __init__(self, settings: ServerConfig, has_keys: bool) -> None:
         self._has_keys = has_keys

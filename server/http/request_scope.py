@@ -1,7 +1,7 @@
-"""Surround every HTTP request: its id, whether it comes from another site's page, its key, the drain, the log line, and
-the error of last resort.
+"""Handle what all HTTP requests share: request ids, other sites' pages, keys, the drain, log lines, and unexpected
+errors.
 
-Open routes (`Route.is_open`) need no key and answer during a drain, when every other one is a 503.
+Open routes (`Route.is_open`) need no key, and answer during a drain, when all others answer 503.
 """
 
 import re
@@ -33,7 +33,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
 class RequestScope:
-    """Wrap the application as ASGI middleware, outermost but for Starlette's own."""
+    """ASGI middleware around the application; only Starlette's own is further outside."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -94,7 +94,7 @@ class RequestScope:
             logs.request_id.reset(token)
 
     def _tell_ignored(self, path: str, ignored: list[str]) -> str:
-        """Return the header's value, and log each field of a route the first time that it comes."""
+        """Return the header that names ignored fields, and log each field of a route the first time that it occurs."""
         for field in ignored:
             known = (path, re.sub(r"\[\d+\]", "[]", field))
             if known not in self._logged and len(self._logged) < _MOST_LOGGED:
@@ -104,8 +104,10 @@ class RequestScope:
         return ", ".join(names)[:_LONGEST_HEADER]
 
     def _admit(self, path: str, headers: Headers) -> dict[str, str | bool]:
-        """Return what is known by the request's key: its cache salt, its owner name, and whether it is an
-        administrator's. Raises ApiError 401 or 503.
+        """Check the key and the drain, and return the key's cache salt, owner name and whether it is an
+        administrator's.
+
+        Raises ApiError 401 or 503.
         """
         service = self._service
         known: dict[str, str | bool] = {"cache_salt": "", "document_owner": "", "is_administrator": False}
@@ -129,7 +131,7 @@ class RequestScope:
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """Return the error as clients of the route expect it: of Anthropic and Ollama at their own, else of OpenAI."""
+    """Return the error in the format of the route's API: Anthropic's, Ollama's or OpenAI's."""
     if path.startswith(OLLAMA_PATH):
         body = error.ollama_body()
     else:

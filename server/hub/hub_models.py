@@ -1,7 +1,7 @@
-"""Fetch models by name into the hub's cache folder, and list those that lie there.
+"""Fetch models by name into the hub's cache folder, and list those in it.
 
-`huggingface_hub` does the work: its variables HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE hold. A
-download that ended early goes on where it was.
+`huggingface_hub` does the work, so its variables HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE apply.
+An interrupted download is continued.
 """
 
 import glob
@@ -34,7 +34,7 @@ _ABSENT = (CachedRepoTreeNotFoundError, IncompleteSnapshotError, LocalEntryNotFo
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """Describe a model in the cache folder: its name, the folder or file to open, and the bytes of its weights."""
+    """A model in the cache folder: its name, the folder or file to open, and the bytes of its weights."""
 
     name: str
     path: Path
@@ -42,9 +42,9 @@ class CachedModel:
 
 
 def fetch_model(name: HubName, is_offline: bool = False, cache: Path | None = None) -> Path:
-    """Return a model's folder or GGUF file in the cache folder, after fetching what is not there.
+    """Fetch missing files of a model, and return its folder or GGUF file in the cache folder.
 
-    is_offline: nothing is asked of the hub. Raises HubError.
+    is_offline: do not contact the hub. Raises HubError.
     """
     is_offline = is_offline or constants.HF_HUB_OFFLINE
     with _telling(name, is_offline):
@@ -61,7 +61,7 @@ def fetch_model(name: HubName, is_offline: bool = False, cache: Path | None = No
 
 
 def list_cached(cache: Path | None = None) -> list[CachedModel]:
-    """Return the models in the cache folder, by name; of several revisions of one, that which was fetched last."""
+    """Return the models in the cache folder, by name; of several revisions, the one that was fetched last."""
     try:
         repositories = scan_cache_dir(cache).repos
     except CacheNotFound:
@@ -80,7 +80,7 @@ def cache_folder() -> Path:
 
 
 def _models_in(repository: str, folder: Path) -> Iterator[CachedModel]:
-    """Yield what can be served of a fetched revision."""
+    """Yield the models in a fetched revision that can be served."""
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     weights = [size for file, size in sizes.items() if file.endswith(".safetensors") and "/" not in file]
     if "config.json" in sizes and weights:
@@ -94,7 +94,7 @@ def _models_in(repository: str, folder: Path) -> Iterator[CachedModel]:
 
 
 def _list_files(name: HubName, is_offline: bool, cache: Path | None) -> tuple[list[str], bool]:
-    """Return the names of a model's files, and whether they are those of the cache folder alone."""
+    """Return the names of a model's files, and whether they were taken from the cache folder only."""
     if not is_offline:
         try:
             # One request without the library's retries, which take 23 s where there is no network.

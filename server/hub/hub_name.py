@@ -21,12 +21,12 @@ FOLDER_FILES = re.compile(
 
 
 class HubError(Exception):
-    """Report in one line that a model cannot be had by its name."""
+    """A model cannot be found or fetched by its name; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """Name a model. `choice`: one of its GGUF files, or the quant of one; None: its folder, or the only one."""
+    """A model's name on the hub. choice: one of its GGUF files, or a quant; None: its folder, or its only GGUF file."""
 
     repository: str
     revision: str | None
@@ -46,10 +46,9 @@ def read_name(text: str) -> HubName:
 
 
 def choose_files(name: HubName, files: Collection[str]) -> tuple[list[str], str]:
-    """Return the files to fetch, and which of them the model is opened by: "" for the folder of all.
+    """Return the files to fetch, and the one by which the model is opened; "": their folder.
 
-    A folder of safetensors goes before GGUF files. Raises HubError if nothing is served, or several files might be
-    meant.
+    Safetensors are preferred to GGUF files. Raises HubError if no file can be served, or several might be meant.
     """
     weights = [file for file in files if file.endswith(".safetensors") and "/" not in file]
     if name.choice is None and "config.json" in files and weights:
@@ -65,7 +64,7 @@ def choose_files(name: HubName, files: Collection[str]) -> tuple[list[str], str]
 
 
 def find_gguf(files: Collection[str]) -> list[str]:
-    """Return the GGUF files that are models, of several parts the first."""
+    """Return the GGUF files that are models; of a model in several parts, the first."""
     found = [file for file in files if file.endswith(".gguf") and "mmproj" not in file.lower()]
     return sorted(file for file in found if (part := _PART.fullmatch(file)) is None or int(part[2]) == 1)
 

@@ -10,7 +10,7 @@ from server.loading.served_model import STATES, ServedModel
 
 
 class ModelMetrics:
-    """Count loads of models. Of one model that always stays, `text` is what its service has, as it is."""
+    """Metrics of all models, and counts of loads. For a single model that is always loaded, `text` is its service's."""
 
     def __init__(self, models: Sequence[ServedModel], is_managed: bool) -> None:
         self._models = models

@@ -20,17 +20,18 @@ STATES: tuple[ModelState, ...] = ("unloaded", "loading", "loaded", "unloading", 
 
 @dataclass(slots=True)
 class Waiter:
-    """Hold a request that waits for its model: since when, and what it is told."""
+    """A request that waits for its model: since when, and the future with its lease."""
 
     since_s: float
     admitted: "asyncio.Future[Lease]"
 
 
 class ServedModel:
-    """`is_started`: its engine has memory, or is about to. `is_closing`: it makes room, so new requests wait.
+    """A model of a deployment.
 
-    `num_open`: requests that were admitted and have not ended. `expires_s`: when it may be unloaded for idleness;
-    `goes_when_idle`: as soon as what it has begun is answered, unless another request comes.
+    is_started: its engine has memory, or soon will. is_closing: it makes room for another, so new requests wait.
+    num_open: admitted requests that have not ended. expires_s: when it may be unloaded for being idle. goes_when_idle:
+    it is unloaded once its running requests are answered, unless another comes.
     """
 
     def __init__(self, service: Service) -> None:
@@ -65,7 +66,7 @@ class ServedModel:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing of it would be lost if its engine ended now."""
+        """Return whether the engine could end now without breaking off any work."""
         return not self.num_open and not self.supervisor.has_work
 
     @property
@@ -77,7 +78,7 @@ class ServedModel:
         return "failed" if self.failure is not None or self.is_started else "unloaded"
 
     def idle_until(self, keep_alive_s: float | None) -> float:
-        """Return when it may be unloaded, idle from now on. `keep_alive_s`: what a request said; None: nothing."""
+        """Return when the model may be unloaded if it is idle from now on. keep_alive_s: of the request, or None."""
         seconds = self.service.deployment.idle_seconds if keep_alive_s is None else keep_alive_s
         return math.inf if seconds is None else time.monotonic() + seconds
 
@@ -87,13 +88,15 @@ class ServedModel:
         return Lease(self)
 
     def note_ready(self, now: float) -> None:
-        """Take a load that has ended well."""
+        """Note that a load has succeeded."""
         self.ready_since_s, self.load_seconds = now, now - self.began_s
         self.failure, self._num_failures, self.goes_when_idle = None, 0, False
         self.expires_s = self.idle_until(None)
 
     def note_failure(self, reason: str, now: float) -> None:
-        """Take a load that failed, or an engine that will not come again; each in a row is tried again later."""
+        """Note that a load failed, or that the engine failed for good; after each failure in a row, the wait is
+        longer.
+        """
         self.failure = reason
         self.retry_s = now + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**self._num_failures)
         self._num_failures += 1
@@ -104,7 +107,7 @@ class ServedModel:
         return unavailable(what, "model_failed", max(1, math.ceil(self.retry_s - now)))
 
     def too_late(self, waited_s: float, for_what: str) -> ApiError:
-        """Return the 503 of a request that has waited for as long as it may, and for what."""
+        """Return the 503 of a request that has waited as long as it may. for_what: what it waited for."""
         retry_s = max(self.service.settings.retry_after_seconds, math.ceil(self.load_seconds))
         what = f"model: {self.name!r} is not loaded after {waited_s:.3g} s: {for_what}; try again later"
         return unavailable(what, "model_loading", retry_s)
@@ -115,7 +118,7 @@ class ServedModel:
         return queue_full(what, self.service.settings.retry_after_seconds)
 
     def describe_wait(self, ending: str) -> str:
-        """Return what a request that waits is waiting for, in a few words. `ending`: what an engine does that ends."""
+        """Describe in a few words what a request is waiting for. ending: what another engine does that is ending."""
         if self.is_stopping:
             return f"it is unloaded, and loaded again then{ending and f'; it {ending}'}"
         if not self.is_started or self.is_closing:
@@ -124,7 +127,7 @@ class ServedModel:
         return f"loading, {loading.stage} {round(100 * loading.fraction)} %"
 
     def turn_away(self, error: ApiError) -> None:
-        """Tell every request that waits that it will not be served."""
+        """Send the error to every request that waits."""
         while self.waiters:
             waiter = self.waiters.popleft()
             if not waiter.admitted.done():
@@ -140,14 +143,14 @@ class ServedModel:
 
 @dataclass(slots=True)
 class Lease:
-    """Hold a request's use of a model, which stays loaded until `release`."""
+    """A request's use of a model, which stays loaded until `release`."""
 
     model: ServedModel
     keep_alive_s: float | None = None
     is_over: bool = field(default=False)
 
     def release(self) -> None:
-        """End it; more than once is as once."""
+        """End the use; further calls have no effect."""
         if self.is_over:
             return
         self.is_over = True

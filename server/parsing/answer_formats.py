@@ -1,7 +1,8 @@
 """Choose the formats in which a model writes tool calls and reasoning, by its chat template and its settings.
 
-Families declare them (`gpu.model.answers`). A format is a field of a response template (`response_template.py`): one
-for calls, one for reasoning; the rest is content. A template that comes with the tokenizer goes before them.
+Model families declare formats (`gpu.model.answers`). A format is a field of a response template
+(`response_template.py`): one for calls, one for reasoning; the rest is content. A template that comes with the
+tokenizer takes precedence.
 """
 
 from collections.abc import Mapping
@@ -25,13 +26,13 @@ _CALLS = "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Say how a model marks its answer.
+    """How a model marks the parts of its answer.
 
-    known_only: calls have no marks of their own, so one of an unknown tool is content.
-    syntax: how a grammar writes calls, None where it cannot.
-    reasoning: its marks, where they are plain texts.
+    known_only: calls have no marks of their own, so a call of an unknown tool is content.
+    syntax: how a grammar writes calls; None: it cannot.
+    reasoning: the marks of reasoning, if they are plain texts.
     is_own: the template came with the tokenizer.
-    channels: in which it comes.
+    channels: the channels of the answer, if the model uses them.
     """
 
     template: ResponseTemplate
@@ -42,15 +43,18 @@ class AnswerFormat:
     channels: Channels | None = None
 
     def opening(self, prompt_end: str, continued: str | None) -> str:
-        """Return what of the answer the prompt has begun already: by the chat template, at the prompt's end, or in the
-        text of the turn that the answer continues, which counts as far as it leaves reasoning open."""
+        """Return the beginning of the answer that is already in the prompt.
+
+        It was written by the chat template at the prompt's end, or is in the turn that the answer continues, as far as
+        that leaves reasoning open.
+        """
         if continued is None:
             return self.template.opening(prompt_end)
         return next(filter(None, (_unclosed_part(field, continued) for field in self.template.fields.values())), "")
 
 
 def _unclosed_part(field: Field, text: str) -> str:
-    """Return the end of a text from where it opens this kind of reasoning and does not close it; "" if it does not."""
+    """Return the text from an opening of reasoning on that is not closed; "" if there is none."""
     at = 0
     while field.name in REASONING_FIELDS and field.opens is not None:
         opened = field.opens.search(text, at)
@@ -66,11 +70,10 @@ def _unclosed_part(field: Field, text: str) -> str:
 def choose_format(
     model: ModelConfig, template_source: str, renders_tools: bool, settings: Mapping[str, Any]
 ) -> AnswerFormat | None:
-    """Return the format of a chat template's text and the tokenizer's settings, None if all is content. Raises
-    ConfigError.
+    """Choose the answer format by the chat template's text and the tokenizer's settings; None: all is content.
 
-    A template without tools gets those of `hermes` (`default_tools.py`). One that writes them in an unknown way is read
-    as JSON objects with the name of a tool.
+    For a template without tools it is the format of `hermes` (`default_tools.py`). If a template writes calls in an
+    unknown way, JSON objects with the name of a tool are read as calls. Raises ConfigError.
     """
     own = settings.get("response_template")
     if own is not None and renders_tools and model.tool_parser == model.reasoning_parser == AUTO:

@@ -1,6 +1,6 @@
-"""The parts of an answer: content, reasoning and tool calls, in pieces and whole.
+"""The parts of an answer: content, reasoning and tool calls, in pieces and complete.
 
-A stream sends the pieces. Joined they are the whole answer, however the text was cut.
+A stream sends the pieces. Joined, they are the complete answer, however the text was cut.
 """
 
 import secrets
@@ -24,7 +24,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """Announce the name of the call with this index; its arguments follow."""
+    """A call with this index and name begins; its arguments follow."""
 
     index: int
     call_id: str
@@ -33,7 +33,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """Hold more of the JSON text of a call's arguments."""
+    """More of the JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -44,7 +44,7 @@ Part = Content | Reasoning | CallBegun | CallArguments
 
 @dataclass(slots=True)
 class ToolCall:
-    """Hold a whole call. `arguments` is JSON as the model wrote it, cut short if the answer was."""
+    """A complete call. arguments: JSON as the model wrote it, cut if the answer was."""
 
     call_id: str
     name: str

@@ -1,8 +1,8 @@
-"""Write the grammar of an answer: calls in the model's own syntax, a form, or either, behind its reasoning.
+"""Write the grammar of an answer: calls in the model's own syntax, a form, or either of them, after its reasoning.
 
-Or content in which calls may stand: text in front of a call holds nothing that begins one, so whatever begins a call is
-constrained. Reasoning may come first where the model marks it. It is free, and must end if the prompt has begun it and
-a form follows. The notation is llguidance's Lark; `@form` stands for the form. `grammar/structured.py` checks the text.
+Or content with calls inside: the text before a call contains no beginning of a call, so whatever begins one is
+constrained. Reasoning may come first if the model marks it. It is free, but must end if the prompt has begun it and a
+form follows. The notation is llguidance's Lark; `@form` stands for the form. `grammar/structured.py` checks the text.
 """
 
 import json
@@ -23,7 +23,7 @@ _LEAVES = " message* last"
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedValue:
-    """Constrain an argument between tags. `term`: in Lark; "" for any text."""
+    """The constraint on an argument between tags. term: in Lark; "": any text."""
 
     key: str
     term: str
@@ -32,12 +32,12 @@ class ConstrainedValue:
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedArguments:
-    """Constrain the arguments of a tool.
+    """The constraint on the arguments of a tool.
 
-    term: in Lark, for JSON or marked texts; "" for any text.
-    rules: those that the term names.
-    keys: of arguments between tags, empty for any.
-    values: all of them in this order, if they are constrained.
+    term: in Lark, for JSON or marked texts; "": any text.
+    rules: the rules that the term uses.
+    keys: the keys of arguments between tags; empty: any.
+    values: all constrained values, in this order.
     """
 
     term: str
@@ -48,7 +48,7 @@ class ConstrainedArguments:
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedCalls:
-    """Constrain calls. `tools`: names, and the arguments of each."""
+    """The constraint on calls. tools: names, and the arguments of each."""
 
     tools: Sequence[tuple[str, ConstrainedArguments]]
     syntax: CallSyntax
@@ -59,8 +59,8 @@ def write_answer(
     calls: ConstrainedCalls | None, has_form: bool, reasoning: Marks | None, is_reasoning: bool, content_begin: str,
     tokenizer: Tokenizer,
 ) -> str:  # fmt: skip
-    """Return the grammar of an answer that is calls or a form. `is_reasoning`: the prompt has begun reasoning;
-    `content_begin`: what stands in front of a form.
+    """Return the grammar of an answer that is calls or a form. is_reasoning: the prompt has begun reasoning.
+    content_begin: the text before a form.
     """
     spell = speller(tokenizer)
     rules = [] if calls is None else _write_calls(calls, spell)
@@ -75,7 +75,7 @@ def write_answer(
 def write_free_answer(
     calls: ConstrainedCalls, reasoning: Marks | None, is_reasoning: bool, tokenizer: Tokenizer
 ) -> str:
-    """Return the grammar of content with calls and reasoning wherever one begins. The last reasoning may stay open."""
+    """Return the grammar of content in which calls and reasoning may occur. The last reasoning may stay open."""
     spell = speller(tokenizer)
     syntax, names = calls.syntax, _group_names(calls)
     opens = syntax.opens.replace("{names}", "|".join(regex.escape(name) for name, _ in calls.tools))
@@ -108,7 +108,7 @@ def write_free_answer(
 
 
 def write_channels(calls: ConstrainedCalls, channels: Channels, is_reasoning: bool, tokenizer: Tokenizer) -> str:
-    """Return the grammar of messages in channels, of which the last may be calls; "" where a mark is no special token.
+    """Return the grammar of messages in channels; the last may be calls. It is "" if a mark is not a special token.
 
     is_reasoning: the prompt has begun a message.
     """

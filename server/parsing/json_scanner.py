@@ -1,6 +1,6 @@
-"""Find where JSON ends by its brackets and strings alone, as its text comes.
+"""Find the end of JSON by its brackets and strings alone, while its text arrives.
 
-The text between brackets is not checked. A mark that ends a region ends it only outside of strings.
+The text between brackets is not checked. A mark that ends a region counts only outside of strings.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class JsonScanner:
         self._is_escaped = False
 
     def find_end(self, text: str, begin: int) -> int | None:
-        """Return where the value ends in `text`, read on from `begin`; where it should have begun, if it does not."""
+        """Return where the value ends in `text`, reading from `begin` on; if none begins, where it should have."""
         for i in range(begin, len(text)):
             char = text[i]
             if self._is_escaped:
@@ -46,10 +46,10 @@ class JsonScanner:
 
 
 class ValuesScanner:
-    """Scan a region of JSON values.
+    """Scans a region of JSON values.
 
-    It ends at its mark outside of strings, or where something other than another value follows one. Without a mark it
-    is one value, and ends behind it, or where it does not begin.
+    The region ends at its mark outside of strings, or if something else than another value follows a value. A region
+    without a mark is one value, and ends after it, or at once if no value begins.
     """
 
     def __init__(self, closes: Pattern | None, can_grow: bool, delimiters: Sequence[tuple[str, str]]) -> None:

@@ -1,8 +1,9 @@
-"""Write the arguments of a call as rules of a grammar in which texts stand between marks: `{key:value}`, as Gemma.
+"""Write the arguments of a call as grammar rules in which texts are enclosed in marks: `{key:value}`, as with Gemma.
 
-Otherwise it is JSON without white space. Properties come sorted by name, as the model's template shows them. What is
-held: types, `properties`, `required`, `items` and their number, `enum`, `const`, alternatives, references and the
-bounds of numbers. Texts are any texts, and properties that are not named do not come. Lark in llguidance's notation.
+Otherwise the format is JSON without white space. Properties are sorted by name, as the model's template shows them.
+Enforced are types, `properties`, `required`, `items` and their number, `enum`, `const`, alternatives, references and
+the bounds of numbers. Texts may be any texts. Properties that are not named are not allowed. The notation is
+llguidance's Lark.
 """
 
 import json
@@ -29,7 +30,7 @@ _PLAIN_KEY = regex.compile(r"[A-Za-z_][\w.-]*", regex.ASCII)
 
 
 class UnwrittenSchema(Exception):
-    """Report a keyword that these rules cannot enforce. `place`: a pointer to it."""
+    """A keyword cannot be enforced by these rules. place: a pointer to it."""
 
     def __init__(self, place: str) -> None:
         super().__init__(place)
@@ -37,7 +38,7 @@ class UnwrittenSchema(Exception):
 
 
 class MarkedWriter:
-    """Write the rules of one tool's arguments; their names begin with `prefix`."""
+    """Writes the rules of one tool's arguments; their names begin with `prefix`."""
 
     def __init__(self, root: Schema, prefix: str, spell: Callable[[str], str], mark: str, text: str) -> None:
         """Prepare the rules of the schema `root`, in which references are found.

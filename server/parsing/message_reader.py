@@ -1,8 +1,9 @@
-"""Read an answer as a message from its text as it comes: content, reasoning and tool calls.
+"""Read an answer as a message while its text arrives: content, reasoning and tool calls.
 
-The text has special tokens spelled out and told apart: they mark formats, and no client sees one. What looks like a
-call but is none is content. White space around regions goes with them. If a limit cut the answer, what may be the
-beginning of a mark is not told, nor a call without a name. However the text is cut, the parts joined are the same.
+Special tokens are spelled out in the text, but known as such: they mark formats, and clients do not see them. Text that
+looks like a call but is not one is content. White space around regions is dropped. If a limit cut the answer, what may
+be the beginning of a mark is dropped, and so is a call without a name. The joined parts do not depend on how the text
+is cut.
 """
 
 from server.parsing.answer_formats import REASONING_FIELDS, AnswerFormat
@@ -17,9 +18,9 @@ _CONTENT = "content"
 
 
 class MessageReader:
-    """Read an answer: `feed` the text, then `finish` or `cut`.
+    """Reads an answer: `feed` it the text, then call `finish` or `cut`.
 
-    `is_done`: no more calls are wanted, the rest is not read.
+    is_done: the request wants no more calls, so the rest is not read.
     """
 
     def __init__(self, answer_format: AnswerFormat, opening: str, tools: Tools | None, has_form: bool) -> None:
@@ -142,7 +143,7 @@ class MessageReader:
             self._say(self._visible(event.begin, event.end), parts)
 
     def _give_back(self, calls: CallReader, end: int, parts: list[Part]) -> bool:
-        """Return whether the region up to `end` is no call, or nothing after its calls is; then it becomes content."""
+        """Return whether the region up to `end`, or its rest after the last call, is not a call and becomes content."""
         if not calls.broken:
             return False
         if self._has_calls:
@@ -191,7 +192,7 @@ class MessageReader:
 
 
 class _Words:
-    """Collect content or reasoning without the white space around regions, unless it separates words on both sides."""
+    """Collects content or reasoning, without the white space around regions unless it separates words on both sides."""
 
     def __init__(self, kind: type[Content] | type[Reasoning]) -> None:
         self._kind = kind

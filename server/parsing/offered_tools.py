@@ -1,4 +1,4 @@
-"""The tools that a request offers, as far as reading their calls needs them: names and schemas of arguments."""
+"""The tools that a request offers, with what reading calls needs: names and schemas of arguments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ _PYTHONS = {"True": True, "False": False, "None": None}  # as models that have r
 
 @dataclass(slots=True)
 class Kinds:
-    """Hold what a schema allows: names of types, and texts that are values as they are."""
+    """What a schema allows: names of types, and texts that are values as they are."""
 
     types: set[str] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
@@ -20,7 +20,7 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Hold the JSON Schema of each tool's arguments by name. `max_calls`: None for any number."""
+    """The JSON Schema of each tool's arguments, by name. max_calls: None: any number."""
 
     parameters: Mapping[str, Mapping[str, Any]]
     max_calls: int | None = None

@@ -1,7 +1,7 @@
-"""Cut an answer's text into the regions of a response template, as it comes.
+"""Cut an answer's text into the regions of a response template, while it arrives.
 
-Every character comes out once, as a delimiter or inside a region, so a region that turns out to be none can be given
-back. However the text is cut into pieces, the regions are the same.
+Every character comes out once, as part of a mark or of a region, so text that turns out not to be a region can be given
+back. The regions do not depend on how the text is cut into pieces.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Hold more of the open region, or of the text outside if none is open."""
+    """More text of the open region, or of the outside if none is open."""
 
     begin: int
     end: int
@@ -36,7 +36,7 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Hold an argument between tags of the open region."""
+    """An argument between tags of the open region."""
 
     begin: int
     end: int
@@ -45,9 +45,9 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Close the region. `is_cut`: the text ended, not the region.
+    """The region is closed. is_cut: because the text ended.
 
-    With no region open: a mark outside, which means nothing; with `is_cut`, what a limit has left of a mark.
+    If no region was open, it is a mark outside, without meaning; with `is_cut`, the part of a mark before a limit.
     """
 
     begin: int
@@ -120,7 +120,7 @@ class RegionReader:
         return self._text[begin - self._base : end - self._base]
 
     def release(self, position: int) -> None:
-        """Release the text before a position, except a few characters, behind which a mark may have to stand."""
+        """Release the text before a position, except for a few characters, which patterns of marks may look back at."""
         cut = position - self._base - _KEPT_CHARS
         if cut > len(self._text) // 2:
             self._text = self._text[cut:]
@@ -130,11 +130,11 @@ class RegionReader:
         self._text += text
 
     def finish(self, is_cut: bool) -> None:
-        """End the text. `is_cut`: by a limit, so what may be the beginning of a mark is one."""
+        """End the text. is_cut: by a limit, so that what may be the beginning of a mark counts as one."""
         self._ends = CUT if is_cut else OVER
 
     def open_no_more(self) -> None:
-        """Open no more regions; all that is not in an open one is outside."""
+        """Open no more regions; all text after the open region is outside."""
         self._marks = self._apart_marks = []
 
     def next(self) -> Event | None:

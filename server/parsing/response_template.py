@@ -1,8 +1,8 @@
 """Response templates: how a model marks the regions of its answer, as data that may come with the tokenizer.
 
-The format is that of transformers (`utils/chat_parsing`), version 1, read here without it: the API process has no
-transformers, and what it makes of a template neither gives back the text of a region that does not parse nor a call's
-name before the region ends. A region without an end whose content is JSON ends where its value does.
+The format is that of transformers (`utils/chat_parsing`), version 1, but its code is not used. The API process has no
+transformers, and their parser neither gives back the text of a region that does not parse, nor a call's name before the
+region ends. A region without an end mark whose content is JSON ends with its value.
 """
 
 import json
@@ -27,11 +27,11 @@ END_CHARS = 4096  # of a prompt's end, where what the template writes of the ans
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Hold the marks and the content of a region.
+    """The marks and the content of a region.
 
-    `opens` is None for the text outside of all regions; `closes` is None where the end of the text, or of a JSON value,
-    ends it. `*_can_grow`: a match at the end of the text so far may become longer. `tags`: of a content that is
-    arguments between tags, whose values may be any text.
+    opens: None for the text outside of all regions. closes: None if the end of the text, or of a JSON value, ends it.
+    opens_can_grow, closes_can_grow: a match at the end of the text so far may become longer. tags: set if the content
+    is arguments between tags, whose values may be any text.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class ResponseTemplate:
-    """Hold the fields by name. `anchor`: after its last match in a prompt, the answer begins."""
+    """The fields by name. anchor: the answer begins after its last match in a prompt."""
 
     fields: Mapping[str, Field]
     anchor: Pattern | None
@@ -71,7 +71,7 @@ def load_response_template(spec: object, where: str) -> ResponseTemplate:
 
 
 def parse_region(field: Field, text: str, captures: Mapping[str, str]) -> Any:
-    """Return the value of a region's text. Raises ValueError if it is no such thing, and RecursionError."""
+    """Return the value of a region's text. Raises ValueError if the text does not fit, and RecursionError."""
     value = parse_content(text, field.content, field.arguments)
     if field.transform is None:
         return value

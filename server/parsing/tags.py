@@ -1,7 +1,7 @@
-"""Find arguments between tags as the text comes, by the pattern of one.
+"""Find arguments between tags while the text arrives, by the pattern of one argument.
 
-A value may hold anything, so a mark ends it only where another argument or the end of the region follows. If the text
-ends before that, the first mark is taken; a value without any is none.
+A value may contain anything, so a mark ends it only if another argument or the end of the region follows. If the text
+ends before that, the first mark counts; without any mark there is no value.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _SPACE = regex.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Say what is known of a text's end: more of it comes, it is over, or a limit cut it."""
+    """What is known of a text's end: more text follows, it is complete, or a limit cut it."""
 
     more: bool
     is_cut: bool
@@ -28,7 +28,7 @@ MORE, OVER, CUT = Ends(True, False), Ends(False, False), Ends(False, True)
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Hold where a mark begins and ends; `end` is None where it may only have begun at the text's end."""
+    """The range of a mark. end: None if the text's end may be the mark's beginning."""
 
     begin: int
     end: int | None
@@ -51,7 +51,7 @@ def find_mark(pattern: Pattern, can_grow: bool, text: str, at: int, ends: Ends) 
 
 @dataclass(frozen=True, slots=True)
 class TagForm:
-    """Hold what stands before a value, with a group `key`, and behind it."""
+    """The patterns before a value, with a group `key`, and after it."""
 
     opening: Pattern
     closing: Pattern
@@ -70,8 +70,8 @@ def split_tag_pattern(pattern: str) -> TagForm | None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Say that the text belongs to the region up to `inside`, and what stands there: its end up to `close`, or an
-    argument.
+    """A step of a scan: the text belongs to the region up to `inside`, where its end (up to `close`) or an argument
+    begins.
     """
 
     inside: int
@@ -81,7 +81,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """Hold an argument. `end`: in the text. `is_whole`: not cut by a limit."""
+    """An argument. end: its end in the text. is_whole: it was not cut by a limit."""
 
     key: str
     value: str

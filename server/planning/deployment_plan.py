@@ -1,8 +1,8 @@
-"""A deployment resolved against a machine: what was left out is filled in, and each byte has its place.
+"""Resolve a deployment for a machine: fill in settings that were left out, and plan where each byte goes.
 
-Knows configuration, the model's shape and the machine; allocates and loads nothing, so a plan can be made for a machine
-that is elsewhere and, where `model.shape` names it, for a model that is not there yet. Resolving returns a new
-deployment, and resolving that one again changes nothing.
+It uses the configuration, the model's shape and the machine's description, and allocates and loads nothing. So a plan
+can be made for another machine and, with `model.shape`, for a model that is not there yet. Resolving returns a new
+deployment; resolving that again changes nothing.
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:
 
 
 def _states_gib(memory: MemoryPlan, count: int) -> float | None:
-    """Return the budget that gives so many states; None: there are none, or the model has none."""
+    """Return the budget in GiB that gives `count` states; None: there are no states."""
     return (count + 0.5) * memory.window_bytes / GIB if count and memory.snapshot_tokens is not None else None
 
 
@@ -138,7 +138,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
 
 
 def _tell_what_gains_nothing(device: str, profiles: Mapping[str, Profile]) -> tuple[str, ...]:
-    """Name the profiles that read less than everything and are slower for it, where the CPU is the device."""
+    """Name the profiles that read less than everything but are slower for it, if the CPU is the device."""
     slower = [
         name
         for name, profile in profiles.items()
@@ -177,7 +177,7 @@ def _tell_measured(
     architecture: Architecture,
     machine: MachineProfile,
 ) -> tuple[str, ...]:
-    """Return what methods say of times that engines measured on such a machine, by the profiles that go by them."""
+    """Return notes of methods about times that engines measured on such a machine, with the profiles that use them."""
     if deployment.host is None:
         return ()
     tier = find_tier_shape(deployment, architecture, memory)

@@ -14,7 +14,7 @@ HOST_SHARE = 0.8  # of the host, for engines; the system, this process and files
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Hold the bytes that engines may take together, by place. `is_shared`: whether several may be there at once."""
+    """The bytes that engines may take together, by place. is_shared: whether several may be loaded at once."""
 
     bytes: dict[Device, int]
     is_shared: bool = False
@@ -30,7 +30,7 @@ class Room:
         return None
 
     def holds(self, plans: Sequence[MemoryPlan]) -> bool:
-        """Return whether these may be loaded at once; one always may."""
+        """Return whether these engines may be loaded at once; a single one always may."""
         return len(plans) <= 1 or (self.is_shared and self.why_not(plans) is None)
 
 
@@ -44,9 +44,7 @@ def find_room(machine: MachineProfile, is_shared: bool) -> Room:
 
 
 def taken_bytes(plan: MemoryPlan, place: Device) -> int:
-    """Return the bytes that an engine may take: on a card its limit, beyond which libraries take the rest; of host
-    memory what its plan has there on all of its devices.
-    """
+    """Return the bytes that an engine may take: on a card its limit, in host memory its plan's sum over all devices."""
     if place == "gpu":
         return plan.limit_bytes.get("gpu", 0)
     return plan.devices * plan.used_bytes("host")

@@ -1,7 +1,7 @@
-"""Answer a request once its model is loaded. A stream that waits for long begins meanwhile, and says what it waits for.
+"""Answer a request once its model is loaded. A stream that waits for long begins before, and reports the reason.
 
-A request that is refused before its stream has begun gets a status of its own; afterwards the error is the stream's
-last event.
+If the request is refused before its stream has begun, the response has the error's status. After that the error is the
+stream's last event.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ IdleLine = Callable[["Call[Any]"], bytes]
 
 
 async def answer_loaded(call: "Call[Any]", answer: Answer, idle_line: IdleLine | None) -> Response:
-    """Answer once the call's model is loaded, which stays so until the request's end.
+    """Answer once the call's model is loaded; it stays loaded until the request ends.
 
-    `idle_line`: writes a line that says nothing, where streams are lines of JSON, and the default. Raises ApiError.
+    idle_line: writes an empty line for keepalives, if streams are lines of JSON and the default. Raises ApiError.
     """
     keep_alive_s = read_keep_alive(getattr(call.body, "keep_alive", None))
     lease = call.models.try_admit(call.model)
@@ -57,7 +57,7 @@ async def answer_loaded(call: "Call[Any]", answer: Answer, idle_line: IdleLine |
 
 
 def _keep_for(request: Request, lease: Lease, keep_alive_s: float | None) -> None:
-    """Have the lease released when the request's answer has been sent."""
+    """Release the lease when the request's answer has been sent."""
     lease.keep_alive_s = keep_alive_s
     request.state.lease = lease
 
@@ -78,7 +78,7 @@ class _Wait:
         return self._gone.done() and not self._admitted.done()
 
     async def ends_in(self, seconds: float | None) -> bool:
-        """Wait for so long, or for any time. Returns whether there is nothing left to wait for."""
+        """Wait for at most `seconds`, or without a limit. Returns whether the wait is over."""
         try:
             done, _ = await asyncio.wait({self._admitted, self._gone}, timeout=seconds, return_when="FIRST_COMPLETED")
         except BaseException:
@@ -91,13 +91,13 @@ class _Wait:
         return bool(done)
 
     def take(self) -> None:
-        """Take the place that the model has for the request. Raises ApiError if it has none."""
+        """Return the lease that the request was given. Raises ApiError if it got none."""
         self._is_taken = True
         _keep_for(self.call.request, self._admitted.result(), self._keep_alive_s)
         self.call.request.state.waited_seconds = time.monotonic() - self._began_s
 
     def cancel(self) -> None:
-        """Wait no more, and give back a place that nobody took."""
+        """Stop waiting, and release a lease that was not taken."""
         self._gone.cancel()
         self._admitted.cancel()
         if self._is_taken or not self._admitted.done() or self._admitted.cancelled():
@@ -112,7 +112,7 @@ async def _await_end(receive: Receive) -> None:
 
 
 class _WaitingStream(Response):
-    """Begin a stream whose model is not loaded yet: signs of life, then the answer's own events."""
+    """A stream whose model is not loaded yet: keepalives, then the answer's own events."""
 
     def __init__(self, wait: _Wait, answer: Answer, idle_line: IdleLine | None, keepalive_s: float) -> None:
         super().__init__(None, headers=STREAM_HEADERS, media_type=EVENTS if idle_line is None else LINES)

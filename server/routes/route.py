@@ -35,8 +35,8 @@ TIME_PARAMETER: Tree = {
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Body]):
-    """Hold one request to a route. `body` is decoded; a route without a body must not read it. `model`: the one that
-    the body, or the query's `model`, names.
+    """One request to a route. body: decoded; a route without a body must not read it. model: the one that the body, or
+    the query's `model`, names.
     """
 
     request: Request
@@ -94,14 +94,18 @@ def _always(_: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Declare one method of a path. The router, `/openapi.json` and the tables of `docs/API.md` follow from it.
+    """One method of a path. The router, `/openapi.json` and the tables of `docs/API.md` are generated from it.
 
-    `handler` returns a response, or a tree that becomes JSON. `answer` is the type of that JSON, and None for text.
-    `event` is the type of a stream's events, `line` that of its lines, of which `idle_line` writes one that says
-    nothing. `error` is the type of an error, `unavailable` that of a 503 if it differs. `parameters` are OpenAI's for
-    the path and the query. `check` refuses a call before its body is read. `is_body_optional`: without one, every field
-    is left out. `needs_engine`: says of a body whether its model has to be loaded for it. `is_open`: needs no key and
-    answers during a drain. Without a `summary` a route is not described.
+    handler: returns a response, or a tree that becomes JSON.
+    answer: the type of that JSON; None for text.
+    event: the type of a stream's events. line: that of its lines. idle_line: writes an empty line for keepalives.
+    error: the type of an error. unavailable: that of a 503, if it differs.
+    parameters: of the path and the query, in OpenAPI's format.
+    check: refuses a call before its body is read.
+    is_body_optional: a missing body counts as one without fields.
+    needs_engine: whether, for a given body, the model must be loaded.
+    is_open: needs no key, and answers during a drain.
+    summary: a route without one is not described.
     """
 
     method: Literal["get", "post", "delete"]

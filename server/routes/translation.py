@@ -1,4 +1,4 @@
-"""Serve a request of another API as a chat: the shared fields, and errors that name the fields which were sent."""
+"""Serve requests of other APIs as chats: the shared fields, and errors that name the fields that were sent."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ SHARED: dict[str, Rule] = {**served("model", "temperature", "top_p", "stream", "
 
 
 class TranslatedBody(msgspec.Struct, kw_only=True):
-    """Declare the fields that responses and messages share with chats under the same name."""
+    """The fields that responses and messages share with chats under the same name."""
 
     model: str | None = None
     temperature: float | None = None
@@ -48,15 +48,14 @@ class HasText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Hold a request as a chat.
+    """A request as a chat.
 
-    `origins[i]`: the path of message i of the chat in the request.
-
+    origins[i]: the path in the request of message i of the chat.
     names: patterns of a chat's fields, and the request's names for them.
-    new_messages: those of this request alone without the instructions, which a later request does not take over.
-    tells_anthropic: lengths are told in the words that Anthropic's clients read.
-    most_tokens: of the answer, which ends with the context if that is sooner.
-    cuts_history: the oldest turns are dropped where all are too long.
+    new_messages: the messages of this request alone, without instructions, which later requests do not take over.
+    tells_anthropic: errors about lengths have the wording that Anthropic's clients parse.
+    most_tokens: of the answer, which may end earlier with the context.
+    cuts_history: drop the oldest turns if the prompt is too long.
     """
 
     chat: ChatBody
@@ -68,7 +67,7 @@ class Translation:
     cuts_history: bool = False
 
     def keep_only(self, kept: list[int]) -> "Translation":
-        """Return the translation with these messages of the chat alone."""
+        """Return the translation with only these messages of the chat."""
         chat = msgspec.structs.replace(self.chat, messages=[self.chat.messages[i] for i in kept])
         return replace(self, chat=chat, origins=tuple(self.origins[i] for i in kept))
 

@@ -1,9 +1,8 @@
 """Keep the tokens of conversations' last answers, and find where and why the next turn's prompt differs from them.
 
-A template renders an answer again in the next turn: it may leave out the reasoning, or change calls and whitespace.
-Everything after the first token that differs is computed again. A model need not write a text in the tokens that its
-tokenizer would choose. Where only the tokens differ, the prompt reuses the generated ones, and nothing is computed
-again.
+In the next turn, the template renders the answer again. It may leave out the reasoning, or change calls and whitespace.
+Everything after the first different token is computed again. A model may also write a text in other tokens than its
+tokenizer would choose. If only the tokens differ, the prompt gets the generated tokens, and nothing is computed again.
 """
 
 from collections import OrderedDict
@@ -36,7 +35,7 @@ _MOST_OF_OPENING = 4  # of one conversation: its last turns, and forks of it
 
 @dataclass(slots=True)
 class AnswerRecord:
-    """The tokens of an answer, and by how many of them each of its parts was whole, with its kind."""
+    """The tokens of an answer, and for each of its parts the kind and the number of tokens up to its end."""
 
     token_ids: list[int] = field(default_factory=list)
     kinds: list[tuple[int, str]] = field(default_factory=list)
@@ -52,7 +51,7 @@ class AnswerRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """A prompt of `num_prompt` tokens, of which `num_front` are the system's, and its answer, as packed tokens."""
+    """A prompt of `num_prompt` tokens and its answer, packed. num_front: tokens of the system message and tools."""
 
     packed: bytes
     num_prompt: int
@@ -69,8 +68,8 @@ class _Tail:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How a prompt goes on from the turn before: its tokens, where it `parted` (a key of REASONS, "": it follows none),
-    and how many tokens in front are the same.
+    """How a prompt continues the turn before. parted: why it differs (a key of REASONS); "": it follows no turn.
+    num_same: how many first tokens are the same.
     """
 
     token_ids: list[int]
@@ -79,8 +78,8 @@ class Turn:
 
 
 class ConversationTails:
-    """The last answers, by conversation: what it opens with, and whose it is. `count(reason, num_lost)` is called for
-    each turn. limit_bytes: of all; the ones used longest ago go.
+    """The last answers, by a conversation's opening and owner. count(reason, num_lost): called for each turn.
+    limit_bytes: of all answers; the least recently used are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, count: Callable[[str, int], None], limit_bytes: int = 64 * 2**20) -> None:
@@ -104,9 +103,9 @@ class ConversationTails:
             self.num_bytes -= sum(len(one.packed) for one in gone)
 
     def follow(self, conversation: str, token_ids: list[int], most_tokens: int) -> Turn:
-        """Return the prompt of these tokens as the next turn of the conversation, and count where it parts.
+        """Match a prompt with the last turn of the conversation, and count where it differs.
 
-        It gets no other tokens if these are more than `most_tokens`.
+        Generated tokens replace the prompt's own only if that gives no more than `most_tokens` tokens.
         """
         tails = list(self._tails.get(conversation, ()))
         if not tails:
@@ -127,7 +126,7 @@ class ConversationTails:
     # --- why ----------------------------------------------------------------------------------------------------------
 
     def _where(self, tail: _Tail, num_same: int) -> str:
-        """Return where it parts, but "" if that is in the answer."""
+        """Return in which part before the answer the prompt differs; "": it differs in the answer."""
         if num_same >= tail.num_tokens - 1:  # its last token ends the turn, which templates may write otherwise
             return WHOLE
         if num_same < tail.num_front:
@@ -136,14 +135,14 @@ class ConversationTails:
         return "history" if num_same < tail.num_prompt - has_thought * _BEGUN_TOKENS else ""
 
     def _why(self, tail: _Tail, written: list[int], token_ids: list[int], num_same: int) -> str:
-        """Return why a prompt parts from an answer in it."""
+        """Return why a prompt differs from the generated answer."""
         if self._differs_in_blanks(written[num_same:], token_ids[num_same:]):
             return "whitespace"
         place = num_same - tail.num_prompt
         return next((kind for num_tokens, kind in tail.kinds if num_tokens > place), "text")
 
     def _end_of_answer(self, tail: _Tail, token_ids: list[int], num_same: int) -> int:
-        """Return where the answer ends in a prompt that has the same text in other tokens; 0: it has another text."""
+        """Return where the answer ends in a prompt with the same text in other tokens; 0: the text differs."""
         written, specials = tail.token_ids(num_same), self._tokenizer.special_ids
         last = written[-1]
         if last not in specials:
@@ -171,7 +170,7 @@ class ConversationTails:
 
 
 def count_same(first: bytes, second: bytes) -> int:
-    """Count the tokens in front that are the same in both, which are packed."""
+    """Count the first tokens that are the same in both packed sequences."""
     length = min(len(first), len(second))
     for begin in range(0, length, _COMPARED_BYTES):
         end = min(begin + _COMPARED_BYTES, length)
