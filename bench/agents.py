@@ -1,9 +1,9 @@
 """Run `tandem bench agents`: conversations that take turns on one card, and how long each waits for a first token.
 
-All begin with the same system prompt, and each goes on with tokens of its own. In every turn each agent sends its whole
-history and some new tokens, one agent after another, and takes the answer into its history. So what a turn computes
-again is what the server forgot meanwhile. The peer of a turn is the computation of a first prompt, timed once before
-the agents begin. The floor of what came back from host memory or the disk is its bytes over the rate of the link.
+All begin with the same system prompt, and each continues with tokens of its own. In every turn, one agent after another
+sends its whole history and some new tokens, and adds the answer to its history. So what a turn computes again is what
+the server has evicted meanwhile. The peer of a turn is the prefill of a whole first prompt, timed once before the
+agents begin. The floor is the bytes that are reloaded from host memory or disk, over the rate of the link.
 """
 
 import time

@@ -1,10 +1,11 @@
 """Time prompts whose documents are stored: first tokens by policy and by where chunks are, `tandem bench documents`.
 
-Chunks of 512 random tokens in an order of their own each time, text in front and a question behind. They are read from
-host memory, from the page cache, or from the disk (dropped from the page cache before). Beside that: the choice of
-tokens alone, a conversation's next turn, and a profile's prefill of what is computed in full. Gate: `pie` of one chunk
-behind nothing draws what a whole prefill draws, on the model that is timed. Floor: FLOPs of what is computed, or rows
-over the link, the larger. What is most wanted comes first, and nothing new begins when the time is over.
+A prompt has chunks of 512 random tokens, in a new order each time, with text before and a question after them. Chunks
+are read from host memory, from the page cache, or from the disk (dropped from the page cache before). Also timed are
+the choice of tokens alone, a conversation's next turn, and another profile's prefill of the whole prompt. Gate: on the
+timed model, `pie` with a single chunk and no text before it draws what a whole prefill draws. Floor: the FLOPs that are
+computed, or the rows over the link, whichever takes longer. The most important rows come first, and nothing new begins
+when the time is over.
 """
 
 import math
@@ -66,9 +67,10 @@ class DocumentsBenchmark:
 def run_documents_benchmark(
     benchmark: DocumentsBenchmark, deployment: Deployment, console: Console
 ) -> Iterator[list[Row]]:
-    """Yield the rows so far, after each kind and length. Raises GateError before anything is timed, UnknownLabelError
-    for a policy that there is not and for vanilla alone, ProfileError likewise, TooLargeError for what this deployment
-    cannot do.
+    """Yield the rows so far, after each kind and length.
+
+    Raises GateError before anything is timed, UnknownLabelError for an unknown policy or vanilla alone, ProfileError
+    for an unknown profile, and TooLargeError for prompts that this deployment cannot serve.
     """
     began = time.monotonic()
     if benchmark.profile is not None:
@@ -124,9 +126,7 @@ class _Bench:
         self._whole: dict[int, Times] = {}  # by length
 
     def check(self) -> None:
-        """Require that a chunk alone draws the tokens that computing it draws, and store all chunks. Then all chunks
-        are stored.
-        """
+        """Check that a stored chunk alone draws the tokens that a whole prefill draws; then store all chunks."""
         (ids,) = self._draw_chunks(1)
         span = [ChunkSpan(0, len(ids))]
         whole = self._answer(ids, [], None, EXACT, 4)
@@ -143,7 +143,7 @@ class _Bench:
         require(not stored[0].reason, f"all chunks are stored: {stored[0].reason}")
 
     def parts(self) -> Iterator[Iterator[Row]]:
-        """Return what is measured, in this order: rows are measured as they are taken."""
+        """Return iterators over the rows, in the order of measurement; a row is measured when it is taken."""
         lengths, places = self._benchmark.lengths, self._benchmark.places
         yield (self.selection_row(length) for length in lengths)
         yield from (self.first_token_rows(length, "memory") for length in lengths)
@@ -208,7 +208,7 @@ class _Bench:
         return self._row(name, shape, times, floor, floor_ms, whole, {"ratio": fusion.ratio})
 
     def _time(self, length: int, fusion: Fusion | None, place: Place, profile: str) -> Times:
-        """Return milliseconds to the first token; out of memory, one run before the others warms up."""
+        """Return milliseconds to the first token. If chunks are read from memory, a first run warms up."""
         num_warmups = 1 if place == "memory" else 0
         times = []
         for number in range(num_warmups + self._benchmark.repeats):

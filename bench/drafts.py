@@ -1,9 +1,9 @@
 """Run `tandem bench drafts`: steps of 1, 2, 4 and 8 rows a stream, and streams with and without drafts.
 
-Weights are random, so acceptance comes from elsewhere (`bench.replay`): each stream's text is recorded without drafts,
-the n-grams or the head that comes with a checkpoint (mtp) run at their full cost, and the record's tokens, spoilt at a
-real model's rate or a stated one, take the place of theirs. Streams of free text have what the source drafts itself.
-With and without take turns. Each draw is compared with the record, with drafts and without.
+Weights are random, so acceptance is replayed (`bench.replay`). Each stream's text is recorded without drafts. Then the
+n-grams, or the head that comes with a checkpoint (mtp), run at their full cost, and their tokens are replaced by the
+record's, made wrong at a real model's rate or a stated one. Streams of free text use what the source itself drafts.
+Streams with and without drafts take turns. Each draw of both is compared with the record.
 
 Floor of a step: the weights that so many rows read, over the measured rate of reading them.
 """
@@ -47,8 +47,8 @@ _KV_ROOM = 1.25  # times the rows of all streams
 
 @dataclass(frozen=True, slots=True)
 class DraftsBenchmark:
-    """What to measure: `tokens` of each stream, behind `prompt_tokens`; accepted: how often a proposed token is right.
-    mtp: the model's head drafts.
+    """What to measure. tokens: of each stream's answer, after `prompt_tokens`. accepted: how often a proposed token is
+    right. mtp: the model's own head drafts.
     """
 
     random_weights: str
@@ -66,8 +66,8 @@ class DraftsBenchmark:
 
 @dataclass(slots=True)
 class _Streams:
-    """Hold what streams of one length took. seconds: of all their tokens but the first ones; device_ms: of steps;
-    partings: of all their draws from the record.
+    """The times of streams of one length. seconds: of all their tokens but the first ones. device_ms: of steps.
+    partings: how their draws differed from the record.
     """
 
     seconds: float = 0.0
@@ -135,8 +135,8 @@ def run_drafts_benchmark(benchmark: DraftsBenchmark, console: Console) -> list[R
 def _compare(
     bench: "_Bench", batch: int, accepted: Acceptance | None, what: str, common: dict[str, Any]
 ) -> tuple[Row, Partings]:
-    """Return a row of milliseconds a token with drafts, beside those without, and where draws with drafts parted from
-    the record. accepted: None: of free text.
+    """Return a row with the milliseconds a token with and without drafts, and where draws with drafts differed from the
+    record. accepted: None: free text.
     """
     bench.stream(batch, accepted, is_on=True)  # times of widths are learnt
     took: dict[bool, list[_Streams]] = {False: [], True: []}
@@ -160,13 +160,13 @@ def _compare(
 
 
 def add_partings(partings: Sequence[Partings]) -> Partings:
-    """Return those of all draws together."""
+    """Sum up the differences of several sets of draws."""
     draws, level, beyond = (sum(getattr(one, name) for one in partings) for name in ("draws", "level", "beyond"))
     return Partings(draws, level, beyond, max((one.most_steps for one in partings), default=0.0))
 
 
 class _Bench:
-    """Run streams of one engine, and note what their steps take on the device. is_exact: it computes in float32."""
+    """Runs streams of one engine, and notes the device's time in their steps. is_exact: it computes in float32."""
 
     def __init__(self, benchmark: DraftsBenchmark, client: Client, is_exact: bool) -> None:
         self.benchmark = benchmark
@@ -181,7 +181,7 @@ class _Bench:
             self._device_ms.append(1e3 * result.decode_seconds)
 
     def record(self, batch: int) -> None:
-        """Keep what a batch of streams writes without drafts."""
+        """Record the texts that a batch of streams writes without drafts."""
         self._recorded.records.clear()
         prompts = self._prompts(batch)
         switch_drafts(self.client.engine.scheduler.drafts, False)
@@ -196,7 +196,7 @@ class _Bench:
         }  # fmt: skip
 
     def of_width(self, batch: int, width: int) -> _Streams:
-        """Run streams whose drafts are always right, and always of so many rows."""
+        """Run streams whose drafts are always right, and always `width` rows long."""
         with self._chosen(lambda looks, num_fed, times: [width - 1] * len(looks)):
             return self.stream(batch, RIGHT, is_on=width > 1)
 

@@ -1,15 +1,15 @@
 """Run `tandem bench engine`: the time of a decode step through the Runner, next to the floor of its weights and to a
 peer.
 
-Floor: bytes of the weights that a step reads, over the measured rate of reading them. On the CPU that rate is the
-better one of a stream from memory and of a buffer as large as the weights, which may live in the cache. The peer runs
-in the same process, interleaved: transformers' `generate` where there is a checkpoint, else the same step in plain
-torch (a CUDA graph on a GPU). No number is reported unless the peer agrees with the tokens. Steps run in the graphs
-that a server captures.
+Floor: the bytes of weights that a step reads, over the measured rate of reading them. On the CPU that is the better
+rate of two: a stream from memory, and a buffer as large as the weights, which may fit in the cache. The peer runs in
+the same process, interleaved: transformers' `generate` if there is a checkpoint, else the same step in plain torch (a
+CUDA graph on a GPU). No number is reported unless the peer chooses the same tokens. Steps run in the graphs that a
+server captures.
 
-Prompts that are timed as well come last, behind steps that passed. They go through an engine that is loaded as a server
-loads its own, with what a start measures and chooses, and their time is the one that a server reports as
-`tandem_prefill_seconds`. Their floor is products over the measured rate, or weights if these take longer.
+Prompts are timed last, after the steps have passed the check. They run in an engine that is loaded like a server's,
+with all that a start measures and chooses. Their time is the one that a server reports as `tandem_prefill_seconds`.
+Their floor is the arithmetic over the measured rate, or the reading of weights if that takes longer.
 """
 
 import gc
@@ -63,9 +63,12 @@ _KV_ROOM = 2  # times the rows of the longest prompt: pages that are not full, a
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchmark:
-    """What to measure. Either `model` or `random_weights`; `rounds` of `steps` steps, ours and the peer's in turn.
-    weights: as `model.weights`, or of random ones a GGUF file's kind; the peer has them unpacked. prompts: tokens of
-    those that are timed to their first token, in units of `chunk_tokens`. products: as `model.products`.
+    """What to measure, of either `model` or `random_weights`.
+
+    rounds, steps: so many rounds of so many steps, ours and the peer's in turn.
+    weights: as `model.weights`, or for random weights a GGUF file's kind; the peer has them unpacked.
+    prompts: lengths of prompts that are timed to their first token, in units of `chunk_tokens`.
+    products: as `model.products`.
     """
 
     model: Path | None
@@ -151,7 +154,7 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
 def _prefill_rows(
     benchmark: EngineBenchmark, model: LoadedModel, rates: dict[str, float], rate: float, console: Console
 ) -> list[Row]:
-    """Return a row for each prompt. rate: at which the device reads weights, in GB/s."""
+    """Return a row for each prompt length. rate: at which the device reads weights, in GB/s."""
     device, dtype, rows = torch.device(benchmark.device), DTYPES[benchmark.dtype], []
     architecture = model.architecture
     if device.type == "cpu":
@@ -215,8 +218,9 @@ def _serving_client(benchmark: EngineBenchmark, model: LoadedModel) -> Iterator[
 
 
 def _time_prompts(client: Client, length: int, rounds: int) -> list[float]:
-    """Return milliseconds of at least `rounds` prompts behind one that warms up, and of more where they are short: what
-    Python launches takes a third longer or less from one prompt to the next.
+    """Return the milliseconds of at least `rounds` prompts after one that warms up.
+
+    Short prompts are repeated more often, since launches from Python vary by a third from one prompt to the next.
     """
     _prefill_ms(client, length)
     times = [_prefill_ms(client, length) for _ in range(rounds)]
@@ -226,9 +230,7 @@ def _time_prompts(client: Client, length: int, rounds: int) -> list[float]:
 
 
 def _prefill_ms(client: Client, length: int) -> float:
-    """Return what the engine says that a prompt of other tokens than all before took, from its start to its first
-    draw.
-    """
+    """Return the engine's time for a prompt of new tokens, from its start to its first draw, in milliseconds."""
     request_id = client.submit(client.prompt(length), _PROMPT_OUTPUT, "exact", GREEDY)
     while True:
         for delta in client.advance():
@@ -306,7 +308,7 @@ def _summary(ours: Sequence[float], theirs: Sequence[float], peer: str, agreemen
 
 @torch.inference_mode()
 def _time_graph(runner: Runner, batch: int, position: int) -> dict[str, Any]:
-    """Return the step that was captured, without sampling and without the host: inputs are left as they were."""
+    """Time the captured step alone, without sampling and without the host; its inputs stay the same."""
     steps = runner.decode_steps
     places = [position] * batch
     steps.run(Batch(list(range(batch)), places, [None] * batch))

@@ -1,13 +1,13 @@
 """Run `tandem bench drafts --over-host`: contexts in host memory, `verified` against `offloaded`.
 
-V(n) is what the CPU takes to attend for a step of n rows of one context, of all offloaded layers: first the kernel
-alone, one layer's rows over and over, then in steps of the engine, whose drafts are always right. Floors are of the
-bytes, over the rate at which the host reads in order, and of the arithmetic, over the rate of float32 products of
-square matrices.
+V(n) is the time that the CPU attends in a step with n rows of one context, in all offloaded layers. It is measured
+first for the kernel alone, with one layer's rows again and again, and then in steps of the engine, whose drafts are
+always right. Floors are the bytes over the host's rate of reading in order, and the arithmetic over the rate of float32
+products of square matrices.
 
-Then steps that draft by `indexed` and verify: what they take more is the drafting. Then streams. Weights are random, so
-the text of `offloaded` is recorded, and every stream draws it (`bench.replay`). `verified` drafts at its full cost, and
-what it has drafted is replaced by the record's tokens, spoilt at a real model's rate or a stated one.
+Then come steps that draft by `indexed` and verify; the extra time is the drafting. Then come streams. Weights are
+random, so the text of `offloaded` is recorded, and every stream draws it (`bench.replay`). `verified` drafts at its
+full cost, and its drafted tokens are replaced by the record's, made wrong at a real model's rate or a stated one.
 """
 
 import time
@@ -56,9 +56,8 @@ _CHUNK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class HostDraftsBenchmark:
-    """What to measure: `tokens` of each stream, behind `prompt_tokens`. memory_limit_gib: of the card, None: all of it;
-    resident_tokens: above which contexts go to host memory and leave the card; accepted: how often a drafted token is
-    right.
+    """What to measure. tokens: of each stream's answer, after `prompt_tokens`. memory_limit_gib: of the card; None: all
+    of it. resident_tokens: longer contexts are offloaded and evicted. accepted: how often a drafted token is right.
     """
 
     random_weights: str
@@ -77,8 +76,8 @@ class HostDraftsBenchmark:
 
 @dataclass(slots=True)
 class _Stream:
-    """One stream. seconds: of its tokens behind the first; host_ms, step_ms: of each step, attending and in all;
-    partings: of all its draws from the record.
+    """One stream. seconds: of its tokens after the first. host_ms, step_ms: of each step, attention on the host and in
+    all. partings: how its draws differed from the record.
     """
 
     seconds: float = 0.0
@@ -166,7 +165,7 @@ def _time_kernel(
     benchmark: HostDraftsBenchmark, shape: TierShape, dtype: torch.dtype, floors: _Floors, what: str,
     common: dict[str, Any], console: Console,
 ) -> list[Row]:  # fmt: skip
-    """Return a row for each width: one layer's rows, read by the kernel alone, times the layers."""
+    """Return a row for each width: the time of the kernel for one layer, times the number of layers."""
     rows: list[Row] = []
     for width in WIDTHS:
         floor, floor_ms = floors.of(width)
@@ -187,8 +186,8 @@ def _time_kernel(
 
 
 class _Bench:
-    """Run streams of one engine, all with the same prompt, and note what the host takes in their steps. is_exact: it
-    computes in float32.
+    """Runs streams of one engine, all with the same prompt, and notes the host's time in their steps. is_exact: the
+    engine computes in float32.
     """
 
     def __init__(self, benchmark: HostDraftsBenchmark, client: Client, is_exact: bool) -> None:
@@ -219,7 +218,7 @@ class _Bench:
 
     @contextmanager
     def of_width(self, width: int) -> Iterator[None]:
-        """Have drafts of so many rows, whatever pays, until the block ends."""
+        """Make all drafts `width` rows long, whether that pays or not, until the block ends."""
         drafts = self.client.engine.scheduler.drafts
         kept, drafts.choose_lengths = (
             drafts.choose_lengths,
@@ -232,7 +231,7 @@ class _Bench:
 
     @contextmanager
     def _right_at(self, accepted: Acceptance) -> Iterator[None]:
-        """Have what the device drafts be right so often, until the block ends."""
+        """Make the device's drafted tokens right at this rate, until the block ends."""
         self._recorded.replace_guesses(accepted, self._draw)
         try:
             yield
@@ -244,15 +243,13 @@ class _Bench:
         return self._recorded.records[self._prompt.tobytes()]
 
     def record(self) -> None:
-        """Keep what `offloaded` writes, to its end."""
+        """Record the whole text that `offloaded` writes."""
         most = self.benchmark.tokens + 2 * _MOST_RUNNING
         request_id = self.client.submit(self._prompt.tolist(), most, "offloaded", GREEDY)
         self._recorded.records[self._prompt.tobytes()] = self.client.finish(request_id)
 
     def stream(self, profile: str) -> _Stream:
-        """Run one stream of `tokens` tokens behind the prompt that all have. Raises GateError where its text is not
-        the record.
-        """
+        """Run one stream of `tokens` tokens after the common prompt. Raises GateError if its text is not the record."""
         benchmark = self.benchmark
         self._recorded.take_partings()
         request_id = self.client.submit(self._prompt.tolist(), len(self._record), profile, GREEDY)

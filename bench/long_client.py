@@ -1,7 +1,6 @@
 """Submit requests to an engine in this process, step it by hand, and count what its steps do.
 
-Invariant: a time of decode is of steps that drew a token for each request of the batch, behind others that warmed it
-up.
+Invariant: decode times are of steps that drew a token for each request of the batch, after others that warmed up.
 """
 
 import time
@@ -32,7 +31,7 @@ _WARM_UP_STEPS = 16  # where they are short: rows have found whom they step with
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Decode at one batch: milliseconds a step, and by counters per step where they went and what the CPU read."""
+    """Decode at one batch: milliseconds a step, and counters of a step: where the time went, and what the CPU read."""
 
     step_ms: list[float]
     rows_read: float
@@ -53,8 +52,8 @@ class Batch:
 
     @property
     def fraction_read(self) -> float:
-        """Return the share of what all query heads have in host memory that was read; a row that a group reads together
-        counts once.
+        """Return the share of the query heads' rows in host memory that was read; rows read for a whole group count
+        once.
         """
         return self.rows_read / max(self.rows_down, 1.0)
 

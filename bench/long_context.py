@@ -40,10 +40,14 @@ _QUESTION_TOKENS = 256  # of the second turn
 
 @dataclass(frozen=True, slots=True)
 class LongContextBenchmark:
-    """The settings of `tandem bench long`: `context` tokens a prompt, `prompts` of them: further requests repeat them,
-    and share what is offloaded; `batches` ascending; `steps` measured at each, or as many as `seconds` have room for
-    and MIN_STEPS at least; `turn` tokens of a first turn, or 0. `one_in_flight`: steps are timed again with each
-    collected before the next is launched; `own_prompts`: those of a peer that reads all, too.
+    """The settings of `tandem bench long`.
+
+    context, prompts: tokens of a prompt, and the number of prompts; further requests repeat them and share offloaded
+        tokens. batches: ascending.
+    steps, seconds: at each batch, `steps` are measured, or as many as fit in `seconds`, and at least MIN_STEPS.
+    turn: tokens of a first turn, or 0.
+    one_in_flight: time steps again, with each collected before the next is launched.
+    own_prompts: the requests of a peer that reads everything have prompts of their own as well.
     """
 
     context: int
@@ -59,9 +63,11 @@ class LongContextBenchmark:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One profile's numbers. `parts` of a traced step of the largest batch, of the first profile alone.
-    `one_in_flight`: of batches, milliseconds a step with one step in flight, and behind that with two again. `lanes`:
-    of batches, who stepped with whom since the last prompt.
+    """One profile's numbers.
+
+    parts: of a traced step of the largest batch, only of the first profile. one_in_flight: by batch, milliseconds of a
+    step with one step in flight, and with two again after that. lanes: by batch, which rows stepped together since the
+    last prompt.
     """
 
     first_token_s: list[float]  # of prompts that were computed whole
@@ -76,9 +82,9 @@ class Served:
 def run_long_context_benchmark(
     benchmark: LongContextBenchmark, deployment: Deployment, console: Console
 ) -> Iterator[list[Row]]:
-    """Yield the rows so far after each profile: prefill, batches, the first one's second turn. Raises GateError before
-    anything is timed where the host path is wrong. Raises GateError, before anything is timed where the host path is
-    wrong.
+    """Yield the rows so far after each profile: prefill, batches, and the first profile's second turn.
+
+    Raises GateError, before anything is timed, if the host path computes wrong results.
     """
     served_profiles = resolve_profiles(deployment.profiles, deployment.host)
     profiles = [get_profile(name, served_profiles, "--profiles") for name in benchmark.profiles]
@@ -160,8 +166,8 @@ def _serve(
 def _time_one_in_flight(
     client: Client, batch: int, benchmark: LongContextBenchmark, console: Console
 ) -> tuple[float, float]:
-    """Return median milliseconds a step where each is collected before the next is launched, so that the device waits
-    for Python between them; and of as many behind these, launched ahead again.
+    """Return two medians of milliseconds a step: with each step collected before the next is launched, so that the
+    device waits for Python in between, and for as many steps after these, launched ahead again.
     """
     timed = benchmark.steps, benchmark.seconds
     with one_in_flight():
@@ -196,8 +202,8 @@ def _print_batch(console: Console, batch: int, measured: Batch, floor: Floor, at
 
 
 def _take_turns(client: Client, benchmark: LongContextBenchmark, profile: str, console: Console) -> tuple[float, float]:
-    """Return the seconds to the first token of a second turn: over the offloaded prefix of the first one, and of as
-    long a new prompt.
+    """Return the seconds to the first token of a second turn that reuses the first turn's offloaded prefix, and of a
+    new prompt of the same length.
     """
     prompt = client.prompt(benchmark.turn)
     answer = client.finish(client.submit(prompt, _ANSWER_TOKENS, profile, GREEDY))

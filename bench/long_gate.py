@@ -1,4 +1,4 @@
-"""Hold answers over host memory against full attention before anything is timed.
+"""Compare answers over host memory with full attention before anything is timed.
 
 Requests of a few thousand tokens, as many at once as fill both half batches, are decoded greedily through each kind of
 hop step. Then the exact profile computes each prompt and its answer on the device, in one prefill, and says how
@@ -49,7 +49,7 @@ MOST_TIMES = 8.0  # for a single one
 
 @dataclass(slots=True)
 class Answer:
-    """A request's tokens so far, and what its profile thought of them."""
+    """A request's tokens so far, and its profile's log-probabilities of them."""
 
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -58,10 +58,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far a profile's answers agree with those of full attention. same: share of tokens that full attention chooses
-    too. apart: root mean square of the differences of log-probabilities, over tokens that both list; allowed: its
-    bound. most_apart: the largest difference. behind: the most that a chosen token's log-probability lies below that of
-    full attention's choice.
+    """How well a profile's answers agree with full attention.
+
+    same: the share of tokens that full attention chooses too. apart: the root mean square of the differences of
+    log-probabilities, over tokens that both list. allowed: the bound of `apart`. most_apart: the largest difference.
+    behind: the most by which a chosen token's log-probability is below that of full attention's choice.
     """
 
     requests: int
@@ -120,8 +121,9 @@ def check_host_path(
 
 
 def check_samples(client: Client, name: str, num_tokens: int, rows: int, console: Console) -> SampleAgreement:
-    """Hold each answer of sampled steps against the keys that collide, for as many requests that share one offloaded
-    prompt. Raises GateError.
+    """Compare each answer of sampled steps with the keys that collide, for `rows` requests with one offloaded prompt.
+
+    Raises GateError.
     """
     prompt, request_ids = client.prompt(num_tokens), []
     for _ in range(rows):

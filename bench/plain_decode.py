@@ -24,7 +24,7 @@ _WARMUPS = 3
 
 
 class PlainDecode:
-    """Greedy decoding of `batch` sequences in step. `tokens` int64 `[batch]` is what the next step is fed."""
+    """Greedy decoding of `batch` sequences together. tokens: int64 `[batch]`, the input of the next step."""
 
     def __init__(
         self, architecture: Architecture, weights: Weights, batch: int, context: int, device: torch.device
@@ -55,7 +55,7 @@ class PlainDecode:
         self._graph = self._capture() if device.type == "cuda" else None
 
     def step(self) -> None:
-        """Feed `tokens` at `position`, put the most likely next ones in their place, and move on; asynchronous."""
+        """Feed `tokens` at `position`, replace them by the most likely next ones, and advance; asynchronous."""
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -63,9 +63,9 @@ class PlainDecode:
 
     @torch.inference_mode()
     def follow(self, prompts: np.ndarray, tokens: np.ndarray) -> Agreement:
-        """Return how far `tokens` `[batch, steps]` are this model's choice too, each after all those before it.
+        """Return how often this model chooses the same `tokens` `[batch, steps]`, each after all those before it.
 
-        `prompts` int32 `[batch, tokens]`.
+        prompts: int32 `[batch, tokens]`.
         """
         text = torch.from_numpy(np.concatenate([prompts, tokens], 1).astype(np.int64)).to(self.device)
         self.position.zero_()
@@ -139,7 +139,7 @@ class PlainDecode:
         return self._norm(product, beside.mlp_post_norm) + self._norm(mixed, beside.post_norm)
 
     def _inputs(self, embedded: Tensor) -> Tensor | None:
-        """Return what layers get beside hidden states, `[batch, layers, width]`; None: nothing."""
+        """Return the layers' inputs besides hidden states, `[batch, layers, width]`; None: there are none."""
         own = self.weights.inputs
         if own is None:
             return None
@@ -248,7 +248,7 @@ class PlainDecode:
         return (normed.flatten(1) * more.norm.float()).to(mixed.dtype)
 
     def _grown(self, query: Tensor) -> Tensor:
-        """Return a rotated query as long as the model makes it at this position."""
+        """Return a rotated query, scaled by the model's factor for this position."""
         growth = self.architecture.query_growth
         if growth is None:
             return query
@@ -283,7 +283,7 @@ class PlainDecode:
 
 
 def _gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Return an MLP's activated product of gate and up, whose halves `gate_up` has, or of up alone."""
+    """Return an MLP's activated product of gate and up (the halves of `gate_up`), or of up alone."""
     if activation == "relu2":
         return F.relu(gate_up) ** 2
     gate, up = gate_up.chunk(2, -1)
@@ -294,7 +294,10 @@ def _gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def _mix(normed: Tensor, to_route: Tensor, weights: ExpertWeights, spec: LayerSpec) -> Tensor:
-    """Gather the matrices that each token takes, as a graph needs it. to_route: the same tokens, by another norm."""
+    """Compute a mixture of experts by gathering each token's matrices, as a graph needs it.
+
+    to_route: the same tokens with another norm, for the router.
+    """
     experts = spec.experts
     assert experts is not None, "the layer has experts"
     bias = None if weights.router_bias is None else weights.router_bias.float()

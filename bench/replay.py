@@ -1,9 +1,9 @@
-"""Replay recorded texts: how acceptance is carried to random weights, whose texts say nothing of it.
+"""Replay recorded texts, to apply a real model's acceptance of drafts to random weights.
 
 A stream's answer without drafts is recorded. Then the draft source runs at its full cost, and its tokens are replaced
-by the record's, each wrong at a rate that goes by its position in the draft. The rates of a real model follow from how
-many tokens its steps drew (docs/methods/drafts.md). Every stream draws the record: where rounding puts another
-candidate first, the record's token is drawn all the same, and how far apart both were is counted, in steps of bf16.
+by the record's, each wrong at a rate that depends on its position in the draft. The rates of a real model follow from
+how many tokens its steps drew (docs/methods/drafts.md). Every stream draws the record. If rounding puts another
+candidate first, the record's token is drawn nevertheless, and the difference of both is counted, in steps of bf16.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,8 +36,8 @@ INDEXED_LENGTH = 7.22
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How often drafted tokens are right. rates: by position in the draft, given that those in front are; the last one
-    holds for all behind it.
+    """How often drafted tokens are right. rates: by position in the draft, if all tokens before are right; the last
+    rate is for all later positions.
     """
 
     name: str
@@ -53,8 +53,9 @@ class Acceptance:
 
 
 def rates_of(lengths: Mapping[int, float]) -> tuple[float, ...]:
-    """Return rates by position with which steps draw as many tokens as was seen, by their rows: alike between two
-    widths.
+    """Return rates by position with which steps draw as many tokens as measured. lengths: tokens drawn, by rows.
+
+    Positions between two measured widths have the same rate.
     """
     rates: list[float] = []
     for width in sorted(lengths):
@@ -68,7 +69,7 @@ def rates_of(lengths: Mapping[int, float]) -> tuple[float, ...]:
 
 
 def _length_of(rates: Sequence[float]) -> float:
-    """Return the tokens that a step draws on average, its own with them."""
+    """Return the tokens that a step draws on average, including the one after the accepted draft."""
     return 1.0 + float(np.cumprod(rates).sum())
 
 
@@ -80,7 +81,7 @@ REAL = {name: Acceptance(name, rates_of(dict(zip(_WIDTHS, drawn, strict=True))))
 
 
 def parse_acceptance(text: str) -> tuple[Acceptance, ...]:
-    """Parse rates and kinds of a real model's texts, with commas. Raises ValueError."""
+    """Parse a comma-separated list of rates and of kinds of a real model's texts. Raises ValueError."""
     found = []
     for part in text.split(","):
         try:
@@ -93,7 +94,7 @@ def parse_acceptance(text: str) -> tuple[Acceptance, ...]:
 
 
 class Replayed:
-    """Propose a record's tokens, wrong at given rates. source: runs at its full cost, None: nothing does."""
+    """Proposes a record's tokens, wrong at given rates. source: runs at its full cost; None: nothing runs."""
 
     def __init__(
         self, source: DraftSource | None, num_prompt_tokens: int, record: Sequence[int], acceptance: Acceptance,
@@ -129,8 +130,8 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Partings:
-    """What draws were beside the record's. level: another candidate came first, by LEVEL_STEPS at most; beyond: by
-    more; most_steps: by how much at most, in steps of bf16.
+    """How draws differed from the record. level: another candidate was first, by LEVEL_STEPS at most. beyond: by more
+    than that. most_steps: the largest difference, in steps of bf16.
     """
 
     draws: int = 0
@@ -145,7 +146,7 @@ class Partings:
         )
 
     def check(self, is_exact: bool, what: str) -> None:
-        """Raise GateError where draws were others. is_exact: not even level ones may be."""
+        """Raise GateError if draws differed too much. is_exact: not even level candidates may differ."""
         require(self.most_steps <= MOST_STEPS, f"{what}: the text is the record's ({self})")
         require(not is_exact or self.level + self.beyond == 0, f"{what}: in float32 the text is the record's ({self})")
 
@@ -175,7 +176,7 @@ class _Told:
 
 
 class Recorded:
-    """Have a runner draw recorded texts, by their prompts. While `records` lacks a prompt its text is drawn freely."""
+    """Makes a runner draw recorded texts, by their prompts. A prompt that `records` lacks is answered freely."""
 
     def __init__(self, runner: Runner) -> None:
         self.records: dict[bytes, list[int]] = {}
@@ -188,7 +189,7 @@ class Recorded:
             setattr(self._sampler, name, getattr(self, f"_{name}"))
 
     def take_partings(self) -> Partings:
-        """Return what all draws since the last call were; it waits for the device."""
+        """Return how draws since the last call differed from the record. Waits for the device."""
         gap = torch.cat([torch.zeros(0), *(one.gaps() for one in self._told)])
         self._told.clear()
         level, beyond = (gap > 0) & (gap <= LEVEL_STEPS), gap > LEVEL_STEPS

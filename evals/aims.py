@@ -1,13 +1,13 @@
-"""Judge whether a default holds: its paired loss to full attention, pooled over all tasks that full attention can do.
+"""Judge whether a default is accurate enough, by its paired loss to full attention over all tasks that this can do.
 
 The rule:
 - Tasks on which full attention scores STRONG_SCORE or more are pooled, prompt by prompt. The mean loss is at most
   MOST_LOST points, over FEWEST_PAIRS prompts or more, and the lower end of its 95 % interval is above LOWEST_END.
   Fewer prompts are enough to fail: where the whole interval is beyond MOST_LOST.
-- On weaker tasks, and those that were not answered freely, scores say little: there answers are compared token by token
+- On weaker tasks, and those that were not answered freely, scores say little. There answers are compared token by token
   (`--forced`), with a KL of MOST_KL nats at most.
-- Rows of a seed on which the settings were chosen, and cells in which the method did nothing, count for nothing.
-Invariant: what was not measured, or on too few prompts, is undecided and never holds.
+- Rows of a seed on which the settings were chosen, and cells in which the method had no effect, do not count.
+Invariant: an aim that was not measured, or on too few prompts, is undecided and never holds.
 """
 
 from collections import Counter
@@ -32,9 +32,11 @@ HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
 
 @dataclass(frozen=True)
 class Aim:
-    """What is judged. methods: how their names begin. tasks: that must have been measured; empty: those of full
-    attention's rows. length: of the rows that count, None: any. most_read: the largest share of keys a head that it may
-    score, None: any. chosen_on: seeds of prompts on which its settings were chosen.
+    """What is judged.
+
+    methods: beginnings of the methods' names. tasks: those that must have been measured; empty: those of full
+    attention's rows. length: of the rows that count; None: any. most_read: the largest share of keys that a head may
+    score; None: any. chosen_on: seeds of prompts on which the settings were chosen.
     """
 
     methods: tuple[str, ...]
@@ -124,8 +126,9 @@ def _judge_reads(own: Sequence[Row], aim: Aim, fails: list[str], lacks: list[str
 
 
 def _by_place(rows: Iterable[Row], methods: Sequence[str], aim: Aim) -> dict[Place, tuple[Row | None, Row | None]]:
-    """Return the row of free answers and that of answers compared token by token, of each task, length, text and seed;
-    of several methods, those of the first that has one.
+    """Return, for each task, length, text and seed, the row of free answers and that of forced answers.
+
+    Of several methods, the first that has one counts.
     """
     found: dict[Place, list[Row | None]] = {}
     for method in methods:
@@ -146,8 +149,9 @@ def _told(place: Place) -> str:
 
 
 def differences_of(row: Row | None) -> dict[float, int] | None:
-    """Return paired differences in points with how many prompts have each; None where the row has none. Rows of before
-    these were kept have them where all scores are 0 or 1.
+    """Return the paired differences in points, each with its number of prompts; None if the row has none.
+
+    For old rows, which do not store them, they are derived if all scores are 0 or 1.
     """
     if row is None:
         return None

@@ -1,7 +1,7 @@
 """Prefill prompts once, then decode by any number of methods from the same KV.
 
-Invariant: every method starts from the same cache and the same token: the prompt's last token is the first decode step,
-so even the first answer token is chosen under the method. Generated tokens overwrite those of the method before, behind
+Invariant: every method starts from the same cache and the same token. The prompt's last token is the first decode step,
+so even the first answer token is chosen under the method. Generated tokens overwrite those of the method before, after
 the prompts' ends.
 """
 
@@ -112,9 +112,9 @@ def decode_forced(
     watch: Watch | None,
     watch_logits: Callable[[int, torch.Tensor], None] | None,
 ) -> Decoded:
-    """Feed given tokens and return what the method would have said: for each request, its choice in place of each.
+    """Feed given tokens, and return for each request the tokens that the method would have chosen instead.
 
-    `watch_logits` sees each step's number and its float32 logits `[requests, vocab]`.
+    watch_logits: called with each step's number and its float32 logits `[requests, vocab]`.
     """
     device = batch.lengths.device
     most = max(len(row) for row in forced)

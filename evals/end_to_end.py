@@ -32,7 +32,9 @@ Logprobs = list[tuple[float, dict[int, float]]]
 
 @dataclass(frozen=True)
 class Said:
-    """What a profile said of one text: logprobs of the text's last tokens, then the tokens that it chose and theirs."""
+    """A profile's output for one text: logprobs of the text's last tokens, then its chosen tokens and their
+    logprobs.
+    """
 
     end: Logprobs
     chosen: list[int]

@@ -1,8 +1,8 @@
-"""Compare a method with full attention on the same tokens: error of a layer's outputs, mass kept, what it says next.
+"""Compare a method with full attention on the same tokens: errors of layers' outputs, mass kept, next tokens.
 
 Everything is teacher-forced: the method and full attention are fed the same tokens, so their distributions can be
-compared position by position. Invariant: the error of a layer is taken on the method's own inputs there, so errors of
-the layers below are not counted again.
+compared position by position. Invariant: a layer's error is measured on the method's own inputs to that layer, so
+errors of the layers before are not counted again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -78,8 +78,8 @@ def compare_methods(
     """Run methods, by label, beside full attention over the last `forced_tokens` tokens of each prompt.
 
     The rest of a prompt is prefilled exactly. Returns rows of methods, full attention first (`method, agreement, kl,
-    perplexity`, fractions and counts), and rows of their layers. Raises MethodError where a prompt is not longer
-    than what is forced.
+    perplexity`, fractions and counts), and rows of their layers. Raises MethodError if a prompt is not longer than
+    `forced_tokens`.
     """
     shortest = min(map(len, prompts))
     if shortest < forced_tokens + 2:

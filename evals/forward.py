@@ -1,8 +1,9 @@
-"""Decode in plain batched torch over full, contiguous KV: what the methods are judged in.
+"""The reference decoder, in which methods are judged: plain batched torch over full, contiguous KV.
 
-Attention of a step is handed in, but for layers with a window, which no method has a part in. It shares the weights'
-layout and the rotary tables with the server's decoder and nothing else. Rows are padded on the right, so positions are
-indices, causal attention needs no mask, and a new token goes to its row's length. Any torch device, bf16 or float32.
+The caller passes in a step's attention, except for layers with a window, which methods do not handle. Only the layout
+of weights and the rotary tables are shared with the server's decoder. Rows are padded on the right. So positions are
+indices, causal attention needs no mask, and a new token is written at its row's length. Any torch device, bf16 or
+float32.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ WatchPrompt = Callable[[PromptLayer], None]
 @dataclass(frozen=True, slots=True)
 class KvCache:
     """The keys and values of a batch, one tensor a layer, `[requests, kv_heads, capacity, dim]`. Rows beyond a
-    request's length are stale. Of a recurrent layer its state is there instead; of one without a mixer nothing.
+    request's length are stale. A recurrent layer has its state instead, and a layer without a mixer nothing.
     """
 
     keys: list[torch.Tensor]
@@ -145,7 +146,7 @@ class ReferenceDecoder:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _growth(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return what rotated queries are multiplied by, `[..., 1]`."""
+        """Return the factors of rotated queries, `[..., 1]`."""
         growth = self.architecture.query_growth
         if growth is None:
             return torch.ones(1, device=positions.device, dtype=self.weights.embedding.dtype)
@@ -164,7 +165,7 @@ class ReferenceDecoder:
         return own
 
     def _output_gates(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return what attention's output is multiplied by, `[requests, heads, tokens, dim]`, or 1."""
+        """Return the gates of attention's output, `[requests, heads, tokens, dim]`, or 1."""
         shape, weights = self.architecture, self.weights.layers[layer]
         if not shape.layers[layer].output_gate:
             return torch.ones(1, 1, 1, 1, dtype=hidden.dtype, device=hidden.device)
@@ -208,7 +209,9 @@ class ReferenceDecoder:
         return query, key, value
 
     def _inputs(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
-        """Return what layers get beside hidden states, `[requests, tokens, layers, width]`; None: nothing."""
+        """Return the layers' inputs besides hidden states, `[requests, tokens, layers, width]`; None: there are
+        none.
+        """
         own, shape = self.weights.inputs, self.architecture
         if own is None:
             return None

@@ -1,8 +1,8 @@
-"""Judge policies that reuse documents' chunks, by the engine that serves: accuracy, next-token KL, attention maps.
+"""Compare policies that reuse document chunks, in the serving engine: accuracy, next-token KL, attention maps.
 
-A3 (the paper's tables and figure 3). Each prompt is answered under every policy, vanilla first, with its chunks stored
-by whoever meets them first. Invariants: all policies get the same token ids, and one of a ratio computes as many of
-them again as the others of that ratio; what is told at any time is of prompts that all policies have answered.
+A3 (the paper's tables and figure 3). Each prompt is answered under every policy, vanilla first; the first one that
+needs a chunk stores it. Invariants: all policies get the same token ids. Policies of the same ratio compute the same
+number of tokens again. Results at any time cover only prompts that all policies have answered.
 """
 
 import gc
@@ -56,7 +56,7 @@ class PolicyRun:
 
     @property
     def control(self) -> Fusion | None:
-        """Return the policy that it has to beat: as many tokens computed again in the same layers, any of them."""
+        """Return the policy to beat: it computes as many tokens again in the same layers, but random ones."""
         if self.fusion is None or not chooses_tokens(self.fusion.policy):
             return None
         return msgspec.structs.replace(self.fusion, policy="random")
@@ -64,8 +64,8 @@ class PolicyRun:
 
 @dataclass
 class Judged:
-    """What one policy did, prompt by prompt. divergences: of the first token; along: of vanilla's answer up to where
-    this one leaves it, a mean. distances: of attention maps `[layers]` each, of the first prompts.
+    """One policy's results, prompt by prompt. divergences: KL of the first token. along: the mean KL along vanilla's
+    answer up to where this one differs. distances: of attention maps, `[layers]` each, for the first prompts.
     """
 
     run: PolicyRun
@@ -79,15 +79,14 @@ class Judged:
 
 
 def parse_policies(labels: Sequence[str], ratios: Sequence[float]) -> list[PolicyRun]:
-    """Return vanilla, and what the labels name (`scheduler.fusion_labels`). Raises ValueError."""
+    """Return vanilla, and the policies that the labels name (`scheduler.fusion_labels`). Raises ValueError."""
     asked = [PolicyRun(label, fusion) for label in labels for fusion in parse_fusions(label, ratios)]
     return [PolicyRun(VANILLA, None), *asked]
 
 
 @contextmanager
 def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str, chunk_tokens: int) -> Iterator[Engine]:
-    """Yield an engine whose document store lies in memory and is removed at the end. longest_tokens: most of a prompt
-    with its answer.
+    """Yield an engine whose document store is in memory and removed at the end. longest_tokens: of prompt and answer.
 
     Raises ValueError for chunks that it would not store.
     """
@@ -120,10 +119,10 @@ def judge(
     engine: Engine, model: Path, prompts: Mapping[int, Sequence[FusionPrompt]], runs: Sequence[PolicyRun],
     num_maps: int, advance: Callable[[], None], stop: Stop, together: int,
 ) -> Iterator[dict[int, list[Judged]]]:  # fmt: skip
-    """Yield what all policies did so far, by length, after each batch of `together` prompts; lengths take turns.
+    """Yield all policies' results so far, by length, after each batch of `together` prompts; lengths take turns.
 
-    prompts: by length. runs: vanilla first. num_maps: of each length, so many prompts' attention maps are compared. It
-    ends where it is stopped, or where the next batch would take longer than there is time.
+    prompts: by length. runs: vanilla first. num_maps: prompts of each length whose attention maps are compared. It ends
+    when it is stopped, or when the next batch would take longer than the time left.
     """
     tokenizer, architecture = load_tokenizer(model), read_architecture(model)
     judged = {length: [Judged(run) for run in runs] for length in prompts}
@@ -161,9 +160,7 @@ def judge(
 
 
 def divergences_along(exact: "Answer", other: "Answer", vocab_size: int) -> list[float]:
-    """Return KL of tokens with the same text before them: the first, and those to where the other answer leaves the
-    exact one.
-    """
+    """Return the KL of tokens with the same text before them: up to the first difference from the exact answer."""
     found = []
     for mine, its in zip(exact.logprobs, other.logprobs, strict=False):
         found.append(divergence(mine, its, vocab_size))
@@ -173,8 +170,9 @@ def divergences_along(exact: "Answer", other: "Answer", vocab_size: int) -> list
 
 
 def divergence(exact: Logprob, other: Logprob, vocab_size: int) -> float:
-    """Return KL of the other's next token from the exact one's, in nats, over the exact one's NUM_TOP tokens and the
-    rest.
+    """Return the KL divergence of the other's next token from the exact one's, in nats.
+
+    It is over the exact one's NUM_TOP tokens, with all other tokens as one.
     """
     listed = dict(other.top)
     rest = max(1.0 - sum(map(math.exp, listed.values())), LEAST_MASS)
@@ -231,8 +229,8 @@ def _request(prompt: FusionPrompt, run: PolicyRun, max_tokens: int, stop_token_i
 
 
 def _compare_maps(engine: Engine, prompt: FusionPrompt, runs: Sequence[PolicyRun]) -> list[np.ndarray]:
-    """Return the question's attention over the prompt, a layer: the L2 distance from vanilla's over vanilla's
-    own norm.
+    """Return for each layer how the question's attention over the prompt differs from vanilla's: the L2 distance over
+    vanilla's norm.
     """
     exact: dict[int, Tensor] = {}
     found = []
@@ -260,7 +258,9 @@ def _question_maps(engine: Engine, prompt: FusionPrompt, run: PolicyRun) -> dict
 
 @contextmanager
 def _noted_queries(engine: Engine, note: Callable[[PrefillQuery], None]) -> Iterator[None]:
-    """Have `note` see what prompts attend to meanwhile, in layers that see everything, of methods without rings."""
+    """Call `note` with the queries of prompts until the block ends, in layers without a window, for methods without
+    rings.
+    """
     attention = engine._runner._prefill.attention
     show, show_tail = attention._show, attention._show_tail
 
@@ -288,10 +288,10 @@ def attention_map(query: PrefillQuery, own: Tensor, num_tokens: int) -> Tensor:
 
 
 def fusion_rows(judged: Sequence[Judged], length: int) -> list[Row]:
-    """Return a row a policy, ratio and task, and one of all tasks, whose KL and distances it has as well.
+    """Return a row for each policy, ratio and task, and one for all tasks together, which also has KL and distances.
 
-    `difference` (`difference_low` to `_high`, 95 %) is the score's from vanilla, `kl_spared` (`spared_error`, half of a
-    95 % interval) how much less KL it has than its control; both are paired, prompt by prompt.
+    `difference` (`difference_low` to `_high`, 95 %): of the score from vanilla's. `kl_spared` (`spared_error`, half of
+    a 95 % interval): how much less KL it has than its control. Both are paired, prompt by prompt.
     """
     rows: list[Row] = []
     exact = judged[0]

@@ -1,7 +1,7 @@
-"""Count what a method read: keys scored a query head over the context, and bytes over grouped exact attention.
+"""Measure what a method read, as fractions: keys that a query head scored, and bytes compared with exact attention.
 
-Sums stay on the device until asked for, so metering does not make a decode step wait. A layer that the method does not
-handle is read in full, and counts in the totals over all layers only.
+Sums stay on the device until they are read, so metering does not make a decode step wait. A layer that the method does
+not handle is read in full, and counts only in the totals over all layers.
 """
 
 import math
@@ -50,11 +50,11 @@ class Fractions:
 def served_fractions(
     reads: DecodeReads, shape: Architecture, host_layers: int, parts: Sequence[ProfilePart] = ()
 ) -> Fractions | None:
-    """Return what an engine's decode steps read; what lies on the device counts as read in full, dense layers with it.
+    """Return what an engine's decode steps read. Tokens on the device, and dense layers, count as read in full.
 
-    host_layers: layers whose KV goes to host memory (0: the profile keeps all on the device and handles all layers).
-    parts: of the profile that was served; rows that a method left alone count in full, too. Sums over rows and steps,
-    so long contexts weigh more. None where nothing was decoded: a first token comes from the prompt's own pass.
+    host_layers: layers whose KV is offloaded (0: the profile keeps all on the device and handles all layers). parts: of
+    the served profile; rows that its method did not handle count in full. These are sums over rows and steps, so long
+    contexts weigh more. None if nothing was decoded; a first token comes from prefill.
     """
     if not reads.context_tokens:
         return None
@@ -86,9 +86,9 @@ def served_fractions(
 
 
 def layer_shares(method: Method, counts: Counts, group: int) -> dict[str, list[float]]:
-    """Return a method's shares by name, a number for each layer, NaN where there was nothing to share.
+    """Return a method's shares by name, a number for each layer; NaN where its denominator is 0.
 
-    counts: of its counters, between two looks. group: query heads to a KV head. Empty where no layer did anything.
+    counts: differences of its counters. group: query heads to a KV head. Empty if no layer counted anything.
     """
     shares = {name: share for name, share in method.shares.items() if method.counters[share.whole].by_layer}
     if not any(any(counts.get(share.whole, ())) for share in shares.values()):

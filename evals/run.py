@@ -51,8 +51,9 @@ class Prompt:
 
 
 def name_weights(model: Path) -> str:
-    """Return what records are filed under for a model: a digest of its weights, since a name may stay while they change
-    and two kinds of one model may have the same.
+    """Return the name under which a model's records are stored: a digest of its weights.
+
+    A folder's name may stay the same while the weights change, and variants of a model may have the same name.
     """
     return digest_weights(model, kept_path())
 
@@ -192,10 +193,11 @@ class _Keys:
 def run_batch(
     decoder: ReferenceDecoder, tokenizer: Any, cell: Cell, prompts: Sequence[Prompt], keys: _Keys
 ) -> Iterator[Record]:
-    """Yield records of a batch under every method of the cell.
+    """Yield the records of a batch under every method of the cell.
 
-    What does not fit in memory is halved, prompts first; what fails otherwise is tried method by method, then prompt by
-    prompt. A prompt that fails alone under one method is a failure. A device that is lost is raised.
+    A batch that does not fit in memory is halved, prompts first. A batch that fails otherwise is tried method by
+    method, then prompt by prompt. A prompt that fails alone under one method is recorded as a failure. The loss of the
+    device is raised.
     """
     try:
         yield from list(_run_together(decoder, tokenizer, cell, prompts, keys))
@@ -234,8 +236,8 @@ def _run_together(
 
 @dataclass(frozen=True)
 class _Fed:
-    """Full attention's own answers, which are fed to every method, and its log probabilities at each of their tokens:
-    float32 `[requests, vocab]` a step.
+    """Full attention's answers, which are fed to every method, and its log probabilities at each of their tokens:
+    float32 `[requests, vocab]` for each step.
     """
 
     answers: list[list[int]]

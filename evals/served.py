@@ -1,8 +1,8 @@
 """Run cells under serving profiles, end to end: in the engine of this process, or on any OpenAI-compatible URL.
 
-What the engine of this process read is known for IN_TURNS prompts of a profile as a whole, since they are decoded
-together: each of their records has the fractions of all. What a server reads is not known. Invariant: every sample
-that was tried ends as one record for each profile, a failure included.
+The engine of this process decodes IN_TURNS prompts of a profile together, so what it read is known only for all of
+them: each of their records has the fractions of all. What a server reads is not known. Invariant: every sample that was
+tried ends as one record for each profile, failures included.
 """
 
 import asyncio
@@ -118,9 +118,10 @@ def run_profiles(
     ledger: Ledger,
     exact: Exact | None,
 ) -> None:
-    """Run cells in the engine. profiles: of their methods, by name. exact: what answers of cells with `forced_tokens`
-    are compared with; an engine chooses its own tokens, so these are fed to full attention, not the other way round.
-    Methods take turns of IN_TURNS prompts.
+    """Run cells in the engine. Methods take turns of IN_TURNS prompts.
+
+    profiles: of the cells' methods, by name. exact: computes full attention for cells with `forced_tokens`. An engine
+    chooses its own tokens, so these are fed to full attention, not the other way round.
     """
     model = name_weights(settings.model)
     for cell, made in prompts:
@@ -134,7 +135,7 @@ def run_profiles(
 
 
 def _told(engine: ServingEngine, profile: str) -> dict[str, Any]:
-    """Return what a method's row says of its settings."""
+    """Return the settings of a profile that are shown in its method's row."""
     return {"attention_profile": profile, "engine": "in process", **engine.settings_of(profile)}
 
 
@@ -148,7 +149,7 @@ def _answer_all(
     ledger: Ledger,
     exact: Exact | None,
 ) -> None:
-    """Answer prompts of one cell under one profile, and say of all of them what was read, also where the run is cut."""
+    """Answer prompts of one cell under one profile, and record what all of them read, even if the run is cut."""
     if not missing:
         return
     forced = entry.cell.forced_tokens
@@ -208,7 +209,7 @@ def run_on_server(cells: Sequence[Cell], settings: PromptSettings, server: Serve
 
 
 def body_of(method: str) -> dict[str, str]:
-    """Return what a request says of its method."""
+    """Return the fields of a request's body that name its method."""
     return {} if method == DEFAULT else {"attention_profile": method.removeprefix(PREFIX)}
 
 
@@ -247,7 +248,7 @@ async def ask_each(endpoint: Endpoint, samples: list[Sample], entry: Entry, ledg
 
 
 def named_methods(methods: Sequence[str]) -> tuple[str, ...]:
-    """Return methods of a server run as rows name them: `exact` and `profile:exact` are one."""
+    """Return the methods of a server run in the form that rows use: `exact` means `profile:exact`."""
     full = [method if method == DEFAULT else PREFIX + method.removeprefix(PREFIX) for method in methods]
     return tuple(dict.fromkeys(full))
 

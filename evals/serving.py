@@ -110,9 +110,10 @@ class ServingEngine:
         return served_fractions(self.reads() - before, self._shape, layers, found.parts)
 
     def did_apply(self, before: DecodeReads, profile: str, longest_tokens: int) -> bool | None:
-        """Return whether any method of the profile did something since `before`: one that samples left a key out, one
-        that moves KV to host memory moved some, one that reuses or predicts took over or dropped a row, or one of
-        prefill attended to a prompt of `longest_tokens`. None: the profile has no method but full attention.
+        """Return whether any method of the profile had an effect since `before`; None: it has only full attention.
+
+        A sampling method has an effect if it left out a key, an offloading one if it offloaded KV, one that reuses or
+        predicts if it took over or dropped a row, and a prefill method if it applies to prompts of `longest_tokens`.
         """
         found, reads = self._profiles[profile], self.reads() - before
         did: list[bool] = []
@@ -127,7 +128,7 @@ class ServingEngine:
         return any(did) if did else None
 
     def layers(self, before: DecodeReads, profile: str) -> dict[str, list[float]]:
-        """Return what the profile's methods did since `before`, by layer; empty where they did nothing."""
+        """Return the profile's methods' shares since `before`, by layer; empty if they had no effect."""
         counts = (self.reads() - before).methods
         found = [layer_shares(part.method, counts, self._shape.group) for part in self._profiles[profile].parts]
         return {name: numbers for one in found for name, numbers in one.items()}
@@ -181,11 +182,10 @@ def extend(answer: Answer, delta: Delta, stop_token_ids: list[int]) -> None:
 
 
 def load_serving_engine(model: Path, device: str, longest_tokens: int, deployment: Deployment | None) -> ServingEngine:
-    """Return the engine of a deployment, but of this model's folder, on this device and without a prefix cache: each
-    prompt comes once, and a context that stays would only make the next one wait for new memory.
+    """Load the engine of a deployment, but for this model and device, and without a prefix cache.
 
-    None: one that is made for a run of prompts of `longest_tokens`, answers included. Raises ModelError, PlanError, or
-    HostMemoryError.
+    Each prompt comes only once, and a kept context would only make the next one wait for memory. deployment: None: one
+    is made for prompts of `longest_tokens`, answers included. Raises ModelError, PlanError or HostMemoryError.
     """
     settings = deployment or make_deployment(model, device, longest_tokens, None)
     config = EngineConfig(
@@ -204,15 +204,15 @@ def load_serving_engine(model: Path, device: str, longest_tokens: int, deploymen
 
 
 def _told(config: EngineConfig) -> dict[str, str]:
-    """Return whatever of the model and of its rows changes answers, where it is said."""
+    """Return the configured settings of weights and rows that change answers."""
     said = {"weights": config.model.weights, "kv": config.gpu.kv, "rope": config.model.rope}
     plain = {"weights": (None, "bfloat16"), "kv": ("auto", "float32"), "rope": (None,)}
     return {name: str(value) for name, value in said.items() if value not in plain[name]}
 
 
 def make_deployment(model: Path, device: str, longest_tokens: int, host: HostConfig | None) -> Deployment:
-    """Return a deployment for a run, where no one waits for a single answer: many prompts under way, long chunks, few
-    decode steps between them, and memory for what is under way.
+    """Return a deployment for a run, in which no single answer is urgent: many prompts at once, long prefill chunks,
+    few decode steps between them, and memory for all of that.
 
     host: the settings that decide answers; its memory limit is derived. Raises ModelError or PlanError.
     """

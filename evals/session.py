@@ -1,7 +1,7 @@
-"""Run cells from beginning to end: model, store, progress bar, and what the run leaves.
+"""Run cells from beginning to end: load the model, open the store, show progress, and write the results.
 
-Invariant: what is written was computed from the store's records, so a run that was stopped and resumed leaves the same
-as one that was not.
+Invariant: results are computed from the store's records, so a run that was stopped and resumed writes the same as one
+that was not.
 """
 
 import os
@@ -61,7 +61,7 @@ def progress_bar(total: int, what: str) -> Iterator[Any]:
 
 
 class Forgetful(dict[str, Record]):
-    """A store in memory: a run that nobody asked to keep does not wait for the disk at every sample."""
+    """A store in memory, for a run that need not be resumed and so does not wait for the disk at every sample."""
 
     def add(self, record: Record) -> None:
         self[record.key] = record
@@ -85,7 +85,7 @@ def resolve_device(device: str) -> str:
 
 
 class Pace:
-    """Prints a line on stderr as each cell ends, and hands on the records so far: what a stopped run leaves."""
+    """Prints a line on stderr as each cell ends, and passes on the records so far, for a run that is stopped."""
 
     def __init__(self, num_cells: int, leave: Callable[[list[Record], int], None] | None) -> None:
         self._num_cells, self._leave, self._done, self._begin = num_cells, leave, 0, time.monotonic()
@@ -104,7 +104,7 @@ class Pace:
         self._leave_all(records)
 
     def leave_now_and_then(self, records: Mapping[str, Record]) -> None:
-        """Hand the records on if the last time was LEAVE_EVERY_S seconds ago, so that a killed process loses little."""
+        """Pass on the records if the last time was LEAVE_EVERY_S seconds ago, so that a killed process loses little."""
         if time.monotonic() - self._left > LEAVE_EVERY_S:
             self._leave_all(list(records.values()))
 
@@ -116,11 +116,11 @@ class Pace:
 
 @dataclass(frozen=True)
 class InProcess:
-    """How cells run in this process. batch: prompts of the longest length that go together; None: by the device.
+    """How cells run in this process.
 
-    workers: processes that make prompts. resume: the folder of the store; None: nothing is kept. deployment: of the
-    engine that runs serving profiles; None: what the machine gives, and no host tier. stop: when to end before it is
-    done; None: never.
+    batch: prompts of the longest length that run together; None: by the device. workers: processes that make prompts.
+    resume: the folder of the store; None: nothing is kept. deployment: of the engine that runs serving profiles; None:
+    one made for the machine, without a host tier. stop: when to end before all is done; None: never.
     """
 
     device: str
@@ -161,7 +161,7 @@ def run(
 
 
 def _cells_with(cells: Sequence[Cell], wanted: Callable[[str], bool]) -> list[Cell]:
-    """Return cells that have such methods, with these alone."""
+    """Return the cells with wanted methods, reduced to these."""
     return [replace(cell, methods=own) for cell in cells if (own := tuple(filter(wanted, cell.methods)))]
 
 

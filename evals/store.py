@@ -1,8 +1,8 @@
-"""Store results on disk as they finish, one JSON line a scored sample, so that a killed run goes on where it stopped.
+"""Store results on disk as they finish, one JSON line for each scored sample, so that a killed run can be resumed.
 
-A record is filed under a hash of everything that its score depends on; a record that is there is never made again, and
-settings that change by one value are another key. The invariant: every sample that was tried has exactly one record
-that counts (the last), a failure counts with score 0, and a line that a crash cut short is dropped, never trusted.
+A record's key is a hash of everything that its score depends on. An existing record is not made again, and any change
+of the settings gives another key. Invariants: every sample that was tried has exactly one record that counts (the
+last); a failure counts with score 0; a line that a crash cut short is dropped.
 """
 
 import hashlib
@@ -80,11 +80,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a runner asks before a sample and tells after it.
+    """Functions that a runner calls before and after samples.
 
-    done: keys that need not run. `found` gets those of them that the run wants, `keep` new records, `amend` kept ones
-    that became known better, `finished` each cell when its last record is made. `check` raises RunCut when the run is
-    to end: asked between samples or batches, so that what is finished is kept.
+    done: keys that need not run. found: called with those of them that the run needs. keep: with new records. amend:
+    with kept records that were improved. finished: with each cell once its last record is made. check: called between
+    samples or batches; raises RunCut when the run is to end, so that what is finished is kept.
     """
 
     done: Container[str]
@@ -125,8 +125,8 @@ class Store:
         return iter(self.records.values())
 
     def add(self, record: Record) -> None:
-        """Write a record to the file, where it outlives the process, and every second to the disk, where it outlives
-        the machine; a record with the same key is superseded.
+        """Write a record to the file, so that it survives the process, and every second to disk, so that it survives a
+        power failure. It replaces a record with the same key.
         """
         self._file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
         self._file.flush()

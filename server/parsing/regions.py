@@ -90,8 +90,8 @@ def _apart(pattern: Pattern) -> Pattern:
 
 
 class RegionReader:
-    """Read regions: `feed` until the text ends, then `finish`. Positions count from the beginning of all text. In a
-    mark's pattern, `\\G` stands right behind a region.
+    """Reads regions: call `feed` until the text ends, then `finish`. Positions count from the beginning of all text. In
+    a mark's pattern, `\\G` matches right after a region.
     """
 
     def __init__(self, fields: Iterable[Field]) -> None:
