@@ -1,4 +1,4 @@
-"""How far the tokens of one side are the other's choice too, after the same tokens before each."""
+"""Measure how often one side chooses the other's tokens, after the same tokens before each."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ _MOST_BEHIND = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """share: of the tokens, those that are the peer's choice. behind: by how much the peer's logit of a token is below
-    its best one, on average, in standard deviations of its logits.
+    """How well tokens agree. share: the share of tokens that the peer chooses too. behind: how far, on average, the
+    peer's logit of a token is below its best one, in standard deviations of its logits.
     """
 
     share: float
@@ -36,7 +36,7 @@ def agree(logits: Tensor, tokens: Tensor) -> Agreement:
 
 
 def require_agreement(agreement: Agreement, dtype: torch.dtype) -> None:
-    """Raise GateError where the tokens of a right step would agree better."""
+    """Raise GateError if the tokens agree less than those of a correct step would."""
     said = f"the peer chooses {agreement.share:.2%} of our {dtype} tokens, and ours are {agreement.behind:.2f} behind"
     if dtype == torch.float32:
         require(agreement.share >= _LEAST_SHARE, f"{said}; wanted {_LEAST_SHARE:.0%} or more")

@@ -1,7 +1,7 @@
 """Measure, print and write benchmark rows: a time next to its floor and its peer.
 
-Invariants: what bounds a number is printed before the number is measured; a result that failed its correctness gate is
-never reported; the last line on stdout is the rows as JSON.
+Invariants: a number's floor is printed before the number is measured. A result that failed its correctness gate is
+never reported. The last line on stdout is the rows as JSON.
 """
 
 import json
@@ -22,9 +22,7 @@ from bench.gate_error import GateError
 
 
 class Row(BaseModel):
-    """One row of a benchmark. `ms` is the median. `floor` says in words what bytes or FLOPs over which rate give
-    `floor_ms`.
-    """
+    """One row of a benchmark. ms: the median. floor: describes which bytes or FLOPs over which rate give `floor_ms`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -101,7 +99,7 @@ def announce(console: Console, name: str, floor: str, floor_ms: float) -> None:
 
 
 class Stages:
-    """Print what a benchmark does, with the seconds since it began, so that who waits sees what for."""
+    """Prints the stages of a benchmark, with the seconds since it began."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

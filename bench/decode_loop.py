@@ -1,7 +1,7 @@
-"""Decode greedily through a Runner, with plans of its own and one prompt: the engine's loop without requests.
+"""Decode greedily through a Runner with plans of its own: the engine's loop without requests.
 
-As the engine does, it launches a step before it collects the one before on CUDA, and takes one at a time on the CPU.
-All sequences have one length.
+On CUDA it launches a step before it collects the one before, as the engine does; on the CPU it runs one at a time. All
+sequences have the same length.
 """
 
 import time
@@ -52,9 +52,11 @@ def build_runner(
     architecture: Architecture, weights: Weights, max_batch: int, context: int, dtype: torch.dtype,
     device: torch.device, adapters: Sequence[AdapterFile] = (), kv: KvFormat | None = None,
 ) -> Runner:  # fmt: skip
-    """Return a Runner with pages for `max_batch` sequences of `context` tokens, which hold rows as `kv` says (None: in
-    dtype), and, where layers have a window, as many windows; on CUDA it is warm and not yet captured. Prompts that are
-    timed want an engine: this one has chosen its prefill kernels for short chunks.
+    """Return a Runner with pages for `max_batch` sequences of `context` tokens, and as many windows if layers have
+    some.
+
+    kv: the format of rows; None: in dtype. On CUDA it is warmed up, but nothing is captured yet. Its prefill kernels
+    are chosen for short chunks, so prompts are to be timed with an engine instead.
     """
     windows = [spec.window_tokens for spec in architecture.layer_pattern if spec.window_tokens is not None]
     runner = Runner(

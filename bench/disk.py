@@ -1,8 +1,8 @@
-"""Run `tandem bench disk`: the first token of a prompt whose front is on disk, against computing it.
+"""Run `tandem bench disk`: time the first token of a prompt whose first blocks are on disk, against computing it.
 
-For each profile and length a prompt is computed and written. Then pages and host memory forget it, the system's copies
-of its files are dropped, and it is asked again with a question behind. The floor is its blocks' bytes over the disk's
-rate as measured at the start; the peer is the computation of as long a prompt in the same engine.
+For each profile and length, a prompt is computed and written to disk. Then it is dropped from pages, host memory and
+the system's page cache, and sent again with a question after it. The floor is its blocks' bytes over the disk's rate as
+measured at the start. The peer is the computation of a prompt of the same length in the same engine.
 """
 
 import os
@@ -31,8 +31,8 @@ _WRITTEN_SECONDS = 600.0  # for all blocks of a prompt, at most
 
 @dataclass(frozen=True, slots=True)
 class DiskBenchmark:
-    """The settings of `tandem bench disk`: `lengths` of prompts in tokens, ascending; `question`: tokens behind them
-    when they are asked again, as often as `repeats` says.
+    """The settings of `tandem bench disk`. lengths: of prompts in tokens, ascending. question: tokens that are added
+    when a prompt is sent again. repeats: how often it is sent again.
     """
 
     lengths: tuple[int, ...]
@@ -79,7 +79,7 @@ class _Bench:
         self._told_s = 0.0  # when a first token came last
 
     def row(self, profile: str, length: int) -> Row:
-        """Measure one length: what is computed, what is written, and what comes back."""
+        """Measure one length: compute the prompt, write it, and read it back."""
         question = self._benchmark.question
         blocks = length // self._store.block_tokens
         floor_ms = 1e3 * blocks * self._store.kv.file_bytes / self._rate
@@ -139,7 +139,7 @@ class _Bench:
         return seconds, self._client.engine.stats().prefix_hits_tokens - before
 
     def _write(self) -> None:
-        """Write what is to be written."""
+        """Step until all waiting blocks are written."""
         ends = time.perf_counter() + _WRITTEN_SECONDS
         while self._client.engine.has_work:
             require(time.perf_counter() < ends, f"blocks are written within {_WRITTEN_SECONDS:.0f} s")
@@ -147,7 +147,7 @@ class _Bench:
         self._store.run_write(lambda: None).result()
 
     def _forget(self) -> None:
-        """Free pages and host memory of all that was known."""
+        """Drop all cached prefixes from pages and host memory."""
         residence = self._client.engine.scheduler.residence
         if residence.contexts is not None:
             self._client.forget_contexts()

@@ -1,6 +1,6 @@
-"""Compute what a prompt with documents takes at best: FLOPs that are computed, and bytes that go to the device.
+"""Compute the floor of a prompt with documents: FLOPs that are computed, and bytes that are copied to the device.
 
-Tokens that were chosen may be any, so they see half of the prompt on average.
+Tokens chosen for recomputation may be anywhere, so they see half of the prompt on average.
 """
 
 import os
@@ -17,7 +17,7 @@ from transfer.chunks.chunk_format import ChunkKey, ChunkShape
 def plan_bench_prompt(
     fusion: Fusion, front_tokens: int, num_chunks: int, chunk_tokens: int, num_tokens: int, model: Architecture
 ) -> FusionPlan | None:
-    """Return chunks of the same length one behind another, text in front and behind."""
+    """Return consecutive chunks of the same length, with text before and after them."""
     key = ChunkKey("", chunk_tokens, "")
     begins = range(front_tokens, front_tokens + num_chunks * chunk_tokens, chunk_tokens)
     chunks = [PlacedChunk(begin, begin + chunk_tokens, key) for begin in begins]

@@ -1,4 +1,4 @@
-"""Patch an engine from outside for who measures: production code has no switch for what only a benchmark wants."""
+"""Patch an engine from outside for measurements, so that production code needs no switches for benchmarks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from transfer.chunks.chunk_store import ChunkStore
 
 
 def note_results(steps: Scheduler, note: Callable[[StepResult], None]) -> None:
-    """Have `note` see each step's result before anything is made of it, from now on."""
+    """Call `note` with each step's result, from now on, before the scheduler reads it."""
     postprocess = steps.postprocess
 
     def noting(result: StepResult, *lane: Any) -> Any:
@@ -28,7 +28,7 @@ def note_results(steps: Scheduler, note: Callable[[StepResult], None]) -> None:
 
 
 def switch_drafts(drafts: Drafts, is_on: bool) -> None:
-    """Have sequences draft, or not, with nothing under way."""
+    """Turn drafts on or off. No request may be running."""
     vars(drafts).pop("take", None)
     if not is_on:
         drafts.take = lambda *_: (None, [])
@@ -40,8 +40,9 @@ def has_drafts(drafts: Drafts) -> bool:
 
 
 def replace_guesses(runner: Runner, change: Callable[[Tensor], Tensor] | None) -> None:
-    """Have other tokens, int64 `[rows]`, in place of those that the device drafts, which cost what they cost; None: no
-    more.
+    """Replace the tokens that the device drafts, int64 `[rows]`, by those of `change`; drafting runs at its full cost.
+
+    None: replace them no longer.
     """
     sampler = runner._sampler
     vars(sampler).pop("guess", None)
@@ -51,16 +52,15 @@ def replace_guesses(runner: Runner, change: Callable[[Tensor], Tensor] | None) -
 
 
 def set_adaptive(evictor: Evictor, is_adaptive: bool) -> None:
-    """Have offloaded blocks stay resident while nobody needs their pages, or be evicted at once; nothing is under way.
-
-    The latter has the host asked for all of them.
+    """Let offloaded blocks stay resident until their pages are needed, or evict them at once, so that the host is asked
+    for all of them. No request may be running.
     """
     evictor._host = replace(evictor._host, is_adaptive=is_adaptive)
 
 
 @contextmanager
 def one_in_flight() -> Iterator[None]:
-    """Have each step collected before the next of its lane is launched: the device waits for Python between two."""
+    """Collect each step before the next of its lane is launched, so that the device waits for Python in between."""
     module: Any = scheduler.engine.engine
     before, module.MOST_IN_FLIGHT = module.MOST_IN_FLIGHT, 1
     try:
@@ -70,7 +70,7 @@ def one_in_flight() -> Iterator[None]:
 
 
 def forget_chunks(store: ChunkStore) -> None:
-    """Evict from memory all chunks that nobody reads; files stay, and the next reads come from the disk."""
+    """Evict from memory all chunks that no request reads; the files stay, so the next reads come from disk."""
     store.finish_reads()
     with store._lock:
         for entry in [one for one in store._entries.values() if one.is_idle]:

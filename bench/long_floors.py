@@ -1,8 +1,8 @@
 """Compute floors of contexts that outgrow the card: a decode step, a prompt's prefill, a turn over an offloaded prefix.
 
-A floor counts what cannot be left out (bytes that are read or cross the link once, FLOPs of products) and divides it by
-rates that this machine was measured at. Weights and rows are read one after the other: what overlaps can beat a step's
-floor.
+A floor counts the necessary work (bytes that are read or cross the link once, FLOPs of products), and divides it by
+this machine's measured rates. It assumes that weights and rows are read one after the other, so steps in which these
+overlap can beat the floor.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from transfer.tier_shape import TierShape
 
 
 class Floor(NamedTuple):
-    """A floor, and why. `text` says what over which rate gives `ms`."""
+    """A floor in milliseconds. text: which work over which rate gives `ms`."""
 
     text: str
     ms: float
@@ -37,7 +37,7 @@ class Floor(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class LongFloors:
     """The floors of one deployment on this machine. stream_gb_s: the rate at which the device reads its weights. shape,
-    capacity: None where the deployment has no host memory.
+    capacity: None if the deployment has no host tier.
     """
 
     architecture: Architecture
@@ -50,15 +50,15 @@ class LongFloors:
     def decode(
         self, profile: Profile, context: int, batch: int, rows_read: float | None, kept_tokens: int = 0
     ) -> Floor:
-        """Return the floor of a step of `batch` rows. rows_read: keys that the CPU reads in it, and as many values;
-        None: not counted yet, and the floor is the device's part alone.
+        """Return the floor of a step of `batch` rows. rows_read: keys, and as many values, that the CPU reads in it;
+        None: not counted yet, so the floor is the device's part alone.
         """
         return self._decode(profile, context, batch, rows_read, kept_tokens, self.rates["host_stream_gb_s"])
 
     def decode_as_attended(
         self, profile: Profile, context: int, batch: int, rows_read: float, kept_tokens: int
     ) -> Floor:
-        """Return the same where the CPU reads rows as fast as its attention does at best, not as fast as any kernel."""
+        """Return the same floor with the best rate of the CPU's attention, in place of that of plain reads."""
         return self._decode(profile, context, batch, rows_read, kept_tokens, self.rates["host_attend_gb_s"])
 
     def _decode(

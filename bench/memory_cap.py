@@ -1,7 +1,7 @@
-"""Hold a card to less memory than it has, so that a benchmark shows what a smaller one would.
+"""Limit a card to less memory than it has, so that a benchmark shows how a smaller card would do.
 
-Invariant: what torch allocates, graphs' memory included, and the reserve for CUDA's own, which torch cannot count, stay
-within the limit together; what would not ends in OutOfMemoryError.
+Invariant: torch's allocations, memory of graphs included, stay within the limit together with a reserve for CUDA's own
+memory, which torch cannot count. A larger allocation raises OutOfMemoryError.
 """
 
 import torch

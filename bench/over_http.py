@@ -1,7 +1,8 @@
 """Time what HTTP costs: concurrent greedy streams through the server beside the same requests to the engine alone.
 
-Starts `tandem serve` on a deployment as a subprocess, streams from it, ends it, then drives the engine's own loop in
-this process: the two never share the machine. Every round has prompts of its own, so that no cached prefix helps.
+It starts `tandem serve` for a deployment as a subprocess, streams from it and ends it. Then it drives the engine's own
+loop in this process, so the two never share the machine. Every round has prompts of its own, so that no cached prefix
+is used.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """Run `tandem bench prefill`: the first token of long prompts, through the engine, and of a conversation's next turn.
 
-For each profile and length two prompts of other tokens, one behind the other: the first one pins the host memory that
-it needs, the second finds it. The floor is the prompt's products (or its rows on their way down) over what this machine
-was measured at; the peer is a second prompt again with FlashAttention alone. The gate is that
-of `tandem bench long`.
+For each profile and length, two prompts with different tokens run one after the other. The first pins the host memory
+that it needs, so that the second finds it. The floor is the prompt's arithmetic, or the offload of its rows, at this
+machine's measured rates. The peer is such a second prompt with FlashAttention alone. The gate is that of `tandem bench
+long`.
 """
 
 from collections.abc import Iterator
@@ -30,9 +30,9 @@ _PEER = "FlashAttention alone, in the same engine"
 
 @dataclass(frozen=True, slots=True)
 class PrefillBenchmark:
-    """The settings of `tandem bench prefill`: `lengths` of prompts in tokens, ascending; `turn`: tokens of a
-    conversation's first prompt, or 0, and `question` those of its next one; `peers`: whether FlashAttention alone is
-    timed, too.
+    """The settings of `tandem bench prefill`. lengths: of prompts in tokens, ascending. turn: tokens of a
+    conversation's first prompt, or 0. question: tokens that its next prompt adds. peers: also time FlashAttention
+    alone.
     """
 
     lengths: tuple[int, ...]
@@ -43,8 +43,8 @@ class PrefillBenchmark:
 
 
 def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, console: Console) -> Iterator[list[Row]]:
-    """Yield the rows so far, after each profile. Raises GateError before anything is timed where the host path is
-    wrong.
+    """Yield the rows so far, after each profile. Raises GateError, before anything is timed, if the host path computes
+    wrong results.
     """
     served = resolve_profiles(deployment.profiles, deployment.host)
     profiles = [get_profile(name, served, "--profiles") for name in benchmark.profiles]
@@ -93,7 +93,7 @@ class _Bench:
         return rows
 
     def _has_room(self, num_tokens: int) -> bool:
-        """Return whether a prompt and its answer fit; print it where they do not."""
+        """Return whether a prompt and its answer fit, and print it if they do not."""
         has_room = num_tokens + _ANSWER_TOKENS <= self.client.longest_tokens[self.profile.name]
         if not has_room:
             self.console.print(f"{self.profile.name}: {num_tokens:,} tokens do not fit", highlight=False)

@@ -1,8 +1,7 @@
 """Measure the machine's rates, which every floor divides by: `tandem bench rates`, or this module with `--json`.
-`tandem bench rates`, or this module with `--json`.
 
-A device's stream rate is the best that a sum over several GiB reaches, in torch and in a Triton kernel of a few lines:
-each byte is read once, nothing is written back.
+A device's stream rate is the best that a sum over several GiB reaches, in torch or in a Triton kernel of a few lines.
+Each byte is read once, and nothing is written back.
 """
 
 import argparse
@@ -53,12 +52,12 @@ def sum_stream(values: torch.Tensor, partial_sums: torch.Tensor, block: int, num
 
 
 def measure_device_rates(device: torch.device) -> dict[str, float]:
-    """Return median rates. Of a CUDA device: `device_stream_gb_s` (read), `device_copy_gb_s` (read and written bytes
-    together), `host_to_device_gb_s` and `device_to_host_gb_s` (pinned), in 1e9 bytes a second, and
-    `bf16_matmul_tflop_s`. Of the CPU, whose memory `measure_host_rates` reads: `host_matmul_tflop_s`, in the better of
-    float32 and bfloat16.
+    """Return the median rates of a device.
 
-    Needs up to 5 GiB free on a CUDA device, for a few seconds.
+    For a CUDA device: `device_stream_gb_s` (read), `device_copy_gb_s` (read and written bytes together),
+    `host_to_device_gb_s` and `device_to_host_gb_s` (pinned), in 1e9 bytes a second, and `bf16_matmul_tflop_s`. This
+    needs up to 5 GiB free on the device for a few seconds. For the CPU, whose memory `measure_host_rates` measures:
+    `host_matmul_tflop_s`, in the better of float32 and bfloat16.
     """
     if device.type != "cuda":
         return {"host_matmul_tflop_s": measure_host_matmul(_HOST_DTYPES)}
@@ -71,7 +70,8 @@ def measure_device_rates(device: torch.device) -> dict[str, float]:
 def measure_host_matmul(dtypes: Collection[torch.dtype]) -> float:
     """Return TFLOP/s of a product of square matrices on torch's threads, in the better of `dtypes`.
 
-    A processor without instructions for a type takes a hundred times as long, seconds a product: small ones tell.
+    A processor without instructions for a type takes a hundred times as long, seconds for a product. So small products
+    first show which types are worth measuring.
     """
     glimpses = {dtype: _host_matmul_rate(dtype, _HOST_GLIMPSE) for dtype in dtypes}
     least = max(glimpses.values()) / _FAR_BEHIND

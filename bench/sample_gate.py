@@ -1,4 +1,4 @@
-"""Require that the CPU's answers to sampled steps are what the paper's formulas make of the offloaded rows.
+"""Check that the CPU's answers to sampled steps agree with the paper's formulas over the offloaded rows.
 
 A right sample may be far from full attention, over random weights as far as a sample of the wrong keys: so answers are
 not held against attention, but against the sample that there should be. The gate reads the rows of each context and
@@ -10,8 +10,8 @@ nothing here depends on the model. Measured, at 10 bits and 150 tables over 2,19
 with the reference model's: of right answers 100 % agree, with one wrong table of 150 28 to 51 %, with all codes
 flipped, rows one place off or a tenth of the tokens in other buckets 0 to 0.6 %.
 
-While it watches, asks of a step are answered one by one, as on the CPU, instead of in one call; that both are alike is
-a test's to hold.
+While it watches, the host requests of a step are answered one by one, as on the CPU, instead of in one call. A test
+checks that both give the same answers.
 """
 
 from collections.abc import Sequence
@@ -50,8 +50,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class SampleAgreement:
-    """How far the host's sampled answers agree: their count, the share that agree, and the keys read, predicted and
-    counted.
+    """How well the host's sampled answers agree: their number, the share that agree, and the keys read, as predicted
+    and as counted.
     """
 
     answers: int
@@ -153,7 +153,7 @@ def _chance(cosine: Tensor, projections: Projections) -> Tensor:
 
 
 def measure_samples(tier: CpuTier, asks: Sequence[Answer], counted_reads: int) -> SampleAgreement:
-    """Hold answers against the sample that there should be. Their contexts must be open; they may have grown."""
+    """Compare answers with the right sample. Their contexts must be open; they may have grown."""
     shape = tier.shape
     projections = draw_projections(
         shape.dim, shape.bits_per_table, shape.num_tables, PROJECTION_SEED, asks[0].query.dtype, torch.device("cpu")

@@ -1,7 +1,7 @@
 """Compare a method's next-token distributions with full attention's: agreement, and KL(full || method) in nats.
 
-Invariant: distributions are compared position by position behind the same tokens. Of what an engine or a server says
-only its most likely tokens are known; all others count as one there, so that KL is a lower bound.
+Invariant: distributions are compared position by position after the same tokens. An engine or a server reports only its
+most likely tokens; all others count as one, so that KL is a lower bound.
 """
 
 import math

@@ -31,8 +31,8 @@ Cell = tuple[dict[str, Any], list[list[int]]]
 
 @dataclass(frozen=True)
 class FidelityRun:
-    """What is compared. server: where the labels are profiles of a server; None: in this process, in the engine of
-    the deployment (None: what the machine gives, and no host tier).
+    """What is compared. server: the labels are profiles of this server; None: they run in this process. deployment: of
+    the engine in this process; None: one made for the machine, without a host tier.
     """
 
     model: Path
@@ -49,8 +49,9 @@ class FidelityRun:
 
 
 def run_comparisons(run: FidelityRun) -> dict[str, list[Row]]:
-    """Return `rows` of methods and profiles and `layers` of methods, each with its text and length. Files of text are
-    compared one by one, since a method that holds on a novel may not on code.
+    """Return `rows` of methods and profiles and `layers` of methods, each with its text and length.
+
+    Files of text are compared one by one, since a method that is accurate on a novel may not be on code.
     """
     dtype = torch.bfloat16 if run.device.startswith("cuda") else torch.float32
     decoder = load_decoder(run.model, torch.device(run.device), dtype)

@@ -1,8 +1,8 @@
 """Make prompts of tasks and datasets with their documents as chunks.
 
-A prompt is written as the model's chat template (or the reference model's own form) has it, its document is cut as the
-server cuts documents, and all policies get the same token ids. Chunks of generated tasks are shuffled; those of a
-dataset keep their order, on which its answers may depend. Invariant: answers fit the order in which the chunks come.
+A prompt is written by the model's chat template (or in the reference model's own form), and its document is cut as the
+server cuts documents. All policies get the same token ids. Chunks of generated tasks are shuffled. Those of a dataset
+keep their order, since its answers may depend on it. Invariant: answers fit the order of the chunks.
 """
 
 import random

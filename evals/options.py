@@ -41,7 +41,7 @@ Concurrency = Annotated[int, typer.Option("--concurrency", min=1, help="requests
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Tell expected errors in one line on stderr, and end with status 1."""
+    """Print expected errors as one line on stderr, and end with status 1."""
     from evals.methods.method import MethodError
     from gpu.memory.plan import PlanError
     from gpu.model.architecture import ModelError
@@ -69,8 +69,8 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_tasks(text: str, more: tuple[str, ...] = ()) -> list[str]:
-    """Parse `needle,list` to ["needle", "list"]; empty where nothing is named. more: names beside the tasks'. Raises
-    ValueError for an unknown one.
+    """Parse `needle,list` to ["needle", "list"]; [] for an empty text. more: further valid names. Raises ValueError for
+    an unknown one.
     """
     from evals.tasks import TASK_NAMES
 
@@ -90,7 +90,7 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
 
 def parse_shares(option: str, text: str) -> list[float]:
-    """Parse `0.05,0.15` to [0.05, 0.15]. Raises ValueError for what is no number from 0 to 1."""
+    """Parse `0.05,0.15` to [0.05, 0.15]. Raises ValueError for anything but numbers from 0 to 1."""
     try:
         shares = [float(part) for part in text.split(",")]
     except ValueError:
@@ -116,8 +116,8 @@ def parse_files(option: str, texts: Sequence[str], known: Sequence[str]) -> dict
 
 
 def read_deployment(config: Path | None, url: str | None) -> "Deployment | None":
-    """Return the deployment of the engine in this process. Raises ConfigError, or ValueError where a URL is asked
-    instead.
+    """Return the deployment of the engine in this process. Raises ConfigError, or ValueError if a URL is given
+    as well.
     """
     from server.deployment import load_deployment
 

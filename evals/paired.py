@@ -1,8 +1,8 @@
 """Compute differences over the same prompts, with their intervals.
 
-Scores are per prompt in [0, 1]; differences are in points (per cent). The invariants: two lists are compared prompt by
-prompt, never by their means alone, so what prompts have in common cancels; an interval of scores that are all 0 or 1 is
-exact: it covers the truth in at least 95 % of runs whatever the truth is, however few prompts differ.
+Scores are per prompt in [0, 1]; differences are in points (per cent). Invariants: two lists are compared prompt by
+prompt, never by their means alone, so that the prompts' own difficulty cancels. An interval of scores that are all 0 or
+1 is exact: it covers the true value in at least 95 % of runs, whatever that is and however few prompts differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -107,10 +107,10 @@ def pooled_interval(differences: Mapping[float, int]) -> Paired:
 
 
 def bootstrap_interval(points: np.ndarray, unseen: Paired) -> Paired:
-    """Return the mean of float64 [prompts] in points and its percentile bootstrap interval, of a fixed seed.
+    """Return the mean of float64 [prompts] in points and its percentile bootstrap interval, with a fixed seed.
 
-    Where all are equal resampling says nothing, and the interval is as wide as that of `unseen`, in which no prompt
-    differs from the others. Where few differ it is narrower than it should be.
+    If all are equal, resampling gives no interval; it is then as wide as that of `unseen`, in which no prompt differs
+    from the others. If few differ, the interval is narrower than it should be.
     """
     return _bootstrap(*np.unique(points, return_counts=True), unseen)
 

@@ -1,6 +1,6 @@
-"""Sum records of single samples up to rows: one for each method, task and length, with its noise.
+"""Summarise records of single samples as rows: one for each method, task and length, with its interval.
 
-Invariants: a failed sample stays in its row with score 0 and is counted; a row's difference to full attention is
+Invariants: a failed sample stays in its row with score 0 and is counted. A row's difference from full attention is
 paired, over the samples that both have.
 """
 
@@ -36,13 +36,12 @@ def summarize(records: Iterable[Record]) -> list[Row]:
     """Return rows of `method, settings, task, length, samples, score, head_fraction, bytes_fraction` and what goes with
     them.
 
-    `score` is in points, 0 to 100, `low` to `high` its 95 % interval; `difference` (`difference_low` to `_high`) is
-    paired with full attention on the same samples, None where it did not run; `losses` and `gains` are the prompts that
-    differ, where scores are 0 or 1, and `interval` says how the intervals were made (`evals.paired`); `differences`
-    are the paired ones in points with how many prompts have each, of which rows are pooled (`evals.aims`). `applied`
-    is false where the method did nothing in the whole cell, None where nothing is known of that. Fractions are
-    means over samples, None where nothing is known of them (failures, a server). `reasons`: why samples failed, with
-    counts.
+    `score`: in points, 0 to 100; `low` to `high` is its 95 % interval. `difference` (`difference_low` to `_high`): from
+    full attention, paired on the same samples; None if that did not run. `losses`, `gains`: the prompts that differ, if
+    scores are 0 or 1. `interval`: how the intervals were made (`evals.paired`). `differences`: the paired differences
+    in points, each with its number of prompts, which `evals.aims` pools. `applied`: false if the method had no effect
+    in the whole cell; None: unknown. Fractions are means over samples; None if unknown (failures, a server). `reasons`:
+    why samples failed, with counts.
     """
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
@@ -60,7 +59,7 @@ PLACE = ("task", "length", "metric", "text", "seed")
 
 
 def _place(cell: dict[str, Any]) -> str:
-    """Return what rows that can be compared have in common."""
+    """Return a key that is equal for rows that can be compared."""
     return json.dumps({key: cell.get(key) for key in PLACE}, sort_keys=True)
 
 

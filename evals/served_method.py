@@ -1,4 +1,4 @@
-"""Parse the name of a method that is a serving profile, with settings that stand in for the deployment's own.
+"""Parse the name of a method that is a serving profile, with settings that replace the deployment's own.
 
 `profile:NAME`, or `profile:sampled:bits_per_table=10,num_tables=200` for other settings of the profile's method, so
 that one run compares several. Values are read as YAML, as in a deployment's file. Invariant: two methods that need the
@@ -21,8 +21,8 @@ PREFIX = "profile:"
 
 @dataclass(frozen=True)
 class ServedMethod:
-    """A serving profile as a method. deployment: the requested one with the method's settings in it; None: the default
-    of the machine. profile: the profile of this name in the deployment.
+    """A serving profile as a method. deployment: the requested one with the method's settings; None: the machine's
+    default. profile: the name of the profile in the deployment.
     """
 
     deployment: Deployment | None
@@ -81,7 +81,7 @@ def _with_settings(method: str, text: str, found: ServedMethod) -> Deployment:
 
 
 def _without_settings(composition: Composition, slot: Slot, name: str) -> Composition:
-    """Return a composition that says nothing of its own of what all profiles share."""
+    """Return a composition without its own values of settings that all profiles share."""
     choice: MethodChoice | None = getattr(composition, slot)
     if choice is None or choice.method != name:
         return composition
@@ -93,8 +93,8 @@ def group_by_deployment(
 ) -> list[tuple[Deployment | None, dict[str, str]]]:
     """Return deployments to load, and the methods that run in each, with their profiles.
 
-    A profile that keeps all on the device goes with the first where it is made of the same: nothing of `host` touches
-    it.
+    A profile that keeps everything on the device runs in the first deployment that has the same profile, since settings
+    of `host` do not matter to it.
     """
     served = {method: found for method in methods if (found := served_method(method, deployment)) is not None}
     groups: list[tuple[Deployment | None, dict[str, str]]] = []

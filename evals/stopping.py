@@ -1,6 +1,6 @@
 """Stop a run before it is done: after so many seconds, or at a signal, between two samples or batches.
 
-Invariant: the first TERM or INT only asks; a second one ends the process as it always would.
+Invariant: the first TERM or INT only asks for the end; a second one ends the process as usual.
 """
 
 import signal
@@ -16,7 +16,9 @@ class RunCut(Exception):
 
 
 class Stop:
-    """Asked by `check` whether to end. seconds: from now on; None: no bound. reason: why the run was cut, or None."""
+    """Decides when a run ends; runners call `check`. seconds: the time limit from now on; None: none. reason: why the
+    run was cut, or None.
+    """
 
     def __init__(self, seconds: float | None) -> None:
         self.reason: str | None = None

@@ -32,7 +32,7 @@ class AdapterNames:
         return NO_ADAPTER
 
     def digest_of(self, number: int) -> str:
-        """Return what keeps the prefixes of adapters apart, also where a deployment's order or files change."""
+        """Return a digest that keeps the prefixes of adapters apart, even if a deployment's order or files change."""
         return "" if number == NO_ADAPTER else self.digests[number - 1]
 
 

@@ -10,7 +10,7 @@ from server.service.service import Service, join_salts
 
 
 def publish_events(services: Sequence[Service]) -> EventPublisher | None:
-    """Return the publisher of the models' events, to be closed; None: nobody asks for them. Raises ConfigError."""
+    """Open the publisher of the models' events, which the caller closes; None: not configured. Raises ConfigError."""
     config = services[0].settings.events
     if config is None:
         return None

@@ -1,7 +1,7 @@
-"""How tokens are drawn where a request does not say: as the model's generation_config.json, or a GGUF file's metadata,
-asks, or as OpenAI does.
+"""Sampling defaults for what a request leaves open: from the model's generation_config.json, a GGUF file's metadata, or
+OpenAI's.
 
-`do_sample: false` there is the most likely token. Values are held to the ranges of a request's fields.
+`do_sample: false` means the most likely token. Values must be in the ranges of a request's fields.
 """
 
 from dataclasses import dataclass, replace
@@ -23,10 +23,7 @@ _GGUF_KEYS = dict(zip(FIELDS, ("temp", "top_p", "top_k", "min_p", "penalty_repea
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Hold how tokens are drawn where a request does not say; the initial values are OpenAI's.
-
-    `top_k` 0: all tokens.
-    """
+    """Sampling defaults; the initial values are OpenAI's. top_k: 0: all tokens."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -36,7 +33,7 @@ class SamplingDefaults:
 
 
 def load_sampling_defaults(deployment: Deployment) -> SamplingDefaults:
-    """Load the model's defaults. Raises ConfigError if its file cannot be read, or asks for what no request could."""
+    """Load the model's defaults. Raises ConfigError if its file cannot be read, or has values that no request could."""
     folder = deployment.model.path
     if deployment.server.generation_defaults == "openai" or folder is None:
         return SamplingDefaults()

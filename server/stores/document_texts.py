@@ -131,6 +131,6 @@ def choose_fusion(config: DocumentsConfig, choice: FusionChoice | None, num_laye
 
 
 def unknown_document(param: str, got: str) -> ApiError:
-    """Return a 404: nobody has the document, or another key."""
+    """Return a 404: the document does not exist, or belongs to another key."""
     what = f"{param}: {got[:80]!r} does not exist, or is another key's; POST /v1/documents makes one"
     return ApiError(404, what, param=param, code="document_not_found")

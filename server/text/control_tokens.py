@@ -1,8 +1,8 @@
 """Treat control tokens that a message spells out as text: only the chat template's own end a turn or begin another.
 
-The template sees messages with a mark inside every control token that they spell out. The text between the template's
-own control tokens is then tokenised again without marks. What is tokenised, joined, is the template's text without
-marks.
+The template gets messages with a mark inside every control token that they spell out. The text between the template's
+own control tokens is then tokenised without these marks. So the tokenised texts, joined, are the template's text
+without marks.
 """
 
 import re

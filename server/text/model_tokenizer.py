@@ -23,7 +23,7 @@ _LONG_CHARS_PER_TOKEN = 6  # a text with fewer for each token that it may have i
 
 
 class TooManyTokens(Exception):
-    """Report that a text has at least `num_tokens`, more than was allowed."""
+    """A text has at least `num_tokens` tokens, more than allowed."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(num_tokens)
@@ -31,7 +31,7 @@ class TooManyTokens(Exception):
 
 
 class Tokenizer:
-    """Convert text and token ids, and say which ids end a text. Thread-safe; encoding releases the GIL."""
+    """Converts between text and token ids, and knows which ids end a text. Thread-safe; encoding releases the GIL."""
 
     def __init__(self, folder: Path, model_folder: Path | None) -> None:
         """Load a folder's tokenizer. Raises ConfigError if it lacks a usable tokenizer.json or tokenizer.model."""
@@ -67,11 +67,12 @@ class Tokenizer:
         return self.encode(text, add_special_tokens)
 
     def check_fits(self, text: str, most_tokens: int) -> None:
-        """Check that a text has not clearly more tokens; one that passes may have a few more. Raises TooManyTokens.
+        """Check that a text does not clearly have too many tokens; one that passes may have a few more.
 
-        A byte-level vocabulary without a normalizer spells every byte, so a length alone can be too much. Otherwise
-        pieces are tokenised until there are too many: a cut makes at most one token two of fewer characters each, so
-        what the pieces have too many is bounded by the characters of a token.
+        A byte-level vocabulary without a normalizer spells every byte, so the length alone can show that a text is too
+        long. Otherwise pieces are tokenised until there are too many tokens. A cut splits at most one token, into parts
+        with fewer characters each, so the surplus of the pieces is bounded by the characters of a token. Raises
+        TooManyTokens.
         """
         if self.is_byte_level and self.vocabulary.normalizer is None:
             least = len(text) // self.longest_token_chars

@@ -1,7 +1,7 @@
 """Threads for work that grows with a text: tokenising, templates, long answers.
 
-Their number does not grow with that of clients. A short text never waits for a long one, and nobody behind more than
-`_MOST_WAITING` others. Of long texts from which nothing is generated, one at a time is worked on, so that a thread is
+Their number does not grow with that of clients. A short text never waits for a long one, and no text waits for more
+than `_MOST_WAITING` others. Long texts from which nothing is generated are processed one at a time, so that a thread is
 left for prompts. No text waits for a grammar, which may take seconds, or for a chat template.
 """
 
@@ -34,7 +34,9 @@ class TextPool:
         self._retry_after_seconds = retry_after_seconds
 
     async def run(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call it, in a thread if `size` (characters or tokens) says that it may take long. Raises ApiError 429."""
+        """Call a function, in a thread if by its `size` (characters or tokens) it may take long. Raises
+        ApiError 429.
+        """
         if size < INLINE_CHARS:
             return function(*args, **kwargs)
         lane = self._short if size <= _SHORT_CHARS else self._long
@@ -42,18 +44,21 @@ class TextPool:
             return await asyncio.get_running_loop().run_in_executor(lane, lambda: function(*args, **kwargs))
 
     async def check(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call what has a grammar checked, in a thread. Raises ApiError 429."""
+        """Call a function that checks a grammar, in a thread. Raises ApiError 429."""
         with self._wait():
             return await asyncio.get_running_loop().run_in_executor(self._grammars, lambda: function(*args, **kwargs))
 
     async def render(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call what renders a chat template, in a thread. Raises ApiError 429."""
+        """Call a function that renders a chat template, in a thread. Raises ApiError 429."""
         with self._wait():
             return await asyncio.get_running_loop().run_in_executor(self._templates, lambda: function(*args, **kwargs))
 
     @asynccontextmanager
     async def one_at_a_time(self, size: int) -> AsyncIterator[None]:
-        """Call `run` in here for a text from which nothing is generated: alone, if it is long. Raises ApiError 429."""
+        """Wait for a turn to call `run` for a text from which nothing is generated; long texts take turns.
+
+        Raises ApiError 429.
+        """
         if size <= _SHORT_CHARS:
             yield
             return
@@ -75,7 +80,7 @@ class TextPool:
             self._num_waiting -= 1
 
     def shutdown(self) -> None:
-        """Wait for nobody: what has not begun is dropped."""
+        """Drop all work that has not begun, without waiting."""
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
         self._grammars.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Token ids to text as they come: no broken characters, and no stop string ever shown.
+"""Convert token ids to text as they arrive, without broken characters and without stop strings.
 
 `TextDecoder` turns tokens into characters, holding back bytes until a character is whole. `StopMatcher` holds back
 what may be the start of a stop string. Both give the same text however their input is cut into pieces.
@@ -33,8 +33,8 @@ class TextDecoder:
 class StopMatcher:
     """Cut a text before the stop string that is completed first (the longest of those completed together).
 
-    With `keeps_stop` it is cut behind that. Text is held back from where a stop string may begin, and never looked at
-    again before that. So a character costs a few string comparisons for each stop string, however long they are and
+    With `keeps_stop` the text is cut after it. Text is held back from where a stop string may begin; earlier text is
+    not searched again. So a character costs a few string comparisons for each stop string, however long they are and
     however far they had matched.
     """
 
