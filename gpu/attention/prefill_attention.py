@@ -54,10 +54,10 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, k
     if not query.is_cuda:
         return _in_blocks(query, key, value, scale)
     begin = key.shape[1] - query.shape[0]
-    own = _two_sided(query, key[:, begin:], value[:, begin:], True, scale)
+    own = _full_or_causal(query, key[:, begin:], value[:, begin:], True, scale)
     if begin == 0:
         return own
-    past = _two_sided(query, key[:, :begin], value[:, :begin], False, scale)
+    past = _full_or_causal(query, key[:, :begin], value[:, :begin], False, scale)
     whole = merge(past.partial(), own.partial())
     return Attended(whole.out, whole.lse)
 
@@ -66,7 +66,7 @@ def past_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kern
     """Attend to keys that every query sees, none of them its own; otherwise like `prefill_attention`."""
     if kernel == "flash" and query.is_cuda:
         return _flash(query, key, value, False, scale)
-    return _two_sided(query, key, value, False, scale)
+    return _full_or_causal(query, key, value, False, scale)
 
 
 def scattered_attention(
@@ -183,9 +183,9 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Atten
     for first in range(0, len(query), BLOCK_ROWS):
         rows, begin = query[first : first + BLOCK_ROWS], key.shape[1] - len(query) + first
         end = begin + len(rows)
-        whole = _two_sided(rows, key[:, begin:end], value[:, begin:end], True, scale)
+        whole = _full_or_causal(rows, key[:, begin:end], value[:, begin:end], True, scale)
         if begin:
-            past = _two_sided(rows, key[:, :begin], value[:, :begin], False, scale)
+            past = _full_or_causal(rows, key[:, :begin], value[:, :begin], False, scale)
             share = torch.sigmoid(past.partial_lse - whole.partial_lse)[..., None]  # weight of the keys that all see
             out = torch.lerp(whole.out.float(), past.out.float(), share)
             whole = Attended(out, torch.logaddexp(past.partial_lse, whole.partial_lse))
@@ -198,7 +198,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
     return _grouped(query, key, value, mask, False, scale)
 
 
-def _two_sided(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
+def _full_or_causal(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
     """Attend to all keys, or causally to as many keys as queries."""
     return _grouped(query, key, value, None, causal, scale)
 
@@ -212,7 +212,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cau
         mask = mask.expand(heads // kv_heads, kv_heads, *mask.shape)
     grouped = query.view(tokens, kv_heads, heads // kv_heads, dim).permute(2, 1, 0, 3)  # [group, kv_heads, tokens, dim]
     if not (query.is_cuda or causal or mask is not None):
-        return _as_one(grouped, key, value, scale)
+        return _as_one_head(grouped, key, value, scale)
     key = key.expand(heads // kv_heads, *key.shape)
     value = value.expand(heads // kv_heads, *value.shape)
     if query.is_cuda:
@@ -228,7 +228,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cau
     return Attended(out, lse.permute(2, 1, 0).reshape(tokens, heads).float())
 
 
-def _as_one(grouped: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+def _as_one_head(grouped: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
     """Attend on the CPU with the heads of a group as one head with more queries, which see the same keys.
 
     The matrix products are longer then.

@@ -118,7 +118,7 @@ class Answering:
         """Queue a launched step. The host reads of its parts are answered in turns."""
         answers = self._last = Answers(host, parts)
         if self._is_stopped:
-            answers.give_up(_stopped())
+            answers.give_up(_stopped_error())
             return answers
         if self._thread is None:
             self._thread = Thread(target=_serve, args=(self._steps,), name="answers", daemon=True)
@@ -159,7 +159,7 @@ class Answering:
         """Answer a queued step; runs in the answering thread."""
         try:
             if self._is_stopped:
-                raise _stopped()
+                raise _stopped_error()
             if self._failure is not None:
                 raise ExchangeError(f"exchange: an earlier step failed: {self._failure}")
             for part in answers.parts:
@@ -185,5 +185,5 @@ def _serve(steps: "SimpleQueue[tuple[Answering, Answers] | None]") -> None:
         del step, answering, answers  # or this thread would keep them alive while it waits
 
 
-def _stopped() -> ExchangeError:
+def _stopped_error() -> ExchangeError:
     return ExchangeError("exchange: the thread that answers the device was stopped; start the engine again")

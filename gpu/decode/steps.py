@@ -198,7 +198,7 @@ class DecodeSteps:
     def _launch(self, batch: Batch) -> LaunchedStep:
         """Launch a step by the fastest way that takes it: as the compiled step, as a captured one, or eagerly."""
         if batch.has_host_reads or any(host_read is not None for host_read in batch.host_reads):
-            return self._run_lent(batch) if self._methods_read(batch) else self._run_host_reads(batch)
+            return self._run_by_methods(batch) if self._only_methods_read(batch) else self._run_host_reads(batch)
         adapters = self.loop.decoder.adapters
         adapts = adapters is not None and adapters.has_any(batch.slots)
         is_plain = not batch.reuses and not adapts
@@ -208,7 +208,7 @@ class DecodeSteps:
             token_ids = self.loop.last_tokens.numpy()[np.array(batch.places)]
             return LaunchedStep(self._compiled.run(slots, positions, token_ids))
         takes_turns = self._count_turns(batch) > 1
-        captured = self._find(StepKind(0, batch.reuses, adapts=adapts, turns=takes_turns), len(batch))
+        captured = self._find_captured(StepKind(0, batch.reuses, adapts=adapts, turns=takes_turns), len(batch))
         if captured is None:
             rows, experts = self._upload(batch, len(batch)), self._eager_experts(len(batch))
             return LaunchedStep(_logits_of(self.loop.step(rows, None, batch.reuses, experts, adapts=adapts)))
@@ -303,7 +303,7 @@ class DecodeSteps:
             num_parts = 1  # a draft's tokens must stay in one part: each continues the recurrent state of those before
         parts = [batch[rows] for rows in cut(len(batch), num_parts)]
         kind = StepKind(num_parts, batch.reuses, adapts=self._has_adapters, turns=self._count_turns(batch) > 1)
-        captured = self._find(kind, len(batch))
+        captured = self._find_captured(kind, len(batch))
         self._answering.recover()
         if captured is not None:
             self._recover_experts(captured, reads_host=True)
@@ -326,13 +326,13 @@ class DecodeSteps:
         logits = [own[: len(part)] for own, part in zip(captured.logits, parts, strict=True)]
         return LaunchedStep(logits[0] if len(logits) == 1 else torch.cat(logits), answers)
 
-    def _run_lent(self, batch: Batch) -> LaunchedStep:
+    def _run_by_methods(self, batch: Batch) -> LaunchedStep:
         """Launch a step whose host reads are done by methods alone, so that no answer of the CPU is awaited."""
         assert self.host_reader is not None, "decode: rows read host memory, but there is no host tier"
         times, clock = self.host_reader.times, time.perf_counter
         takes_turns = self._count_turns(batch) > 1
         kind = StepKind(0, batch.reuses, lends=True, adapts=self._has_adapters, turns=takes_turns)
-        captured = self._find(kind, len(batch))
+        captured = self._find_captured(kind, len(batch))
         if captured is not None:
             self._recover_experts(captured, reads_host=True)
         began = clock()
@@ -349,7 +349,7 @@ class DecodeSteps:
         attention.give_up()  # the loan holds what the device still reads
         answers = () if captured is None else self._answer_experts(captured, reads_host=True)
         times.launch_s += clock() - ready
-        self._count(len(batch), 0, 0.0)
+        self._count_step(len(batch), 0, 0.0)
         return LaunchedStep(logits, answers)
 
     @contextmanager
@@ -391,7 +391,7 @@ class DecodeSteps:
             for loan in loans:
                 loan.end(self._point())
 
-    def _methods_read(self, batch: Batch) -> bool:
+    def _only_methods_read(self, batch: Batch) -> bool:
         """Return whether methods alone do the host reads of all rows, so that nothing is requested of the CPU."""
         if not batch.reuses:
             return False
@@ -420,14 +420,14 @@ class DecodeSteps:
             for exchange in exchanges:
                 exchange.slot.release()
             raise
-        self._count(sum(map(len, parts)), len(parts), attention_s)
+        self._count_step(sum(map(len, parts)), len(parts), attention_s)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _observe(self, rows: int, num_parts: int, answered: Answered, attention_s: float) -> None:
         """Record the times of an answered step; see `answering.OnAnswered`."""
         assert self.host_reader is not None
         self.host_reader.halving.observe(rows, num_parts, answered.waited_s, answered.attended_s)
-        self._count(rows, num_parts, attention_s)
+        self._count_step(rows, num_parts, attention_s)
 
     def _point(self) -> Event:
         """Record and return an event on the current stream. Waiting for it blocks without using a CPU core."""
@@ -438,7 +438,7 @@ class DecodeSteps:
         event.record(torch.cuda.current_stream(device))
         return event
 
-    def _count(self, rows: int, num_parts: int, attention_s: float) -> None:
+    def _count_step(self, rows: int, num_parts: int, attention_s: float) -> None:
         """Add an answered step to the totals."""
         assert self.host_reader is not None
         times = self.host_reader.times
@@ -519,7 +519,7 @@ class DecodeSteps:
         """Return where a step of so many rows requests experts of the CPU; None: the step fetches experts."""
         if not self._experts:
             return None
-        experts = self._experts[_place(reads_host)]
+        experts = self._experts[_exchange_index(reads_host)]
         return experts if num_rows <= experts.max_rows else None
 
     def _eager_experts(self, num_rows: int) -> ExpertExchange | None:
@@ -531,13 +531,13 @@ class DecodeSteps:
 
     def _recover_experts(self, captured: _Captured, reads_host: bool) -> None:
         if captured.expert_requests is not None:
-            self._expert_answering[_place(reads_host)].recover()
+            self._expert_answering[_exchange_index(reads_host)].recover()
 
     def _answer_experts(self, captured: _Captured, reads_host: bool) -> tuple[Answers, ...]:
         """Hand the expert requests of a launched step to the threads that answer them."""
         if captured.expert_requests is None:
             return ()
-        place = _place(reads_host)
+        place = _exchange_index(reads_host)
         experts, num_rows = self._experts[place], int(captured.expert_requests.table[0, ROWS])
         return (
             self._expert_answering[place].hand_over(
@@ -545,7 +545,7 @@ class DecodeSteps:
             ),
         )
 
-    def _find(self, kind: StepKind, num_rows: int) -> _Captured | None:
+    def _find_captured(self, kind: StepKind, num_rows: int) -> _Captured | None:
         """Return the smallest captured step of this kind that has room for so many rows, or None."""
         fitting = [size for known, size in self._captured if known == kind and size >= num_rows]
         return self._captured[kind, min(fitting)] if fitting else None
@@ -584,7 +584,7 @@ class DecodeSteps:
         )
 
 
-def _place(reads_host: bool) -> int:
+def _exchange_index(reads_host: bool) -> int:
     """Return the index of a step's exchange for experts: the last one is for steps with host reads."""
     return -1 if reads_host else 0
 

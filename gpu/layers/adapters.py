@@ -30,17 +30,17 @@ class Adapters:
         self.count = len(files)
         self.products = _load(files, architecture, dtype, device)
         self._ids = torch.zeros(1 + max_running, dtype=torch.int64, device=device)  # entry 0 is for rows of no slot
-        self._of_slot = [0] * max_running
+        self._number_of_slot = [0] * max_running
 
     def assign(self, slot: int, number: int) -> None:
         """Give a slot its adapter, in stream order after what is launched."""
         assert 0 <= number <= self.count, f"adapters: number {number}; there are {self.count}"
-        self._of_slot[slot] = number
+        self._number_of_slot[slot] = number
         self._ids[slot + 1 : slot + 2].fill_(number)
 
     def has_any(self, slots: Collection[int]) -> bool:
         """Return whether one of the slots has an adapter."""
-        return any(self._of_slot[slot] for slot in slots)
+        return any(self._number_of_slot[slot] for slot in slots)
 
     def rows(self, slots: Tensor) -> AdapterRows:
         """Return the adapters of tokens in these slots, int32 `[tokens]`; -1 for rows of no slot."""
@@ -69,14 +69,14 @@ def _load(
             columns = slice(begin, begin + part.rank)
             down[columns].copy_(opened[number - 1].get_tensor(part.down))
             rows = opened[number - 1].get_tensor(part.up).float() * part.gain
-            order = _order_of(architecture, layer, part)
+            order = _row_order_of(architecture, layer, part)
             up[columns, : part.rows].copy_((rows if order is None else rows[order]).T)
             begin += part.rank
             counts.setdefault((part.begin, part.rows), [0] * (1 + len(files)))[number] += part.rank
         ranges = _ranges_of(counts, num_rows)
         key = tuple(tuple(counts.get((one.begin, one.rows), [0] * (1 + len(files)))) for one in ranges)
         if key not in shared:
-            shared[key] = _whose(key, device)
+            shared[key] = _owners_and_spans(key, device)
         products[layer, matrix] = StackedAdapters(down, up, *shared[key], ranges, max(map(max, key)))
     return products
 
@@ -98,7 +98,7 @@ def _ranges_of(counts: Mapping[tuple[int, int], Sequence[int]], num_rows: int) -
     return tuple(ranges)
 
 
-def _whose(counts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def _owners_and_spans(counts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the owners and spans of `StackedAdapters`.
 
     counts: for each range, the number of columns of each adapter; index 0 stands for no adapter.
@@ -110,7 +110,7 @@ def _whose(counts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
     return owners.to(device), torch.stack([firsts.T, of_all.T], 2).to(device, torch.int32)
 
 
-def _order_of(architecture: Architecture, layer: int, part: AdapterPart) -> Tensor | None:
+def _row_order_of(architecture: Architecture, layer: int, part: AdapterPart) -> Tensor | None:
     """Return, for each of our rows, the adapter's row, if the matrix itself was reordered on loading; None: the same
     order.
     """

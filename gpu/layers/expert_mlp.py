@@ -71,10 +71,10 @@ class ExpertMlp:
         """Return what a call returns, and the normed hidden states, `[tokens, hidden]`."""
         if self.weights.host is None or len(hidden) == 0:
             exchange = None
-        made, normed = self._make(hidden, norm, eps, slots, exchange)
+        made, normed = self._compute_on_card(hidden, norm, eps, slots, exchange)
         return made if exchange is None else exchange.add(made, hidden.dtype), normed
 
-    def _make(
+    def _compute_on_card(
         self, hidden: Tensor, norm: Tensor, eps: float, slots: Tensor | None, exchange: ExpertExchange | None
     ) -> tuple[Tensor, Tensor]:
         """Return what the card computes, added to `hidden`, and the norm: all experts, or those that the CPU does not

@@ -54,7 +54,7 @@ class Projections:
         self._ranks = ranks
         self._is_first = architecture.is_first
         self._has_all_logits = architecture.logit_rows == architecture.vocab_size
-        self._added = {} if adapters is None else adapters.products
+        self._adapter_products = {} if adapters is None else adapters.products
         self.eps = architecture.rms_norm_eps
         post = architecture.post_norm_eps
         self._post_eps = self.eps if post is None else post  # of norms behind attention and MLP
@@ -76,7 +76,7 @@ class Projections:
         ]
         for layer in self._matrices:
             widened.lay_out([one.packed for one in layer.values() if isinstance(one, PackedMatrix)])
-        self.staged = _stage(weights, architecture)
+        self.staged = _stage_experts(weights, architecture)
         self._experts = [
             None if layer.experts is None or spec.experts is None
             else ExpertMlp(layer.experts, spec.experts, spec.activation, index, self.staged, self._is_first)
@@ -216,11 +216,11 @@ class Projections:
         gate_up, down = self._matrices[layer]["gate_up"], self._matrices[layer]["down"]
         activation, bias = self._specs[layer].activation, weights.gate_up_bias
         lowered = None
-        if adapters is not None and (added := self._added.get((layer, "gate_up"))) is not None:
+        if adapters is not None and (added := self._adapter_products.get((layer, "gate_up"))) is not None:
             x, of_gates = self._lower(added, hidden, weights.mlp_norm, adapters)
             made = gate_up.linear(x)
             made = made if bias is None else made.add_(bias)
-            product, lowered = swiglu_raised(made, of_gates, activation, self._added.get((layer, "down")))
+            product, lowered = swiglu_raised(made, of_gates, activation, self._adapter_products.get((layer, "down")))
         elif bias is None and weights.mlp_norm is not None:
             product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, activation)
         else:
@@ -239,7 +239,7 @@ class Projections:
     def _norm_linear(self, layer: int, name: str, hidden: Tensor, norm: Tensor | None, bias: Tensor | None,
                      adapters: AdapterRows | None) -> Tensor:  # fmt: skip
         """Apply the norm, if there is one, the product, the bias and the adapters."""
-        matrix, added = self._matrices[layer][name], self._added.get((layer, name))
+        matrix, added = self._matrices[layer][name], self._adapter_products.get((layer, name))
         if added is not None and adapters is not None:
             x, lowered = self._lower(added, hidden, norm, adapters)
             return add_raised(matrix.linear(x), lowered, bias)
@@ -318,7 +318,7 @@ class Projections:
 
         lowered: the product of x with the adapters' down matrices; None: it is computed here.
         """
-        matrix, added = self._matrices[layer][name], self._added.get((layer, name))
+        matrix, added = self._matrices[layer][name], self._adapter_products.get((layer, name))
         adapts = added is not None and adapters is not None
         residual = hidden if post_norm is None and self._is_first else None
         product = matrix.linear(x, None if adapts else residual)
@@ -341,7 +341,7 @@ def _format_of(stored: Stored) -> tuple[object, ...]:
     return (getattr(stored, "kind", None), getattr(stored, "group", None), *(one.dtype for one in tensors_of(stored)))
 
 
-def _stage(weights: Weights, architecture: Architecture) -> StagedExperts | None:
+def _stage_experts(weights: Weights, architecture: Architecture) -> StagedExperts | None:
     """Return what brings experts from host memory to the card, or None if none are there."""
     hosts = [layer.experts and layer.experts.host for layer in weights.layers]
     if not any(hosts):

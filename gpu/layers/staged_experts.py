@@ -83,9 +83,9 @@ class StagedExperts:
 
     def fetch_listed(self, layer: int, listed: Listed) -> FarExperts:
         """Fetch the listed experts into slots. The caller launches what reads them before the next call."""
-        own, num_slots = self._of(layer), len(listed.wanted)
+        own, num_slots = self._host_experts(layer), len(listed.wanted)
         if self.is_kept:
-            buffer = self._take(None)
+            buffer = self._take_buffer(None)
             self._streams.wait_for(buffer.filled)
             memory = buffer.memory
         else:
@@ -105,35 +105,35 @@ class StagedExperts:
         """
         assert self.is_kept, "staged experts: whole layers are copied only on their own stream, outside of graphs"
         place = self._numbers.index(layer)
-        buffer = self._find(layer) or self._load(layer)
+        buffer = self._find_buffer(layer) or self._load_buffer(layer)
         self._buffers.append(self._buffers.pop(self._buffers.index(buffer)))
         if place + 1 < len(self._numbers) and (place == 0 or self._last == self._numbers[place - 1]):
             following = self._numbers[place + 1]
-            if self._find(following) is None:
-                self._load(following)
+            if self._find_buffer(following) is None:
+                self._load_buffer(following)
         self._last = layer
         self._streams.wait_for(buffer.filled)
-        own = self._of(layer)
+        own = self._host_experts(layer)
         slots = own.slots_in(buffer.memory, own.count)
         return FarExperts(slots.gate_up, slots.down, self._places[layer])
 
-    def _load(self, layer: int) -> _Buffer:
-        buffer, own = self._take(layer), self._of(layer)
+    def _load_buffer(self, layer: int) -> _Buffer:
+        buffer, own = self._take_buffer(layer), self._host_experts(layer)
         self.num_copied += own.count
         with self._streams.aside(self._streams.up):
             own.copy(own.slots_in(buffer.memory, own.count))
             buffer.filled = self._streams.record()
         return buffer
 
-    def _take(self, layer: int | None) -> _Buffer:
+    def _take_buffer(self, layer: int | None) -> _Buffer:
         buffer = self._buffers[0]
         buffer.layer = layer
         return buffer
 
-    def _find(self, layer: int) -> _Buffer | None:
+    def _find_buffer(self, layer: int) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.layer == layer), None)
 
-    def _of(self, layer: int) -> HostExperts:
+    def _host_experts(self, layer: int) -> HostExperts:
         own = self._layers[layer]
         assert own is not None, f"staged experts: layer {layer} has none in host memory"
         return own

@@ -88,7 +88,7 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
     keys.normal_()
     values.normal_()
     scale = dim**-0.5
-    kernels: dict[str, Attend] = {name: _whole(name) for name in get_args(Whole)}
+    kernels: dict[str, Attend] = {name: _whole_kernel(name) for name in get_args(Whole)}
     if most + PIECE_TOKENS <= context:
         kernels["cudnn"] = _in_pieces
     out = {}
@@ -105,7 +105,7 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
 
     def seconds(name: str, tokens: int, past: int) -> float:
         own = slice(0, past + tokens)
-        return _seconds(lambda: kernels[name](query[:tokens], keys[:, own], values[:, own], scale))
+        return _time_call(lambda: kernels[name](query[:tokens], keys[:, own], values[:, own], scale))
 
     whole, least_past = decide(left, seconds, most, context)
     past = max((past for past in MEASURED_PASTS if past + most <= context), default=0)
@@ -132,7 +132,7 @@ def decide(
     longest = pasts[-1] if pasts else context - most
     whole = min(wholes, key=lambda name: seconds(name, most, longest))
     least_past: dict[int, int] = {}
-    for size in _sizes(most) if "cudnn" in candidates else []:
+    for size in _padded_sizes(most) if "cudnn" in candidates else []:
         tokens = most if size >= most else size * 3 // 4  # a padded chunk is half full or more; the longest is full
         for past in reversed(pasts):
             if seconds("cudnn", tokens, past) >= seconds(whole, tokens, past):
@@ -141,14 +141,14 @@ def decide(
     return whole, least_past
 
 
-def _sizes(most: int) -> list[int]:
+def _padded_sizes(most: int) -> list[int]:
     """Return the padded numbers of queries that chunks of up to `most` queries have."""
     return [LEAST_QUERIES << place for place in range((padded_queries(most) // LEAST_QUERIES).bit_length())]
 
 
 def _make_plans(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
     """Make cuDNN's plans for every number of queries and every length of piece that can occur."""
-    for size in _sizes(len(query)):
+    for size in _padded_sizes(len(query)):
         for piece in range((keys.shape[1] // PIECE_TOKENS).bit_length()):
             own = slice(0, PIECE_TOKENS << piece)
             cudnn_attention(query[:size], keys[:, own], values[:, own], False, scale)
@@ -167,15 +167,15 @@ def _square_gain(query: Tensor, keys: Tensor, values: Tensor, scale: float, whol
         return 0.0
     for size in range(LEAST_SQUARE, len(query) + 1, SQUARE_STEP):
         attend_in_square(query[:size], keys[:, :size], values[:, :size], scale)
-    square = _seconds(lambda: attend_in_square(query, keys, values, scale))
-    return _seconds(lambda: prefill_attention(query, keys, values, scale, whole)) / square
+    square = _time_call(lambda: attend_in_square(query, keys, values, scale))
+    return _time_call(lambda: prefill_attention(query, keys, values, scale, whole)) / square
 
 
 def _in_pieces(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
     return attend_in_pieces(query, keys, values, scale, "flash", "cudnn", None)
 
 
-def _whole(name: Whole) -> Attend:
+def _whole_kernel(name: Whole) -> Attend:
     return lambda query, keys, values, scale: prefill_attention(query, keys, values, scale, name)
 
 
@@ -204,7 +204,7 @@ def find_fault(attend: Attend, query: Tensor, keys: Tensor, values: Tensor, scal
     return None
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _time_call(call: Callable[[], object]) -> float:
     """Return the seconds of a call, its launches included: the best of REPEATS calls after one that is not timed."""
     best = float("inf")
     for repeat in range(REPEATS + 1):

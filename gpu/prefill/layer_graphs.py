@@ -62,18 +62,18 @@ class LayerGraphs:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._least: dict[int, int] = {}  # by size, ascending: the fewest tokens of a unit that takes it
+        self._least_tokens: dict[int, int] = {}  # by size, ascending: the fewest tokens of a unit that takes it
         self._layers: dict[tuple[int, int], _LayerGraphs] = {}  # by layer and size
         self._num_filled = 0  # rows of the buffers that belong to a slot
 
     @property
     def most_tokens(self) -> int:
         """Return the tokens of the longest unit that has graphs; 0: no unit has."""
-        return max(self._least, default=0)
+        return max(self._least_tokens, default=0)
 
     def drop(self) -> None:
         """Free all captured layers."""
-        self._least.clear()
+        self._least_tokens.clear()
         self._layers.clear()
 
     def capture(
@@ -104,7 +104,7 @@ class LayerGraphs:
         for size in sorted(taken):
             lengths = sorted({self.most_tokens + 1, size})
             launched = [seconds(length) for length in lengths]
-            self._least[size] = lengths[0]
+            self._least_tokens[size] = lengths[0]
             replayed = [seconds(length) for length in lengths]
             faster = [length for length, *both in zip(lengths, replayed, launched, strict=True) if both[0] < both[1]]
             times = ", ".join(
@@ -112,10 +112,10 @@ class LayerGraphs:
                 for length, one, other in zip(lengths, replayed, launched, strict=True)
             )
             if faster:
-                self._least[size] = faster[0]
+                self._least_tokens[size] = faster[0]
                 reports.append(f"{size} for units from {faster[0]} tokens on ({times}; {taken[size]:.0f} MiB)")
             else:
-                del self._least[size]
+                del self._least_tokens[size]
                 for layer in layers:
                     del self._layers[layer, size]
                 reports.append(f"{size} dropped, no faster than launching ({times})")
@@ -123,7 +123,7 @@ class LayerGraphs:
 
     def covers(self, layer: int, num_tokens: int, pages: Pages | None) -> bool:
         """Return whether a layer has a graph for so many tokens that writes its keys and values to these pages."""
-        if not 0 < num_tokens <= self.most_tokens or num_tokens < self._least[self._size_of(num_tokens)]:
+        if not 0 < num_tokens <= self.most_tokens or num_tokens < self._least_tokens[self._size_of(num_tokens)]:
             return False
         graphs = self._layers.get((layer, self._size_of(num_tokens)))
         if graphs is None or (graphs.pages is None) != (pages is None):
@@ -184,8 +184,8 @@ class LayerGraphs:
         buffers = {name: allocate(spec, self._device) for name, spec in arrays.items()}
         self._hidden, self._wide, self._lse = buffers["hidden"], buffers["wide"], buffers["lse"]
         attention, recurrent = between_widths(architecture)
-        self._query, self._pre_rope_query, self._attended = _cut(buffers["between"], attention)
-        self._mixed, self._gates, self._made = _cut(buffers["between"], recurrent)
+        self._query, self._pre_rope_query, self._attended = _cut_buffer(buffers["between"], attention)
+        self._mixed, self._gates, self._made = _cut_buffer(buffers["between"], recurrent)
         self._positions, self._cells = buffers["positions"], buffers["cells"]
         self._slots = buffers["slots"].fill_(-1)
 
@@ -207,7 +207,7 @@ class LayerGraphs:
         return buffer.flatten()[: num_tokens * heads * dim].view(num_tokens, heads, dim)
 
     def _size_of(self, num_tokens: int) -> int:
-        sizes = list(self._least)
+        sizes = list(self._least_tokens)
         return sizes[bisect_left(sizes, num_tokens)]
 
     def _fill_slots(self, slots: Tensor) -> None:
@@ -274,7 +274,7 @@ class LayerGraphs:
         return before, behind
 
 
-def _cut(buffer: Tensor, widths: Sequence[int]) -> list[Tensor]:
+def _cut_buffer(buffer: Tensor, widths: Sequence[int]) -> list[Tensor]:
     """Cut a buffer's memory into arrays of `[rows, width]`, one behind another."""
     rows = len(buffer)
     parts = buffer.flatten()[: rows * sum(widths)].split([rows * width for width in widths])

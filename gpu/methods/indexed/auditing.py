@@ -129,7 +129,7 @@ class Audits:
         self._last: _Audit | None = None
         self.failure: BaseException | None = None
         is_cuda = report.queries.is_cuda
-        self._told = {
+        self._pinned = {
             name: torch.empty(group, *([dim] if name in ("queries", "near_out", "out") else []), pin_memory=is_cuda)
             for name in ("queries", "near_out", "near_lse", "out", "error")
         }
@@ -162,7 +162,7 @@ class Audits:
         if audit is None:
             return
         place = audit.reading.ring * self._kv_heads + audit.kv_head
-        for name, to in self._told.items():
+        for name, to in self._pinned.items():
             to.copy_(getattr(self._report, name)[audit.layer, place], non_blocking=True)
         if self._report.queries.is_cuda:
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -189,25 +189,25 @@ class Audits:
     def run(self, audit: _Audit) -> None:
         """Attend exactly to what was audited, and count its errors. Runs in the audit thread."""
         audit.copied.synchronize()
-        own = self._told["error"].numpy() != UNREPORTED
+        own = self._pinned["error"].numpy() != UNREPORTED
         if not own.any():
             return  # in this step another method supplied the results of all these heads
-        told = {name: one.numpy()[own].astype(np.float64) for name, one in self._told.items()}
+        noted = {name: one.numpy()[own].astype(np.float64) for name, one in self._pinned.items()}
         reading = audit.reading
         out, lse = attend_exactly(
             reading.table[audit.layer],
             audit.kv_head,
             reading.num_tokens,
-            told["queries"].astype(np.float32),
+            noted["queries"].astype(np.float32),
             self._rows,
         )
-        exact = merge_exactly(told["near_out"], told["near_lse"], out, lse)
-        errors = np.linalg.norm(told["out"] - exact, axis=1) / np.linalg.norm(exact, axis=1).clip(1e-30)
-        bounds = audit.factor * told["error"]
+        exact = merge_exactly(noted["near_out"], noted["near_lse"], out, lse)
+        errors = np.linalg.norm(noted["out"] - exact, axis=1) / np.linalg.norm(exact, axis=1).clip(1e-30)
+        bounds = audit.factor * noted["error"]
         self.of_layers[audit.layer].add(errors, bounds)
         reading.sums.add(errors, bounds)
         self.worst = max(self.worst, float(errors.max()))
-        self.calibration.add(audit.layer, errors / told["error"])
+        self.calibration.add(audit.layer, errors / noted["error"])
 
 
 def merge_exactly(out: np.ndarray, lse: np.ndarray, other: np.ndarray, other_lse: np.ndarray) -> np.ndarray:

@@ -113,7 +113,7 @@ class Indexed(RingSide):
         self._crossovers: Crossovers | None = {} if settings.resident == "auto" else None  # None: it always pays
         counted = (self._counts, self._report.of_layers, self._report.of_rings)
         is_cuda = device.type == "cuda"
-        self._told = [torch.zeros(one.shape, dtype=torch.int64, pin_memory=is_cuda) for one in counted]
+        self._on_host = [torch.zeros(one.shape, dtype=torch.int64, pin_memory=is_cuda) for one in counted]
 
     def assign(self, write: RingWrite) -> None:
         """Empty a ring's slots. Its index starts empty, or with a copy of another ring's index of the same tokens."""
@@ -140,7 +140,7 @@ class Indexed(RingSide):
         keep_measured(measured_path(), WHAT, of, {str(rows): least for rows, least in self._crossovers.items()})
 
     def forget_counts(self) -> None:
-        for counts in (self._counts, self._report.of_layers, self._report.of_rings, *self._told):
+        for counts in (self._counts, self._report.of_layers, self._report.of_rings, *self._on_host):
             counts.zero_()
 
     def takes_part(self, slots: Sequence[int], cells: Sequence[int], host_reads: Sequence[HostRead | None]) -> bool:
@@ -241,12 +241,14 @@ class Indexed(RingSide):
         return {Owner.FETCHED: read, Owner.ESTIMATED: torch.where(is_own, num_tokens, 0) - read}
 
     def end_step(self) -> None:
-        for to, counts in zip(self._told, (self._counts, self._report.of_layers, self._report.of_rings), strict=True):
+        for to, counts in zip(
+            self._on_host, (self._counts, self._report.of_layers, self._report.of_rings), strict=True
+        ):
             to.copy_(counts, non_blocking=True)
         self.audits.follow()
 
     def counts(self) -> dict[str, list[int]]:
-        read, noted, audits = self._told[0], self._told[1], self.audits
+        read, noted, audits = self._on_host[0], self._host_counts[1], self.audits
         tokens = read.sum(0)[[OFFLOADED, READ, FETCHED, TOKENS]].tolist()
         of_layers = [
             read[:, HEADS].tolist(),
@@ -263,7 +265,7 @@ class Indexed(RingSide):
 
     def figures_of(self, slot: int) -> dict[str, int]:
         ring = self.held[slot]
-        known, numbers = self.upkeep.known[ring], self._told[2][ring].tolist()
+        known, numbers = self.upkeep.known[ring], self._on_host[2][ring].tolist()
         if numbers[GENERATION] != known.generation:
             return {}  # no step of this request has finished yet
         audited = known.audited

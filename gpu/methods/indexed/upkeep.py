@@ -100,7 +100,7 @@ class Upkeep:
         ring = write.ring
         self._empty_slots(ring)
         self.in_pages[ring].fill_(0)
-        self._report.doublings[:, self._of_ring(ring)] = 0
+        self._report.doublings[:, self._places_of_ring(ring)] = 0
         before = self.known[ring]
         before.centre.rings.remove(ring)
         known = Known(Centre([ring]), pages=before.pages, generation=before.generation + 1)
@@ -129,7 +129,7 @@ class Upkeep:
             known.centre = source.centre
             known.centre.rings.append(ring)
         known.centre.is_known = source.centre.is_known
-        index.centres[:, self._of_ring(ring)] = index.centres[:, self._of_ring(copy.ring)]
+        index.centres[:, self._places_of_ring(ring)] = index.centres[:, self._places_of_ring(copy.ring)]
 
     def add_pages(self, ring: int, page_ids: Sequence[int], num_shared: int = 0) -> None:
         """Append these pages to a ring's index.
@@ -178,9 +178,9 @@ class Upkeep:
         if known.context_id not in (None, read.context_id):  # the same tokens, but their rows have moved
             self._empty_slots(ring)
         known.context_id = read.context_id
-        self._place(ring, places)
+        self._upload_places(ring, places)
         if not known.centre.is_known:
-            self.index.centres[:, self._of_ring(ring)] = self.index.piece_centres[:, ring, 0]
+            self.index.centres[:, self._places_of_ring(ring)] = self.index.piece_centres[:, ring, 0]
             self._share_centre(ring)
         if known.num_tokens < num_tokens:
             _check_pages(known, num_tokens)
@@ -194,10 +194,10 @@ class Upkeep:
         """Copy the centre that a ring has found to all rings that share pages with it."""
         centre = self.known[ring].centre
         centre.is_known = True
-        own = self.index.centres[:, self._of_ring(ring)]
+        own = self.index.centres[:, self._places_of_ring(ring)]
         for other in centre.rings:
             if other != ring:
-                self.index.centres[:, self._of_ring(other)] = own
+                self.index.centres[:, self._places_of_ring(other)] = own
 
     def _count_filled(self, known: Known) -> int:
         """Return how many tokens from the first one on are indexed, by this ring or by rings that share its pages."""
@@ -228,15 +228,15 @@ class Upkeep:
             self._written[stream.cuda_stream] = stream.record_event()
 
     def _empty_slots(self, ring: int) -> None:
-        own = self._of_ring(ring)
+        own = self._places_of_ring(ring)
         self.index.ids[:, own] = EMPTY
         self.index.held[:, own] = 0
 
-    def _of_ring(self, ring: int) -> slice:
+    def _places_of_ring(self, ring: int) -> slice:
         """Return the places of a ring, as a slice."""
         return slice(ring * self.layout.kv_heads, (ring + 1) * self.layout.kv_heads)
 
-    def _place(self, ring: int, places: np.ndarray) -> None:
+    def _upload_places(self, ring: int, places: np.ndarray) -> None:
         """Upload the table of a ring's pieces, in stream order, if its run has moved or grown."""
         known = self.known[ring]
         if known.places is not None and np.array_equal(known.places, places):

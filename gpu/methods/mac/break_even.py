@@ -42,9 +42,9 @@ class BreakEven:
         """Count a launched step. The last step of a window compares the window's reads."""
         self._num_steps += 1
         if self._stops and self._num_steps % WINDOW_STEPS == 0:
-            self._judge()
+            self._compare_window()
 
-    def _judge(self) -> None:
+    def _compare_window(self) -> None:
         """Stop the layers that read more than they saved over the last window, and resume those whose pause is over."""
         seen = self.counts - self._before
         self._before.copy_(self.counts)

@@ -266,8 +266,8 @@ class Predicted(RingSide):
     def counts(self) -> dict[str, list[int]]:
         sums = self._host_counts.sum(0).tolist()
         dropped = sums[SKIP] - sums[READ] - sums[WHOLE] if self._reading.drops_rest else 0
-        told = sums[SKIP], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE]
-        return {name: [number] for name, number in zip(COUNTERS, told, strict=True)}
+        totals = sums[SKIP], sums[READ], dropped, sums[FETCHED], sums[LOOKED], sums[LATE]
+        return {name: [number] for name, number in zip(COUNTERS, totals, strict=True)}
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

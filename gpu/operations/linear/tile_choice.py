@@ -86,7 +86,7 @@ class TileChoice:
         self, product: Product, tokens: int, seconds: Callable[[Callable[[], object]], float], most_shared_bytes: int
     ) -> Tiles | None:
         """Return the fastest tiles for so many tokens; None: the vendor's product is faster."""
-        weights = _of_many_bytes(product.weights)
+        weights = _beyond_caches(product.weights)
         rows, (_, inner) = product.rows, weights[0].shape
         x = torch.randn(tokens, inner, device=weights[0].device).to(product.x_dtype)
         residual = torch.randn(tokens, rows, device=x.device).to(weights[0].dtype)
@@ -121,6 +121,6 @@ class TileChoice:
         return best if is_faster else None
 
 
-def _of_many_bytes(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def _beyond_caches(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the first of the matrices: so many that no cache holds all of them."""
     return weights[: 1 + -(-LEAST_BYTES // weights[0].nbytes)]

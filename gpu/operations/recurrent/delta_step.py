@@ -91,7 +91,7 @@ def _convolved(
 
 
 @triton.jit
-def _taken_in(state, k, v, share, time, rate, bias, IS_MAMBA: tl.constexpr):
+def _updated_state(state, k, v, share, time, rate, bias, IS_MAMBA: tl.constexpr):
     """Return a head's state after one more token."""
     time = time.to(tl.float32) + bias
     soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
@@ -160,7 +160,7 @@ def _delta_step_kernel(
                 q = q * (tl.rsqrt(tl.sum(q * q, 0) + head_eps) * scale)
                 k = k * tl.rsqrt(tl.sum(k * k, 0) + head_eps)
                 own_time = tl.load(gates + row * gates_row + VALUE_HEADS + head)
-            state = _taken_in(state, k, v, own_share, own_time, rate, bias, IS_MAMBA)
+            state = _updated_state(state, k, v, own_share, own_time, rate, bias, IS_MAMBA)
             if step == sure - 1:
                 tl.store(address, state.to(states.dtype.element_ty), mask=inside)
             if step >= sure:
@@ -283,7 +283,7 @@ def _delta_commit_kernel(
             if not IS_MAMBA:
                 k = k * tl.rsqrt(tl.sum(k * k, 0) + head_eps)
                 time = tl.load(gate + VALUE_HEADS)
-            state = _taken_in(state, k, v, share, time, rate, bias, IS_MAMBA)
+            state = _updated_state(state, k, v, share, time, rate, bias, IS_MAMBA)
         tl.store(address, state.to(states.dtype.element_ty), mask=inside)
 
 
