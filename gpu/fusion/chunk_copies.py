@@ -1,7 +1,8 @@
-"""Chunks' way between a device and the library: what is computed goes there, what is read is given back.
+"""Copy document chunks between a device and the library: computed chunks are stored, chunks that were read are
+released.
 
-Invariant: memory that a copy reads or writes is neither given back nor kept before the device has passed the copy; on a
-GPU a thread waits for that, not who launches, and what fails there is told.
+Invariant: memory that a copy reads or writes is neither released nor stored before the device has done the copy. On a
+GPU a thread waits for that, not the launching thread, and reports failures.
 """
 
 import logging
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class Documents:
-    """The copies of document chunks between device and library. `shape`: of the chunks that the library keeps, and
-    `device` computes.
+    """Copies document chunks between device and library. shape: of the library's chunks. device: the one that
+    computes.
     """
 
     def __init__(self, library: ChunkLibrary, device: torch.device) -> None:
@@ -32,7 +33,7 @@ class Documents:
         self._waiting = ThreadPoolExecutor(1, "chunk-copies") if device.type == "cuda" else None
 
     def layers_for(self, num_tokens: int) -> Tensor:
-        """Return host memory for a chunk that is computed, uint8 `[layers, 2, tokens, kv_heads * row_bytes]`."""
+        """Allocate host memory for a computed chunk, uint8 `[layers, 2, tokens, kv_heads * row_bytes]`."""
         width = self.shape.num_kv_heads * self.shape.row_bytes
         size = (self.shape.num_layers, 2, num_tokens, width)
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
@@ -44,8 +45,8 @@ class Documents:
         self.streams.keep((rows,), self.streams.down)
 
     def keep(self, key: ChunkKey, layers: Tensor) -> None:
-        """Keep a computed chunk once the copies to the host have run. Where that fails, who waits computes it as any
-        text.
+        """Store a computed chunk once the copies to the host have run. If that fails, prompts that wait for the chunk
+        compute its tokens as other text.
         """
 
         def refuse(error: BaseException) -> None:
@@ -54,14 +55,14 @@ class Documents:
         self._after(self._sent(), lambda: self.library.keep(key, pages_of(layers)), refuse)
 
     def keep_now(self, key: ChunkKey, layers: Tensor) -> list[np.ndarray]:
-        """Keep a computed chunk now and return its layers; waits for the device."""
+        """Store a computed chunk now and return its layers. Waits for the device."""
         self._sent().synchronize()
         pages = pages_of(layers)
         self.library.keep(key, pages)
         return pages
 
     def release(self, releases: Sequence[Callable[[], None]]) -> None:
-        """Release what was copied from once the copies to the device have run."""
+        """Call `releases` once the copies to the device have run, which read the memory that is released."""
 
         def release_all() -> None:
             for release in releases:
@@ -82,7 +83,7 @@ class Documents:
             return self.streams.record()
 
     def _after(self, event: Event, call: Callable[[], object], tell: Callable[[BaseException], None]) -> None:
-        """Call `call` after the event. tell: is told of what the thread that waits has raised."""
+        """Call `call` after the event. tell: called with the exception if the waiting thread raises one."""
         if self._waiting is None:
             call()
             return
@@ -100,5 +101,5 @@ class Documents:
 
 
 def pages_of(layers: Tensor) -> list[np.ndarray]:
-    """Return a chunk's layers as the store takes them, uint8 `[layer_bytes]` each."""
+    """Return a chunk's layers in the form that the store takes: uint8 `[layer_bytes]` each."""
     return list(layers.flatten(1).numpy())

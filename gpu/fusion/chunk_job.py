@@ -1,8 +1,8 @@
-"""Chunks that are computed alone, packed one behind another: each from position 0, and none sees another.
+"""Compute document chunks alone, packed one behind another: each begins at position 0, and none attends to another.
 
-A3, section 2.2 (precomputation). They have no slot and no pages: one layer's keys and values stand in a buffer while
-the layer is computed. Invariants: what is kept of a chunk depends on its tokens alone; keys are kept before rotation,
-behind projection, bias and key norm.
+A3, section 2.2 (precomputation). They have no slot and no pages: a buffer holds one layer's keys and values while the
+layer is computed. Invariants: the stored rows of a chunk depend on its tokens alone; keys are stored before rotation,
+after projection, bias and key norm.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ DenseAttend = Callable[[PrefillQuery], Attended]
 
 
 class ChunkJob:
-    """A prefill job of document chunks. token_ids: int32 of each chunk, whose KV is kept under `keys`."""
+    """A prefill job of document chunks. token_ids: int32, of each chunk. keys: the keys under which they are stored."""
 
     def __init__(
         self, token_ids: list[np.ndarray], keys: list[ChunkKey], decoder: Decoder, documents: Documents,
@@ -53,7 +53,7 @@ class ChunkJob:
         return self._begins[-1]
 
     def compute(self, layer: int, begin: int, end: int) -> None:
-        """Compute one layer over packed tokens `[begin, end)`, behind all that were before them in that layer."""
+        """Compute one layer over packed tokens `[begin, end)`, after all tokens before them in that layer."""
         own = slice(begin, end)
         parts = list(self._parts(begin, end))
 
@@ -75,13 +75,13 @@ class ChunkJob:
         )  # fmt: skip
 
     def compute_all(self, chunk_tokens: int) -> None:
-        """Compute all layers, so many tokens at once."""
+        """Compute all layers, `chunk_tokens` tokens at a time."""
         for layer in range(self._decoder.architecture.num_layers):
             for begin in range(0, self.num_tokens, chunk_tokens):
                 self.compute(layer, begin, min(begin + chunk_tokens, self.num_tokens))
 
     def finish(self) -> None:
-        """Give the chunks to the library after the last layer, or tell it why not."""
+        """Give the chunks to the library after the last layer, or tell it why a chunk is refused."""
         for number, (key, layers) in enumerate(zip(self._keys, self._kept, strict=True)):
             if number in self._refused:
                 self._documents.library.refuse(key, self._refused[number])
@@ -97,13 +97,13 @@ class ChunkJob:
         return [self._documents.keep_now(key, layers) for key, layers in zip(self._keys, self._kept, strict=True)]
 
     def _parts(self, begin: int, end: int) -> list[tuple[int, int, int]]:
-        """Return chunks' numbers, and their packed tokens among `[begin, end)`."""
+        """Return (chunk number, begin, end) of each chunk with packed tokens in `[begin, end)`."""
         bounds = enumerate(zip(self._begins, self._begins[1:], strict=False))
         parts = [(number, max(begin, first), min(end, last)) for number, (first, last) in bounds]
         return [part for part in parts if part[1] < part[2]]
 
     def _attend(self, layer: int, number: int, begin: int, end: int, query: Tensor) -> Attended:
-        """Attend packed tokens `[begin, end)` of a chunk to it, up to themselves."""
+        """Attend with packed tokens `[begin, end)` of a chunk to the chunk, causally."""
         chunk = self._begins[number]
         keys, values = (rows[:, chunk:end] for rows in self._rows)
         window = self._decoder.specs[layer].window_tokens
@@ -116,7 +116,7 @@ class ChunkJob:
         return self._attend_to(prefill_query)
 
     def _keep(self, layer: int, number: int, begin: int, end: int, rows: Tensor) -> None:
-        """Copy rows `[tokens, 2, kv_heads, dim]` to host memory as they are stored."""
+        """Copy rows `[tokens, 2, kv_heads, dim]` to host memory in their stored format."""
         own = slice(begin - self._begins[number], end - self._begins[number])
         try:
             for part in range(2):

@@ -1,7 +1,7 @@
-"""Keys and values of a chunk's layer as they are stored, and as they are computed with.
+"""Convert keys and values of a chunk's layer between the stored and the computing format.
 
-A layer is keys `[tokens, kv_heads, row]`, then values alike (`transfer.chunks.chunk_format`), rows as `ChunkShape.rows`
-says. Invariant: bf16 and float32 rows of a model of that type come back as they went.
+A layer is keys `[tokens, kv_heads, row]`, then values of that shape (`transfer.chunks.chunk_format`), in the format
+`ChunkShape.rows`. Invariant: bf16 and float32 rows of a model of that dtype are read back unchanged.
 """
 
 import torch

@@ -1,10 +1,10 @@
-"""A prompt that takes chunks' keys and values from the library while it goes through the model.
+"""A prompt that takes keys and values of document chunks from the library while it goes through the model.
 
-A3, section 2.2: position recovery (eq. 2) is a rotation to the place in this prompt as a layer is loaded; attention
-recovery (eq. 3 to 5) chooses tokens in one layer and computes them from there on. Layer l + 1 is copied to the device
-while layer l computes. Invariants: before the first unit of a layer every token of a chunk that is not computed in it
-stands at its place; a chunk that turns out to be lost is computed there and then, so a prompt never fails for want of
-one.
+A3, section 2.2: position recovery (eq. 2) rotates keys to their positions in this prompt when a layer is loaded;
+attention recovery (eq. 3 to 5) chooses tokens in one layer and computes them from there on. Layer l + 1 is copied to
+the device while layer l computes. Invariants: before the first unit of a layer, the rows of all chunk tokens that are
+not computed in it are in their places; a chunk that turns out to be lost is computed at once, so that no prompt fails
+for lack of a chunk.
 """
 
 import logging
@@ -30,8 +30,8 @@ from transfer.chunks.chunk_library import ChunkSource
 from transfer.copies import Event
 from transfer.host_pages import Pages as HostPages
 
-LAYERS_AHEAD = 4  # that are read from the disk before they are needed
-PLACED_TOKENS = 4096  # rotated at once
+LAYERS_AHEAD = 4  # layers that are read from the disk before they are needed
+PLACED_TOKENS = 4096  # tokens that are rotated at once
 _NONE = np.empty(0, np.uint8)
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Chunk:
-    """One of the prompt's: its rows are `[row, row + count)` of those that are kept; layers: where it was lost."""
+    """A chunk of the prompt. Its rows are `[row, row + count)` of all chunks' rows. layers: of a lost chunk,
+    computed.
+    """
 
     number: int
     row: int
@@ -49,8 +51,8 @@ class _Chunk:
 
 
 class FusedPrompt:
-    """A prompt that is made of stored chunks. compute: gives the layers of a chunk, uint8 `[layer_bytes]` each, that is
-    nowhere; it waits for the device.
+    """A prompt that is made of stored chunks. compute: returns the layers of a lost chunk, uint8 `[layer_bytes]` each;
+    it waits for the device.
     """
 
     def __init__(
@@ -87,21 +89,21 @@ class FusedPrompt:
 
     @property
     def num_tail_tokens(self) -> int:
-        """Return the tokens behind all chunks: all of them are computed, in every layer."""
+        """Return how many tokens follow the last chunk; they are computed in every layer."""
         return self.num_tokens - max(self.begin, self._spans[-1][1])
 
     # --- which tokens are computed ------------------------------------------------------------------------------------
 
     def choose_none(self) -> Tensor:
-        """Return the tokens that are computed where the policy chooses none, int64, ascending, counted from `begin`."""
+        """Return the tokens to compute under a policy that chooses none: int64, ascending, counted from `begin`."""
         return self._choose(torch.zeros(self.num_tokens, device=self._decoder.pool.device))
 
     def look(
         self, hidden: Tensor, positions: Tensor, slots: Tensor, pages: Pages | None, chunk_tokens: int,
         keys_of: Callable[[], Tensor],
     ) -> Tensor:  # fmt: skip
-        """Return the tokens that are computed where the policy chooses: keys and values of all tokens of the layer are
-        computed and stay (eq. 4).
+        """Choose the tokens to compute from this layer on, and return them as `choose_none` does. Keys and values of
+        all tokens of this layer are computed and stay (eq. 4).
 
         hidden: the layer's input, `[tokens, hidden]`, of positions from `begin` on; keys_of: gathers the layer's keys
         `[kv_heads, context, dim]`.
@@ -126,20 +128,20 @@ class FusedPrompt:
     # --- what is not --------------------------------------------------------------------------------------------------
 
     def is_loaded(self, layer: int) -> bool:
-        """Return whether the layer could begin without a wait for the disk. Before its reads begin it could not."""
+        """Return whether the layer could begin without waiting for the disk. False before its reads begin."""
         if layer < self._first_layer or layer >= self._documents.shape.num_layers or layer in self._copied:
             return True
         reads = self._reads.get(layer)
         return reads is not None and all(read is None or read.done() for _, read in reads)
 
     def begin_layer(self, layer: int, pages: Pages | None) -> None:
-        """Bring rows of chunks to the device before the layer's first unit, and to their place where few tokens are
-        computed.
+        """Copy rows of chunks to the device before the layer's first unit, and to their places in `pages` if the layer
+        computes only some tokens.
         """
         if layer >= self._first_layer:
             self._copy(layer)
             self._documents.streams.wait_for(self._copied.pop(layer))
-            if not (self.chooses and layer == self.plan.select_layer):  # there all is computed
+            if not (self.chooses and layer == self.plan.select_layer):  # that layer computes all tokens
                 self._place(layer, pages)
         self._read(max(layer, self._first_layer) + LAYERS_AHEAD)
         if layer + 1 >= self._first_layer and self.is_loaded(layer + 1):
@@ -157,7 +159,7 @@ class FusedPrompt:
         return self.plan.select_layer + 1 if self.chooses else 0
 
     def _read(self, layer: int) -> None:
-        """Begin to read a layer, of chunks that are not lost."""
+        """Begin to read a layer of all chunks that are not lost."""
         if layer >= self._documents.shape.num_layers or layer in self._reads:
             return
         reads: list[tuple[_Chunk, Future[HostPages] | None]] = []

@@ -1,9 +1,9 @@
-"""How a prompt with chunks is planned, before anything of it is computed: how many tokens go through which layers.
+"""Plan a prompt with document chunks before it is computed: how many tokens go through which layers.
 
-A3, section 2.2: chunks' keys and values are computed once, alone, and kept before rotation; a prompt takes them at its
-own positions and computes again what matters most. Here stand the policies' names and counts; which tokens they choose
-is known on the device alone (`gpu.fusion.token_choice`). Invariant: a plan's numbers follow from lengths and settings,
-never from what the tokens are.
+A3, section 2.2: chunks' keys and values are computed once, alone, and stored before rotation; a prompt uses them at its
+own positions and computes the most important tokens again. This module has the policies' names and counts; the chosen
+tokens are known on the device alone (`gpu.fusion.token_choice`). Invariant: a plan follows from lengths and settings,
+never from the token ids.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from gpu.step import FusionPlan, PlacedChunk
 from transfer.host_config import PolicyName
 
 VANILLA = "vanilla"
-"""All of the prompt is computed, as if it had no chunks."""
+"""The policy that computes the whole prompt, as if it had no chunks."""
 
 FIGURES = {
     "reused_tokens": RequestFigure(
@@ -34,13 +34,13 @@ CHOOSES: dict[PolicyName, bool] = {
     "pie": False,  # stored keys and values at this prompt's positions, nothing computed again
     VANILLA: False,
 }
-"""Each policy that configurations and requests may say, and whether it has some tokens of stored chunks computed again,
-by the ratio: which, is known once the whole prompt has passed the layers before `select_layer`.
+"""The policies that configurations and requests may name, and whether each chooses tokens of stored chunks to compute
+again, as many as the ratio allows. It chooses once the whole prompt has passed the layers before `select_layer`.
 """
 
 
 class UnknownPolicyError(ValueError):
-    """A policy that there is none of; the message names the known ones."""
+    """An unknown policy. The message names the known ones."""
 
 
 def chooses_tokens(name: str) -> bool:
@@ -55,9 +55,9 @@ def chooses_tokens(name: str) -> bool:
 class FusionSettings:
     """How a prompt's chunks are reused.
 
-    ratio: of all prompt tokens (the paper's r), so many of chunks are computed again.
-    select_layer: where a policy chooses.
-    seam_tokens: at the front of each chunk, computed again whatever the ratio is, and counted to it.
+    ratio: tokens of chunks that are computed again, as a share of all prompt tokens (the paper's r).
+    select_layer: the layer in which a policy chooses.
+    seam_tokens: first tokens of each chunk that are computed again whatever the ratio is; they count towards it.
     """
 
     policy: str
@@ -74,10 +74,10 @@ def plan_fused(
     num_prompt_tokens: int,
     windows: Sequence[int | None],
 ) -> FusionPlan | None:
-    """Return the plan of a prompt's tokens `[begin, num_tokens)`, or None where all of them are computed as ever.
+    """Return the plan of a prompt's tokens `[begin, num_tokens)`, or None if all of them are computed as usual.
 
-    chunks: ascending, disjoint, behind `begin`. `[num_prompt_tokens, num_tokens)` was drawn before the sequence gave
-    way: it is text, and asks nothing. windows: of the model's layers; the layer that chooses attends to everything.
+    chunks: ascending, disjoint, behind `begin`. `[num_prompt_tokens, num_tokens)` was drawn before the sequence was
+    preempted: it is text, but no question. windows: of the model's layers; the layer that chooses has full attention.
     Raises UnknownPolicyError.
     """
     name, ratio = settings.policy, settings.ratio
@@ -103,11 +103,13 @@ def plan_fused(
 
 
 def find_select_layer(asked: int, windows: Sequence[int | None]) -> int:
-    """Return the first layer from `asked` on that attends to everything; else the last that does, or the last."""
+    """Return the first layer from `asked` on with full attention; without one, the last layer with it, or the last."""
     whole = [layer for layer, window in enumerate(windows) if window is None]
     return next((layer for layer in whole if layer >= asked), whole[-1] if whole else len(windows) - 1)
 
 
 def kept_spans(chunks: Sequence[PlacedChunk], num_tokens: int) -> list[tuple[int, int]]:
-    """Return the spans that need not be computed: all but the prompt's last token, whose logits are asked for."""
+    """Return the spans of chunks that need not be computed. The prompt's last token must be, since its logits
+    are used.
+    """
     return [(chunk.begin, min(chunk.end, num_tokens - 1)) for chunk in chunks]

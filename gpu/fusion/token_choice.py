@@ -1,7 +1,8 @@
-"""Choose which tokens of chunks are computed again: each policy scores every token, and the highest are taken.
+"""Choose the tokens of chunks to compute again: each policy scores every token, and those with the highest scores are
+taken.
 
-A3, eq. 3. All that a policy looks at is handed in. Invariant: nothing here waits for the device, and how many are taken
-is known before (`gpu.fusion.fusion_plan`): ids never come to the host.
+A3, eq. 3. A policy uses its arguments alone. Invariant: nothing here waits for the device. The number of tokens is
+planned before (`gpu.fusion.fusion_plan`), so ids need not come to the host.
 """
 
 import zlib
@@ -11,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LOGIT_ENTRIES = 2**25  # of float32 logits of the question at once
+LOGIT_ENTRIES = 2**25  # float32 logits of the question that are made at once
 COMPUTED = float("inf")
-"""The number of what is computed whatever the policy is."""
-_SEAM = 1e30  # above any score; nearer to the seam is higher
+"""The score of tokens that are computed whatever the policy is."""
+_SEAM = 1e30  # above any score of a policy; tokens nearer to the seam have a higher one
 
 
 def question_scores(query: Tensor, keys: Tensor, begin: int, scale: float) -> Tensor:
     """Return the attention (A3, eq. 3) that each token gets, summed over question tokens and query heads; float32
     `[context]`.
 
-    query: `[question, heads, dim]`, rotated, of consecutive tokens from position `begin` on, each of which sees those
-    up to itself; keys `[kv_heads, context, dim]`, of which those behind the question may be anything.
+    query: `[question, heads, dim]`, rotated, of consecutive tokens from position `begin` on, which attend causally.
+    keys: `[kv_heads, context, dim]`; those behind the question are not used.
     """
     (count, heads, dim), (kv_heads, context, _) = query.shape, keys.shape
     total = torch.zeros(context, dtype=torch.float32, device=keys.device)
@@ -41,14 +42,14 @@ def question_scores(query: Tensor, keys: Tensor, begin: int, scale: float) -> Te
 
 
 def draw_scores(token_ids: np.ndarray) -> np.ndarray:
-    """Return the control's scores, float32 `[tokens]` in [0, 1), the same for the same tokens."""
+    """Return the scores of the policy `random`, float32 `[tokens]` in [0, 1), always the same for the same tokens."""
     generator = np.random.default_rng(zlib.crc32(np.ascontiguousarray(token_ids, "<i4").tobytes()))
     return generator.random(len(token_ids), dtype=np.float32)
 
 
 def floors(num_tokens: int, spans: Sequence[tuple[int, int]], seam_tokens: int) -> np.ndarray:
-    """Return the least score of each token, float32 `[num_tokens]`: outside of `spans` COMPUTED; of the first
-    `seam_tokens` of a span more than any score, the first ones most; else -inf.
+    """Return the least score of each token, float32 `[num_tokens]`: COMPUTED outside of `spans`; for the first
+    `seam_tokens` of a span above any policy's score, and falling; else -inf.
     """
     least = np.full(num_tokens, COMPUTED, np.float32)
     for begin, end in spans:
@@ -59,5 +60,7 @@ def floors(num_tokens: int, spans: Sequence[tuple[int, int]], seam_tokens: int) 
 
 
 def choose(scores: Tensor, least: Tensor, count: int) -> Tensor:
-    """Return the ids of the `count` tokens of the highest numbers, ascending, int64; both float32 `[tokens]`."""
+    """Return the indices of the `count` tokens with the highest scores, ascending, int64. Arguments: float32
+    `[tokens]`.
+    """
     return torch.maximum(scores, least).topk(count, sorted=False).indices.sort().values

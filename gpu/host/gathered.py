@@ -1,7 +1,7 @@
 """One layer's keys and values of a context, copied out of its pages for prefill's kernels.
 
-Rows gathered before are kept while nothing is written to their pages: code that computes tokens out of order calls
-`forget`.
+Rows that were gathered before are used again, so code that computes tokens out of order, and thus changes their pages,
+must call `forget`.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class GatheredKv:
     def gather(self, job_id: int, slot: int, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """Return keys and values `[kv_heads, end, dim]` of tokens `[0, end)`, valid until the next gather.
 
-        What the last call gathered for the same job, slot and layer is not gathered again.
+        Rows that the last call gathered for the same job, slot and layer are not gathered again.
         """
         page_tokens = self.pool.page_tokens
         if self._holds != (job_id, slot, layer) or self._tokens > end:
@@ -52,8 +52,8 @@ class GatheredKv:
         return keys.flatten(1, 2)[:, :end], values.flatten(1, 2)[:, :end]
 
     def gather_exact(self, slot: int, layer: int, end: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield a few KV heads at a time: which they are, and their keys and values `[their heads, end, dim]` of tokens
-        `[0, end)` as they are stored, codes in float32. Valid until the next are yielded.
+        """Yield a few KV heads at a time: their range, and their keys and values `[heads in range, end, dim]` of tokens
+        `[0, end)` as they are stored, codes in float32. Valid until the next ones are yielded.
         """
         self.forget()
         dtype = torch.float32 if self.pool.has_codes else self.pool.dtype
@@ -82,7 +82,9 @@ class GatheredKv:
         return packed[0], packed[1]
 
     def rows_of(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return where tokens' KV heads lie in a layer's pages, int64 `[tokens * kv_heads]`; arguments `[tokens]`."""
+        """Return the row numbers of tokens' KV heads in a layer's pages, int64 `[tokens * kv_heads]`. slots, positions:
+        `[tokens]`.
+        """
         kv_heads, page_tokens = self._kv_heads, self.pool.page_tokens
         pages = self.pool.page_table[slots, positions // page_tokens].long()
         first = pages * (kv_heads * page_tokens) + positions % page_tokens
@@ -90,5 +92,5 @@ class GatheredKv:
         return (first[:, None] + heads).flatten()
 
     def forget(self) -> None:
-        """Drop what was gathered before."""
+        """Forget the rows that were gathered before."""
         self._holds = None

@@ -1,10 +1,10 @@
-"""The device's dealings with the host tier for running sequences: their offloads, and their end.
+"""The device's side of the host tier for running sequences: offloads, reloads, and the end of contexts.
 
-Invariants: an offload's rows are copied from their pages before the pages are evicted, in stream order; reloaded rows
-stand in their pages before a page table has these, in stream order; a context is closed when none of its rows are being
-reloaded. Offload blocks pass through one buffer, however many are due in a step, and rows of more than an offload block
-a layer at a time through another, so that a context that grows past the resident limit takes no memory beside it; then
-the device waits for the link. Reloads go through the staging of prompts, while no offloaded prompt is under way.
+Invariants, all in stream order: an offload's rows are copied from their pages before the pages are evicted; reloaded
+rows are in their pages before a page table has these pages; a context is closed only when none of its rows are being
+reloaded. Offload blocks pass through one buffer, however many are due in a step. Larger offloads pass through another
+buffer, a layer at a time, so that a context that grows past the resident limit needs no extra memory; the device then
+waits for the link. Reloads use the staging buffers of prompts, while no offloaded prompt is being prefilled.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from transfer.allocation import allocate_empty
 from transfer.copies import PASSED, Event
 from transfer.host_tier import HostMemoryError, HostTier, LayerRows, Reservation
 
-Room = tuple[Reservation, list[LayerRows]]  # and its rows, a layer each
+Room = tuple[Reservation, list[LayerRows]]  # a reservation and its rows, by layer
 
 
 class Offloader:
@@ -37,14 +37,14 @@ class Offloader:
         self._gathered = gathered
         self._staging = staging
         self._fetched: Event = PASSED
-        self._lost: HostMemoryError | None = None  # why the last fetch brought nothing
+        self._lost: HostMemoryError | None = None  # why the last fetch failed
         layers, itemsize = len(tier.shape.layers), pool.dtype.itemsize
         block = offload_block_array(layers, pool.num_kv_heads, pool.dim, itemsize, pool.has_codes)
         self._block_buffer = allocate_empty(block, pool.device)
         self._block_buffer_read: Event = PASSED
 
     def close(self, context_ids: Sequence[int]) -> None:
-        """Close contexts; waits for a prefix that a dropped prompt still reloads, since memory may go at once."""
+        """Close contexts. Waits for prefixes that dropped prompts still reload, because memory may be freed at once."""
         if context_ids:
             self._row_transfer.wait_for_loads()
             self._fetched.synchronize()
@@ -65,7 +65,7 @@ class Offloader:
             self._send_layers(offload, rooms)
 
     def fetch(self, fetch: Reload) -> None:
-        """Start to bring rows up to their pages, on a stream of their own, a layer at a time."""
+        """Start to copy rows from host memory to their pages, layer by layer, on a stream of their own."""
         self._lost = None
         layers = self.tier.shape.layers
         try:
@@ -86,8 +86,8 @@ class Offloader:
                 self._fetched = staging.loaded[place % len(staging.loaded)] = streams.record()
 
     def finish_reload(self, reload: FinishedReload) -> None:
-        """Put reloaded rows into page tables once they have come; asynchronous. Raises HostMemoryError where they could
-        not come: then the pages at `reload.places` hold nothing.
+        """Put the pages of reloaded rows into page tables once the rows have come; asynchronous. Raises HostMemoryError
+        if they could not come; then the pages at `reload.places` are void.
         """
         self._row_transfer.streams.wait_for(self._fetched)
         self._pool.reload(reload)

@@ -1,9 +1,9 @@
-"""Rows on their way to the host tier and back: made ready in pieces on side streams, copied, restored.
+"""Copy rows to the host tier and back: encoded or decoded in pieces on side streams.
 
-Invariant: what the host gets depends on the rows alone: centre and scales are of all tokens of a call, codes are of the
-stored keys. Kernels and copies of a direction take turns on one stream with one buffer: a layer's prefill takes many
-times what its link does, and kernels take a tenth of the link's time, so more buffers would hide nothing. On the CPU
-rows are written where they belong.
+Invariant: the host's rows depend on the rows alone: centre and scales are of all tokens of a call, codes are of the
+stored keys. Kernels and copies of a direction take turns on one stream with one buffer. More buffers would hide
+nothing: a layer's prefill takes many times as long as its copy, and the kernels take a tenth of the copy's time. On the
+CPU rows are written to their places.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +21,14 @@ from transfer.allocation import allocate_empty
 from transfer.copies import PASSED, Event, Streams
 from transfer.host_tier import LayerRows, TierShape
 
-COPIED_RUN_BYTES = 256 * 1024  # runs from this size on go by the copy engine, shorter ones by a kernel
-CPU_PIECE_TOKENS = 1024  # of all KV heads, widened to float32 at once
+COPIED_RUN_BYTES = 256 * 1024  # runs from this size on are copied by the copy engine, shorter ones by a kernel
+CPU_PIECE_TOKENS = 1024  # tokens, with all KV heads, that are widened to float32 at once
 EncodeKeys = Callable[[Tensor, Tensor], None]  # see `gpu.methods.device_side.DeviceSide.encode_keys`
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The events of a copy to host memory. read: the source may be overwritten after it (`streams.wait_for(read)`);
+    """The events of a copy to host memory. read: the source may be overwritten after it (`streams.wait_for(read)`).
     done: the host has the rows.
     """
 
@@ -37,8 +37,8 @@ class Sent:
 
 
 class RowTransfer:
-    """The copies of rows between device and host memory; one for each device. encode_keys: makes codes of stored keys,
-    or None where the shape has no tables.
+    """Copies rows between device and host memory; there is one for each device. encode_keys: makes codes of stored
+    keys; None if the shape has no tables.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class RowTransfer:
         return self.send_offload_block(keys[None], values[None], [rows], has_centre)
 
     def send_offload_block(self, keys: Tensor, values: Tensor, rows: Sequence[LayerRows], has_centre: bool) -> Sent:
-        """Send keys and values `[layers, kv_heads, tokens, dim]`, bf16 or float32, each layer to its rows, which are
-        alike in strides and of as many KV heads. Returns at once on CUDA.
+        """Send keys and values `[layers, kv_heads, tokens, dim]`, bf16 or float32, each layer to its rows. All rows
+        must have the same strides and as many KV heads. Returns at once on CUDA.
 
-        has_centre: centre and scales are read from `rows`, after all copies sent before; else they are made of these
-        tokens and written there. Where `rows` have no codes, none are made. At most PIECE_ROWS tokens.
+        has_centre: read centre and scales from `rows`, after all earlier copies; otherwise they are made of these
+        tokens and written there. If `rows` have no codes, none are made. At most PIECE_ROWS tokens.
         """
         layers, heads, tokens, dim = keys.shape
         assert 0 < tokens <= PIECE_ROWS, f"offload: {tokens} tokens of a segment, wanted 1 to {PIECE_ROWS}"
@@ -82,10 +82,10 @@ class RowTransfer:
             return Sent(read, self.streams.record())
 
     def load(self, rows: Sequence[LayerRows], into_keys: Tensor, into_values: Tensor) -> Event:
-        """Bring one layer's rows, in order, to keys and values `[kv_heads, tokens, dim]` in the compute dtype
-        (strided).
+        """Copy one layer's rows, in order, to keys and values `[kv_heads, tokens, dim]` in the compute dtype (strided).
 
-        On CUDA on the up stream, after what the current stream was given: wait for the event before reading them.
+        On CUDA this runs on the up stream, after the current stream's work so far. Wait for the event before reading
+        them.
         """
         wanted = sum(segment.keys.shape[1] for segment in rows)
         assert into_keys.shape[1] == wanted, f"offload: {wanted} rows for a room of {into_keys.shape[1]}"
@@ -102,11 +102,11 @@ class RowTransfer:
         return self._last_load
 
     def wait_for_loads(self) -> None:
-        """Wait on the host until no rows are on their way to the device. Only then may their memory go."""
+        """Wait on the host until no rows are being copied to the device. Their memory may be freed only then."""
         self._last_load.synchronize()
 
     def _write(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> None:
-        """Write one layer on the CPU."""
+        """Write one layer's rows, on the CPU."""
         if not has_centre:
             rows.centre.copy_(centre_of(keys))
             if rows.key_scale is not None and rows.value_scale is not None:
@@ -128,7 +128,9 @@ class RowTransfer:
     def _send_piece(
         self, keys: Tensor, values: Tensor, rows: list[LayerRows], has_centre: bool, buffers: "_Buffers"
     ) -> Event:
-        """Send keys `[layers, heads, tokens, dim]` of a piece, on the down stream. Returns when the source is read."""
+        """Send keys `[layers, heads, tokens, dim]` of a piece, and values, on the down stream. Return the event after
+        which the source has been read.
+        """
         shape = keys.shape
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [layers * heads, tokens, dim]
         centres = self._stored_centres(rows) if has_centre else self._new_centres(keys, values, rows)
@@ -166,7 +168,9 @@ class RowTransfer:
     def _new_centres(
         self, keys: Tensor, values: Tensor, rows: list[LayerRows]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return centre and scales of keys and values `[layers * heads, tokens, dim]`, and their copies down."""
+        """Make centre and scales of keys and values `[layers * heads, tokens, dim]`, copy them down, and return
+        them.
+        """
         centre = centre_of(keys)
         if rows[0].key_scale is None:
             self._spread(centre, [layer.centre for layer in rows])
@@ -182,7 +186,7 @@ class RowTransfer:
             part.copy_(source, non_blocking=True)
 
     def _load_piece(self, rows: LayerRows, into_keys: Tensor, into_values: Tensor) -> None:
-        """Bring some heads of one segment, on the up stream."""
+        """Copy rows of some heads of one segment to the device, on the up stream."""
         if self._up is None:
             restore_rows(
                 rows.keys, rows.values, rows.centre, rows.key_scale, rows.value_scale, into_keys, into_values
@@ -262,7 +266,9 @@ def _present(tensor: Tensor | None) -> Tensor:
 
 
 def _copy_down(source: Tensor, targets: list[Tensor]) -> None:
-    """Copy `source` `[layers, heads, inner, length]` to pinned `[heads, inner, length]`: long runs one by one."""
+    """Copy `source` `[layers, heads, inner, length]` to pinned targets `[heads, inner, length]`, long runs one
+    by one.
+    """
     if targets[0][0].is_contiguous():
         source, targets = _runs(source.flatten(0, 1)).view(*source.shape[:2], 1, -1), list(map(_runs, targets))
     if source[0, 0, 0].nbytes < COPIED_RUN_BYTES:
@@ -275,5 +281,5 @@ def _copy_down(source: Tensor, targets: list[Tensor]) -> None:
 
 
 def _runs(rows: Tensor) -> Tensor:
-    """View `[heads, ...]` as `[heads, 1, length]`: what a head has is one run, or this raises RuntimeError."""
+    """View `[heads, ...]` as `[heads, 1, length]`. Raises RuntimeError unless each head is one run of memory."""
     return rows.view(len(rows), 1, -1)

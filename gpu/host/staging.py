@@ -1,7 +1,7 @@
-"""Stage the KV of a prompt that is offloaded: layers behind the one that is sent are computed meanwhile.
+"""Stage the KV of a prompt that is offloaded: while one layer is copied to host memory, the next layers are computed.
 
-A buffer is not written again before its rows have been read, in stream order and without the host waiting. Tokens `[0,
-begin)` of a layer are in its buffer before its first unit. After its last unit every token is in host memory or in the
+A buffer is not overwritten before its rows have been read, in stream order and without the host waiting. Before a
+layer's first unit, its buffer has tokens `[0, begin)`. After its last unit, every token is in host memory or in the
 slot's resident pages.
 """
 
@@ -19,9 +19,9 @@ from transfer.host_tier import HostTier
 
 
 class Staging:
-    """Two buffers that layers of offloaded prompts pass through, or one where other layers lie between them. keys,
-    values: `[num_buffers, kv_heads, tokens, dim]` in the pool's dtype, of the longest context; allocated once. The
-    layer at `place` among offloaded ones uses buffer `place % num_buffers`.
+    """Two buffers that layers of offloaded prompts pass through, or one if other layers lie between offloaded layers.
+    keys, values: `[num_buffers, kv_heads, tokens, dim]` in the pool's dtype, for the longest context; allocated once.
+    The layer at `place` among offloaded layers uses buffer `place % num_buffers`.
     """
 
     def __init__(self, pool: KvPool, tier: HostTier, row_transfer: RowTransfer) -> None:
@@ -33,8 +33,8 @@ class Staging:
         spec = staged_array(self.num_buffers, pool.num_kv_heads, pool.dim, num_tokens, pool.dtype.itemsize)
         self.keys = allocate(spec, pool.device)
         self.values = torch.empty_like(self.keys).zero_()
-        self.read: list[Event] = [PASSED] * self.num_buffers  # what left each buffer is read
-        self.loaded: list[Event] = [PASSED] * self.num_buffers  # what came up into each buffer is there
+        self.read: list[Event] = [PASSED] * self.num_buffers  # by buffer: its rows have been read
+        self.loaded: list[Event] = [PASSED] * self.num_buffers  # by buffer: rows from host memory are in it
         self._one_page = torch.zeros(pool.max_slots, 1, dtype=torch.int32, device=pool.device)
 
     def buffer(self, place: int) -> tuple[Tensor, Tensor]:
@@ -47,15 +47,15 @@ class Staging:
         return place % self.num_buffers
 
     def pages(self, place: int) -> Pages:
-        """Return the buffer as one long page, which is every slot's first."""
+        """Return the buffer as one long page, which is the first page of every slot."""
         keys, values = self.buffer(place)
         return keys[None], values[None], self._one_page
 
 
 class StagedPrompt:
-    """A prompt that is offloaded. Making it opens its context, or forks it, and takes room for its rows.
+    """A prompt that is offloaded. The constructor opens or forks its context and reserves room for its rows.
 
-    Raises HostMemoryError, here and where layers begin and end.
+    Raises HostMemoryError, in the constructor and when layers begin and end.
     """
 
     def __init__(self, staging: Staging, prompt: PrefillPrompt) -> None:
@@ -64,7 +64,7 @@ class StagedPrompt:
         self.staging = staging
         self.slot = prompt.slot
         self.host = host
-        self.begin = 0 if prompt.disk is not None else prompt.begin  # what the disk gives is offloaded, too
+        self.begin = 0 if prompt.disk is not None else prompt.begin  # tokens from the disk are offloaded, too
         self.end = len(prompt.token_ids)
         if host.source_id is not None:
             tier.fork(host.source_id, host.context_id, self._num_offloaded, host.reading)
@@ -80,7 +80,9 @@ class StagedPrompt:
         return layers.index(layer) if layer in layers else None
 
     def begin_layer(self, place: int) -> None:
-        """Prepare the layer's buffer before its first unit: it is free, and holds what the prompt does not compute."""
+        """Prepare the layer's buffer for its first unit: wait until it is free, and load the tokens that the prompt
+        does not compute.
+        """
         staging = self.staging
         index = staging.index(place)
         staging.row_transfer.streams.wait_for(staging.read[index])
@@ -91,8 +93,8 @@ class StagedPrompt:
             self._load_prefix(place + 1)
 
     def end_layer(self, place: int) -> None:
-        """Offload the layer's run after its last unit; sink, window and the resident end of the run are written to
-        pages, without the prefix, which is there; asynchronous.
+        """Offload the layer's run after its last unit. Write sink, window and the resident end of the run to pages, but
+        not the prefix, which is in pages already. Asynchronous.
         """
         if self.begin == 0:
             self._give_to_pages(place, 0, self.host.sink)
@@ -117,7 +119,7 @@ class StagedPrompt:
         return max(0, self.begin - self.host.sink)
 
     def _load_prefix(self, place: int) -> None:
-        """Start the copies of a layer's prefix up; the device goes on."""
+        """Start to copy a layer's prefix from host memory; the device continues meanwhile."""
         staging = self.staging
         if self._num_offloaded == 0 or place >= len(staging.tier.shape.layers):
             return
@@ -130,11 +132,11 @@ class StagedPrompt:
         staging.loaded[index] = staging.row_transfer.load(rows, keys[:, own], values[:, own])
 
     def _take_from_pages(self, place: int, end: int) -> None:
-        """Read tokens `[0, end)`, whole pages, into the buffer."""
+        """Copy tokens `[0, end)`, whole pages, from pages to the buffer."""
         self.staging.pool.read(*self._pages(place, 0, end))
 
     def _give_to_pages(self, place: int, begin: int, end: int) -> None:
-        """Write tokens `[begin, end)` from a page border on; the last page is filled up."""
+        """Copy tokens `[begin, end)`, from a page border on, from the buffer to pages; the last page is filled up."""
         self.staging.pool.scatter_rows(*self._pages(place, begin, end))
 
     def _pages(self, place: int, begin: int, end: int) -> tuple[int, Tensor, Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Memory of KV pages and windows: on a GPU all of it from the start, on the CPU device row by row on request.
 
-On the CPU, arenas are reserved addresses, and rows are committed when a request needs them. So a refusal is a count and
-no page fault that ends the process. Rows stay committed. A row that is not committed reads as zeros.
+On the CPU, arenas are reserved addresses, and rows are committed when a request needs them. So a shortage of memory is
+noticed in time, instead of a page fault that ends the process. Rows stay committed. Rows that are not committed read as
+zeros.
 """
 
 import math
@@ -13,12 +14,12 @@ from torch import Tensor
 from transfer.host_pages import populate, reserve_pages
 from transfer.machine import available_memory
 
-SPARE_BYTES = 256 * 2**20  # that nothing here takes: for what steps allocate, and for other programs
-LEAST_COMMITTED_BYTES = 16 * 2**20  # worth a look at what is free
+SPARE_BYTES = 256 * 2**20  # left free for what steps allocate, and for other programs
+LEAST_COMMITTED_BYTES = 16 * 2**20  # committed at once, at least, since finding out what is free costs time
 
 
 def allocate_arena(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, whose memory is there on a GPU and only reserved on the CPU. Raises OSError if it is refused."""
+    """Return zeros: allocated on a GPU, only reserved on the CPU. Raises OSError if the system refuses."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,6 +1,7 @@
-"""Copies of recurrent layers' states in host memory: down beside all else, up in front of the step that needs them.
+"""Copies of recurrent layers' states in host memory. Copies to the host run beside all other work, copies back run
+before the step that needs them.
 
-A copy down is read from a state that nobody writes to; whoever does so later waits for it on the device
+A copy to the host reads a state that no step writes; a later write waits for it on the device
 (`HostStates.before_write`). On the CPU a copy is done when the call returns.
 """
 
@@ -14,20 +15,20 @@ from gpu.model.spec import ModelError
 from transfer.copies import Event, Streams
 from transfer.host_pages import interleave_thread, pinned_tensor
 
-NUM_THREADS = 8  # that map and pin
+NUM_THREADS = 8  # threads that map and pin
 
 
 class HostStates:
-    """Places of states in host memory, pinned for CUDA. arenas: of the device, `[layers, states, ..]`; count: places.
-    Raises ModelError where the host refuses memory.
+    """Places for states in host memory, pinned for CUDA. arenas: the device's states, `[layers, states, ..]`. count:
+    number of places. Raises ModelError if the host has no memory for them.
     """
 
     def __init__(self, arenas: Sequence[Tensor], count: int) -> None:
         self.count = count
         self._arenas = list(arenas)
         self._streams = Streams(arenas[0].device)
-        self._leaving: dict[int, Event] = {}  # by state, until somebody writes to it
-        self._arriving: dict[int, Event] = {}  # by place, until somebody reads it
+        self._leaving: dict[int, Event] = {}  # by state, until it is written
+        self._arriving: dict[int, Event] = {}  # by place, until it is read
         wanted = [torch.empty_like(arena[:, 0], device="meta") for arena in arenas] * count
         if arenas[0].device.type == "cuda":
             made = self._pin(wanted)
@@ -36,7 +37,7 @@ class HostStates:
         self.places = [made[place : place + len(arenas)] for place in range(0, len(made), len(arenas))]
 
     def put(self, state: int, place: int) -> None:
-        """Copy a state of the device to a place; asynchronous, and the current stream waits for nothing."""
+        """Copy a state of the device to a place; asynchronous, without making the current stream wait."""
         self._arriving.pop(place, None)
         with self._streams.aside(self._streams.down):
             for arena, own in zip(self._arenas, self.places[place], strict=True):
@@ -45,7 +46,7 @@ class HostStates:
             self._leaving[state] = self._arriving[place] = self._streams.record()
 
     def get(self, place: int, state: int) -> None:
-        """Copy what is at a place to a state of the device, on the current stream; asynchronous."""
+        """Copy the content of a place to a state of the device, on the current stream; asynchronous."""
         self.before_write(state)
         if place in self._arriving:
             self._streams.wait_for(self._arriving.pop(place))
@@ -54,7 +55,7 @@ class HostStates:
                 layer[state].copy_(source, non_blocking=True)
 
     def before_write(self, state: int) -> None:
-        """Let the current stream wait until a state has left that it is about to write to."""
+        """Let the current stream wait until a state has been copied that it is about to write."""
         if state in self._leaving:
             self._streams.wait_for(self._leaving.pop(state))
 

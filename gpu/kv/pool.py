@@ -1,9 +1,9 @@
 """Pages of keys and values on the device, and each slot's page table.
 
-The scheduler decides which pages are free or shared. `gpu.page_layout` says where resident pages, of all layers, and
-dense pages, of the dense layers alone, lie in the arena. A slot with a dense page has its tokens in host memory, and
-readers of the other layers skip that range. Where windows are kept by themselves (`gpu.kv.windows`), pages are of the
-other layers alone. A table row is read only up to its slot's context, so rows of released slots need no clearing.
+The scheduler decides which pages are free or shared. `gpu.page_layout` defines where resident pages, of all layers, and
+dense pages, of the dense layers alone, are in the arena. The tokens of a dense page are in host memory for the other
+layers, whose readers skip that range. Layers with windows of their own (`gpu.kv.windows`) have no pages. A row of the
+table is read only up to its slot's context, so rows of released slots need no clearing.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from transfer.allocation import allocate, dtype_name, dtype_of
 class PoolShape:
     """Sizes of a pool.
 
-    dtype: that computes.
-    kv: how pages hold rows; None: in dtype.
-    windows: that are kept by themselves.
-    num_states: of recurrent layers, in state_dtype (0: one a slot).
-    num_host_states: copies of them in host memory.
+    dtype: dtype that computes.
+    kv: format of rows in pages; None: dtype.
+    windows: windows of layers that have no pages.
+    num_states: states of recurrent layers, in state_dtype; 0: one for each slot.
+    num_host_states: copies of states in host memory.
     """
 
     num_pages: int
@@ -50,15 +50,16 @@ class PoolShape:
 
 
 class KvPool:
-    """The KV pages of one model and the page tables of its slots. arenas: of keys, of values. key_pages, value_pages: a
-    `[pages, kv_heads, page_tokens, dim]` for each layer, in a dtype or of codes (`kv_rows`) as `kv` says, views of the
-    arena by page id: `num_pages` resident ones and, in a dense layer, all ids behind them; of a layer whose window
-    is kept by itself, its rows in `windows`; of a recurrent one nothing: `states` has what it keeps.
+    """The KV pages of one model and the page tables of its slots.
 
-    latent_rank: of latent attention, whose rows are keys and values at once: there is one arena then, and both lists
-    are of it; None: there are two.
-
-    page_table: int32 `[max_slots, max_pages]`, by cell, of all layers but those. dense_layers: may name them, too.
+    arenas: of keys and of values.
+    key_pages, value_pages: for each layer `[pages, kv_heads, page_tokens, dim]`, in a dtype or in codes (`kv_rows`) as
+        `kv` says. They are views of the arena by page id: `num_pages` resident pages and, in a dense layer, all ids
+        behind them. A layer with windows has its rows in `windows` instead; a recurrent layer has none, but `states`.
+    latent_rank: of latent attention, whose rows are keys and values at once: there is one arena, and both lists are
+        views of it. None: there are two arenas.
+    page_table: int32 `[max_slots, max_pages]`, by cell, for all layers with pages.
+    dense_layers: may also name layers without pages.
     """
 
     def __init__(self, architecture: Architecture, shape: PoolShape, device: torch.device) -> None:
@@ -109,7 +110,7 @@ class KvPool:
         return self.windows.page_table if layer in self.windows.shape.layers else self.page_table
 
     def write_windows(self, writes: Sequence[WindowWrite | StateMove]) -> None:
-        """Copy and give to slots what layers keep of sequences beside pages: windows, or states."""
+        """Copy windows, or states, and give them to slots."""
         if self.states is not None:
             self.states.write(writes)
         else:
@@ -135,7 +136,7 @@ class KvPool:
         self.page_table.view(-1).index_copy_(0, packed[0], packed[1].to(torch.int32))
 
     def evict(self, eviction: PageEviction) -> None:
-        """Replace resident pages by dense ones; asynchronous. The caller has offloaded the other layers' rows before.
+        """Replace resident pages by dense pages; asynchronous. The caller has offloaded the other layers' rows before.
 
         Dense pages may lie in the evicted pages. Raises ValueError for a slot or page that does not exist.
         """
@@ -143,8 +144,8 @@ class KvPool:
         self._move(eviction.page_ids, eviction.dense_page_ids, eviction.places)
 
     def reload(self, reload: FinishedReload) -> None:
-        """Replace dense pages by resident ones, which hold the other layers' rows; asynchronous. Raises ValueError for
-        a slot or page that does not exist.
+        """Replace dense pages by resident pages that have the other layers' rows already; asynchronous. Raises
+        ValueError for a slot or page that does not exist.
         """
         self._check(reload)
         self._move(reload.dense_page_ids, reload.page_ids, reload.places)
@@ -154,14 +155,14 @@ class KvPool:
         self.write(layer, page_ids, None, keys, values)
 
     def write(self, layer: int, page_ids: Tensor, offsets: Tensor | None, keys: Tensor, values: Tensor) -> None:
-        """Write as `scatter_rows`; with offsets, int64 `[tokens]` as `page_ids` then are, each token to its own
-        cell.
+        """Write as `scatter_rows`. With offsets, offsets and page_ids are int64 `[tokens]`, and each token is written
+        to its own cell.
         """
         write_rows(keys, page_ids, offsets, self.key_pages[layer])
         write_rows(values, page_ids, offsets, self.value_pages[layer])
 
     def read(self, layer: int, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Read a layer's whole pages, int64 `[pages]`, to keys and values `[kv_heads, tokens, dim]`, heads strided."""
+        """Copy whole pages of a layer to keys and values `[kv_heads, tokens, dim]`, heads strided. page_ids: int64."""
         by_page = [rows.unflatten(1, (-1, self.page_tokens)) for rows in (keys, values)]
         gather_pages(self.key_pages[layer], self.value_pages[layer], page_ids, *by_page)
 
@@ -170,15 +171,15 @@ class KvPool:
         count = len(source_ids)
         source, target = upload(np.array([source_ids, target_ids], dtype=np.int64), self.device).unbind(0)
         rows = [pages[layer] for layer in self.dense_layers for pages in (self.key_pages, self.value_pages)]
-        read = [pages.index_select(0, source) for pages in rows]  # all of them, before any is written
+        read = [pages.index_select(0, source) for pages in rows]  # all are read before any is written
         for pages, own in zip(rows, read, strict=True):
             pages.index_copy_(0, target, own)
         for place in places:
             self.page_table[place.slot, place.first_page : place.first_page + count] = target.to(torch.int32)
 
     def gather_rows(self, page_ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
-        """Copy resident pages of the offloaded layers to keys and values `[layers, kv_heads, tokens, dim]`, of which
-        layers and heads may lie apart; of codes in any dtype.
+        """Copy resident pages of the offloaded layers to keys and values `[layers, kv_heads, tokens, dim]`, whose
+        layers and heads may be strided. Codes are decoded to any dtype.
         """
         self._check_ids(page_ids, self.num_pages)
         ids = upload(np.array(page_ids, dtype=np.int64), self.device)
@@ -186,7 +187,7 @@ class KvPool:
             self.read(layer, ids, keys[place], values[place])
 
     def _views(self, arena: Tensor, of_windows: dict[int, Tensor]) -> list[Tensor]:
-        """Return each layer's view of an arena, dense ones in front; those of windows are given."""
+        """Return each layer's view of an arena, dense layers first. of_windows: the views of layers with windows."""
         views = dict(of_windows)
         views |= dict.fromkeys(self._without_kv, arena[:0])
         for place, layer in enumerate((*self.dense_layers, *self.offloaded_layers)):

@@ -1,8 +1,8 @@
-"""States of recurrent layers: one a sequence in all of these layers, in place of keys and values.
+"""States of recurrent layers: each sequence has one in all of these layers, in place of keys and values.
 
-The scheduler numbers states as it does windows, and says which slot holds which. A copy is the state behind the same
-token. A state that begins at position 0 is never read before, so none is cleared. Host memory may have copies
-(`gpu.kv.host_states`).
+The scheduler numbers states as it does windows, and decides which slot holds which. A copy is the state after the same
+token. A sequence that begins at position 0 never reads its state before it writes it, so none is cleared. Host memory
+may have copies (`gpu.kv.host_states`).
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,13 @@ STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class States:
-    """Keep the states of all slots. of_slot: int32 `[max_slots]`, the number of the state that a slot holds, and
-    `numbers` the same on the host, as plans were launched; layers: of the model; count: states; 0: none are written or
-    copied, and each slot has its own. num_places: for copies in host memory.
+    """The states of all slots.
+
+    of_slot: int32 `[max_slots]`, the number of the state that a slot holds. numbers: the same on the host, up to the
+        last launched plan.
+    layers: the recurrent layers of the model.
+    count: number of states; 0: each slot has its own, and none are assigned or copied.
+    num_places: places for copies in host memory.
     """
 
     def __init__(self, own: Recurrent, layers: Sequence[int], count: int, max_slots: int, dtype: torch.dtype,
@@ -50,7 +54,7 @@ class States:
 
     @property
     def all_layers(self) -> LayerStates:
-        """Return the states of all layers, with one axis more in front."""
+        """Return the states of all layers, with a layer axis in front."""
         return LayerStates(*self.arenas, self.drafts)
 
     def of_layer(self, layer: int) -> LayerStates:

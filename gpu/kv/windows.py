@@ -1,10 +1,10 @@
-"""Windows of keys and values: for layers that never look further back, a ring of pages a sequence in place of all
-pages.
+"""Windows of keys and values: for layers with sliding attention, each sequence has a ring of pages in place of pages
+for its whole context.
 
 A window is a ring of `num_pages` pages in each of these layers: cell c of a context is in page `c // page_tokens %
-num_pages`. A page table is all that readers and writers need, and a copy of a window is one of the same cells. The
-scheduler numbers windows and says which slot holds which. Cells are read no further back than a layer's window, and a
-ring is no shorter.
+num_pages`. Readers and writers use an ordinary page table, and a copy of a window has the same cells. The scheduler
+numbers windows and decides which slot holds which. Cells are read no further back than a layer's window, and a ring is
+at least as long.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from gpu.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class WindowShape:
-    """The number of KV windows and their layers. `count` windows of `num_pages` pages in each of `layers`; none:
-    all layers are in pages.
+    """The sizes of windows: `count` windows of `num_pages` pages in each of `layers`. Without layers, all layers have
+    pages.
     """
 
     layers: tuple[int, ...]
@@ -34,9 +34,8 @@ NO_WINDOWS = WindowShape((), 0, 1)
 
 
 class Windows:
-    """The windows of all slots. arenas: of keys, of values: `[layers, windows, pages, kv_heads, page_tokens, dim]`.
-    page_table: int32 `[max_slots, max_pages]`, by cell: pages of the window that a slot holds, counted through all
-    windows.
+    """The windows of all slots. arenas: of keys and of values, `[layers, windows, pages, kv_heads, page_tokens, dim]`.
+    page_table: int32 `[max_slots, max_pages]`, by cell: pages of the slot's window, counted across all windows.
     """
 
     def __init__(self, shape: WindowShape, page_shape: tuple[int, ...], dim: int, max_slots: int, max_pages: int,
@@ -60,7 +59,7 @@ class Windows:
         return [dict(zip(self.shape.layers, arena.flatten(1, 2).unbind(0), strict=True)) for arena in self.arenas]
 
     def page_ids(self, window: int, cells: Tensor) -> Tensor:
-        """Return where a window has these cells: int64, of `views`."""
+        """Return the page ids (int64, in `views`) in which a window has these cells."""
         page_tokens = self.num_cells // self.shape.num_pages
         return window * self.shape.num_pages + cells // page_tokens % self.shape.num_pages
 

@@ -1,10 +1,10 @@
 """Filter distributions to draw from: temperature, top-k, top-p and min-p, for all rows of a batch at once.
 
-A distribution is how far each token is below the best one, in nats: 0 for the best, `inf` for what may not be drawn;
-`race` draws from it. The result of a row depends on that row alone, on any device: the masses of top-p are
-**integers**, so that sums are exact and the same in any order. A float32 cumulative sum over 128K tokens is off by up
-to 3e-3 of the mass. Masses are `exp(-distance)` in units of `2**-(62 - bits of the vocabulary)` of the most likely
-token's: 2**-45 for 128K tokens.
+A distribution is the distance of each token below the best one, in nats: 0 for the best token, `inf` for tokens that
+may not be drawn; `race` draws from it. The result of a row depends on that row alone, on any device: the masses of
+top-p are **integers**, so that sums are exact and the same in any order. A float32 cumulative sum over 128K tokens is
+off by up to 3e-3 of the mass. Masses are `exp(-distance)` in units of `2**-(62 - bits of the vocabulary)` of the most
+likely token's: 2**-45 for 128K tokens.
 
 Nothing is sorted: a threshold is found digit by digit (a radix select over the bits of the distance, by mass), in three
 passes that each read 12 bytes a token. Ties at a threshold go to the lower token id.
@@ -19,7 +19,7 @@ def distances(scores: torch.Tensor, best: torch.Tensor, temperature: torch.Tenso
     """Return how far each token is below the best one, in nats after temperature: float32 `[rows, vocab]`, all >= 0.
 
     `scores` float32 `[rows, vocab]`, `best` its row maxima `[rows]`, `temperature` float32 `[rows]`, > 0. A row whose
-    maximum is not finite comes out as zeros or huge values, never NaN; its draw means nothing.
+    maximum is not finite gives zeros or huge values, never NaN; its draw is void.
     """
     return (best[:, None] - scores).div_(temperature[:, None]).nan_to_num_(nan=0.0)
 

@@ -34,7 +34,7 @@ class Logprobs:
 
 
 def join_logprobs(pieces: Sequence[Logprobs]) -> Logprobs:
-    """Return the rows of all pieces, in order; none of none."""
+    """Return the rows of all pieces, in order."""
     if not pieces:
         none = torch.empty((0, 0), dtype=torch.float32)
         return Logprobs(none.flatten(), none.long(), none)
@@ -46,7 +46,9 @@ def join_logprobs(pieces: Sequence[Logprobs]) -> Logprobs:
 
 
 def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the host that is under way on the current stream; the tensor itself if it is there already."""
+    """Start a copy to pinned host memory on the current stream and return it; a tensor on the host is returned as it
+    is.
+    """
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -78,8 +80,7 @@ def _gather(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tupl
 
 
 def rank_keys(logits: torch.Tensor) -> torch.Tensor:
-    """Return int64 `[rows, vocab]` that order as (logit, then lower id first) does, all different; float32 logits, no
-    NaN.
+    """Return int64 `[rows, vocab]`, all different, that sort by logit and then by lower id. logits: float32, no NaN.
 
     The upper half is the float's bits made monotone, the lower half counts ids down from 2**32 - 1.
     """

@@ -32,7 +32,7 @@ class PenaltyTable:
         return row
 
     def remove(self, row: int) -> None:
-        """Take the row back; what it holds is cleared when it is handed out again."""
+        """Free a row. Its content is cleared when it is given out again."""
         self._free.append(row)
 
     def apply(self, scores: torch.Tensor, rows: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
@@ -49,9 +49,9 @@ class PenaltyTable:
         return torch.where(seen, repeated, scores) - frequency * counts - presence * present
 
     def count(self, rows: torch.Tensor, token_ids: torch.Tensor, stands: torch.Tensor | None = None) -> None:
-        """Add a token that was drawn, or had to come, to each of `rows`; all int64 `[rows]`.
+        """Count a token, drawn or of a run, in each of `rows`; all arguments are int64 `[rows]`.
 
-        stands: 1, or 0 where the token is not the row's after all; None: all are.
+        stands: 1, or 0 for a token that is void after all; None: all count.
         """
         amounts = torch.ones_like(token_ids) if stands is None else stands
         self.counts.view(-1).scatter_add_(0, rows * self.vocab_size + token_ids, amounts.int())

@@ -1,10 +1,11 @@
-"""The sampler: from logits to tokens, for a batch of sequences with options of their own, without a wait on the device.
+"""The sampler: from logits to tokens, for a batch of sequences with options of their own, without waiting on the
+device.
 
 Order of the options: logit bias and penalties on the raw logits; masks; temperature; top-k, top-p, min-p. A sequence's
 draw is a function of its logits, its seed, its mask and the number of the draw, whatever else is in the batch and
-across preemption. Logits that differ by rounding draw the same token but for about the probability mass that the
-rounding moves. A row costs what it asks for: a plain greedy row an argmax (one read of its logits), a drawn row its
-distances and the race (about 30 bytes a vocabulary entry), a filtered one the passes of `gpu.sampling.draw`.
+across preemption. If logits differ by rounding, another token is drawn about as often as the probability mass that the
+rounding moves. A row costs what its options need: a plain greedy row an argmax (one read of its logits), a drawn row
+its distances and the race (about 30 bytes for each vocabulary entry), a filtered row the passes of `gpu.sampling.draw`.
 """
 
 import math
@@ -27,19 +28,21 @@ from gpu.upload import upload
 __all__ = ["NO_MASKS", "Drawing", "Masks", "Sampled", "Sampler", "gather_logprobs"]
 
 Masks = Mapping[int, np.ndarray]
-"""By slot, the tokens that may be drawn: uint32 `[ceil(vocab / 32)]`, bit `i % 32` of word `i // 32` for token i. Of a
-slot with a draft one for each of its rows: `[1 + drafted, ceil(vocab / 32)]`.
+"""By slot, the tokens that may be drawn: uint32 `[ceil(vocab / 32)]`, bit `i % 32` of word `i // 32` for token i. A
+slot with a draft has a mask for each of its rows: `[1 + drafted, ceil(vocab / 32)]`.
 """
 
 NO_MASKS: Masks = MappingProxyType({})
 
-_KEYS_KEPT = 64  # a multiple of 4, the numbers that Philox makes at once
-_NO_TOKEN = -3  # what no draw gives, and no draft has
+_KEYS_KEPT = 64  # a multiple of 4, since Philox makes four numbers at once
+_NO_TOKEN = -3  # an id that no draw and no draft has
 _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 
 
 class KeyStream:
-    """The keys of one seed's draws: number n is the n-th of numpy's Philox generator with that key, 64 random bits."""
+    """The keys of one seed's draws. Key n is the n-th number, 64 random bits, of numpy's Philox with the seed
+    as key.
+    """
 
     def __init__(self, seed: int) -> None:
         self._key = seed % 2**64
@@ -65,13 +68,14 @@ class _Slot:
 
     @property
     def is_edited(self) -> bool:
-        """Return whether draws are from other scores than the logits, without a mask."""
+        """Return whether scores differ from the logits even without a mask."""
         return self.penalty_row is not None or self.bias is not None
 
 
 @dataclass(slots=True)
 class Sampled:
-    """What a batch drew. `tokens` int64 `[slots]` on the device: ids to feed on, 0 where nothing could be drawn.
+    """The tokens that a batch drew. tokens: int64 `[slots]` on the device, the next input ids; 0 where nothing could be
+    drawn.
 
     Call `copy_to_host` on the stream that sampled, sync that stream, then `to_host`.
     """
@@ -81,9 +85,9 @@ class Sampled:
     slots: list[int]
     num_logprobs: list[int | None]  # by row
     logprobs: Logprobs | None  # of the rows that asked, in order
-    drafts: list[tuple[int, ...]] | None = None  # by slot, which has a row more for each token; None: a row each
-    drafted: torch.Tensor | None = None  # int64, the tokens of all drafts, where the device drafted some; else None
-    accepted: torch.Tensor | None = None  # int64 [slots], with drafts: tokens of each that were drawn
+    drafts: list[tuple[int, ...]] | None = None  # by slot; each token adds a row. None: one row for each slot
+    drafted: torch.Tensor | None = None  # int64, the tokens of all drafts if the device drafted some; else None
+    accepted: torch.Tensor | None = None  # int64 [slots], with drafts: how many tokens of each were accepted
     _host: tuple[torch.Tensor, Logprobs | None] | None = field(default=None, init=False)
 
     def copy_to_host(self) -> None:
@@ -92,11 +96,11 @@ class Sampled:
         self.drafted = None if self.drafted is None else to_pinned(self.drafted)
 
     def to_host(self) -> list[SampledToken]:
-        """Return the tokens of all slots, in order: a row's each, or what `by_slot` has."""
+        """Return the tokens of all slots, in order, as in `by_slot`."""
         return list(chain.from_iterable(self.by_slot()))
 
     def by_slot(self) -> list[list[SampledToken]]:
-        """Return the tokens of each slot, in order: those up to the first that is not as drafted."""
+        """Return the tokens of each slot, in order, up to the first that differs from the draft."""
         assert self._host is not None, "Sampled.to_host before copy_to_host"
         reported, logprobs = self._host
         if self.drafts is None:
@@ -113,7 +117,7 @@ class Sampled:
 
 @dataclass(slots=True)
 class Given:
-    """Tokens of runs, in order, which nobody draws, and what `Sampled` has of them beside."""
+    """Tokens of runs, in order, which are not drawn, with the other fields that `Sampled` has."""
 
     token_ids: list[int]
     slots: list[int]
@@ -123,10 +127,11 @@ class Given:
 
 @dataclass(slots=True)
 class Drawing:
-    """Rows of logits, and what is drawn of them: at once, or when their masks are known. As `Sampler.sample` takes
-    them; `logits` are let go of once drawn. runs, drafts: as `DecodeGroup` has them; such a slot has a row more for
-    each token. Of a run's rows the last one is drawn from, of a draft's all. drafted: as in `Sampler.verify`.
-    positions: of input tokens.
+    """Rows of logits that are drawn from at once, or later when their masks are known.
+
+    logits, slots, samples: as `Sampler.sample` takes them; logits are freed once drawn. runs, drafts: as in
+    `DecodeGroup`; such a slot has one more row for each token. Only the last row of a run is drawn from, but all rows
+    of a draft. drafted: as in `Sampler.verify`. positions: of input tokens.
     """
 
     logits: torch.Tensor | None
@@ -171,7 +176,7 @@ class Drawing:
             self._given.logprobs = self._given.logprobs.copy_to_host()
 
     def to_host(self) -> list[SampledToken]:
-        """Return each slot's tokens, in order: its run, and what it drew."""
+        """Return each slot's tokens, in order: its run, and then the drawn tokens."""
         if self.runs is None or self._given is None:
             return self.sampled.to_host()
         drawn, given = self.sampled.by_slot(), self._given
@@ -180,7 +185,7 @@ class Drawing:
 
 
 class Sampler:
-    """Options, counters and seeds of up to `num_slots` sequences, by slot."""
+    """Draws tokens. It keeps the options, counters and seeds of up to `num_slots` sequences, by slot."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -190,7 +195,8 @@ class Sampler:
         self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=self.device)
 
     def assign(self, slot: int, params: SamplingParams, prompt_ids: np.ndarray, output_ids: np.ndarray) -> None:
-        """Give `slot` to a sequence; int32 `[tokens]` each, `output_ids` what it drew before a preemption.
+        """Give `slot` to a sequence. prompt_ids, output_ids: int32 `[tokens]`; output_ids were drawn before a
+        preemption.
 
         Raises ValueError for a bias on a token that the vocabulary does not have.
         """
@@ -206,7 +212,7 @@ class Sampler:
         self._slots[slot] = _Slot(params, KeyStream(params.seed), row, bias)
 
     def release(self, slot: int) -> list[torch.Tensor]:
-        """Forget the sequence in `slot`; nothing happens if there is none. Returns what it had on the device alone."""
+        """Forget the sequence in `slot`, if there is one. Return its tensors on the device, which may still be read."""
         state, self._slots[slot] = self._slots[slot], None
         if state is None:
             return []
@@ -232,13 +238,12 @@ class Sampler:
         self, logits: torch.Tensor, slots: list[int], samples: list[int], drafts: list[tuple[int, ...]],
         masks: Masks = NO_MASKS, drafted: torch.Tensor | None = None,
     ) -> Sampled:  # fmt: skip
-        """Draw behind the input token of each slot, and behind each token of its draft, as if that had been drawn.
+        """Draw a token after the input token of each slot, and after each token of its draft as if that had been drawn.
 
         `slots[i]` has `1 + len(drafts[i])` rows of `logits` (as in `sample`), for the draws from number `samples[i]`
         on. Its tokens are the draws up to the first that differs from the draft; later rows do not count. Each draw is
-        a function of its logits, its seed, its mask and its number, so steps of one token would draw the same. drafted:
-        int64, the tokens of all drafts one behind another, if `drafts` state their lengths alone; None: `drafts` have
-        them.
+        a function of its logits, seed, mask and number, so steps of one token would draw the same tokens. drafted:
+        int64, the tokens of all drafts in order, if `drafts` have only their lengths; None: `drafts` have the tokens.
         """
         lengths = [1 + len(draft) for draft in drafts]
         owners = [place for place, length in enumerate(lengths) for _ in range(length)]
@@ -254,7 +259,7 @@ class Sampler:
         if drafted is not None:
             rows_of_drafts = np.array([row for row, token_id in enumerate(expected) if token_id != _NO_TOKEN], np.int64)
             there[1].index_copy_(0, upload(rows_of_drafts, self.device), drafted)
-        # Behind penalties a draw depends on those in front of it: such rows are drawn one after another.
+        # With penalties a draw depends on the draws before it, so such rows are drawn one after another.
         waits = [step if state.penalty_row is not None else 0 for step, state in zip(steps, states, strict=True)]
         stands = torch.ones(len(slots), dtype=torch.int64, device=self.device)
         reported = torch.empty(len(owners), dtype=torch.int64, device=self.device)
@@ -271,8 +276,8 @@ class Sampler:
             if penalised and max(waits) > turn:
                 places = upload(np.array(penalised, np.int64), self.device)
                 stands[own_owners[places]] *= chosen[places] == there[1, index[places]]
-        behind = (reported != there[1]).cumsum(0)  # misses up to a row, its own with them; each slot's last row is one
-        missed = torch.cat([behind.new_zeros(1), behind])[there[2]]  # those in front of its slot
+        behind = (reported != there[1]).cumsum(0)  # misses up to and with a row; each slot's last row is a miss
+        missed = torch.cat([behind.new_zeros(1), behind])[there[2]]  # misses before the row's slot
         is_last = (behind - missed == 1) & (reported != there[1])
         accepted = torch.zeros_like(stands).index_add_(0, there[0], (behind == missed).long())
         tokens = torch.zeros_like(stands).index_add_(0, there[0], torch.where(is_last, reported.clamp(min=0), 0))
@@ -282,8 +287,8 @@ class Sampler:
         return Sampled(tokens, reported, list(slots), asked, logprobs, told, drafted, accepted)
 
     def guess(self, logits: torch.Tensor, slots: list[int], samples: list[int]) -> torch.Tensor:
-        """Return the tokens int64 `[rows]` that `sample` would draw without masks, 0 where it draws none. They are
-        drafts that a later step verifies, so they do not count as drawn.
+        """Return the tokens, int64 `[rows]`, that `sample` would draw without masks; 0 where it would draw none. They
+        are drafts that a later step verifies, so penalties do not count them.
         """
         states = [state for slot in slots if (state := self._slots[slot]) is not None]
         assert len(states) == len(slots), f"guess: a slot of {slots} is not assigned"
@@ -291,7 +296,7 @@ class Sampler:
         return self._choose(logits, states, samples, {}, stands).clamp(min=0)
 
     def take(self, logits: torch.Tensor, slots: list[int], runs: list[list[int]], firsts: list[int]) -> Given:
-        """Count tokens that were not drawn as if they had been: `runs[i]` follow the input token of `slots[i]`, whose
+        """Count the tokens of runs as if they had been drawn. `runs[i]` follows the input token of `slots[i]`, whose
         rows of logits (as in `sample`) begin at `firsts[i]`.
         """
         states = [state for slot in slots if (state := self._slots[slot]) is not None]
@@ -314,8 +319,8 @@ class Sampler:
         self, logits: torch.Tensor, states: list[_Slot], samples: list[int], masks: Mapping[int, np.ndarray],
         stands: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return tokens int64 `[rows]`, NOT_FINITE where the logits' maximum is not (NaN and infinity show in it, and a
-        row of `-inf`), and NOTHING_LEFT where it is, but the edited scores' is not. stands: as in `_count`.
+        """Return tokens int64 `[rows]`: NOT_FINITE if the logits' maximum is not finite (which reveals NaN, infinity
+        and rows of `-inf`), NOTHING_LEFT if only the edited scores' maximum is not finite. stands: as in `_count`.
         """
         drawn = [row for row, state in enumerate(states) if not state.params.is_greedy]
         edited = [row for row, state in enumerate(states) if row in masks or state.is_edited]
@@ -363,12 +368,10 @@ class Sampler:
         scores.index_copy_(0, rows[0], edited)
 
     def _mask(self, scores: torch.Tensor, masks: Mapping[int, np.ndarray]) -> None:
-        """Mask rows of `scores`, in place: what is not in a row's mask is not drawn."""
+        """Set scores of tokens outside of their row's mask to -inf, in place."""
         if not masks:
             return
-        packed = upload(
-            np.stack(list(masks.values())).view(np.uint8), self.device
-        )  # on hosts that begin at the low end
+        packed = upload(np.stack(list(masks.values())).view(np.uint8), self.device)  # on little-endian hosts
         is_out = (packed[:, :, None] & self._bits).eq(0).flatten(1)[:, : self.vocab_size]
         if len(masks) == len(scores):
             scores.masked_fill_(is_out, -math.inf)
@@ -400,7 +403,7 @@ class Sampler:
         return race(distance, uploaded[4])
 
     def _count(self, states: list[_Slot], tokens: torch.Tensor, stands: torch.Tensor | None = None) -> None:
-        """Count tokens int64 `[rows]` for penalties. stands: 0 where a token is not drawn after all; None: all are."""
+        """Count tokens int64 `[rows]` for penalties. stands: 0 for a token that is void after all; None: all count."""
         penalised = [(row, state.penalty_row) for row, state in enumerate(states) if state.penalty_row is not None]
         if penalised:
             rows = upload(np.array(penalised, np.int64).T.copy(), self.device)  # [2, penalised]
@@ -418,14 +421,14 @@ class Sampler:
 
 
 def count_equal(tokens: Sequence[int], draft: Sequence[int]) -> int:
-    """Return how many tokens of a draft come as they are drafted, one behind another."""
+    """Return how many first tokens of a draft equal the drawn tokens."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, draft, strict=False)))
 
 
 def _list_tokens(
     slots: list[int], token_ids: list[int], num_logprobs: list[int | None], logprobs: Logprobs | None
 ) -> list[SampledToken]:
-    """Return tokens; logprobs: of those that asked for them, copied to the host."""
+    """Return tokens with their logprobs. logprobs: of the rows that asked for them, in order, on the host."""
     listed = iter(logprobs.to_list() if logprobs else [])
     tokens = []
     for slot, token_id, num_top in zip(slots, token_ids, num_logprobs, strict=True):
@@ -438,5 +441,5 @@ def _list_tokens(
 
 
 def _report(best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return `tokens`, but NOT_FINITE where the row's maximum is not."""
+    """Return `tokens`, with NOT_FINITE where the row's maximum `best` is not finite."""
     return torch.where(best.isfinite(), tokens, NOT_FINITE)
