@@ -1,6 +1,6 @@
 """Capture work of the device as a CUDA graph, after a warm-up on a stream of its own.
 
-The warm-up compiles kernels and gives libraries their workspaces.
+The warm-up compiles kernels and lets libraries allocate their workspaces.
 """
 
 import gc
@@ -19,8 +19,10 @@ Result = TypeVar("Result")
 def capture(
     work: Callable[[], Result], pool: tuple[int, int] | None, on: torch.cuda.Stream | None = None
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Return the graph of `work`, and what it returned when it was captured: replays write there. pool: memory shared
-    by graphs that never run at the same time; None: its own. on: the stream whose priority its kernels have; None: any.
+    """Return the graph of `work`, and the result of `work` when it was captured, which replays overwrite.
+
+    pool: memory shared by graphs that never run at the same time; None: its own. on: the stream whose priority its
+    kernels have; None: any.
     """
     stream = on or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -42,8 +44,8 @@ def record(
 
 
 def graph_seconds(work: Callable[[], object], on: torch.cuda.Stream | None = None) -> float:
-    """Return the seconds that a captured graph of `work` takes on the device: the least of TIMED_RUNS. on: as in
-    `capture`. Many timings share one stream, since cuBLAS keeps a workspace for each stream that it has seen.
+    """Return the seconds that a captured graph of `work` takes on the device, the least of TIMED_RUNS runs. on: as in
+    `capture`; use one stream for many timings, because cuBLAS keeps a workspace for each stream.
     """
     graph, _ = capture(work, None, on)
     took = []
@@ -59,7 +61,7 @@ def graph_seconds(work: Callable[[], object], on: torch.cuda.Stream | None = Non
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Keep Python from collecting garbage: a graph that is destroyed while another is captured ends the capture."""
+    """Suspend Python's garbage collection: destroying a graph while another is captured would end the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -9,11 +9,11 @@ from gpu.batching.halving import FEWEST_ROWS
 class StepKind(NamedTuple):
     """A kind of captured step.
 
-    num_parts: of its request to the CPU, 0 to 2.
-    reuses: whether methods that reuse take part.
-    lends: whether rows read host memory by such methods alone, and request nothing of the CPU.
+    num_parts: parts in which it requests attention of the CPU, 0 to 2.
+    reuses: whether methods with rings take part.
+    lends: whether rows read host memory only by such methods, and request nothing of the CPU.
     adapts: whether some row may have an adapter.
-    turns: whether rows of one slot may take turns in its ring.
+    turns: whether rows of one slot may use its ring in turn.
     """
 
     num_parts: int
@@ -27,16 +27,16 @@ def steps_to_capture(
     batch_sizes: Iterable[int], max_running: int, with_host_reads: bool, with_reuse: bool, with_lending: bool = False,
     with_halves: bool = True, with_adapters: bool = False, with_turns: bool = False,
 ) -> list[tuple[StepKind, int]]:  # fmt: skip
-    """Return each step as its kind and its number of rows, most rows first.
+    """Return each step to capture as its kind and its number of rows, most rows first.
 
-    with_host_reads: whether any layer is offloaded; then a single row with a host read has a graph whatever the sizes.
-    with_reuse: whether a profile that is served reuses: then there is each kind with it and without, since rows of all
-    profiles share steps. with_lending: whether a method reads host memory in the CPU's place.
+    with_host_reads: whether any layer is offloaded. Then a single row with a host read has a graph whatever the sizes.
+    with_reuse: whether a served profile has rings. Then each kind is captured with and without them, since rows of all
+        profiles share steps.
+    with_lending: whether a method reads host memory in place of the CPU.
     with_halves: whether batches with host reads may be cut.
-    with_adapters: whether some are loaded: then steps without host reads are captured with them and without, all others
-    with them alone.
-    with_turns: whether rows of a slot may take turns in its ring: then there is each kind that reuses with them and
-    without.
+    with_adapters: whether adapters are loaded. Then steps without host reads are captured with and without them, all
+        other steps only with them.
+    with_turns: whether rows of a slot may use its ring in turn. Then each kind with rings is captured with and without.
     """
     sizes = {min(size, max_running) for size in batch_sizes}
     steps = [(0, size) for size in sizes]

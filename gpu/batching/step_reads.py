@@ -1,4 +1,4 @@
-"""The bytes that a decode step reads on the device: its weights, and of each context what the host does not read."""
+"""Count the bytes that a decode step reads on the device: weights, and the parts of contexts that the host leaves."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from gpu.step import HostRead
 
 
 class StepReads:
-    """The bytes that one model's decode steps read. Of one model. dtype_bytes: of what computes, and of matrices that
-    are not packed; kv: how pages hold rows; num_offloaded_layers: offloaded ones.
+    """Counts the bytes that one model's decode steps read. dtype_bytes: of the dtype that computes, and of matrices
+    that are not packed. kv: format of rows in pages. num_offloaded_layers: how many layers are offloaded.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class StepReads:
         self._weights: dict[int, int] = {}  # bytes, by rows
 
     def weights(self, num_rows: int) -> int:
-        """Return the bytes of weights that a step of so many rows reads, experts in expectation."""
+        """Return the bytes of weights that a step of `num_rows` rows reads, with the expected number of experts."""
         if num_rows not in self._weights:
             shape, packed = self._architecture, self._is_packed
             self._weights[num_rows] = step_weight_bytes(shape, self._dtype_bytes, packed, num_rows) if num_rows else 0
@@ -41,7 +41,7 @@ class StepReads:
         return self.weights(-(-num_rows // 2)) + self.weights(num_rows // 2)
 
     def context(self, num_cells: int, host_read: HostRead | None) -> int:
-        """Return the bytes of keys and values for a row that reads so many cells, some of them perhaps on the host."""
+        """Return the bytes of keys and values that a row with `num_cells` cells reads on the device."""
         seen = sum(
             count * token_bytes * (num_cells if window is None else min(num_cells, window))
             for (window, token_bytes), count in self._windows.items()

@@ -31,8 +31,8 @@ _PADDING = 16  # columns between rows: widths that are powers of two would all s
 
 
 def serves(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the compiled step computes this model here: plain Llama layers, whole lines of weights, whole
-    blocks of a head. Whether it multiplies matrices of few bits, `numba_packed_linear.multiplies` says of each.
+    """Return whether the compiled step can compute this model here: it needs plain Llama layers, whole lines of weights
+    and whole blocks of a head. For packed matrices, `numba_packed_linear.multiplies` decides one by one.
     """
     if not has_plain_layers(architecture):
         return False
@@ -44,12 +44,12 @@ def serves(architecture: Architecture, dtype: torch.dtype, device: torch.device)
 
 
 def reads_rows(stored: torch.dtype, dim: int) -> bool:
-    """Return whether the compiled step reads rows of pages in this dtype: plain ones and codes of int8, whole lines."""
+    """Return whether the compiled step reads rows of this dtype in pages: plain rows or int8 codes, in whole lines."""
     return stored in _ROW_KINDS and dim % (LINE_BYTES // stored.itemsize) == 0
 
 
 def kinds_of(embedding: torch.dtype, rows: torch.dtype) -> tuple[Any, Any]:
-    """Return what stands in numba code for the types of an embedding and of rows in pages."""
+    """Return the values whose numba types stand for the dtypes of an embedding and of rows in pages."""
     return KINDS[embedding](0), _ROW_KINDS[rows](0)
 
 
@@ -57,7 +57,7 @@ class CpuStep:
     """The compiled step over a decoder's weights and pool. Threads: torch's at the time of a step."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder  # owns the memory that the model's addresses point to
+        self._decoder = decoder  # owns the memory behind the model's addresses
         self._model = _model(decoder)
         self._scratch = _scratch(decoder)
         a = decoder.architecture
@@ -127,13 +127,15 @@ def _model(decoder: Decoder) -> Model:
 
 
 def _widening(decoder: Decoder) -> int:
-    """Return what widens rows of the embedding: compiled for the first step, since nothing else needs it by then."""
+    """Return the address of the function that widens rows of the embedding; 0 for a plain one. Compiled here, because
+    nothing has needed it before the first step.
+    """
     embedding = decoder.weights.embedding
     return widen_address(embedding, torch.float32) if isinstance(embedding, Packed) else 0
 
 
 def _scratch(decoder: Decoder) -> tuple[int, int]:
-    """Return a thread's float32 for a token as matrices take it, and for gains of rows that are taken together."""
+    """Return how many float32 a thread needs for a token in the matrices' input format, and for gains of rows."""
     held = decoder.weights.matrices
     return max(map(token_room, held)), max(map(gains_room, held))
 

@@ -5,9 +5,9 @@ from dataclasses import fields
 from gpu.model.architecture import Architecture
 from transfer.arrays import ArraySpec
 
-MAX_ROWS = 32  # of a batch; with larger ones a library's products draw level (lab/LAB.md)
-PART_TOKENS = 1024  # of a context, in each part that a thread attends to
-HALF_ROW_STEP = 64  # elements: heads of a multiple of these have rows in bf16 that vectors of every size read
+MAX_ROWS = 32  # most rows of a batch; for larger ones a library's products are as fast (lab/LAB.md)
+PART_TOKENS = 1024  # tokens of a context in each part that a thread attends to
+HALF_ROW_STEP = 64  # bf16 rows of heads with a multiple of so many elements can be read by vectors of every size
 
 # Fields of an architecture that the step computes whatever their values are: sizes, or what loading has applied to
 # weights and rotation tables. All others must have their defaults, and so must all fields of each layer.
@@ -19,7 +19,7 @@ COMPUTED = frozenset({
 
 
 def has_plain_layers(architecture: Architecture) -> bool:
-    """Return whether a model is of plain Llama layers alone, which the compiled step computes."""
+    """Return whether a model has only plain Llama layers, which the compiled step computes."""
     others = (field for field in fields(architecture) if field.name not in COMPUTED)
     return all(getattr(architecture, field.name) == field.default for field in others)
 
@@ -30,7 +30,9 @@ def num_step_rows(max_running: int) -> int:
 
 
 def part_arrays(architecture: Architecture, num_rows: int, context_tokens: int) -> dict[str, ArraySpec]:
-    """Return the partials of the parts of so long contexts: out `[rows, heads, parts, dim]`, top and mass alike."""
+    """Return the arrays of partials for contexts of `context_tokens`: out `[rows, heads, parts, dim]`; top and mass
+    without the last axis.
+    """
     each = (num_rows, architecture.num_heads, -(-context_tokens // PART_TOKENS))
     return {
         "out": ArraySpec((*each, architecture.dim), "float32"),

@@ -1,13 +1,13 @@
 """Attention of the compiled decode step: RoPE, the write of keys and values, and each row's whole paged context.
 
-A work item is one part of one (row, KV head). Contexts are cut every PART_TOKENS, so that threads share a long one, and
-the thread that ends the last part merges all. Rows of one slot follow one another in the order of their positions; an
-item writes the rows in front of it that it reads, as their own items do: the same numbers. Cuts follow from the context
-alone and parts merge in order, so a result depends neither on threads nor on the batch. Bytes moved: keys and values of
-each context once for a group of query heads.
+A work item is one part of one (row, KV head). Contexts are cut every PART_TOKENS, so that threads share a long context,
+and the thread that ends the last part merges all. Rows of one slot are adjacent, in the order of their positions. An
+item also writes the rows before its own that it reads; their own items write the same numbers. Cuts follow from the
+context alone and parts are merged in order, so a result depends neither on threads nor on the batch. Bytes moved: keys
+and values of each context once for a group of query heads.
 
-Pages hold rows in float32, in bf16 or as int8 codes with float32 scales behind a page's codes (`kv_rows`, whose numbers
-these are). A key's scale multiplies the score of its codes, a value's the weight: no element is scaled by itself.
+Pages hold rows in float32, in bf16, or as int8 codes with float32 scales behind a page's codes (as `kv_rows` makes
+them). A key's scale multiplies the score of its codes, and a value's scale its weight, so no element is scaled alone.
 """
 
 from typing import NamedTuple
@@ -29,14 +29,14 @@ COLUMN_BLOCK = _COLUMNS * LANES  # a head's dim is a multiple of this
 _add_four = weighted_sum(4, _COLUMNS)
 _add_one = weighted_sum(1, _COLUMNS)
 _LARGEST_CODE = np.float32(127.0)
-_SMALLEST_SCALE = np.float32(1e-30)  # of rows that are all zero
-_FLOAT = np.float32(0.0)  # what scales are, as `load` and `store` are told
+_SMALLEST_SCALE = np.float32(1e-30)  # the scale of rows that are all zero
+_FLOAT = np.float32(0.0)  # the kind of scales, for `load` and `store`
 
 
 class Parts(NamedTuple):
-    """Partial results of the parts that contexts are cut into. Partials of the rows' parts: out float32 `[rows, heads,
-    parts, dim]` (not yet divided by the mass), top and mass `[rows, heads, parts]`; arrivals: int64 `[rows * kv_heads,
-    COUNTER_INT64]`, zero between steps.
+    """Partial results of the parts that contexts are cut into. out: float32 `[rows, heads, parts, dim]`, not yet
+    divided by the mass. top, mass: `[rows, heads, parts]`. arrivals: int64 `[rows * kv_heads, COUNTER_INT64]`, zero
+    between steps.
     """
 
     out: np.ndarray
@@ -79,7 +79,7 @@ def attend(team, stage, kind, shape, key_pages, value_pages, qkv, cos, sin, rows
             attended[row, first : first + shape.heads // shape.kv_heads * shape.dim] = np.float32(0.0)
         elif part < num_parts(context):
             begin, end = part * PART_TOKENS, min(context, (part + 1) * PART_TOKENS)
-            own = row  # its own token, and those of the slot in front of it in this batch, whoever writes these as well
+            own = row  # its own token, and the slot's tokens before it in this batch, which their items write too
             while own >= 0 and rows.slots[own] == slot:
                 cell, position = rows.context_lens[own] - 1, rows.positions[own]
                 if begin <= cell < end:

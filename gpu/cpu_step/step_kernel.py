@@ -28,12 +28,14 @@ KEYS, VALUES = range(2)  # and its pages
 
 
 class Model(NamedTuple):
-    """A model, as the compiled step reads it. kind: of the embedding, a float32, or a uint16 for bf16, as a type;
-    row_kind: of rows in pages, one of these or an int8; matrices: int64 `[layers, 4, TABLE_COLUMNS]`; pages: int64
-    `[layers, 2]`, addresses; norms: float32 `[2 * layers + 1, hidden]`, the attention's and the MLP's of each layer,
-    then the final one; embedding: `[vocab, hidden]` as int64 `[TABLE_COLUMNS]`; widen: the address of the function that
-    widens a row of it, 0: it is plain; logits: int64 `[TABLE_COLUMNS]`; cos, sin: float32 `[positions, dim // 2]`;
-    page_table: int32 `[slots, pages]`.
+    """A model in the form that the compiled step reads.
+
+    kind: numba type of the embedding: a float32, or a uint16 for bf16. row_kind: of rows in pages: these, or an int8.
+    matrices: int64 `[layers, 4, TABLE_COLUMNS]`. pages: int64 `[layers, 2]`, addresses.
+    norms: float32 `[2 * layers + 1, hidden]`, of attention and MLP of each layer, then the final one.
+    embedding: `[vocab, hidden]` as int64 `[TABLE_COLUMNS]`. widen: address of the function that widens a row of it; 0:
+        it is plain.
+    logits: int64 `[TABLE_COLUMNS]`. cos, sin: float32 `[positions, dim // 2]`. page_table: int32 `[slots, pages]`.
     """
 
     kind: np.float32 | np.uint16
@@ -54,7 +56,7 @@ class Model(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a step. One a token: token_ids, positions int64 `[rows]`; slots, context_lens int32 `[rows]`."""
+    """The rows of a step, one for each token. token_ids, positions: int64 `[rows]`. slots, context_lens: int32."""
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -63,10 +65,12 @@ class Rows(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The buffers of a step. Float32 `[rows, width]` of a step: hidden, qkv, attended, gated, logits; of each thread:
-    normed `[threads, rows, hidden]`, ordered `[threads, rows, ...]` of tokens as a matrix takes them, tiles `[threads,
-    2, rows, TILE]`, gains `[threads, num_gains]`, query `[threads, group, dim]`, scores `[threads, group,
-    PART_TOKENS]`. Widths may exceed what is used. counters: of `team`, zero at the start.
+    """The buffers of a step, all float32 except counters.
+
+    Shared, `[rows, width]`: hidden, qkv, attended, gated, logits. Per thread: normed `[threads, rows, hidden]`, ordered
+    `[threads, rows, ...]` with tokens in a matrix's input format, tiles `[threads, 2, rows, TILE]`, gains `[threads,
+    num_gains]`, query `[threads, group, dim]`, scores `[threads, group, PART_TOKENS]`. Widths may exceed their use.
+    counters: of `team`, zero at the start.
     """
 
     hidden: np.ndarray
@@ -132,8 +136,8 @@ def _mlp(team, layer, model, tokens, buffers):
 
 
 def _compile(version: int):  # type: ignore[no-untyped-def]
-    """Compile one thread's work of a step. numba's file cache looks at one source file and at the variables that a
-    function closes over; `version` stands for the sources of all that the step calls.
+    """Compile one thread's work of a step. numba's file cache checks one source file and captured variables only, so
+    `version`, a digest of the sources of all callees, is captured.
     """
 
     @numba.njit(nogil=True, cache=True)
@@ -164,13 +168,13 @@ _work = _compile(
     version(paged_attention, product, emission, exp, packed_rows, region, row_tiles, team, values, vectors)
 )
 
-# What a first start compiles for a model, with all that these call.
+# The functions that a first start compiles for a model, with all their callees.
 COMPILED = (_work, _together, product.multiply_rows, product.multiply_tile, packed_rows.widen_row)
 
 
 class CompiledStep(Region):
-    """The step for the types of one model. A run's `buffers.counters` are zero."""
+    """The step, compiled for the types of one model. `buffers.counters` must be zero before a run."""
 
     def __init__(self, *arguments: object) -> None:
-        """Compile for a model, shape, rows, buffers and parts like those of the steps to come."""
+        """Compile the step. arguments: a model, shape, rows, buffers and parts with the types of later runs."""
         super().__init__(_work, _together, *arguments)

@@ -1,1 +1,1 @@
-"""The device's side of contexts on disk: pages are copied out for records, and prompts' fronts come in from them."""
+"""The device's side of contexts on disk: pages are copied to records, and prefixes of prompts are loaded from them."""

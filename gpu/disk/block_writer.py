@@ -1,7 +1,7 @@
-"""Blocks on their way to the disk: copied out of their pages in stream order, written by a thread behind the steps.
+"""Save blocks to disk: copy them out of their pages in stream order, and write them in a background thread.
 
-Rows of evicted pages are in host memory. The thread that writes reads them there, as pages would have them, while they
-are lent.
+Rows of evicted pages are in host memory. The writing thread reads them there, while they are lent, and converts them to
+the format of pages.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from gpu.step import EvictedPart, SavedBlock
 from transfer.copies import PASSED, Event
 from transfer.host_tier import HostTier, LentRows
 
-STAGED_BLOCKS = 2  # on the device, on their way to the host; so many are saved by a plan at most
+STAGED_BLOCKS = 2  # blocks on the device on their way to the host; also the most that a plan saves
 
 
 class BlockWriter:
-    """Buffers of pinned memory, a block each, that pass from the device to the disk and back. On the device blocks pass
-    through two more, so that what they take there does not grow with how far the link is behind.
+    """Writes blocks through buffers of pinned memory, one block each. On the device, blocks pass through two more
+    buffers, so that their memory there does not grow when the link is behind.
     """
 
     def __init__(self, copies: DiskCopies, tier: HostTier | None) -> None:
@@ -43,11 +43,11 @@ class BlockWriter:
 
     @property
     def num_free(self) -> int:
-        """Return how many blocks a plan may save now."""
+        """Return how many blocks a plan may save to disk now."""
         return min(STAGED_BLOCKS, self._free.qsize())
 
     def save(self, blocks: Sequence[SavedBlock]) -> None:
-        """Copy blocks out of their pages; no more than `num_free`. Returns at once."""
+        """Copy blocks, at most `num_free`, out of their pages, and write them in the background."""
         for block in blocks:
             lent, evicted = None, block.evicted
             if evicted is not None:
@@ -64,7 +64,7 @@ class BlockWriter:
                 raise
 
     def shutdown(self) -> None:
-        """Finish what is under way, and give the folder to others."""
+        """Finish all writes, and unlock the folder."""
         self._copies.store.shutdown()
 
     def _copy_down(self, rows: Tensor, buffer: Tensor) -> Event:
@@ -111,7 +111,7 @@ class BlockWriter:
         self._free.put(buffer)
 
     def _restore(self, evicted: EvictedPart, layers: Tensor, lent: LentRows) -> None:
-        """Write rows of host memory to their places in a block, uint8 `[layers, layer_bytes]`."""
+        """Copy the evicted rows from host memory to their places in a block, uint8 `[layers, layer_bytes]`."""
         assert self._tier is not None
         pool, num_tokens = self._copies.pool, evicted.end - evicted.begin
         num_pages = num_tokens // pool.page_tokens

@@ -1,5 +1,5 @@
-"""Copies between the device's pages and records: whole pages as they are, without a look at what they hold, or rows in
-codes of 8 bits that are read as the nearest steps of each row's largest element (`kv_rows`).
+"""Copy between the device's pages and records: whole pages byte by byte, or rows encoded to 8-bit codes with a scale
+for each row (`kv_rows`).
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from transfer.disk.record_format import RecordShape
 
 
 def pinned_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """Return uint8 `[num_bytes]` of host memory that the device copies from and to by itself."""
+    """Allocate uint8 `[num_bytes]` of host memory, pinned if the device is CUDA."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class DiskCopies:
-    """The pages of a pool as records have them. layers: those with pages, in the order of a record's parts."""
+    """Copies pages of a pool to and from records. layers: the layers with pages, in the order of a record's parts."""
 
     pool: KvPool
     store: ContextStore
@@ -37,7 +37,7 @@ class DiskCopies:
 
     @property
     def num_sides(self) -> int:
-        """Return 2, keys and values; 1 where a row is both."""
+        """Return 2, for keys and values, or 1 for latent rows, which are both."""
         return len(self.pool.arenas)
 
     @property
@@ -56,16 +56,16 @@ class DiskCopies:
 
     @property
     def layer_bytes(self) -> int:
-        """Return the bytes of a layer of a block as its pages are."""
+        """Return the bytes of a layer of a block in the format of pages."""
         return self.num_sides * self.block_pages * self.page_bytes
 
     @property
     def has_codes(self) -> bool:
-        """Return whether records have codes of rows that pages have whole."""
+        """Return whether records have codes although pages do not."""
         return self.part_bytes != self.layer_bytes
 
     def encode(self, shape: RecordShape, raw: Tensor) -> Tensor:
-        """Return a record, uint8 `[bytes]`, of its pages and what stands behind them; plain torch, on the host."""
+        """Return a record, uint8 `[bytes]`, made of raw pages and the bytes behind them; plain torch, on the host."""
         if not self.has_codes:
             return raw[: sum(shape.part_bytes)]
         record, pages = raw.new_empty(sum(shape.part_bytes)), self.pool.key_pages[self.layers[0]]
@@ -82,7 +82,7 @@ class DiskCopies:
         return record
 
     def decode(self, pages: Tensor) -> Tensor:
-        """Return pages of the pool's shape and dtype, of those of one side in a record, uint8 `[pages, bytes]`."""
+        """Return pages in the pool's shape and dtype. pages: of one side in a record, uint8 `[pages, bytes]`."""
         like = self.pool.key_pages[self.layers[0]]
         if not self.has_codes:
             return pages.view(like.dtype).view(-1, *like.shape[1:])
@@ -93,17 +93,19 @@ class DiskCopies:
 
     @property
     def apart(self) -> tuple[int, ...]:
-        """Return the layers without pages, in the order of an end's parts behind those of pages."""
+        """Return the layers without pages, in the order of their parts in an end, behind the parts of pages."""
         pool = self.pool
         return tuple(pool.windows.shape.layers if pool.states is None else pool.states.layers)
 
     def window_arrays(self, layer: int, window: int) -> list[Tensor]:
-        """Return what a window or state is made of in a layer."""
+        """Return the tensors of a window or state in a layer."""
         held = self.pool.windows if self.pool.states is None else self.pool.states
         return [arena[self.apart.index(layer), window] for arena in held.arenas]
 
     def gather_end(self, pages: Tensor, window: int) -> Tensor:
-        """Return an end, uint8 `[bytes]`: pages of `gather`, fewer than a block's, and what a window or state has."""
+        """Return an end, uint8 `[bytes]`: pages from `gather`, fewer than a block's, and a window's or state's
+        content.
+        """
         layers, sides, num_pages, page_bytes = pages.shape
         whole = pages.new_zeros((layers, sides, self.block_pages, page_bytes))
         whole[:, :, :num_pages] = pages
@@ -127,7 +129,7 @@ class DiskCopies:
         return torch.stack(sides, 1)
 
     def gather_mixed(self, page_ids: Sequence[int], first: int, last: int) -> Tensor:
-        """Return pages as `gather` does, of which `[first, last)` are dense ones: of other layers they are zeros."""
+        """Return pages as `gather` does. Pages `[first, last)` are dense: they are zeros in the other layers."""
         pool, num_pages = self.pool, len(page_ids)
         ids = upload(np.array(page_ids, np.int64), pool.device)
         shape = (len(self.layers), self.num_sides, num_pages, self.page_bytes)

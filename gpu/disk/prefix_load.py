@@ -1,9 +1,9 @@
-"""The front of a prompt that comes from the disk, layer by layer, while the layers before it compute.
+"""Load the prefix of a prompt from disk, layer by layer, while earlier layers compute.
 
-Threads read the parts of blocks, in the order of layers, check them, and copy each to where its layer's rows belong:
-the prompt's pages, or the staging buffer of a layer that is offloaded. Invariants: a unit that begins a layer runs
-behind all rows of it; nothing is written to a page or buffer before the device has passed what was there, nor after
-the prompt is gone; a part that is not what was stored is never copied, and the prompt's front is lost then.
+Threads read the parts of blocks in the order of layers, check them, and copy each to the place of its layer's rows: the
+prompt's pages, or the staging buffer of an offloaded layer. Invariants: the unit that begins a layer runs after all
+rows of the layer have come; no page or buffer is written before the device has done its earlier work on it, or after
+the prompt has ended; a damaged part is never copied, and the prompt's prefix then counts as lost.
 """
 
 import logging
@@ -35,7 +35,9 @@ _buffers = local()
 
 
 class PrefixLoad:
-    """One prompt's front on its way. staged: where rows of offloaded layers go, of a prompt that is offloaded."""
+    """The load of one prompt's prefix. staged: takes rows of offloaded layers, if the prompt is offloaded; else
+    None.
+    """
 
     def __init__(self, copies: DiskCopies, prefix: DiskPrefix, staged: StagedPrompt | None) -> None:
         self._copies, self._prefix, self._staged = copies, prefix, staged
@@ -46,7 +48,7 @@ class PrefixLoad:
         self._page_ids = upload(np.array(prefix.page_ids, np.int64), pool.device)
         self._reads: dict[int, list[Future[None]]] = {}
         self._copied: dict[int, list[Event]] = {}
-        self._num_missing: Counter[int] = Counter()  # pieces of a layer that are not there
+        self._num_missing: Counter[int] = Counter()  # pieces that have not come, by layer
         self._ends = [prefix.end_name] if prefix.end_name else []
         self._has_lease = copies.store.folder.lease(KV, prefix.names)
         if self._has_lease and not copies.store.folder.lease(END, self._ends):
@@ -64,14 +66,14 @@ class PrefixLoad:
         self._stage(0)
 
     def is_loaded(self, layer: int) -> bool:
-        """Return whether the layer's rows are there, or on their way over the link."""
+        """Return whether the layer's rows have been read, and are on the device or being copied there."""
         has_rows = layer in self._copies.layers or layer in self._copies.apart
         is_over = not has_rows or (layer in self._reads and all(read.done() for read in self._reads[layer]))
-        return is_over and not self.is_lost  # in this order: a read that loses its block says so before it is over
+        return is_over and not self.is_lost  # in this order: a read that finds damage sets `is_lost` before it ends
 
     def begin_layer(self, layer: int) -> None:
-        """Let the layer's first unit wait for its rows. Raises HostMemoryError where they are lost: whoever plans units
-        asks `is_loaded` before.
+        """Let the layer's first unit wait for its rows. Raises HostMemoryError if they are lost, which the scheduler
+        prevents by asking `is_loaded` before.
         """
         for read in self._reads.get(layer, []):
             read.result()
@@ -84,18 +86,18 @@ class PrefixLoad:
             self._stage(place + 1)
 
     def end_layer(self, layer: int) -> None:
-        """Begin to read the next offloaded layer into the buffer of this one, which its last unit and the copies to
-        host memory have read, if both have the same.
+        """Begin to read the next offloaded layer that uses this layer's buffer. The layer's last unit and the copies to
+        host memory have been launched.
         """
         place = self._place(layer)
         if place is not None and self._staged is not None and self._staged.staging.num_buffers == 1:
             self._stage(place + 1)
 
     def close(self) -> None:
-        """End the load: layers that have not begun are not read, and what was read is not copied. Later work on the
-        device runs behind the copies under way. The disk is not waited for.
+        """End the load: no further layers are read, and pieces that were read are not copied. Later work on the device
+        runs after running copies. Does not wait for the disk.
         """
-        with self._lock:  # a copy that is being launched
+        with self._lock:  # waits for a copy that is being launched
             self._is_closed = True
         for reads in self._reads.values():
             for read in reads:
@@ -112,7 +114,7 @@ class PrefixLoad:
         return None if self._staged is None else self._staged.place(layer)
 
     def _stage(self, place: int) -> None:
-        """Begin to read an offloaded layer into its buffer, once the device has passed what is there."""
+        """Begin to read an offloaded layer into its buffer, once the device no longer uses the buffer's content."""
         if self._staged is None or place >= len(self._staged.staging.tier.shape.layers):
             return
         staging = self._staged.staging
@@ -121,7 +123,7 @@ class PrefixLoad:
         self._read(layer, before)
 
     def _read(self, layer: int, before: list[Event]) -> None:
-        """Begin to read a layer's pages: of blocks, and of the prefix's end behind them."""
+        """Begin to read a layer's pages: those of blocks, and those of the prefix's end."""
         names, most = self._prefix.names, piece_blocks(self._copies.part_bytes)
         pieces = [(KV, first, names[first : first + most]) for first in range(0, len(names), most)]
         if self._end_page % self._copies.block_pages and self._ends:
@@ -151,7 +153,9 @@ class PrefixLoad:
         self, layer: int, kind: str, part: int, names: tuple[str, ...], size: int, before: list[Event],
         put: Callable[[Tensor], None],
     ) -> None:  # fmt: skip
-        """Read some records' part, of `size` bytes each, and have it `put` to its place; in a thread."""
+        """Read a part of some records, of `size` bytes each, and call `put` to copy it to its place. Runs in a
+        thread.
+        """
         buffer = _buffer_of(self._copies)[: len(names) * size].view(len(names), size)
         for name, row in zip(names, buffer.numpy(), strict=True):
             if self._is_closed or self.is_lost:
@@ -171,7 +175,7 @@ class PrefixLoad:
             done = self._copies.streams.record()
             self._copied[layer].append(done)
             self._num_missing[layer] -= 1
-        done.synchronize()  # the thread's next piece takes the buffer
+        done.synchronize()  # the thread's next piece uses the same buffer
 
     def _place_window(self, layer: int, buffer: Tensor) -> None:
         """Copy a layer's window or state to the one that the prompt holds."""
@@ -181,7 +185,7 @@ class PrefixLoad:
             begin += array.nbytes
 
     def _place_rows(self, layer: int, first: int, buffer: Tensor) -> None:
-        """Copy blocks from number `first` of the prefix on to where their rows belong."""
+        """Copy a layer's rows of blocks, from number `first` of the prefix on, to their places."""
         copies, pool = self._copies, self._copies.pool
         rows = buffer.to(pool.device, non_blocking=True).view(len(buffer), copies.num_sides, copies.block_pages, -1)
         first_page = (self._prefix.first_block + first) * copies.block_pages

@@ -1,9 +1,9 @@
-"""What records of a model's contexts hold. No torch.
+"""Define the content of records of a model's contexts. No torch.
 
-A block has a part for each layer that has pages: its pages of keys, then those of values, as they lie on the device;
-rows may be stored in int8 where pages have the dtype that computes. Where a model has layers without pages, a prefix
-has an **end** as well: the pages behind its last whole block, in parts of a block's size, and a part for each layer
-that has a window or a state.
+A block has a part for each layer with pages: its pages of keys, then those of values, as they are on the device. Rows
+may be stored in int8 if pages have the dtype that computes. If a model has layers without pages, a prefix also has an
+**end**: the pages behind its last whole block, in parts of a block's size, and a part for each layer with a window or a
+state.
 """
 
 from typing import Literal
@@ -14,11 +14,11 @@ from transfer.disk.context_store import END, KV
 from transfer.disk.record_format import RecordShape
 
 MIB = 2**20
-PIECE_BYTES = 8 * MIB  # that a thread reads and copies at once
+PIECE_BYTES = 8 * MIB  # bytes that a thread reads and copies at once
 
 
 def piece_blocks(part_bytes: int) -> int:
-    """Return the blocks of a piece."""
+    """Return how many blocks a piece has."""
     return max(1, PIECE_BYTES // part_bytes)
 
 
@@ -34,13 +34,13 @@ def num_buffers(memory_mib: float, record_bytes: int) -> int:
 
 
 def paged_layers(architecture: Architecture, window_layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the layers that have all of a context in pages."""
+    """Return the layers that have whole contexts in pages."""
     apart = {*window_layers, *architecture.layers_without_kv}
     return tuple(layer for layer in range(architecture.num_layers) if layer not in apart)
 
 
 def disk_format(rows: Literal["same", "int8"], kv: KvFormat) -> KvFormat:
-    """Return the format of rows on disk, of those in pages; rows: as the settings say."""
+    """Return the format of rows on disk. rows: the setting `disk.rows`. kv: the format of rows in pages."""
     return kv if rows == "same" else rows
 
 
@@ -57,8 +57,8 @@ def kv_record(
 
 
 def end_record(architecture: Architecture, window_bytes: int, block: RecordShape) -> RecordShape | None:
-    """Return the shape of a prefix's end; None: pages have all of a context. window_bytes: of a window, or a state, in
-    all layers that have one.
+    """Return the shape of a prefix's end; None if pages have whole contexts. window_bytes: bytes of a window, or a
+    state, in all layers that have one.
     """
     num_apart = len(architecture.recurrent_layers) or architecture.num_layers - len(block.part_bytes)
     if not num_apart:

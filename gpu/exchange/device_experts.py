@@ -1,7 +1,7 @@
 """The device's side of a slot in which a step has the CPU compute experts: hidden states out, their sums back.
 
 On a GPU every call is ordered by the stream alone, so it may be captured, and the host's side gets the list of
-requests. The CPU device computes both sides: a request is answered where the answer is read.
+requests. The CPU device computes both sides: a request is answered when its answer is read.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ from transfer.expert_exchange import (
 
 
 class ExpertExchange:
-    """A new slot of `max_rows` rows. worker: answers what is asked in it."""
+    """A new slot of `max_rows` rows. worker: answers its requests."""
 
     def __init__(self, max_rows: int, hidden: int, per_token: int, device: torch.device, worker: ExpertWorker) -> None:
         self.slot: ExpertSlot = new_expert_slot(max_rows, hidden, per_token, device)
@@ -52,12 +52,12 @@ class ExpertExchange:
         return add_answer(made, self.slot, dtype)
 
     def take_requests(self) -> ExpertRequests:
-        """Return the requests since the last call, in order: of a captured step, what each of its replays requests."""
+        """Return the requests since the last call, in order. After a capture, these are the requests of each replay."""
         requested, self._requested = self._requested, []
         return ExpertRequests(np.array(requested, np.int64).reshape(-1, HOST_REQUEST_COLUMNS))
 
     def forget_requests(self) -> None:
-        """Count requests that the host did not count, of a warm-up or of failed steps whose slot was released, as
-        answered on both sides; waits for the device.
+        """Treat requests of a warm-up, or of failed steps whose slot was released, as answered on both sides. The host
+        has not counted them. Waits for the device.
         """
         catch_up(self._counters, self.slot)

@@ -24,8 +24,8 @@ class SlotExchange:
     def request(
         self, query: Tensor, codes: Tensor | None, wanted: Tensor | None = None, excluded: Tensor | None = None
     ) -> None:
-        """Write rotated queries `[rows, heads, dim]`, their codes where the slot has some, what of the context is
-        excluded (see `exchange_pack`), and the next stamp to the slot.
+        """Write a request to the slot: rotated queries `[rows, heads, dim]`, their codes if the slot has some, the
+        excluded blocks (see `exchange_pack`), and the next stamp.
         """
         exchange_pack(query, codes, self._counters, self.slot, wanted, excluded)
 
@@ -37,7 +37,7 @@ class SlotExchange:
         return Partial(slot.out[:num_rows], slot.lse[:num_rows], covered)
 
     def forget_requests(self) -> None:
-        """Count requests that the host did not count, of a warm-up or of failed steps whose slot was released, as
-        answered on both sides; waits for the device.
+        """Treat requests of a warm-up, or of failed steps whose slot was released, as answered on both sides. The host
+        has not counted them. Waits for the device.
         """
         catch_up(self._counters, self.slot)

@@ -1,8 +1,8 @@
-"""What each query head attended to in its last steps: block maxima of attention, compressed, in a ring.
+"""Keep the attention of each query head in its last steps: block maxima, compressed, in a ring.
 
 AttentionPredictor, section 4.2 (block-wise compression) and Algorithm 1. Invariants: an entry is exp(max - lse) of a
-block's logits, of exactly read mass or of a calibration, and 0 of a block that was not read; the lse of a sampled mass
-never comes here, since a sample's hits recur from step to step and would choose what is excluded from it.
+block's logits, with the mass of an exact read or of a calibration, and 0 for a block that was not read. The lse of a
+sampled mass is never used here: a sample's hits recur from step to step, and would choose what is excluded from it.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def compress(values: Tensor, stored: torch.dtype) -> Tensor:
 
 
 def restore(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `compress` stored, in a float dtype."""
+    """Return attention from its codes of `compress`, in a float dtype."""
     if codes.dtype != torch.uint8:
         return codes.to(dtype)
     values = torch.exp2((codes.to(dtype) - TOP_CODE) / STEPS_PER_OCTAVE)
@@ -47,10 +47,10 @@ def restore(codes: Tensor, dtype: torch.dtype) -> Tensor:
 @dataclass(slots=True)
 class History:
     """Attention of the last steps, by block. ring: `[layers, heads, steps + spare, blocks]`, float or uint8. newest:
-    slot of the last step. spare: rows that left the window last, which the next prediction compares as well.
+    slot of the last step. spare: rows that left the window last, which the next prediction still compares.
 
-    `heads` may stand for requests times heads: a step is put in for all of a layer at once. All layers have put in the
-    same number of steps whenever `advance` is called.
+    `heads` may be requests times heads. A step is put for all heads of a layer at once, and `advance` is called when
+    all layers have put the same number of steps.
     """
 
     ring: Tensor
@@ -67,7 +67,7 @@ class History:
         return (self.newest + 1 + self.spare) % self.ring.shape[2]
 
     def advance(self) -> None:
-        """Begin a step: the oldest row's slot becomes the newest row, which holds zeros until it is put in."""
+        """Begin a step: the oldest row's slot becomes the newest row, which is zero until `put`."""
         self.newest = (self.newest + 1) % self.ring.shape[2]
         self.ring[:, :, self.newest] = 0
 
@@ -76,8 +76,8 @@ class History:
         self.ring[layer, :, self.newest, : attended.shape[1]] = compress(attended, self.ring.dtype)
 
     def window(self, layer: int, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Return `[heads, steps, end - begin]` of blocks [begin, end), oldest step first: sink and recent blocks cut
-        off.
+        """Return `[heads, steps, end - begin]` for blocks `[begin, end)`, oldest step first. The range leaves out sink
+        and recent blocks.
         """
         rows = (self.oldest + torch.arange(self.steps, device=self.ring.device)) % self.ring.shape[2]
         return restore(self.ring[layer][:, rows, begin:end], dtype)
@@ -86,16 +86,16 @@ class History:
 def new_history(
     layers: int, heads: int, steps: int, spare: int, blocks: int, stored: torch.dtype, device: torch.device
 ) -> History:
-    """Return zeros: what a head without steps has; layers * heads * (steps + spare) * blocks numbers."""
+    """Return a history of zeros, for heads without steps: layers * heads * (steps + spare) * blocks numbers."""
     ring = torch.zeros(layers, heads, steps + spare, blocks, dtype=stored, device=device)
     return History(ring, steps - 1, spare)
 
 
 def prompt_maxima(queries: Tensor, keys: Tensor, context: int, block: int) -> Tensor:
-    """Return block maxima of the exact attention of a prompt's last queries: what a history begins with.
+    """Return block maxima of the exact attention of a prompt's last queries, with which a history begins.
 
-    queries: `[heads, tokens, dim]`, of the last positions below `context`; keys: `[kv_heads, context or more, dim]`.
-    Returns float32 `[heads, tokens, blocks]`, a row a query, 0 behind it. Plain torch: a layer at a time.
+    queries: `[heads, tokens, dim]`, of the last positions below `context`. keys: `[kv_heads, context or more, dim]`.
+    Returns float32 `[heads, tokens, blocks]`, one row for each query, 0 behind its position. Plain torch, one layer.
     """
     heads, tokens, dim = queries.shape
     kv_heads = keys.shape[0]

@@ -1,8 +1,8 @@
-"""The network that predicts a head's next block maxima from those of its last steps, and the files that hold it.
+"""The network that predicts a head's next block maxima from those of its last steps, and its files.
 
 AttentionPredictor, section 4.2: convolution 3x3 (1 to 16), ReLU, 3x3 (16 to 32), ReLU, mean over the history, 1x1 to
-one channel; the names of its parameters are those of the authors' files. Invariants: of a file, tensors are read and
-nothing else is run; a row of the batch sees its own first `widths` blocks alone, as if it had no more.
+one channel. The names of its parameters are those of the authors' files. Invariants: only tensors are read from a file,
+and no code in it is run; a row of the batch depends on its own first `widths` blocks alone, as if it had no more.
 """
 
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ SUFFIXES = (".safetensors", ".pth")
 
 
 class PredictorError(ValueError):
-    """A file that is no predictor; the message names the file, the tensor and what was wanted."""
+    """A file that is not a predictor. The message names the file, the tensor and what was wanted."""
 
 
 class PredictorNetwork(nn.Module):
-    """4,833 parameters, whatever the model, the history's length and the context."""
+    """The network. It has 4,833 parameters for any model, history and context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PredictorNetwork(nn.Module):
     def forward(self, history: Tensor, widths: Tensor | None) -> Tensor:
         """Return scores `[heads, blocks]` of the next step; history `[heads, rows, blocks]`, oldest row first.
 
-        widths: int `[heads]`, blocks of each head; scores behind them mean nothing. None: all have all.
+        widths: int `[heads]`, number of blocks of each head; scores behind them are void. None: all blocks.
         """
         inside = None if widths is None else self._inside(history, widths)  # [heads, 1, 1, blocks]
         narrow = self.conv1(_within(history[:, None], inside)).relu()  # [heads, channels, rows, blocks]
@@ -59,7 +59,7 @@ def _within(values: Tensor, inside: Tensor | None) -> Tensor:
 
 
 def load_network(path: Path) -> PredictorNetwork:
-    """Load a predictor in float32 on the CPU, of our `.safetensors` or the authors' `.pth`.
+    """Load a predictor in float32 on the CPU, from our `.safetensors` or the authors' `.pth`.
 
     A pickle is read as weights only. Raises PredictorError for another suffix, names, shapes or numbers, and OSError.
     """

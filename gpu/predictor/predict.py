@@ -3,16 +3,16 @@
 AttentionPredictor, section 4.2. Invariant: scores of a head depend on its own history and width alone.
 
 A program takes a tile of one head's blocks through the rows of its window. An activation row of the first convolution
-serves the three output rows that it touches, so it is made once a row: at a block's own column and its neighbours', in
-one product [blocks, 16] x [16, 64], whose inputs are three rows of five columns and a 1 for the bias (a fourth quarter
-of its outputs is none). The second convolution is three products of that, [blocks, 64] x [64, 32], one an output row.
-Nothing but scores is written: H bytes (uint8) or 2H (bf16) are read a block, for 2 * (144 + 4,608) * H operations, 3.6
-TFLOP a token of an 8B model at 96K.
+serves three output rows, so it is made once for each row: at a block's own column and its neighbours', in one product
+[blocks, 16] x [16, 64]. Its inputs are three rows of five columns and a 1 for the bias; the last quarter of its outputs
+is unused. The second convolution is three products, [blocks, 64] x [64, 32], one for each output row. Only scores are
+written. For each block H bytes (uint8) or 2H (bf16) are read, for 2 * (144 + 4,608) * H operations: 3.6 TFLOP for each
+token of an 8B model at 96K.
 
-What steps change: a block that was neither read nor looked at has what it had in the row before, and a score depends on
-five columns. So where these hold the same in all rows, of the window and of as many as it has moved by since the last
-call, the score is the last call's, and is kept. What is left of a chunk of blocks is listed and made, a tile at a time:
-where 5 % of what is read changes a step, of 2,048 blocks some three quarters, and of 6,144 some 40 %.
+Few scores change in a step. A block that was neither read nor looked at has the values of the row before, and a score
+depends on five columns. If these are equal in all rows of the window and in as many rows as the window has moved by
+since the last call, the last call's score is kept. The other blocks of a chunk are listed and computed, a tile at a
+time. If 5 % of what is read changes in each step, these are about three quarters of 2,048 blocks, or 40 % of 6,144.
 """
 
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ CODE_SCALE, CODE_TOP = tl.constexpr(1 / STEPS_PER_OCTAVE), tl.constexpr(TOP_CODE
 class PackedNetwork:
     """The predictor's weights as its kernel reads them.
 
-    first: `[16, 64]`, taps of three rows and five columns, and the bias, by sides and their channels.
-    second: `[3, 64, 32]`, rows of taps, by sides and their channels. Both are float32 or bf16, the dtype of the
-        products, with zeros where there is no tap.
+    first: `[16, 64]`, taps of three rows and five columns, and the bias, by side and channel.
+    second: `[3, 64, 32]`, rows of taps, by side and channel. Both are float32 or bf16, the dtype of the products, with
+        zeros where there is no tap.
     second_bias, last: float32 `[32]`.
     last_bias: float32 `[1]`.
     """
@@ -57,7 +57,7 @@ class PackedNetwork:
 
 
 def pack(network: PredictorNetwork, dtype: torch.dtype, device: torch.device) -> PackedNetwork:
-    """Return the network's parameters as the kernel takes them."""
+    """Return the network's parameters in the kernel's layout."""
     first = torch.zeros(INPUTS, SIDED_CHANNELS)
     taps = first[:-1].view(3, SIDES + 2, SIDED_CHANNELS)
     second = torch.zeros(3, SIDED_CHANNELS, WIDE_CHANNELS)
@@ -74,7 +74,7 @@ def pack(network: PredictorNetwork, dtype: torch.dtype, device: torch.device) ->
 def predict_reference(
     history: Tensor, oldest: Tensor, widths: Tensor, network: PackedNetwork, moved: int, dtype: torch.dtype
 ) -> Tensor:
-    """Compute `predict_blocks` in plain torch; always whole."""
+    """Compute `predict_blocks` in plain torch, always for all blocks."""
     steps, blocks = history.shape[1] - moved, history.shape[2]
     slots = (oldest[:, None] + torch.arange(steps, device=history.device)) % history.shape[1]
     rows = restore(history.gather(1, slots[..., None].long().expand(-1, -1, blocks)), dtype)
@@ -92,7 +92,7 @@ def predict_reference(
 
 @triton.jit
 def _has_changed(history, row_stride, slots, column, width, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Return, for columns, whether rows of history differ there or in a neighbouring column: bool `[columns]`."""
+    """Return for each column whether rows of history differ there or in a neighbouring column: bool `[columns]`."""
     differing = tl.zeros([CHUNK], tl.int32)
     for side in tl.static_range(2 * _REACH + 1):
         at = column + (side - _REACH)
@@ -108,7 +108,7 @@ def _has_changed(history, row_stride, slots, column, width, CHUNK: tl.constexpr,
 
 @triton.jit
 def _read(history, row_stride, slots, oldest, row, column, width, STEPS: tl.constexpr):
-    """Return what the first convolution takes of one row and those beside it, as stored, `[columns, 16]`."""
+    """Return the inputs of the first convolution for one row and its neighbours, as stored, `[columns, 16]`."""
     tap = tl.arange(0, 16)
     from_row, from_column = row + tap // 5 - 1, column[:, None] + (tap % 5 - 2)[None, :]
     is_there = ((tap < 15) & (from_row >= 0) & (from_row < STEPS))[None, :]
@@ -138,8 +138,8 @@ def _predict_kernel(
     STEPS: tl.constexpr, MOVED: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
     CODED: tl.constexpr,
 ):  # fmt: skip
-    """Predict a chunk of a head's blocks. lists: int32 `[heads, blocks]`, written here: of each chunk the blocks that
-    are made, which other threads read.
+    """Predict a chunk of a head's blocks. lists: int32 `[heads, blocks]`, scratch: for each chunk the blocks that are
+    computed, which other threads read.
     """
     head, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHUNK
     width = tl.load(widths + head)
@@ -188,12 +188,15 @@ def predict_blocks(
 ) -> None:  # fmt: skip
     """Write scores of the next step, float32 `[heads, blocks]`, -inf at and behind a head's width.
 
-    history: `[heads, steps + moved, blocks]` float32, bf16 or uint8 (`gpu.predictor.history`), heads and rows strided;
-    heads of many layers and requests stand for one axis. oldest: int32 `[heads]`, the slot of the window's first row.
-    widths: int32 `[heads]`, -1: the head's scores stay as they are. stale: int32 `[heads]`, the first block whose score
-    is not of `moved` steps before, of the same rows and as wide (0: none is, a head's width: all are, EDGE_BLOCKS less
-    where it has grown by one); ignored off the GPU, where all is made. Raises ValueError for another shape, dtype or
-    device.
+    history: `[heads, steps + moved, blocks]` float32, bf16 or uint8 (`gpu.predictor.history`), heads and rows strided.
+        The axis may have heads of many layers and requests.
+    oldest: int32 `[heads]`, the slot of the window's first row.
+    widths: int32 `[heads]`; -1: the head's scores do not change.
+    stale: int32 `[heads]`, the first block whose old score cannot be kept, because it was not computed `moved` steps
+        ago, of the same rows and width. 0: none can be kept; a head's width: all can; EDGE_BLOCKS less if the head has
+        grown by one block. Ignored without a GPU, where all blocks are computed.
+
+    Raises ValueError for another shape, dtype or device.
     """
     op, (heads, slots, blocks), device = "predict_blocks", history.shape, history.device
     steps = slots - moved
