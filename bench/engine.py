@@ -312,7 +312,7 @@ def _time_graph(runner: Runner, batch: int, position: int) -> dict[str, Any]:
     steps = runner.decode_steps
     places = [position] * batch
     steps.run(Batch(list(range(batch)), places, [None] * batch))
-    captured = steps._find(StepKind(0, False), batch)
+    captured = steps._find_captured(StepKind(0, False), batch)
     assert captured is not None, "bench: a step of this batch was captured"
     timing = measure(captured.graph.replay, runner.device, _WARMUP_STEPS, _GRAPH_REPEATS)
     return asdict(timing) | {"peer": None, "peer_ms": None, "extras": {}}
