@@ -57,7 +57,7 @@ def time_steps(runner: Runner, numbers: list[int], context: int) -> tuple[float,
             adapters.assign(slot, number)
     batch = Batch(slots, places, [None] * rows)
     steps.run(batch)
-    captured = steps._find(StepKind(0, False, adapts=any(numbers)), rows)
+    captured = steps._find_captured(StepKind(0, False, adapts=any(numbers)), rows)
     run = (lambda: steps.run(batch)) if captured is None else captured.graph.replay
     return measure(run, runner.device, _WARMUPS, _REPEATS).ms, run
 
