@@ -1,4 +1,4 @@
-"""Run `python -m evals tasks ...`, as `tandem eval` does where nothing is installed but what it needs."""
+"""Run `python -m evals tasks ...`: the commands of `tandem eval`, for environments in which Tandem is not installed."""
 
 from evals.cli import app
 

@@ -48,9 +48,11 @@ class Aim:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether an aim holds, and why. pooled: the paired difference over all prompts that count; None if there are none.
-    tasks: those that were pooled. weak: KL of each task that is too weak to pool. reasons: why the aim does not hold.
-    left_out: cells that were not counted, and why.
+    """Whether an aim holds, and why.
+
+    pooled: the paired difference over all prompts that count; None if there are none. tasks: the pooled tasks. weak: KL
+    of each task that is too weak to pool. reasons: why the aim does not hold. left_out: cells that were not counted,
+    and why.
     """
 
     verdict: str
@@ -164,7 +166,7 @@ def differences_of(row: Row | None) -> dict[float, int] | None:
 
 
 def meant(rows: Iterable[Row], aim: Aim) -> list[str]:
-    """Return the methods of the rows that the aim is for, in their order."""
+    """Return the methods of the rows that the aim applies to, in the order of the rows."""
     names = dict.fromkeys(row["method"] for row in rows if aim.length in (None, row["length"]))
     return [name for name in names if name.startswith(aim.methods) and name not in BASELINES]
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHRONICLE = "chronicle"
-"""The generated text, as rows name it."""
+"""The name of the generated text in rows."""
 
 CHOOSING_SEED = 1_000
-"""Of texts on which settings are chosen, unless another is asked for; evaluations begin at 0."""
+"""Seed of texts on which settings are chosen, unless another is asked for; evaluations begin at 0."""
 
 SENT_AS = ("auto", "chat", "completion")
 
@@ -16,8 +16,8 @@ SENT_AS = ("auto", "chat", "completion")
 class Cell:
     """One task at one length under some methods (texts of `parse_method`).
 
-    forced_tokens: 0 scores free answers by the task's metric; otherwise so many tokens of full attention's answer are
-    fed to every method, and its agreement with them is the score.
+    forced_tokens: with 0 free answers are scored by the task's metric. Otherwise every method is fed this many tokens
+    of full attention's answer, and the score is its agreement with them.
     """
 
     task: str
@@ -31,10 +31,10 @@ class Cell:
 class PromptSettings:
     """How prompts are made.
 
-    model: a Hugging Face folder or a GGUF file. form: `reference` or `ruler`. text_files: haystacks; none: the
-    chronicle. question_files: of RULER's `qa_1` and `qa_2`. datasets: published benchmarks by name (`evals.datasets`),
-    which then count as tasks. sent_as: `chat` or `completion`; `auto` sends what holds a model's own special tokens as
-    it is, and all else as chat where the tokenizer has a template.
+    model: a Hugging Face folder or a GGUF file. form: `reference` or `ruler`. text_files: texts that hide the needles;
+    empty: the chronicle. question_files: for RULER's `qa_1` and `qa_2`. datasets: published benchmarks by name
+    (`evals.datasets`), which then count as tasks. sent_as: `chat` or `completion`; `auto` sends a prompt with the
+    model's own special tokens as it is, and any other as chat if the tokenizer has a template.
     """
 
     model: Path
@@ -47,7 +47,7 @@ class PromptSettings:
 
     @property
     def text(self) -> str:
-        """Return what a row says of the text around the needles: files' names, nothing of what they hold."""
+        """Return how a row names the text around the needles: by file names alone, never by content."""
         return ",".join(path.name for path in self.text_files) or CHRONICLE
 
     def __post_init__(self) -> None:

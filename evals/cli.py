@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from evals.store import Record
 
 SEEN_FROM_OUTSIDE = (
-    "A profile runs end to end: errors a layer, mass kept and what it read are not seen from outside; its KL is over "
-    "its most likely tokens and the rest as one. `generated`: tokens that its own decode steps chose."
+    "A profile runs end to end, so its errors a layer, the mass it kept and what it read are not known; its KL is over "
+    "its most likely tokens, with all others as one. `generated`: tokens that its own decode steps chose."
 )
 
 DEFAULT_TASKS = {"reference": "needle", "ruler": "niah_single_2"}
@@ -170,7 +170,7 @@ def fidelity(
 ) -> None:
     """Compare methods or serving profiles with full attention on the same text, token by token.
 
-    `budget=0.02|0.05` spreads into a grid. A profile runs end to end, so its layers cannot be looked into.
+    `budget=0.02|0.05` expands into a grid. A profile runs end to end, so errors of its layers are not known.
     """
     with one_line_errors():
         from evals.fidelity import spread_grid
@@ -209,7 +209,7 @@ def fidelity(
 
 
 def print_fidelity(rows: list, layers: list, console: "Console") -> None:
-    """Print two tables: what methods say, and what their layers lose."""
+    """Print two tables: each method's predictions beside full attention's, and the errors of its layers."""
     from rich.table import Table
 
     from evals.report.page import number_text

@@ -1,8 +1,8 @@
 """Run samples against any OpenAI-compatible URL, as raw completions or as chat, many at a time.
 
-A sample with `meta["raw"]` holds its own special tokens and goes to `/completions` as it is; as chat, its turn is taken
-out of them and an answer prefix at the prompt's end is left off. The invariant: each sample comes back exactly once, as
-a text or as a failure with its reason; nothing is dropped, and no request is tried more than `max_retries + 1` times.
+A sample with `meta["raw"]` holds its own special tokens and goes to `/completions` as it is. As chat, the user's turn
+is taken out of it, and an answer prefix at the prompt's end is dropped. The invariant: each sample comes back exactly
+once, as a text or as a failure with its reason. No request is tried more than `max_retries + 1` times.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ ERROR_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server, and how it is asked. url: up to and with `/v1`. mode: `completions` or `chat`. extra: further body
-    fields.
+    """A server, and how it is asked.
 
-    timeout_s bounds one request, from sending to the last byte.
+    url: up to and with `/v1`. mode: `completions` or `chat`. extra: further body fields. timeout_s: the limit of one
+    request, from sending to the last byte.
     """
 
     url: str
@@ -52,7 +52,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a sample: its text, or failure (why not, after every retry) with an empty text."""
+    """The result of a sample: its text; or an empty text with `failure`, the reason after all retries."""
 
     sample: Sample
     text: str
@@ -61,7 +61,7 @@ class Reply:
 
 
 class Refused(Exception):
-    """A reply that is no answer; retry says whether asking again can help."""
+    """A reply without an answer. retry: whether asking again can help."""
 
     def __init__(self, reason: str, retry: bool) -> None:
         super().__init__(reason)
@@ -81,7 +81,7 @@ def request_body(endpoint: Endpoint, sample: Sample) -> dict[str, Any]:
 
 
 def text_of(endpoint: Endpoint, payload: Any) -> str:
-    """Return the answer's text in a response; raises Refused where there is none."""
+    """Return the answer's text in a response. Raises Refused where there is none."""
     try:
         first = payload["choices"][0]
         text = first["message"]["content"] if endpoint.mode == "chat" else first["text"]
@@ -91,7 +91,7 @@ def text_of(endpoint: Endpoint, payload: Any) -> str:
 
 
 async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample) -> str:
-    """Send one request. Raises Refused for whatever is not an answer."""
+    """Send one request. Raises Refused if no answer comes."""
     path = path_of(endpoint)
     try:
         async with asyncio.timeout(endpoint.timeout_s):
@@ -111,9 +111,7 @@ async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample
 
 
 async def ask(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample) -> Reply:
-    """Return the reply to a sample after as many tries as it takes and are allowed, with doubling waits
-    between them.
-    """
+    """Return the reply to a sample. Retries up to `max_retries` times, and doubles the wait between tries."""
     wait_s = FIRST_WAIT_S
     for num_tries in range(1, endpoint.max_retries + 2):
         try:
@@ -127,12 +125,13 @@ async def ask(client: httpx.AsyncClient, endpoint: Endpoint, sample: Sample) -> 
 
 
 class ProbeError(ValueError):
-    """A server that does not answer as it should, found out before any sample is sent."""
+    """A server that does not answer as it should; raised before any sample is sent."""
 
 
 async def probe(endpoint: Endpoint, transport: httpx.AsyncBaseTransport | None) -> None:
-    """Ask for one token as samples will ask. Raises ProbeError, which names what was asked, what came and
-    what was wanted.
+    """Ask for one token, in the way samples are asked for.
+
+    Raises ProbeError, which names the request, the reply and what was wanted.
     """
     sample = Sample("probe", "probe", "The", [], "exact", 1, 0, None)
     asked = replace(endpoint, max_retries=min(endpoint.max_retries, PROBE_RETRIES))
@@ -148,15 +147,16 @@ async def probe(endpoint: Endpoint, transport: httpx.AsyncBaseTransport | None) 
 
 
 def path_of(endpoint: Endpoint) -> str:
-    """Return where its requests go, below the URL."""
+    """Return the path of the endpoint's requests, below the URL."""
     return "/chat/completions" if endpoint.mode == "chat" else "/completions"
 
 
 async def ask_all(
     endpoint: Endpoint, samples: Sequence[Sample], transport: httpx.AsyncBaseTransport | None
 ) -> AsyncIterator[Reply]:
-    """Return replies as they come, in any order, at most endpoint.concurrency under way. transport: None for the
-    network.
+    """Yield replies as they come, in any order. At most `endpoint.concurrency` requests are under way.
+
+    transport: None for the network.
     """
     headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
     limits = httpx.Limits(max_connections=endpoint.concurrency)

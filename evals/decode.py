@@ -1,4 +1,4 @@
-"""Prefill prompts once, then decode by any number of methods from the same KV.
+"""Prefill prompts once, then decode with any number of methods from the same KV.
 
 Invariant: every method starts from the same cache and the same token. The prompt's last token is the first decode step,
 so even the first answer token is chosen under the method. Generated tokens overwrite those of the method before, after
@@ -17,7 +17,7 @@ from evals.methods.attending import attend_all
 from evals.methods.method import DecodeMethod, MethodError, PromptLayer, Step, StepResult
 
 Watch = Callable[[Step, StepResult, torch.Tensor], None]
-"""Sees each handled layer's step, its result, and which rows (bool `[requests]`) are still running."""
+"""Called with each handled layer's step, its result, and which rows (bool `[requests]`) are still running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,10 @@ class PrefilledBatch:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What one method decoded for a batch. tokens: the output of each request, without its stop token. reads: the
-    fractions of keys and bytes that each request read. nll: mean negative log-likelihood of each request's forced
-    tokens, in nats; empty without them.
+    """What one method decoded for a batch.
+
+    tokens: the output of each request, without its stop token. reads: the fractions of keys and bytes that each request
+    read. nll: mean negative log-likelihood of each request's forced tokens, in nats; empty without them.
     """
 
     tokens: list[list[int]]
@@ -54,7 +55,7 @@ def prefill_batch(
 ) -> PrefilledBatch:
     """Prefill `prompts` exactly (token ids, two or more each), leaving room for `max_new_tokens`.
 
-    Raises MethodError if a prompt and its answer do not fit the model's positions.
+    Raises MethodError if a prompt with its answer exceeds the model's positions.
     """
     device = decoder.device
     sizes = [len(prompt) - 1 for prompt in prompts]
@@ -136,7 +137,7 @@ def decode_forced(
 
 
 class _Run:
-    """One method's decode over a batch: its place, its states and its meter."""
+    """One method's decode over a batch: the current length, the layers' states and the meter of reads."""
 
     def __init__(self, batch: PrefilledBatch, which: int, watch: Watch | None) -> None:
         self._batch, self._watch = batch, watch

@@ -15,11 +15,11 @@ from evals.methods.full import Full
 
 NUM_TOP = 20
 LEAST_MASS = 1e-9
-"""Floor of the mass that a profile leaves to tokens that it did not list: logprobs carry no more digits."""
+"""Least mass that is assumed for the tokens that a profile did not list: logprobs carry no more digits."""
 
 
 class TokenSums:
-    """Agreement and divergence of next-token distributions from full attention's, summed over each request's tokens.
+    """Sums of agreement and KL between a method's next-token distributions and full attention's, for each request.
 
     exact: full attention's log probabilities, a tensor `[requests, vocab]` a step. forced: int64 `[requests, steps]`,
     negative where a request has ended.
@@ -31,7 +31,7 @@ class TokenSums:
         self.agree, self.divergence = zero, zero.clone()
 
     def __call__(self, number: int, logits: torch.Tensor) -> None:
-        """Add a step's logits: KL(full || method), and whether the most likely tokens are the same."""
+        """Add the logits of step `number`: KL(full || method), and whether the most likely tokens are the same."""
         exact, real = self._exact[number].double(), self._real[:, number]
         mine = logits.double().log_softmax(-1)
         divergence = (exact.exp() * (exact - mine)).sum(-1)
@@ -49,7 +49,7 @@ class TokenSums:
 
 
 def full_logprobs(decoder: ReferenceDecoder, text: Sequence[int], chosen: Sequence[int], count: int) -> torch.Tensor:
-    """Return full attention's log probabilities for the text's last `count` tokens and for those chosen behind it:
+    """Return full attention's log probabilities of the text's last `count` tokens and of the `chosen` tokens behind it:
     float64 `[tokens, vocab]` on the host.
     """
     batch = prefill_batch(decoder, [text[:-count]], count + len(chosen), [Full()])
@@ -61,8 +61,9 @@ def full_logprobs(decoder: ReferenceDecoder, text: Sequence[int], chosen: Sequen
 
 
 def divergence(exact: torch.Tensor, top: dict[int, float]) -> float:
-    """Return KL(full || profile) over the listed tokens and all others as one. exact: log probabilities `[vocab]`; top:
-    logprobs by id.
+    """Return KL(full || profile) in nats over the listed tokens, with all others as one token.
+
+    exact: full attention's log probabilities `[vocab]`. top: the profile's logprobs by token id.
     """
     listed = exact[list(top)].tolist()
     total = sum(math.exp(full) * (full - mine) for full, mine in zip(listed, top.values(), strict=True))

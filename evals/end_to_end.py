@@ -1,11 +1,11 @@
 """Compare a serving profile with full attention on the same tokens, by its log probabilities.
 
-Two stretches are compared. The end of a given text is computed by the profile's prefill; the tokens that the profile
-then chooses itself come from its decode steps, which is where most methods work. Full attention is the reference
-decoder, fed the same tokens. Invariant: a text that fails is counted, and its tokens count as not agreeing.
+Two stretches of tokens are compared. The profile's prefill computes the end of a given text. The tokens that the
+profile then chooses come from its decode steps, where most methods work. The reference decoder, fed the same tokens,
+computes full attention. Invariant: a text that fails is counted, and its tokens count as not agreeing.
 
-The KL is over the profile's most likely tokens and all others as one, so it is a lower bound. What no one outside can
-see is not reported: errors a layer, attention mass kept, and of a server what was read.
+The KL is over the profile's most likely tokens with all others as one, so it is a lower bound. Errors of layers and the
+attention mass kept are not reported, and of a server what was read neither: they cannot be measured from outside.
 """
 
 import math
@@ -27,7 +27,7 @@ from gpu.methods.registry import list_shares
 from server.text.model_tokenizer import Tokenizer
 
 Logprobs = list[tuple[float, dict[int, float]]]
-"""For each token its logprob and those of the most likely tokens by id, natural logarithm."""
+"""For each token its logprob, and the logprobs of the most likely tokens by id, as natural logarithms."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Said:
 
 
 Speaker = Callable[[Sequence[list[int]], int], list[Said]]
-"""Texts and the number of last tokens (and of tokens to choose) to what is said of each."""
+"""Asks a profile about texts. Takes the texts and the number of last tokens, which is also the number to choose."""
 
 
 def engine_speaker(engine: ServingEngine, profile: str) -> Speaker:
-    """Ask the engine of this process."""
+    """Return a speaker that asks the engine of this process."""
 
     def ask(texts: Sequence[list[int]], count: int) -> list[Said]:
         asks = [DecodeRequest(str(number), list(text), count, [], NUM_TOP) for number, text in enumerate(texts)]
@@ -62,7 +62,7 @@ def engine_speaker(engine: ServingEngine, profile: str) -> Speaker:
 
 
 def server_speaker(server: Server, method: str, model: Path) -> Speaker:
-    """Ask a URL by completions with `echo` and `logprobs`; tokens are known by their texts there."""
+    """Return a speaker that asks a URL by completions with `echo` and `logprobs`, which name tokens by their texts."""
     ids = ids_of_texts(model)
     extra = {} if method == DEFAULT else {"attention_profile": method.removeprefix(PREFIX)}
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
@@ -96,7 +96,7 @@ def server_speaker(server: Server, method: str, model: Path) -> Speaker:
 
 
 def ids_of_texts(model: Path) -> dict[str, int]:
-    """Return token ids by the texts that logprobs name them by; texts of several tokens are left out."""
+    """Return token ids by the texts that logprobs use for them. A text that several tokens share is left out."""
     tokenizer = Tokenizer(model, None)
     ids: dict[str, int] = {}
     twice: set[str] = set()
@@ -112,8 +112,9 @@ def compare_profile(
     decoder: ReferenceDecoder, texts: Sequence[list[int]], method: str, settings: dict[str, Any], speak: Speaker,
     count: int, advance: Callable[[], None],
 ) -> Row:  # fmt: skip
-    """Compare a profile with full attention, and return one row: over the last `count` tokens of each text, and over as
-    many tokens that the profile generates after it.
+    """Compare a profile with full attention, and return one row.
+
+    It has figures over the last `count` tokens of each text, and over as many tokens that the profile generates next.
     """
     sums = {name: [0, 0.0, 0.0, 0.0] for name in ("end", "generated")}  # tokens, agreeing, KL, nll
     failures: list[str | None] = []
@@ -154,7 +155,7 @@ def compare_profile(
 
 
 def add_stretch(sums: list[Any], exact: torch.Tensor, tokens: Sequence[int], said: Logprobs) -> None:
-    """Add tokens, agreeing ones, KL and negative log likelihood of one stretch of one text."""
+    """Add the counts of tokens and of agreeing tokens, KL and negative log-likelihood of one stretch of a text."""
     for row, _, (logprob, top) in zip(exact, tokens, said, strict=True):
         sums[0] += 1
         sums[1] += bool(top) and max(top, key=top.__getitem__) == int(row.argmax())

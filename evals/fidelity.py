@@ -24,12 +24,12 @@ from evals.score_rows import Row, mean_known
 from evals.tasks.haystack import TextSource
 
 CHARACTERS_A_TOKEN = 4
-"""What a passage is first read by; more is read where that is too little."""
+"""Characters of a passage that are read first; more are read if they have too few tokens."""
 
 
 @dataclass(slots=True)
 class LayerSums:
-    """Sums over steps, requests and heads of one layer; float64 on the device. terms counts them."""
+    """Sums over steps, requests and heads, one entry a layer; float64 on the device. terms: the number of terms."""
 
     error: torch.Tensor
     kept: torch.Tensor
@@ -137,9 +137,9 @@ def _row(
 
 
 def pool_rows(batches: Sequence[list[Row]], key: tuple[str, ...], weight: str) -> list[Row]:
-    """Return rows of several batches as one: numbers are means (weighted by the field `weight`), `prompts` are summed.
+    """Return the rows of several batches as one. Numbers are means weighted by the field `weight`, which is summed.
 
-    Perplexity is made again from the mean log likelihood.
+    Perplexity is computed again from the mean log-likelihood.
     """
     pooled = []
     for same in zip(*batches, strict=True):
@@ -157,7 +157,7 @@ def pool_rows(batches: Sequence[list[Row]], key: tuple[str, ...], weight: str) -
 
 
 def spread_grid(label: str) -> list[str]:
-    """Parse `quest:budget=0.02|0.05,page=16|32` to the four methods of its grid."""
+    """Expand `quest:budget=0.02|0.05,page=16|32` to the four methods of its grid."""
     name, _, rest = label.partition(":")
     if "=" not in rest:
         return [label]
@@ -176,7 +176,7 @@ def text_prompts(
 
 
 def first_tokens(tokenizer: Any, source: TextSource, seed: int, count: int) -> list[int]:
-    """Return the first `count` token ids of a passage. Raises ValueError where the source holds too little."""
+    """Return the first `count` token ids of a passage. Raises ValueError if the source is too short."""
     num_characters = CHARACTERS_A_TOKEN * count
     while True:
         ids = tokenizer.encode(source.passage(seed, num_characters), add_special_tokens=False)
@@ -193,7 +193,7 @@ def run_fidelity(
     batch: int,
     advance: Callable[[], None],
 ) -> tuple[list[Row], list[Row]]:
-    """Return `compare` over batches of prompts, pooled. `advance` is called after each batch."""
+    """Return `compare` over batches of prompts, pooled. Calls `advance` after each batch."""
     rows, layers = [], []
     for begin in range(0, len(prompts), batch):
         batch_rows, batch_layers = compare(decoder, prompts[begin : begin + batch], labels, forced_tokens)

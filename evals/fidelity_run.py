@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 Cell = tuple[dict[str, Any], list[list[int]]]
-"""What rows say of a text and length, and the token ids of its texts."""
+"""The text and length as rows name them, and the token ids of the texts."""
 
 
 @dataclass(frozen=True)

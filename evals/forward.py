@@ -27,10 +27,10 @@ CHUNK_TOKENS = 1 << 17
 """Tokens whose MLP activations are held at once in a prefill."""
 
 AttendStep = Callable[[Step], StepResult]
-"""A step to its output and mass, without sinks."""
+"""Computes the attention of a step: its output and mass, without sinks."""
 
 WatchPrompt = Callable[[PromptLayer], None]
-"""Called with each layer of a prompt that has no window, as the prefill leaves it."""
+"""Called with each layer of a prompt that has no window, after its prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class ReferenceDecoder:
     def step(
         self, cache: KvCache, tokens: torch.Tensor, lengths: torch.Tensor, longest: int, attend: AttendStep
     ) -> torch.Tensor:
-        """Run one token a request. tokens, lengths: int64 `[requests]`, the new token counted, its position length - 1.
+        """Compute one token of each request. Writes its keys and values; returns float32 logits `[requests, vocab]`.
 
-        Writes the token's keys and values; returns float32 logits `[requests, vocab]`.
+        tokens, lengths: int64 `[requests]`; lengths count the new token, whose position is length - 1.
         """
         requests = torch.arange(len(tokens), device=tokens.device)
         position = lengths - 1
@@ -228,8 +228,10 @@ class ReferenceDecoder:
     def _finish(
         self, hidden: torch.Tensor, out: torch.Tensor | None, layer: int, inputs: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the rest of a layer. hidden `[requests, tokens, hidden]`, out `[requests, tokens, heads, dim]`, None:
-        the layer has no mixer; inputs of `_inputs`.
+        """Return a layer's output: its output projection and its MLP.
+
+        hidden: `[requests, tokens, hidden]`. out: attention's, `[requests, tokens, heads, dim]`; None: the layer has no
+        mixer. inputs: see `_inputs`.
         """
         weights, eps, latent = self.weights.layers[layer], self.architecture.rms_norm_eps, self.architecture.latent
         post_eps = eps if self.architecture.post_norm_eps is None else self.architecture.post_norm_eps
@@ -271,13 +273,13 @@ class ReferenceDecoder:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Keys and values of the layers so far, by layer, normed and before rotation."""
+    """Keys and values of the layers computed so far, by layer, after their norm and before rotation."""
 
     rows: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype) -> ReferenceDecoder:
-    """Read a Hugging Face folder. Raises ModelError for a model that is not served or files that do not fit it."""
+    """Load a Hugging Face folder. Raises ModelError for a model that is not served, or for files that do not fit it."""
     architecture = read_architecture(folder)
     weights = unpacked(load_weights(folder, architecture, dtype, device, lambda _: None))
     tables = layer_rope_tables(architecture, architecture.max_context_tokens, device)

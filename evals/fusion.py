@@ -88,7 +88,7 @@ def parse_policies(labels: Sequence[str], ratios: Sequence[float]) -> list[Polic
 def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str, chunk_tokens: int) -> Iterator[Engine]:
     """Yield an engine whose document store is in memory and removed at the end. longest_tokens: of prompt and answer.
 
-    Raises ValueError for chunks that it would not store.
+    longest_tokens: the most tokens of a prompt with its answer. Raises ValueError for chunks too long to be stored.
     """
     made = make_deployment(model, device, longest_tokens, None)
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
@@ -188,7 +188,7 @@ def divergence(exact: Logprob, other: Logprob, vocab_size: int) -> float:
 
 @dataclass
 class Answer:
-    """The answer to one prompt. logprobs: of each drawn token, the stop token included. recomputed: tokens of chunks
+    """The answer to one prompt. logprobs: of each drawn token, including the stop token. recomputed: tokens of chunks
     that were computed again.
     """
 
@@ -200,7 +200,7 @@ class Answer:
 def _answer_all(
     engine: Engine, prompts: Sequence[FusionPrompt], run: PolicyRun, stop_token_ids: list[int]
 ) -> list[Answer]:
-    """Return answers in the order of the prompts. Raises ValueError for one that the engine cannot answer."""
+    """Return the answers in the order of the prompts. Raises ValueError for a prompt that the engine cannot answer."""
     answers: dict[str, Answer] = {}
     engine.submit([_request(prompt, run, prompt.max_new_tokens, stop_token_ids) for prompt in prompts])
     while engine.has_work:
@@ -242,7 +242,7 @@ def _compare_maps(engine: Engine, prompt: FusionPrompt, runs: Sequence[PolicyRun
 
 
 def _question_maps(engine: Engine, prompt: FusionPrompt, run: PolicyRun) -> dict[int, Tensor]:
-    """Return maps by layer: float32 `[heads, question, tokens]`."""
+    """Return the question's attention maps by layer: float32 `[heads, question, tokens]`."""
     begin, num_tokens = prompt.spans[-1][1], len(prompt.token_ids)
     found: dict[int, list[Tensor]] = {}
 

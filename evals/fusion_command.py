@@ -1,6 +1,6 @@
-"""Run `tandem eval fusion`: policies that reuse documents, judged beside computing all of them.
+"""Run `tandem eval fusion`: judge policies that reuse documents beside computing all of them.
 
-Invariant: a run that is stopped or killed leaves the JSON of the batches that it finished, with all policies in each.
+Invariant: a run that is stopped or killed leaves JSON of its finished batches, with all policies in each.
 """
 
 import time
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = {name: field.default for name, field in DocumentsConfig.model_fields.items()}
 SERVED_POLICY = "{policy}:select_layer={select_layer},seam_tokens={seam_tokens}".format(**_DEFAULTS)
-"""What a deployment does that says nothing else; a policy's name alone is that of its paper."""
+"""What a deployment does by default. A policy's name alone stands for that of its paper."""
 
 
 def fusion(
@@ -68,10 +68,10 @@ def fusion(
 ) -> None:  # fmt: skip
     """Compare policies that reuse documents' keys and values, in the engine that serves, with computing all of them.
 
-    Prompts are written by the model's chat template, if it has one. Documents are cut into chunks, whose order is
-    shuffled in generated tasks. KL: from vanilla's, of the next token, and along vanilla's
-    answer up to where a policy's leaves it. Distance: of the question's attention maps from vanilla's, L2 over
-    vanilla's norm, mean of layers behind the first. Lengths take turns, and all policies answer the same prompts.
+    Prompts are written by the model's chat template, if it has one. Documents are cut into chunks, which generated
+    tasks shuffle. KL is of the next token from vanilla's, and along vanilla's answer up to the first token that
+    differs. Distance is that of the question's attention maps from vanilla's: L2 over vanilla's norm, mean over all
+    layers but the first. Lengths take turns, and all policies answer the same prompts.
     """
     with one_line_errors():
         _run(
@@ -102,7 +102,7 @@ def fusion(
 
 @dataclass(frozen=True, slots=True)
 class FusionOptions:
-    """What `tandem eval fusion` was asked for, as it was written. labels: of policies; names: of tasks."""
+    """The options of `tandem eval fusion`, as they were written. labels: of policies. names: of tasks."""
 
     model: Path
     labels: tuple[str, ...]
@@ -134,7 +134,7 @@ class FusionOptions:
         return f"tandem eval fusion --model {self.model} {asked}"
 
     def described(self, tasks: Sequence[str]) -> dict[str, Any]:
-        """Return what a document of the run says of it."""
+        """Return the options that a document of the run records."""
         return {
             "model": str(self.model), "tasks": tasks, "chunk": self.chunk_tokens, "kept_as": self.rows,
             "form": self.form, "answer": self.answer, "text": [path.name for path in self.texts],
@@ -192,7 +192,7 @@ def _judge_policies(asked: FusionOptions) -> tuple[list, str | None]:
 
 
 def _plan_prompts(asked: FusionOptions) -> "PromptPlan":
-    """Return the prompts to write. Raises ValueError for a form, a task or a file that is none."""
+    """Return the plan of prompts. Raises ValueError for a form, task or file that does not exist."""
     from evals.cells import PromptSettings
     from evals.datasets import DATASETS
     from evals.fusion_prompts import DEFAULT_TASKS, PromptPlan

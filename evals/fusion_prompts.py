@@ -28,7 +28,7 @@ DEFAULT_TASKS = {
     "reference": ("many_needles", "several_values", "facts_one_hop", "facts_two_hops"),
     "ruler": ("niah_single_2", "niah_multikey_1", "niah_multivalue", "vt"),
 }
-"""By the form of prompts."""
+"""Default tasks by the form of prompts."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FusionPrompt:
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """Prompts of a length, of all tasks together, turn by turn. most_answer_tokens: of any answer; None: the task's."""
+    """Prompts of one length; tasks take turns. most_answer_tokens: limit of any answer; None: the task's own."""
 
     settings: PromptSettings
     tasks: tuple[str, ...]
@@ -57,7 +57,7 @@ class PromptPlan:
 
 
 def fusion_prompts(plan: PromptPlan, length_tokens: int) -> list[FusionPrompt]:
-    """Make the prompts here and now."""
+    """Make the prompts of one length in this process."""
     return _in_turns(plan, [_prompts_of_task(plan, task, length_tokens) for task in plan.tasks])
 
 
@@ -65,7 +65,10 @@ def fusion_prompts(plan: PromptPlan, length_tokens: int) -> list[FusionPrompt]:
 def prompts_ahead(
     plan: PromptPlan, lengths: Sequence[int], workers: int
 ) -> Iterator[Callable[[int], list[FusionPrompt]]]:
-    """Give the prompts of a length, which processes have made meanwhile; workers 0: made when they are asked for."""
+    """Yield a function that returns the prompts of a length, which worker processes make ahead of time.
+
+    workers 0: they are made in this process when they are asked for.
+    """
     if not workers:
         yield partial(fusion_prompts, plan)
         return
@@ -92,7 +95,7 @@ def _prompts_of_task(plan: PromptPlan, task: str, length_tokens: int) -> list[Fu
 
 
 class Cut:
-    """Cuts documents of prompts of `length_tokens` at most. is_shuffled: whether chunks change their order."""
+    """Cuts documents of prompts of at most `length_tokens` into chunks. is_shuffled: whether to shuffle the chunks."""
 
     def __init__(self, settings: PromptSettings, chunk_tokens: int, is_shuffled: bool, length_tokens: int) -> None:
         self._settings, self._is_shuffled, self._length_tokens = settings, is_shuffled, length_tokens
@@ -100,7 +103,7 @@ class Cut:
         self._chunker = Chunker(self._tokenizer, chunk_tokens)
 
     def prompt(self, sample: Sample) -> FusionPrompt:
-        """Make the prompt of a sample. Raises ValueError where it has no document, or the template changes it."""
+        """Return a sample's prompt. Raises ValueError if it has no document, or if the chat template changes it."""
         text, adds_special = sent_text(sample, self._templates, self._settings.sent_as)
         document = sample.document
         if not document or document not in text:

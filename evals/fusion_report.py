@@ -1,6 +1,6 @@
-"""Write Markdown of what policies that reuse documents did: a line a policy and ratio, tasks across.
+"""Write Markdown tables of policies that reuse documents: a line for each policy and ratio, and a column for each task.
 
-Invariant: a table is made of rows alone, so any run's rows give its page's lines.
+Invariant: a table is made of rows alone, so the rows of any run give its page's lines.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def render_policies(rows: Sequence[Row]) -> list[str]:
 
 
 def mean_distance(row: Row) -> float | None:
-    """Return the mean distance of attention maps, over the layers behind the first, which none of them touches."""
+    """Return the mean distance of attention maps over all layers but the first, which no policy changes."""
     far = row.get("distances")
     return sum(far[1:]) / len(far[1:]) if far else None
 
@@ -46,7 +46,7 @@ def _with_error(value: float, error: float | None) -> str:
 
 
 def _score(row: Row) -> str:
-    """Return `97.5, -2.0 (-4.5 … +0.4)`: beside vanilla's on the same prompts."""
+    """Return the score and its difference from vanilla's on the same prompts, as `97.5, -2.0 (-4.5 … +0.4)`."""
     if row["score"] is None:
         return ""
     gap = row.get("difference")

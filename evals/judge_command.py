@@ -1,4 +1,4 @@
-"""Run `tandem eval judge`: say whether defaults hold, by the rows that runs of `tandem eval tasks` left as JSON."""
+"""Run `tandem eval judge`: report whether defaults hold, by the JSON rows of `tandem eval tasks` runs."""
 
 import json
 from fnmatch import fnmatchcase

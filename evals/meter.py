@@ -15,15 +15,16 @@ from gpu.methods.method import Method, ProfilePart
 from gpu.model.architecture import Architecture
 from scheduler.engine.decode_reads import DecodeReads
 
-SHARES = ("acceptance", "skipped_fraction")  # of a method of the reference decoder that reuses
+SHARES = ("acceptance", "skipped_fraction")  # figures of the reference decoder's methods that reuse
 LEAST_SPARED = 1e-6
-"""A smaller share of the keys is rounding."""
+"""A share of spared keys below this is a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fractions:
-    """Means over steps and layers: over the layers that the method handles, and over all. shares: a method's own
-    figures over the layers that it handles, by name (`Method.shares`).
+    """Means over steps and layers: over the layers that the method handles, and over all.
+
+    shares: a method's own figures over the layers that it handles, by name (`Method.shares`).
     """
 
     head_handled: float
@@ -34,7 +35,7 @@ class Fractions:
 
     @property
     def spares(self) -> bool:
-        """Return whether anything was left out or taken over."""
+        """Return whether some keys were left out or taken over."""
         return self.head_handled < 1 - LEAST_SPARED or any(self.shares.values())
 
     def to_json(self) -> dict[str, float]:
@@ -103,8 +104,9 @@ def layer_shares(method: Method, counts: Counts, group: int) -> dict[str, list[f
 
 
 def _row_bytes(shape: Architecture) -> int:
-    """Return the bytes of a key and a value, two a channel, whatever the device computes in: int8 rows are
-    half of it.
+    """Return the bytes of a key and a value at two bytes a channel, whatever the device computes in.
+
+    int8 rows count as half of it.
     """
     return 2 * 2 * shape.dim
 
@@ -119,12 +121,12 @@ class ReadMeter:
         self._reuses = False
 
     def add_reused(self, accepted: torch.Tensor, skipped: torch.Tensor, active: torch.Tensor) -> None:
-        """Add shares of one handled layer and step `[requests]`, beside `add`."""
+        """Add shares `[requests]` of one handled layer and step; `add` must be called as well."""
         self._reuses = True
         self._reused += torch.stack([accepted, skipped], dim=-1).double() * active.double()[:, None]
 
     def add(self, head: torch.Tensor, data: torch.Tensor, handled: bool, active: torch.Tensor) -> None:
-        """Add fractions of one layer and step `[requests]`; active: bool `[requests]`, rows still running."""
+        """Add fractions `[requests]` of one layer and step. active: bool `[requests]`, rows still running."""
         weight = active.double()
         both = torch.stack([head, data], dim=-1).double() * weight[:, None]
         scopes = slice(0 if handled else 1, 2)

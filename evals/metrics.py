@@ -1,8 +1,8 @@
-"""Score predictions against answers, in [0, 1], each as the published scorer that it is named after.
+"""Score predictions against answers, in [0, 1]. Each metric follows the published scorer that it is named after.
 
 Text metrics come from libraries (`rouge`, `rouge-score`, `rapidfuzz`, `jieba`), the short rules around them from the
-papers' published formulas. The invariant: a metric takes (prediction, answers, meta) and returns a float; several
-answers mean the best of them, except where all are counted.
+papers' published formulas. The invariant: a metric takes (prediction, answers, meta) and returns a float. Of several
+answers the best counts, except in metrics that count all.
 
 Sources: RULER (string_match_all, string_match_part), SQuAD (F1 and its normalisation), LongBench (F1, ROUGE-L,
 classification, retrieval, count, code similarity; first line only where `meta["first_line"]`), LongBench v2 (choice),
@@ -45,12 +45,12 @@ def score(metric: str, prediction: str, answers: Sequence[str], meta: dict[str, 
 
 
 def best(rule: Callable[[str, str], float]) -> Metric:
-    """Return the metric that takes the best of the answers by a rule for one."""
+    """Make a metric from a rule for one answer: it takes the best of the answers."""
     return lambda prediction, answers, meta: max((rule(prediction, answer) for answer in answers), default=0.0)
 
 
 def normalize(text: str) -> str:
-    """Return SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
+    """Normalise a text as SQuAD does: lower case, no punctuation, no articles, single spaces."""
     kept = "".join(letter for letter in text.lower() if letter not in PUNCTUATION)
     return " ".join(ARTICLES.sub(" ", kept).split())
 
@@ -77,7 +77,7 @@ def exact_match(prediction: str, answer: str) -> float:
 
 
 def without_marks(text: str) -> str:
-    """Return the Chinese normalisation: lower case, no punctuation of either script, no white space."""
+    """Normalise a Chinese text: lower case, no punctuation of either script, no white space."""
     return "".join(letter for letter in text.lower() if letter not in ALL_PUNCTUATION and not letter.isspace())
 
 
@@ -90,7 +90,7 @@ def cut_words(text: str) -> list[str]:
 
 
 def qa_f1_chinese(prediction: str, answer: str) -> float:
-    """Return LongBench's F1 of jieba's words, normalised, empty ones left out."""
+    """Return LongBench's F1 of jieba's words, normalised and without empty ones."""
     words = [[kept for word in cut_words(text) if (kept := without_marks(word))] for text in (prediction, answer)]
     return f1(*words)
 
@@ -122,8 +122,9 @@ def rouge_l_sum(prediction: str, answer: str) -> float:
 
 
 def code_similarity(prediction: str, answer: str) -> float:
-    """Return LongBench's code metric: edit similarity, in whole per cents, of the first line that is no comment or
-    fence.
+    """Return LongBench's code metric: edit similarity in whole per cents.
+
+    Only the prediction's first line that is neither comment nor fence counts.
     """
     from rapidfuzz import fuzz
 
@@ -133,13 +134,13 @@ def code_similarity(prediction: str, answer: str) -> float:
 
 
 def share_of_numbers(prediction: str, number: str) -> float:
-    """Return the share of the prediction's numbers that are the wanted one; LongBench's retrieval and count rule."""
+    """Return the share of the prediction's numbers that equal `number`: LongBench's rule for retrieval and counting."""
     numbers = DIGITS.findall(prediction)
     return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, answer: str) -> float:
-    """Return LongBench's passage retrieval: the number in the answer `Paragraph 12` (or `段落12`)."""
+    """Return LongBench's passage retrieval score. The number is that of an answer `Paragraph 12` (or `段落12`)."""
     found = re.search(r"(?:Paragraph |段落)(\d+)", answer)
     if not found:
         raise ValueError(f"retrieval answer: got {answer!r}, wanted `Paragraph N`")
@@ -147,10 +148,10 @@ def retrieval(prediction: str, answer: str) -> float:
 
 
 def classification(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """Return LongBench's classification: the right class is named; 1 over how many classes are named.
+    """Return LongBench's classification score: 1 over the number of classes named, if the right one is among them.
 
-    meta["all_classes"]: every class. A named class that is only a part of the right one's name is not counted; like
-    the published loop, which removes while it walks, the class after a removed one is not looked at.
+    meta["all_classes"]: every class. A named class that is only a part of the right one's name is not counted. The
+    published loop removes classes while it iterates, so it skips the class after a removed one; this one does, too.
     """
     top = 0.0
     for answer in answers:
@@ -165,25 +166,26 @@ def classification(prediction: str, answers: Sequence[str], meta: dict[str, Any]
 
 
 def string_match_all(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """Return RULER: the share of answers that occur in the prediction, upper and lower case alike."""
+    """Return RULER's score: the share of answers that occur in the prediction, in upper or lower case."""
     return sum(answer.lower() in prediction.lower() for answer in answers) / len(answers) if answers else 0.0
 
 
 def string_match_part(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """Return RULER's questions: 1 where any answer occurs in the prediction."""
+    """Return RULER's score of questions: 1 if any answer occurs in the prediction."""
     return float(any(answer.lower() in prediction.lower() for answer in answers))
 
 
 def lines(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """Return the share of the answer's lines that stand, equal, at their place in the prediction."""
+    """Return the share of the answer's lines that the prediction has, equal, at the same line number."""
     wanted = answers[0].strip().split("\n")
     got = [line.strip() for line in prediction.strip().split("\n")]
     return sum(line.strip() == other for line, other in zip(wanted, got, strict=False)) / len(wanted)
 
 
 def words_edit(prediction: str, answer: str) -> float:
-    """Return 1 - the Levenshtein distance of the words over the answer's length; what follows that length is not
-    judged.
+    """Return 1 - the words' Levenshtein distance over the answer's length.
+
+    Words of the prediction beyond that length are ignored.
     """
     from rapidfuzz.distance import Levenshtein
 
@@ -192,7 +194,7 @@ def words_edit(prediction: str, answer: str) -> float:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number of a text, without commas, currency and a trailing `.0`; None without one."""
+    """Return the last number of a text, without commas, currency and a trailing `.0`; None if it has none."""
     numbers = NUMBER.findall(text)
     if not numbers:
         return None
@@ -201,40 +203,40 @@ def last_number(text: str) -> str | None:
 
 
 def last_number_match(prediction: str, answer: str) -> float:
-    """Return GSM8K: the last number of the prediction is the answer's (the number after `####` where it is written)."""
+    """Return GSM8K's score: 1 if the prediction's last number is the answer's (its number after `####`, if any)."""
     wanted = last_number(answer.split("####")[-1])
     return float(wanted is not None and last_number(prediction) == wanted)
 
 
 def first_integer(prediction: str, answer: str) -> float:
-    """Return InfiniteBench's passkey and number string: the first run of digits is the answer, digit for digit."""
+    """Return InfiniteBench's passkey and number string score: 1 if the first run of digits equals the answer."""
     found = re.search(r"[0-9]+", prediction)
     return float(found is not None and found[0] == answer)
 
 
 def blanked(text: str, marks: str) -> list[str]:
-    """Return the words of a text whose marks are blanks."""
+    """Return the words of a text after its marks are replaced by blanks."""
     return text.translate(str.maketrans(dict.fromkeys(marks, " "))).split()
 
 
 def among_words(prediction: str, answer: str) -> float:
-    """Return InfiniteBench's key-value retrieval: the answer is a word of the prediction."""
+    """Return InfiniteBench's key-value score: 1 if the answer is a word of the prediction."""
     return float(answer in blanked(prediction, "\n:\"'.,?!{}"))
 
 
 def among_names(prediction: str, answer: str) -> float:
-    """Return InfiniteBench's dialogue: the name is a word of the prediction in capitals."""
+    """Return InfiniteBench's dialogue score: 1 if the name is a word of the prediction, both in capitals."""
     return float(answer in [word.upper() for word in blanked(prediction, "\n:\"'.,?!{}")])
 
 
 def last_integer(prediction: str, answer: str) -> float:
-    """Return InfiniteBench's code run: the last word is the integer."""
+    """Return InfiniteBench's code run score: 1 if the last word is the integer."""
     words = blanked(prediction.strip(), "\n.`'\":")
     return float(bool(words) and re.fullmatch(r"[+-]?\d+", words[-1]) is not None and int(words[-1]) == int(answer))
 
 
 def first_decimal(prediction: str, answer: str) -> float:
-    """Return InfiniteBench's math find: the first number, whole or decimal, has the answer's value."""
+    """Return InfiniteBench's math find score: 1 if the first number, whole or decimal, has the answer's value."""
     found = DECIMAL.search(prediction)
     if found is None:
         return 0.0
@@ -242,8 +244,8 @@ def first_decimal(prediction: str, answer: str) -> float:
 
 
 def leading_integers(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """Return InfiniteBench's math calc: the share of intermediate results that are right before the first that is
-    wrong.
+    """Return InfiniteBench's math calc score: the share of intermediate results that are right before the first wrong
+    one.
     """
     got = [int(number) for number in re.findall(r"[0-9]+", prediction)]
     num_right = 0
@@ -255,8 +257,9 @@ def leading_integers(prediction: str, answers: Sequence[str], meta: dict[str, An
 
 
 def after_prefix(text: str, prefixes: Sequence[str]) -> str | None:
-    """Return what follows the first prefix, of those in order, that occurs in the text, and one blank; None without
-    any.
+    """Return the text behind a prefix and one blank; None if no prefix occurs.
+
+    Prefixes are tried in order, and the first that occurs counts.
     """
     for prefix in prefixes:
         place = text.find(prefix)
@@ -266,10 +269,10 @@ def after_prefix(text: str, prefixes: Sequence[str]) -> str | None:
 
 
 def choice_or_text(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """Return InfiniteBench's book choice: the first letter, or what follows `answer is`, or the first lone A, B, C or
-    D.
+    """Return InfiniteBench's book choice score.
 
-    answers: the option's letter and its text.
+    The choice is the first letter, or what follows `answer is`, or the first A, B, C or D that stands alone. answers:
+    the option's letter and its text.
     """
     if prediction[:1] and prediction[0] in "ABCD":
         return float(prediction[0] in answers)
@@ -282,7 +285,7 @@ def choice_or_text(prediction: str, answers: Sequence[str], meta: dict[str, Any]
 
 
 def debug_choice(prediction: str, answers: Sequence[str], meta: dict[str, Any]) -> float:
-    """Return InfiniteBench's code debug. answers: the function's name and the option's letter."""
+    """Return InfiniteBench's code debug score. answers: the function's name and the option's letter."""
     name, letter = answers
     if prediction[:2] in (f"{letter}.", f"{letter}:"):
         return 1.0
@@ -292,8 +295,9 @@ def debug_choice(prediction: str, answers: Sequence[str], meta: dict[str, Any]) 
 
 
 def choice(prediction: str, answer: str) -> float:
-    """Return LongBench v2: the letter in `The correct answer is (X)`, else in the same without brackets; no
-    asterisks.
+    """Return LongBench v2's score: 1 if the letter in `The correct answer is (X)` is the answer.
+
+    Asterisks are removed first, and the brackets may be missing.
     """
     plain = prediction.replace("*", "")
     found = next((match for form in CHOICES if (match := form.search(plain))), None)

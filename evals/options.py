@@ -1,4 +1,4 @@
-"""Hold the options that the `tandem eval` commands share. No torch."""
+"""Hold the options that the `tandem eval` commands share, without loading torch."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -101,7 +101,10 @@ def parse_shares(option: str, text: str) -> list[float]:
 
 
 def parse_files(option: str, texts: Sequence[str], known: Sequence[str]) -> dict[str, Path]:
-    """Return `NAME=FILE` texts by name. Raises ValueError for another form, KeyError for an unknown name, OSError."""
+    """Return the files of `NAME=FILE` texts by name.
+
+    Raises ValueError for another form, KeyError for an unknown name, FileNotFoundError for a missing file.
+    """
     files: dict[str, Path] = {}
     for text in texts:
         name, equals, file = text.partition("=")
@@ -122,7 +125,7 @@ def read_deployment(config: Path | None, url: str | None) -> "Deployment | None"
     from server.deployment import load_deployment
 
     if config is not None and url is not None:
-        raise ValueError("--config: is for profiles that run in this process; leave out --url or --config")
+        raise ValueError("--config: configures this process, but --url names a server; leave out --url or --config")
     return load_deployment(config) if config is not None else None
 
 

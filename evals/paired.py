@@ -13,14 +13,14 @@ import numpy as np
 
 LEVEL = 0.95
 EACH_LEVEL = 1 - (1 - LEVEL) / 2
-"""Of losses and of gains, so that both intervals hold together in 95 % of runs (Bonferroni)."""
+"""Level of the interval of losses and of that of gains, so that both hold together in 95 % of runs (Bonferroni)."""
 
 NUM_RESAMPLES = 4000
 SEED = 0
 FEWEST_PROMPTS = 2
 ADVISED_PROMPTS = 400
 WHOLE = (-100.0, 0.0, 100.0)
-"""Differences of scores that are 0 or 1, in points."""
+"""Possible differences, in points, of scores that are 0 or 1."""
 
 EXACT, BOOTSTRAP = "exact", "bootstrap"
 
@@ -29,8 +29,8 @@ EXACT, BOOTSTRAP = "exact", "bootstrap"
 class Paired:
     """A mean in points and its 95 % interval [low, high], over num_prompts prompts.
 
-    kind: EXACT or BOOTSTRAP. losses, gains: prompts that the method has wrong and the baseline right, and the other way
-    round; None where scores are not all 0 or 1.
+    kind: EXACT or BOOTSTRAP. losses: prompts that the baseline has right and the method wrong; gains: the other way
+    round. Both are None where scores are not all 0 or 1.
     """
 
     mean: float
@@ -47,8 +47,9 @@ class Paired:
 
 @lru_cache(maxsize=4096)
 def clopper_pearson(num_hits: int, num: int, level: float) -> tuple[float, float]:
-    """Return the exact interval of a share of which num_hits of num were seen (Clopper and Pearson, 1934), in
-    [0, 1].
+    """Return the exact interval of a share (Clopper and Pearson, 1934), in [0, 1].
+
+    num_hits: successes seen in num trials.
     """
     from scipy.stats import beta  # half a second, which listing commands should not take
 
@@ -59,8 +60,8 @@ def clopper_pearson(num_hits: int, num: int, level: float) -> tuple[float, float
 
 
 def interval_of_counts(losses: int, gains: int, num: int) -> Paired:
-    """Return gains - losses of num prompts, in points: the share of each by Clopper-Pearson at 97.5 %, so 95 %
-    jointly.
+    """Return gains - losses of num prompts, in points. Each has a Clopper-Pearson interval of 97.5 %, so both hold
+    together in 95 %.
     """
     (fewest_lost, most_lost), (fewest_gained, most_gained) = (
         clopper_pearson(count, num, EACH_LEVEL) for count in (losses, gains)
@@ -72,9 +73,9 @@ def interval_of_counts(losses: int, gains: int, num: int) -> Paired:
 
 
 def paired_interval(method: Sequence[float], baseline: Sequence[float]) -> Paired:
-    """Return method - baseline: exact where all scores are 0 or 1, else by bootstrap.
+    """Return method - baseline: exact if all scores are 0 or 1, else by bootstrap.
 
-    Raises ValueError for unequal or too short lists.
+    Raises ValueError for lists of unequal length, or with too few scores.
     """
     scores, exact = as_scores(method), as_scores(baseline)
     if len(scores) != len(exact):
@@ -85,7 +86,7 @@ def paired_interval(method: Sequence[float], baseline: Sequence[float]) -> Paire
 
 
 def mean_interval(scores: Sequence[float]) -> Paired:
-    """Return the mean of scores by themselves: Clopper-Pearson at 95 % where all are 0 or 1, else by bootstrap."""
+    """Return the mean of one list of scores: Clopper-Pearson at 95 % if all are 0 or 1, else by bootstrap."""
     found = as_scores(scores)
     num, hits = len(found), int(found.sum())
     if not is_binary(found):
@@ -95,8 +96,10 @@ def mean_interval(scores: Sequence[float]) -> Paired:
 
 
 def pooled_interval(differences: Mapping[float, int]) -> Paired:
-    """Return the mean of paired differences of any tasks together. differences: in points, and how many prompts have
-    each. Exact where all are -100, 0 or 100; else by bootstrap. Raises ValueError for fewer than two prompts.
+    """Return the mean of paired differences, pooled over any tasks.
+
+    differences: the number of prompts by their difference in points. The interval is exact if all are -100, 0 or 100,
+    else by bootstrap. Raises ValueError for fewer than two prompts.
     """
     num = sum(differences.values())
     if num < FEWEST_PROMPTS:
@@ -127,7 +130,7 @@ def _bootstrap(values: Sequence[float], counts: Sequence[int], unseen: Paired) -
 
 
 def as_scores(scores: Sequence[float]) -> np.ndarray:
-    """Return float64 [prompts]; raises ValueError for fewer than two."""
+    """Return scores as float64 [prompts]. Raises ValueError for fewer than two."""
     if len(scores) < FEWEST_PROMPTS:
         raise ValueError(f"scores: {len(scores)} prompts, wanted at least {FEWEST_PROMPTS}")
     return np.asarray(scores, dtype=np.float64)

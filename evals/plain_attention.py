@@ -1,15 +1,16 @@
-"""Attend in plain torch over full keys and values: causal, of a window, with sinks; and rotate by position."""
+"""Compute attention in plain torch over full keys and values (causal, in a window, with sinks), and rotate rows."""
 
 import torch
 from torch.nn import functional
 
 WINDOW_QUERIES = 1024
-"""Of a prompt, to their windows at once."""
+"""Queries of a prompt that attend to their windows at once."""
 
 
 def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return RoPE on `[requests, heads, tokens, dim]`, halves rotated against each other, in float32, back in rows'
-    dtype.
+    """Apply RoPE to `[requests, heads, tokens, dim]` in float32, and return it in the dtype of the rows.
+
+    The two halves of a row are rotated against each other.
     """
     first, second = rows.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(rows.dtype)
@@ -19,8 +20,9 @@ def attend_masked(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return attention `[requests, heads, queries, dim]` to keys where `mask`, bool, is set. sinks: `[heads]`, logits
-    of one more key for each head, of value 0; scale: of logits, None: dim ** -0.5.
+    """Return attention `[requests, heads, queries, dim]` to the keys where `mask` (bool) is set.
+
+    sinks: `[heads]`, the logit of one more key for each head, whose value is 0. scale: of logits; None: dim ** -0.5.
     """
     if sinks is None:
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
@@ -36,8 +38,9 @@ def attend_causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, sinks: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return exact causal attention `[requests, heads, tokens, dim]`, of a window's tokens or all; KV heads are
-    repeated, so any flash kernel serves. sinks, scale: see `attend_masked`.
+    """Return exact causal attention `[requests, heads, tokens, dim]`, over a window of tokens or all of them.
+
+    KV heads are repeated, so any flash kernel can compute it. sinks, scale: see `attend_masked`.
     """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
@@ -58,8 +61,9 @@ def attend_window(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, window: int,
     sinks: torch.Tensor | None = None, scale: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return a step's queries `[requests, heads, dim]` to the last `window` of each request's `lengths` tokens. sinks,
-    scale: see `attend_masked`.
+    """Return a step's attention `[requests, heads, dim]` to the last `window` of each request's `lengths` tokens.
+
+    sinks, scale: see `attend_masked`.
     """
     group = query.shape[1] // keys.shape[1]
     places = torch.arange(keys.shape[2], device=query.device)

@@ -1,4 +1,4 @@
-"""Compute what layers of the reference decoder are made of: norms, MLPs, experts, latents, recurrence."""
+"""Compute the parts of the reference decoder's layers: norms, MLPs, experts, latent attention, recurrence."""
 
 import torch
 from torch.nn import functional
@@ -12,13 +12,13 @@ from transfer.model_constants import CLAMPED_GAIN, CLAMPED_LIMIT
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     scaled = hidden.float()
     scaled = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + eps)
-    if weight.dtype != hidden.dtype:  # float32: times the weight, then rounded
+    if weight.dtype != hidden.dtype:  # a float32 weight: multiply in float32, then round
         return (scaled * weight).to(hidden.dtype)
     return scaled.to(hidden.dtype) * weight
 
 
 def gate_linear(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return an MLP's activated product of gate and up, whose halves `gate_up` has, or of up alone."""
+    """Return the activated product of an MLP. gate_up: gate and up in two halves, or up alone for `relu2`."""
     if activation == "relu2":
         return functional.relu(gate_up) ** 2
     gate, up = gate_up.chunk(2, dim=-1)
@@ -29,7 +29,10 @@ def gate_linear(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def mix_experts(tokens: torch.Tensor, to_route: torch.Tensor, weights: ExpertWeights, spec: LayerSpec) -> torch.Tensor:
-    """Return a mixture's output of `[tokens, hidden]`, expert by expert. to_route: the same tokens, by another norm."""
+    """Return the output of a mixture of experts for `[tokens, hidden]`, computed expert by expert.
+
+    to_route: the tokens as the router reads them, which may have another norm.
+    """
     experts = spec.experts
     assert experts is not None, "the layer has experts"
     bias = None if weights.router_bias is None else weights.router_bias.float()
@@ -55,8 +58,9 @@ def mix_experts(tokens: torch.Tensor, to_route: torch.Tensor, weights: ExpertWei
 def choose_experts(
     logits: torch.Tensor, experts: Experts, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights and numbers of the experts that tokens take, `[tokens, taken]`. correction: of a router by
-    sigmoids, None: it is one by softmax.
+    """Return the shares and ids of the experts that each token is routed to, `[tokens, taken]`.
+
+    correction: added to the scores of a router with sigmoids when experts are ranked, or None.
     """
     scores = torch.sigmoid(logits) if experts.is_sigmoid else torch.softmax(logits, 1)
     wanted = (scores if correction is None else scores + correction).unflatten(1, (experts.groups, -1))
@@ -74,9 +78,11 @@ def choose_experts(
 def project_latent(
     normed: torch.Tensor, weights: LayerWeights, latent: Latent, num_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries and keys of latent attention before rotation, and values, each `[requests, heads, tokens, dim]` of
-    the wider of keys and values, from normed hidden states `[requests, tokens, hidden]`. Keys are in an order in which
-    halves are rotated against each other (`latent_tables`); queries have the gain of logits.
+    """Return queries and keys of latent attention before rotation, and values.
+
+    normed: hidden states `[requests, tokens, hidden]` after the norm. Each result is `[requests, heads, tokens, dim]`,
+    where dim is the larger of the widths of keys and values. Channels are ordered so that the two halves are rotated
+    against each other (`latent_tables`). Queries are multiplied by the gain of logits.
     """
     own, (rank, plain, width) = weights.latent, (latent.rank, latent.plain, latent_width(latent))
     assert own is not None, "the layer has latent attention"
@@ -101,12 +107,14 @@ def project_latent(
 
 
 def latent_width(latent: Latent) -> int:
-    """Return the numbers of heads of queries, keys and values, all alike."""
+    """Return the dim of heads that queries, keys and values are all padded to."""
     return max(latent.query_dim, latent.value)
 
 
 def latent_tables(table: torch.Tensor, latent: Latent, still: float) -> torch.Tensor:
-    """Return a table of cosines or sines of heads that are rotated in part. still: of what is not."""
+    """Pad a table of cosines or sines for heads that are rotated only in part. still: the value of channels that are
+    not rotated.
+    """
     return functional.pad(table, (0, latent_width(latent) // 2 - table.shape[1]), value=still)
 
 
@@ -114,9 +122,11 @@ def recur(
     hidden: torch.Tensor, weights: LayerWeights, own: Recurrent, eps: float,
     state: tuple[torch.Tensor, torch.Tensor] | None, lengths: torch.Tensor | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
-    """Return a recurrent layer's output `[requests, tokens, value_width]`, token by token, and its state
-    `[requests, value_heads, key_dim, value_dim]` with the inputs of its convolution that come before the next
-    token. own: its shape. lengths: of prompts, behind which nothing is written; None: all tokens are.
+    """Compute a recurrent layer, token by token.
+
+    own: the layer's shape. lengths: of prompts, behind which the state does not change; None: all tokens count.
+    Returns the output `[requests, tokens, value_width]`, and the new state: `[requests, value_heads, key_dim,
+    value_dim]` with the last inputs of the convolution, which the next token needs.
     """
     more = weights.recurrent
     assert more is not None, "the layer is recurrent"
@@ -171,7 +181,7 @@ def recur(
 
 
 def _last_inputs(rows: torch.Tensor, taps: int, lengths: torch.Tensor | None) -> torch.Tensor:
-    """Return the inputs before each request's next token, `[requests, taps - 1, width]`."""
+    """Return the convolution's inputs before each request's next token, `[requests, taps - 1, width]`."""
     ends = torch.full((len(rows),), rows.shape[1] - taps + 1, device=rows.device) if lengths is None else lengths
     last = ends[:, None] + torch.arange(taps - 1, device=rows.device)
     return rows.gather(1, last[:, :, None].expand(-1, -1, rows.shape[2]))
@@ -181,7 +191,7 @@ def _recur_shortly(
     mixed: torch.Tensor, conv: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor] | None,
     lengths: torch.Tensor | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
-    """Return a gated short convolution's output, and an empty state with its last inputs, as `recur`."""
+    """Compute a gated short convolution. Returns its output, and its last inputs with an empty state, as `recur`."""
     front, gate, back = mixed.chunk(3, -1)
     taps, inputs = conv.shape[2], front * back
     held, before = (inputs[:0], inputs.new_zeros(len(mixed), taps - 1, inputs.shape[2])) if state is None else state

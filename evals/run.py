@@ -1,7 +1,7 @@
-"""Run tasks under attention methods in the reference decoder: cells of (task, length, methods) to records of samples.
+"""Run tasks under attention methods in the reference decoder, and make a record of each sample.
 
-Invariants: all decode methods of a cell see the same prompts and share one prefill of each; a sample that fails is a
-record with its error and score 0; a sample that the store already has is not run again.
+Invariants: all decode methods of a cell see the same prompts and share one prefill of each. A sample that fails becomes
+a record with its error and score 0. A sample that the store already has is not run again.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ AGREEMENT = "agreement"
 """Metric of forced cells: the share of full attention's own answer tokens that the method would have chosen too."""
 
 SPECIAL_TOKENS = 2
-"""Room in a completion for what a tokenizer puts around a text."""
+"""Room in a completion for the special tokens that a tokenizer puts around a text."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def name_weights(model: Path) -> str:
 
 
 def form_of(model: Path) -> str:
-    """Return how prompts are worded for a model: `reference` where its vocabulary has that form's special tokens, else
-    `ruler`, by its own chat template.
+    """Return the wording of prompts for a model: `reference` if its vocabulary has that form's special tokens, else
+    `ruler`, in the model's own chat template.
     """
     vocabulary, _ = read_vocabulary(model)
     has_all = all(vocabulary.token_to_id(token) is not None for token in SPECIAL_TOKENS_OF_FORM)
@@ -68,9 +68,9 @@ def form_of(model: Path) -> str:
 
 
 def make_prompts(cell: Cell, settings: PromptSettings) -> list[Prompt]:
-    """Return the prompts of a cell, tokenized. Runs in a process of its own when there are several cells.
+    """Return the prompts of a cell, tokenized. With several cells this runs in worker processes.
 
-    A dataset's prompts are shortened to the cell's length; it has as many as its file holds, if that is fewer.
+    A dataset's prompts are shortened to the cell's length. There are fewer than asked for if its file has fewer.
     """
     tokenizer = load_tokenizer(settings.model)
     files = dict(settings.datasets)
@@ -92,7 +92,7 @@ def is_chat(sent_as: str, is_raw: bool, tokenizer: Any) -> bool:
 
 
 def encode(sample: Sample, tokenizer: Any, sent_as: str) -> np.ndarray:
-    """Return token ids int32 of a prompt: as a completion, or as the user's turn of the chat template."""
+    """Return the token ids of a prompt, int32: as a completion, or as the user's turn of the chat template."""
     text, adds_special = sent_text(sample, tokenizer, sent_as)
     return np.asarray(tokenizer.encode(text, add_special_tokens=adds_special), dtype=np.int32)
 
@@ -111,12 +111,15 @@ def sent_text(sample: Sample, tokenizer: Any, sent_as: str) -> tuple[str, bool]:
 def prompts_of(
     cells: Sequence[Cell], settings: PromptSettings, workers: int
 ) -> Generator[tuple[Cell, list[Prompt]], None, None]:
-    """Yield each cell with its prompts, made ahead by `workers` processes (0: here, when they are asked for)."""
+    """Yield each cell with its prompts.
+
+    workers: processes that make them ahead of time; 0: they are made in this process when they are asked for.
+    """
     if not workers:
         for cell in cells:
             yield cell, make_prompts(cell, settings)
         return
-    ignore_interrupts = partial(signal, SIGINT, SIG_IGN)  # a terminal sends them to all; this process decides
+    ignore_interrupts = partial(signal, SIGINT, SIG_IGN)  # a terminal interrupts all of them; this process decides
     pool = ProcessPoolExecutor(min(workers, len(cells)), get_context("spawn"), ignore_interrupts)
     try:
         pending = [pool.submit(make_prompts, cell, settings) for cell in cells]
@@ -134,9 +137,9 @@ def run_cells(
     batch_tokens: int,
     ledger: Ledger,
 ) -> None:
-    """Run what the ledger does not hold yet.
+    """Run the samples that the ledger does not have yet.
 
-    batch_tokens: prompts that go together have at most so many tokens (one prompt always goes).
+    batch_tokens: the most tokens of prompts in one batch, which has at least one prompt.
     """
     model = name_weights(settings.model)
     for cell, made in prompts:
@@ -157,7 +160,7 @@ def run_cells(
 
 @dataclass(frozen=True)
 class _Keys:
-    """The keys and cells of a cell's records; `known` remembers keys, since each hashes a whole prompt."""
+    """The keys and identities of a cell's records. `known` caches keys, since each one hashes a whole prompt."""
 
     cell: Cell
     prompts: PromptSettings
@@ -250,7 +253,7 @@ class _Fed:
 
 
 def _fed(batch: PrefilledBatch, full: int, tokens: int) -> _Fed:
-    """Return full attention's answers; an empty one is its stop token."""
+    """Decode full attention's answers. An empty answer is replaced by its stop token."""
     stop = batch.decoder.architecture.eos_token_ids
     answers = [row or [stop[0]] for row in decode_greedy(batch, full, tokens, frozenset(stop), None).tokens]
     logprobs: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Define one prompt of a task with the answers that score it.
+"""Define a sample: one prompt of a task, with the answers that it is scored by.
 
 A sample is immutable and complete: given the prompt, a runner needs nothing else to get a prediction, and given the
 prediction, `evals.metrics.score` needs only `metric`, `answers` and `meta`. `prompt` is the text of the user's turn or
@@ -18,8 +18,8 @@ class Sample:
     metric: a name of `evals.metrics.METRICS`. max_new_tokens: room for the answer, in tokens.
     length_tokens: the tokens of `prompt` as counted by the tokenizer that it was made for (0 for datasets read
     without one). depth: where the answer stands in the context, 0 (start) to 1 (end), or None where it has no place.
-    around: characters of the prompt in front of its document and behind it; None where no part is one document.
-    meta: what the metric or a report wants beside, JSON values only.
+    around: characters of the prompt before its document and after it; None if no single part of it is the document.
+    meta: further values for the metric or a report, JSON values only.
     """
 
     task: str
@@ -35,7 +35,7 @@ class Sample:
 
     @property
     def document(self) -> str | None:
-        """Return the part of the prompt that the question is about."""
+        """Return the part of the prompt that the question is about, or None."""
         if self.around is None:
             return None
         return self.prompt[self.around[0] : len(self.prompt) - self.around[1]]

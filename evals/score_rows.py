@@ -16,15 +16,15 @@ from gpu.methods.registry import list_shares
 
 FRACTIONS = ("head_fraction", "bytes_fraction", "head_fraction_all_layers", "bytes_fraction_all_layers")
 BASELINES = ("full", "profile:exact")
-"""What rows are paired with: full attention in the reference decoder or, where that did not run, the engine's."""
+"""The methods that rows are paired with: full attention in the reference decoder or, without that, the engine's."""
 KL = "kl"
-"""Measured where answers are fed: KL(full attention || method) over the answer's tokens, in nats."""
+"""Measured of answers that are fed: KL(full attention || method) over the answer's tokens, in nats."""
 
 APPLIED = "applied"
-"""Measured: 1 where the method left anything out, moved, sampled or reused it; 0 where it read as full attention."""
+"""Measured: 1 if the method left out, moved, sampled or reused any key; 0 if it read exactly as full attention."""
 
 DIGITS = 6
-"""Of differences, by which equal ones are counted together."""
+"""Digits to which differences are rounded before equal ones are counted."""
 
 NUM_DEPTHS = 10
 MOST_REASONS = 3
@@ -33,8 +33,7 @@ Row = dict[str, Any]
 
 
 def summarize(records: Iterable[Record]) -> list[Row]:
-    """Return rows of `method, settings, task, length, samples, score, head_fraction, bytes_fraction` and what goes with
-    them.
+    """Return rows of `method, settings, task, length, samples, score, head_fraction, bytes_fraction` and these fields.
 
     `score`: in points, 0 to 100; `low` to `high` is its 95 % interval. `difference` (`difference_low` to `_high`): from
     full attention, paired on the same samples; None if that did not run. `losses`, `gains`: the prompts that differ, if
@@ -64,11 +63,11 @@ def _place(cell: dict[str, Any]) -> str:
 
 
 FED = ("agreement", "token_accuracy")
-"""Metrics of answers that are fed to methods, token by token."""
+"""Metrics of answers that are fed to the methods token by token."""
 
 
 def column_of(row: Row) -> str:
-    """Return the task, and how it is scored where that is not by free answers: what a table or a figure tells apart."""
+    """Return the column's name in tables and figures: the task, with its metric if answers were fed."""
     return f"{row['task']} ({row['metric']})" if row.get("metric") in FED else str(row["task"])
 
 
@@ -109,15 +108,14 @@ def _applied(members: Sequence[Record]) -> bool | None:
 
 
 def count_reasons(failures: Iterable[str | None]) -> dict[str, int]:
-    """Return why samples failed and how many each, the most frequent first, MOST_REASONS of them."""
+    """Return the reasons of failures with their counts: the MOST_REASONS most frequent, in that order."""
     return dict(Counter(one for one in failures if one is not None).most_common(MOST_REASONS))
 
 
 def depth_rows(records: Iterable[Record]) -> list[Row]:
-    """Return `method, task, length, depth, samples, score` (points) by tenths of the context; depth is the tenth's
-    middle.
+    """Return `method, task, length, depth, samples, score` (points) by tenths of the context.
 
-    Samples without a depth are left out, failures count with score 0.
+    depth: the middle of the tenth. Samples without a depth are left out, failures count with score 0.
     """
     places: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for record in records:
@@ -133,6 +131,6 @@ def depth_rows(records: Iterable[Record]) -> list[Row]:
 
 
 def mean_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are numbers."""
+    """Return the mean of the values that are neither None nor NaN; None if there are none."""
     known = [value for value in values if value is not None and not math.isnan(value)]
     return sum(known) / len(known) if known else None

@@ -30,16 +30,16 @@ from gpu.model.architecture import Architecture
 from server.server_url import find_root
 
 DEFAULT = "default"
-"""The method that names no profile to a server."""
+"""The method whose requests name no profile."""
 IN_TURNS = 32
-"""Prompts of a cell that one method answers before the next one does, so that a run that is cut has pairs."""
+"""Prompts of a cell that one method answers before the next one's turn, so that a cut run still has pairs."""
 LOST_AFTER = 8
-"""Failures in a row, each after all its retries, that raise the question whether anybody is there."""
+"""Failures in a row, each after all its retries, after which the server is probed."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is evaluated. `url`: up to and with `/v1`; model: its id there."""
+    """A server that is evaluated. url: up to and with `/v1`. model: its id there."""
 
     url: str
     model: str
@@ -51,7 +51,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Entry:
-    """The keys and records of one cell under one method; told: what the method's row says of its settings."""
+    """Makes the keys and records of one cell under one method. told: the method's settings as its rows show them."""
 
     method: str
     told: dict[str, Any]
@@ -71,8 +71,10 @@ class Entry:
         return self._record(sample, text, value, failure, {})
 
     def record_compared(self, sample: Sample, text: str, answer: Answer, exact: torch.Tensor) -> Record:
-        """Return the record of an answer whose tokens are compared with full attention's distributions `[tokens,
-        vocab]` at their places: the share of most likely tokens that are the same, and the mean KL.
+        """Return the record of an answer whose tokens are compared with full attention's.
+
+        exact: full attention's log probabilities at the answer's tokens, `[tokens, vocab]`. The score is the share of
+        tokens whose most likely token is the same; the mean KL is measured, too.
         """
         same = [
             bool(one.top) and max(one.top, key=lambda pair: pair[1])[0] == int(row.argmax())
@@ -105,7 +107,9 @@ class Entry:
 
 
 Exact = Callable[[list[int], list[int]], torch.Tensor]
-"""A prompt and tokens behind it to full attention's log probabilities at these: float64 `[tokens, vocab]`."""
+"""Takes a prompt and the tokens behind it; returns full attention's log probabilities at these, float64 `[tokens,
+vocab]`.
+"""
 
 
 def run_profiles(
@@ -187,8 +191,8 @@ def _answer_all(
 def run_on_server(cells: Sequence[Cell], settings: PromptSettings, server: Server, ledger: Ledger) -> None:
     """Run cells on a server; their methods are `profile:NAME`, or `default` to name no profile.
 
-    Raises ProbeError before a sample is sent where the server does not answer under one of them, and RunCut where it
-    does not any more.
+    Raises ProbeError before any sample is sent if the server does not answer under one of the methods, and RunCut if
+    it stops answering.
     """
     tokenizer = load_tokenizer(settings.model)
     probed: set[tuple[str, str]] = set()
@@ -225,7 +229,7 @@ def probe_server(server: Server, methods: Sequence[str]) -> None:
 
 
 def by_mode(samples: Sequence[Sample], sent_as: str, tokenizer: Any) -> dict[str, list[Sample]]:
-    """Return samples by the kind of request that they are sent in."""
+    """Return samples by the kind of request, `chat` or `completions`, that sends them."""
     modes: dict[str, list[Sample]] = {}
     for sample in samples:
         chat = is_chat(sent_as, bool(sample.meta.get("raw")), tokenizer)
@@ -234,7 +238,10 @@ def by_mode(samples: Sequence[Sample], sent_as: str, tokenizer: Any) -> dict[str
 
 
 async def ask_each(endpoint: Endpoint, samples: list[Sample], entry: Entry, ledger: Ledger) -> None:
-    """Ask, and record answers. After LOST_AFTER failures in a row the server is probed; if it is gone, the run ends."""
+    """Ask the server, and record its answers.
+
+    After LOST_AFTER failures in a row it is probed. Raises RunCut if it does not answer the probe.
+    """
     failed = 0
     async for reply in ask_all(endpoint, samples, None):
         ledger.keep(entry.record(reply.sample, reply.text, reply.failure))
@@ -254,7 +261,7 @@ def named_methods(methods: Sequence[str]) -> tuple[str, ...]:
 
 
 def server_of(url: str, served_model: str | None, model: Path, api_key: str | None, concurrency: int) -> Server:
-    """Return a server with the retries and the patience of a run. Raises ValueError for no address of one."""
+    """Return a server with a run's retries and timeout. Raises ValueError if the URL is not a server's address."""
     try:
         base = f"{find_root(url)}/v1"
     except ValueError as error:

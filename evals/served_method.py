@@ -1,8 +1,8 @@
 """Parse the name of a method that is a serving profile, with settings that replace the deployment's own.
 
-`profile:NAME`, or `profile:sampled:bits_per_table=10,num_tables=200` for other settings of the profile's method, so
-that one run compares several. Values are read as YAML, as in a deployment's file. Invariant: two methods that need the
-same deployment compare equal in it.
+The form is `profile:NAME`, or `profile:sampled:bits_per_table=10,num_tables=200` for other settings of the profile's
+method, so that one run compares several. Values are read as YAML, as in a deployment's file. Invariant: two methods
+that need the same deployment have equal ones.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from gpu.profiles import Profile, ProfileError, get_profile, needs_host, resolve
 from server.deployment import Deployment, describe
 
 PREFIX = "profile:"
-"""Of a method that is a serving profile: `profile:exact`."""
+"""Prefix of a method that is a serving profile: `profile:exact`."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ServedMethod:
 def served_method(method: str, deployment: Deployment | None) -> ServedMethod | None:
     """Return the profile that a method names, or None if it is no serving profile.
 
-    Raises ProfileError for one that the deployment does not have (None: one without a `host` section), and for
-    settings that the profile does not have.
+    Raises ProfileError for a profile that the deployment does not have, and for settings that the profile does not
+    have. deployment None: one without a `host` section.
     """
     if not method.startswith(PREFIX):
         return None
@@ -91,7 +91,7 @@ def _without_settings(composition: Composition, slot: Slot, name: str) -> Compos
 def group_by_deployment(
     methods: list[str], deployment: Deployment | None
 ) -> list[tuple[Deployment | None, dict[str, str]]]:
-    """Return deployments to load, and the methods that run in each, with their profiles.
+    """Return the deployments to load, each with its methods and their profiles.
 
     A profile that keeps everything on the device runs in the first deployment that has the same profile, since settings
     of `host` do not matter to it.

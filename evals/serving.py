@@ -1,7 +1,7 @@
 """Load a serving engine in this process, and answer prompts through an attention profile, as a server would.
 
-What was read is taken from the engine's own counts. Invariant: each prompt comes back exactly once, finished or as a
-failure with its reason.
+Reads come from the engine's own counts. Invariant: each prompt comes back exactly once, answered or as a failure with
+its reason.
 """
 
 import gc
@@ -35,18 +35,20 @@ from transfer.machine import GIB, probe_machine
 from transfer.reading import Reading
 
 CUDA_PROMPTS, CPU_PROMPTS = 32, 4
-"""Under way at once in an engine that is made for a run."""
+"""Prompts under way at once in an engine that is made for a run."""
 CUDA_CHUNK_TOKENS = 16_384
-"""Of a prefill unit there: each is launched from Python, which takes longer than a small model's work on 2,048."""
+"""Tokens of a prefill unit there. Each is launched from Python, which for 2,048 takes longer than a small model's work.
+"""
 HOST_SHARE = 0.5
-"""Of the machine's memory, at most, for contexts of prompts under way."""
+"""Largest share of the machine's memory for contexts of prompts under way."""
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRequest:
-    """One prompt to decode greedily. num_top: logprobs of so many alternatives for every token of prompt and answer;
-    None for no logprobs."""
+    """One prompt to decode greedily. num_top: alternatives with logprobs for every token of prompt and answer; None: no
+    logprobs.
+    """
 
     key: str
     token_ids: list[int]
@@ -58,7 +60,7 @@ class DecodeRequest:
 @dataclass(slots=True)
 class Answer:
     """The answer to one DecodeRequest, without its stop token. prompt_logprobs[i] belongs to prompt token i + 1.
-    failure: why there is no answer.
+    failure: why there is no answer, or None.
     """
 
     key: str
@@ -69,14 +71,15 @@ class Answer:
 
 
 class ServingEngine:
-    """A loaded engine and how many prompts it is given at once. Leaving it as a context ends its threads."""
+    """A loaded engine, and the number of prompts it is given at once. Leaving its context ends the engine's threads."""
 
     def __init__(
         self, engine: Engine, shape: Architecture, profiles: Mapping[str, Profile], max_waiting: int,
         told: Mapping[str, str],
     ) -> None:  # fmt: skip
-        """Take a loaded engine. told: settings that change answers and differ from the defaults, as text by name; they
-        go into each record.
+        """Take a loaded engine.
+
+        told: settings that change answers and are not the defaults, as text by name; each record has them.
         """
         self._engine, self._shape, self._profiles, self._max_waiting = engine, shape, profiles, max_waiting
         self._told = told
@@ -92,18 +95,18 @@ class ServingEngine:
         torch.cuda.empty_cache()
 
     def settings_of(self, profile: str) -> dict[str, str]:
-        """Return what decides a profile's answers beside its name: its methods with their settings, and weights and
-        rows that are rounded.
+        """Return all that determines a profile's answers beside its name: its methods with their settings, and how
+        weights and rows are rounded.
         """
         found = self._profiles[profile]
         return {"composition": found.composition, "kv_key": found.kv_key, **self._told}
 
     def reads(self) -> DecodeReads:
-        """Return what was read so far, of all profiles."""
+        """Return the reads of all profiles so far."""
         return self._engine.decode_reads()
 
     def fractions(self, before: DecodeReads, profile: str) -> Fractions | None:
-        """Return what was read since `before`, all of it under this profile; None if nothing was decoded."""
+        """Return the reads since `before`, all of them under this profile; None if nothing was decoded."""
         found = self._profiles[profile]
         is_hosts = all(part.method.reading is not Reading.NONE for part in found.ring_parts)
         layers = len(self._engine.host_layers) if found.offloads and is_hosts else 0
@@ -134,7 +137,7 @@ class ServingEngine:
         return {name: numbers for one in found for name, numbers in one.items()}
 
     def answer(self, asks: Sequence[DecodeRequest], profile: str) -> Iterator[Answer]:
-        """Answer as they finish, in any order."""
+        """Yield answers as they finish, in any order."""
         waiting, open_answers = list(reversed(asks)), dict[str, Answer]()
         stops = {ask.key: ask.stop_token_ids for ask in asks}
         while waiting or self._engine.has_work:
@@ -170,7 +173,7 @@ def request_of(ask: DecodeRequest, profile: str) -> EngineRequest:
 
 
 def extend(answer: Answer, delta: Delta, stop_token_ids: list[int]) -> None:
-    """Put what a step added into the answer."""
+    """Add the tokens and logprobs of a step to the answer."""
     if delta.finish_reason == "error":
         answer.failure = delta.error or "the engine gave no reason"
         return
@@ -214,7 +217,8 @@ def make_deployment(model: Path, device: str, longest_tokens: int, host: HostCon
     """Return a deployment for a run, in which no single answer is urgent: many prompts at once, long prefill chunks,
     few decode steps between them, and memory for all of that.
 
-    host: the settings that decide answers; its memory limit is derived. Raises ModelError or PlanError.
+    Memory is sized for the prompts under way. host: the settings that change answers; its memory limit is derived.
+    Raises ModelError or PlanError.
     """
     shape = read_architecture(model)
     if device.startswith("cuda"):
@@ -229,7 +233,7 @@ def make_deployment(model: Path, device: str, longest_tokens: int, host: HostCon
     else:
         prompts, scheduler = CPU_PROMPTS, SchedulerConfig(max_running=CPU_PROMPTS)
         gib = prompts * longest_tokens * shape.kv_bytes_per_token(FLOAT32_BYTES) / GIB
-        gpu = GpuConfig(kv_cache_gib=max(0.25, gib), kv="float32")  # what differs is a method's
+        gpu = GpuConfig(kv_cache_gib=max(0.25, gib), kv="float32")  # so that differences come from the method alone
     if host is not None:
         limit = prompts * context_bytes(host, shape, longest_tokens) / GIB
         host = host.model_copy(update={"memory_limit_gib": limit})
@@ -242,7 +246,7 @@ def _prompts_that_fit(host: HostConfig, shape: Architecture, longest_tokens: int
 
 
 def context_bytes(host: HostConfig, shape: Architecture, longest_tokens: int) -> int:
-    """Return what admission charges for a context of this length, with hash tables."""
+    """Return the bytes that admission charges for a context of this length, hash tables included."""
     kept = find_kept(resolve_profiles({}, host).values(), host, shape)
     demand = resolve_host(host, kept, shape, GpuConfig().page_tokens, BFLOAT16_BYTES, 1)
     return bytes_of_run(

@@ -37,14 +37,12 @@ BATCH_TOKENS = {"cuda": 1 << 20, "cpu": 1 << 14}
 STORE_FILE = "records.jsonl"
 LEAVE_EVERY_S = 30.0
 FAILED, CUT = 1, 3
-"""Exit statuses of a run that has its results all the same (2 is a wrong command line)."""
+"""Exit statuses of a run that still wrote its results (2 is a wrong command line)."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Paths to which a run writes its results; None: it writes none. resume: the folder of the store, kept between
-    runs.
-    """
+    """Paths of a run's results; None: not written. resume: the folder of the store, kept between runs."""
 
     json: Path | None
     html: Path | None
@@ -69,7 +67,7 @@ class Forgetful(dict[str, Record]):
 
 @contextmanager
 def open_store(resume: Path | None) -> Iterator[Store | Forgetful]:
-    """Yield the store of the folder `resume`; without one, a store that is not written."""
+    """Yield the store in the folder `resume`; without a folder, a store in memory."""
     if resume is None:
         yield Forgetful()
         return
@@ -137,11 +135,11 @@ def run(
     how: InProcess,
     leave: Callable[[list[Record], int], None] | None,
 ) -> list[Record]:
-    """Run cells and return their records, those of earlier runs of the folder included.
+    """Run cells and return their records, including those of earlier runs in the store's folder.
 
     Methods run in the reference decoder, then serving profiles in an engine; only one of them is loaded at a time.
-    `leave` gets the records so far and the number of finished cells, after each cell and now and then. A run that is
-    cut (`how.stop`) returns what is finished.
+    `leave` is called with the records so far and the number of finished cells, after each cell and from time to time.
+    A run that is cut (`how.stop`) returns the finished records.
     """
     groups = group_by_deployment(list(dict.fromkeys(one for cell in cells for one in cell.methods)), how.deployment)
     served = {one for _, profiles in groups for one in profiles}
@@ -189,9 +187,9 @@ def open_ledger(
     leave: Callable[[list[Record], int], None] | None,
     stop: Stop | None,
 ) -> Iterator[tuple[Ledger, dict[str, Record]]]:
-    """Yield a ledger over the store of the folder `resume`, and the run's records by key, which grow as they come.
+    """Yield a ledger over the store in the folder `resume`, and the run's records by key, which grow as they come.
 
-    If the run is cut, the context ends quietly and `stop` has the reason; without a `stop`, RunCut is raised.
+    If the run is cut, the context ends without an error and `stop` has the reason; without a `stop`, RunCut is raised.
     """
     records: dict[str, Record] = {}
     total = sum(cell.num_samples * len(cell.methods) for cell in cells)
@@ -284,7 +282,10 @@ def leave_results(
     seed: int,
     reason: str | None,
 ) -> list[Row]:
-    """Print the table, write JSON and HTML where asked, and return the rows. reason: why the run was cut, or None."""
+    """Print the table, write the JSON and HTML that were asked for, and return the rows.
+
+    reason: why the run was cut, or None.
+    """
     rows = summarize(records)
     print_table(rows, open_console())
     write_rows(cells, records, outputs.json, configuration, seed, reason)
@@ -305,8 +306,9 @@ def write_rows(
     seed: int,
     reason: str | None,
 ) -> None:
-    """Write the JSON of what is finished to `path`; None: nothing. `cut` and `missing` say what an interrupted run
-    lacks.
+    """Write the JSON of the finished records to `path`, if it is given.
+
+    `cut` and `missing` name what an interrupted run lacks.
     """
     if path is not None:
         left = {"depths": finite(depth_rows(records)), "cut": reason, "missing": missing_rows(cells, records, reason)}
@@ -327,12 +329,10 @@ def missing_rows(cells: Sequence[Cell], records: Sequence[Record], reason: str |
 
 
 def exit_status(rows: Sequence[Row], reason: str | None) -> int:
-    """Return FAILED where a sample failed, CUT where the run was cut before its end (and nothing failed), else 0."""
+    """Return FAILED if a sample failed, else CUT if the run was cut before its end, else 0."""
     return FAILED if any(row.get("failures") for row in rows) else CUT if reason is not None else 0
 
 
 def count_workers(num_cells: int, device: str) -> int:
-    """Return the number of processes that make prompts: one a cell where the device is not the CPU that they would run
-    on.
-    """
+    """Return the number of processes that make prompts: one for each cell, but none if the CPU is the device."""
     return min(num_cells, max(1, (os.cpu_count() or 1) - 1)) if device.startswith("cuda") and num_cells > 1 else 0

@@ -1,4 +1,4 @@
-"""Stop a run before it is done: after so many seconds, or at a signal, between two samples or batches.
+"""Stop a run early, between two samples or batches: after a number of seconds, or at a signal.
 
 Invariant: the first TERM or INT only asks for the end; a second one ends the process as usual.
 """
@@ -12,7 +12,7 @@ from types import FrameType
 
 
 class RunCut(Exception):
-    """A run ends here; the message says why. What is finished is kept."""
+    """Raised to end a run early; the message is the reason. Finished records are kept."""
 
 
 class Stop:
@@ -26,7 +26,7 @@ class Stop:
         self._seconds, self._begin = seconds, time.monotonic()
 
     def ask(self, name: str) -> None:
-        """Ask for the end of the run because the signal `name` came."""
+        """Record that the signal `name` came; the next `check` raises RunCut."""
         self._signal = name
 
     def check(self) -> None:
@@ -34,22 +34,23 @@ class Stop:
         self.check_room(0.0)
 
     def check_room(self, seconds: float) -> None:
-        """Raise RunCut if it is time to end, or will be before `seconds` are over."""
+        """Raise RunCut if it is time to end, or will be within `seconds`."""
         if self._signal is not None:
             self.cut(f"signal {self._signal}")
         if self._seconds is not None and time.monotonic() - self._begin + seconds > self._seconds:
             self.cut(f"--seconds {self._seconds:g} are over")
 
     def cut(self, reason: str) -> None:
-        """Raise RunCut."""
+        """Raise RunCut with this reason."""
         self.reason = reason
         raise RunCut(reason)
 
 
 @contextmanager
 def stopping(seconds: float | None) -> Iterator[Stop]:
-    """Yield a Stop that SIGTERM and SIGINT trigger inside the context. Outside the main thread only `seconds` counts,
-    because signals do not arrive there.
+    """Yield a Stop that SIGTERM and SIGINT trigger inside the context.
+
+    Outside the main thread only `seconds` counts, because signals do not arrive there.
     """
     stop = Stop(seconds)
     if threading.current_thread() is not threading.main_thread():

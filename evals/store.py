@@ -21,9 +21,7 @@ SYNC_EVERY_S = 1.0
 
 
 def key_of(parts: dict[str, Any]) -> str:
-    """Return 16 hex digits of SHA-256 over the parts as canonical JSON. Raises TypeError for a value that JSON
-    lacks.
-    """
+    """Return 16 hex digits of SHA-256 over the parts as canonical JSON. Raises TypeError for other than JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
@@ -36,7 +34,7 @@ def sample_key(
     model: str,
     code_version: str,
 ) -> str:
-    """Return the key of one sample under one method: all that its prediction depends on, the prompt's text included."""
+    """Return the key of one sample under one method: a hash of all that its prediction depends on."""
     return key_of(
         {
             "method": method,
@@ -55,10 +53,10 @@ def sample_key(
 
 @dataclass(frozen=True)
 class Record:
-    """One tried sample. failure: None, or why there is no prediction; then the score is 0. Scores are in [0, 1].
+    """One sample that was tried. score: in [0, 1]. failure: why there is no prediction, with score 0; or None.
 
-    measured: numbers of the run, such as head_fraction and bytes_fraction; layers: some by layer
-    (`evals.meter.layer_shares`); cell: the identity of the table row.
+    measured: numbers of the run, such as head_fraction and bytes_fraction. layers: shares by layer
+    (`evals.meter.layer_shares`). cell: the identity of the table row.
     """
 
     key: str
@@ -136,13 +134,13 @@ class Store:
         self.records[record.key] = record
 
     def missing(self, keys: Iterable[str], retry_failures: bool) -> list[str]:
-        """Return the keys still to be made, in order: those without a record and, if asked, those that failed."""
+        """Return the keys still to be made, in order: those without a record and, if asked, those of failures."""
         return [
             key for key in keys if key not in self.records or (retry_failures and self.records[key].failure is not None)
         ]
 
     def _load(self) -> None:
-        """Read what is there, cuts off a last line without its end; raises ValueError at a broken line before it."""
+        """Read the file, and cut off a last line without its end. Raises ValueError at a broken line before it."""
         if not self.path.exists():
             return
         content = self.path.read_bytes()

@@ -9,8 +9,9 @@ from gpu.model.vocabulary import read_vocabulary
 
 
 def load_tokenizer(model: Path) -> Any:
-    """Return the Hugging Face tokenizer of a model folder, or of a GGUF file's vocabulary. It sets no longest
-    text, since texts are tokenised before they are cut, of which transformers would warn.
+    """Return the Hugging Face tokenizer of a model folder, or of a GGUF file's vocabulary.
+
+    It has no maximum length: texts are tokenised before they are cut, and transformers would warn of long ones.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -1,5 +1,5 @@
-"""The evaluations' own text: a survey's chronicle that no model of this project was trained on.
+"""Generate the evaluations' own text: a survey's chronicle that no model of this project was trained on.
 
-Nothing that `training` imports may import this package (import-linter holds it); words and sentences have nothing in
-common with what it trains on but function words (`tests/evals/test_chronicle.py`).
+No module that `training` imports may import this package (import-linter checks it). The chronicle shares no words but
+function words, and no sentences, with the training text (`tests/evals/test_chronicle.py`).
 """

@@ -1,9 +1,9 @@
 """Generate sentences of a survey's chronicle: clauses within clauses, from a seed, without end.
 
-A sentence is expanded from `GRAMMAR`; noun phrases hold noun phrases down to a depth, so whole sentences practically
-never come again. The party's four officers and its station stay for a page of sentences, the journey's count of stages
-rises. The invariant: the text depends on the seed alone, has no digits and no hyphens, and each sentence ends with one
-of `. ? !`.
+A sentence is expanded from `GRAMMAR`. Noun phrases hold noun phrases down to a depth, so a whole sentence practically
+never repeats. The party's four officers and its station stay the same for a page of sentences, and the number of the
+journey's stage rises. The invariant: the text depends on the seed alone, has no digits and no hyphens, and each
+sentence ends with one of `. ? !`.
 """
 
 import random
@@ -175,7 +175,7 @@ def chronicle(seed: int) -> Iterator[str]:
 
 
 class Chronicler:
-    """Draws sentences from one seed; keeps the page's officers and places, and counts the journey's stages."""
+    """Draws sentences from one seed. It keeps a page's officers and places, and counts the journey's stages."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(f"chronicle-{seed}")
@@ -205,7 +205,7 @@ class Chronicler:
         return "".join(self._fill(part[1:-1].rstrip("23"), depth) if part[0] == "{" else part for part in parts)
 
     def _fill(self, symbol: str, depth: int) -> str:
-        """Return text of a symbol: of the grammar, of a list, or a plural, place or number."""
+        """Return the text of a symbol: one of the grammar or of a word list, or a plural, a place or a number."""
         if symbol[0].isupper():
             text = self._fill(symbol.lower(), depth)
             return text[0].upper() + text[1:]

@@ -1,7 +1,7 @@
-"""The words of the chronicle: of rocks, plants, instruments and the people of a survey, written for this project.
+"""The words of the chronicle: rocks, plants, instruments and people of a survey, written for this project.
 
-The invariant: no word of content stands in `evals.tasks.vocabulary`, in a task's wording or in the prose that the
-reference model was trained with, and none has a digit or a hyphen; a needle's key never stands here.
+The invariant: no content word occurs in `evals.tasks.vocabulary`, in a task's wording or in the prose that the
+reference model was trained with, and none has a digit or a hyphen. No key of a needle occurs here.
 """
 
 # ruff: noqa: SIM905

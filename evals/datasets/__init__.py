@@ -1,9 +1,9 @@
 """Readers of published benchmarks from local JSONL files: LongBench, LongBench v2, InfiniteBench and GSM8K.
 
-`read(name, path, num_samples)` gives samples; a name is `family/dataset`, such as `longbench/hotpotqa`. Nothing is
-fetched from anywhere. Fields are as published; the instructions around them are worded for this project, so compare
-methods with them, not with other people's tables. Prompts longer than a model's context are shortened by
-`shorten`, in the middle, as LongBench does.
+`read(name, path, num_samples)` returns samples; a name is `family/dataset`, such as `longbench/hotpotqa`. Nothing is
+downloaded. Fields are as published, but the instructions around them are worded for this project: compare methods with
+them, not with published tables. `shorten` cuts the middle out of a prompt that is longer than the model's context, as
+LongBench does.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +26,9 @@ DATASETS: dict[str, Reader] = {
 
 
 def read(name: str, path: Path, num_samples: int | None) -> list[Sample]:
-    """Return the first num_samples samples of a file (None: all). Raises KeyError for an unknown name, ValueError for
-    rows without the fields that the format has. Ids that come twice are numbered.
+    """Return the first num_samples samples of a file (None: all). Ids that come twice are numbered.
+
+    Raises KeyError for an unknown name, ValueError for rows without the format's fields.
     """
     if name not in DATASETS:
         raise KeyError(f"dataset {name!r}: unknown; have {', '.join(DATASETS)}")
@@ -43,8 +44,9 @@ def read(name: str, path: Path, num_samples: int | None) -> list[Sample]:
 
 
 def read_own(name: str, path: Path, num_samples: int, seed: int) -> list[Sample]:
-    """Return num_samples samples of a seed: of one seed after another the file's next ones, and where it holds no more
-    the first again. So seeds have none in common as long as the file has enough.
+    """Return num_samples samples for a seed. Each next seed gets the next samples of the file.
+
+    After the file's end it begins again, so seeds have no samples in common while the file has enough.
     """
     with path.open(encoding="utf-8") as file:
         num_rows = sum(bool(line.strip()) for line in file)
@@ -53,10 +55,10 @@ def read_own(name: str, path: Path, num_samples: int, seed: int) -> list[Sample]
 
 
 def shorten(sample: Sample, tokenizer: Any, limit_tokens: int) -> Sample:
-    """Return the sample with its prompt's middle left out where prompt and answer exceed the limit, and its length
-    counted.
+    """Return the sample with its tokens counted, and with its prompt's middle cut out if it exceeds the limit.
 
-    tokenizer: a Hugging Face tokenizer. Raises ValueError where the limit leaves no room for a prompt.
+    The limit is on prompt and answer together. tokenizer: a Hugging Face tokenizer. Raises ValueError if the limit
+    leaves no room for a prompt.
     """
     room = limit_tokens - sample.max_new_tokens
     if room < 2:

@@ -36,7 +36,7 @@ INSTRUCTION = "Solve each problem step by step. End with the number alone, after
 
 
 def read(path: Path) -> Iterator[Sample]:
-    """Yield the samples of a GSM8K file; raises ValueError at a row without a published field."""
+    """Yield the samples of a GSM8K file. Raises ValueError at a row without a published field."""
     shown = "".join(f"Question: {question}\nAnswer: {steps}\n#### {result}\n\n" for question, steps, result in EXAMPLES)
     for number, row in read_rows(path):
         answer = str(field(path, number, row, "answer"))

@@ -19,7 +19,7 @@ MASK = "$$MASK$$"
 
 @dataclass(frozen=True)
 class Dataset:
-    """One InfiniteBench task. metric: a name in `evals.metrics`; options: whether the row's four options follow the
+    """One InfiniteBench task. metric: a name in `evals.metrics`. options: whether the row's four options follow the
     question.
     """
 
@@ -77,7 +77,7 @@ def reader(name: str) -> Callable[[Path], Iterator[Sample]]:
 
 
 def read(name: str, path: Path) -> Iterator[Sample]:
-    """Yield the samples of an InfiniteBench file; raises ValueError at a row without a published field."""
+    """Yield the samples of an InfiniteBench file. Raises ValueError at a row without a published field."""
     dataset = DATASETS[name]
     for number, row in read_rows(path):
         answer = field(path, number, row, "answer")
@@ -101,7 +101,7 @@ def read(name: str, path: Path) -> Iterator[Sample]:
 
 
 def answers_of(metric: str, listed: list[Any], options: list[str], where: str) -> list[str]:
-    """Return the answers as the metric wants them; the letter of a choice is found among the options."""
+    """Return the answers in the metric's form. A choice's letter is found by its text among the options."""
     texts = [str(answer) for answer in listed]
     if metric not in ("choice_or_text", "debug_choice"):
         return [text.upper() for text in texts] if metric == "among_names" else texts

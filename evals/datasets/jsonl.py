@@ -1,4 +1,4 @@
-"""Read rows of a JSONL file, and say where one is not as published."""
+"""Read rows of a JSONL file, and report rows that are not as published."""
 
 import json
 from collections.abc import Iterator
@@ -7,8 +7,9 @@ from typing import Any
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, row) of each line that is not blank. Raises ValueError at a line that is no JSON
-    object.
+    """Yield (line number from 1, row) of each line that is not blank.
+
+    Raises ValueError at a line that is not a JSON object.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -24,9 +25,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def field(path: Path, number: int, row: dict[str, Any], *names: str) -> Any:
-    """Return the first of the named fields that the row has. Raises ValueError naming what is missing and what is
-    there.
-    """
+    """Return the first of the named fields that the row has. Raises ValueError if it has none of them."""
     for name in names:
         if name in row:
             return row[name]

@@ -18,7 +18,7 @@ CHINESE = "请阅读下面的材料，并根据材料回答最后的问题。\n\
 
 @dataclass(frozen=True)
 class Dataset:
-    """One LongBench task. metric: a name in `evals.metrics`; first_line: whether only a prediction's first line is
+    """One LongBench task. metric: a name in `evals.metrics`. first_line: whether only a prediction's first line is
     scored.
     """
 
@@ -94,7 +94,7 @@ def reader(name: str) -> Callable[[Path], Iterator[Sample]]:
 
 
 def read(name: str, path: Path) -> Iterator[Sample]:
-    """Yield the samples of a LongBench file; raises ValueError at a row without a published field."""
+    """Yield the samples of a LongBench file. Raises ValueError at a row without a published field."""
     dataset = DATASETS[name]
     for number, row in read_rows(path):
         before, after = dataset.template.split("{context}")

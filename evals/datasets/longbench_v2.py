@@ -14,7 +14,7 @@ MAX_NEW_TOKENS = 128
 
 
 def read(path: Path) -> Iterator[Sample]:
-    """Yield the samples of a LongBench v2 file; raises ValueError at a row without a published field."""
+    """Yield the samples of a LongBench v2 file. Raises ValueError at a row without a published field."""
     for number, row in read_rows(path):
         options = "\n".join(f"({letter}) {field(path, number, row, f'choice_{letter}')}" for letter in LETTERS)
         answer = str(field(path, number, row, "answer")).strip()

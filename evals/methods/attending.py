@@ -1,6 +1,6 @@
-"""Attend for the methods: over everything, over chosen keys, and the masses that prompts leave on keys.
+"""Compute attention for the methods: over the whole context, over chosen keys, and the mass on each key of a prompt.
 
-Plain torch, batched over requests and heads; masses and outputs in float32. Nothing at or behind a row's length
+Plain torch, batched over requests and heads; masses and outputs in float32. No value at or behind a row's length
 reaches a result, NaN included: logits there are masked, values there are replaced or never gathered.
 """
 
@@ -12,10 +12,10 @@ import torch
 from evals.methods.method import PromptLayer, Step, StepResult
 
 Choice = Literal["apart", "together"]
-"""Who chooses what is read: each query head for itself, or a group's heads as one, so that rows are read once."""
+"""Whether each query head chooses the keys it reads, or the heads of a group choose together and read rows once."""
 
 MAX_BLOCK_LOGITS = 1 << 28
-"""Logits that a blocked pass over a prompt holds at once: 1 GiB in float32."""
+"""Most logits that a blocked pass over a prompt holds at once: 1 GiB in float32."""
 
 
 def matmul_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -27,8 +27,9 @@ def matmul_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 @cache
 def widens_in_matmul(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch and GPU return float32 of a 16-bit product; asked once, of a small one with a known
-    answer.
+    """Return whether this torch and GPU return a 16-bit product in float32.
+
+    The answer is cached. It comes from one small product with a known result.
     """
     ones = torch.ones(2, 3, 8, device=device, dtype=dtype)
     try:
@@ -62,8 +63,9 @@ def step_logits(step: Step) -> torch.Tensor:
 
 
 def weigh_values(weights: torch.Tensor, values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Return `weights [requests, heads, n]` @ `values [requests, kv_heads, n, dim]` -> float32 `[requests, heads,
-    dim]`.
+    """Return `weights [requests, heads, n]` @ `values [requests, kv_heads, n, dim]`, float32 `[requests, heads, dim]`.
+
+    valid: False where a value may not be read.
     """
     requests, heads, count = weights.shape
     kv_heads, dim = values.shape[1], values.shape[3]
@@ -73,7 +75,7 @@ def weigh_values(weights: torch.Tensor, values: torch.Tensor, valid: torch.Tenso
 
 
 def attend_all(step: Step) -> StepResult:
-    """Attend exactly over the whole context, the heads of a group reading together."""
+    """Attend exactly over the whole context. The heads of a group read each row once, together."""
     logits = step_logits(step)
     lse = logits.logsumexp(-1)
     weights = (logits - lse[..., None]).exp_()
@@ -83,8 +85,9 @@ def attend_all(step: Step) -> StepResult:
 
 
 def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return rows of `[requests, kv_heads, n, dim]` for each query head: index `[requests, heads, m]` -> `[..., m,
-    dim]`.
+    """Gather rows of `[requests, kv_heads, n, dim]` for each query head.
+
+    index: `[requests, heads, m]`. Returns `[requests, heads, m, dim]`.
     """
     requests, heads, _ = index.shape
     request = torch.arange(requests, device=rows.device)[:, None, None]
@@ -93,7 +96,7 @@ def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def attend_chosen(step: Step, index: torch.Tensor, chosen: torch.Tensor) -> StepResult:
-    """Attend exactly over chosen keys, each query head reading for itself.
+    """Attend exactly over chosen keys. Each query head reads its own.
 
     index: int64 `[requests, heads, m]`, no position twice; chosen: bool of the same shape, False where unused.
     """
@@ -103,8 +106,9 @@ def attend_chosen(step: Step, index: torch.Tensor, chosen: torch.Tensor) -> Step
 def attend_weighted(
     step: Step, index: torch.Tensor, chosen: torch.Tensor, log_weights: torch.Tensor | None
 ) -> StepResult:
-    """Attend as `attend_chosen` does, where a key stands for exp(log_weights) keys like it: float `[requests, heads,
-    m]`.
+    """Attend as `attend_chosen` does, but with a weight for each key.
+
+    log_weights: float `[requests, heads, m]`; a key counts as exp(log_weights) equal keys. None: all weights are 1.
     """
     index = index.masked_fill(~chosen, 0)
     keys = gather_rows(step.keys, index).float()
@@ -120,24 +124,25 @@ def attend_weighted(
 
 
 def read_together(result: StepResult, group: int) -> StepResult:
-    """Count once what the heads of a group read alike; `result` is of heads that read apart."""
+    """Count the rows of a group once, because its heads read the same; `result` counts them for each head."""
     return StepResult(result.out, result.lse, result.keys_scored, result.keys_scored[:, ::group])
 
 
 def add_group(masses: torch.Tensor, group: int) -> torch.Tensor:
-    """Return masses `[requests, heads, n]` as the heads of a group share them: their sum, the same for each of them."""
+    """Return masses `[requests, heads, n]` summed over each group's heads, with the sum repeated for each of them."""
     return masses.unflatten(1, (-1, group)).sum(2).repeat_interleave(group, 1)
 
 
 def rows_apart(keys_scored: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return rows read of each KV head when its query heads read apart: `[requests, heads]` -> `[requests,
-    kv_heads]`.
+    """Return the rows read of each KV head if its query heads read separately, `[requests, kv_heads]`.
+
+    keys_scored: `[requests, heads]`.
     """
     return keys_scored.view(keys_scored.shape[0], kv_heads, -1).sum(-1)
 
 
 def force_ends(scores: torch.Tensor, lengths: torch.Tensor, sink: int, window: int) -> torch.Tensor:
-    """Return scores `[requests, heads, n]` with the sink and the recent window at +inf and what lies behind at -inf."""
+    """Return scores `[requests, heads, n]` with sink and recent window at +inf, and -inf at and behind the lengths."""
     position = torch.arange(scores.shape[-1], device=scores.device)
     end = lengths[:, None, None]
     scores = scores.masked_fill((position < sink) | (position >= end - window), torch.inf)
@@ -145,7 +150,7 @@ def force_ends(scores: torch.Tensor, lengths: torch.Tensor, sink: int, window: i
 
 
 def choose_best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `counts [requests]` best positions of each row (at most `most`), as (index, chosen) for
+    """Return the `counts [requests]` best positions of each row (at most `most`) as (index, chosen), the arguments of
     `attend_chosen`.
     """
     top = scores.topk(min(most, scores.shape[-1]), dim=-1)
@@ -161,10 +166,10 @@ def query_blocks(prompt: PromptLayer) -> list[tuple[int, int]]:
 
 
 def prompt_weights(prompt: PromptLayer, positions: torch.Tensor) -> torch.Tensor:
-    """Return causal attention of the queries at `positions` int64 `[requests, queries]`, 0 for positions outside the
-    prompt.
+    """Return the causal attention weights of the queries at some positions: float32 `[requests, heads, queries,
+    longest]`.
 
-    Returns float32 `[requests, heads, queries, longest]`.
+    positions: int64 `[requests, queries]`; the weights of a position outside the prompt are 0.
     """
     requests, heads, _, dim = prompt.queries.shape
     kv_heads, count = prompt.keys.shape[1], positions.shape[1]
@@ -181,14 +186,14 @@ def prompt_weights(prompt: PromptLayer, positions: torch.Tensor) -> torch.Tensor
 
 
 def last_positions(prompt: PromptLayer, count: int) -> torch.Tensor:
-    """Return int64 `[requests, count]`: each row's last positions, negative where the prompt is shorter."""
+    """Return int64 `[requests, count]`: each row's last positions, negative if the prompt is shorter than `count`."""
     return prompt.lengths[:, None] - count + torch.arange(count, device=prompt.lengths.device)
 
 
 def column_mass(prompt: PromptLayer, observe: int) -> torch.Tensor:
-    """Return attention that each key received, summed over the last `observe` queries of the prompt (0: over all).
+    """Return the attention that each key received, summed over the last `observe` queries of the prompt (0: all).
 
-    Returns float32 `[requests, heads, longest]`; shared between methods, so not to be written to.
+    Returns float32 `[requests, heads, longest]`. Methods share the tensor, so do not write to it.
     """
 
     def total() -> torch.Tensor:

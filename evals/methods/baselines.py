@@ -1,4 +1,4 @@
-"""Name the baseline methods, and parse `NAME[:key=value,...]`. Methods that are served are scored as profiles."""
+"""Name the baseline methods, and parse `NAME[:key=value,...]`. Served methods are evaluated as serving profiles."""
 
 from functools import cache
 

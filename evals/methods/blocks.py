@@ -1,4 +1,4 @@
-"""Keys in blocks of consecutive positions: what a method keeps of each block, and attention over chosen blocks."""
+"""Split keys into blocks of consecutive positions, and attend over chosen blocks."""
 
 import torch
 
@@ -12,8 +12,9 @@ def num_blocks(tokens: int, block: int) -> int:
 
 
 def split_blocks(keys: torch.Tensor, lengths: torch.Tensor, block: int, fill: float) -> torch.Tensor:
-    """Return `[requests, kv_heads, n, dim]` as `[requests, kv_heads, blocks, block, dim]`, `fill` behind each
-    length.
+    """Return `[requests, kv_heads, n, dim]` as `[requests, kv_heads, blocks, block, dim]`.
+
+    Positions at and behind each length are set to `fill`.
     """
     requests, kv_heads, count, dim = keys.shape
     behind = torch.arange(count, device=keys.device) >= lengths[:, None]
@@ -28,8 +29,8 @@ def attend_blocks(
 ) -> StepResult:
     """Attend exactly over the blocks with the best `scores [requests, heads, blocks]`.
 
-    Whole blocks, as many as hold the budget, rounded up; those of the sink and the window are always in. `index_rows`:
-    rows of KV that reading the scores costs a block, the heads of a group together.
+    The number of blocks is what holds the budget, rounded up; blocks of the sink and the window are always chosen.
+    index_rows: rows of KV that a group's heads together read per block to compute its score.
     """
     position = torch.arange(scores.shape[-1], device=scores.device) * block
     end = step.lengths[:, None, None]

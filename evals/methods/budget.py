@@ -1,4 +1,4 @@
-"""Say how many keys a query head may read: a fraction of its context, or a number of tokens."""
+"""Define how many keys a query head may read: a fraction of its context, or a number of tokens."""
 
 import math
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ class Budget:
         assert (self.fraction is None) != (self.tokens is None), f"budget: {self.fraction} and {self.tokens} tokens"
 
     def of(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return int64 `[requests]`: the tokens of each context that may be read, never more than it has."""
+        """Return int64 `[requests]`: how many tokens of each context may be read, at most its length."""
         if self.tokens is not None:
             return lengths.clamp(max=self.tokens)
         assert self.fraction is not None
         return torch.ceil(lengths.double() * self.fraction).long().clamp(min=1)
 
     def most(self, longest: int) -> int:
-        """Return the largest of `of(lengths)`, without asking the device."""
+        """Return the largest number that `of(lengths)` can give, without a wait for the device."""
         if self.tokens is not None:
             return min(longest, self.tokens)
         assert self.fraction is not None

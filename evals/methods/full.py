@@ -1,4 +1,4 @@
-"""Full attention: every key of the context, in decode and in prefill. The row that all others are compared with."""
+"""Full attention: every key of the context, in decode and in prefill. All other methods are compared with it."""
 
 from typing import Any, ClassVar
 

@@ -1,8 +1,8 @@
 """Define an attention method of the evaluations: a decode step over the full KV of a layer, and what it read.
 
-A decode method is given the whole KV of a layer, contiguous, and may keep a state of its own; it returns a partial over
-the tokens that it covers. Everything is batched over prompts of different lengths: rows are padded on the right, and
-what stands at or behind a row's length is never read (tests poison it with NaN).
+A decode method gets the whole KV of a layer, contiguous, and may keep a state of its own. It returns a partial over the
+tokens that it covers. Everything is batched over prompts of different lengths. Rows are padded on the right, and no
+value at or behind a row's length is ever read (tests fill these with NaN).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from evals.methods.budget import Budget, parse_budget
 
 
 class MethodError(Exception):
-    """A method that cannot be parsed or cannot run as asked; the message names setting, value and remedy."""
+    """A method that cannot be parsed or cannot run as asked. The message names the setting, its value and a remedy."""
 
 
 @dataclass(slots=True)
@@ -24,8 +24,8 @@ class PromptLayer:
     """One layer of a batch of prompts, as the prefill leaves it.
 
     queries, pre_rope_queries: `[requests, heads, tokens, dim]`. keys, values: `[requests, kv_heads, capacity, dim]`
-    with capacity >= tokens. lengths: int64 `[requests]`; longest: the largest of them, on the host. `shared` keeps what
-    several methods derive from the same prompt (column masses, page bounds), by name.
+    with capacity >= tokens. lengths: int64 `[requests]`; longest: the largest of them, on the host. shared: results
+    that several methods compute from the same prompt (column masses, page bounds), by name.
     """
 
     layer: int
@@ -42,8 +42,9 @@ class PromptLayer:
         return self.keys.shape[2]
 
     def once(self, name: Any, make: Callable[[], Any]) -> Any:
-        """Return `make()`, computed for the first method that asks under this name. Whoever changes the result copies
-        it.
+        """Return `make()`, which is called only for the first method that asks under this name.
+
+        Callers that change the result must copy it first.
         """
         if name not in self.shared:
             self.shared[name] = make()
@@ -52,7 +53,7 @@ class PromptLayer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One decode step of one layer, the new token's key and value in their place.
+    """One decode step of one layer. The new token's key and value are already in place.
 
     query, pre_rope_query: `[requests, heads, dim]`. keys, values: `[requests, kv_heads, longest, dim]`.
     lengths: int64 `[requests]`, the new token included; longest: the largest of them, on the host.
@@ -68,7 +69,7 @@ class Step:
 
     @property
     def group(self) -> int:
-        """Return query heads to a KV head."""
+        """Return the number of query heads per KV head."""
         return self.query.shape[1] // self.keys.shape[1]
 
 
@@ -76,13 +77,14 @@ class Step:
 class StepResult:
     """The partial of a step and what it cost.
 
-    out: float32 `[requests, heads, dim]`. lse: float32 `[requests, heads]`, natural log of the mass that `out` stands
-    for. keys_scored: float32 `[requests, heads]`, keys whose exact logit entered the softmax. rows_read: float32
-    `[requests, kv_heads]`, rows of KV (a key and a value) read: heads of a group that read the same rows together count
-    once, heads that choose for themselves count each. A method's index is in `rows_read`; an oracle's search is not.
-    accepted, skipped: float32 `[requests]`, of a method that reuses: heads that found something, and cells of their
-    contexts that they took over, as shares; gaps: int64 `[requests, heads]`, positions back to what they found, 0:
-    nothing.
+    out: float32 `[requests, heads, dim]`. lse: float32 `[requests, heads]`, natural log of the mass that `out` covers.
+    keys_scored: float32 `[requests, heads]`, keys whose exact logit entered the softmax.
+    rows_read: float32 `[requests, kv_heads]`, rows of KV (a key and a value) read. Heads of a group that read the same
+    rows together count them once; heads that choose for themselves count each. Reads of a method's index are included,
+    an oracle's search is not.
+    accepted, skipped: float32 `[requests]`, only of a method that reuses: the share of heads that found a match, and
+    the share of their contexts' cells that the match covers.
+    gaps: int64 `[requests, heads]`, how many positions back the match is; 0: none.
     """
 
     out: torch.Tensor
@@ -102,8 +104,8 @@ BudgetSetting: TypeAlias = Annotated[
 class Method(BaseModel):
     """Settings that every method has. Subclasses are frozen: a method is its name and its settings.
 
-    `dense_layers` are read in full whatever the method: ids, ranges and `half` (the middle layer, number layers / 2)
-    joined by `+`, such as `0-1+16` and `0+half`.
+    dense_layers: layers that are read in full under any method: ids, ranges and `half` (the middle layer, number layers
+    / 2) joined by `+`, such as `0-1+16` and `0+half`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -126,17 +128,18 @@ class Method(BaseModel):
 
     @property
     def label(self) -> str:
-        """Return the shortest text that `parse_method` turns into this method again."""
+        """Return the shortest text that `parse_method` parses to this method."""
         given = self.model_dump(exclude_defaults=True)
         return self.name + (":" + ",".join(f"{key}={value}" for key, value in given.items()) if given else "")
 
 
 class DecodeMethod(Method):
-    """A method that stands in for attention in decode steps."""
+    """A method that replaces attention in decode steps."""
 
     def begin(self, prompt: PromptLayer) -> Any:
-        """Return the method's own state of a layer, made from its prefill; None if it keeps none. `step` may
-        change it.
+        """Return the method's own state of a layer, made from the prompt's prefill; None if it keeps none.
+
+        `step` may change the state.
         """
         return None
 
@@ -145,7 +148,7 @@ class DecodeMethod(Method):
 
 
 def parse_layers(text: str, num_layers: int) -> frozenset[int]:
-    """Return `0-1+half` of 32 layers -> {0, 1, 16}. Raises ValueError."""
+    """Parse `0-1+half` to layer ids, such as {0, 1, 16} for 32 layers. Raises ValueError."""
     layers: set[int] = set()
     for part in filter(None, text.split("+")):
         if part == "half":

@@ -1,8 +1,8 @@
 """Oracle sampling: keys drawn with replacement from the true attention distribution, their values averaged.
 
-Paper: MagicPIG, definition 3.1 and equation 5. The sink and the window are read exactly, and the draws stand for the
-mass of all the rest. `budget` is the number of draws; what is read is the distinct keys among them (theorem 3.3).
-Knowing the distribution is not counted: hence oracle.
+Paper: MagicPIG, definition 3.1 and equation 5. The sink and the window are read exactly, and the draws represent the
+mass of all other keys. `budget` is the number of draws; the distinct keys among them count as read (theorem 3.3). The
+method is an oracle because reading the keys to know the distribution is not counted.
 """
 
 from typing import ClassVar
@@ -48,8 +48,9 @@ class Oracle(DecodeMethod):
         return StepResult(out, lse, keys, rows_apart(keys, step.keys.shape[1]))
 
     def _draw(self, weights: torch.Tensor, draws: int, generator: torch.Generator) -> torch.Tensor:
-        """Return int64 `[requests, heads, draws]`, independent, by inverting the cumulative mass; never a key of no
-        mass.
+        """Draw int64 `[requests, heads, draws]` independently, by inverting the cumulative mass.
+
+        A key without mass is never drawn.
         """
         cumulative = weights.cumsum(-1)
         uniform = torch.rand(*weights.shape[:2], draws, generator=generator, device=weights.device, dtype=weights.dtype)
@@ -57,7 +58,7 @@ class Oracle(DecodeMethod):
         return found.clamp(max=weights.shape[-1] - 1)
 
     def _resident(self, step: Step, lse: torch.Tensor) -> torch.Tensor:
-        """Return the sink's and the window's part of the exact output."""
+        """Return the part of the exact output that comes from the sink and the window."""
         sink = torch.arange(self.sink, device=lse.device).expand(len(step.lengths), -1)
         begin = (step.lengths - self.window).clamp(min=self.sink)[:, None]
         recent = begin + torch.arange(self.window, device=lse.device)

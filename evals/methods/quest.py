@@ -1,9 +1,9 @@
 """Quest: pages of keys ranked by an upper bound of their logits, from the minimum and maximum of each channel.
 
-Paper: Tang et al. 2024, algorithm 1: a page's score is sum over channels of max(q min, q max). With `bounds=moments`
-mean - deviation and mean + deviation stand for minimum and maximum, and one far key moves them less. The bounds cost
-two vectors a page, read by the heads of a group together; the pages are chosen by each query head, or for a group by
-the sum over its heads of their softmax over the bounds, what a mass is to bounds as to logits.
+Paper: Tang et al. 2024, algorithm 1: a page's score is the sum over channels of max(q min, q max). With
+`bounds=moments` mean - deviation and mean + deviation replace minimum and maximum, so that one outlier moves them less.
+The bounds cost two vectors a page, which the heads of a group read together. Either each query head chooses its pages,
+or a group chooses by the sum over its heads of the softmax over the bounds.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,9 @@ from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step,
 
 @dataclass(frozen=True, slots=True)
 class PageBounds:
-    """Bounds of the keys of each page. low, high: `[requests, kv_heads, pages, dim]` for the whole capacity; +inf and
-    -inf for empty pages.
+    """Bounds of the keys of each page.
+
+    low, high: `[requests, kv_heads, pages, dim]` for the whole capacity; +inf and -inf for empty pages.
     """
 
     low: torch.Tensor
@@ -77,8 +78,9 @@ class Quest(DecodeMethod):
 
 
 def spread(keys: torch.Tensor, lengths: torch.Tensor, page: int) -> PageBounds:
-    """Return bounds of mean - deviation and mean + deviation for each page and channel of keys `[requests, kv_heads, n,
-    dim]`.
+    """Return the bounds mean - deviation and mean + deviation for each page and channel.
+
+    keys: `[requests, kv_heads, n, dim]`.
     """
     rows = split_blocks(keys, lengths, page, torch.nan).float()  # [requests, kv_heads, pages, page, dim]
     mean = rows.nanmean(3)

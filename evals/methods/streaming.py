@@ -1,6 +1,6 @@
-"""StreamingLLM: the first few tokens and the most recent ones, everything between dropped.
+"""StreamingLLM: attend to the first few tokens and the most recent ones, and drop all between.
 
-Paper: Xiao et al. 2024, section 3.2. Keys keep the positions that they were rotated with; the paper renumbers them
+Paper: Xiao et al. 2024, section 3.2. Keys keep the positions that they were rotated with. The paper renumbers them
 inside its cache, which matters only beyond the trained context. All heads of a group read the same rows.
 """
 

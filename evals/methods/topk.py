@@ -1,8 +1,8 @@
 """Exact top-k: the keys with the largest logits, each head for itself. The upper bound of every search.
 
-Paper: MagicPIG, equation 3. Finding the keys is not counted in what is read: no system can do it for free. With a
-`block` of more than one, whole blocks are taken by the attention in them. Heads that choose together take what has
-most of the attention of all of them: the upper bound of what chooses for a KV head.
+Paper: MagicPIG, equation 3. The search for the keys is not counted as read, though no real system has it for free. With
+a `block` of more than one, whole blocks are chosen by the sum of their attention. Heads that choose together take the
+keys with the most attention of all of them: the upper bound of methods that choose for a KV head.
 """
 
 from typing import Any, ClassVar
@@ -25,8 +25,9 @@ from evals.methods.method import BudgetSetting, DecodeMethod, Step, StepResult
 
 
 class TopK(DecodeMethod):
-    """Exact top-k: attend to the `budget` keys with the largest logits; the first `sink` and the last `window` keys
-    always count among them.
+    """Exact top-k: attend to the `budget` keys with the largest logits.
+
+    The first `sink` and the last `window` keys are always among them.
     """
 
     name: ClassVar[str] = "topk"
@@ -51,7 +52,7 @@ class TopK(DecodeMethod):
 
 
 def attend_best(step: Step, scores: torch.Tensor, budget: Budget, sink: int, window: int) -> StepResult:
-    """Attend exactly over the keys with the best `scores [requests, heads, longest]`, sink and window always in."""
+    """Attend exactly over the keys with the best `scores [requests, heads, longest]`, sink and window included."""
     least = max(sink + window, 1)
     counts = budget.of(step.lengths).clamp(min=least)
     index, chosen = choose_best(

@@ -1,1 +1,1 @@
-"""What a run says at its end: a table in the terminal, a JSON document, one self-contained HTML page."""
+"""Write the results of a run: a table in the terminal, a JSON document, one self-contained HTML page."""

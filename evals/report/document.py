@@ -1,7 +1,7 @@
 """Write the JSON document of a run: rows with the resolved configuration and seeds that made them.
 
-The invariant: a document can be made again from what it says, and NaN or infinity never get into it (they are no JSON):
-an unknown number is null.
+The invariant: a run can be repeated from its document alone, and the document never has NaN or infinity, which JSON
+lacks. An unknown number is null.
 """
 
 import json
@@ -21,7 +21,7 @@ ROW_FIELDS = (
 def make_document(
     rows: Sequence[Mapping[str, Any]], configuration: Mapping[str, Any], seeds: Mapping[str, int], **more: Any
 ) -> dict[str, Any]:
-    """Return {configuration, seeds, rows, ...more} of JSON values; raises ValueError for a row without one of
+    """Return {configuration, seeds, rows, ...more} as JSON values. Raises ValueError for a row without one of
     ROW_FIELDS.
     """
     for row in rows:
@@ -43,7 +43,7 @@ def finite(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new one, never half of it."""
+    """Write a file atomically, so that a reader sees the old or the new one, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text(text, encoding="utf-8")
@@ -51,12 +51,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Write the document as indented JSON. Raises ValueError for a number that JSON lacks."""
+    """Write the document as indented JSON. Raises ValueError for NaN and infinities."""
     write_text(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def describe_run(name: str, command: str, seed: int, seconds: float, machine: str, rows: list[Any]) -> dict[str, Any]:
-    """Return the JSON of a run."""
+    """Return the JSON document of a run, dated today."""
     return finite(
         {
             "set": name,

@@ -41,12 +41,12 @@ def family(method: str) -> str:
 
 
 def family_of(row: Row) -> str:
-    """Return what a row says its family is, or its method's."""
+    """Return the family that a row names, or else its method's."""
     return row.get("family") or family(row["method"])
 
 
 def styles_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
-    """Return (colour, marker) of each method family but full attention, in the order of their names."""
+    """Return (colour, marker) of each method family except full attention, in the order of the families' names."""
     families = sorted({family_of(row) for row in rows} - set(BASELINES))
     return {
         name: (COLORS[place % len(COLORS)], MARKERS[(place + place // len(COLORS)) % len(MARKERS)])
@@ -55,8 +55,9 @@ def styles_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """Return the figure as an `<svg>` element, the same bytes for the same data; ids are made the figure's own by its
-    name.
+    """Return the figure as an `<svg>` element, with the same bytes for the same data.
+
+    Ids get the figure's name as a prefix, so that several figures fit one page.
     """
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
@@ -77,10 +78,10 @@ def new_figure(num_rows: int, num_columns: int, legend_inches: float) -> tuple[F
 
 
 def quality_figure(rows: Sequence[Row], read: str, name: str | None = None) -> str:
-    """Score against what was read (`head_fraction` or `bytes_fraction`, log axis): tasks down, lengths across.
+    """Plot score against what was read, tasks down and lengths across.
 
-    Full attention is the dashed line with its 95 % band. Rows without the fraction are left out. name: of the figure,
-    where a page has several of one kind.
+    read: `head_fraction` or `bytes_fraction`, the (log) axis; rows without it are left out. Full attention is the
+    dashed line with its 95 % band. name: of the figure, if a page has several of one kind.
     """
     known = [row for row in rows if row.get(read) and family_of(row) not in BASELINES]
     tasks, lengths = sorted({column_of(row) for row in rows}), sorted({row["length"] for row in rows})
@@ -102,12 +103,12 @@ def quality_figure(rows: Sequence[Row], read: str, name: str | None = None) -> s
 
 
 def legend_inches(num_entries: int, num_columns: int) -> float:
-    """Return room for the legend's lines."""
+    """Return the height of the legend in inches."""
     return 0.12 + 0.19 * -(-num_entries // legend_columns(num_columns))
 
 
 def legend_columns(num_columns: int) -> int:
-    """Return the legend's entries a line."""
+    """Return the number of entries in a line of the legend."""
     return max(4, 3 * num_columns)
 
 
@@ -150,9 +151,9 @@ def quality_panel(
 
 
 def depth_figure(records: Sequence[Row], task: str) -> str | None:
-    """Draw heat maps of a task, one a method: needle depth (down) against length (across), mean score in each cell.
+    """Draw heat maps of a task, one for each method: needle depth (down), length (across), the mean score as colour.
 
-    records: samples with `method, task, length, depth, score` (0 to 1). None where no sample of the task has a depth.
+    records: samples with `method, task, length, depth, score` (0 to 1). Returns None if no sample has a depth.
     """
     placed = [record for record in records if record["task"] == task and record.get("depth") is not None]
     if not placed:
@@ -211,7 +212,7 @@ def wrapped(method: str) -> str:
 
 
 def layer_figure(layers: Sequence[Row], name: str) -> str | None:
-    """Draw the relative error of attention outputs a layer (log axis), one line a method; None without rows.
+    """Draw the relative error of attention outputs by layer (log axis), a line for each method; None without rows.
 
     layers: `method, layer, error`; errors above 0.
     """

@@ -1,6 +1,6 @@
-"""Draw the picture of `tandem eval fusion`: KL along the answer against the share of tokens that is computed again.
+"""Draw the figure of `tandem eval fusion`: KL along the answer against the share of tokens that is computed again.
 
-A panel a length, a line a policy with its settings; what has no ratio is a level line.
+Each length has a panel, each policy with its settings a line. A policy without a ratio is a level line.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from evals.report.figures import COLORS, GRID, INK, MARKERS, STYLE, new_figure, 
 from evals.score_rows import Row
 
 AIM = 0.05
-"""KL in nats that a default is to stay below."""
+"""KL in nats that a default must stay below."""
 
 
 def draw_fusion(rows: Sequence[Row]) -> str:
-    """Return the rows of all tasks as an `<svg>` element."""
+    """Draw the rows over all tasks, and return an `<svg>` element."""
     known = [row for row in rows if row["task"] == "all" and row["policy"] != "vanilla" and row["kl_along"]]
     lengths, labels = sorted({row["length"] for row in known}), list(dict.fromkeys(line_of(row) for row in known))
     with mpl.rc_context(STYLE):
@@ -44,14 +44,14 @@ def draw_fusion(rows: Sequence[Row]) -> str:
 
 
 def line_of(row: Row) -> str:
-    """Return the policy with its settings but the ratio, which is the other axis."""
+    """Return the policy's label with its settings, without the ratio, which is the other axis."""
     name, _, settings = row["policy"].partition(":")
     others = [part for part in settings.split(",") if part and not part.startswith("ratio=")]
     return f"{name}:{','.join(others)}" if others else str(name)
 
 
 def draw_labels(figure: Figure, labels: Sequence[str]) -> None:
-    """Draw lines' colours and markers above the panels, and the aim's."""
+    """Draw the legend above the panels: the lines' colours and markers, and the line of AIM."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=INK, linestyle=(0, (4, 2)), linewidth=1, label=f"{AIM:g} nats")]

@@ -1,6 +1,6 @@
 """Render one HTML page of a run: headline, figures, table, configuration. Nothing is loaded from elsewhere.
 
-The invariant: the page has no script and no external reference, and says what it was made from.
+The invariant: the page has no script and no external reference, and shows the configuration that it was made from.
 """
 
 import json
@@ -19,7 +19,7 @@ from evals.score_rows import BASELINES, column_of
 TEMPLATE = "page.html.j2"
 
 Figures = tuple[str, str, Sequence[tuple[str, str]]]
-"""A heading, what is to be known, and figures: what each shows, and its SVG."""
+"""A heading, an explanation, and figures, each a caption and its SVG."""
 
 PARTS = ("rows", "depths", "layers", "fidelity")
 
@@ -37,8 +37,8 @@ def render_page(
     """Return the page as HTML.
 
     rows: of `evals.score_rows.summarize`. records: samples or their means by depth (score 0 to 1), for the heat maps.
-    layers: `length, method, layer, error`. fidelity: rows of methods beside full attention. figures: in place of those
-    of quality against reads. All but one may be empty; raises ValueError if rows and fidelity both are.
+    layers: `length, method, layer, error`. fidelity: rows of methods beside full attention. figures: replace those of
+    quality against reads. All but one may be empty. Raises ValueError if both rows and fidelity are empty.
     """
     if not rows and not fidelity:
         raise ValueError("report: no rows; run at least one task")
@@ -104,13 +104,13 @@ def seeds_of(document: Mapping[str, Any]) -> dict[str, int]:
 
 
 def points_text(row: Mapping[str, Any]) -> str:
-    """Return what the row is shown to lose at most, such as `loses 2.4 at most`."""
+    """Return how many points the row loses at most, such as `loses 2.4 at most`; empty if not known."""
     lost = most_lost(row)
     return "" if lost is None else f"loses {lost:.1f} at most"
 
 
 def shown_row(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the row with its texts, and whether it opens a new group of task and length."""
+    """Return the row with its formatted texts, and `opens`: whether it begins a new group of task and length."""
     place = column_of(row), row["length"]
     opens = before is None or (column_of(before), before["length"]) != place
     high = row.get("difference_high")

@@ -1,6 +1,6 @@
 """Print rows as a table, grouped by task and length.
 
-The invariant: failures are always shown, and a score never stands without its noise.
+The invariant: failures are always shown, and a score is never shown without its interval.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from evals.score_rows import BASELINES, column_of
 METHOD_COLUMNS = 14
 PIPED_COLUMNS = 150
 NOT_APPLIED = "did not apply"
-"""In place of a difference, where the method did nothing in the whole cell."""
+"""Shown in place of a difference if the method did nothing in the whole cell."""
 
 
 def row_order(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return task, length, then full attention first and others by what they read."""
+    """Return the sort key of a row: task, length, then full attention first and others by the share they read."""
     return column_of(row), row["length"], row["method"] not in BASELINES, row.get("head_fraction") or 0.0, row["method"]
 
 
@@ -36,15 +36,13 @@ def with_range(value: float | None, low: float | None, high: float | None, sign:
 
 
 def most_lost(row: Mapping[str, Any]) -> float | None:
-    """Return the points that the row loses at most, by its interval's lower end; 0 where that is above full
-    attention.
-    """
+    """Return how many points the row loses at most: its interval's lower end; 0 if that is above full attention."""
     low = row.get("difference_low")
     return None if low is None else max(0.0, -low)
 
 
 def open_console() -> Console:
-    """Return the terminal; what is no terminal gets lines long enough for a whole table."""
+    """Return the console. If stdout is not a terminal, its lines are long enough for a whole table."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPED_COLUMNS)
 
@@ -80,7 +78,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 
 def print_failures(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print why samples failed: a line for each row and reason."""
+    """Print why samples failed: one line for each row and reason."""
     for row in rows:
         place = " ".join(str(row[name]) for name in ("task", "length", "method") if name in row)
         for reason, count in row.get("reasons", {}).items():

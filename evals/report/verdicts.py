@@ -1,4 +1,4 @@
-"""Write judged methods as Markdown: a line a method with its verdict, and a line a task and length with differences."""
+"""Write judged methods as Markdown: a table of verdicts, and a table of differences by task and length."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,10 @@ from evals.score_rows import BASELINES, FED, Row, mean_known
 
 
 def render_verdicts(rows: Sequence[Row], aim: aims.Aim, methods: Sequence[str]) -> list[str]:
-    """Return a table: each method's verdict, pooled difference in points, and what it read of full attention's keys and
-    bytes, as a mean over the cells in which it applied.
+    """Return the lines of a table with a row for each method.
+
+    It has the verdict, the pooled difference in points, and the shares of full attention's keys and bytes that the
+    method read, as means over the cells in which it applied.
     """
     lines = [
         "| method | verdict | prompts | difference, points [95 %] | KL of weak tasks, most | keys read | bytes read |",
@@ -28,7 +30,7 @@ def render_verdicts(rows: Sequence[Row], aim: aims.Aim, methods: Sequence[str]) 
 
 
 def render_cells(rows: Sequence[Row], methods: Sequence[str]) -> list[str]:
-    """Return a table of free answers: a line for each task, length and seed, a column for each method's difference."""
+    """Return the lines of a table of free answers: a row for each task, length and seed, a column for each method."""
     free = [row for row in rows if row.get("metric") not in FED]
     exact = {_cell(row): row for row in free if row["method"] in BASELINES}
     own = {(row["method"], _cell(row)): row for row in free}

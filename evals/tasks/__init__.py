@@ -1,10 +1,10 @@
-"""Generated long-context tasks: RULER's thirteen, and the reference model's own, for any length and any tokenizer.
+"""Generate long-context tasks: RULER's thirteen, and the reference model's own, for any length and any tokenizer.
 
-`TASKS` maps a name to its generator. A generator knows the tokenizer's interface and a text source, no model and no
+`TASKS` maps a name to its generator. A generator knows the tokenizer's interface and a text source, but no model and no
 method. `form` is "ruler" (RULER's wording; for a model's chat template or for completions) or "reference" (the
-reference model's own forms, as raw completions). The invariant: samples are the same for the same arguments on every
-machine, fill their length to within 2 % and never exceed it, and the first n samples of a longer run are those of a
-shorter one.
+reference model's own forms, as raw completions). The invariant: the same arguments give the same samples on every
+machine. Samples fill their length to within 2 % and never exceed it, and the first n samples of a longer run are those
+of a shorter one.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ def generate(
     """Return samples of a task.
 
     tokenizer: a Hugging Face tokenizer. length_tokens: of prompt, chat turn and answer room together. text_source:
-    None for the chronicle. depths: places in [0, 1] for the asked needle, taken in turn; None draws them.
+    None: the chronicle. depths: places in [0, 1] of the needle that is asked for, taken in turn; None: drawn.
     Raises KeyError for an unknown task, ValueError for an unknown form, a reference-only task in RULER's form, or a
     length that cannot be filled.
     """

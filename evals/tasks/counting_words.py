@@ -1,8 +1,8 @@
-"""Counting words in RULER's wording: the ten most common words of a list, and the three most frequent coded words.
+"""Generate RULER's counting tasks: the ten most common words of a list, and the three most frequent coded words.
 
 Source: RULER (Hsieh et al., 2024), `cwe` (ten words 30 times each among words that come 3 times; below 4,096 tokens
-6 times and once) and `fwe` (counts after a Zeta distribution with exponent 2). The invariant: the counts of the
-answers are above the counts of all else, so the answer is unique.
+6 times and once) and `fwe` (counts after a Zeta distribution with exponent 2). The invariant: each word of the answer
+occurs more often than any other word, so the answer is unique.
 """
 
 import random
@@ -52,7 +52,7 @@ def listed(words: list[str]) -> str:
 
 
 def shuffled(words: list[str], seed: int) -> list[str]:
-    """Return the words in an order that the seed picks."""
+    """Return the words in an order that depends on the seed alone."""
     return random.Random(seed).sample(words, len(words))
 
 

@@ -1,7 +1,7 @@
-"""Fill a prompt up to a length: finds how much filler brings it just below the limit, in tokens of any tokenizer.
+"""Fill a prompt up to a length: find how much filler brings it just below the limit, in tokens of any tokenizer.
 
 The invariant: a fitted prompt, the model's chat turn around it and its answer together are at most the limit and at
-least `FILLED` of it, or ValueError says why not.
+least `FILLED` of it; otherwise ValueError is raised.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,15 @@ CLOSE_ENOUGH = 0.995
 
 
 def count_tokens(tokenizer: Any, text: str) -> int:
-    """Return tokens of the text as it is sent, with the special tokens that the tokenizer adds. Any Hugging Face
-    tokenizer.
+    """Return the tokens of a text as it is sent, including the special tokens that the tokenizer adds.
+
+    tokenizer: any Hugging Face tokenizer.
     """
     return len(tokenizer(text, verbose=False)["input_ids"])
 
 
 def count_chat_tokens(tokenizer: Any) -> int:
-    """Return tokens that the tokenizer's chat template puts around a user's turn; 0 without a template."""
+    """Return the number of tokens that the chat template puts around a user's turn; 0 without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return 0
     turn = tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True, tokenize=False)
@@ -37,9 +38,9 @@ def fit(
 ) -> tuple[int, str, int]:
     """Return the largest amount of filler, within half a per cent, whose prompt and answer room fit the limit.
 
-    build(amount) -> prompt; amounts from min_amount to most are tried, by interpolation between the nearest known
-    counts. Returns (amount, prompt, tokens of the prompt). Raises ValueError where min_amount is too much already, or
-    where `most` or the grain of the filler leaves more than 2 % of the limit empty.
+    build(amount) returns a prompt. Amounts from min_amount to most are tried, by interpolation between the nearest
+    known counts. Returns (amount, prompt, tokens of the prompt). Raises ValueError if min_amount is too much already,
+    or if `most`, or the size of one unit of filler, leaves more than 2 % of the limit empty.
     """
     room = limit_tokens - max_new_tokens - reserved_tokens
     low, low_prompt = min_amount, build(min_amount)

@@ -1,8 +1,8 @@
-"""The text around the needles: sentences told from a seed or of the user's own text files, and inserts among them.
+"""Make the text around the needles: sentences generated from a seed or taken from the user's text files.
 
-A source gives, for a seed, as many sentences as asked; the same seed gives the same sentences, and asking for more only
-lengthens the list. Text files are read from a place that the seed picks and never repeat within one document: a file
-that is too short raises instead.
+For a seed a source gives as many sentences as asked. The same seed gives the same sentences, and asking for more only
+adds to the list. Text files are read from a place that the seed picks, and nothing repeats within one document: a file
+that is too short raises ValueError instead.
 """
 
 import random
@@ -22,8 +22,8 @@ SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z])")
 class TextSource:
     """Sentences for haystacks, and the files that question tasks read.
 
-    told: endless sentences from a seed, for where there are no files. files: text files, UTF-8. questions: by task name
-    (`qa_1`, `qa_2`) the file of questions and documents in the format of SQuAD or HotpotQA.
+    told: yields endless sentences from a seed, used if there are no files. files: text files, UTF-8. questions: the
+    file of questions and documents of each task (`qa_1`, `qa_2`), in SQuAD's or HotpotQA's format.
     """
 
     told: Callable[[int], Iterator[str]]
@@ -41,7 +41,7 @@ class TextSource:
         return [line for text in texts for line in (text if text.endswith("\n") else text + "\n").splitlines(True)]
 
     def sentences(self, seed: int, num_words: int) -> list[str]:
-        """Return sentences of at least num_words words in all. Raises ValueError where the text files hold fewer."""
+        """Return sentences with at least num_words words together. Raises ValueError if the text files have fewer."""
         if not self.files:
             return self._told(seed, num_words)
         own = self._file_sentences
@@ -55,8 +55,10 @@ class TextSource:
         raise ValueError(f"text files: hold {num_chosen} words, wanted {num_words}; give more text or shorter lengths")
 
     def passage(self, seed: int, num_characters: int) -> str:
-        """Return running text of at least num_characters, as it is written: of files, whole lines from one that the
-        seed picks, with their indents and line ends, so that code stays code. Raises ValueError where they hold less.
+        """Return running text of at least num_characters.
+
+        Files give whole lines, from one that the seed picks, with indents and line ends, so that code stays code.
+        Raises ValueError if they are too short.
         """
         if not self.files:
             return " ".join(self._told(seed, num_characters // FEWEST_CHARACTERS_A_WORD + 1))
@@ -81,16 +83,14 @@ class TextSource:
 
 
 class Haystack:
-    """A document of n words with inserts at sentence ends; n can grow up to what the source was asked for."""
+    """A document of n words with inserts at sentence ends. n can be as large as the sentences are long."""
 
     def __init__(self, sentences: list[str]) -> None:
         self.sentences = sentences
         self.ends = list(accumulate(sentence.count(" ") + 1 for sentence in sentences))
 
     def cut(self, num_words: int) -> list[str]:
-        """Return the first num_words words as sentences; the last one may be shortened, and then ends with a
-        full stop.
-        """
+        """Return the first num_words words as sentences. If the last one is cut short, it ends with a full stop."""
         kept: list[str] = []
         begin = 0
         for sentence, end in zip(self.sentences, self.ends, strict=True):
@@ -121,7 +121,7 @@ class Haystack:
         return " ".join(pieces)
 
     def _slot(self, word: float, num_kept: int) -> int:
-        """Return the number of sentences before the insert whose end is nearest to the word."""
+        """Return the number of sentences before an insert: it goes to the sentence end nearest to the word."""
         after = bisect_left(self.ends, word)
         before_end = self.ends[after - 1] if after else 0
         after_end = self.ends[after] if after < len(self.ends) else before_end

@@ -1,8 +1,8 @@
-"""Needles in a haystack in RULER's wording: one or many facts hidden in text, noise or other needles, and asked for.
+"""Generate RULER's needle tasks: one or many facts hidden in text, noise or other needles, and a question about some.
 
-Source: RULER (Hsieh et al., 2024), its eight `niah_*` settings: the kind of haystack, of key and of value, and how many
-keys, values a key and queries there are. The invariant: every asked key stands in the document with all of its values,
-and no other needle shares an asked key.
+Source: RULER (Hsieh et al., 2024), its eight `niah_*` settings: the kinds of haystack, key and value, and the numbers
+of keys, of values for each key and of queries. The invariant: every key that is asked for is in the document with all
+of its values, and no other needle has the same key.
 """
 
 import random
@@ -31,7 +31,7 @@ NUM_DEPTHS = 40
 
 @dataclass(frozen=True)
 class Setting:
-    """What a needle task hides, and where. haystack: `noise`, `text` or `needle`; key: `words` or `uuids`; value:
+    """What a needle task hides, and where. haystack: `noise`, `text` or `needle`. key: `words` or `uuids`. value:
     `numbers` or `uuids`.
     """
 
@@ -56,7 +56,7 @@ SETTINGS = {
 
 
 class Distinct:
-    """Draws keys and values that it has not drawn before. words: what keys and word values are made of."""
+    """Draws keys and values, none of them twice. words: the words that keys and word values are made of."""
 
     def __init__(self, draw: random.Random, words: list[str]) -> None:
         self.random = draw
@@ -86,12 +86,12 @@ class Distinct:
         return self._new(lambda: self.random.choice(self.words))
 
     def variable(self, num_letters: int) -> str:
-        """Return capital letters."""
+        """Return num_letters capital letters."""
         return self._new(lambda: "".join(self.random.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=num_letters)))
 
 
 def joined(items: list[str]) -> str:
-    """Return `a`, `a and b`... as RULER lists what it asks for: commas, and `, and` before the last."""
+    """Join items as RULER lists them: one alone, else commas, and `, and` before the last."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + ", and " + items[-1]
 
 
@@ -137,12 +137,12 @@ def generate_needles(request: Request, index: int) -> Sample:
 
 
 def other(kind: str, make_key: Callable[[], str], make_value: Callable[[], str]) -> str:
-    """Return a needle of a key that is not asked for."""
+    """Return a needle whose key is not asked for."""
     return NEEDLE.format(kind=kind, key=make_key(), value=make_value())
 
 
 def one_value(text: str) -> str:
-    """Return RULER's wording where there is one value to find: the singular in place of the plural."""
+    """Return RULER's wording for a single value: the singular in place of the plural."""
     return text.replace("Some", "A").replace("are all", "is").replace(" are", " is")
 
 
@@ -153,7 +153,7 @@ def noise_lines(num_sentences: int) -> list[str]:
 
 
 def hide(lines: list[str], inserts: list[tuple[float, str]]) -> str:
-    """Return the lines with each insert at its depth in [0, 1]; inserts of one place keep their order."""
+    """Return the lines joined, with each insert at its depth in [0, 1]; inserts at one place keep their order."""
     num_lines = len(lines)
     for depth, text in sorted(inserts, key=lambda insert: insert[0], reverse=True):
         lines.insert(round(depth * num_lines), text)
@@ -163,10 +163,10 @@ def hide(lines: list[str], inserts: list[tuple[float, str]]) -> str:
 def filler_of(
     setting: Setting, request: Request, index: int, other_needle: Callable[[], str]
 ) -> Callable[[int, list[tuple[float, str]]], str]:
-    """Return the document as a function of how many units of filler it has and what is inserted.
+    """Return a function of the number of filler units and the inserts, which returns the document.
 
-    A haystack of needles counts in sentences of noise, several of which are exchanged for a needle as soon as they make
-    its length: so it ends in a few such sentences, and any length can be filled.
+    In a haystack of needles a unit is a sentence of noise. Several of them are replaced by a needle as soon as they are
+    as long as one. So the document ends with a few sentences of noise, and any length can be filled.
     """
     if setting.haystack == "text":
         return Haystack(request.sentences(index)).document

@@ -1,4 +1,4 @@
-"""Question answering in RULER's wording: the documents of a question among documents of other questions, from a file.
+"""Generate RULER's question answering: the documents of a question among those of other questions, from a file.
 
 Source: RULER (Hsieh et al., 2024), `qa_1` over a file in SQuAD's format and `qa_2` over one in HotpotQA's. The
 invariant: every document that the answer needs is in the prompt.
@@ -24,12 +24,12 @@ PROMPT = (
 PREFIX = " Answer:"
 MAX_NEW_TOKENS = 32
 NUM_SEEDS = 8
-"""Whose questions are apart, so that settings are not scored on the questions that they were chosen on."""
+"""Number of seeds whose questions are disjoint, so that settings are not scored on those that they were chosen on."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its right answers and the indices of the documents that hold them."""
+    """A question, its right answers and the indices of the documents that contain them."""
 
     text: str
     answers: tuple[str, ...]
@@ -38,7 +38,7 @@ class Question:
 
 @lru_cache(maxsize=4)
 def read_questions(path: Path) -> tuple[list[Question], list[str]]:
-    """Return Questions and distinct documents of a SQuAD file (an object with `data`) or a HotpotQA file (a list).
+    """Return questions and distinct documents of a SQuAD file (an object with `data`) or a HotpotQA file (a list).
 
     Questions without an answer are left out, as RULER does. Raises ValueError on another layout or an empty file.
     """
@@ -79,7 +79,7 @@ def hotpot_questions(rows: list[dict[str, Any]]) -> list[tuple[str, tuple[str, .
 
 
 def filling(documents: list[str], others: list[int], num_words: int) -> list[str]:
-    """Return num_words words of other documents; the last is cut, and a short file starts again from its first."""
+    """Return num_words words of other documents. The last one is cut; after the last document the first comes again."""
     texts: list[str] = []
     for document in cycle(others):
         words = documents[document].split(" ")
@@ -91,7 +91,7 @@ def filling(documents: list[str], others: list[int], num_words: int) -> list[str
 
 
 def own_questions(questions: list[Question], seed: int) -> list[Question]:
-    """Return the questions of a seed: two seeds have none in common, unless they are equal modulo NUM_SEEDS."""
+    """Return the questions of a seed. Two seeds share none unless they are equal modulo NUM_SEEDS."""
     return questions[seed % NUM_SEEDS :: NUM_SEEDS] or questions
 
 

@@ -1,9 +1,9 @@
-"""The reference model's own prompt forms: its sentences in a document, its questions, its turn with special tokens.
+"""Generate prompts in the reference model's own form: its sentences, its questions, its turn with special tokens.
 
 Source: the table in `deploy/models/reference/README.md`. The prompt is the whole text of a raw completion, special
-tokens included, up to where the assistant's answer begins (`meta["raw"]` is true); `user_turn` gives back the words of
-the turn for a chat client. The invariant: each sentence of the answer stands in the document once, after a sentence
-end, and no other sentence shares its key.
+tokens included, up to where the assistant's answer begins (`meta["raw"]` is true). `user_turn` extracts the user's
+words for a chat client. The invariant: each sentence of the answer is in the document once, after a sentence end, and
+no other sentence has its key.
 """
 
 import itertools
@@ -28,21 +28,21 @@ WORD_NEEDLE = "The special magic word for {} is {}."
 NUM_DISTRACTORS = 11
 NUM_PEOPLE = 6
 NUM_VALUES = {"several_values": 2, "four_values": 4}
-"""Numbers of the asked key."""
+"""Numbers that the asked key has."""
 
 NUM_ASKED = {"several_keys": (3, 8), "four_keys": (4, 4)}
-"""Keys that are asked for, of how many in the document."""
+"""Keys that are asked for, and keys in the document."""
 
 NEEDLE_WORDS = 9
-"""Of `NUMBER_NEEDLE`."""
+"""Words in `NUMBER_NEEDLE`."""
 
 SPARE_KEYS = 1.25
-"""Keys that `crossed_needles` could draw, over those of its longest document."""
+"""Keys that `crossed_needles` can draw, as a multiple of those in its longest document."""
 
 FEWEST_WORDS = 100
 LISTED_FEWEST, LISTED_MOST = 4, 24
 LONG_LISTED_FEWEST = 16
-"""Whose answer has 256 tokens or more."""
+"""Fewest items of a long list, whose answer has 256 tokens or more."""
 
 OPENING_WORDS, PASSAGE_WORDS = 10, 60
 COMMON_TIMES, OTHER_TIMES = 30, 2
@@ -50,7 +50,7 @@ COUNTED = {
     "common_word": (1, "What is the most common word in the list above?"),
     "common_words": (3, "What are the 3 most common words in the list above, in alphabetical order?"),
 }
-"""How many words are common in a list, and how they are asked for."""
+"""The number of common words in a list, and the question about them."""
 
 Inserts = list[tuple[float, str]]
 Plan = tuple[Inserts, str, list[str], float | None, int]
@@ -63,20 +63,21 @@ def user_turn(prompt: str) -> str:
 
 @lru_cache(maxsize=4)
 def plain_words(tokenizer: Any) -> list[str]:
-    """Return the words of keys and values: those that are one token where there are enough, as a small model spells
-    badly.
+    """Return the words of keys and values: those that are one token, if there are enough of them.
+
+    A small model spells words of several tokens badly.
     """
     plain = [word for word in KEY_WORDS if len(tokenizer.tokenize(f" {word}")) == 1]
     return plain if len(plain) >= FEWEST_WORDS else KEY_WORDS
 
 
 def turn(document: str, question: str) -> str:
-    """Return the raw prompt up to where the answer begins."""
+    """Return the raw prompt, up to where the answer begins."""
     return f"{TURN_BEGIN}{document}\n\n{question}{TURN_END}"
 
 
 def scatter(draw: random.Random, sentences: list[str]) -> Inserts:
-    """Return each sentence at a depth of its own."""
+    """Give each sentence a random depth of its own."""
     return [(draw_depth(draw), sentence) for sentence in sentences]
 
 
@@ -99,7 +100,7 @@ def word_needle(draw: random.Random, words: list[str], depth: float | None) -> P
 
 
 def several_values(draw: random.Random, words: list[str], num_values: int) -> Plan:
-    """Return the numbers of one key, in order of appearance."""
+    """Plan a document with several numbers of one key, which the answer lists in order of appearance."""
     distinct = Distinct(draw, words)
     key = distinct.key()
     numbers = [distinct.number() for _ in range(num_values)]
@@ -109,7 +110,7 @@ def several_values(draw: random.Random, words: list[str], num_values: int) -> Pl
 
 
 def several_keys(draw: random.Random, words: list[str], num_asked: int, num_keys: int) -> Plan:
-    """Return the numbers of some of the document's keys, in the order asked."""
+    """Plan a document with several keys, and ask for the numbers of some of them; the answer has the asked order."""
     distinct = Distinct(draw, words)
     pairs = [(distinct.key(), distinct.number()) for _ in range(num_keys)]
     asked = pairs[:num_asked]
@@ -119,8 +120,9 @@ def several_keys(draw: random.Random, words: list[str], num_asked: int, num_keys
 
 
 def facts(draw: random.Random, depth: float | None, hops: int) -> Plan:
-    """Plan a question about where one of six people lives or what they work as; with two hops, about the mayor of their
-    city.
+    """Plan a question about where one of six people lives or what their job is.
+
+    hops: with 2, the question is about the mayor of their city.
     """
     names = [f"{first} {last}" for first, last in zip(
         draw.sample(FIRST_NAMES, 2 * NUM_PEOPLE), draw.sample(LAST_NAMES, 2 * NUM_PEOPLE), strict=True
@@ -144,12 +146,12 @@ def facts(draw: random.Random, depth: float | None, hops: int) -> Plan:
 
 
 def a(job: str) -> str:
-    """Return the job with `a`, as the form writes it before any letter."""
+    """Return the job after `a`, which the form writes before vowels as well."""
     return f"a {job}"
 
 
 def listing(draw: random.Random, words: list[str], fewest: int) -> Plan:
-    """Return every key and number of the document, a line each, in order of appearance."""
+    """Plan a question whose answer lists every key and number of the document by line, in order of appearance."""
     distinct = Distinct(draw, words)
     pairs = [(distinct.key(), distinct.number()) for _ in range(draw.randint(fewest, LISTED_MOST))]
     depths = sorted(draw_depth(draw) for _ in pairs)
@@ -159,7 +161,7 @@ def listing(draw: random.Random, words: list[str], fewest: int) -> Plan:
 
 
 def variables(draw: random.Random, words: list[str]) -> Plan:
-    """Return the three names of a chain that ends in one number, beside another chain."""
+    """Plan a document with two chains of variables, and ask for the three names of one chain by its number."""
     distinct = Distinct(draw, words)
     sentences, chains = [], []
     for _ in range(2):
@@ -190,10 +192,10 @@ HARD_PLANS: dict[str, Callable[[random.Random, list[str], float | None], Plan]] 
     "four_values": lambda draw, words, depth: several_values(draw, words, NUM_VALUES["four_values"]),
     "four_keys": lambda draw, words, depth: several_keys(draw, words, *NUM_ASKED["four_keys"]),
 }
-"""What RULER asks for; the model's training was not evaluated on them."""
+"""Tasks that RULER asks for. The model was not evaluated on them during its training."""
 
 ONLY_NEEDLES = ("only_needles", "crossed_needles")
-"""Documents of nothing but needles; the keys of the second are made of so few words that each stands in many keys."""
+"""Documents of needles alone. `crossed_needles` makes its keys of so few words that each word is in many keys."""
 
 METRICS = {"list": "lines", "long_list": "lines", "continue": "words_edit"}
 OF_RULER = {
@@ -211,14 +213,15 @@ OF_RULER = {
     "qa_1": "facts_one_hop",
     "qa_2": "facts_two_hops",
 }
-"""For `niah_multikey_3`, whose keys are UUIDs, the hardest keys that the model has a form for: it never read a UUID."""
+"""`niah_multikey_3` has UUIDs as keys, which the model never read; it gets the hardest keys that the form has."""
 
 REFERENCE_TASKS = (*PLANS, "continue", *COUNTED, *HARD_PLANS, *ONLY_NEEDLES)
 
 
 def generate_reference(request: Request, index: int) -> Sample:
-    """Generate sample `index` in the reference model's form: its own task, or the one nearest to the RULER task asked
-    for.
+    """Generate sample `index` in the reference model's form.
+
+    The task is one of the form's own, or the one that is nearest to the given RULER task.
     """
     sample = make_reference(request, index)
     behind = len(sample.prompt) - sample.prompt.rindex("\n\n")  # the question is the last paragraph
@@ -226,7 +229,7 @@ def generate_reference(request: Request, index: int) -> Sample:
 
 
 def make_reference(request: Request, index: int) -> Sample:
-    """Generate the sample of `generate_reference`, but without `around`, the text around its document."""
+    """Generate the sample of `generate_reference`, without `around`, the text around its document."""
     task = OF_RULER.get(request.task, request.task)
     if task == "continue":
         return continue_passage(request, index)
@@ -251,12 +254,12 @@ def make_reference(request: Request, index: int) -> Sample:
 
 
 def raw(task: str) -> dict[str, Any]:
-    """Return what a runner must know of this form."""
+    """Return the `meta` that a runner needs to send this form."""
     return {"raw": True, "reference_task": task}
 
 
 def few_words(draw: random.Random, words: list[str], most_keys: float) -> list[str]:
-    """Return the fewest words, drawn, whose ordered pairs are most_keys or more; all of them where they are too few."""
+    """Draw the fewest words that have most_keys or more ordered pairs; all words if they are too few."""
     count = 2
     while count * (count - 1) < most_keys and count < len(words):
         count += 1
@@ -264,7 +267,7 @@ def few_words(draw: random.Random, words: list[str], most_keys: float) -> list[s
 
 
 def needles_alone(request: Request, index: int, task: str) -> Sample:
-    """Generate a document of needles alone, as many as fit and without text between them, with one number to find."""
+    """Generate a document of needles alone, as many as fit, and ask for one number."""
     draw = request.random(index)
     words = plain_words(request.tokenizer)
     if task == "crossed_needles":

@@ -1,7 +1,7 @@
-"""What is asked of a generated task, and the last step that all tasks share: fit a prompt and wrap it as a sample.
+"""Define the request for generated samples, and the last step of all tasks: fit a prompt, and wrap it as a sample.
 
-The invariant: sample `index` of a request depends on (task, form, length, seed, index, text), never on how many samples
-are asked for.
+The invariant: sample `index` of a request depends on (task, form, length, seed, index, text), never on the number of
+samples that are asked for.
 """
 
 import random
@@ -18,9 +18,9 @@ WORDS_A_TOKEN = 1.1
 
 @dataclass(frozen=True)
 class Request:
-    """Which samples are wanted.
+    """The samples that are wanted.
 
-    length_tokens counts prompt, chat turn and answer room together; depths are taken in turn, None draws them.
+    length_tokens: of prompt, chat turn and answer room together. depths: taken in turn; None: drawn.
     """
 
     task: str
@@ -32,21 +32,21 @@ class Request:
     depths: tuple[float, ...] | None
 
     def random(self, index: int) -> random.Random:
-        """Return the random numbers of one sample."""
+        """Return the random generator of one sample."""
         return random.Random(f"{self.task}/{self.form}/{self.length_tokens}/{self.seed}/{index}")
 
     def depth(self, index: int, drawn: float) -> float:
-        """Return the depth that is asked for sample index, or the drawn one where none is."""
+        """Return the depth that is asked for sample index, or the drawn one if none is."""
         return drawn if self.depths is None else self.depths[index % len(self.depths)]
 
     def sentences(self, index: int) -> list[str]:
-        """Return sentences enough to fill the length."""
+        """Return enough sentences to fill the length."""
         seed = self.random(index).getrandbits(48)
         return self.source.sentences(seed, int(self.length_tokens * WORDS_A_TOKEN))
 
 
 class Wanted(NamedTuple):
-    """What is wanted of an answer. metric: a name of `evals.metrics.METRICS`; max_new_tokens: room for the answer."""
+    """The answers of a sample. metric: a name of `evals.metrics.METRICS`. max_new_tokens: room for the answer."""
 
     answers: Sequence[str]
     metric: str
@@ -62,9 +62,9 @@ def make_sample(
     meta: dict[str, Any],
     around: tuple[str, str] | None,
 ) -> Sample:
-    """Fit build to the request's length and return the sample. Raises ValueError where it cannot be fitted.
+    """Fit `build` to the request's length and return the sample. Raises ValueError if it cannot be fitted.
 
-    around: what `build` puts in front of the document and behind it, if that does not depend on the amount.
+    around: the texts that `build` puts before and after the document; None if they depend on the amount.
     """
     reserved = 0 if meta.get("raw") else count_chat_tokens(request.tokenizer)
     amount, prompt, num_tokens = fit(

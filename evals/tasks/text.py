@@ -1,4 +1,4 @@
-"""Which text a run's documents are made of: the survey's chronicle, or the user's own text files."""
+"""Choose the text of a run's documents: the survey's chronicle, or the user's own text files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,10 +8,9 @@ from evals.tasks.haystack import TextSource
 
 
 def text_source(text_files: Sequence[Path], question_files: Mapping[str, Path]) -> TextSource:
-    """Return a source over the given files, or of the chronicle where there is no text file. question_files: by task
-    name.
+    """Return a source over the given text files, or over the chronicle if there are none.
 
-    Raises FileNotFoundError naming the first file that is missing.
+    question_files: by task name. Raises FileNotFoundError, which names the first missing file.
     """
     for path in [*text_files, *question_files.values()]:
         if not Path(path).is_file():
@@ -21,5 +20,5 @@ def text_source(text_files: Sequence[Path], question_files: Mapping[str, Path]) 
 
 
 def generated_text() -> TextSource:
-    """Return the chronicle, and no question files."""
+    """Return a source over the chronicle, without question files."""
     return text_source([], {})

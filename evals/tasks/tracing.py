@@ -1,7 +1,7 @@
-"""Variable tracking in RULER's wording: chains of assignments in noise, and the names that end up with one value.
+"""Generate RULER's variable tracking: chains of assignments in noise, and a question for the names with one value.
 
 Source: RULER (Hsieh et al., 2024), `vt`: one chain of four hops, with one worked example before the question. The
-invariant: every link of a chain stands after the link that it copies from.
+invariant: every link of a chain comes after the link that it copies from.
 """
 
 import itertools
@@ -26,7 +26,7 @@ MAX_NEW_TOKENS = 30
 
 
 def chain(distinct: Distinct, num_letters: int, value: str) -> tuple[list[str], list[str]]:
-    """Return a chain's variables and its sentences, in order."""
+    """Return the variables of a chain and its sentences, in order."""
     names = [distinct.variable(num_letters) for _ in range(NUM_HOPS + 1)]
     links = [f"VAR {names[0]} = {value}"]
     links += [f"VAR {name} = VAR {source}" for source, name in itertools.pairwise(names)]
@@ -34,7 +34,7 @@ def chain(distinct: Distinct, num_letters: int, value: str) -> tuple[list[str], 
 
 
 def ascending(draw: random.Random, count: int) -> list[float]:
-    """Return distinct places in [0, 1], ascending."""
+    """Return `count` random places in [0, 1], ascending."""
     return sorted(draw.random() for _ in range(count))
 
 

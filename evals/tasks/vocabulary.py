@@ -1,7 +1,7 @@
-"""The words that tasks and the training's prose are made of: plain lists, written for this project.
+"""List the words of tasks and of the training's prose, written for this project.
 
-No list has a word twice, and `KEY_WORDS` are lowercase letters only, so that a key such as `amber-lantern` never needs
-escaping and never stands in a generated sentence (those have no hyphens).
+No list has a word twice. `KEY_WORDS` are lowercase letters only, so a key such as `amber-lantern` needs no escaping and
+never occurs in a generated sentence (those have no hyphens).
 """
 
 # ruff: noqa: SIM905

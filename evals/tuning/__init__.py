@@ -1,1 +1,1 @@
-"""Settings chosen by measurement on the user's own model: what a method reads and errs over a grid."""
+"""Choose settings by measuring a method's reads and errors over a grid, on the user's own model."""

@@ -1,6 +1,4 @@
-"""Run `python -m evals.tuning lsh ...`: the group `tandem tune` where nothing is installed but the packages it
-needs.
-"""
+"""Run `python -m evals.tuning lsh ...`: the commands of `tandem tune`, for environments without an installed Tandem."""
 
 from evals.tuning.command import app
 

@@ -1,7 +1,7 @@
-"""Count collisions of SimHash codes: how many tables a query and a key share, and how probable two or more are.
+"""Count collisions of SimHash codes: how many tables a query and a key share, and the probability of two or more.
 
 MagicPIG, section 4.3 and appendix F; paper: K = bits_per_table, L = num_tables. Invariant: probabilities are float64
-and keep their digits where they are small, where equation 10 as it is written cancels.
+and keep their digits even when they are small, where equation 10 in its written form loses them by cancellation.
 """
 
 import math
@@ -11,20 +11,20 @@ import torch
 from gpu.methods.sampled.hyperplanes import Projections, encode_reference
 
 TABLES_AT_ONCE = 64
-"""Tables whose collisions are counted together in one byte a key."""
+"""Tables whose collisions are counted together, in one byte for each key."""
 
 MAX_COMPARED = 1 << 28
-"""Codes compared at once: 256 MiB of answers."""
+"""Codes compared at once: 256 MiB of results."""
 
 LOOKUP_STRIPE_TOKENS = 32_768
 """Keys that one array of bucket offsets covers."""
 
 SMALL_RATE = 1e-5
-"""Expected collisions below which two terms of the binomial tail say more than their difference from one."""
+"""Expected collisions below which two terms of the binomial tail are more accurate than its difference from one."""
 
 
 def count_collisions(query_codes: torch.Tensor, key_codes: torch.Tensor) -> torch.Tensor:
-    """Return tables in which each query head's code equals each key's: int16 `[requests, heads, n]`.
+    """Return the number of tables in which each query head's code equals each key's: int16 `[requests, heads, n]`.
 
     query_codes: int16 `[requests, heads, tables]`. key_codes: int16 `[requests, kv_heads, tables, n]`, table-major, so
     that neighbouring keys are compared together.
@@ -44,9 +44,9 @@ def count_collisions(query_codes: torch.Tensor, key_codes: torch.Tensor) -> torc
 
 
 def log_inclusion(cosine: torch.Tensor, bits_per_table: int, num_tables: int) -> torch.Tensor:
-    """Return log u of equation 10, float64: a key at this cosine to the query shares two or more tables with it.
+    """Return log u of equation 10: the log probability that a key shares two or more tables with the query. float64.
 
-    cosine: any float dtype and shape, clamped to [-1, 1].
+    cosine: between key and query, any float dtype and shape, clamped to [-1, 1].
     """
     angle_share = torch.acos(cosine.double().clamp(-1, 1)) / math.pi
     rate = (1 - angle_share).clamp(min=1e-15) ** bits_per_table  # p^K: one table agrees
@@ -60,12 +60,12 @@ def log_inclusion(cosine: torch.Tensor, bits_per_table: int, num_tables: int) ->
 
 
 def even_bucket_fraction(bits_per_table: int, num_tables: int) -> float:
-    """Return the share by equation 21: that of keys sampled if every key fell into every bucket alike, whatever its
-    cosine.
+    """Return equation 21: the share of keys that would be sampled if every key fell into each bucket alike, whatever
+    its cosine.
     """
     return float(log_inclusion(torch.zeros(()), bits_per_table, num_tables).exp())
 
 
 def hash_rows(rows: torch.Tensor, projections: Projections) -> torch.Tensor:
-    """Return codes of `[..., dim]` as int16 `[..., tables]`: the bits of a uint16, which few operations take."""
+    """Return the codes of `[..., dim]` as int16 `[..., tables]`: uint16 bits, because few operations take uint16."""
     return encode_reference(rows, projections).view(torch.int16)

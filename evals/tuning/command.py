@@ -1,4 +1,4 @@
-"""Run `tandem tune`: options, the table, and the lines to paste."""
+"""Run `tandem tune`: measure over the options' grid, print the table, and the configuration to paste."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Choose settings by measuring them on your own model.")
 
 MODELS = Path("deploy/models")
-DEAR = 2.0  # times what even buckets would have it read
-WRONG = 0.3  # of attention's output, in the mean over layers
+DEAR = 2.0  # keys read, as a multiple of what even buckets would read
+WRONG = 0.3  # relative error of attention's output, as a mean over layers
 
 
 @app.callback()
@@ -31,7 +31,7 @@ def lsh(
                                           "read")] = 0.02,
     memory_gib: Annotated[float | None, typer.Option(min=0, help="hash tables of one context, at most")] = None,
     context: Annotated[int, typer.Option(min=256, help="tokens of the text that is measured")] = 4096,
-    table_tokens: Annotated[int | None, typer.Option(min=256, help="tokens whose tables the memory is of; default: "
+    table_tokens: Annotated[int | None, typer.Option(min=256, help="tokens whose tables must fit memory_gib; default: "
                                                      "the context")] = None,
     queries: Annotated[int, typer.Option(min=1, help="positions of the text that are measured")] = 64,
     bits: Annotated[str, typer.Option("--bits", help="bits a table (the paper's K), commas between")] = "7,8,9,10,11",
@@ -47,7 +47,7 @@ def lsh(
 ) -> None:  # fmt: skip
     """Choose bits_per_table and num_tables of LSH sampling for a budget of reads and of table memory.
 
-    Prints what each pair reads and errs on the text in one pass of the model, and the lines of the configuration.
+    Prints the keys read and the error of each pair, from one pass of the model, and the lines of the configuration.
     """
     with one_line_errors():
         if write is not None and write.exists():
@@ -97,9 +97,7 @@ def lsh(
 
 
 def deployment_of(folder: Path, row: Row, dense_layers: set[int]) -> str:
-    """Return a deployment's file, which answers by sampling with what was chosen, and leaves all else to the
-    machine.
-    """
+    """Return the text of a deployment's file that samples with the chosen settings and leaves the rest to defaults."""
     import yaml
 
     sampled = {key: row[key] for key in ("bits_per_table", "num_tables")}
@@ -133,17 +131,17 @@ def print_choice(row: Row, budget: float) -> None:
 
 
 def warnings_of(row: Row) -> list[str]:
-    """Return what makes sampling dear or wrong for this model's keys, at the setting that is best for it."""
+    """Return warnings if sampling reads too much or errs too much for this model, even at its best setting."""
     found = []
     if row["read"] > DEAR * row["read_even_buckets"]:
         found.append(
-            f"sampling is dear for this model: it reads {row['read']:.2%} of the keys where even buckets would be "
-            f"{row['read_even_buckets']:.2%}, for its keys crowd in few of them; `offloaded` reads them all, exactly"
+            f"sampling is expensive for this model: it reads {row['read']:.2%} of the keys, even buckets would take "
+            f"{row['read_even_buckets']:.2%}; its keys crowd in few buckets; `offloaded` reads all keys, exactly"
         )
     if row["error"] > WRONG or row["worst_error"] > 2 * WRONG:
         found.append(
-            f"sampling is wrong for this model: attention is off by {row['error']:.1%}, by {row['worst_error']:.1%} in "
-            f"layer {row['worst_layer']}; allow a larger --budget, keep that "
+            f"sampling is inaccurate for this model: attention is off by {row['error']:.1%}, and by "
+            f"{row['worst_error']:.1%} in layer {row['worst_layer']}; allow a larger --budget, keep that "
             "layer in host.dense_layers, or use `offloaded`"
         )
     return found
@@ -170,11 +168,11 @@ def indexed(
     device: Device = "auto",
     json_path: Json = None,
 ) -> None:  # fmt: skip
-    """Choose bits and budget of the index of `host: indexed`: the fewest bytes within a KL of the next token, and
-    without a certain loss of tasks.
+    """Choose the bits and the budget of the index of `host: indexed`: the fewest bytes that keep the KL of the next
+    token within a limit and do not certainly lose points on tasks.
 
-    Prints bytes, the error of attention, the KL of each setting along the same tokens as full attention, its score on
-    tasks beside full attention's, and the lines of the configuration.
+    Prints for each setting its bytes, attention's error, the KL along full attention's tokens, and its score on tasks
+    beside full attention's; then the lines of the configuration.
     """
     with one_line_errors():
         import torch
@@ -246,9 +244,9 @@ def prefill(
     device: Device = "auto",
     json_path: Json = None,
 ) -> None:  # fmt: skip
-    """Choose dense_until_tokens of MOMO's prefill: from where on it is faster than dense prefill on this machine.
+    """Choose dense_until_tokens of MOMO's prefill: the position from which it is faster than dense prefill here.
 
-    Prints what a unit of one layer takes both ways at each depth, and the lines of the configuration.
+    Prints how long a unit of one layer takes both ways at each depth, and the lines of the configuration.
     """
     with one_line_errors():
         import torch
@@ -281,7 +279,7 @@ def prefill(
                 json_path, finite({"configuration": configuration, "rows": rows, "dense_until_tokens": until})
             )
         if until is None:
-            print("momo: slower than dense at the deepest of these; leave `prefill` out, or measure deeper")
+            print("momo: slower than dense at the deepest of these depths; leave `prefill` out, or measure deeper")
             return
         words = ", ".join(f"{key}: {value}" for key, value in (given | {"dense_until_tokens": until}).items())
         print(f"profiles:\n  fast:\n    prefill: {{method: momo, {words}}}")
@@ -311,10 +309,10 @@ def mac(
     device: Device = "auto",
     json_path: Json = None,
 ) -> None:  # fmt: skip
-    """Choose a threshold for each layer of MAC-Attention: the least whose error stays within a bound.
+    """Choose a threshold for each layer of MAC-Attention: the lowest one whose error stays within a limit.
 
-    Prints what each layer accepts, skips and errs at each threshold in one pass of the model, and the lines of the
-    configuration. Thresholds take queries of unit variance for granted, which those of a model need not have.
+    Prints what each layer accepts and skips and its error at each threshold, from one pass of the model, and the lines
+    of the configuration. Thresholds assume queries of unit variance, which a model's need not have.
     """
     with one_line_errors():
         import torch

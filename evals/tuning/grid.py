@@ -1,8 +1,8 @@
-"""Measure what LSH sampling reads and errs in one layer, over a grid of (K, L), from queries and keys collected once.
+"""Measure the reads and errors of LSH sampling in one layer over a grid of (K, L), from queries and keys of one pass.
 
 MagicPIG, section 4.3 and appendix F; paper: K = bits_per_table, L = num_tables. Invariant: a larger number of tables
-begins with those of a smaller one, so all numbers of tables come out of one count of collisions, and every setting is
-compared with exact attention on the same queries.
+begins with those of a smaller one, so one count of collisions gives all numbers of tables. Every setting is compared
+with exact attention on the same queries.
 """
 
 import math
@@ -39,7 +39,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Tokens that are read exactly beside the sample."""
+    """Tokens that are read exactly, beside the sample."""
 
     sink: int
     window: int
@@ -55,18 +55,18 @@ class Tally:
 
 
 def table_memory_bytes(setting: Setting, tokens: int, layers: int, kv_heads: int) -> int:
-    """Hash tables of one context: a uint16 entry a token and table, an int32 offset a bucket and 32,768 tokens."""
+    """Return the bytes of one context's hash tables: a uint16 for each token and table, and an int32 offset for each
+    bucket and 32,768 tokens.
+    """
     offsets = 4 * 2**setting.bits_per_table * math.ceil(tokens / LOOKUP_STRIPE_TOKENS)
     return layers * kv_heads * setting.num_tables * (2 * tokens + offsets)
 
 
 class LayerSamples:
-    """One layer's queries at some positions and all its keys, centred as they are held at the first of them."""
+    """One layer's queries at some positions, and all its keys, centred by the keys offloaded at the first position."""
 
     def __init__(self, prompt: PromptLayer, positions: torch.Tensor, resident: Resident) -> None:
-        """Take the queries of one request at some positions. positions: int64 `[queries]`, ascending, the first beyond
-        sink and window.
-        """
+        """Take one request's queries at positions: int64 `[queries]`, ascending, the first beyond sink and window."""
         key = torch.arange(prompt.longest, device=positions.device)
         self.queries = prompt.queries[0][:, positions]  # [heads, queries, dim]
         keys, self.values = prompt.keys[0][:, : prompt.longest], prompt.values[0][:, : prompt.longest]
@@ -78,7 +78,7 @@ class LayerSamples:
         self.norms = self.rows.float().norm(dim=-1)  # [kv_heads, n]
 
     def queries_at_once(self) -> int:
-        """Return positions whose comparisons with all keys fit what is held at once."""
+        """Return the number of positions that can be compared with all keys within MAX_COMPARED."""
         return max(1, MAX_COMPARED // (TABLES_AT_ONCE * self.queries.shape[0] * self.keys.shape[1]))
 
     def measure(self, grid: Sequence[Setting], seed: int) -> dict[Setting, Tally]:
@@ -102,7 +102,7 @@ class LayerSamples:
         key_codes: torch.Tensor,
         tallies: dict[Setting, Tally],
     ) -> None:
-        """Add some positions' sums for settings of the same bits, by rising number of tables."""
+        """Add the sums of some positions, for settings with the same bits in ascending number of tables."""
         heads, count, _ = query_codes.shape
         kv_heads, dim = self.rows.shape[0], self.rows.shape[-1]
         query = self.queries[:, part].reshape(kv_heads, -1, dim)  # [kv_heads, group * queries, dim]

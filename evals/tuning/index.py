@@ -1,6 +1,6 @@
-"""Choose bits and budget of `indexed` on a model and some text: the fewest bytes whose next tokens are near enough.
+"""Choose bits and budget of `indexed` on a model and some text: the fewest bytes that keep next tokens close enough.
 
-Every setting follows the same tokens as full attention (`evals.fidelity`). Invariant: what is chosen was measured.
+Every setting is fed the same tokens as full attention (`evals.fidelity`). Invariant: the chosen setting was measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ from evals.forward import ReferenceDecoder
 from evals.score_rows import Row
 from evals.tuning.index_method import Index, index_bytes
 
-MOST_INDEX_BYTES = 4 * 2**30  # of settings that are measured behind one prefill
+MOST_INDEX_BYTES = 4 * 2**30  # of all settings that share one prefill
 KEPT = ("key_bits", "value_bits", "budget_share")
 
 
 def make_grid(key_bits: Sequence[int], value_bits: Sequence[int], shares: Sequence[float]) -> list[Index]:
-    """Return a method a setting. Raises ValidationError for bits that the served method does not have."""
+    """Return one method for each setting. Raises ValidationError for bits that the served method does not have."""
     methods = [
         Index(key_bits=keys, value_bits=values, budget_share=share)
         for keys, values, share in product(key_bits, value_bits, shares)
@@ -33,9 +33,11 @@ def measure_index(
     forced_tokens: int,
     advance: Callable[[], None],
 ) -> list[Row]:
-    """Return a row a setting, by rising bytes: the setting, `index_bytes` of a token and KV head, `bytes` read of those
-    of all keys and values, `error` of attention's output in the mean over layers, `worst_error` and its `worst_layer`,
-    and `kl` of the next token in nats. `advance` is called after each setting.
+    """Return a row for each setting, in ascending bytes. `advance` is called after each setting.
+
+    A row has the setting and: `index_bytes` of a token and KV head; `bytes` read, as a share of all keys' and values';
+    `error` of attention's output as a mean over layers; `worst_error` and its `worst_layer`; `kl` of the next token in
+    nats.
     """
     shape, rows = decoder.architecture, []
     at_once = count_at_once(decoder, sum(map(len, prompts)))
@@ -61,15 +63,17 @@ def measure_index(
 
 
 def count_at_once(decoder: ReferenceDecoder, num_tokens: int) -> int:
-    """Return how many settings are measured behind one prefill of so many tokens."""
+    """Return how many settings' indexes of so many tokens fit in memory behind one prefill."""
     shape = decoder.architecture
     token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.dim  # as `LayerIndex` has them
     return max(1, MOST_INDEX_BYTES // (token_bytes * num_tokens))
 
 
 def choose_index(rows: Sequence[Row], most_kl: float) -> Row:
-    """Return the row of the fewest bytes within a KL that does not fail by tasks; where shares read alike, since the
-    text is short, the largest. Raises ValueError where none is, naming the nearest.
+    """Return the row with the fewest bytes whose KL is within the limit and that does not fail on tasks.
+
+    On short texts several shares may read the same; then the largest share is taken. Raises ValueError if there is
+    none, and names the nearest.
     """
     within = [row for row in rows if row["kl"] <= most_kl]
     if not within:

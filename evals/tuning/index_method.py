@@ -1,8 +1,8 @@
-"""Attend by an index of keys and values in few bits, in plain torch over full KV: what `gpu.methods.indexed` computes.
+"""Attend by an index of keys and values in few bits, in plain torch over full KV, as `gpu.methods.indexed` does.
 
-Whole blocks of tokens between sink and window are in the index. As many of these as the budget says, those with the
-most of a KV head's softmax, are read exactly, where the engine takes up to 3.5 % fewer, by a histogram; all others are
-estimated.
+The index has the whole blocks of tokens between sink and window. The budget's number of tokens, those with the most of
+a KV head's softmax, are read exactly; all others are estimated. The engine finds these tokens by a histogram, and
+takes up to 3.5 % fewer.
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,15 @@ from gpu.methods.indexed.codes import (
 from gpu.methods.indexed.settings import IndexedSettings
 
 LEAST_TOKENS = 16
-ROW_NUMBER_BYTES = 2  # of keys and values as they are kept, to which bytes are compared
+ROW_NUMBER_BYTES = 2  # of a number in full keys and values, which the index is compared with
 
 
 @dataclass(slots=True)
 class LayerIndex:
-    """Keys and values as the index has them, float32 `[requests, kv_heads, capacity, dim]`, of the tokens from the sink
-    up to `ends`, one number a request. centre: of keys, `[requests, kv_heads, 1, dim]`.
+    """The index of a layer, decoded.
+
+    keys, values: float32 `[requests, kv_heads, capacity, dim]`, for tokens from the sink up to `ends`, one end for each
+    request. centre: of keys, `[requests, kv_heads, 1, dim]`.
     """
 
     keys: Tensor
@@ -53,8 +55,8 @@ class Index(DecodeMethod):
     window: int = Field(64, ge=1)
 
     def served(self) -> IndexedSettings:
-        """Return the settings of the served method, with the fewest `least_tokens`: what is tuned on short texts is for
-        long ones. Raises ValidationError for bits that it does not have.
+        """Return the settings of the served method, with the smallest `least_tokens`: short texts are tuned for long
+        ones. Raises ValidationError for bits that it does not have.
         """
         given = {name: getattr(self, name) for name in ("key_bits", "value_bits", "budget_share")}
         return IndexedSettings.model_validate(given | {"least_tokens": LEAST_TOKENS})

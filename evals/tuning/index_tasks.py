@@ -1,6 +1,6 @@
-"""Score settings of an index on tasks: the same prompts by full attention and by every setting, until the time is over.
+"""Score settings of an index on tasks: the same prompts by full attention and by every setting, within a time limit.
 
-Prompts of all tasks take turns, so that what is cut has as many of each.
+Prompts of all tasks take turns, so that a run that is cut has equally many of each.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,10 @@ def run_tasks(
     stop: Stop,
     advance: Callable[[], None],
 ) -> list[Record]:
-    """Return a record of each prompt by full attention and by each setting. A run that is cut (`stop`) has those of
-    whole rounds, of one prompt a task; the first are always run, until there are pairs enough for an interval.
-    `advance` is called after each round.
+    """Return a record of each prompt by full attention and by each setting.
+
+    Prompts run in rounds of one for each task, and `advance` is called after each round. A run that is cut (`stop`) has
+    whole rounds. The first rounds always run, until there are enough pairs for an interval.
     """
     tokenizer = load_tokenizer(settings.model)
     made = [make_prompts(cell, settings) for cell in cells]
@@ -58,7 +59,7 @@ def run_tasks(
 
 
 def _answer(decoder: ReferenceDecoder, prompts: Sequence[Prompt], grid: Sequence[Index]) -> dict[str, list[list[int]]]:
-    """Return the tokens of answers to these prompts, by the method's label."""
+    """Decode answers to the prompts, and return their tokens by method label."""
     ids = [prompt.token_ids.tolist() for prompt in prompts]
     room = decoder.architecture.max_context_tokens - max(map(len, ids))
     tokens = min(max(prompt.sample.max_new_tokens for prompt in prompts), room)
@@ -87,10 +88,11 @@ def _record(
 
 
 def add_scores(rows: Sequence[Row], records: Sequence[Record]) -> list[Row]:
-    """Return rows of settings with what tasks say of each: `task_prompts`, `task_exact` and `task_score` in points over
-    the tasks that full attention can do (`evals.aims`), `task_difference` with its interval's `task_low` and
-    `task_high`, and `task_fails`: whether it loses too much for certain. Numbers are None where there are no such
-    prompts.
+    """Return the settings' rows with their figures on tasks.
+
+    task_prompts: their number. task_exact, task_score: full attention's and the setting's points over the tasks that
+    full attention can do (`evals.aims`). task_difference, with its interval task_low, task_high. task_fails: whether
+    the setting certainly loses too much. Numbers are None if there are no such prompts.
     """
     found = summarize(records)
     return [row | _scores(found, Index(**{name: row[name] for name in KEPT}).label) for row in rows]
@@ -116,7 +118,7 @@ def _scores(found: Sequence[Row], label: str) -> Row:
 
 
 def describe_gate(row: Row, most_kl: float, tasks: Sequence[str]) -> str:
-    """Return what a chosen setting has passed, and what is not known of it."""
+    """Return a sentence on the checks that a chosen setting has passed, and on what is not known."""
     by_kl = f"a KL of {most_kl:g} at most"
     if not tasks:
         return f"{by_kl}, alone: no tasks were asked for"

@@ -1,7 +1,7 @@
 """Choose the best (K, L) of LSH sampling for a budget of reads and of table memory, on a model and some text.
 
-One pass of the model: each layer's queries and keys are measured over the whole grid as the prefill passes them.
-Invariant: what is chosen was measured to be within the budget.
+One pass of the model measures it: as the prefill computes each layer, its queries and keys are measured over the whole
+grid. Invariant: the chosen setting was measured to be within the budget.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,14 @@ from evals.tuning.collisions import even_bucket_fraction
 from evals.tuning.grid import LayerSamples, Resident, Setting, Tally, table_memory_bytes
 
 MEASURED_SHARE = 4
-"""Queries are taken from the last quarter of the text: keys offloaded before it, later ones on the same centre."""
+"""One over the share of the text, at its end, whose queries are measured; all of them use the same centre of keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Upper bounds. read: share of offloaded keys a query head. memory_bytes: of one context's tables; None: any."""
+    """Upper limits. read: share of offloaded keys that a query head reads. memory_bytes: of one context's tables; None:
+    no limit.
+    """
 
     read: float
     memory_bytes: float | None
@@ -39,8 +41,8 @@ def measure_grid(
 ) -> dict[int, dict[Setting, Tally]]:
     """Return sums of every setting in every layer that is sampled, from one prefill of `tokens`.
 
-    Queries stand evenly in the last quarter of the text. `advance` is called after each layer. Raises ValueError for a
-    text too short for its sink, window and queries, or too long for the model.
+    Queries are spread evenly over the last quarter of the text. `advance` is called after each layer. Raises ValueError
+    for a text too short for its sink, window and queries, or too long for the model.
     """
     count, room = len(tokens), decoder.architecture.max_context_tokens
     first = count - count // MEASURED_SHARE
@@ -72,8 +74,8 @@ def measure_grid(
 
 
 def summarize_grid(found: dict[int, dict[Setting, Tally]], kv_heads: int, table_tokens: int) -> list[Row]:
-    """Return a row a setting: `read`, `read_even_buckets` (equation 21), `memory_bytes` of `table_tokens`, `error`
-    (mean over layers), `worst_error` and its `worst_layer`, and `layers`: each layer's own `read` and `error`.
+    """Return a row for each setting: `read`, `read_even_buckets` (equation 21), `memory_bytes` of `table_tokens`,
+    `error` (mean over layers), `worst_error` and its `worst_layer`, and `layers`: each layer's own `read` and `error`.
     """
     rows = []
     for setting in next(iter(found.values())):
@@ -99,7 +101,7 @@ def summarize_grid(found: dict[int, dict[Setting, Tally]], kv_heads: int, table_
 
 
 def choose_setting(rows: Sequence[Row], budget: Budget) -> Row:
-    """Return the row of the least error within the budget. Raises ValueError where none is, naming what is nearest."""
+    """Return the row with the least error within the budget. Raises ValueError, naming the nearest, if none is."""
     fits = [row for row in rows if budget.memory_bytes is None or row["memory_bytes"] <= budget.memory_bytes]
     if not fits:
         least = min(row["memory_bytes"] for row in rows)

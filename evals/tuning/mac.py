@@ -1,7 +1,7 @@
-"""Measure what MAC-Attention reuses and errs in each layer, and choose a threshold for each.
+"""Measure what MAC-Attention reuses and how it errs in each layer, and choose a threshold for each layer.
 
 One pass of the model: every setting answers the same queries, those of full attention, so errors of layers do not add
-up here. It is figures 4 and 5 of the paper in numbers (arXiv 2604.00235, sections 5.6 and 5.7).
+up. The rows have the numbers of the paper's figures 4 and 5 (arXiv 2604.00235, sections 5.6 and 5.7).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,10 @@ class _Sums:
 def measure_layers(
     decoder: ReferenceDecoder, token_ids: Sequence[int], steps: int, methods: Sequence[Mac], advance: Callable[[], None]
 ) -> list[Row]:
-    """Return a row a setting and layer, over the last `steps` tokens of a text: `acceptance` and `skipped_fraction` by
-    query head, `gap` of matches in positions, and `error`, of a head's output relative to its norm. `advance` is called
-    after each step.
+    """Return a row for each setting and layer, over the last `steps` tokens of a text.
+
+    `acceptance` and `skipped_fraction` are by query head, `gap` is the distance of matches in positions, and `error` is
+    that of a head's output relative to its norm. `advance` is called after each step.
     """
     prompt, forced = list(token_ids[:-steps]), list(token_ids[-steps:])
     batch = prefill_batch(decoder, [prompt], steps, [Full(), *methods])
@@ -66,8 +67,9 @@ def measure_layers(
 
 
 def choose_taus(rows: Sequence[Row], most_error: float) -> dict[int, float | str]:
-    """Return for each layer the lowest threshold from which on no row errs more than `most_error`, or `off` if there is
-    none. All rows have the same window and band.
+    """Return for each layer the lowest threshold from which on no row's error exceeds `most_error`, or `off`.
+
+    All rows have the same window and band.
     """
     chosen: dict[int, float | str] = {}
     for layer in sorted({row["layer"] for row in rows}):

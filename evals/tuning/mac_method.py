@@ -1,7 +1,7 @@
 """Run MAC-Attention by the code that serves it, `gpu.methods.mac`; KV is read in plain torch.
 
-Reads are counted in bytes: the union of what a KV head's query heads read, once, and the ring: queries and what is said
-of them, one summary read and one written.
+Reads are counted in bytes. A KV head's count is the union of the rows that its query heads read, each row once, and the
+ring: its queries and their figures, one summary read and one written.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _NUMBER_BYTES, _CHANNEL_BYTES = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class MacState:
-    """A ring for each request, and what matching counts."""
+    """A ring for each request, and the counts of matching."""
 
     ring: Ring
     rings: torch.Tensor
@@ -58,7 +58,7 @@ class Mac(DecodeMethod):
 
     @property
     def served(self) -> MacSettings:
-        """Return the settings that serve it."""
+        """Return the settings of the served method."""
         return MacSettings(
             tau=self.tau, max_prefix_share=self.max_prefix_share, capacity=self.capacity, band=self.band,
             sink_tokens=self.sink, max_gap=self.max_gap, min_gap=self.min_gap, max_age=self.max_age,
@@ -127,7 +127,9 @@ class Mac(DecodeMethod):
         return StepResult(whole.out, whole.lse, keys, rows, is_hit.float().mean(1), skipped, gaps)
 
     def _ring_rows(self, step: Step, limits: Limits) -> torch.Tensor:
-        """Return bytes of rings that a KV head's query heads read and write, as rows of KV: float32 `[requests, 1]`."""
+        """Return the bytes of rings that a KV head's query heads read and write, in rows of KV: float32 `[requests,
+        1]`.
+        """
         dim = step.query.shape[-1]
         looks = (step.lengths >= limits.min_cells) & (step.lengths - limits.band > limits.sink)
         summary = dim * _SUMMARIES[self.summaries].itemsize + 2 * _NUMBER_BYTES
@@ -137,7 +139,7 @@ class Mac(DecodeMethod):
 
 
 def _attend(step: Step, logits: torch.Tensor, chosen: torch.Tensor) -> Partial:
-    """Attend over chosen cells, bool `[requests, heads, n]`; logits likewise, -inf behind each length."""
+    """Attend over chosen cells. chosen: bool `[requests, heads, n]`; logits: same shape, -inf behind each length."""
     logits = logits.masked_fill(~chosen, -torch.inf)
     lse = logits.logsumexp(-1)
     weights = (logits - lse[..., None]).exp().nan_to_num_(0.0)

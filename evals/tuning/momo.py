@@ -1,6 +1,6 @@
-"""Measure from which position on MOMO's prefill is faster than dense on this machine.
+"""Measure from which position on MOMO's prefill is faster than dense prefill on this machine.
 
-Keys and queries are random: what is chosen costs what any choice does.
+Keys and queries are random: the cost does not depend on which keys are chosen.
 """
 
 import time
@@ -22,8 +22,8 @@ def measure_depths(
     shape: Architecture, settings: MomoSettings, depths: Sequence[int], unit_tokens: int, device: torch.device,
     advance: Callable[[], None],
 ) -> list[Row]:  # fmt: skip
-    """Return a row a depth: milliseconds of a unit of `unit_tokens` queries behind `depth` keys, `dense_ms` and
-    `momo_ms`.
+    """Return a row for each depth, with the milliseconds of a unit of `unit_tokens` queries behind `depth` keys:
+    `dense_ms` and `momo_ms`.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     longest = max(depths) + unit_tokens
@@ -48,7 +48,7 @@ def measure_depths(
 
 
 def time_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median of some runs, after one that does not count."""
+    """Return the median of REPEATS timed calls, after one that is not counted."""
     times = []
     for _ in range(REPEATS + 1):
         if device.type == "cuda":
@@ -62,7 +62,7 @@ def time_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 def choose_dense_until(rows: Sequence[Row]) -> int | None:
-    """Return the least depth from which on MOMO was faster at every one; None where it was not at the deepest."""
+    """Return the least depth from which on MOMO was faster at every depth; None if it was not at the deepest."""
     faster: int | None = None
     for row in sorted(rows, key=lambda row: -row["depth"]):
         if row["momo_ms"] >= row["dense_ms"]:

@@ -98,7 +98,8 @@ def test_what_is_written_is_a_deployment_that_samples_so(tmp_path: Path) -> None
     assert f"--write: {out} is there already" in refused.stderr
     row = {"bits_per_table": 6, "num_tables": 20, "read": 0.9, "read_even_buckets": 0.1, "error": 0.1,
            "worst_error": 0.1, "worst_layer": 1}  # fmt: skip
-    assert deployment_of(MODEL, row, {0}).startswith("# sampling is dear for this model: it reads 90.00% of the keys")
+    text = "# sampling is expensive for this model: it reads 90.00% of the keys"
+    assert deployment_of(MODEL, row, {0}).startswith(text)
 
 
 def test_dense_prefill_goes_on_to_where_momo_is_faster_from_then_on() -> None:
@@ -149,7 +150,7 @@ def test_a_model_whose_keys_make_sampling_dear_or_wrong_is_told_so_with_the_figu
     fine = {"read": 0.02, "read_even_buckets": 0.015, "error": 0.05, "worst_error": 0.1, "worst_layer": 3}
     assert warnings_of(fine) == []
     (dear,) = warnings_of(fine | {"read": 0.04})
-    assert "dear for this model: it reads 4.00% of the keys where even buckets would be 1.50%" in dear
+    assert "expensive for this model: it reads 4.00% of the keys, even buckets would take 1.50%" in dear
     (wrong,) = warnings_of(fine | {"error": 0.4, "worst_error": 0.7})
-    assert "wrong for this model: attention is off by 40.0%, by 70.0% in layer 3" in wrong
+    assert "inaccurate for this model: attention is off by 40.0%, and by 70.0% in layer 3" in wrong
     assert len(warnings_of(fine | {"read": 0.04, "worst_error": 0.7})) == 2
