@@ -1,4 +1,4 @@
-"""Run `tandem bench agents`: conversations that take turns on one card, and how long each waits for a first token.
+"""Run `tandem bench agents`: conversations that take turns on one device, and how long each waits for a first token.
 
 All begin with the same system prompt, and each continues with tokens of its own. In every turn, one agent after another
 sends its whole history and some new tokens, and adds the answer to its history. So what a turn computes again is what
@@ -26,9 +26,10 @@ from transfer.machine import probe_machine
 
 @dataclass(frozen=True, slots=True)
 class AgentsBenchmark:
-    """The settings of `tandem bench agents`, all in tokens but `agents` and `turns`. context: of each agent's first
-    prompt, `shared` of which all have; question: new ones of each later turn; answer: drawn in each turn. profile: None
-    for the deployment's default.
+    """The settings of `tandem bench agents`, in tokens except `agents` and `turns`.
+
+    context: length of each agent's first prompt; shared: its first tokens, which are the same for all. question: new
+    tokens of each later turn. answer: tokens drawn in each turn. profile: None for the deployment's default.
     """
 
     agents: int
@@ -119,7 +120,7 @@ class _Bench:
         )
 
     def _floor(self, moved_tokens: float, rates: dict[str, float]) -> tuple[str, float | None]:
-        """Return the floor of an agent's turn, in words and in milliseconds; None where nothing crossed the link."""
+        """Return the floor of an agent's turn in words, and in milliseconds; None if nothing crossed the link."""
         rate = rates.get("host_to_device_gb_s")
         if not moved_tokens or rate is None:
             return "none: nothing came over the link" if rate else "none: no link was measured", None

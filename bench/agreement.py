@@ -7,10 +7,10 @@ from torch import Tensor
 
 from bench.benchmark_rows import require
 
-# In float32 only near-ties differ. In bf16 the two best logits of random weights are often closer than it rounds: 8B
-# differ at every tenth token or so, and a deep mixture of experts, whose router turns a rounding into other experts, at
-# two of three (30 layers of Gemma 4, with a vocabulary of 262,144). So what counts there is by how much the peer likes
-# its own choice better. A wrong step's tokens are to the peer as any other: 3.7 deviations behind, or more.
+# In float32 only near-ties differ. In bf16 the two best logits of random weights are often closer than its rounding. An
+# 8B model differs at every tenth token or so. A deep mixture of experts differs at two of three (30 layers of Gemma 4,
+# vocabulary of 262,144), because its router turns a rounding into other experts. So bf16 is judged by how much the peer
+# prefers its own choice. For the peer a wrong step's tokens are like any other: 3.7 deviations behind, or more.
 _LEAST_SHARE = 0.99
 _MOST_BEHIND = 0.5
 

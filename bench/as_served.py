@@ -1,7 +1,7 @@
-"""Run an engine in a benchmark's own process as it runs in the process that serves one.
+"""Run an engine in a benchmark's own process under the interpreter settings of a serving process.
 
-Threads hand the interpreter over as often there, and collections do not look at what stands before the first request:
-the whole of it takes longer than a token does. Invariant: the interpreter is left as it was found.
+Threads switch as often as there. Garbage collections skip all objects from before the first request, since a full
+collection takes longer than a token. Invariant: the interpreter's settings are restored at the end.
 """
 
 import gc
@@ -14,7 +14,7 @@ from scheduler.engine.engine import HANDOVER_SECONDS
 
 @contextmanager
 def interpreter_as_served() -> Iterator[None]:
-    """Set the interpreter as a serving process does, from when an engine is loaded until it ends."""
+    """Apply a serving process's interpreter settings. Enter it after an engine is loaded."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(HANDOVER_SECONDS)
     gc.collect()

@@ -64,9 +64,9 @@ def summarise(milliseconds: Sequence[float]) -> Timing:
 
 
 def measure(call: Callable[[], object], device: torch.device, num_warmups: int, num_repeats: int) -> Timing:
-    """Return milliseconds of `call`: between CUDA events on its device, or on the host's clock.
+    """Time `call` in milliseconds: between CUDA events on its device, or by the host's clock.
 
-    On CUDA the calls are launched back to back, so a call that launches slower than it runs is timed by its launches.
+    On CUDA the calls are launched back to back, so if a launch takes longer than the call, launches are timed.
     """
     for _ in range(num_warmups):
         call()
@@ -88,13 +88,13 @@ def measure(call: Callable[[], object], device: torch.device, num_warmups: int, 
 
 
 def require(is_right: bool, what: str) -> None:
-    """Raise GateError with what was wrong."""
+    """Raise GateError unless the result is right. what: the statement that must hold."""
     if not is_right:
         raise GateError(f"no number without a right result: {what}")
 
 
 def announce(console: Console, name: str, floor: str, floor_ms: float) -> None:
-    """Print the ceiling, before the measurement."""
+    """Print a floor before its measurement."""
     console.print(f"{name}: at best [bold]{floor_ms:.3f} ms[/] ({floor})", highlight=False)
 
 
@@ -107,13 +107,13 @@ class Stages:
         self._stage = ""
 
     def begin(self, stage: str) -> None:
-        """Print a stage, if it is another one."""
+        """Print a stage, unless it is the current one."""
         if stage != self._stage:
             self._stage = stage
             self._print(stage)
 
     def tell(self, row: Row, more: str = "") -> None:
-        """Print a row as it is measured, and `more` of it."""
+        """Print a row as soon as it is measured, and `more` about it."""
         beside = "" if row.times_faster is None else f", {row.times_faster:.2f} times as fast as {row.peer}"
         self._print(f"{row.name}, {row.shape}: {row.ms:.3f} ms{beside}{f'; {more}' if more else ''}")
 

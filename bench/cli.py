@@ -1,6 +1,4 @@
-"""Name the commands of `tandem bench`. Each command imports what it measures when it runs, so that listing them is
-quick.
-"""
+"""Name the commands of `tandem bench`. Each imports what it measures only when it runs, so that listing is quick."""
 
 import typer
 

@@ -49,7 +49,7 @@ def long(
     )  # fmt: skip
     with failures_told():
         for rows in run_long_context_benchmark(benchmark, deployment, console):
-            report(rows, json_file, console)  # a run that is cut keeps the profiles before
+            report(rows, json_file, console)  # after each profile, so that a run that is cut keeps the earlier ones
 
 
 def prefill(
@@ -71,7 +71,7 @@ def prefill(
     benchmark = PrefillBenchmark(asked, tuple(profiles.split(",")), turn, question, peer)
     with failures_told():
         for rows in run_prefill_benchmark(benchmark, deployment, console):
-            report(rows, json_file, console)  # a run that is cut keeps the profiles before
+            report(rows, json_file, console)  # after each profile, so that a run that is cut keeps the earlier ones
 
 
 def documents(
@@ -89,7 +89,7 @@ def documents(
 ) -> None:  # fmt: skip
     """Time the first token of prompts whose documents are stored, by policy and by where their chunks are.
 
-    The first policy also has a conversation's next turn timed.
+    The first policy is also timed for a conversation's next turn.
     """
     from bench.benchmark_rows import report
     from bench.documents import SHORTEST_TOKENS, DocumentsBenchmark, run_documents_benchmark
@@ -113,7 +113,7 @@ def documents(
     try:
         with failures_told():
             for rows in run_documents_benchmark(benchmark, deployment, console):
-                report(rows, json_file, console)  # a run that is cut keeps the kinds before
+                report(rows, json_file, console)  # after each kind, so that a run that is cut keeps the earlier ones
     except UnknownLabelError as error:
         raise typer.BadParameter(str(error), param_hint="--policies") from None
 
@@ -126,7 +126,7 @@ def disk(
     repeats: Annotated[int, typer.Option(min=1, help="how often each comes from the disk")] = 3,
     json_file: JsonFile = None,
 ) -> None:
-    """Time the first token of prompts whose fronts are on disk, against computing them."""
+    """Time the first token of prompts whose prefixes are on disk, against computing them."""
     from bench.benchmark_rows import report
     from bench.disk import DiskBenchmark, run_disk_benchmark
     from server.deployment import load_deployment
@@ -141,7 +141,7 @@ def disk(
         for rows in run_disk_benchmark(
             DiskBenchmark(sizes, tuple(profiles.split(",")), question, repeats), deployment, console
         ):
-            report(rows, json_file, console)  # a run that is cut keeps the lengths before
+            report(rows, json_file, console)  # after each length, so that a run that is cut keeps the earlier ones
 
 
 def agents(
@@ -155,7 +155,7 @@ def agents(
     profile: Annotated[str | None, typer.Option(help="default: the deployment's")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Time the first tokens of agents whose conversations take turns on one card."""
+    """Time the first tokens of agents whose conversations take turns on one device."""
     from bench.agents import AgentsBenchmark, run_agents_benchmark
     from bench.benchmark_rows import report
     from server.deployment import load_deployment
@@ -167,7 +167,7 @@ def agents(
     benchmark = AgentsBenchmark(agents, context, shared, question, answer, turns, profile)
     with failures_told():
         for rows in run_agents_benchmark(benchmark, load_deployment(config), console):
-            report(rows, json_file, console)  # a run that is cut keeps the turns before
+            report(rows, json_file, console)  # after each turn, so that a run that is cut keeps the earlier ones
 
 
 def load_with_host(config: Path, console: Console) -> "Deployment":
@@ -183,7 +183,7 @@ def load_with_host(config: Path, console: Console) -> "Deployment":
 
 @contextmanager
 def failures_told() -> Iterator[None]:
-    """End with status 1 and no number where a result is wrong or a profile does not exist."""
+    """Print an error and exit with status 1 if a result is wrong or a profile does not exist or does not fit."""
     from bench.benchmark_rows import GateError
     from gpu.profiles import ProfileError
     from scheduler.sequences.capacity import TooLargeError

@@ -30,8 +30,8 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The tokens and times of a decode loop. `tokens` int64 `[batch, 1 + steps]`: the prefill's and every step's.
-    `step_ms`: between two collected steps.
+    """The tokens and times of a decode loop. tokens: int64 `[batch, 1 + steps]`, the prefill's and every step's.
+    step_ms: times between two collected steps.
     """
 
     tokens: np.ndarray
@@ -41,7 +41,7 @@ class Decoded:
 def served_graph_sizes(batches: Iterable[int]) -> tuple[int, ...]:
     """Return the sizes of the CUDA graphs in which a server with default settings runs steps of these batches.
 
-    A step of 3 rows runs in the graph of 4, padded. A batch beyond the largest graph has none, there as here.
+    A step of 3 rows runs in the graph of 4, padded. A batch beyond the largest graph has no graph, as in a server.
     """
     served: tuple[int, ...] = GpuConfig.model_fields["graph_batch_sizes"].default
     fitting = (min((size for size in served if size >= batch), default=None) for batch in batches)
@@ -84,7 +84,7 @@ def build_runner(
 
 
 def decode(runner: Runner, prompts: np.ndarray, steps: int) -> Decoded:
-    """Prefill `prompts` int32 `[batch, tokens]`, then decode `steps` tokens each; the slots are free again after."""
+    """Prefill `prompts`, int32 `[batch, tokens]`, then decode `steps` tokens for each. Frees the slots at the end."""
     batch, length = prompts.shape
     first = _launch_prefill(runner, prompts, length + steps).collect()
     tokens = [[token.token_id for token in first.tokens]]
@@ -106,8 +106,9 @@ def decode(runner: Runner, prompts: np.ndarray, steps: int) -> Decoded:
 
 
 def prefill_ms(runner: Runner, prompt: np.ndarray, chunk_tokens: int) -> float:
-    """Return the milliseconds of a prompt, int32 `[tokens]`, in units of so many tokens, to its first token. Its slot
-    is free again after.
+    """Return the milliseconds to the first token of a prompt, int32 `[tokens]`, in prefill chunks of `chunk_tokens`.
+
+    Frees its slot at the end.
     """
     length, has_windows = len(prompt), runner.pool.windows.shape.count > 0
     plan = StepPlan(

@@ -26,7 +26,7 @@ from transfer.disk.context_store import ContextStore
 from transfer.machine import probe_machine
 
 _ANSWER_TOKENS = 2
-_WRITTEN_SECONDS = 600.0  # for all blocks of a prompt, at most
+_WRITTEN_SECONDS = 600.0  # timeout for writing all blocks of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class DiskBenchmark:
 
 
 def run_disk_benchmark(benchmark: DiskBenchmark, deployment: Deployment, console: Console) -> Iterator[list[Row]]:
-    """Yield the rows so far, after each length. Blocks lie in a folder of their own, which is removed at the end."""
+    """Yield the rows so far, after each length. Blocks are in a folder of their own, which is removed at the end."""
     assert deployment.disk is not None, "disk: a deployment with a disk section"
     served = resolve_profiles(deployment.profiles, deployment.host)
     for name in benchmark.profiles:
@@ -76,7 +76,7 @@ class _Bench:
         assert side is not None
         self._store: ContextStore = side.store
         self._rate = self._store.rate.bytes_a_second
-        self._told_s = 0.0  # when a first token came last
+        self._told_s = 0.0  # when the last first token came
 
     def row(self, profile: str, length: int) -> Row:
         """Measure one length: compute the prompt, write it, and read it back."""
@@ -130,7 +130,7 @@ class _Bench:
         )  # fmt: skip
 
     def _first_token(self, prompt: list[int], profile: str) -> tuple[float, int]:
-        """Return the seconds to the first token, and the tokens that were not computed."""
+        """Return the seconds to the first token, and the number of tokens that were cached."""
         request_id = self._client.submit(prompt, _ANSWER_TOKENS, profile, GREEDY)
         before = self._client.engine.stats().prefix_hits_tokens
         seconds = self._client.until_first_token(request_id)
@@ -155,7 +155,7 @@ class _Bench:
         pages.release(pages.allocate(pages.num_available))
 
     def _drop_copies(self) -> None:
-        """Let the system drop its copies of the files, which are on the disk from then on."""
+        """Drop the files from the page cache, so that they are read from the disk."""
         for path in Path(self._store.folder.root).glob("*/*.kv"):
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Time prompts whose documents are stored: first tokens by policy and by where chunks are, `tandem bench documents`.
+"""Run `tandem bench documents`: time the first tokens of prompts with stored documents, by policy and place of chunks.
 
 A prompt has chunks of 512 random tokens, in a new order each time, with text before and a question after them. Chunks
 are read from host memory, from the page cache, or from the disk (dropped from the page cache before). Also timed are
@@ -43,16 +43,17 @@ SHORTEST_TOKENS = FRONT_TOKENS + CHUNK_TOKENS + QUESTION_TOKENS
 EXACT = "exact"
 GREEDY = SamplingParams(temperature=0.0)
 Place = Literal["memory", "memory again", "page cache", "disk"]
-"""memory again: where one prompt has read them from files, as after a restart."""
+"""memory again: in memory after one prompt has read them from files, as after a restart."""
 Times = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentsBenchmark:
-    """The settings of `tandem bench documents`: `lengths` of prompts in tokens; `policies` as `scheduler.fusion_labels`
-    names them, the first of which is taken for all but first tokens; `ratio`: of those that have one; times are medians
-    of `repeats`. profile: whose prefill is timed beside
-    `exact`, or None. seconds: no measurement begins later, from the start of all; None: all are made.
+    """The settings of `tandem bench documents`.
+
+    lengths: of prompts in tokens. policies: labels of `scheduler.fusion_labels`; the first one is used for all rows but
+    first tokens. ratio: for policies that have one. repeats: times are medians of so many. profile: another profile
+    whose prefill is timed, or None. seconds: no measurement begins later than this after the start; None: no limit.
     """
 
     lengths: tuple[int, ...]
@@ -152,7 +153,7 @@ class _Bench:
             yield from (self.first_token_rows(length, place) for length in lengths)
 
     def selection_row(self, length: int) -> Row:
-        """Return scores of a question over a layer's keys, and the choice."""
+        """Time the scores of a question over a layer's keys, and the choice of tokens by them."""
         shape, dtype = self._architecture, torch.bfloat16 if self._device.type == "cuda" else torch.float32
         query = torch.randn(QUESTION_TOKENS, shape.num_heads, shape.dim, dtype=dtype, device=self._device)
         keys = torch.randn(shape.num_kv_heads, length, shape.dim, dtype=dtype, device=self._device)
@@ -172,7 +173,7 @@ class _Bench:
         )  # fmt: skip
 
     def first_token_rows(self, length: int, place: Place) -> Iterator[Row]:
-        """Yield first tokens by policy; the first time is of the whole prompt before them."""
+        """Yield first tokens by policy. At a length's first call, a row of the whole prompt comes before them."""
         if length not in self._whole:
             floor, floor_ms = self._floor(length, None)
             announce(self._console, f"{VANILLA}, {length:,} tokens", floor, floor_ms)
@@ -182,7 +183,7 @@ class _Bench:
             yield self._first_token_row(label, length, fusion, place, EXACT)
 
     def turn_rows(self, length: int) -> Iterator[Row]:
-        """Yield the next turn of a conversation about documents, and the first one by another profile's prefill."""
+        """Yield the next turn of a conversation about documents, and a first token with the other profile's prefill."""
         label, fusion = self._first
         if self._benchmark.profile is not None:
             yield self._first_token_row(label, length, fusion, "memory", self._benchmark.profile)
@@ -230,7 +231,7 @@ class _Bench:
         return 1e3 * (time.perf_counter() - began)
 
     def _prompt(self, length: int, order: int) -> tuple[list[int], list[ChunkSpan]]:
-        """Return token ids of a prompt with chunks in this order, and their places."""
+        """Return the token ids of a prompt with chunks in the order of seed `order`, and the chunks' spans."""
         chunks = self._chunks[: self._num_chunks(length)]
         token_ids, spans = self._ids(FRONT_TOKENS), []
         for chunk in random.Random(order).sample(chunks, len(chunks)):
@@ -273,7 +274,7 @@ class _Bench:
         return (length - FRONT_TOKENS - QUESTION_TOKENS) // CHUNK_TOKENS
 
     def _floor(self, length: int, fusion: Fusion | None) -> tuple[str, float]:
-        """Return the floor in words and in milliseconds."""
+        """Return the floor in words and in milliseconds. fusion None: everything is computed."""
         model, num_chunks = self._architecture, self._num_chunks(length)
         num_stored = num_chunks * CHUNK_TOKENS
         num_tokens, plan = FRONT_TOKENS + QUESTION_TOKENS + num_stored, None

@@ -29,8 +29,8 @@ def plan_bench_prompt(
 def fused_cost(
     model: Architecture, num_tokens: int, plan: FusionPlan | None, shape: ChunkShape, num_chunk_tokens: int
 ) -> tuple[float, int]:
-    """Return FLOPs that a prompt's first token takes, and bytes that go to the device. Chosen tokens see half the
-    prompt.
+    """Return the FLOPs of a prompt's first token, and the bytes copied to the device for it. plan None: nothing is
+    reused.
     """
     width, layers = model.num_heads * model.dim, model.num_layers
     full_layers = layers if plan is None else plan.select_layer
@@ -42,7 +42,7 @@ def fused_cost(
     num_pairs = plan.num_chosen * num_tokens / 2 + (plan.question_end - plan.question_begin) * num_tokens
     flops += rest * (2.0 * plan.num_computed * model.num_layer_weights + 4.0 * width * num_pairs)
     chooses = chooses_tokens(plan.policy)
-    if chooses:  # keys and values of all tokens in the layer where it does
+    if chooses:  # the layer that chooses has keys and values of all tokens
         flops += 4.0 * num_tokens * model.hidden * model.num_kv_heads * model.dim
     return flops, (rest - chooses) * shape.layer_bytes(num_chunk_tokens)
 

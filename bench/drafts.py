@@ -5,7 +5,7 @@ n-grams, or the head that comes with a checkpoint (mtp), run at their full cost,
 record's, made wrong at a real model's rate or a stated one. Streams of free text use what the source itself drafts.
 Streams with and without drafts take turns. Each draw of both is compared with the record.
 
-Floor of a step: the weights that so many rows read, over the measured rate of reading them.
+Floor of a step: the weights that its rows read, over the measured rate of reading them.
 """
 
 import time
@@ -40,9 +40,9 @@ from transfer.machine import GIB, probe_machine
 
 WIDTHS = (1, 2, 4, 8)
 PROFILE = "drafting"
-_WARM_UP = 8  # tokens of each stream
+_WARM_UP = 8  # first tokens of each stream, which are not timed
 _SPARE = 64  # tokens that a stream may be ahead of the slowest one
-_KV_ROOM = 1.25  # times the rows of all streams
+_KV_ROOM = 1.25  # rows of the pool, as a multiple of all streams'
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,8 @@ class _Streams:
 
 
 def run_drafts_benchmark(benchmark: DraftsBenchmark, console: Console) -> list[Row]:
-    """Return a row for each batch and width, and for each batch and acceptance; each is printed as it is measured.
+    """Return a row for each batch and width, and for each batch and acceptance. Each is printed as it is measured.
+
     Raises GateError.
     """
     torch.set_num_threads(benchmark.threads)
@@ -138,7 +139,7 @@ def _compare(
     """Return a row with the milliseconds a token with and without drafts, and where draws with drafts differed from the
     record. accepted: None: free text.
     """
-    bench.stream(batch, accepted, is_on=True)  # times of widths are learnt
+    bench.stream(batch, accepted, is_on=True)  # the scheduler learns the times of widths
     took: dict[bool, list[_Streams]] = {False: [], True: []}
     before = bench.client.engine.stats().drafts
     for _ in range(bench.benchmark.rounds):
@@ -201,8 +202,9 @@ class _Bench:
             return self.stream(batch, RIGHT, is_on=width > 1)
 
     def stream(self, batch: int, accepted: Acceptance | None, is_on: bool) -> _Streams:
-        """Run `batch` streams. accepted: None: of free text, as the source drafts it. Raises GateError where a text is
-        not the record's.
+        """Run `batch` streams. Raises GateError if a text differs from its record.
+
+        accepted None: free text with the source's own drafts.
         """
         drafts, draw, vocab_size = self.client.engine.scheduler.drafts, Random(batch), self.client.vocab_size
         switch_drafts(drafts, is_on)
@@ -248,7 +250,7 @@ class _Bench:
 
     @contextmanager
     def _chosen(self, choose: Callable[[Any, int, Any], list[int]]) -> Iterator[None]:
-        """Set the lengths of drafts by `choose`, until the block ends."""
+        """Choose the lengths of drafts by `choose` while the context lasts."""
         drafts = self.client.engine.scheduler.drafts
         kept, drafts.choose_lengths = drafts.choose_lengths, choose
         try:
@@ -258,13 +260,13 @@ class _Bench:
 
 
 def _config_of(benchmark: DraftsBenchmark) -> EngineConfig:
-    """Return the settings of an engine with pages for all streams."""
+    """Return the settings of an engine with enough pages for all streams."""
     model = ModelConfig(random_weights=benchmark.random_weights, weights=benchmark.weights)  # type: ignore[arg-type]
     shape = load_architecture(model)
     context = benchmark.prompt_tokens + benchmark.tokens + 2 * _SPARE
     row_bytes = shape.rows_of_head * (shape.num_layers + benchmark.mtp) * shape.num_kv_heads * shape.dim * 4
     most, widest = max(benchmark.batches), max(WIDTHS)
-    sizes = sorted({batch * width for batch in benchmark.batches for width in WIDTHS})  # no graph that nothing replays
+    sizes = sorted({batch * width for batch in benchmark.batches for width in WIDTHS})  # graphs that are replayed
     return EngineConfig(
         model=model,
         gpu=GpuConfig(

@@ -1,5 +1,4 @@
-"""Run `tandem bench engine`: the time of a decode step through the Runner, next to the floor of its weights and to a
-peer.
+"""Run `tandem bench engine`: time a decode step through the Runner, against the floor of its weights and a peer.
 
 Floor: the bytes of weights that a step reads, over the measured rate of reading them. On the CPU that is the better
 rate of two: a stream from memory, and a buffer as large as the weights, which may fit in the cache. The peer runs in
@@ -55,10 +54,10 @@ from transfer.machine import GIB, probe_machine
 
 _WARMUP_STEPS = 4
 _GRAPH_REPEATS = 50
-_PROMPT_OUTPUT = 2  # tokens of an answer to a prompt that is timed, which ends with its first
-_LEAST_PROMPTS_MS = 1500.0  # of prompts of one length, all together ...
-_MOST_PROMPTS = 40  # ... or so many
-_KV_ROOM = 2  # times the rows of the longest prompt: pages that are not full, and windows of layers that have one
+_PROMPT_OUTPUT = 2  # tokens of an answer to a timed prompt; it is cancelled after its first
+_LEAST_PROMPTS_MS = 1500.0  # time prompts of one length until they took this together ...
+_MOST_PROMPTS = 40  # ... or until there are so many
+_KV_ROOM = 2  # multiple of the longest prompt's rows: for pages that are partly full, and windows of layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +90,14 @@ class EngineBenchmark:
 
     @property
     def kind(self) -> str:
-        """Return the format of the weights, as rows name it."""
+        """Return the format of the weights as rows name it, with the library of products if it is not our own."""
         return (self.weights or self.dtype) + (f" by {self.products}" if self.products != "own" else "")
 
 
 def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[Row]:
-    """Return a row for each batch size, on CUDA one more for its bare graph, and one for each prompt. Raises GateError
-    or ModelError.
+    """Return a row for each batch size, with one more for its bare graph on CUDA, and one for each prompt.
+
+    Raises GateError or ModelError.
     """
     device, dtype = torch.device(benchmark.device), DTYPES[benchmark.dtype]
     torch.set_num_threads(benchmark.threads)
@@ -146,7 +146,7 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
             rows.append(Row(name="decode graph alone", **common, **_time_graph(runner, batch, benchmark.prompt_tokens)))
     if benchmark.prompts:
         del runner
-        gc.collect()  # its pages and graphs, whose memory the engine wants
+        gc.collect()  # frees the runner's pages and graphs: the engine needs the memory
         rows += _prefill_rows(benchmark, LoadedModel(architecture, weights), rates, rate, console)
     return rows
 
@@ -190,7 +190,7 @@ def _prefill_rows(
 
 @contextmanager
 def _serving_client(benchmark: EngineBenchmark, model: LoadedModel) -> Iterator[Client]:
-    """Load the engine that a server of this model would load, with pages for one prompt of the longest length."""
+    """Load the engine that a server would load for this model, with pages for one prompt of the greatest length."""
     context = max(benchmark.prompts) + _PROMPT_OUTPUT
     shape = model.architecture
     row_bytes = (
@@ -240,7 +240,7 @@ def _prefill_ms(client: Client, length: int) -> float:
 
 
 def measure_floor_rates(weight_bytes: int, threads: int, device: torch.device) -> tuple[dict[str, float], float]:
-    """Return all measured rates, and the one in GB/s at which this device can read the weights at best."""
+    """Return all measured rates, and the best one in GB/s at which this device can read the weights."""
     if device.type == "cuda":
         rates = measure_device_rates(device)
         return rates, rates["device_stream_gb_s"]
@@ -249,7 +249,7 @@ def measure_floor_rates(weight_bytes: int, threads: int, device: torch.device) -
 
 
 def draw_prompts(batch: int, prompt_tokens: int, vocab_size: int) -> np.ndarray:
-    """Return different prompts of one length, int32 `[batch, prompt_tokens]`, the same ones every time."""
+    """Draw different prompts of one length, int32 `[batch, prompt_tokens]`, the same ones at every call."""
     return np.random.default_rng(0).integers(0, vocab_size, (batch, prompt_tokens), dtype=np.int32)
 
 

@@ -35,7 +35,7 @@ def switch_drafts(drafts: Drafts, is_on: bool) -> None:
 
 
 def has_drafts(drafts: Drafts) -> bool:
-    """Return whether sequences draft, as `switch_drafts` has left it."""
+    """Return whether sequences draft, as `switch_drafts` set it."""
     return "take" not in vars(drafts)
 
 

@@ -1,5 +1,5 @@
-"""The error of a benchmark whose result is wrong. Importing it loads no torch."""
+"""Define the error of a benchmark whose result is wrong, without loading torch."""
 
 
 class GateError(Exception):
-    """A benchmark whose result is wrong, and which therefore reports no number."""
+    """Raised by a benchmark whose result is wrong; it reports no number."""

@@ -44,13 +44,13 @@ from transfer.machine import probe_machine
 from transfer.tier_shape import TierShape
 
 WIDTHS = (1, 2, 4, 8, 16)
-DRAFTED = (2, 4, 8)  # rows of steps that the device drafts for, whether that pays or not
+DRAFTED = (2, 4, 8)  # rows of steps with drafts by the device, whether they pay off or not
 VERIFIED = "verified"
-RIGHT = "right"  # the profile whose drafts are always right, and cost nothing
+RIGHT = "right"  # a profile whose drafts are always right and cost nothing
 _KERNEL_REPEATS = 5
-_WARM_UP = 3  # tokens of a stream
+_WARM_UP = 3  # first tokens of a stream, which are not timed
 _MOST_RUNNING = 16
-_GRAPHS = (1, 4, 8, 16)  # rows of captured steps, and prefill units: small, as the card is beside the weights
+_GRAPHS = (1, 4, 8, 16)  # rows of captured steps and of prefill units: small, since the weights leave little memory
 _CHUNK_TOKENS = 512
 
 
@@ -93,7 +93,7 @@ class _Stream:
 
 
 def run_host_drafts_benchmark(benchmark: HostDraftsBenchmark, console: Console) -> list[Row]:
-    """Return rows of V(n) by the kernel, then by steps, then of streams. Raises GateError."""
+    """Return rows of V(n) by the kernel, then in steps, then of streams. Raises GateError."""
     torch.set_num_threads(benchmark.threads)
     stages = Stages(console)
     stages.begin("rates of the machine")
@@ -114,7 +114,7 @@ def run_host_drafts_benchmark(benchmark: HostDraftsBenchmark, console: Console) 
     try:
         with interpreter_as_served():
             bench = _Bench(benchmark, Client(engine, ready.vocab_size, ready.profiles), plan.kv == "float32")
-            stages.begin("recording the text of `offloaded`")  # a first one, whose context the others find
+            stages.begin("recording the text of `offloaded`")  # the first stream: the others find its context
             bench.record()
             verify_ms: dict[int, float] = {}
             for width in (one for one in WIDTHS if one <= engine.scheduler.drafts.most_rows):
@@ -142,7 +142,7 @@ def run_host_drafts_benchmark(benchmark: HostDraftsBenchmark, console: Console) 
 
 
 class _Floors:
-    """Floors of attending to a context in all offloaded layers, for some rows of a step."""
+    """Floors of attention to a context in all offloaded layers, by the rows of a step."""
 
     def __init__(self, shape: TierShape, num_tokens: int, rates: dict[str, float]) -> None:
         self._rates = rates
@@ -151,7 +151,7 @@ class _Floors:
         self._flops = 4 * rows * shape.num_heads * shape.dim
 
     def of(self, num_queries: int) -> tuple[str, float]:
-        """Return the floor in words, and in milliseconds: the larger of both."""
+        """Return the floor in words and in milliseconds: the larger of both times."""
         gb_s, tflop_s = self._rates["host_stream_gb_s"], self._rates["host_matmul_tflop_s"]
         bytes_ms, flops_ms = self._num_bytes / gb_s / 1e6, num_queries * self._flops / tflop_s / 1e9
         text = (
@@ -212,7 +212,7 @@ class _Bench:
             self._stream.step_ms.append(1e3 * result.decode_seconds)
 
     def _attended_since(self) -> float:
-        """Return the seconds of attention since the last call, of steps that are computed before they return."""
+        """Return the seconds of attention since the last call, for steps that are computed before they return."""
         before, self._attended_s = self._attended_s, self.client.host_stats().attend_seconds
         return self._attended_s - before
 
@@ -274,7 +274,7 @@ class _Bench:
             stream.text += delta.token_ids
 
     def of_draft(self, width: int, verify_ms: float, what: str, common: dict[str, Any]) -> Row:
-        """Return a row of steps that draft `width - 1` tokens and verify them, beside those that verify alone."""
+        """Return a row of steps that draft `width - 1` tokens and verify them, beside steps that only verify."""
         with self.of_width(width), self._right_at(ALL_RIGHT):
             stream = self.stream(VERIFIED)
         timing = summarise(stream.step_ms)
@@ -289,15 +289,15 @@ class _Bench:
     def compare(
         self, accepted: Acceptance, what: str, common: dict[str, Any], console: Console
     ) -> tuple[Row, Partings]:
-        """Return a row of milliseconds a token of `verified`, beside those of `offloaded`, and where draws of the
-        former parted from the record.
+        """Return a row of milliseconds a token of `verified`, beside those of `offloaded`, and the differences between
+        its draws and the record.
         """
         floor = "none: a share of what `offloaded` takes"
         console.print(f"verified, drafts right: {accepted.name}, {what} ({floor})", highlight=False)
         took: dict[str, list[_Stream]] = {"offloaded": [], VERIFIED: []}
         stats = self.client.engine.stats
         with self._right_at(accepted):
-            self.stream(VERIFIED)  # times and chances are learnt
+            self.stream(VERIFIED)  # the scheduler learns times and chances
             before = stats().drafts
             for _ in range(self.benchmark.rounds):
                 for profile, streams in took.items():
@@ -323,12 +323,12 @@ class _Bench:
 
 
 def replace_lists(stream: _Stream) -> _Stream:
-    """Return a stream with lists of its own, so far."""
+    """Return a copy of a stream, with lists of its own."""
     return _Stream(stream.seconds, stream.num_tokens, [*stream.text], [*stream.host_ms], [*stream.step_ms])
 
 
 def _config_of(benchmark: HostDraftsBenchmark) -> EngineConfig:
-    """Return the settings of an engine with the profiles that are compared."""
+    """Return the settings of an engine that has the compared profiles."""
     model = ModelConfig(random_weights=benchmark.random_weights, weights=benchmark.weights)  # type: ignore[arg-type]
     host = HostConfig(
         threads=benchmark.threads, rows=benchmark.host_rows,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Measure how fast attention on this host reads rows in a stream: what a step over host memory is held to."""
+"""Measure how fast attention on this host streams rows: the reference for steps over host memory."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,10 @@ _REPEATS = 7
 
 
 def measure_attend_rate(shape: TierShape, query_dtype: torch.dtype, threads: int, gib: float) -> float:
-    """Return GB/s (1e9 bytes) of rows as the tier keeps them, at the best time of a step of one row.
+    """Return GB/s (1e9 bytes) of rows in the tier's format, by the best time of a step of one row.
 
-    query_dtype: bfloat16 or float32; gib: of keys and values together, several times the last-level cache to be of
-    memory. Compiles, or reads numba's cache.
+    query_dtype: bfloat16 or float32. gib: of keys and values together; several times the last-level cache, so that they
+    are read from memory. Compiles the kernel, or loads it from numba's cache.
     """
     row_bytes = HostAttention(compiled_for(shape, query_dtype), threads).row_bytes
     num_tokens = max(1, int(gib * GIB) // (shape.num_kv_heads * row_bytes))
@@ -28,6 +28,6 @@ def measure_attend_rate(shape: TierShape, query_dtype: torch.dtype, threads: int
 def attend_alike_rows(
     shape: TierShape, query_dtype: torch.dtype, threads: int, num_tokens: int, num_queries: int = 1
 ) -> tuple[Callable[[], None], int]:
-    """Return what `cpu.attend_rate.attend_alike_rows` does, with a kernel of its own."""
+    """Call `cpu.attend_rate.attend_alike_rows` with a kernel of its own."""
     kernel = HostAttention(compiled_for(shape, query_dtype), threads)
     return attend_rate.attend_alike_rows(kernel, shape, threads, num_tokens, num_queries)

@@ -14,7 +14,7 @@ from bench.agreement import Agreement, agree
 
 
 class _Clock(StoppingCriteria):
-    """Stops nothing; notes when each token is there."""
+    """A stopping criterion that never stops. It notes the time of each token."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -51,7 +51,7 @@ class HuggingFace:
         return out[:, text.shape[1] :].cpu().numpy(), [1e3 * float(gap) for gap in np.diff(clock.marks)]
 
     def follow(self, prompts: np.ndarray, tokens: np.ndarray) -> Agreement:
-        """Return how far `tokens` `[batch, steps]` are this model's choice too, each after all those before it."""
+        """Return how far `tokens` `[batch, steps]` agree with this model's choice, each after all those before it."""
         text = torch.from_numpy(np.concatenate([prompts, tokens], 1).astype(np.int64)).to(self.device)
         with torch.inference_mode():
             logits = self.model(text).logits[:, prompts.shape[1] - 1 : -1]
@@ -59,7 +59,7 @@ class HuggingFace:
 
 
 def load_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> HuggingFace:
-    """Load a folder, with nothing that ends a text early."""
+    """Load a folder. Texts do not end early: there is no end-of-text token."""
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     model.generation_config.eos_token_id = None

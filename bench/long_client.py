@@ -22,11 +22,11 @@ from scheduler.messages import Delta, EngineRequest, HostStats, Logprob, pack_to
 from transfer.host_tier import HostTier
 
 GREEDY = SamplingParams(temperature=0.0)
-MIN_STEPS = 4  # measured, however long they take
-READY_S = 120.0  # until tables of all contexts stand, at most
+MIN_STEPS = 4  # measured at least, however long they take
+READY_S = 120.0  # timeout until the tables of all contexts are built
 _WARMUP_STEPS = 4
 _NO_HOST = HostStats(**dict.fromkeys(HostStats.__struct_fields__, 0))
-_WARM_UP_STEPS = 16  # where they are short: rows have found whom they step with
+_WARM_UP_STEPS = 16  # if they are short: by then each row has found the rows that it steps with
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,17 @@ class Batch:
 
     step_ms: list[float]
     rows_read: float
-    rows_down: float  # of all heads and layers
-    wait_ms: float  # for queries, on the host
+    rows_down: float  # offloaded rows of all heads and layers
+    wait_ms: float  # the host's wait for queries
     attend_ms: float
-    kept_tokens: int  # that the host has, of all rows, and the device reads: at the end
-    ready_ms: float  # until copies had landed and tables stood of all rows, from here
-    hits: float | None  # query heads that reused attention, of those that looked for a match; None: none looks
-    counts: Mapping[str, float]  # of methods, over all layers, those that are not 0
+    kept_tokens: int  # tokens of all rows that are offloaded and still resident, at the end
+    ready_ms: float  # until copies had landed and the tables of all rows were built, from the call on
+    hits: float | None  # share of query heads that reused attention, of those that looked for a match; None: none did
+    counts: Mapping[str, float]  # counters of methods over all layers, except those that are 0
 
     @property
     def mean_ms(self) -> float:
-        """Return the mean milliseconds of a step. Where rows step in both lanes, the median may be of steps with fewer
+        """Return the mean milliseconds of a step. If rows step in both lanes, the median may be of steps with fewer
         rows.
         """
         return sum(self.step_ms) / len(self.step_ms)
@@ -62,9 +62,7 @@ class Client:
     """Requests to one engine, stepped by hand."""
 
     def __init__(self, engine: Engine, vocab_size: int, longest_tokens: dict[str, int]) -> None:
-        """Take an engine without requests. longest_tokens: by profile, most tokens of a request, prompt and output
-        together.
-        """
+        """Take an engine without requests. longest_tokens: by profile, the most tokens of a request with its output."""
         self.engine = engine
         self.vocab_size = vocab_size
         self.longest_tokens = longest_tokens
@@ -72,7 +70,7 @@ class Client:
         self._num_drawn = 0  # tokens that belong to the next step
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """Return random tokens, other ones at each call."""
+        """Return random tokens, different ones at each call."""
         self._number += 1
         tokens: list[int] = np.random.default_rng(self._number).integers(0, self.vocab_size, num_tokens).tolist()
         return tokens
@@ -92,14 +90,14 @@ class Client:
         return request_id
 
     def advance(self) -> list[Delta]:
-        """Advance the engine by a step. Raises GateError where a request fails in it."""
+        """Run one step of the engine. Raises GateError if a request fails in it."""
         deltas = self.engine.step()
         for delta in deltas:
             require(delta.error is None, f"request failed: {delta.error}")
         return deltas
 
     def until_first_token(self, request_id: str) -> float:
-        """Return seconds until a request's first token; others go on."""
+        """Return the seconds until a request's first token. Other requests continue."""
         began = time.perf_counter()
         while True:
             for delta in self.advance():
@@ -109,8 +107,10 @@ class Client:
                 require(not over, f"a request ended ({delta.finish_reason}) without a token")
 
     def until_ready(self) -> float:
-        """Return the seconds until the tables of all rows are built. Until then a row is left out of steps: a 96K
-        prompt's take seconds behind its first token. Raises GateError where that takes longer than READY_S.
+        """Step until the tables of all rows are built, and return the seconds.
+
+        Until then a row is left out of steps: for a prompt of 96K that lasts seconds after its first token. Raises
+        GateError if it takes longer than READY_S.
         """
         began = time.perf_counter()
         while not self._is_ready():
@@ -124,7 +124,7 @@ class Client:
         return all(one is None or runner.is_ready(one) for one in host_reads)
 
     def finish(self, request_id: str) -> list[int]:
-        """Return all tokens of a request that has not begun."""
+        """Return all tokens of a request that has not drawn any yet."""
         tokens: list[int] = []
         while True:
             for delta in self.advance():
@@ -134,8 +134,8 @@ class Client:
                         return tokens
 
     def prompt_logprobs(self, prompt: list[int], profile: str, sampling: SamplingParams) -> list[Logprob]:
-        """Return the log probabilities of each token of `prompt` but the first, computed by a prefill; `sampling` says
-        how many others are named.
+        """Return the log probabilities of each token of `prompt` but the first, computed by a prefill. sampling: says
+        how many alternatives are listed.
         """
         request_id = self.submit(prompt, 0, profile, sampling)
         while True:
@@ -145,11 +145,11 @@ class Client:
                     return delta.prompt_logprobs
 
     def steps(self, batch: int, count: int, limit_s: float) -> Batch:
-        """Time steps of `batch` requests: `count`, or those that begin within `limit_s` seconds and MIN_STEPS at least.
+        """Time steps of `batch` requests: `count`, or those that begin within `limit_s` seconds, at least MIN_STEPS.
 
-        Tables of all rows stand by then. Steps that warm up come before, half as long at the most or _WARMUP_STEPS.
-        Raises GateError where fewer than `batch` requests are left: those that draw while later prompts are computed
-        may end by then.
+        First it waits until the tables of all rows are built, and runs steps that warm up, for at most half of limit_s
+        or _WARMUP_STEPS. Raises GateError if fewer than `batch` requests are left: early requests may end while later
+        prompts are computed.
         """
         ready_ms, self._num_drawn = 1e3 * self.until_ready(), 0
         left = len(self.engine.scheduler.roster.running)
@@ -175,12 +175,12 @@ class Client:
         return _difference(before, after, times, self.kept_tokens(), ready_ms, hits / tries if tries else None, counts)
 
     def reuse_counts(self) -> tuple[int, int]:
-        """Return query heads that looked for a match, and that found one, so far."""
+        """Return the numbers of query heads that looked for a match, and that found one, so far."""
         counts = self.engine.stats().methods
         return sum(counts.get("reuse_tries", ())), sum(counts.get("reuse_hits", ()))
 
     def kept_tokens(self) -> int:
-        """Return the tokens in host memory that also have pages on the device."""
+        """Return the number of tokens in host memory that are also resident."""
         scheduler = self.engine.scheduler
         contexts = [sequence.open_context for sequence in scheduler.roster.running]
         blocks = sum(context.num_resident for context in contexts if context is not None)
@@ -188,7 +188,7 @@ class Client:
 
     @contextmanager
     def fixed_residence(self) -> Iterator[None]:
-        """Evict offloaded tokens from the device at once meanwhile, so that the host is asked for all of them."""
+        """Evict offloaded tokens at once while the context lasts, so that the host is asked for all of them."""
         evictor = self.engine.scheduler.residence.evictor
         assert evictor is not None, "fixed residence: of an engine with a host tier"
         was = evictor.is_adaptive
@@ -199,8 +199,8 @@ class Client:
             set_adaptive(evictor, was)
 
     def step(self, batch: int) -> None:
-        """Step until as many tokens are drawn as a step of `batch` requests draws. Raises GateError where one request
-        is gone, and with it its tokens.
+        """Step until as many tokens are drawn as one step of `batch` requests draws. Raises GateError if a request
+        ends.
         """
         while self._num_drawn < batch:
             for delta in self.advance():
@@ -209,14 +209,12 @@ class Client:
         self._num_drawn -= batch
 
     def host_stats(self) -> HostStats:
-        """Return the host tier's counters, with all that was launched so far; without a tier, none has counted."""
+        """Return the host tier's counters, after all launched steps; zeros without a tier."""
         self.engine._runner.decode_steps.drain()
         return self.engine.stats().host or _NO_HOST
 
     def seconds(self) -> dict[str, float]:
-        """Return seconds so far, on the host: of the tier's threads, and of each part of the steps that have a part on
-        it.
-        """
+        """Return the host's seconds so far: those of the tier's threads, and of each part of steps on the host."""
         stats = self.host_stats()
         hops = asdict(self.engine._runner.host_read_times)
         return {"host_wait": stats.wait_seconds, "host_attend": stats.attend_seconds} | {
@@ -225,7 +223,7 @@ class Client:
 
     @contextmanager
     def watch_samples(self) -> Iterator[WatchedTier]:
-        """Remember what sampled steps ask and what the tier answers meanwhile."""
+        """Remember the requests of sampled steps and the tier's answers while the context lasts."""
         steps = self.engine._runner.decode_steps
         host_reader = steps.host_reader
         assert host_reader is not None, "the deployment has a host section"

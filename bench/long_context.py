@@ -1,16 +1,16 @@
-"""Run `tandem bench long`: contexts that outgrow the card, through the engine: prefill, decode by batch, the next turn.
+"""Run `tandem bench long`: contexts larger than the device's memory: prefill, decode by batch, and the next turn.
 
-Drives the engine of a deployment in this process with prompts of random tokens, one profile after the other; the first
-profile is ours, the second its peer at the same batch, whose requests share one prompt where it reads all: a prefill
-beside a slow peer's stream may take minutes. `bench.long_floors` says what bounds each number. Random weights spread
-keys evenly: the fraction read is printed beside every time, and of a profile that reuses attention, how many heads do.
-A peer that reads everything may be a hundred times slower, so no batch is stepped for longer than a limit. On
-CUDA this process is held to the plan's limit, so a large card shows what a smaller one has room for.
-Nothing is timed before `bench.long_gate` has held what is to be timed against full attention.
+It drives a deployment's engine in this process with prompts of random tokens, one profile after the other. The first
+profile is ours, the second its peer at the same batch. If the peer reads all tokens, its requests share one prompt,
+because a prefill beside a slow peer's stream may take minutes. `bench.long_floors` explains the floor of each number.
+Random weights spread keys evenly, so the fraction read is printed beside every time and, for a profile that reuses
+attention, how many heads do. A peer that reads everything may be a hundred times slower, so no batch is stepped for
+longer than a limit. On CUDA this process is held to the plan's memory limit, so a large device shows what a smaller one
+can do. Nothing is timed before `bench.long_gate` has compared the answers with full attention.
 
-Tables are built behind a prefill: steps go without a row whose tables do not stand yet, and are none of the batch, so
-nothing is timed before all stand. `tables_ready_ms`, from a batch's last first token to then, is what was not hidden;
-the peer, which has no tables, waits for copies alone.
+Tables are built after a prefill. Steps leave out a row whose tables are not built yet, so nothing is timed before all
+are. `tables_ready_ms`, from a batch's last first token until then, is the part of this that was not hidden. The peer
+has no tables and waits only for copies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,7 +76,7 @@ class Served:
     device_gib: float
     host_gib: float
     process_gib: float
-    turns_s: tuple[float, float] | None  # first token of a second turn: with its prefix down, and computed whole
+    turns_s: tuple[float, float] | None  # first token of a second turn: with its prefix offloaded, and computed whole
 
 
 def run_long_context_benchmark(
@@ -220,7 +220,7 @@ def _rows(
     benchmark: LongContextBenchmark, deployment: Deployment, served: dict[str, Served], floors: LongFloors,
     gate: dict[str, Agreement],
 ) -> list[Row]:  # fmt: skip
-    """Return the rows of all profiles so far; the first one's have the second as their peer."""
+    """Return the rows of all profiles so far. The peer of the first one's rows is the second."""
     model = deployment.model
     shape = model.random_weights or (model.path.name if model.path else "")
     common: dict[str, Any] = {

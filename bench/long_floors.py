@@ -1,4 +1,5 @@
-"""Compute floors of contexts that outgrow the card: a decode step, a prompt's prefill, a turn over an offloaded prefix.
+"""Compute floors of contexts larger than the device's memory: a decode step, a prompt's prefill, and a turn over an
+offloaded prefix.
 
 A floor counts the necessary work (bytes that are read or cross the link once, FLOPs of products), and divides it by
 this machine's measured rates. It assumes that weights and rows are read one after the other, so steps in which these
@@ -73,7 +74,7 @@ class LongFloors:
         if fetched_bytes:
             computes = self.step.computes(batch)
             gb_s = self.rates["host_stream_gb_s" if computes else "host_to_device_gb_s"]
-            beside_ms = self.step.beside(batch) / self.stream_gb_s / 1e6  # counted with the weights
+            beside_ms = self.step.beside(batch) / self.stream_gb_s / 1e6  # already counted with the weights
             ms += max(fetched_bytes / gb_s / 1e6 - beside_ms, 0.0)
             text += (
                 f", {fetched_bytes / 1e9:.3f} of experts {'on the CPU' if computes else 'over the link'} at {gb_s:.0f}"
@@ -87,7 +88,7 @@ class LongFloors:
 
     def prefill(self, profile: Profile, num_tokens: int) -> Floor:
         """Return the floor of a prompt of `num_tokens`: its products, or the offload of its rows and codes, whichever
-        takes longer.
+        is slower.
         """
         num_bytes = 0
         if self.shape:
@@ -97,9 +98,7 @@ class LongFloors:
         return self._slower(self.step.flops(0, num_tokens), num_bytes, "down", "device_to_host_gb_s")
 
     def next_turn(self, profile: Profile, first_prompt: int, begin: int, end: int) -> Floor:
-        """Return the floor of tokens `[begin, end)` over an offloaded prefix: products, or the rows on their
-        way back.
-        """
+        """Return the floor of tokens `[begin, end)` over an offloaded prefix: products, or the reload of rows."""
         num_bytes = 0
         if self.shape:
             num_bytes = self._offloaded(profile, first_prompt) * self.step.host_rows_of_token * self.step.host_row
@@ -110,13 +109,13 @@ class LongFloors:
         return StepBytes(self.architecture, self.plan, self.shape)
 
     def _offloaded(self, profile: Profile, num_tokens: int) -> int:
-        """Return the tokens of a prompt that are offloaded."""
+        """Return how many tokens of a prompt are offloaded."""
         if not profile.offloads or self.capacity is None:
             return 0
         return self.capacity.of(profile.name).most_run_tokens(num_tokens)
 
     def _slower(self, flops: float, num_bytes: int, way: str, link: str) -> Floor:
-        """Return the slower of the two; where the device is the CPU, nothing crosses a link."""
+        """Return the slower one of products and copies. If the CPU is the device, there are no copies."""
         tflop_s = self.rates.get("bf16_matmul_tflop_s") or self.rates["host_matmul_tflop_s"]
         products = Floor(f"{flops / 1e12:.4g} TFLOP at {tflop_s:.3g} TFLOP/s", flops / tflop_s / 1e9)
         if link not in self.rates:
@@ -149,9 +148,7 @@ def measure_floors(config: EngineConfig) -> LongFloors:
 
 
 def _measure_cpu_device(plan: MemoryPlan, weight_bytes: int) -> dict[str, float]:
-    """Measure `host_weights_gb_s`, of weights that may live in the cache, and `host_matmul_tflop_s`, in the better
-    dtype.
-    """
+    """Measure `host_weights_gb_s`, of weights that may fit the cache, and `host_matmul_tflop_s` in the faster dtype."""
     torch.set_num_threads(plan.threads)
     return {
         "host_weights_gb_s": measure_read_rate(count_physical_cores(), min(weight_bytes, GIB)),

@@ -1,15 +1,16 @@
 """Compare answers over host memory with full attention before anything is timed.
 
-Requests of a few thousand tokens, as many at once as fill both half batches, are decoded greedily through each kind of
-hop step. Then the exact profile computes each prompt and its answer on the device, in one prefill, and says how
-probable it finds every token: so a choice between two tokens that are nearly equal does not end the comparison. How far
-log-probabilities may be apart is measured: as far as the device's own decode is from its own prefill, and a rounding.
+Requests of a few thousand tokens, enough to fill both half batches, are decoded greedily through each kind of step with
+host reads. Then the exact profile computes each prompt with its answer on the device, in one prefill, and returns the
+log probability of every token. So a choice between two tokens that are nearly equal does not end the comparison. The
+allowed difference of log probabilities is measured: that of the device's own decode from its own prefill, and a
+rounding.
 
-Over random tokens an average of values is nearly nothing, and a lost head would not be seen. So prompts are one token
-in stretches for `offloaded`, which reads all of them: an answer of a wrong layer or head, or one without a stretch, is
-off by several times the rounding. For `sampled` they are one token throughout: then all values are the same, and so is
-every sample's average. Which keys were sampled is not seen there: `bench.sample_gate` holds the answers of a few more
-steps, over random tokens, against the sample that there should be.
+Over random tokens an average of values is nearly zero, and a lost head would go unnoticed. So for `offloaded`, which
+reads all tokens, prompts repeat one token in stretches: with a wrong layer or head, or without a stretch, an answer is
+off by several times the rounding. For `sampled` a prompt is one token throughout, so all values are equal, and so is
+every sample's average. That does not show which keys were sampled: `bench.sample_gate` compares the answers of a few
+more steps, over random tokens, with the expected sample.
 """
 
 from collections.abc import Sequence
@@ -28,23 +29,23 @@ from scheduler.sequences.capacity import HostCapacity
 from transfer.host_memory import TAIL_TOKENS
 from transfer.reading import Reading
 
-ROWS = 3  # of a batch at most: a half batch of two, and one of one
+ROWS = 3  # most rows of a batch: a half batch of two, and one of one
 STRETCHES = 8
-STEPS = 32  # of the whole batch; requests that came before the last have drawn more
-MORE_TOKENS = 64  # than the shortest prompt that is offloaded and sampled
+STEPS = 32  # of the whole batch; requests before the last one have drawn more
+MORE_TOKENS = 64  # longer than the shortest prompt that is offloaded and sampled
 MOST_TOKENS = 512  # of an answer
 WATCHED_STEPS = 2
 _GREEDY = SamplingParams(temperature=0.0, num_logprobs=5)
 _FOLLOWED = SamplingParams(temperature=0.0, num_prompt_logprobs=5)
 
-# Root mean squares of log-probabilities, in nats. In bf16 with 12 layers the device is 0.03 from itself, the host path
-# as far from it, and one query head's answer lost in one of ten layers 0.07; in float32 rows in bf16 come to 0.0004, in
-# int8 to 0.0015, and the lost answer to 0.06.
-OWN = 0.2  # of the device from itself, at most: beyond, nothing could be held against it
+# Root mean squares of differences in log probability, in nats. In bf16 with 12 layers the device differs from itself by
+# 0.03, and the host path from it by as much; with one query head's answer lost in one of ten layers it is 0.07. In
+# float32, rows in bf16 give 0.0004, rows in int8 0.0015, and the lost answer 0.06.
+OWN = 0.2  # most difference of the device from itself: beyond that, nothing can be compared with it
 TIMES_OWN = 2.0
 ROUNDING = {"bfloat16": 0.003, "int8": 0.01}
-SAMPLED = 0.1  # more: a sample's mass is an estimate, against which the answer's own tokens are weighed (0.02)
-MOST_TIMES = 8.0  # for a single one
+SAMPLED = 0.1  # allowed in addition: a sample's mass is an estimate, weighed against the answer's own tokens (0.02)
+MOST_TIMES = 8.0  # limit for a single token, as a multiple of that for the root mean square
 
 
 @dataclass(slots=True)
@@ -79,10 +80,10 @@ class Agreement:
 def check_host_path(
     client: Client, capacity: HostCapacity, rows: str, profiles: Sequence[Profile], batch: int, console: Console
 ) -> dict[str, Agreement]:
-    """Return how far steps over host memory agree with exact ones, for each kind that `profiles` use and for
-    `offloaded`.
+    """Compare steps over host memory with exact ones, for `offloaded` and each profile of `profiles` that estimates.
 
-    rows: how the host keeps them; batch: the largest that will be timed. Raises GateError.
+    rows: the host's format of rows. batch: the largest that will be timed. Returns the agreement by profile. Raises
+    GateError.
     """
     if not any(profile.offloads for profile in profiles):
         return {}
@@ -147,8 +148,8 @@ def check_samples(client: Client, name: str, num_tokens: int, rows: int, console
 
 
 def _prompt_tokens(client: Client, capacity: HostCapacity, name: str) -> int:
-    """Return the length of a prompt that is offloaded, large enough for a sample if possible, and that fits the device
-    whole.
+    """Return the length of a prompt that is offloaded and fits the device whole, and is long enough for a sample if
+    possible.
     """
     sampled = capacity.sink_tokens + capacity.window_tokens + TAIL_TOKENS
     most = min(client.longest_tokens["exact"], client.longest_tokens[name]) - STEPS
@@ -162,7 +163,7 @@ def _prompt_tokens(client: Client, capacity: HostCapacity, name: str) -> int:
 
 
 def _decode(client: Client, prompts: Sequence[list[int]], profile: str) -> list[Answer]:
-    """Return greedy answers of all prompts at once, each submitted when the one before has its first token."""
+    """Decode greedy answers of all prompts together. Each is submitted when the one before has its first token."""
     answers: dict[str, Answer] = {}
     for prompt in prompts:
         most = min(MOST_TOKENS, client.longest_tokens[profile] - len(prompt))
@@ -183,7 +184,7 @@ def _collect(client: Client, answers: dict[str, Answer]) -> None:
 
 
 def _measure(client: Client, answers: Sequence[Answer], allowed: float) -> Agreement:
-    """Follow the answers with full attention, as far as it has room for them."""
+    """Compute full attention's log probabilities of the answers, as far as they fit, and compare them."""
     differences: list[float] = []
     behind: list[float] = []
     for answer in answers:

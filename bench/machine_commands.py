@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the rows there as well")]
 Threads = Annotated[int | None, typer.Option(min=1, help="threads; default: physical cores")]
-_BUSY_LOAD = 0.5  # of the cores
+_BUSY_LOAD = 0.5  # load per core above which a warning is printed
 
 
 def rates(threads: Threads = None, json_file: JsonFile = None) -> None:
@@ -141,9 +141,9 @@ def drafts(
     json_file: JsonFile = None,
 ) -> None:
     """Time steps of 1, 2, 4 and 8 rows a stream, and streams with drafts of stated acceptance beside those without.
-    All write the texts that are recorded without drafts; draws that would have been others are counted.
 
-    With --over-host, a context in host memory: the CPU's attention for 1 to 16 rows, and `verified` beside `offloaded`.
+    All draw the texts that were recorded without drafts; draws that would have differed are counted. With --over-host,
+    a context in host memory is timed: the CPU's attention for 1 to 16 rows, and `verified` beside `offloaded`.
     """
     from bench.benchmark_rows import GateError, report
     from bench.drafts import DraftsBenchmark, run_drafts_benchmark
@@ -191,7 +191,7 @@ def parse_batches(text: str) -> tuple[int, ...]:
 
 
 def warn_if_busy(console: Console) -> None:
-    """Warn where others use the machine, since times are theirs as much as ours then."""
+    """Warn if other programs use the machine, since they change the times."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > _BUSY_LOAD * cores:
         console.print(

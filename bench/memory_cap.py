@@ -10,9 +10,9 @@ from gpu.memory.demand import CUDA_RUNTIME_BYTES
 
 
 def cap_memory(limit_bytes: int, device: torch.device) -> None:
-    """Limit what this process may allocate, until it ends or another limit is set. Without a GPU nothing is limited."""
+    """Limit the memory of this process until it ends or another limit is set. Does nothing without a GPU."""
     if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    index = torch.cuda.current_device() if device.index is None else device.index  # it takes no `cuda` alone
+    index = torch.cuda.current_device() if device.index is None else device.index  # a plain `cuda` is not accepted
     torch.cuda.set_per_process_memory_fraction(min((limit_bytes - CUDA_RUNTIME_BYTES) / total, 1.0), index)

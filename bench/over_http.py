@@ -1,4 +1,4 @@
-"""Time what HTTP costs: concurrent greedy streams through the server beside the same requests to the engine alone.
+"""Time the cost of HTTP: concurrent greedy streams through the server, beside the same requests to the engine alone.
 
 It starts `tandem serve` for a deployment as a subprocess, streams from it and ends it. Then it drives the engine's own
 loop in this process, so the two never share the machine. Every round has prompts of its own, so that no cached prefix
@@ -51,7 +51,7 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds of a round: to the last token, and until every stream had its first."""
+    """Seconds of a round: until the last token, and until every stream had its first."""
 
     seconds: float
     all_started_s: float
@@ -60,7 +60,7 @@ class Took:
 def run_http_benchmark(benchmark: HttpBenchmark, plan: ResolvedPlan, floor: Floor, console: Console) -> list[Row]:
     """Measure the milliseconds of a step (a token of every stream) over HTTP, with the engine alone as the peer.
 
-    Returns one row. Raises GateError if the server does not start or a stream comes back short.
+    Returns one row. Raises GateError if the server does not start or a stream has too few tokens.
     """
     announce(console, f"{benchmark.streams} streams over HTTP, per token of each", floor.text, floor.ms)
     program = [sys.executable, "-m", "server.commands", "serve", str(benchmark.config)]
@@ -104,7 +104,7 @@ def draw_round(benchmark: HttpBenchmark, number: int) -> list[list[int]]:
 
 
 def _run_engine(engine: Engine, ready: Ready, benchmark: HttpBenchmark, number: int) -> Took:
-    """Return seconds from submitting the streams to the last token."""
+    """Return the seconds from submission of the streams to the last token."""
     requests = [
         EngineRequest(
             request_id=f"{number}-{index}",
@@ -130,7 +130,7 @@ def _run_engine(engine: Engine, ready: Ready, benchmark: HttpBenchmark, number: 
 
 
 async def _stream_all(url: str, benchmark: HttpBenchmark, number: int) -> Took:
-    """Return seconds from sending the requests to the last token."""
+    """Return the seconds from sending the requests to the last token."""
     client = Client(url, None, timeout_s=benchmark.load_timeout_s, retries=0)
     try:
         model = await client.find_model()

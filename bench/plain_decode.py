@@ -1,7 +1,7 @@
-"""Decode in plain torch (cuBLAS, SDPA) as one CUDA graph: the peer on shapes without a checkpoint.
+"""Decode in plain torch (cuBLAS, SDPA) as one CUDA graph: the peer for shapes without a checkpoint.
 
-Written from the model's definition; shares the weights and the RoPE tables with the decoder, and no other code. KV is
-one static tensor a layer with a mask over its whole length, as graphs need it.
+It is written from the model's definition. It shares the weights and the RoPE tables with the decoder, and no other
+code. KV is one static tensor a layer with a mask over its whole length, as graphs need it.
 """
 
 from dataclasses import astuple
@@ -36,7 +36,7 @@ class PlainDecode:
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         shapes = [(batch, own.count, context, own.dim) for own in map(architecture.heads_of, architecture.layers)]
         latent = architecture.latent
-        if latent is not None:  # keys and values of heads are kept, not rows
+        if latent is not None:  # stores keys and values of heads, not latent rows
             shapes = [(batch, architecture.num_heads, context, latent.query_dim) for _ in shapes]
             widths = [(batch, architecture.num_heads, context, latent.value) for _ in shapes]
         dtype = weights.embedding.dtype
@@ -115,7 +115,7 @@ class PlainDecode:
             if layer.scale is not None:
                 hidden = hidden * layer.scale.to(hidden.dtype)
         normed = self._norm(hidden, self.weights.final_norm)
-        self._logits = F.linear(normed, self.weights.logits)  # without a cap, which does not change the choice
+        self._logits = F.linear(normed, self.weights.logits)  # without a cap, which does not change the argmax
         self.tokens.copy_(self._logits.argmax(1))
         self.position.add_(1)
 
@@ -202,7 +202,7 @@ class PlainDecode:
         return (shares @ values).reshape(batch, -1)
 
     def _recur(self, index: int, layer: LayerWeights, normed: Tensor) -> Tensor:
-        """Take one token into a gated delta net's state, and return its output."""
+        """Feed one token to a gated delta net's state, and return its output."""
         own, more, (state, inputs) = self.architecture.recurrent, layer.recurrent, self._states[index]
         assert own is not None
         assert more is not None
@@ -228,7 +228,7 @@ class PlainDecode:
         return (out * F.silu(mixed[:, own.conv_width :].float())).to(normed.dtype)
 
     def _recur_mamba(self, index: int, own: Recurrent, more: RecurrentWeights, mixed: Tensor) -> Tensor:
-        """Take one token into a Mamba-2 layer's state, and return its output."""
+        """Feed one token to a Mamba-2 layer's state, and return its output."""
         assert more.conv_bias is not None
         assert more.skip is not None
         state, inputs = self._states[index]
@@ -255,7 +255,7 @@ class PlainDecode:
         return query * (1 + growth.beta * torch.log(1 + self.position // growth.tokens)).to(query)
 
     def _attend_latent(self, index: int, layer: LayerWeights, latent: Latent, normed: Tensor, mask: Tensor) -> Tensor:
-        """Attend with keys and values of all heads, made of the token's latent."""
+        """Attend with keys and values of all heads, computed from the token's latent row."""
         own, heads, batch = layer.latent, self.architecture.num_heads, len(normed)
         assert own is not None, "the layer has latent attention"
         cos, sin = (table[self.position] for table in self._rope_tables[index])

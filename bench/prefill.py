@@ -24,7 +24,7 @@ from server.deployment import Deployment
 GIB = 2**30
 
 _ANSWER_TOKENS = 16  # of a first turn
-_LAUNCHED_TOKENS = 64  # of a prompt whose time is that of its launches
+_LAUNCHED_TOKENS = 64  # of a prompt so short that its time is that of its launches
 _PEER = "FlashAttention alone, in the same engine"
 
 
@@ -137,7 +137,7 @@ class _Bench:
         return self._row("next turn", shape, floor, seconds, None, {})
 
     def _peer_seconds(self, length: int) -> float | None:
-        """Return the seconds with FlashAttention alone; None where nothing else was chosen."""
+        """Return the seconds with FlashAttention alone; None if no other kernel was chosen."""
         dense = self.client.engine._runner.dense
         choice = dense.choice
         if choice is None or not choice.least_past:
@@ -157,7 +157,7 @@ class _Bench:
         return seconds
 
     def _forget(self) -> None:
-        """Free what the prompt offloaded, so that the next one finds its room as this one did."""
+        """Free what the prompt offloaded, so that the next one finds the same room."""
         self.client.forget_contexts()
 
     def _row(

@@ -23,7 +23,7 @@ _WARMUPS = 3
 _REPEATS = 20
 _MATMUL = 8192
 _HOST_MATMUL = 1024
-_HOST_GLIMPSE = 256  # of products that only tell which type is far behind
+_HOST_GLIMPSE = 256  # size of small products, which show whether a dtype is far slower
 _FAR_BEHIND = 4
 _HOST_DTYPES = (torch.float32, torch.bfloat16)
 _STREAM_CONFIGS = ((4096, 4), (8192, 8), (16_384, 8))  # elements of a block, warps
@@ -34,8 +34,8 @@ UNITS = {"_tflop_s": "1 TFLOP", "_gflop_s": "1 GFLOP", "_gb_s": "1 GB"}
 
 @triton.jit
 def _sum_kernel(values, partial_sums, elements, programs, BLOCK: tl.constexpr):
-    """Sum int32 values, one sum a program, over every `programs`-th block. Sums wrap, and are only there to be read
-    for.
+    """Sum int32 values, one sum a program, over every `programs`-th block. The sums may wrap: they only make the
+    program read.
     """
     program = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
@@ -46,7 +46,7 @@ def _sum_kernel(values, partial_sums, elements, programs, BLOCK: tl.constexpr):
 
 
 def sum_stream(values: torch.Tensor, partial_sums: torch.Tensor, block: int, num_warps: int) -> None:
-    """Read int32 `values` `[elements]` once; `partial_sums` int32 `[programs]` get what each program read."""
+    """Read int32 `values` `[elements]` once. partial_sums: int32 `[programs]`, gets the sum that each program read."""
     programs = len(partial_sums)
     _sum_kernel[(programs,)](values, partial_sums, values.numel(), programs, BLOCK=block, num_warps=num_warps)
 
@@ -68,7 +68,7 @@ def measure_device_rates(device: torch.device) -> dict[str, float]:
 
 
 def measure_host_matmul(dtypes: Collection[torch.dtype]) -> float:
-    """Return TFLOP/s of a product of square matrices on torch's threads, in the better of `dtypes`.
+    """Return TFLOP/s of a product of square matrices on torch's threads, in the fastest of `dtypes`.
 
     A processor without instructions for a type takes a hundred times as long, seconds for a product. So small products
     first show which types are worth measuring.
@@ -135,7 +135,7 @@ def device_name(device: torch.device) -> str:
 
 
 def make_rows(rates: dict[str, float], num_bytes: int, names: dict[str, str]) -> list[Row]:
-    """Return a row for each rate: the time that one of its units takes. A rate is its own floor, and has no peer."""
+    """Return a row for each rate, with the time that one of its units takes. A rate has no floor and no peer."""
     rows = []
     for key, rate in rates.items():
         ms = 1e3 / rate
@@ -149,7 +149,7 @@ def make_rows(rates: dict[str, float], num_bytes: int, names: dict[str, str]) ->
 
 
 def rates(threads: int | None, json_path: Path | None, console: Console) -> None:
-    """Measure host and device and report them."""
+    """Measure the rates of host and device, and report them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     threads = threads or count_physical_cores()
     torch.set_num_threads(threads)

@@ -21,16 +21,16 @@ from gpu.sampling.sampler import Sampled
 from gpu.upload import upload
 from scheduler.drafts.draft_source import DraftSource, Proposal
 
-LEVEL_STEPS = 2.0  # of bf16: candidates no further apart are level
-MOST_STEPS = 16.0  # further apart is another computation, and no rounding
-MATCHED = 8  # tokens that speak for a proposal: alike for all, so chances go by what was drawn
-_BF16_BITS = 8  # of a significand
-_TIE = 1e-6  # steps: the same logit of another token
-_WIDTHS = (2, 4, 8)  # rows of the steps that real models' figures are of
+LEVEL_STEPS = 2.0  # steps of bf16: candidates this close count as level
+MOST_STEPS = 16.0  # candidates further apart come from another computation, not from rounding
+MATCHED = 8  # matched tokens of a proposal: the same for all, so that chances depend on what was drawn
+_BF16_BITS = 8  # bits of a significand
+_TIE = 1e-6  # steps that count for another token with an equal logit
+_WIDTHS = (2, 4, 8)  # rows of steps for which there are figures of real models
 
 # Tokens a step of 2, 4 and 8 rows that SmolLM2-135M-Instruct drew with n-grams (docs/methods/drafts.md).
 NGRAM_LENGTHS = {"questions": (1.84, 3.18, 4.96), "summaries": (1.79, 2.93, 4.31), "edits": (1.74, 2.76, 3.88)}
-# Of 8 rows, drafted by `indexed`: the least that any kind had, of five edits.
+# Of 8 rows, drafted by `indexed`: the least of any kind, that of five edits.
 INDEXED_LENGTH = 7.22
 
 
@@ -44,7 +44,7 @@ class Acceptance:
     rates: tuple[float, ...]
 
     def spoil(self, token_ids: Sequence[int], first: int, vocab_size: int, draw: Random) -> list[int]:
-        """Return these tokens of a draft, from position `first` on, or wrong ones in their place."""
+        """Return these tokens of a draft, which begin at position `first`, some of them replaced by wrong ones."""
         last = len(self.rates) - 1
         return [
             token_id if draw.random() < self.rates[min(first + step, last)] else (token_id + 1) % vocab_size
@@ -109,13 +109,13 @@ class Replayed:
         self._draw = draw
 
     def observe(self, token_ids: np.ndarray) -> None:
-        """Have the source see further tokens."""
+        """Pass further tokens to the source."""
         self.num_observed += len(token_ids)
         if self._source is not None:
             self._source.observe(token_ids)
 
     def propose(self, most_tokens: int) -> Proposal:
-        """Have the source propose, and return the record's tokens in place of its own."""
+        """Let the source propose, and return the record's tokens instead of its own."""
         if self._source is not None:
             self._source.propose(most_tokens)
         begin = self.num_observed - self._num_prompt_tokens
@@ -123,7 +123,7 @@ class Replayed:
         return Proposal(self._acceptance.spoil(token_ids, 0, self._vocab_size, self._draw), MATCHED)
 
     def forget(self) -> None:
-        """Have the source give back what it keeps."""
+        """Let the source free its state."""
         if self._source is not None:
             self._source.forget()
 
@@ -153,8 +153,10 @@ class Partings:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What rows drew. scores: logits of what would have been drawn, and of `wanted`, `[rows, 2]`. places: of each row's
-    slot in the step, and of the row behind its input token. accepted: by slot, of drafts; None: there are none.
+    """The draws of one step's rows.
+
+    scores: logits of the token that would have been drawn, and of `wanted`, `[rows, 2]`. places: each row's slot in the
+    step, and its distance behind its input token. accepted: of drafts, by slot; None: there are none.
     """
 
     scores: Tensor
@@ -164,12 +166,12 @@ class _Told:
     accepted: Tensor | None
 
     def gaps(self) -> Tensor:
-        """Return how far apart both were in steps of bf16, 0 where they are the same, of rows that count."""
+        """Return the distances of the two in steps of bf16, of rows that count; 0 if they are the same token."""
         best, own = self.scores.float().cpu().unbind(1)
         step = torch.ldexp(torch.ones_like(best), torch.frexp(best).exponent - _BF16_BITS)
         gaps = torch.where(self.is_other.cpu(), ((best - own) / step).clamp(min=_TIE), 0.0)
         counts = torch.tensor(self.wanted) >= 0
-        if self.accepted is not None:  # rows behind the first wrong token say nothing
+        if self.accepted is not None:  # rows behind the first wrong token do not count
             slots, steps = torch.tensor(self.places).unbind(1)
             counts &= steps <= self.accepted.cpu()[slots]
         return gaps[counts]
@@ -182,7 +184,7 @@ class Recorded:
         self.records: dict[bytes, list[int]] = {}
         self._sampler: Any = runner._sampler
         self._slots: dict[int, list[int]] = {}  # the record of each slot
-        self._at: dict[int, int] = {}  # by slot, tokens drafted since it drew last
+        self._at: dict[int, int] = {}  # by slot, tokens drafted since its last draw
         self._told: list[_Told] = []
         self._originals = {name: getattr(self._sampler, name) for name in ("assign", "sample", "verify", "_choose")}
         for name in ("assign", "sample", "verify"):
@@ -196,8 +198,9 @@ class Recorded:
         return Partings(gap.numel(), int(level.sum()), int(beyond.sum()), float(gap.max()) if gap.numel() else 0.0)
 
     def replace_guesses(self, acceptance: Acceptance | None, draw: Random) -> None:
-        """Have the record's tokens, right at these rates, in place of those that the device drafts at their full cost;
-        None: no more.
+        """Replace the tokens that the device drafts, at their full cost, by the record's, right at these rates.
+
+        acceptance None: undo it.
         """
         vars(self._sampler).pop("guess", None)
         if acceptance is None:
@@ -231,12 +234,12 @@ class Recorded:
         return self._drawn("verify", (logits, slots, samples, drafts, *rest), wanted, places)
 
     def _token_of(self, slot: int, number: int) -> int:
-        """Return the record's token for draw `number`; -1: it has none."""
+        """Return the record's token for draw `number`, or -1 if it has none."""
         record = self._slots.get(slot, ())
         return record[number] if number < len(record) else -1
 
     def _drawn(self, name: str, given: tuple[Any, ...], wanted: list[int], places: list[tuple[int, int]]) -> Sampled:
-        """Draw `wanted`, where it is known, and keep what else would have been."""
+        """Draw `wanted` where it is known, and keep what would have been drawn instead."""
         for slot in given[1]:
             self._at.pop(slot, None)
         if max(wanted, default=-1) < 0:

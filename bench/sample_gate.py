@@ -1,14 +1,14 @@
 """Check that the CPU's answers to sampled steps agree with the paper's formulas over the offloaded rows.
 
-A right sample may be far from full attention, over random weights as far as a sample of the wrong keys: so answers are
-not held against attention, but against the sample that there should be. The gate reads the rows of each context and
-layer back, takes their SimHash codes and those of the query as the device asked it, counts collisions, weighs what has
-two or more (MagicPIG, arXiv 2410.16179, eq. (10) and (11)), and says how many of the tier's answers, a head's of one
-layer and row each, are these. An answer made of the same keys is off by 1e-6 (rows of int8: 7e-5), one made of a key
-more or less by 1e-3 to 0.5; a product within rounding of a hyperplane moves a key of a few answers in a thousand. So
-nothing here depends on the model. Measured, at 10 bits and 150 tables over 2,192 random tokens, with random weights as
-with the reference model's: of right answers 100 % agree, with one wrong table of 150 28 to 51 %, with all codes
-flipped, rows one place off or a tenth of the tokens in other buckets 0 to 0.6 %.
+A correct sample may be far from full attention, over random weights as far as a sample of wrong keys. So answers are
+not compared with attention but with the expected sample. The gate reads back the rows of each context and layer, and
+takes their SimHash codes and those of the query as the device sent it. It counts collisions, weighs keys with two or
+more (MagicPIG, arXiv 2410.16179, eq. (10) and (11)), and reports how many of the tier's answers agree, each one that of
+a head in one layer and row. An answer from the same keys is off by 1e-6 (rows of int8: 7e-5); one key more or less
+makes 1e-3 to 0.5. A product within rounding of a hyperplane moves a key in a few answers of a thousand. So nothing here
+depends on the model. Measured at 10 bits and 150 tables over 2,192 random tokens, with random weights and with the
+reference model's alike: of correct answers 100 % agree. With one wrong table of 150 it is 28 to 51 %. With all codes
+flipped, rows one place off, or a tenth of the tokens in other buckets it is 0 to 0.6 %.
 
 While it watches, the host requests of a step are answered one by one, as on the CPU, instead of in one call. A test
 checks that both give the same answers.
@@ -28,16 +28,16 @@ from gpu.methods.sampled.hyperplanes import PROJECTION_SEED, Projections, draw_p
 from transfer.exchange import ExchangeSlot, wait
 from transfer.host_tier import Answered, Attention, ContextRead, LayerRows
 
-ALIKE = 1e-3  # relative of an answer, and nats of its lse
-AGREE = 0.9  # of the answers, at least
-READS = 0.01  # share by which the tier's count of keys may be off: some lie within rounding of a hyperplane
+ALIKE = 1e-3  # most relative difference of an answer, and most nats of its lse
+AGREE = 0.9  # least share of answers that agree
+READS = 0.01  # share by which the tier's count of keys may differ: some are within rounding of a hyperplane
 _HOST_REQUEST_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A row's query of one layer, and the tier's answer. query, out: `[heads, dim]`; lse: `[heads]`, natural; exact:
-    bool `[tokens]`, those of the context that are not sampled.
+    """A row's query of one layer, and the tier's answer. query, out: `[heads, dim]`. lse: `[heads]`, natural. exact:
+    bool `[tokens]`, tokens of the context that are not sampled.
     """
 
     context_id: int
@@ -61,7 +61,7 @@ class SampleAgreement:
 
 
 class WatchedTier:
-    """A tier's side of hop steps that remembers what was asked and answered."""
+    """A tier for steps with host reads that remembers each request and its answer."""
 
     def __init__(self, tier: CpuTier) -> None:
         self.tier = tier
@@ -74,7 +74,7 @@ class WatchedTier:
         self.tier.leave_core(leaves)
 
     def answer(self, parts: Sequence[tuple[Attention, ExchangeSlot]]) -> Answered:
-        """Answer one request after another: the device waits for each answer before it sends the next request."""
+        """Answer one request after another. The device waits for each answer before it sends the next request."""
         last, before = len(self.tier.shape.layers) - 1, self.tier.stats().attention
         for layer in range(last + 1):
             for attention, slot in parts:
@@ -86,14 +86,14 @@ class WatchedTier:
 
 
 class WatchedAttention:
-    """A step's rows against their contexts, each host request remembered."""
+    """Attention of a step's rows to their contexts, which remembers each host request."""
 
     def __init__(self, attention: Attention, watched: WatchedTier, asks: Sequence[ContextRead]) -> None:
         self._attention, self._watched, self._asks = attention, watched, asks
 
     def run(self, layer: int, slot: ExchangeSlot) -> None:
         wait(slot, layer, _HOST_REQUEST_LIMIT_S)
-        queries = slot.queries[: slot.rows].clone()  # the next host request's stand there once this one is answered
+        queries = slot.queries[: slot.rows].clone()  # the next host request overwrites them after the answer
         self._attention.run(layer, slot)
         for row, ask in enumerate(self._asks):
             if ask.context_id is None:
@@ -109,10 +109,10 @@ class WatchedAttention:
 
 
 class _Rows:
-    """Rows of one context and layer, read back: what stands for them in float64, and their codes."""
+    """Rows of one context and layer, read back: their values in float64, and their codes."""
 
     def __init__(self, parts: Sequence[LayerRows], projections: Projections) -> None:
-        """Keep keys less their centre; codes are of keys as they are stored, whose scale does not matter."""
+        """Store keys minus their centre. Codes are of keys as they are stored, since scale does not change them."""
         stored = [part.keys.float() for part in parts]
         keys = [
             rows.double() if part.key_scale is None else rows.double() * part.key_scale.double()[:, None, None]
@@ -129,7 +129,7 @@ class _Rows:
         self._codes = encode_reference(torch.cat(stored, 1), projections).int()  # [kv_heads, tokens, tables]
 
     def attend(self, ask: Answer, projections: Projections) -> tuple[Tensor, Tensor, int]:
-        """Return out float64 `[heads, dim]`, lse `[heads]`, and the keys that are read for it."""
+        """Return out float64 `[heads, dim]`, lse `[heads]`, and the number of keys that are read for it."""
         kv_heads, _, dim = self._keys.shape
         query = ask.query.double().view(kv_heads, -1, dim)  # [kv_heads, group, dim]
         codes = encode_reference(ask.query.float(), projections).int().view(kv_heads, -1, 1, projections.num_tables)
@@ -170,7 +170,7 @@ def measure_samples(tier: CpuTier, asks: Sequence[Answer], counted_reads: int) -
 
 
 def require_samples(name: str, found: SampleAgreement) -> None:
-    """Require that each answer is the sample's own. Raises GateError."""
+    """Raise GateError unless the answers agree with the expected sample."""
     require(
         found.agree >= AGREE,
         f"{name}: {found.agree:.1%} of {found.answers:,} answers are of the keys that collide; wanted {AGREE:.0%}",

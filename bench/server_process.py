@@ -21,8 +21,9 @@ _STOP_S = 90
 def serving(
     command: Callable[[int], Sequence[str]], load_timeout_s: float, log_file: Path | None = None
 ) -> Iterator[str]:
-    """Start a server and give its address once it is healthy; end it with SIGTERM on leaving. command: by its port;
-    log_file: gets what it logs.
+    """Start a server, and yield its address when it is healthy. It is ended by SIGTERM when the context ends.
+
+    command: returns the command line for a port. log_file: gets the server's log.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,7 +1,7 @@
 """Draw the times at which requests of an open loop are due. Same seed, same times.
 
-A Poisson process has exponential gaps (the gamma distribution of shape 1). A shape below 1 comes in bursts, one above 1
-is more regular; the mean rate is the same.
+A Poisson process has exponential gaps (the gamma distribution of shape 1). With a shape below 1 requests come in
+bursts, above 1 more regularly. The mean rate is the same.
 """
 
 import numpy as np
@@ -13,9 +13,10 @@ _BATCH = 1024
 def draw_arrivals(
     rate: float, burstiness: float, seed: int, requests: int | None, duration_s: float | None
 ) -> NDArray[np.float64]:
-    """Draw arrival times in seconds after the start, ascending, `[requests]` or all those before `duration_s`.
+    """Draw arrival times in seconds after the start, ascending, `[requests]`, or all that are before `duration_s`.
 
-    rate: mean requests per second; burstiness: the gamma shape of the gaps. One of requests and duration_s is given.
+    rate: mean requests per second. burstiness: the gamma shape of the gaps. Exactly one of requests and duration_s is
+    given.
     """
     rng = np.random.default_rng([seed, 0xA221])
     if requests is not None:

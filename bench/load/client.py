@@ -1,8 +1,8 @@
 """Send one request over HTTP, read its stream, and fill its record.
 
-aiohttp, because a chunk costs it 14 to 33 us of CPU where httpx takes 52 to 58 us (64 streams of 47 chunks/s, parsing
+It uses aiohttp, because a chunk costs it 14 to 33 us of CPU, and httpx 52 to 58 us (64 streams of 47 chunks/s, parsing
 included; 9 us against 19 us when chunks come in bursts). The whole client with its live display took 19 us a chunk at
-2,800 chunks/s: 5 % of a core. Invariant: `send` never raises for what a server does; it ends in the record.
+2,800 chunks/s: 5 % of a core. Invariant: `send` never raises for a server's fault, but writes it to the record.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from bench.load.records import RequestRecord
 
 _MAX_REASON = 160
 _CLOSE_S = 1.0
-"""How long to wait for a stream's last bytes after [DONE]: only a stream read to its end leaves its connection open."""
+"""Time to wait for a stream's last bytes after [DONE]: only a stream read to its end leaves its connection open."""
 
 
 class _Details(msgspec.Struct):
@@ -61,11 +61,11 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class StreamFault(Exception):
-    """A stream that ended otherwise than it should; the message is the reason in the report."""
+    """A stream that ended wrongly. The message is the reason in the report."""
 
 
 class Client:
-    """A session with one server. `now` gives seconds on the run's clock."""
+    """A session with one server. `now` returns seconds on the run's clock."""
 
     def __init__(self, base_url: str, api_key: str | None, timeout_s: float, retries: int) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -84,7 +84,7 @@ class Client:
         return time.perf_counter() - self.start
 
     async def send(self, path: str, body: dict[str, Any], record: RequestRecord) -> None:
-        """Send a request and read its stream into `record`. A 429 is sent again up to `retries` times, after its
+        """Send a request and read its stream into `record`. A 429 is retried up to `retries` times, after its
         Retry-After.
         """
         record.sent_s = self.now()
@@ -112,7 +112,7 @@ class Client:
                 record.output_tokens = len(record.chunk_times_s)
 
     async def _send_once(self, path: str, body: dict[str, Any], record: RequestRecord) -> float | None:
-        """Return None when the answer was read, or the seconds to wait if it is to be sent again."""
+        """Send once. Returns None after the answer was read, or the seconds to wait before a retry."""
         async with self.session.post(self.base_url + path, json=body) as response:
             record.status = response.status
             if response.status == 429:
@@ -146,7 +146,7 @@ class Client:
             raise StreamFault("stream ended without a finish_reason or [DONE]")
 
     async def find_model(self) -> str:
-        """Return the first of /v1/models. Raises StreamFault."""
+        """Return the first model of /v1/models. Raises StreamFault."""
         tree = await self._get_json("/v1/models")
         try:
             return str(tree["data"][0]["id"])
@@ -154,9 +154,9 @@ class Client:
             raise StreamFault(f"{self.base_url}/v1/models lists no model; name one with --model") from None
 
     async def count_tokens(self, model: str, text: str, with_special: bool) -> int:
-        """Return the server's own count, from its /tokenize route, with or without what it puts before a prompt.
+        """Return the server's count of a text's tokens, from its /tokenize route.
 
-        Raises StreamFault where it has none.
+        with_special: include the special tokens before a prompt. Raises StreamFault if it has no such route.
         """
         body = {"model": model, "prompt": text, "add_special_tokens": with_special}
         try:
@@ -169,7 +169,7 @@ class Client:
             raise StreamFault(f"/tokenize: {type(error).__name__}") from None
 
     async def add_document(self, title: str, text: str) -> str:
-        """Return the id that the server has given it, once its chunks are stored. Raises StreamFault."""
+        """Send a document, and return its id after its chunks are stored. Raises StreamFault."""
         url = self.base_url + "/v1/documents"
         try:
             async with self.session.post(url, json={"title": title, "text": text}) as response:
@@ -180,7 +180,7 @@ class Client:
             raise StreamFault(f"{url}: {error or type(error).__name__}") from None
 
     async def delete_document(self, document_id: str) -> None:
-        """Delete a document; a failure is ignored, since what is left is only in the way."""
+        """Delete a document. A failure is ignored, since a remaining document does no harm."""
         with contextlib.suppress(aiohttp.ClientError, OSError):
             (await self.session.delete(f"{self.base_url}/v1/documents/{document_id}")).release()
 

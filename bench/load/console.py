@@ -11,7 +11,7 @@ from bench.load.metrics import Spread, Summary
 from bench.load.run import LoadRun
 
 _REFRESH_S = 0.25
-MOST_REASONS = 8  # of failures, on the terminal: some name a number of their own each
+MOST_REASONS = 8  # of failures, on the terminal: some reasons have a number that is different each time
 LATENCIES = (
     ("ttft", "time to first token"),
     ("later_ttft", "... of later turns"),
@@ -22,7 +22,7 @@ LATENCIES = (
 
 
 async def show_progress(run: LoadRun, console: Console) -> None:
-    """Redraw a live line until cancelled; on something that is no terminal, a line every ten seconds."""
+    """Redraw a live line until cancelled. If the output is not a terminal, print a line every ten seconds."""
     if not console.is_terminal:
         while True:
             await asyncio.sleep(10)
@@ -52,7 +52,7 @@ def _draw_progress(run: LoadRun) -> Text:
 
 
 def print_summary(summary: Summary, notes: list[str], console: Console) -> None:
-    """Print the tables, and what a reader must know beside them."""
+    """Print the tables, and the notes that a reader needs."""
     table = Table(title=f"{summary.completed} of {summary.due} requests completed", title_justify="left")
     for heading in ("ms", "mean", "p50", "p90", "p99", "max", "of"):
         table.add_column(heading, justify="left" if heading == "ms" else "right")
@@ -74,7 +74,7 @@ def print_summary(summary: Summary, notes: list[str], console: Console) -> None:
 
 
 def list_latencies(summary: Summary) -> list[tuple[str, Spread]]:
-    """Label and spread; later turns only where there were any."""
+    """Return latencies as label and spread; later turns only if there were any."""
     found = [(label, getattr(summary, key)) for key, label in LATENCIES]
     return [(label, spread) for label, spread in found if spread.num or spread is not summary.later_ttft]
 

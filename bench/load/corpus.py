@@ -1,9 +1,9 @@
 """Make prompts of the kind `rag`: a question and some documents of a corpus, drawn by popularity.
 
-The corpus is written by `prose`, no two documents alike. Invariant: documents, and what a job asks of which of them in
-which order, depend on (seed, index) alone, whatever way they are sent: a run with documents and one with their texts in
-the message ask the same. The one exception is the run's name in every title, so that no run finds the prompts of one
-before it in the server's prefix cache.
+`prose` writes the corpus, no two documents alike. Invariant: documents, and each job's questions, documents and their
+order, depend on (seed, index) alone, in whatever way they are sent. A run with documents and a run with their texts in
+the message send the same. The one exception is the run's name in every title, so that no run finds the prompts of an
+earlier one in the server's prefix cache.
 """
 
 from typing import Any
@@ -15,18 +15,17 @@ from bench.load.prose import write_prose
 from bench.load.settings import Corpus, LoadPlan
 from bench.load.tokenised_text import TextPool
 
-_SEEDS = 1_000_003  # of documents, for a seed of the run
+_SEEDS = 1_000_003  # seeds of documents for each seed of the run
 
 
 class CorpusReader:
-    """A corpus written for one run, and the prompts that ask about it. `ids`: the server's ids of the documents, empty
-    until they are registered.
+    """A corpus written for one run, and the prompts that ask about it.
+
+    ids: the server's ids of the documents, empty until they are stored.
     """
 
     def __init__(self, plan: LoadPlan, corpus: Corpus, pool: TextPool, run: str) -> None:
-        """Write the documents of the corpus. `pool` gives the text and estimates its tokens; `run` names the run in the
-        documents.
-        """
+        """Write the documents of the corpus. pool: provides text and estimates tokens. run: the name in the titles."""
         self.plan, self.corpus, self.pool, self.run = plan, corpus, pool, run
         self.documents = [self._write(index) for index in range(corpus.num_documents)]
         self.ids: list[str] = []
@@ -56,7 +55,7 @@ class CorpusReader:
         return {"title": f"Report {index + 1} of {self.run}", "text": text}
 
     def _write_out(self, chosen: list[int]) -> str:
-        """Return documents as a server puts them before a message, where the chat template has no place of its own."""
+        """Return documents as a server writes them before a message if the chat template has no place for them."""
         found = [self.documents[document] for document in chosen]
         return "".join(f"Document {i}: {one['title']}\n{one['text']}\n\n" for i, one in enumerate(found, 1))
 

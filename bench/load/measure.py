@@ -1,7 +1,7 @@
 """Run one load test from plan to numbers: find the model, count text, warm, measure, summarise.
 
-Invariant: what the measurement leaned on (how tokens were counted, what was cached, whether the client was late) is in
-the notes.
+Invariant: the notes name the assumptions of the measurement: how tokens were counted, what was cached, whether the
+client was late.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ _POOL_CHARS = 400_000
 _MAX_POOL_CHARS = 8_000_000
 _CHARS_FOR_A_TOKEN = 6
 _PROBE_CHARS = 2000
-_CLEANING_S = 10.0  # for the documents of a run; a server that hangs keeps them
+_CLEANING_S = 10.0  # timeout for deleting the documents of a run; a server that hangs keeps them
 _WARMUP_INDEX = 1_000_003
-"""Jobs from here on warm the server; the measured ones start at 0."""
+"""Index of the first job that warms the server; the measured ones start at 0."""
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """A finished load test. `counting` says how prompt tokens were counted."""
+    """A finished load test. counting: how prompt tokens were counted, in words."""
 
     plan: LoadPlan
     model: str
@@ -58,7 +58,7 @@ class LoadResult:
 
 
 async def measure(plan: LoadPlan, console: Console) -> LoadResult:
-    """Run a load test. Raises PlanError where the plan cannot be run, StreamFault where the server is not there."""
+    """Run a load test. Raises PlanError for a plan that cannot be run, StreamFault if the server is not reachable."""
     plan.check()
     tokenizer = load_tokenizer(plan.tokenizer) if plan.tokenizer else None
     client = Client(plan.base_url, plan.api_key, plan.timeout_s, plan.retries)
@@ -91,9 +91,9 @@ async def measure(plan: LoadPlan, console: Console) -> LoadResult:
 async def _prepare(
     run: LoadRun, tokenizer: Tokenizer | None, document_ids: list[str], console: Console
 ) -> tuple[Callable[[int], Job], list[Job], str]:
-    """Return what makes jobs, the jobs that warm the cache, and how tokens are counted.
+    """Return the function that makes jobs, the jobs that warm the cache, and how tokens are counted.
 
-    `document_ids`: gets those of the documents that are stored for it.
+    document_ids: the ids of documents that are stored for the run are added to it.
     """
     plan = run.plan
     if plan.conversations is not None:
@@ -115,7 +115,7 @@ async def _prepare(
 
 
 async def _store_documents(run: LoadRun, reader: CorpusReader, console: Console) -> None:
-    """Leave the corpus with the server, unmeasured. Raises StreamFault."""
+    """Store the corpus on the server, unmeasured. Raises StreamFault."""
     with console.status("") as status:
         for number, document in enumerate(reader.documents, 1):
             status.update(f"storing: document {number} of {len(reader.documents)}")
@@ -171,7 +171,7 @@ async def _warm(run: LoadRun, shared_jobs: list[Job], console: Console) -> None:
 
 
 def _count_answers(records: list[RequestRecord], tokenizer: Tokenizer) -> None:
-    """Count the tokens of each answer from its text where the server reported no usage."""
+    """Count the tokens of each answer from its text if the server reported no usage."""
     for record in records:
         if record.output_source == "chunks" and record.text:
             record.output_tokens = len(tokenizer.encode("".join(record.text), add_special_tokens=False).ids)
@@ -180,7 +180,7 @@ def _count_answers(records: list[RequestRecord], tokenizer: Tokenizer) -> None:
 
 @contextlib.contextmanager
 def _interrupt_on_signals(run: LoadRun) -> Iterator[None]:
-    """End the run, not the program, at Ctrl-C or SIGTERM. Only the main thread can hear them."""
+    """End the run, but not the program, at Ctrl-C or SIGTERM. Only the main thread can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""Make numbers from records: counts, rates, percentiles, goodput.
+"""Compute the figures of a run from its records: counts, rates, percentiles, goodput.
 
-Invariant: due = completed + failed + unfinished + skipped, and each latency says of how many requests it is. Latencies
-are of completed requests; rates divide by the whole run, waiting for the last answer included.
+Invariant: due = completed + failed + unfinished + skipped, and each latency has its number of requests. Latencies are
+of completed requests. Rates divide by the whole run, including the wait for the last answer.
 """
 
 from collections import Counter
@@ -16,9 +16,7 @@ from bench.load.records import RequestRecord
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean, percentiles and maximum of `num` values in ms (linear interpolation between ranks); NaN where there is
-    none.
-    """
+    """Mean, percentiles and maximum of `num` values in ms (linear interpolation between ranks); NaN without values."""
 
     num: int
     mean: float
@@ -31,13 +29,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. Latencies in ms, rates per second, shares 0 to 1; None where it cannot be known.
+    """The figures of a run. Latencies in ms, rates per second, shares 0 to 1; None if not known.
 
-    ttft, e2el: from when the request was due; later_ttft: of a conversation's turns but its first. tpot: mean per token
-    after the first. itl: gaps between chunks of output. send_lag: how late the client sent. cached, reused, recomputed:
-    of prompt tokens, those that were in the prefix cache, and those of documents whose keys and values were stored and
-    used, or stored and computed again. accepted_tokens, rejected_tokens: of drafts. goodput_*: completed requests
-    within every limit, over the run and over all due.
+    ttft, e2el: from when the request was due. later_ttft: of a conversation's turns after its first. tpot: mean per
+    token after the first. itl: gaps between chunks of output. send_lag: how late the client sent. cached, reused,
+    recomputed: shares of prompt tokens that were in the prefix cache; of documents with stored keys and values that
+    were used; and of those that were computed again. accepted_tokens, rejected_tokens: of drafts. goodput_*: completed
+    requests within every limit, over the run and over all due.
     """
 
     wall_s: float
@@ -78,7 +76,7 @@ class Summary:
     goodput_share: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary as a tree; NaN becomes None, so that it is valid JSON."""
+        """Return the summary as a tree for JSON, in which NaN is replaced by None."""
         tree: dict[str, Any] = _replace_nan(asdict(self))
         return tree
 
@@ -95,7 +93,7 @@ def spread_ms(values_s: Iterable[float]) -> Spread:
 def summarise(
     records: Sequence[RequestRecord], wall_s: float, asked_rate: float | None, slo: dict[str, float]
 ) -> Summary:
-    """Return the summary of a run of `wall_s` seconds. slo: limits in ms by key, as parse_slo reads them."""
+    """Summarise a run of `wall_s` seconds. slo: limits in ms by key, as parse_slo returns them."""
     done = [record for record in records if record.outcome == "completed"]
     outcomes = Counter(record.outcome for record in records)
     output_tokens = sum(record.output_tokens for record in done)
@@ -150,7 +148,7 @@ def summarise(
 
 
 def meets(record: RequestRecord, slo: dict[str, float]) -> bool:
-    """Return whether a request completed within every limit (ms). A single token has no tpot and no gap."""
+    """Return whether a request completed within every limit (ms). A single token has neither tpot nor gap."""
     if record.outcome != "completed":
         return False
     got_s = {
@@ -163,7 +161,7 @@ def meets(record: RequestRecord, slo: dict[str, float]) -> bool:
 
 
 def count_peak(records: Iterable[RequestRecord]) -> int:
-    """Return the most requests open at once; one that ends as another is sent does not overlap it."""
+    """Return the most requests open at once. A request that ends as another is sent does not overlap it."""
     sent = [record for record in records if record.end_s > record.sent_s]
     events = sorted([(record.sent_s, 1) for record in sent] + [(record.end_s, -1) for record in sent])
     return max(np.cumsum([step for _, step in events]).tolist(), default=0)
@@ -174,7 +172,7 @@ def _count_prompt(record: RequestRecord) -> int:
 
 
 def _share_of_prompts(done: Sequence[RequestRecord], kind: str) -> float | None:
-    """Return the share of the prompts' tokens that the server told to be of a kind."""
+    """Return the share of prompt tokens that the server reported as `kind`; None if it did not report any."""
     told = [record for record in done if getattr(record, kind) is not None and record.prompt_tokens]
     total = sum(record.prompt_tokens or 0 for record in told)
     return sum(getattr(record, kind) for record in told) / total if total else None

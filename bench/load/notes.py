@@ -1,14 +1,14 @@
-"""List what a reader of the numbers must know, and the settings that shaped the run."""
+"""List the notes that a reader of the numbers needs, and the settings of the run."""
 
 from bench.load.metrics import Summary
 from bench.load.settings import LoadPlan
 
 _LATE_MS = 20.0
-"""Half of the requests sent later than this: the asked arrivals were not the real ones."""
+"""If half of the requests were sent later than this, arrivals were not as asked for."""
 
 
 def list_notes(plan: LoadPlan, summary: Summary, counting: str, interrupted: bool) -> list[str]:
-    """Return what a reader of the numbers must know."""
+    """Return the notes that a reader of the numbers needs."""
     notes = []
     if interrupted:
         notes.append(f"interrupted: this is what was measured until then; {summary.unfinished} requests were open")
@@ -41,7 +41,7 @@ def list_notes(plan: LoadPlan, summary: Summary, counting: str, interrupted: boo
 
 
 def describe_settings(plan: LoadPlan, model: str, counting: str) -> dict[str, str]:
-    """Return everything that shaped the run, as label to value; no key."""
+    """Return the run's settings as label to value, without the API key."""
     rate = f"open loop, {plan.rate:g} per second, gamma shape {plan.burstiness:g}" if plan.rate else "closed loop"
     limit = f", at most {plan.concurrency} open" if plan.concurrency else ""
     length = f"{plan.requests} requests" if plan.requests is not None else f"{plan.duration_s:g} s"

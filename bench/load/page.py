@@ -1,4 +1,4 @@
-"""Write the report as one HTML file that loads nothing from elsewhere. Nothing in it is loaded from elsewhere."""
+"""Write the report as one HTML file that loads nothing from elsewhere."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -23,7 +23,7 @@ def write_page(
     settings: dict[str, str],
     notes: list[str],
 ) -> None:
-    """Write the page to `path`. settings: label to value, shown as they are."""
+    """Write the page to `path`. settings: label to value, shown unchanged."""
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     timeline = draw_timeline(records, summary.wall_s)
     pictures = [
@@ -48,7 +48,7 @@ def write_page(
 
 
 def _pick_headlines(summary: Summary) -> list[tuple[str, str, str]]:
-    """Label, value, and a line beneath: what a reader looks for first."""
+    """Return the headline figures, each as label, value and a line beneath."""
     headlines = [
         ("completed", f"{summary.completed:,}", f"of {summary.due:,} requests; {summary.failed:,} failed"),
         ("output tokens / s", f"{summary.output_token_rate:,.1f}", f"{summary.request_rate:.2f} requests / s"),

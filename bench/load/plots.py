@@ -95,7 +95,7 @@ def draw_timeline(records: Sequence[RequestRecord], wall_s: float) -> str:
 
 
 def draw_requests(records: Sequence[RequestRecord]) -> str:
-    """Draw a row a request, the first 250: waiting for the client or a place, until the first token, streaming."""
+    """Draw a row for each of the first 250 requests: waiting in the client, until the first token, streaming."""
     shown = sorted((record for record in records if record.outcome != "skipped"), key=lambda record: record.due_s)
     shown = shown[:_GANTT_ROWS]
     rows = np.arange(len(shown))
@@ -129,7 +129,7 @@ def draw_requests(records: Sequence[RequestRecord]) -> str:
 
 
 def draw_ttft_against_prompt(records: Sequence[RequestRecord]) -> str:
-    """Time to first token against prompt tokens; the colour is the share of the prompt that came from the cache."""
+    """Draw time to first token against prompt tokens; the colour is the share of the prompt that was cached."""
     done = [record for record in records if record.outcome == "completed"]
     lengths = np.asarray([record.prompt_tokens or record.asked_tokens or 0 for record in done])
     ttft = np.asarray([record.ttft_s for record in done])
@@ -184,7 +184,7 @@ def _figure(width_in: float, height_in: float) -> Iterator[Figure]:
 
 
 def _to_svg(figure: Figure) -> str:
-    """Return the <svg> element alone, without namespaces (HTML needs none) and with a width that fits the page."""
+    """Return the <svg> element alone, without namespaces (HTML needs none), and without a fixed size."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_IDS)
     svg = buffer.getvalue()

@@ -1,6 +1,6 @@
-"""Make what is sent: prompts of a length in tokens cut from a pool of text, or conversations read from a file.
+"""Make prompts of a length in tokens, cut from a pool of text, or read conversations from a file.
 
-Invariant: a job depends on (seed, index) alone, so a run can be repeated; the one exception is the salt of a cold
+Invariant: a job depends on (seed, index) alone, so a run can be repeated. The one exception is the salt of a cold
 cache, which must be new in every run. The shared part of any prompt is a prefix of one common text.
 """
 
@@ -25,8 +25,8 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "ass
 class Job:
     """A prompt, or one conversation whose user turns are sent in order.
 
-    turns: the messages before each answer, `[turns][messages]`; asked_tokens and output_tokens: lengths that were
-    drawn (asked_tokens is None for a conversation); documents: ids or texts that are sent beside the messages.
+    turns: the messages before each answer, `[turns][messages]`. asked_tokens, output_tokens: the drawn lengths
+    (asked_tokens is None for a conversation). documents: ids or texts that are sent beside the messages.
     """
 
     index: int
@@ -54,9 +54,7 @@ class PromptMaker:
         return Job(index, (({"role": "user", "content": text},),), num_tokens, output_tokens)
 
     def make_shared(self) -> Job:
-        """Return what `--warm` sends first: the longest shared prefix, or each system message of a file, with one token
-        of output.
-        """
+        """Return the job that `--warm` sends first: the longest shared prefix, with one token of output."""
         text = self._cut_shared(self.plan.input_tokens.largest)
         return Job(-1, (({"role": "user", "content": text},),), None, 1)
 
@@ -82,8 +80,8 @@ class PromptMaker:
         return self._fit_body(head, begin, max(0, body_tokens - self.pool.added_tokens), num_tokens)
 
     def _fit_body(self, head: str, begin: int, body_tokens: int, num_tokens: int) -> str:
-        """Return head and body, the body's length corrected until the whole counts `num_tokens` (the nearest if it
-        cannot).
+        """Return head and body together. The body's length is corrected until the whole counts `num_tokens`, or as near
+        as possible.
         """
         text = head + self.pool.cut(begin, body_tokens)
         if self.pool.count is None:
@@ -101,7 +99,7 @@ class PromptMaker:
 
 
 class ConversationReader:
-    """Serves conversations from a JSONL file, over and over, each with the output length drawn for its index."""
+    """Makes jobs of a JSONL file's conversations, over and over, each with the output length drawn for its index."""
 
     def __init__(self, plan: LoadPlan) -> None:
         assert plan.conversations is not None
@@ -110,7 +108,7 @@ class ConversationReader:
         self.run_salt = secrets.randbits(64)
 
     def make(self, index: int) -> Job:
-        """Return the job of this index; the file is read round and round."""
+        """Return the job of this index; after the file's last conversation the first comes again."""
         rng = np.random.default_rng([self.plan.seed, 2, index])
         turns = self.conversations[index % len(self.conversations)]
         if self.plan.cache == "cold":
@@ -120,16 +118,14 @@ class ConversationReader:
         return Job(index, turns, None, self.plan.output_tokens.draw(rng))
 
     def make_shared(self) -> list[Job]:
-        """Return what `--warm` sends first: the longest shared prefix, or each system message of a file, with one token
-        of output.
-        """
+        """Return the jobs that `--warm` sends first: each system message of the file, with one token of output."""
         systems = {turns[0][0]["content"] for turns in self.conversations if turns[0][0]["role"] == "system"}
         hello = {"role": "user", "content": "Hello"}
         return [Job(-1, (({"role": "system", "content": text}, hello),), None, 1) for text in sorted(systems)]
 
 
 def read_conversations(path: Path) -> list[tuple[tuple[dict[str, Any], ...], ...]]:
-    """Return each line of a JSONL file as turns, the file's own answers left out.
+    """Return each line of a JSONL file as turns, without the file's own answers.
 
     A line is a list of OpenAI messages, `{"messages": [...]}`, or ShareGPT's `{"conversations": [{"from", "value"}]}`.
     Raises PlanError with the line's number.

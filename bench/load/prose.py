@@ -1,4 +1,4 @@
-"""Write prompt text when no file is given: plain English sentences, the same for the same seed.
+"""Write prompt text if no file is given: plain English sentences.
 
 Invariant: the same seed writes the same text on every machine.
 """
@@ -76,7 +76,7 @@ _TEMPLATES = (
 
 
 def write_prose(seed: int, num_chars: int) -> str:
-    """Write at least `num_chars` characters of sentences in paragraphs of seven."""
+    """Write sentences of at least `num_chars` characters together, in paragraphs of seven."""
     rng = random.Random(seed)
     sentences: list[str] = []
     written = 0
@@ -88,7 +88,7 @@ def write_prose(seed: int, num_chars: int) -> str:
 
 
 def write_salt(rng: random.Random) -> str:
-    """Write a short sentence that no other prompt begins with: 6 words and a number of 6 digits."""
+    """Write a short sentence with which no other prompt begins: 6 words and a number of 6 digits."""
     first, second, third = rng.sample(_THINGS, 3)
     number = rng.randrange(10**6)
     return f"Entry {number:06d}: {first}, {second}, {third}."

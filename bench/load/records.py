@@ -1,6 +1,6 @@
-"""Record what happened to one request.
+"""Record the course of one request.
 
-Times are seconds on the run's clock (0 is its start). Invariant: `outcome` says how the request ended, and `reason` is
+Times are seconds on the run's clock (0 is its start). Invariant: `outcome` is how the request ended, and `reason` is
 filled for every outcome but "completed".
 """
 
@@ -14,10 +14,10 @@ Outcome = Literal["completed", "failed", "unfinished", "skipped"]
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. `due_s` is when it should have been sent: latencies start there, so a late client hides nothing.
+    """One request. due_s: when it should have been sent. Latencies start there, so that a late client hides nothing.
 
-    chunk_times_s: arrival of each chunk that carried output; skipped: a turn not sent because an earlier one failed;
-    output_source: where output_tokens is from, "usage", "tokenizer" or "chunks".
+    chunk_times_s: arrival of each chunk with output. outcome `skipped`: a turn not sent because an earlier one failed.
+    output_source: where output_tokens comes from: "usage", "tokenizer" or "chunks".
     """
 
     job: int
@@ -45,7 +45,7 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float:
-        """Return seconds from due to the first chunk of output; to the end where the output was empty."""
+        """Return seconds from due to the first chunk of output, or to the end if the output was empty."""
         return (self.chunk_times_s[0] if self.chunk_times_s else self.end_s) - self.due_s
 
     @property
@@ -54,14 +54,14 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Return the mean seconds for a token after the first; None for a single token."""
+        """Return the mean seconds per token after the first; None for a single token."""
         if self.output_tokens < 2 or len(self.chunk_times_s) < 2:
             return None
         return (self.chunk_times_s[-1] - self.chunk_times_s[0]) / (self.output_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
-        """Time between neighbouring chunks of output."""
+        """Return the times between neighbouring chunks of output, in seconds."""
         times = self.chunk_times_s
         return [later - earlier for earlier, later in pairwise(times)]
 

@@ -1,8 +1,8 @@
 """Write a load test as a benchmark row, and its files.
 
-The row has the fields of `bench.benchmark_rows.Row` and is read by it, but is written here, so that a client needs no
-torch. A server seen over HTTP has no floor: what it must read is not known here, so `floor_ms` is null, `floor` says
-why, and no machine's rates are given. If nothing completed, `ms` is null as well: the row is written all the same.
+The row has the fields of `bench.benchmark_rows.Row`, which can read it, but it is written here so that a client needs
+no torch. A server behind HTTP has no floor, because the bytes that it must read are not known here: `floor_ms` is null,
+`floor` says why, and there are no machine's rates. If nothing completed, `ms` is null, but the row is still written.
 """
 
 import json
@@ -16,8 +16,9 @@ _FLOOR = "none: the server's weights and bandwidth are not known to a client"
 
 
 def make_row(result: LoadResult) -> dict[str, Any]:
-    """Return end-to-end latency as `ms` (median), p10 and p90; everything else is in `extras`, the settings in
-    `config`.
+    """Return the row of a result. `ms` (median), p10 and p90 are of the end-to-end latency.
+
+    All other figures are in `extras`, the settings in `config`.
     """
     summary = result.summary.to_json()
     e2el = summary["e2el"]
@@ -39,6 +40,6 @@ def make_row(result: LoadResult) -> dict[str, Any]:
 
 
 def write_raw(path: Path, result: LoadResult) -> None:
-    """Write one JSON object a request, with the arrival of each chunk in seconds after the start."""
+    """Write one JSON object for each request, with the arrival of each chunk in seconds after the start."""
     lines = [json.dumps(record.to_json()) + "\n" for record in result.records]
     path.write_text("".join(lines), encoding="utf-8")

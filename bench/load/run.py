@@ -1,8 +1,8 @@
-"""The load itself: who sends what and when. Closed loop: workers, each with one request open. Open loop: arrivals drawn
-beforehand, sent at their times whatever the server does.
+"""Send the load. Closed loop: workers, each with one request open. Open loop: arrivals are drawn beforehand, and
+requests are sent at their times whatever the server does.
 
-Invariant: each request that was due gets one record; an open loop's latencies start at the drawn time, not at the time
-the client got round to it.
+Invariant: each request that was due gets one record. An open loop's latencies start at the drawn time, not at the time
+at which the client sent the request.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from bench.load.records import RequestRecord
 from bench.load.settings import LoadPlan
 
 FAILURE_PAUSE_S = 0.1
-"""A closed-loop worker waits this long after a failure, so that a dead server is not hammered."""
+"""Pause of a closed-loop worker after a failure, so that a dead server is not flooded with requests."""
 _JOBS_AHEAD = 256
 
 
 @dataclass
 class LoadRun:
-    """A run under way. Everything in it may be read while it runs; `records` is complete when `run` returns."""
+    """A run under way. Its fields may be read while it runs; `records` is complete when `run` returns."""
 
     plan: LoadPlan
     client: Client
@@ -38,7 +38,7 @@ class LoadRun:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self) -> None:
-        """Send everything and wait for every answer, or for `interrupt`."""
+        """Send everything, and wait for every answer or for `interrupt`."""
         arrivals = None
         if self.plan.rate is not None:
             plan = self.plan
@@ -59,13 +59,13 @@ class LoadRun:
             producer.cancel()
 
     def interrupt(self) -> None:
-        """Stop now: open requests end as unfinished. What was measured stays."""
+        """Stop now. Open requests end as unfinished; measured ones are kept."""
         self.interrupted = True
         for task in list(self._tasks):
             task.cancel()
 
     async def send_alone(self, job: Job) -> RequestRecord:
-        """Send one job outside the measurement, to warm a cache or the server. Its first turn only."""
+        """Send the first turn of a job outside the measurement, to warm a cache or the server."""
         record = RequestRecord(job.index, 0, self.client.now(), job.asked_tokens)
         await self.client.send(self._path, self._build_body(list(job.turns[0]), job), record)
         return record
@@ -83,7 +83,7 @@ class LoadRun:
             producer.result()
 
     async def _produce(self, num_jobs: int | None) -> None:
-        """Cut prompts ahead of their time, on another thread, so that cutting delays nothing."""
+        """Make prompts ahead of time in another thread, so that making them delays no request."""
         index = 0
         try:
             while num_jobs is None or index < num_jobs:
@@ -138,7 +138,7 @@ class LoadRun:
             room.release()
 
     async def _run_job(self, job: Job, due_s: float) -> bool:
-        """Send a job's turns in order, each after the answer before it. True if all completed."""
+        """Send a job's turns in order, each after the previous answer. Return whether all completed."""
         messages: list[dict[str, Any]] = []
         for turn, new_messages in enumerate(job.turns):
             messages.extend(new_messages)

@@ -1,4 +1,4 @@
-"""Run `tandem bench serve`: options to a plan, and a result to files. What measures is imported when it runs."""
+"""Run `tandem bench serve`: make a plan of the options, measure, and write files. Heavy imports happen when it runs."""
 
 import json
 from pathlib import Path
@@ -68,10 +68,10 @@ def serve(
     raw: Annotated[Path | None, typer.Option(help="write a JSON line for each request")] = None,
     html: Annotated[Path | None, typer.Option(help="write the report as one page")] = None,
 ) -> None:
-    """Load any OpenAI-compatible server and measure what its users would feel.
+    """Send load to any OpenAI-compatible server, and measure what its users would experience.
 
-    Latencies start when a request was due. Ends with 1 if nothing completed, 2 on options that cannot be run,
-    130 on Ctrl-C (which reports what was measured).
+    Latencies start when a request was due. Exit status: 1 if nothing completed, 2 for options that cannot be run,
+    130 after Ctrl-C (with a report of what was measured).
     """
     from bench.load.settings import Corpus, LoadPlan, PlanError, parse_lengths, parse_slo
 

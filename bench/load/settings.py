@@ -1,7 +1,7 @@
 """Hold the plan of one load test, parse its option strings, and check options against each other.
 
-Invariant: a LoadPlan that exists is one that can be run; what contradicts is a PlanError with one line that says what
-to change.
+Invariant: a LoadPlan that passed `check` can be run. Options that contradict each other raise PlanError with one line
+that names what to change.
 """
 
 import math
@@ -17,7 +17,7 @@ SLO_KEYS = ("ttft", "tpot", "gap", "e2el")
 
 
 class PlanError(Exception):
-    """Options that cannot be run; the message is one line: the option, what it got, what was wanted."""
+    """Options that cannot be run. The message is one line: the option, what it got, what was wanted."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ def parse_slo(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of a load of the kind `rag`, and how they come with prompts.
+    """Documents of a load of the kind `rag`, and how they are sent with prompts.
 
-    tokens: of a document; per_prompt: different ones of each; zipf: the document of rank r is drawn in proportion to
-    r ** -zipf; sent_as: named by the server's ids, texts in `documents`, or text in the message (without `documents`);
-    turns: questions that are asked about them, one after the other.
+    tokens: of a document. per_prompt: number of different documents in a prompt. zipf: the document of rank r is drawn
+    in proportion to r ** -zipf. sent_as: by the server's ids, as texts in `documents`, or as text in the message
+    (without `documents`). turns: questions that are asked about a prompt's documents, one after the other.
     """
 
     num_documents: int
@@ -149,7 +149,7 @@ class LoadPlan:
         return self.rate is not None
 
     def check(self) -> None:
-        """Refuse options that contradict each other. Raises PlanError."""
+        """Raise PlanError for options that contradict each other."""
         try:
             find_root(self.url)
         except ValueError as error:

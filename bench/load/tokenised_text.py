@@ -1,7 +1,7 @@
-"""Hold text with a position for every token, so that a prompt of n tokens is one slice of it.
+"""Hold text with the position of every token, so that a prompt of n tokens is one slice of it.
 
-Three ways to know the tokens: the model's tokenizer (exact), the server's /tokenize route (exact for pieces of a few
-hundred characters, interpolated inside one), or a ratio of characters to a token (an estimate, and said to be one).
+Token positions come from the model's tokenizer (exact), from the server's /tokenize route (exact for pieces of a few
+hundred characters, interpolated inside one), or from a ratio of characters to tokens (reported as an estimate).
 Invariant: `starts` ascends, begins at 0 and ends at `len(text)`.
 """
 
@@ -27,12 +27,12 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 @dataclass(frozen=True)
 class TextPool:
-    """Text and where its tokens begin.
+    """Text, and where its tokens begin.
 
-    starts: `[tokens + 1]` int64, character positions; sentences: `[sentences]` int64, the tokens that open one;
-    count: tokens of a whole prompt, with what the tokenizer adds, None where only estimates are known;
-    added_tokens: what the server puts before a prompt (BOS), where `count` does not know; method: how tokens are
-    counted, in words.
+    starts: int64 `[tokens + 1]`, character positions. sentences: int64 `[sentences]`, tokens that begin a sentence.
+    count: counts the tokens of a whole prompt, including special ones; None if only estimates are known.
+    added_tokens: what the server puts before a prompt (BOS), if `count` does not know. method: how tokens are counted,
+    in words.
     """
 
     text: str
@@ -51,7 +51,7 @@ class TextPool:
         return len(self.text) / self.num_tokens
 
     def cut(self, begin: int, num_tokens: int) -> str:
-        """Return the text of `num_tokens` tokens from token `begin`, going round at the end as often as it takes."""
+        """Return the text of `num_tokens` tokens from token `begin`; after the end the text begins again."""
         parts = []
         while num_tokens > 0:
             end = min(begin + num_tokens, self.num_tokens)
@@ -61,7 +61,7 @@ class TextPool:
         return "".join(parts)
 
     def estimate(self, text: str) -> int:
-        """Return tokens of any text: counted where possible, else by the pool's ratio."""
+        """Return the number of tokens of any text: counted if possible, else by the pool's ratio."""
         return self.count(text) if self.count else round(len(text) / self.chars_per_token)
 
 
@@ -88,7 +88,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def pool_by_tokenizer(text: str, tokenizer: Tokenizer, name: str) -> TextPool:
-    """Return exact positions, from the tokenizer's offsets. `name` is for the report."""
+    """Make a pool with exact positions, from the tokenizer's offsets. name: of the tokenizer, for the report."""
     pieces = list(split_text(text, 20 * PIECE_CHARS))
     encodings = tokenizer.encode_batch(pieces, add_special_tokens=False)
     starts: list[int] = []
@@ -104,7 +104,7 @@ def pool_by_tokenizer(text: str, tokenizer: Tokenizer, name: str) -> TextPool:
 
 
 async def pool_by_server(text: str, added_tokens: int, count_piece: Callable[[str], Awaitable[int]]) -> TextPool:
-    """Return positions from a server's counts of short pieces. Whatever count_piece raises passes through."""
+    """Make a pool with positions from a server's counts of short pieces. Errors of count_piece pass through."""
     starts: list[NDArray[np.float64]] = []
     begin = 0
     for piece in split_text(text, PIECE_CHARS):
@@ -118,14 +118,14 @@ async def pool_by_server(text: str, added_tokens: int, count_piece: Callable[[st
 
 
 def pool_by_ratio(text: str, chars_per_token: float, source: str) -> TextPool:
-    """Return estimated positions, a token every `chars_per_token` characters. `source` says where the ratio is from."""
+    """Make a pool with estimated positions, a token every `chars_per_token` characters. source: of the ratio."""
     num_tokens = max(1, round(len(text) / chars_per_token))
     positions = np.linspace(0, len(text), num_tokens + 1).astype(np.int64)
     return _make_pool(text, positions, None, 0, f"ESTIMATED at {chars_per_token:.2f} characters a token ({source})")
 
 
 def split_text(text: str, piece_chars: int) -> Iterator[str]:
-    """Yield the text in pieces of about `piece_chars`, split before a space where there is one; joined, they are the
+    """Yield the text in pieces of about `piece_chars`, split before a space if there is one. Joined, the pieces are the
     text.
     """
     begin = 0

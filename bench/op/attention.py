@@ -1,4 +1,4 @@
-"""Time attention of one layer on the device: of a decode step over pages, and of a prompt."""
+"""Time attention of one layer on the device: of a decode step over pages, and of a prompt's prefill."""
 
 from collections.abc import Iterator
 
@@ -20,13 +20,13 @@ KV_KINDS = ("plain", "fp8", "int8")
 PREFILL_KINDS = ("dense", "momo")
 PAGE_TOKENS = 16
 UNIT_TOKENS = 8192  # queries of a prompt's last prefill unit
-PAGES_AT_ONCE = 4096  # that are made codes of
+PAGES_AT_ONCE = 4096  # pages that are encoded together
 GATE_HEADS, GATE_TOKENS = 4, 512
-MOST_ERROR = 2e-2  # of an output in bf16, relative
+MOST_ERROR = 2e-2  # relative error of an output in bf16
 
 
 def decode_cases(asked: Asked) -> Iterator[Case]:
-    """Yield decode attention over whole contexts by format of keys and values, and batch."""
+    """Yield cases of decode attention over whole contexts, by format of keys and values, and by batch."""
     for kind in asked.choose(KV_KINDS):
         for batch in asked.batches:
             yield _decode_case(asked, kind, batch)
@@ -58,7 +58,7 @@ def _decode_case(asked: Asked, kind: str, batch: int) -> Case:
         return near.out
 
     def check() -> None:
-        """Compare some heads of the first row with float64 over what its rows mean."""
+        """Compare some heads of the first row with float64 attention over the decoded pages."""
         got, offsets = attend(*pages[0])[0], torch.arange(PAGE_TOKENS, device=device)
         for head in range(min(GATE_HEADS, heads)):
             keys, values = (
@@ -79,7 +79,7 @@ def _decode_case(asked: Asked, kind: str, batch: int) -> Case:
 
 
 def encode_pages(pages: Tensor, stored: torch.dtype) -> Tensor:
-    """Return pages of the same rows in 8 bits, made some at a time."""
+    """Return pages with the same rows in 8 bits. PAGES_AT_ONCE pages are encoded at a time."""
     coded = torch.zeros(*pages.shape[:3], pages.shape[3] + SCALE_BYTES, dtype=stored, device=pages.device)
     for first in range(0, len(pages), PAGES_AT_ONCE):
         own = pages[first : first + PAGES_AT_ONCE]
@@ -89,7 +89,7 @@ def encode_pages(pages: Tensor, stored: torch.dtype) -> Tensor:
 
 
 def _attend_contiguous(asked: Asked, batch: int) -> Call:
-    """Attend to as many rows in the compute dtype, with the heads of a group as queries of their KV head."""
+    """Return a call that attends to contiguous rows in the compute dtype, a group's heads as queries of a KV head."""
     shape, options = asked.shape, {"dtype": asked.dtype, "device": asked.device}
     query = torch.randn(batch, shape.num_kv_heads, shape.group, shape.dim, **options)
     keys, values = (torch.randn(batch, shape.num_kv_heads, asked.tokens, shape.dim, **options) for _ in range(2))
@@ -97,7 +97,7 @@ def _attend_contiguous(asked: Asked, batch: int) -> Call:
 
 
 def prefill_cases(asked: Asked) -> Iterator[Case]:
-    """Yield a prompt's last prefill unit by method; all read the same keys, whose values are random."""
+    """Yield a prompt's last prefill unit by method. All methods read the same random keys and values."""
     shape = asked.shape
     block = MomoSettings().query_block
     tokens = max(1, asked.tokens // block) * block  # whole query blocks
@@ -126,14 +126,14 @@ def _make_unit(asked: Asked, begin: int, end: int) -> PrefillQuery:
     query = torch.randn(end - begin, shape.num_heads, shape.dim, **options)
     keys, values = (torch.randn(shape.num_kv_heads, end, shape.dim, **options) for _ in range(2))
     positions = torch.arange(begin, end, device=asked.device)
-    # one block more than the unit has: its last block is no prompt's end, which every method reads in full
+    # one block more than the unit has, since methods read a prompt's last block in full
     return PrefillQuery(
         0, query, query, keys, values, positions, begin, end + MomoSettings().query_block, shape.dim**-0.5, None
     )
 
 
 def _check_dense(asked: Asked) -> None:
-    """Compare dense attention of a short unit with float64."""
+    """Compare dense attention of a short unit with float64 attention."""
     unit = _make_unit(asked, GATE_TOKENS // 2, GATE_TOKENS)
     group = asked.shape.group
     key, value = (part.double().repeat_interleave(group, 0) for part in (unit.keys, unit.values))

@@ -1,4 +1,4 @@
-"""Hold one frame for all operations: a case is gated, timed beside its peer, and told as a row with its floor.
+"""Run the cases of all operations: check a case's result, time it beside its peer, and make a row with its floor.
 
 A new operation is a function from `Asked` to cases, and a line in `bench.op.op_command.OPERATIONS`.
 """
@@ -28,8 +28,8 @@ Rate = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the command line asks for. `batches`: rows of a step; `tokens`: of a context or prompt; `kinds`: formats of
-    weights or of keys and values, or empty for all that the operation has.
+    """The options of the command line. batches: rows of a step. tokens: of a context or prompt. kinds: formats of
+    weights or of keys and values; empty: all that the operation has.
     """
 
     shape_name: str
@@ -52,7 +52,7 @@ class Asked:
         return "device_stream_gb_s" if self.device.type == "cuda" else "host_stream_gb_s"
 
     def choose(self, known: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the kinds that are asked for, of those that the operation knows. Raises ValueError."""
+        """Return the kinds that are asked for, or all known ones. Raises ValueError for an unknown kind."""
         if unknown := set(self.kinds) - set(known):
             raise ValueError(f"--kinds: got {', '.join(sorted(unknown))}; wanted some of {', '.join(known)}")
         return self.kinds or known
@@ -60,14 +60,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes that must move at a measured rate, and floating-point operations; the larger time is the floor."""
+    """Bytes that must move at a measured rate, and floating-point operations. The larger time is the floor."""
 
     num_bytes: float
     rate: Rate
     flops: float = 0.0
 
     def floor(self, rates: Mapping[str, float]) -> tuple[str, float | None]:
-        """Return the floor in words and in milliseconds; None where the machine has no such rate."""
+        """Return the floor in words and in milliseconds; None if the rate was not measured on this machine."""
         if self.rate not in rates:
             return f"none: {self.rate} is not measured here", None
         bytes_ms = self.num_bytes / rates[self.rate] / 1e6
@@ -80,8 +80,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to time. `run` and `peer` do it `times` and `peer_times` in a row, over memory that no cache holds;
-    `check` raises GateError where the result is wrong. `as_graph`: on CUDA the calls are captured and replayed.
+    """One thing to time.
+
+    run and peer: repeat it `times` and `peer_times` times, over more memory than any cache holds. check: raises
+    GateError if the result is wrong. as_graph: on CUDA the calls are captured and replayed.
     """
 
     name: str
@@ -98,7 +100,7 @@ class Case:
 
 
 def time_cases(cases: Iterator[Case], asked: Asked, console: Console) -> list[Row]:
-    """Gate and time each case. Raises GateError where a result is wrong."""
+    """Check and time each case. Raises GateError if a result is wrong."""
     rates = measure_device_rates(asked.device)
     if asked.device.type != "cuda":
         rates |= measure_host_rates(asked.threads, gib=0.25)
@@ -126,7 +128,7 @@ def _launchable(call: Call, case: Case, asked: Asked) -> Call:
 
 
 def capture(call: Call) -> Call:
-    """Return the replay of a CUDA graph of a call, which leaves out the time that the host takes to launch it."""
+    """Capture a call as a CUDA graph, and return its replay, which is not slowed by the host's launches."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

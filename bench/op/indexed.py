@@ -1,7 +1,7 @@
 """Time the parts of a decode step that attends through an index: scores, choice, chosen rows, and the whole of a layer.
 
-Rows lie in one run of pinned memory, which all layers share; each layer has an index of its own. A whole layer is also
-timed with rows in resident pages, of each sequence its own, beside attention that reads all of them.
+Rows are in one range of pinned memory, which all layers share; each layer has its own index. A whole layer is also
+timed with rows in resident pages, which each sequence has for itself, beside attention that reads all of them.
 """
 
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ from transfer.places import COLUMNS
 
 STAGES = ("score", "choose", "slots", "estimate", "attend", "fetch", "join", "layer", "layer-kept", "resident")
 PAGE_TOKENS = 16
-NEW_SHARE = 0.4  # of chosen rows, that were not in slots a step before: SmolLM2 on novels (docs/methods/indexed.md)
-MOST_ERROR = 5e-2  # of an output that reads every token in bf16, relative
+NEW_SHARE = 0.4  # share of chosen rows that were in no slot a step before: SmolLM2 on novels (docs/methods/indexed.md)
+MOST_ERROR = 5e-2  # relative error of an output that reads every token in bf16
 
 
 class Stand:
-    """Indexes of some layers over one run of random rows, and the buffers of a step of `batch` sequences alike."""
+    """Indexes of some layers over one range of random rows, and the buffers of a step of `batch` equal sequences."""
 
     def __init__(self, asked: Asked, batch: int, settings: IndexedSettings, num_layers: int) -> None:
         shape, device = replace(asked.shape, max_context_tokens=asked.tokens), asked.device
@@ -101,17 +101,17 @@ class Stand:
         return join_parts(self.work, self.rings, self.wanted, self.step, self.layout, shape, self.counts)
 
     def layer(self, layer: Index) -> Partial:
-        """Attend in one layer, with no row in a slot yet."""
+        """Attend in one layer while no row is in a slot."""
         layer.ids.fill_(EMPTY)
         layer.held.zero_()
         return self._step(layer, self.step)
 
     def again(self, layer: Index) -> Partial:
-        """Attend in one layer, with the slots as the last step left them."""
+        """Attend in one layer with the slots that the last step left."""
         return self._step(layer, self.step)
 
     def keep_most(self) -> None:
-        """Keep the slots of the last step for `layer_kept`, but for the share whose tokens are new there."""
+        """Keep the slots of the last step for `layer_kept`, without those of NEW_SHARE of the tokens."""
         is_new = torch.rand(self.index.ids.shape, device=self.query.device) < NEW_SHARE
         self._kept_ids = torch.where(is_new, EMPTY, self.index.ids)
         held, num_words = self.index.held, self.index.held.shape[2]
@@ -120,7 +120,7 @@ class Stand:
         self._kept_held = torch.stack(words).view_as(held)
 
     def fill_pages(self) -> None:
-        """Put a copy of the rows into pages of each sequence."""
+        """Copy the rows into pages of each sequence."""
         device, count = self.query.device, -(-self.tokens // PAGE_TOKENS)
         pages = []
         for rows in self.rows:
@@ -136,7 +136,7 @@ class Stand:
         )
 
     def resident(self, layer: Index) -> Partial:
-        """Attend in one layer, to rows in pages."""
+        """Attend in one layer to rows in pages."""
         return self._step(layer, self._in_pages, self.pages)
 
     def full(self) -> Partial:
@@ -146,7 +146,7 @@ class Stand:
         return paged_decode_attention(asked, self._workspace).near
 
     def layer_kept(self, layer: Index) -> Partial:
-        """Attend in one layer, with most chosen rows in slots."""
+        """Attend in one layer while most chosen rows are in slots."""
         place = next(number for number, one in enumerate(self.layers) if one is layer)
         layer.ids.copy_(self._kept_ids[place])
         layer.held.copy_(self._kept_held[place])
@@ -158,7 +158,7 @@ class Stand:
         return self.join(layer)
 
     def exact(self) -> Tensor:
-        """Return full attention over the run, float64 `[batch, heads, dim]`."""
+        """Return full attention over all rows, float64 `[batch, heads, dim]`."""
         keys, values = (one.to(self.query.device).double() for one in self.rows)
         own = self.query.double().view(self.batch, self.shape.num_kv_heads, self.shape.group, -1)
         weights = (torch.einsum("bkgd,ktd->bkgt", own, keys) * self.shape.dim**-0.5).softmax(-1)
@@ -168,9 +168,9 @@ class Stand:
 def indexed_cases(asked: Asked) -> Iterator[Case]:
     """Yield the parts of a layer's step with the default settings, by batch.
 
-    The floor of a whole layer is that of its rows over the link: all chosen ones (`layer`), or the share that is new
-    (`layer-kept`). What the card reads of its own is shorter, and there is no peer: nothing else attends this way. In
-    pages (`resident`) the floor is that of the index and chosen rows, and the peer reads all rows.
+    The floor of a whole layer is its rows over the link: all chosen ones (`layer`), or the share of new ones
+    (`layer-kept`). The device's own reads take less time. There is no peer, since no other code attends this way. In
+    pages (`resident`) the floor is that of the index and the chosen rows, and the peer reads all rows.
     """
     settings = IndexedSettings()
     for batch in asked.batches:
@@ -215,7 +215,7 @@ def _case(stand: Stand, stage: str, asked: Asked, check: Call) -> Case:
 
 
 def _check_everything(asked: Asked) -> None:
-    """Hold a budget of every token against full attention in float64."""
+    """Compare attention with a budget of every token with full attention in float64."""
     few = replace(asked, tokens=min(asked.tokens, 512))
     stand = Stand(few, 1, IndexedSettings(budget_share=1.0), 1)
     error = relative_error(stand.layer(stand.layers[0]).out, stand.exact())

@@ -27,8 +27,8 @@ LIBRARY_KINDS = ("humming-fp8", "humming-int8", "humming-int4")
 _OF_FILES = tuple(name for name, kind in BLOCK_KINDS.items() if kind.stored is not None)
 KINDS = ("bfloat16", "fp8", "int8", "int4", *_OF_FILES, *LIBRARY_KINDS)
 DEFAULT_KINDS = ("bfloat16", "fp8", "int8", "int4")
-MOST_ERROR = 1.5e-2  # of a product behind a norm, against float64
-GATED = 1, 5  # tokens of products that are compared before any is timed
+MOST_ERROR = 1.5e-2  # relative error of a product after a norm, against float64
+GATED = 1, 5  # tokens of products that are checked before any is timed
 PEER = "the vendor's library in bf16"
 
 
@@ -53,7 +53,7 @@ def linear_cases(asked: Asked) -> Iterator[Case]:
 
 
 def output_cases(asked: Asked) -> Iterator[Case]:
-    """Yield the output matrix by the format that each kind stores it in, and batch."""
+    """Yield the output matrix by batch, and by the format in which each kind stores it."""
     shape, device = asked.shape, asked.device
     formats: dict[MatrixFormat | None, list[str]] = {}
     for kind in asked.choose(KINDS) if asked.kinds else DEFAULT_KINDS:
@@ -79,7 +79,7 @@ def output_cases(asked: Asked) -> Iterator[Case]:
 
 
 def stored_in(shape: Architecture, kind: str) -> Architecture:
-    """Return the shape with its matrices in a kind of KINDS."""
+    """Return the shape with its matrices stored as a kind of KINDS."""
     if kind in LIBRARY_KINDS:
         products, rounded_to = kind.split("-")
         return multiplied(rounded(shape, rounded_to, "--kinds"), products, "--kinds")
@@ -87,7 +87,7 @@ def stored_in(shape: Architecture, kind: str) -> Architecture:
 
 
 def _draw_layers(asked: Asked, kind: str) -> tuple[Architecture, Weights]:
-    """Draw as many layers as no cache holds, with a small vocabulary."""
+    """Draw so many layers that no cache holds them, with a small vocabulary."""
     if any(spec.experts is not None for spec in asked.shape.layer_pattern):
         raise ValueError(f"--shape: got {asked.shape_name}, a mixture of experts; wanted a shape without experts")
     shape = replace(asked.shape, num_layers=1, vocab_size=1024, tied_embeddings=True)
@@ -98,7 +98,7 @@ def _draw_layers(asked: Asked, kind: str) -> tuple[Architecture, Weights]:
 
 
 def _draw_outputs(shape: Architecture, stored: MatrixFormat | None, device: torch.device) -> list[Stored]:
-    """Draw as many output matrices as no cache holds; None: in bf16."""
+    """Draw so many output matrices that no cache holds them. stored None: in bf16."""
     rows, inner = shape.vocab_size, shape.hidden
     num_bytes = 2 * rows * inner if stored is None else stored.num_bytes(rows, inner)
     generator = torch.Generator(device=device).manual_seed(SEED)
@@ -119,7 +119,7 @@ def _matrices(layer: LayerWeights) -> Sequence[Stored]:
 
 
 def _check_layer(shape: Architecture, weights: Weights) -> None:
-    """Compare the product behind a layer's norm with float64, of one token and of several."""
+    """Compare the product after a layer's norm with float64, for one token and for several."""
     for tokens in GATED:
         x = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, device=weights.embedding.device)
         wide = x.double() * (x.double().square().mean(-1, keepdim=True) + shape.rms_norm_eps).rsqrt()

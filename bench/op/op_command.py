@@ -16,7 +16,7 @@ OPERATIONS = {
     "prefill": "bench.op.attention:prefill_cases",
     "indexed": "bench.op.indexed:indexed_cases",
 }
-"""Where each operation's cases come from."""
+"""The function that makes each operation's cases."""
 
 
 def op(

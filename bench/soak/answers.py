@@ -13,7 +13,7 @@ Verdict = Literal["same", "level", "other"]
 
 @dataclass(slots=True)
 class Answer:
-    """An answer. text: with the arguments of tool calls; gaps: between the two best log probabilities, by token."""
+    """An answer. text: includes the arguments of tool calls. gaps: between the two best log probabilities, by token."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
@@ -22,7 +22,7 @@ class Answer:
 
 
 class RefusedError(Exception):
-    """The server answered with an error, before a stream or in it; `code` is empty where the error has none."""
+    """The server answered with an error, before a stream or in it. code: empty if the error has none."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(f"status {status}, code {code!r}: {message[:200]}")
@@ -30,7 +30,7 @@ class RefusedError(Exception):
 
 
 async def read_answer(client: httpx.AsyncClient, ask: Ask) -> Answer:
-    """Send a request and return its whole answer. Raises RefusedError, and httpx's errors where a connection breaks."""
+    """Send a request and return its whole answer. Raises RefusedError, and httpx's errors if a connection breaks."""
     answer = Answer()
     async with client.stream("POST", ask.path, json=ask.body) as response:
         if response.status_code != httpx.codes.OK:
@@ -64,7 +64,7 @@ def _refused(status: int, text: str) -> RefusedError:
 
 
 def _take(answer: Answer, choice: dict[str, Any]) -> None:
-    """Add a choice of a whole answer, or of an event of a stream."""
+    """Add a choice of a whole answer, or of one event of a stream."""
     said = choice.get("delta") or choice.get("message") or {}
     answer.text += choice.get("text") or said.get("content") or ""
     answer.text += "".join(call["function"].get("arguments") or "" for call in said.get("tool_calls") or ())
@@ -83,8 +83,10 @@ def _take(answer: Answer, choice: dict[str, Any]) -> None:
 
 
 def compare(answer: Answer, first: Answer, level_gap: float) -> Verdict:
-    """Compare an answer with the first one. "level": they part at a token where the two best log probabilities of the
-    first are within `level_gap`: another batch sums in another order, which may turn such a choice.
+    """Compare an answer with the first one.
+
+    "level": they differ first at a token where the first answer's two best log probabilities are within `level_gap`.
+    Another batch sums in another order, which may change such a choice.
     """
     if answer.text == first.text and answer.tokens == first.tokens and answer.finish_reason == first.finish_reason:
         return "same"
