@@ -1,8 +1,8 @@
-"""Run `tandem bench engine --devices N`: the time of a decode step of a model that is split over devices of one host.
+"""Run `tandem bench engine --devices N`: time decode steps of a model that is split over devices of one host.
 
-It goes through an engine that is loaded as a server loads its own, with a process for each device. Floor: bytes of the
-weights that a step reads on one device, over that device's measured rate of reading them; sums over devices are
-beside it. There is no peer: the same command without `--devices` times one device.
+The engine is loaded as a server loads its own, with a process for each device. Floor: bytes of the weights that a step
+reads on one device, over that device's measured rate of reading them. The floor leaves out sums over devices. There is
+no peer: the same command without `--devices` times one device.
 """
 
 from dataclasses import asdict
@@ -28,7 +28,7 @@ from scheduler.planning.engine_memory import plan_engine
 from transfer.machine import GIB, probe_machine
 
 _WARMUP_STEPS = 4
-_ROOM = 2  # times the rows of all contexts, in pages
+_ROOM = 2  # pages, as a multiple of the rows of all contexts
 
 
 def run_split_benchmark(benchmark: EngineBenchmark, devices: int, console: Console) -> list[Row]:
@@ -40,7 +40,7 @@ def run_split_benchmark(benchmark: EngineBenchmark, devices: int, console: Conso
     one_bytes = step_weight_bytes(share, plan.dtype_bytes, plan.is_packed, 1)
     rates, rate = measure_floor_rates(one_bytes, plan.threads, torch.device(benchmark.device))
     if benchmark.device == "cuda":
-        torch.cuda.empty_cache()  # which the engine's plan gives to pages
+        torch.cuda.empty_cache()  # the engine's plan gives this memory to pages
     engine, _ = load_engine(config, plan, lambda stage, fraction: None)
     try:
         with interpreter_as_served():
@@ -84,7 +84,7 @@ def _rows(
 
 
 def _time_steps(runner: Runner, batch: int, benchmark: EngineBenchmark, vocab_size: int) -> list[float]:
-    """Return milliseconds of steps. Raises GateError where two rounds differ, or tokens are none."""
+    """Return milliseconds of steps. Raises GateError if two rounds draw different tokens, or no valid ones."""
     prompts, times = draw_prompts(batch, benchmark.prompt_tokens, vocab_size), []
     first: np.ndarray | None = None
     for _ in range(max(2, benchmark.rounds)):
@@ -102,7 +102,7 @@ def _described(benchmark: EngineBenchmark, devices: int, batch: int) -> dict[str
 
 
 def _config(benchmark: EngineBenchmark, devices: int) -> EngineConfig:
-    """Return what a server of this model would be given, with pages for all contexts of the largest batch."""
+    """Return the settings of a server for this model, with pages for all contexts of the largest batch."""
     model = ModelConfig.model_validate({
         "path": benchmark.model, "random_weights": benchmark.random_weights, "weights": benchmark.weights,
         "products": benchmark.products,

@@ -1,6 +1,6 @@
 """Start the server, ask it two questions about a page of the project, and keep serving until Ctrl-C.
 
-Without SmolLM2 the reference model is served. It only finds needles in a text, so two are put into the page.
+Without SmolLM2 the reference model is served. It can only find needles in a text, so two are put into the page.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ANSWER_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Hold a question, and words that a right answer has."""
+    """A question, and words that a right answer has."""
 
     text: str
     answer: str
@@ -71,7 +71,7 @@ def choose_config() -> Path:
 
 
 def converse(server: subprocess.Popen[bytes], url: str, model: str, once: bool, console: Console) -> int:
-    """Wait, ask, say how to go on, and wait for Ctrl-C or the server's end."""
+    """Wait until the server is healthy, ask the questions, and serve until Ctrl-C or the server's end."""
     try:
         wait_until_healthy(server, url)
         right = ask_about_page(url, model, console)
@@ -101,8 +101,9 @@ def choose_port(host: str, wanted: int, console: Console) -> int:
 
 
 def start_server(config: Path, port: int) -> subprocess.Popen[bytes]:
-    """Run `tandem serve`, whose lines of the start come here and whose log goes to a file; in a session of its own, so
-    that Ctrl-C reaches this program alone.
+    """Run `tandem serve`. Its output comes here, and its log goes to a file.
+
+    It gets a session of its own, so that Ctrl-C reaches this program alone.
     """
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("wb") as log:
@@ -115,9 +116,9 @@ def start_server(config: Path, port: int) -> subprocess.Popen[bytes]:
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
-    """Raises ChatError if the server ends, or is not healthy in time."""
+    """Wait until the server is healthy. Raises ChatError if it ends, or is not healthy in time."""
     deadline = time.monotonic() + START_SECONDS
-    with httpx.Client(timeout=5) as client:  # each `httpx.get` makes one anew
+    with httpx.Client(timeout=5) as client:  # each `httpx.get` would make a new client
         while time.monotonic() < deadline:
             if server.poll() is not None:
                 raise ChatError(f"the server ended with status {server.returncode}: {last_words(LOG)}")
@@ -131,7 +132,7 @@ def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
 
 
 def ask_about_page(url: str, model: str, console: Console) -> bool:
-    """Stream the answers to the terminal. Returns whether all say what the page says."""
+    """Stream the answers to the terminal. Returns whether all of them are right."""
     page, questions = choose_page(model)
     console.print(f"\n[bold]{page.relative_to(ROOT)}[/] is read, and {model} is asked:")
     verdicts = []
@@ -146,7 +147,7 @@ def ask_about_page(url: str, model: str, console: Console) -> bool:
 
 
 def choose_page(model: str) -> tuple[Path, tuple[Question, ...]]:
-    """Return what is read and asked: for the reference model, the page with needles between its paragraphs."""
+    """Return the page and the questions. For the reference model, the page has needles between its paragraphs."""
     if model != "reference":
         return PAGE, QUESTIONS
     from evals.tasks.reference import NUMBER_NEEDLE  # takes a second to import
@@ -169,7 +170,7 @@ def explain(url: str, model: str, console: Console) -> None:
 
 
 def stop_server(server: subprocess.Popen[bytes], console: Console) -> None:
-    """Ask it to end; a second Ctrl-C, or STOP_SECONDS, ends it at once."""
+    """Ask the server to end. A second Ctrl-C, or STOP_SECONDS, kills it."""
     if server.poll() is not None:
         return
     server.send_signal(signal.SIGTERM)

@@ -8,7 +8,7 @@ TORCH = ("torch", "triton", "fbgemm-gpu")
 
 
 def main() -> None:
-    """Arguments: pyproject.toml, the extra for the device (cuda or cpu), and the folder that gets the lists."""
+    """Write the lists. Arguments: pyproject.toml, the device's extra (cuda or cpu), and the folder of the lists."""
     project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
     extras = project["optional-dependencies"]
     packages = [*project["dependencies"], *extras[sys.argv[2]], *extras["otel"]]

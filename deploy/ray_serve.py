@@ -1,10 +1,10 @@
-"""Serve one model by Ray Serve: each replica is a server with a GPU of its own, and there are more while requests wait.
+"""Serve one model by Ray Serve. Each replica is a server with its own GPU; replicas are added while requests wait.
 
     pip install '.[cuda,ray]'
     python deploy/ray_serve.py deploy/rtx4090.yaml --max-replicas 4
 
-starts Ray on this machine, or joins the cluster that RAY_ADDRESS names. The file and the model have the same paths on
-each of its machines. `serve run deploy.ray_serve:build config=FILE` does the same.
+starts Ray on this machine, or joins the cluster that RAY_ADDRESS names. The file and the model must have the same paths
+on each of its machines. `serve run deploy.ray_serve:build config=FILE` does the same.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray's report of its use to its makers
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports no usage to its makers
 
 import aiohttp
 import ray
@@ -37,14 +37,14 @@ from starlette.responses import Response, StreamingResponse
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"  # by the header x-session-id
 HELD = ("tandem_requests_running", "tandem_requests_prefilling", "tandem_requests_waiting")
 OF_THE_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "host", "content-length"}
-OF_THE_PROXY = {"date", "server", "x-request-id"}  # which adds its own to answers
-END_SECONDS = 20  # of a server behind its drain
-# The server ends when its replica does, however that ends: the pipe closes then.
+OF_THE_PROXY = {"date", "server", "x-request-id"}  # headers that the proxy adds to answers itself
+END_SECONDS = 20  # time for a server to end after its drain
+# The pipe closes when the replica ends in any way, and the server then ends, too.
 KEEPER = 'exec 3<&0; "$@" 3<&- & server=$!; { read -r _ <&3; kill "$server"; } 2>/dev/null & wait "$server"'
 
 
 class Arguments(BaseModel):
-    """What `build` wants to know."""
+    """The arguments of `build`."""
 
     config: str = Field(description="the server's file")
     tandem: str = Field("", description="the program; left out: the one beside this interpreter, or of PATH")
@@ -60,7 +60,7 @@ class Arguments(BaseModel):
 
 
 class ByWaiting:
-    """Says how many replicas are wanted: more while requests wait for admission, fewer when fewer can hold them all."""
+    """Decides the number of replicas: more while requests wait for admission, fewer if fewer can hold all requests."""
 
     def __init__(self, waiting: float, held: float) -> None:
         self._waiting, self._held = waiting, held
@@ -74,7 +74,7 @@ class ByWaiting:
 
 
 class Replica:
-    """A server on a port of this machine's own, and whatever is asked of it."""
+    """A server on a free port of this machine, to which requests are passed on."""
 
     def __init__(self, arguments: Arguments) -> None:
         with socket.socket() as free:
@@ -97,7 +97,7 @@ class Replica:
         threading.Thread(target=self._end_with_server, daemon=True).start()
 
     def _end_with_server(self) -> None:
-        """End this process when the server ends unasked: Ray then uses the others at once, and starts a new one."""
+        """End this process if the server ends unexpectedly: Ray then uses the other replicas, and starts a new one."""
         self._server.wait()
         if not self._is_ending:
             os._exit(1)
@@ -110,12 +110,12 @@ class Replica:
             return False
 
     async def check_health(self) -> None:
-        """Raise where only a new replica helps; Ray starts one then."""
+        """Raise if only a new replica helps; Ray then starts one."""
         if not await asyncio.to_thread(self._answers, "/live"):
             raise RuntimeError(f"{self._url}/live: the server does not answer 200")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the requests that wait for admission, and those that the server holds."""
+        """Return the numbers of requests that wait for admission, and that the server holds."""
         async with self._http().get(f"{self._url}/metrics") as answer:
             found = {family.name: family.samples for family in text_string_to_metric_families(await answer.text())}
         held = {name: sum(sample.value for sample in found[name]) for name in HELD}
@@ -129,7 +129,7 @@ class Replica:
         return self._session
 
     async def __call__(self, request: Request) -> Response:
-        """Pass a request on, and the answer back as it comes. A client that goes ends both."""
+        """Pass a request on, and stream the answer back. A client that disconnects ends both."""
         query = f"?{request.url.query}" if request.url.query else ""
         answer = await self._http().request(
             request.method,
@@ -151,7 +151,7 @@ class Replica:
         return StreamingResponse(body(), answer.status, headers)
 
     def __del__(self) -> None:
-        """End the server as SIGTERM does: what it has begun may end."""
+        """End the server as SIGTERM does: requests that have begun may finish."""
         if not hasattr(self, "_server"):
             return
         self._is_ending = True
@@ -185,7 +185,7 @@ def build(arguments: Arguments) -> serve.Application:
         ray_actor_options={"num_gpus": arguments.gpus, "num_cpus": arguments.cpus},
         autoscaling_config=scaling,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
-        max_ongoing_requests=1000,  # requests wait in the server, which knows in which order
+        max_ongoing_requests=1000,  # requests wait in the server, which orders them
         graceful_shutdown_timeout_s=arguments.drain_seconds + END_SECONDS,
         health_check_period_s=2,
         health_check_timeout_s=10,
@@ -193,7 +193,7 @@ def build(arguments: Arguments) -> serve.Application:
 
 
 def main() -> None:
-    """Serve until Ctrl-C or SIGTERM, which drain."""
+    """Serve until Ctrl-C or SIGTERM; both drain the servers."""
     parser = argparse.ArgumentParser(description="Serve a configuration file by Ray Serve.")
     parser.add_argument("config")
     parser.add_argument("--host", default="127.0.0.1")

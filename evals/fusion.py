@@ -86,7 +86,7 @@ def parse_policies(labels: Sequence[str], ratios: Sequence[float]) -> list[Polic
 
 @contextmanager
 def fusion_engine(model: Path, device: str, longest_tokens: int, rows: str, chunk_tokens: int) -> Iterator[Engine]:
-    """Yield an engine whose document store is in memory and removed at the end. longest_tokens: of prompt and answer.
+    """Yield an engine whose document store is in memory and removed at the end.
 
     longest_tokens: the most tokens of a prompt with its answer. Raises ValueError for chunks too long to be stored.
     """

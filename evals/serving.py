@@ -217,8 +217,7 @@ def make_deployment(model: Path, device: str, longest_tokens: int, host: HostCon
     """Return a deployment for a run, in which no single answer is urgent: many prompts at once, long prefill chunks,
     few decode steps between them, and memory for all of that.
 
-    Memory is sized for the prompts under way. host: the settings that change answers; its memory limit is derived.
-    Raises ModelError or PlanError.
+    host: the settings that change answers; its memory limit is derived. Raises ModelError or PlanError.
     """
     shape = read_architecture(model)
     if device.startswith("cuda"):

@@ -1,4 +1,4 @@
-"""Name the laboratory's commands. Each imports what it runs when it runs, so that listing them is quick."""
+"""Name the laboratory's commands. Each imports what it runs only when it runs, so that listing them is quick."""
 
 import typer
 
@@ -17,7 +17,7 @@ app.add_typer(kernel, name="kernel")
 
 
 def register_methods() -> None:
-    """Register the methods of the laboratory beside those of `tandem eval`."""
+    """Register the laboratory's methods, so that `tandem eval` has them beside its own."""
     import lab.methods  # noqa: F401
 
 

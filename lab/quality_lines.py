@@ -1,4 +1,4 @@
-"""Print rows of `tandem eval tasks` and `tandem eval fidelity` as short lines, which a log of few characters holds."""
+"""Print rows of `tandem eval tasks` and `tandem eval fidelity` as short lines, for a log with few columns."""
 
 import json
 from pathlib import Path
@@ -13,10 +13,11 @@ HEAD = ("task or text", "tokens", "method", "prompts", "failed", "score", "diffe
 def quality_lines(
     files: Annotated[list[Path], typer.Argument(help="JSON that `tandem eval tasks` or `fidelity` wrote")],
 ) -> None:
-    """Print a line a row: scores in points, KL in nats, shares read in per cent.
+    """Print one line for each row: scores in points, KL in nats, shares read in per cent.
 
-    `KL`: along the tokens of a text, or of full attention's answer; `KL own`: along those that the method chose itself,
-    where a profile's prompt is computed exactly. `beyond`: per cent of audited heads whose error was above its bound.
+    `KL`: along the tokens of a text, or of full attention's answer. `KL own`: along tokens that the method chose
+    itself, if a profile's prompt is computed exactly. `beyond`: per cent of audited heads whose error was above its
+    bound.
     """
     rows: list[tuple[str, ...]] = [HEAD]
     for file in files:
@@ -25,7 +26,7 @@ def quality_lines(
             continue
         for row in json.loads(file.read_text())["rows"]:
             line = line_of(row)
-            if line not in rows:  # full attention stands in several files
+            if line not in rows:  # several files have full attention's rows
                 rows.append(line)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -33,7 +34,7 @@ def quality_lines(
 
 
 def line_of(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return a row's values as HEAD names them; `-` where there is none."""
+    """Return a row's values in the order of HEAD; `-` if there is none."""
     gap = row.get("difference")
     return (
         str(row.get("task") or row.get("text")),

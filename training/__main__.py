@@ -1,4 +1,4 @@
-"""Run `python -m training predictor ...`, as `tandem train` does where nothing is installed but what it needs."""
+"""Run `python -m training predictor ...`: the commands of `tandem train`, where Tandem is not installed."""
 
 from training.cli import app
 

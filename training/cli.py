@@ -1,6 +1,4 @@
-"""Name the commands of `tandem train`. Each command imports what it runs when it runs, so that listing them is
-quick.
-"""
+"""Name the commands of `tandem train`. Each imports what it runs only when it runs, so that listing them is quick."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ app = typer.Typer(no_args_is_help=True, help="Train what a method needs on your 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Tell expected errors in one line on stderr, and end with status 1."""
+    """Report expected errors in one line on stderr, and exit with status 1."""
     from gpu.model.architecture import ModelError
 
     try:
@@ -70,8 +68,8 @@ def predictor(
 ) -> None:  # fmt: skip
     """Train a predictor of the blocks that a model's heads attend to next.
 
-    Captures full attention over texts, fits the network to it and keeps the epoch that recovers most of texts that
-    were held out.
+    Captures full attention over texts, fits the network to it, and keeps the epoch that recovers most attention on
+    held-out texts.
     """
     with one_line_errors():
         from training.predictor.fit import Recipe

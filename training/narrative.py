@@ -1,10 +1,9 @@
 """Generate endless English narrative prose from a seed, by a grammar written for this project.
 
 The reference model was trained on it, as 15 % of the filler; the evaluations' text is another (`evals.chronicle`). A
-sentence is drawn by expanding symbols of `GRAMMAR`; a run of sentences keeps a small cast and scene for a while, so
-pronouns and names recur as in a novel, while whole sentences practically never do. The invariant: the text depends on
-the seed alone, has no digits and no hyphens (so needles cannot occur in it), and each sentence ends with one of `. !
-?`.
+sentence is drawn by expanding symbols of `GRAMMAR`. A run of sentences keeps a small cast and scene, so that pronouns
+and names recur as in a novel, while a whole sentence practically never repeats. The invariant: the text depends on the
+seed alone, has no digits and no hyphens (so needles cannot occur in it), and each sentence ends with one of `. ! ?`.
 """
 
 import random
@@ -214,7 +213,7 @@ def with_article(words: str) -> str:
 
 
 class Narrator:
-    """Draws sentences from one seed; keeps the cast of the present scene and its pronouns."""
+    """Draws sentences from one seed. It keeps the cast of the present scene and its pronouns."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(f"narrative-{seed}")

@@ -41,8 +41,9 @@ def soak(
 ) -> None:
     """Serve mixed load while the engine is killed each minute, and check that every promise is kept.
 
-    Nothing may be lost but what was in flight at a kill, with a clear error; greedy texts are the first ones; memory is
-    flat; at rest nothing is held but by the prefix cache. Ends with 1 if a promise is broken.
+    The promises: requests are lost only if they were in flight at a kill, and with a clear error; a greedy text is
+    always the same; memory does not grow; at rest only the prefix cache holds memory. Exit status: 1 if a promise is
+    broken.
     """
     import asyncio
 

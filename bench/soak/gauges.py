@@ -1,4 +1,4 @@
-"""Read what a server says of itself: what it serves, what it holds, and whether all of that is given back at rest."""
+"""Read a server's gauges: what it serves, what it holds, and whether it frees everything at rest."""
 
 import asyncio
 import time
@@ -22,8 +22,8 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """Gauges by name. engine_bytes: of the engine's resident memory, what they account for: pages that are in use, of
-    a device whose memory is the host's, contexts in host memory, and document chunks.
+    """Gauges by name. engine_bytes: the part of the engine's resident memory that they account for: committed pages, if
+    the device's memory is the host's, contexts in host memory, and document chunks.
     """
 
     values: dict[str, float]
@@ -52,7 +52,7 @@ async def read_served(client: httpx.AsyncClient) -> Served:
 
 
 async def read_gauges(client: httpx.AsyncClient) -> Gauges:
-    """Return the gauges now, of /metrics and /v1/activity."""
+    """Return the current gauges of /metrics and /v1/activity."""
     text = (await client.get("/metrics")).text
     values = {one.name: one.value for family in text_string_to_metric_families(text) for one in family.samples
               if not one.labels}  # fmt: skip
@@ -66,15 +66,15 @@ async def read_drafted(client: httpx.AsyncClient) -> tuple[int, int]:
 
 
 def _page_bytes(activity: dict[str, Any], num_pages: float) -> float:
-    """Return the bytes of a KV page in host memory: 0 where pages lie on a card."""
+    """Return the bytes of a KV page in host memory; 0 if pages are on a GPU."""
     items = [item for place in activity["memory"] if place["place"] == "host" for item in place["items"]]
     return sum(item["bytes"] for item in items if item["name"] == "KV pages") / max(1.0, num_pages)
 
 
 async def wait_for_rest(client: httpx.AsyncClient, sessions: list[str]) -> dict[str, float]:
-    """Wait until nothing is held but by the prefix cache, forget all sessions, and wait until that is given back.
+    """Wait until only the prefix cache holds anything, delete all sessions, and wait until their memory is freed.
 
-    Returns gauges, of which each should be 0 by then.
+    Returns gauges, each of which should be 0 by then.
     """
     found = await _wait_for_zeros(client, _AT_REST)
     for session_id in sessions:

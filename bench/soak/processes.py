@@ -18,14 +18,14 @@ class ServerProcesses:
         self._server = psutil.Process(pid)
 
     def find_engine(self) -> psutil.Process | None:
-        """Return the engine that runs now; None between two engines, and once the server has ended."""
+        """Return the running engine; None between two engines, and after the server has ended."""
         try:
             return next((one for one, role in self._roles() if role == "engine"), None)
         except psutil.NoSuchProcess:
             return None
 
     def resident_bytes(self) -> dict[str, int]:
-        """Return resident memory by role: server, engine, children (what renders templates and compiles grammars)."""
+        """Return resident memory by role: server, engine, children (template renderers and grammar compilers)."""
         found: dict[str, int] = {}
         for process, role in self._roles():
             try:
@@ -45,7 +45,7 @@ class ServerProcesses:
 
 
 def find_server(url: str) -> ServerProcesses | None:
-    """Return the processes of the server that listens at an address of this machine; None if it is elsewhere, or
+    """Return the processes of the server that listens at an address of this machine; None for another machine's or
     another user's.
     """
     parts = urlsplit(url)
@@ -74,7 +74,7 @@ class Trend:
 
 
 def fit_trend(samples: Sequence[tuple[float, int]]) -> Trend | None:
-    """Return the trend of (seconds, bytes), of two samples at least; else None."""
+    """Return the trend of (seconds, bytes); None for fewer than two samples."""
     if len(samples) < 2:
         return None
     seconds, sizes = np.array(samples, np.float64).T

@@ -9,9 +9,9 @@ from bench.load.prose import write_prose
 _CHARS_A_TOKEN = 3  # of prose, at least, so that no prompt is longer than wanted
 _SHORTEST_TOKENS = 20
 _TOOL_CALL_TOKENS = 96
-_BESIDE_TOKENS = 512  # that a chat template with tools adds, and an answer
-EXACT_PROFILES = ("exact", "offloaded", "verified")  # a text does not depend on where the tokens lie
-LEFT_SESSIONS = tuple(f"soak-left-{number}" for number in range(8))  # of clients that leave
+_BESIDE_TOKENS = 512  # room for what a chat template with tools adds, and for an answer
+EXACT_PROFILES = ("exact", "offloaded", "verified")  # their texts do not depend on where the tokens are
+LEFT_SESSIONS = tuple(f"soak-left-{number}" for number in range(8))  # sessions of clients that leave
 _Built = tuple[str, dict[str, Any]]  # a path, and fields of a body
 TOOLS = [
     {
@@ -35,7 +35,7 @@ TOOLS = [
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. `is_compared`: greedy, of a method that reads every token, so its text is the same each time."""
+    """A request. is_compared: greedy, by a method that reads every token, so that its text is always the same."""
 
     kind: str
     path: str
@@ -45,7 +45,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a server says of itself. profiles: the longest prompt and answer of each, in tokens."""
+    """What a server reports of itself. profiles: the most tokens of a prompt with its answer, by profile."""
 
     model: str
     profiles: dict[str, int]
@@ -56,8 +56,8 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """How many prompts a kind has, the tokens of the longest, the tokens of an answer, and the profiles that are
-    asked for; None: all that the server has. judged: profiles of methods that read every token, whoever drafts.
+    """The mix of requests: prompts of each kind, tokens of the longest prompt, tokens of an answer, and the profiles to
+    ask for; None: all of the server's. judged: profiles whose method reads every token, so that texts are compared.
     """
 
     prompts: int

@@ -1,4 +1,4 @@
-"""Run a soak: clients that ask and compare, clients that leave, kills of the engine, and samples of memory."""
+"""Run a soak: clients that ask and compare answers, clients that leave, kills of the engine, and samples of memory."""
 
 import asyncio
 import time
@@ -24,8 +24,8 @@ _KILLED_CODES = ("engine_dead", "engine_hung", "engine_loading")
 
 @dataclass(frozen=True, slots=True)
 class SoakPlan:
-    """What to run. kill_every_s: between two kills of the engine, 0: none; the last third of the run has none, so that
-    an engine's memory is seen for long. level_gap: see `compare`. patience_s: in which a request must be answered,
+    """The plan of a soak. kill_every_s: between two kills of the engine; 0: none. The last third of the run has no
+    kills, so that one engine's memory is watched for long. level_gap: see `compare`. patience_s: timeout of an answer,
     whatever was killed meanwhile.
     """
 
@@ -42,7 +42,7 @@ class SoakPlan:
 
 @dataclass(slots=True)
 class Kill:
-    """A kill of the engine: when, and when the next one served."""
+    """A kill of the engine: its time, and the time at which the next engine served."""
 
     at: float
     healthy_at: float = float("inf")
@@ -50,9 +50,9 @@ class Kill:
 
 @dataclass(slots=True)
 class SoakResult:
-    """What a soak saw. counts: by kind of request; memory: (seconds, bytes) by role and number of the engine, without
-    what gauges account for; at_rest: gauges after the end that should be 0; faults: promises that were broken, and how
-    often; drafted: tokens that drafts proposed, and that were drawn of these, in the last engine.
+    """The results of a soak. counts: by kind of request. memory: (seconds, bytes) by role and number of the engine,
+    without the bytes that gauges account for. at_rest: gauges after the end, which should be 0. faults: broken
+    promises, with how often each was. drafted: tokens that drafts proposed, and those accepted, in the last engine.
     """
 
     seconds: float = 0.0
@@ -69,8 +69,9 @@ class SoakResult:
 
 
 async def run_soak(plan: SoakPlan, transport: httpx.AsyncBaseTransport | None = None) -> SoakResult:
-    """Ask each prompt once alone, then all at once until time is up, then wait for rest. transport: in place of a
-    connection. Raises ValueError where the server is not there or refuses a first request.
+    """Ask each prompt once alone, then all concurrently until the time is up, then wait for rest.
+
+    transport: replaces the connection. Raises ValueError if the server is not reachable or refuses a first request.
     """
     headers = {"authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
     every = httpx.AsyncClient(
@@ -158,8 +159,8 @@ class _Soak:
         return None
 
     def _judge(self, ask: Ask, sent: float, error: RefusedError, counts: Counter[str], now: float) -> None:
-        """Count an error: of a request that was in flight at a kill, of one that came before the next engine served, or
-        of a full queue. Any other breaks a promise.
+        """Count an error that is allowed: of a request in flight at a kill, of one that came before the next engine
+        served, or of a full queue. Any other error is a broken promise.
         """
         is_clear = error.code in _KILLED_CODES
         if is_clear and any(sent <= kill.at <= now for kill in self.result.kills):
@@ -172,7 +173,7 @@ class _Soak:
             self.result.blame(f"{ask.kind}: {error}")
 
     async def _leave_again_and_again(self) -> None:
-        """Leave at once, after some tokens, or without reading any."""
+        """Disconnect again and again: at once, after some tokens, or without reading any."""
         ways = (("leaves at once", 0.2, 0), ("leaves a stream", 30.0, 20), ("never reads", 5.0, None))
         while time.monotonic() < self._ends:
             kind, most_s, num_lines = self._random.choice(ways)
@@ -203,7 +204,7 @@ class _Soak:
         for number in range(1, int(2 * self._plan.seconds / 3 / every_s) + 1):
             wait_s = self._began + number * every_s - time.monotonic()
             if wait_s < 0:
-                continue  # the engine took longer than that to load
+                continue  # the engine took longer than the interval to load
             await asyncio.sleep(wait_s)
             engine = processes.find_engine()
             if engine is None:
@@ -214,7 +215,7 @@ class _Soak:
             with suppress(psutil.NoSuchProcess):
                 engine.kill()
                 await asyncio.to_thread(engine.wait)
-            while not (processes.find_engine() and await self._is_healthy()):  # it is noticed a moment later
+            while not (processes.find_engine() and await self._is_healthy()):  # the server notices a kill a bit later
                 if time.monotonic() - kill.at > self._plan.patience_s:
                     self.result.blame(f"no engine serves {self._plan.patience_s:.0f} s after a kill")
                     return

@@ -1,4 +1,4 @@
-"""Judge the memory of a soak, print what it saw, and write it as JSON."""
+"""Judge the memory of a soak, print its results, and write them as JSON."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ _MOST_FAULTS = 20  # that are printed
 
 
 def judge_memory(result: SoakResult) -> dict[str, Trend]:
-    """Return the trend of each role over the second half of its samples, of the last engine: others have just begun.
+    """Return the trend of each role over the second half of its samples; of engines, only the last one's.
 
     Growth beyond FLAT_BYTES is a fault.
     """
@@ -32,7 +32,7 @@ def judge_memory(result: SoakResult) -> dict[str, Trend]:
 
 
 def print_result(result: SoakResult, trends: dict[str, Trend], console: Console) -> None:
-    """Print the requests by kind, memory, gauges at rest, and each promise that was broken."""
+    """Print the requests by kind, memory, gauges at rest, and each broken promise."""
     requests = Table(title=f"{result.seconds:,.0f} s, {len(result.kills)} engines killed", title_justify="left")
     used = [name for name in _COLUMNS if name in ("asked", "answered") or any(c[name] for c in result.counts.values())]
     requests.add_column("requests", no_wrap=True)
@@ -58,7 +58,7 @@ def print_result(result: SoakResult, trends: dict[str, Trend], console: Console)
 
 
 def write_result(result: SoakResult, trends: dict[str, Trend], path: Path) -> None:
-    """Write all of it as one JSON object."""
+    """Write all results as one JSON object."""
     memory = {
         role: {"mib": round(one.last_bytes / _MIB, 1), "mib_a_minute": round(60 * one.bytes_a_second / _MIB, 3),
                "seconds": round(one.seconds, 1)} for role, one in trends.items()

@@ -1,4 +1,4 @@
-"""Arguments of `python -m lab kernel ...`, turned into benchmarks of one operation each."""
+"""Define the commands of `python -m lab kernel ...`, each of which benchmarks one operation."""
 
 import sys
 from collections.abc import Callable
@@ -39,8 +39,9 @@ def host_experts(
     device: Device = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Time steps and prompts of a mixture whose experts do not fit the card: fetched beside the link's floor, computed
-    by the CPU beside that of host memory.
+    """Time steps and prompts of a mixture of experts that does not fit the device's memory.
+
+    Experts in host memory are fetched, against the link's floor, or computed by the CPU, against host memory's.
     """
     from lab.kernels.host_experts import HostExpertsBenchmark, host_expert_rows, parse_ways
 
@@ -57,7 +58,7 @@ def host_queries(
     threads: Annotated[int, typer.Option(min=1)] = 16,
     rows: Annotated[Literal["bfloat16", "int8"], typer.Option()] = "bfloat16",
 ) -> None:
-    """Time attention of 1 to 16 queries over one read of an 8B's rows in host memory, beside torch's and two floors."""
+    """Time attention of 1 to 16 queries over one read of an 8B model's rows in host memory, beside torch and floors."""
     from lab.kernels.host_queries import measure
 
     measure(tokens, threads, rows)
@@ -69,7 +70,7 @@ def layer_experts(
     threads: Annotated[int | None, typer.Option(min=1, help="of the CPU; default: its cores")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Time the experts of one layer on the CPU, in integers and in floats, beside the rate of its memory."""
+    """Time the experts of one layer on the CPU, in integers and in floats, against the rate of its memory."""
     from lab.kernels.layer_experts import LayerBenchmark, layer_rows
     from transfer.machine import count_physical_cores
 
@@ -80,7 +81,7 @@ def layer_experts(
 def run_kernel(
     device: str, json_file: Path | None, measure_rows: "Callable[[torch.device, Console], list[Row]]"
 ) -> None:
-    """Measure on the device that was asked for and report; a wrong result ends with status 1 and no number."""
+    """Measure on the requested device, and report. A wrong result is reported without a number, with status 1."""
     import torch
 
     from bench.benchmark_rows import GateError, report
@@ -96,7 +97,7 @@ def run_kernel(
 
 
 def _resolve(device: str) -> str:
-    """Return `cuda` for `auto` where there is one, else `cpu`."""
+    """Return `cuda` for `auto` if there is a GPU, else `cpu`."""
     import torch
 
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

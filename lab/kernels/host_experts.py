@@ -1,13 +1,13 @@
-"""Run `python -m lab kernel host-experts`: steps and prompts of a mixture of experts that does not fit the card.
+"""Run `python -m lab kernel host-experts`: steps and prompts of a mixture of experts that does not fit the device.
 
-Random weights, drawn on the device and, of experts in host memory, copied down. The allocator is held to the memory
-that was asked for. Steps go both ways, of the same weights: experts that they take are fetched, or computed by the CPU.
-The floor of a step is what it fetched, counted on the device, over the link, or what the CPU read, counted there, over
-the rate of a stream from host memory, and what it reads over the card's rate, all measured in the same run; a prompt's
-is its products, or all experts in host memory over the link, whichever takes longer. Beside the floor of a step that is
-computed stands what its products take by the rate of the threads themselves, of such numbers, measured there, too: by
-that `auto` chooses. The gate: a layer gives, either
-way, what it gives with all of its experts on the card; whether it gives the same bits fetched stands in the row.
+Weights are random, drawn on the device; experts for host memory are copied there. The allocator is limited to the
+requested memory. Steps run both ways with the same weights: their experts are fetched, or computed by the CPU. The
+floor of a fetching step is what it fetched, counted on the device, over the link. That of a computing step is what the
+CPU read, counted there, over the rate of a stream from host memory. To both comes what the step reads on the device
+over the device's rate. A prompt's floor is its products, or all experts in host memory over the link, whichever takes
+longer. All rates are measured in the same run. A computing step's row also has the time of its products by the threads'
+own measured rate, by which `auto` chooses. The gate: both ways a layer gives what it gives with all experts on the
+device. The row also says whether fetched experts give the same bits.
 """
 
 import gc
@@ -50,18 +50,18 @@ from scheduler.planning.step_bytes import prompt_flops
 from transfer.machine import GIB, MachineProfile, count_physical_cores, probe_machine
 from transfer.machine_rates import core_rate
 
-PROMPT_TOKENS = 64  # of a decode step's contexts
+PROMPT_TOKENS = 64  # tokens of a context before the decode steps
 WARMUP_STEPS = 4
 GATED_TOKENS = (1, 3, 200)
 Way = Literal["fetch", "compute"]
-MOST_OFF = 2.0**-6  # of the largest number of a result: four roundings of bf16
+MOST_OFF = 2.0**-6  # largest error, relative to the largest number: four roundings of bf16
 
 
 @dataclass(frozen=True, slots=True)
 class HostExpertsBenchmark:
-    """The settings of the benchmark. weights: as `model.weights`, or a GGUF file's kind, None: bf16. on_card: experts
-    of each layer, None: what the plan of `memory_gib` says, for the longest of `prompts`. ways: in which steps are
-    timed, in this order; threads: of the CPU that computes, None: physical cores.
+    """The settings of the benchmark. weights: as `model.weights`, or a GGUF file's format; None: bf16. on_card: experts
+    of each layer on the device; None: as planned for `memory_gib` and the longest of `prompts`. ways: in which steps
+    are timed, in this order. threads: of the CPU that computes; None: physical cores.
     """
 
     shape: str
@@ -81,12 +81,12 @@ class HostExpertsBenchmark:
 
     @property
     def context(self) -> int:
-        """Return the tokens of the longest context. It has room for the prompts of a step's rows, which are one job."""
+        """Return the tokens of the longest context, which also holds the prompts of a step's rows as one job."""
         return max(*self.prompts, PROMPT_TOKENS + self.steps, max(self.batches) * PROMPT_TOKENS) + 1
 
 
 def parse_ways(text: str) -> tuple[Way, ...]:
-    """Raise typer.BadParameter for what is no way."""
+    """Parse `fetch,compute` to ways. Raises typer.BadParameter for an unknown way."""
     found: list[Way] = []
     for word in text.split(","):
         if word not in ("fetch", "compute"):
@@ -96,7 +96,7 @@ def parse_ways(text: str) -> tuple[Way, ...]:
 
 
 def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, console: Console) -> list[Row]:
-    """Return a row a way and a batch, and one a prompt. Raises GateError, PlanError or ModelError."""
+    """Return a row for each way and batch, and one for each prompt. Raises GateError, PlanError or ModelError."""
     shape, kind = named_shape(benchmark.shape), benchmark.weights
     is_block = kind is not None and kind in BLOCK_KINDS
     shape = stored_as(shape, kind) if is_block else rounded(shape, kind, "--weights")
@@ -131,12 +131,12 @@ def host_expert_rows(benchmark: HostExpertsBenchmark, device: torch.device, cons
     console.print(f"{shares.host_bytes / GIB:.1f} GiB of experts in host memory, all weights drawn in "
                   f"{time.perf_counter() - began:.1f} s", highlight=False)  # fmt: skip
     has_same_bits = _check(shape, weights, device, benchmark)
-    gc.collect()  # the layer that was put together, whose memory pages want
+    gc.collect()  # frees the layer that was put together: pages need its memory
     bench = _Bench(benchmark, shape, plan, shares, rates, stream_gb_s, device, console, has_same_bits)
     rows = []
     for way in benchmark.ways:
         rows += list(bench.rows(weights, way, prompts=benchmark.prompts if way == benchmark.ways[0] else ()))
-        gc.collect()  # a runner and its graphs, whose memory the next one wants
+        gc.collect()  # frees a runner and its graphs: the next one needs the memory
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return rows
@@ -164,21 +164,22 @@ def _plan(
 
 
 def _max_running(benchmark: HostExpertsBenchmark) -> int:
-    """Return the rows of the largest step that is captured: that of the largest batch, padded as a server pads it."""
+    """Return the rows of the largest captured step: the largest batch, padded as a server pads it."""
     return max((*benchmark.batches, *served_graph_sizes(benchmark.batches)))
 
 
 def _num_pages(benchmark: HostExpertsBenchmark, page_tokens: int) -> int:
-    """Return the pages of the longest prompt, or of a step's contexts: all layers have all of theirs in pages here,
-    those with a window, too, which the plan counts apart.
+    """Return the pages of the longest prompt, or of a step's contexts. Here all layers have whole contexts in pages,
+    even those with a window, which the plan counts separately.
     """
     in_steps = max(benchmark.batches) * -(-(PROMPT_TOKENS + benchmark.steps) // page_tokens)
     return max(in_steps, -(-benchmark.context // page_tokens))
 
 
 def _check(shape: Architecture, weights: Weights, device: torch.device, benchmark: HostExpertsBenchmark) -> bool:
-    """Return whether the first layer with experts in host memory, which is put together on the device for a moment,
-    gives the same bits with these fetched. Raises GateError where it gives other numbers, any way.
+    """Check the first layer that has experts in host memory against the same layer whole on the device.
+
+    Returns whether it gives the same bits with fetched experts. Raises GateError if either way gives other numbers.
     """
     number = next(index for index, layer in enumerate(weights.layers) if layer.experts and layer.experts.host)
     split = weights.layers[number]
@@ -204,12 +205,12 @@ def _check(shape: Architecture, weights: Weights, device: torch.device, benchmar
 
 
 def _compute(projections: Projections, hidden: torch.Tensor, exchange: ExpertExchange) -> torch.Tensor:
-    """Return a layer's MLP, whose experts in host memory this thread computes behind the launch, or within it on the
-    CPU.
+    """Return the output of a layer's MLP, with its experts in host memory computed by this thread after the launch (on
+    the CPU device within it).
     """
     if exchange.is_at_once:
         return projections.mlp(0, hidden, exchange=exchange)
-    exchange.slot.release()  # while modules are loaded nobody may wait for who loads them
+    exchange.slot.release()  # no kernel may wait for this thread while this thread loads modules
     projections.mlp(0, hidden, exchange=exchange)
     exchange.forget_requests()
     exchange.take_requests()
@@ -226,7 +227,7 @@ def _together(layer: LayerWeights, device: torch.device) -> LayerWeights:
 
 
 def _count(runner: Runner, way: Way) -> int:
-    """Return the number of experts that were fetched, or computed, since the runner was made. Waits for the device."""
+    """Return how many experts were fetched, or computed, since the runner was made. Waits for the device."""
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     counts = runner.expert_counts()
@@ -235,7 +236,7 @@ def _count(runner: Runner, way: Way) -> int:
 
 
 def _computed(runner: Runner) -> tuple[int, float]:
-    """Return bytes of experts that the CPU read, and the seconds from asks to answers in which it did, since it was
+    """Return the bytes of experts that the CPU read, and the seconds from requests to answers, since the runner was
     made.
     """
     counts = runner.computed_counts()
@@ -256,7 +257,7 @@ class _Bench:
 
     @property
     def link_gb_s(self) -> float:
-        """Return the link's rate; on the CPU device, that of copies within its memory."""
+        """Return the link's rate; if the CPU is the device, that of copies within its memory."""
         return self.rates.get("host_to_device_gb_s", self.stream_gb_s)
 
     def rows(self, weights: Weights, way: Way, prompts: tuple[int, ...]) -> Iterator[Row]:
@@ -294,11 +295,11 @@ class _Bench:
         decoded = decode(runner, prompts, self.benchmark.steps)
         num_layers = sum(spec.experts is not None for spec in self.shape.layers)
         one_bytes = self.shares.host_bytes / (num_layers * self.shares.on_host)
-        per_step = (_count(runner, way) - before) / self.benchmark.steps  # and what short prefills listed: none
+        per_step = (_count(runner, way) - before) / self.benchmark.steps  # short prefills add none to the counter
         moved, read = per_step * one_bytes, step_weight_bytes(self.shape, self.plan.dtype_bytes, True, batch)
-        read -= self.shares.fetched_bytes(batch) if way == "compute" else 0  # which the card does not read
+        read -= self.shares.fetched_bytes(batch) if way == "compute" else 0  # the device does not read these
         gb_s = self.link_gb_s if way == "fetch" else self.rates["host_stream_gb_s"]
-        near = self.shares.near_bytes(batch) if way == "compute" else 0  # which the card reads meanwhile
+        near = self.shares.near_bytes(batch) if way == "compute" else 0  # the device reads these meanwhile
         floor_ms = read / self.stream_gb_s / 1e6 + max(moved / gb_s - near / self.stream_gb_s, 0.0) / 1e6
         where = "over the link" if way == "fetch" else f"on {self.benchmark.num_threads} threads of the CPU"
         floor = (
@@ -319,7 +320,7 @@ class _Bench:
                          extras)  # fmt: skip
 
     def _products(self, batch: int) -> tuple[float, str]:
-        """Return what they take by the threads' own rate, if rows take experts at random, and in words."""
+        """Return the time of a step's products by the threads' own rate, for randomly chosen experts, and in words."""
         threads, host_gb_s = self.benchmark.num_threads, self.rates["host_stream_gb_s"]
         ms = ExpertTimes(self.shares, self.link_gb_s, host_gb_s, threads, self.rates).arithmetic_ms(batch)
         names = [core_rate(kind) for kind in self.shares.computed_numbers(1)]

@@ -1,8 +1,8 @@
 """Time attention of several queries over one read of rows in host memory: this project's kernel, and torch's for bf16.
 
-Rows are random, two layers of an 8B that are read by turns, so that no cache has them. Each way is compared with
-float64. torch's flash attention runs over chunks of tokens, whose partials are merged in float32; it uses tiles (AMX)
-through oneDNN where the processor has them.
+Rows are random: two layers of an 8B model that are read in turn, so that no cache holds them. Each way is compared with
+float64. torch's flash attention runs over chunks of tokens, whose partials are merged in float32. It uses tiles (AMX)
+through oneDNN if the processor has them.
 """
 
 import logging
@@ -26,17 +26,17 @@ from transfer.tier_shape import TierShape
 
 WIDTHS = (1, 2, 4, 8, 16)
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
-_TURNS = 2  # layers that are read by turns
-_SECONDS = 0.25  # a width and way at least
-_CHUNKS = (2, 8)  # of each 65,536 tokens
-_SPREAD = 3.0  # of logits
+_TURNS = 2  # layers that are read in turn
+_SECONDS = 0.25  # least time for each width and way
+_CHUNKS = (2, 8)  # chunks per 65,536 tokens
+_SPREAD = 3.0  # deviation of queries, so that logits differ
 _SEED = 7
 _CODE_SCALE = 1 / 40
 RowKind = Literal["bfloat16", "int8"]
 
 
 def processor_flags() -> str:
-    """Return what the processor says of itself that matters here."""
+    """Return the processor's model, and its flags for tiles and 16-bit floats."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     found = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
     named = {name.strip(): value.strip() for name, value in found.items()}
@@ -101,7 +101,7 @@ def attend_by_kernel(kernel: HostAttention, threads: int, rows: Rows, queries: t
 
 
 def attend_by_torch(num_chunks: int, rows: Rows, queries: torch.Tensor) -> tuple[np.ndarray, ...]:
-    """Return the merged partials of so many chunks of each 65,536 tokens."""
+    """Return the merged partials of `num_chunks` chunks per 65,536 tokens."""
     group, outs, lses = HEADS // KV_HEADS, [], []
     own = queries.view(len(queries), KV_HEADS, group, DIM).transpose(0, 1).reshape(1, KV_HEADS, -1, DIM)
     for keys, values in rows.segments:
@@ -129,7 +129,7 @@ def _best_ms(call: Callable[[int], object]) -> float:
 
 
 def measure(num_tokens: int, threads: int, kind: RowKind) -> None:
-    """Print milliseconds of all layers of an 8B by width and way, the floors, and the largest differences."""
+    """Print milliseconds of all layers of an 8B model by width and way, the floors, and the largest errors."""
     torch.set_num_threads(threads)
     torch.manual_seed(_SEED)
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")

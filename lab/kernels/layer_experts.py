@@ -1,9 +1,9 @@
 """Run `python -m lab kernel layer-experts`: the experts of one layer computed by the CPU, in integers and in floats.
 
-Random experts of few bits, several times the last-level cache, of which the rows of a request take some at random. The
-floor is the bytes of those that are taken over the rate of a stream from this host's memory, measured in the same run
-with as many threads. The gate: integers give what floats give, but for what rounding changes. No model file is needed,
-and no card.
+Experts are random and of few bits, together several times the last-level cache; the rows of a request take some at
+random. The floor is the bytes of the taken experts over the rate of a stream from this host's memory, measured in the
+same run with as many threads. The gate: integers give the results of floats within rounding. It needs neither a model
+file nor a GPU.
 """
 
 import time
@@ -24,14 +24,14 @@ from transfer.model_constants import ExpertActivation
 from transfer.simd.packed_rows import unit_columns
 
 CPU = torch.device("cpu")
-SETS = 4  # of a layer's experts, taken from in turns, so that none is in a cache when it is read again
-REPEATS = 24  # of a request
-MOST_OFF = 1e-3  # of the largest number, that rounding may change
+SETS = 4  # sets of a layer's experts, used in turn, so that no cache holds an expert when it is read again
+REPEATS = 24  # timed requests
+MOST_OFF = 1e-3  # error that rounding may cause, relative to the largest number
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of experts: hidden, intermediate, of so many each token takes some; words of `PackedRows`."""
+    """A kind of experts: their sizes, how many there are and each token takes. name: the format of `PackedRows`."""
 
     name: str
     shape: str
@@ -117,7 +117,7 @@ def _ask(kind: Kind, slot: ExpertSlot, rows: int, turn: int) -> None:
 
 
 def _check(kind: Kind, workers: dict[str, HostExperts], slot: ExpertSlot, rows: int) -> float:
-    """Return how far integers are off floats, of the largest number. Raises GateError where that is too far."""
+    """Return the error of integers against floats over the largest number. Raises GateError if it is too large."""
     slot.hidden.normal_(generator=torch.Generator().manual_seed(0))
     slot.shares.fill_(1 / kind.per_token)
     made = {}
@@ -131,7 +131,7 @@ def _check(kind: Kind, workers: dict[str, HostExperts], slot: ExpertSlot, rows: 
 
 
 def _draw(name: str, rows: int, inner: int) -> PackedRows:
-    """Return random rows, of numbers of about 0.05."""
+    """Return random packed rows, whose numbers are about 0.05."""
     groups = -(-inner // (128 if name == "int4" else 32))
     number = "fp4" if name == "MXFP4" else "int4"
     units = -(-inner // unit_columns(number))
@@ -150,7 +150,7 @@ def _draw(name: str, rows: int, inner: int) -> PackedRows:
 
 
 def _huge(rows: int, columns: int) -> torch.Tensor:
-    """Return int32 in huge pages, as experts in pinned memory have them."""
+    """Return int32 in huge pages, the kind of memory that pinned experts are in."""
     made = torch.empty(rows, columns, dtype=torch.int32)
     advise_huge_pages(made.data_ptr(), made.nbytes)
     return made

@@ -1,9 +1,9 @@
-"""H2O: half of the budget for the keys that have received most attention so far, half for the most recent ones.
+"""H2O: half of the budget for the keys that received most attention so far, half for the most recent ones.
 
-Paper: Zhang et al. 2023, section 4 (greedy eviction by accumulated attention). What is evicted never comes back. With
-`observe` the prompt's attention is accumulated over its last queries only: AttentionPredictor (appendix C.1) calls that
-H2O+, since accumulating over all favours the first tokens. Query heads keep their own keys, or those of a group the
-same ones, by the attention of all of them.
+Paper: Zhang et al. 2023, section 4 (greedy eviction by accumulated attention). An evicted key never returns. With
+`observe` only the attention of the prompt's last queries is accumulated: AttentionPredictor (appendix C.1) calls that
+H2O+, since accumulating over all queries favours the first tokens. Each query head keeps its own keys, or a group keeps
+the same keys by the attention of all its heads.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,8 @@ class Kept:
 
 class H2O(DecodeMethod):
     """H2O: keep the `recent` part of `budget` for the last keys, and the rest for those with the most attention so far.
-    `observe`: last prompt queries whose attention counts; 0 means all.
+
+    observe: last prompt queries whose attention counts; 0: all.
     """
 
     name: ClassVar[str] = "h2o"

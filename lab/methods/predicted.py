@@ -1,10 +1,10 @@
-"""AttentionPredictor: blocks that a small network expects to matter next, from the attention of the last steps.
+"""AttentionPredictor: attend to the blocks that a small network expects to matter, from the attention of past steps.
 
-Paper: section 4.2 and Algorithm 1. Sink and recent tokens are read always, of the blocks between them the best that the
-budget leaves room for; they were known before the step's query was. What is left is dropped, as in the paper, or
-sampled (`rest=sampled`, MagicPIG), by hash tables of which those keys are taken out. Invariant: the history holds what
-was read exactly, for other blocks 0 or what it had last, and everything only at the prompt's end and in the steps that
-calibrate; a sample never comes there.
+Paper: section 4.2 and Algorithm 1. Sink and recent tokens are always read. Of the blocks between them the best are read
+that the budget has room for; they are chosen before the step's query is known. The other blocks are dropped, as in the
+paper, or sampled (`rest=sampled`, MagicPIG) by hash tables, without the keys that were read. Invariant: the history has
+the exact attention of blocks that were read, and for other blocks 0 or the last known value. It has all blocks only at
+the prompt's end and in steps that calibrate. Samples never enter it.
 """
 
 from dataclasses import dataclass
@@ -32,15 +32,16 @@ from gpu.predictor.network import load_network
 from gpu.predictor.predict import PackedNetwork, pack, predict_blocks
 from lab.methods.sampled import Offloaded, Sampled, merge
 
-SPARE_ROWS = 1  # of a history: scores are made whole here, so no more is needed
+SPARE_ROWS = 1  # of a history: scores are always computed in full here, so no more are needed
 
 
 @dataclass(slots=True)
 class Seen:
-    """The state of a decode. history: of one layer, requests * heads; step: decode steps so far; network: packed for
-    the device; offloads: where the rest is sampled; chosen: blocks behind the sink that the last step read, int64
-    `[requests, heads, most]`,
-    -1: none; scores: of the last prediction, `[requests, heads, blocks]`.
+    """The state of a decode.
+
+    history: of one layer, requests * heads. step: decode steps so far. network: packed for the device. offloads: the
+    sampled rest, or None. chosen: blocks behind the sink that the last step read, int64 `[requests, heads, most]`, -1:
+    none. scores: of the last prediction, `[requests, heads, blocks]`.
     """
 
     history: History
@@ -52,12 +53,13 @@ class Seen:
 
 
 class Predicted(DecodeMethod):
-    """The reference of predicted blocks. `group`: a KV head's score is the maximum over its query heads, after the
-    network or before it, or each query head reads for itself (apart). `every`: steps between two predictions, whose
-    blocks stay meanwhile. `calibrate`: every so many steps the history gets everything's attention. `rotate`: in each
-    step one block of so many is calibrated, in turn; 0: none. `unread`: what the history has of blocks that were not
-    read, zero or what it had last. `rest=sampled`: what is not read is sampled, a head each, and what that reads comes
-    on top of the budget.
+    """The reference of predicted blocks.
+
+    group: a KV head's score is the maximum over its query heads, after the network or before it; or each query head
+    reads for itself (apart). every: steps between two predictions; their blocks stay meanwhile. calibrate: every so
+    many steps the history gets the attention of all blocks. rotate: in each step one block in so many is calibrated, in
+    turn; 0: none. unread: what the history gets for blocks that were not read: zero or the last value. rest=sampled:
+    what is not read is sampled by each head, and these reads come on top of the budget.
     """
 
     name: ClassVar[str] = "predicted"
@@ -82,7 +84,7 @@ class Predicted(DecodeMethod):
 
     @property
     def sampled(self) -> Sampled:
-        """Return how the rest is read."""
+        """Return the method that samples the rest."""
         return Sampled(
             bits_per_table=self.bits_per_table, num_tables=self.num_tables, sink=self.sink, window=self.window,
             seed=self.seed,
@@ -104,7 +106,7 @@ class Predicted(DecodeMethod):
 
     def step(self, step: Step, state: Seen) -> StepResult:
         sink_blocks = num_blocks(self.sink, self.block)
-        cut = ((step.lengths - self.window) // self.block).clamp(min=sink_blocks)  # the first block of recent tokens
+        cut = ((step.lengths - self.window) // self.block).clamp(min=sink_blocks)  # the first block of the recent ones
         local = (step.lengths - cut * self.block).clamp(min=0)
         counts = (self.budget.of(step.lengths) - sink_blocks * self.block - local) // self.block
         most = num_blocks(self.budget.most(step.longest), self.block)
@@ -119,7 +121,7 @@ class Predicted(DecodeMethod):
             result = read_together(result, step.group)
         if state.offloads is None:
             return result
-        read = torch.zeros(*step.query.shape[:2], step.longest + 1, device=index.device)  # and of what is nowhere
+        read = torch.zeros(*step.query.shape[:2], step.longest + 1, device=index.device)  # one more for unused entries
         read.scatter_(2, index.masked_fill(~chosen, step.longest), 1.0)
         rest = self.sampled.attend_offloaded(step, state.offloads, read[..., : step.longest] > 0)
         out, lse = merge(result.out, result.lse, rest.out, rest.lse)
@@ -127,9 +129,7 @@ class Predicted(DecodeMethod):
         return StepResult(out, lse, result.keys_scored + rest.keys_scored, rows)
 
     def _score(self, step: Step, state: Seen, sink_blocks: int, widths: torch.Tensor) -> torch.Tensor:
-        """Return scores `[requests, heads, blocks]` of the blocks from the sink's end on, -inf behind `widths
-        [requests]`.
-        """
+        """Return scores `[requests, heads, blocks]` of the blocks behind the sink, -inf beyond `widths [requests]`."""
         requests, heads = step.query.shape[:2]
         end = max(num_blocks(step.longest, self.block), sink_blocks + 1)
         if state.scores is not None and state.step % self.every:
@@ -152,9 +152,7 @@ class Predicted(DecodeMethod):
     def _spread(
         self, step: Step, blocks: torch.Tensor, chosen: torch.Tensor, sink_blocks: int, cut: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return positions `[requests, heads, m]` of sink, chosen blocks and recent tokens, and which of them
-        are read.
-        """
+        """Return positions `[requests, heads, m]` of sink, chosen blocks and recent tokens, and which are read."""
         requests, heads = step.query.shape[:2]
         device, end = blocks.device, step.lengths[:, None]
         sink = torch.arange(sink_blocks * self.block, device=device).expand(requests, -1)
@@ -166,7 +164,7 @@ class Predicted(DecodeMethod):
         return index, reads
 
     def _note(self, step: Step, state: Seen, lse: torch.Tensor, index: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Put the step into the history: what was read, or everything where it calibrates."""
+        """Add the step to the history: the blocks that were read, or all blocks in a step that calibrates."""
         state.step += 1
         logits = step_logits(step)
         maxima = block_maxima(logits, self.block, -torch.inf)  # [requests, heads, blocks]
@@ -190,7 +188,7 @@ class Predicted(DecodeMethod):
 
 @cache
 def read_network(weights: str, device: torch.device) -> PackedNetwork:
-    """Read a network from a file and pack it: bf16 on a GPU, float32 elsewhere. Raises MethodError without a file."""
+    """Load a network from a file and pack it: bf16 on a GPU, float32 elsewhere. Raises MethodError without a file."""
     if not weights:
         raise MethodError("method predicted: no weights; give weights=FILE, made by `tandem train predictor`")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

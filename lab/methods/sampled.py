@@ -1,10 +1,11 @@
-"""LSH sampling: keys that share two or more hash buckets with the query, weighted by one over their chance to do so.
+"""LSH sampling: keys that share two or more hash buckets with the query, weighted by the inverse probability of that.
 
 Paper: MagicPIG, section 4.3, equations 10 and 11; K = bits_per_table, L = num_tables. The sink and the recent window
-are read exactly. All keys between them count as offloaded: held centred on the mean of those offloaded at the first
-decode step (one mean a KV head), in the keys' own dtype; what leaves the window later is centred on the same mean. The
-query is not centred. A head's sample stands for the mass of everything offloaded. Invariant: each offloaded key's
-weight has expectation exp(logit) over the projections, so numerator and denominator of the output are unbiased.
+are read exactly. All keys between them count as offloaded. They are stored in their own dtype, minus the mean of the
+keys offloaded at the first decode step (one mean for each KV head); keys that leave the window later are centred on the
+same mean. The query is not centred. A head's sample represents the mass of all offloaded keys. Invariant: each
+offloaded key's weight has expectation exp(logit) over the projections, so numerator and denominator of the output are
+unbiased.
 """
 
 import math
@@ -22,7 +23,7 @@ from gpu.methods.sampled.hyperplanes import MAX_BITS_PER_TABLE, Projections, dra
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """One layer's offloaded keys: of the whole capacity, a new one written as its token comes.
+    """One layer's offloaded keys, allocated for the whole capacity. A new key is written when its token comes.
 
     centre: float32 `[requests, kv_heads, dim]`. rows: centred keys `[requests, kv_heads, capacity, dim]`. norms:
     float32 `[requests, kv_heads, capacity]`. codes: int16 (a uint16's bits) `[requests, kv_heads, tables, capacity]`.
@@ -36,7 +37,7 @@ class Offloaded:
 
 
 class Sampled(DecodeMethod):
-    """The reference of sampling. `centred=false` hashes keys as they are, as the paper's ablation does (figure 8)."""
+    """The reference of sampling. `centred=false` hashes keys without centring, as the paper's ablation (figure 8)."""
 
     name: ClassVar[str] = "sampled"
     paper: ClassVar[str] = "MagicPIG"
@@ -52,7 +53,7 @@ class Sampled(DecodeMethod):
         position = torch.arange(prompt.capacity, device=prompt.keys.device)
         known = (position < prompt.lengths[:, None])[:, None, :, None]
         keys = prompt.keys.masked_fill(~known, 0)
-        end = torch.minimum(prompt.lengths + 1 - self.window, prompt.lengths)  # of what the first step has offloaded
+        end = torch.minimum(prompt.lengths + 1 - self.window, prompt.lengths)  # end of what the first step offloads
         offloaded = (position >= self.sink) & (position < end[:, None])
         share = offloaded.float() / offloaded.sum(-1, keepdim=True).clamp(min=1)  # [requests, capacity]
         centre = torch.einsum("rn,rknd->rkd", share, keys.float()) * self.centred
@@ -71,9 +72,9 @@ class Sampled(DecodeMethod):
         return StepResult(out, lse, rest.keys_scored + exact.keys_scored, rows)
 
     def attend_offloaded(self, step: Step, state: Offloaded, excluded: torch.Tensor | None = None) -> StepResult:
-        """Return the sample's part, once a step: rows_read `[requests, heads]`, of rows and tables, a head each.
+        """Return the sample's part; call it once a step. rows_read: `[requests, heads]`, rows and tables of each head.
 
-        excluded: bool `[requests, heads, longest]`, what it does not stand for; found in tables like the others.
+        excluded: bool `[requests, heads, longest]`, keys that the sample does not represent; tables still find them.
         """
         self._append(step, state)
         position = torch.arange(step.longest, device=step.lengths.device)
@@ -98,9 +99,7 @@ class Sampled(DecodeMethod):
         state.codes[requests, :, :, last] = hash_rows(row, state.projections)
 
     def _attend_sampled(self, step: Step, state: Offloaded, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and lse of equation 11 over the sample, the centre's part of the logits given back to
-        the lse.
-        """
+        """Return output and lse of equation 11 over the sample. The centre's part of the logits is added to the lse."""
         requests, heads, dim = step.query.shape
         products = score_keys(step.query, state.rows[:, :, : step.longest])
         norms = step.query.float().norm(dim=-1)[..., None] * state.norms[:, :, : step.longest].repeat_interleave(
@@ -115,7 +114,7 @@ class Sampled(DecodeMethod):
         return out, lse + shift.reshape(requests, heads) * dim**-0.5
 
     def _attend_resident(self, step: Step) -> StepResult:
-        """Return the sink and the window, exactly; the heads of a group read them together."""
+        """Attend to the sink and the window exactly. The heads of a group read them together."""
         sink = torch.arange(self.sink, device=step.lengths.device).expand(len(step.lengths), -1)
         begin = (step.lengths - self.window).clamp(min=self.sink)[:, None]
         recent = begin + torch.arange(self.window, device=step.lengths.device)
@@ -124,7 +123,7 @@ class Sampled(DecodeMethod):
         return StepResult(part.out, part.lse, part.keys_scored, part.rows_read / step.group)
 
     def _index_rows(self, entries: torch.Tensor, step: Step) -> torch.Tensor:
-        """Return rows of KV whose bytes the lookup reads: a uint16 an entry, two int32 offsets a table and stripe."""
+        """Return the lookup's bytes in rows of KV: a uint16 for each entry, two int32 offsets a table and stripe."""
         stripes = math.ceil(step.longest / LOOKUP_STRIPE_TOKENS)
         index_bytes = 2 * entries + 8 * self.num_tables * stripes
         return index_bytes / (2 * 2 * step.query.shape[-1])  # a key and a value, two bytes a channel
@@ -133,7 +132,7 @@ class Sampled(DecodeMethod):
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the partial of two disjoint sets, `[requests, heads, dim]` and `[requests, heads]`; an empty one has lse
+    """Merge the partials of two disjoint sets, `[requests, heads, dim]` and `[requests, heads]`. An empty one has lse
     -inf.
     """
     total = torch.logaddexp(lse, other_lse)

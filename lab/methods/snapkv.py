@@ -1,8 +1,8 @@
-"""SnapKV: what the end of the prompt looked at is kept, once, and every generated token after it.
+"""SnapKV: keep the prompt keys that the prompt's last queries attended to, and every generated token.
 
-Paper: Li et al. 2024, section 4 (observation window, pooling over neighbouring keys, top of each head). Query heads
-keep their own keys, or those of a group the same ones, by the votes of all of them. The budget is of the prompt, the
-observation window in it; generated tokens come on top.
+Paper: Li et al. 2024, section 4 (observation window, pooling over neighbouring keys, top of each head). Each query head
+keeps its own keys, or a group keeps the same keys by the votes of all its heads. The budget is a share of the prompt
+and includes the observation window; generated tokens come on top.
 """
 
 from dataclasses import dataclass

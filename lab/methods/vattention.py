@@ -1,10 +1,9 @@
-"""vAttention: the keys with the largest logits exactly, and a uniform sample of the rest by inverse probability.
+"""vAttention: read the keys with the largest logits exactly, and a uniform sample of the rest by inverse probability.
 
-Paper: arXiv 2510.05688, the estimator of section 4: each key of the sample stands for (keys of the rest) / (sampled)
-keys, in numerator and denominator alike. Finding the largest is not counted, as in `topk`: an upper bound of what a
-search would give it. Sink and window are read exactly, and the rest of the budget is shared between the best of the
-other keys and the sample. Invariant: over draws, numerator and mass are unbiased; a budget of the whole context is
-dense attention.
+Paper: arXiv 2510.05688, the estimator of section 4: each sampled key represents (keys of the rest) / (sampled) keys, in
+numerator and denominator alike. As in `topk` the search for the largest is not counted: an upper bound of any search.
+Sink and window are read exactly, and the rest of the budget is shared between the best of the other keys and the
+sample. Invariant: over draws, numerator and mass are unbiased; a budget of the whole context is dense attention.
 """
 
 from typing import ClassVar
@@ -19,7 +18,8 @@ from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step,
 
 class VAttention(DecodeMethod):
     """vAttention: attend to the sink and window, to the best other keys, and to a uniform sample of the remaining ones.
-    The best keys get the `heavy` part of what sink and window leave of `budget`; the rest is drawn without replacement.
+
+    The best keys get the share `heavy` of the budget that sink and window leave; the rest is drawn without replacement.
     The heads of a group choose and draw apart or together.
     """
 
@@ -51,7 +51,7 @@ class VAttention(DecodeMethod):
         drawn = torch.rand(requests, drawers, longest, generator=state, device=masses.device)
         drawn = drawn.repeat_interleave(heads // drawers, 1)
         first, length = exact[:, None, None], step.lengths[:, None, None]
-        key = torch.where(rank < first, -2.0, drawn).masked_fill(rank >= length, 2.0)  # exact, the rest, what is behind
+        key = torch.where(rank < first, -2.0, drawn).masked_fill(rank >= length, 2.0)  # exact, the rest, beyond the end
         most = min(longest, max(self.budget.most(longest), self.sink + self.window, 1))
         place = key.topk(most, largest=False).indices  # [requests, heads, most], of `order`
         chosen = rank[:most] < counts[:, None, None]

@@ -1,4 +1,4 @@
-"""The model card: what the model is, the runs that made it, the prompts it knows, what it scores."""
+"""Write the model card: what the model is, the runs that made it, the prompts it knows, what it scores."""
 
 from collections.abc import Mapping, Sequence
 
@@ -44,7 +44,7 @@ def write_card(
     perplexities: Mapping[int, float],
     num_prompts: Mapping[int, int],
 ) -> str:
-    """Return runs: all that made the weights, first one first; scores: exact match in per cent by length and task."""
+    """Return the card. runs: all that made the weights, in order. scores: exact match in % by length and task."""
     million = shape.count() / 1e6
     lines = [
         "# The reference model",
@@ -89,7 +89,7 @@ def write_card(
 
 
 def table_of_runs(runs: Sequence[Run]) -> list[str]:
-    """Return a line a run and one of their sums, as Markdown."""
+    """Return Markdown with a line for each run, and one for their sum."""
     lines = [
         "| run | stage | GPUs | minutes | steps | tokens | text alone | begins with |",
         "|---|---|---|---|---|---|---|---|",

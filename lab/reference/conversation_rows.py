@@ -1,8 +1,8 @@
-"""One training row: a conversation about one document of novel text, filled to its length to the token.
+"""Make training rows: conversations about one document of novel text, filled to their length to the token.
 
 The invariant: a row has exactly `length + 1` tokens, the prompt up to the first answer is what `evals.tasks.reference`
-would write for the same sentences and question, and a span covers each whole answer with its end token. A hint says
-what the middle of the model should know at a position, to be taught there on its own: it changes no token.
+would write for the same sentences and question, and a span covers each whole answer with its end token. A hint is the
+token that the model's middle layer should predict at a position, as a separate lesson: it changes no token of the row.
 """
 
 import random
@@ -18,7 +18,7 @@ from lab.reference.spelling import ASSISTANT, BEGIN, END, END_OF_TEXT, USER, Spe
 from lab.reference.tasks import KINDS, MERGED, TASKS, Exercise, Room, Turn
 
 NOTHING, PLAIN_TEXT, ANSWER, LISTED, FILLER = range(5)
-"""What a predicted token counts as: not learnt, text alone, an answer, a word of a list, text between sentences."""
+"""Classes of predicted tokens: not learnt, text alone, an answer, a word of a list, text between sentences."""
 
 CONTINUE = "continue"
 ROW_KINDS = (*KINDS, CONTINUE)
@@ -29,24 +29,24 @@ DEPTHS = 40
 
 
 HINTS = ("first_hop", "city", "assigned", "leader", "common")
-"""What a hint is about: at a question's end, the city that an answer in two hops passes through or that is the answer,
-or a list's common word; the variable that a sentence gives a value to, at its end; in a list, the most common word so
-far."""
+"""Subjects of hints. first_hop, city: at a question's end, the city that a two-hop answer passes through, or that is
+the answer. assigned: at a sentence's end, the variable that it gives a value to. leader: in a list, the most common
+word so far. common: at a question's end, a list's common word."""
 ASKED_HINTS = {"facts_two_hops": "first_hop", "facts_one_hop": "city", "common_word": "common"}
 QUESTION_END_TOKENS = 4
 LEADER_HINTS, LEADER_TIMES, LEADER_LEAD = 40, 3, 2
-"""Hints a list, and how often and how far ahead of the next a word must have come to be its leader."""
+"""Hints in a list; the times a word must have come, and its lead over the next, to be the leader."""
 
 
 class RowError(Exception):
-    """The drawn exercise leaves no room in the row."""
+    """Raised if the drawn exercise does not fit the row."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One training row. tokens: uint16 `[length + 1]`; classes: uint8 `[length]`, of the predicted tokens `tokens[1:]`;
-    spans: (task, begin, end) of answers among the predicted tokens; hints: (of HINTS, position among the inputs
-    `tokens[:-1]`, token to be known there).
+    """One training row. tokens: uint16 `[length + 1]`. classes: uint8 `[length]`, of the predicted tokens `tokens[1:]`.
+    spans: (task, begin, end) of answers among the predicted tokens. hints: (index in HINTS, position among the inputs
+    `tokens[:-1]`, token to be predicted there).
     """
 
     tokens: np.ndarray
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Library:
-    """The texts that rows are made from. texts, with weights: sources of filler; text_rows: of rows of text alone."""
+    """The texts that rows are made of. texts, weights: sources of filler. text_rows: sources of rows of text alone."""
 
     spelling: Spelling
     words: list[str]
@@ -70,12 +70,12 @@ class Library:
 def make_library(
     spelling: Spelling, novels: tuple[Text, ...], weights: tuple[float, ...], num_text_rows: int, corrupted: float
 ) -> Library:
-    """Return a library whose keys are one token a word; the first `num_text_rows` sources serve as text alone."""
+    """Return a library whose keys are one token a word. The first `num_text_rows` sources also give text alone."""
     return Library(spelling, spelling.single(KEY_WORDS), novels, weights, novels[:num_text_rows], corrupted)
 
 
 class Tape:
-    """Tokens with what each counts as."""
+    """Collects a row's tokens with the class of each, and its spans and hints."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -91,7 +91,7 @@ class Tape:
         self.counted.append((counts_as, len(tokens)))
 
     def row(self, length: int) -> Row:
-        """Return the tape cut or padded to length + 1; spans that are cut are dropped."""
+        """Return the row, cut or padded to length + 1 tokens. Spans that are cut are dropped."""
         missing = length + 1 - len(self.tokens)
         if missing > 0:
             self.add([END_OF_TEXT] * missing, NOTHING)
@@ -102,7 +102,7 @@ class Tape:
 
 
 def text_row(library: Library, length: int, draw: random.Random, numbers: np.random.Generator) -> Row:
-    """Text alone, some of its inputs replaced by other tokens; the replaced ones are not predicted."""
+    """Draw a row of text alone. Some inputs are replaced by other tokens, which need not be predicted."""
     text = draw.choice(library.text_rows)
     begin = int(text.ends[draw.randrange(len(text.ends) - 1)])
     begin = max(0, min(begin, len(text.tokens) - length))
@@ -116,7 +116,7 @@ def text_row(library: Library, length: int, draw: random.Random, numbers: np.ran
 
 
 def task_row(library: Library, kind: str, levels: dict[str, float], length: int, draw: random.Random) -> Row:
-    """Return a conversation of a kind. levels: by kind. Raises RowError where what was drawn does not fit."""
+    """Draw a conversation of a kind. levels: by kind. Raises RowError if what was drawn does not fit."""
     if kind == CONTINUE:
         return continue_row(library, length, draw)
     if kind == "common_words":
@@ -125,7 +125,7 @@ def task_row(library: Library, kind: str, levels: dict[str, float], length: int,
 
 
 def document_row(library: Library, exercise: Exercise, length: int, draw: random.Random) -> Row:
-    """Return a conversation about a document of text with the exercise's sentences; as many of its turns as fit."""
+    """Return a conversation about a document of text with the exercise's sentences, with as many turns as fit."""
     spelling = library.spelling
     sentences = [spelling.ids(f" {sentence}") for sentence in exercise.sentences]
     turns = [spell_turn(spelling, turn, number == 0) for number, turn in enumerate(exercise.turns)]
@@ -148,7 +148,7 @@ def document_row(library: Library, exercise: Exercise, length: int, draw: random
 
 
 def draw_exercise(library: Library, kind: str, levels: dict[str, float], length: int, draw: random.Random) -> Exercise:
-    """Draw one exercise, or for a long document several that stand together."""
+    """Draw one exercise, or for a long document several that can share it."""
     kinds = [kind]
     if length >= MERGE_FROM_TOKENS and kind in (*MERGED, "facts_two_hops") and draw.random() < 0.4:
         kinds += draw.sample([other for other in MERGED if other != kind], draw.randint(1, 2))
@@ -168,13 +168,13 @@ def draw_exercise(library: Library, kind: str, levels: dict[str, float], length:
 
 
 def spell_turn(spelling: Spelling, turn: Turn, first: bool) -> tuple[list[int], list[int]]:
-    """Return tokens up to where the answer begins, and of the answer with its end."""
+    """Return the tokens up to where the answer begins, and those of the answer with its end."""
     opened = spelling.ids(f"\n\n{turn.question}") if first else [USER, *spelling.ids(f"\n{turn.question}")]
     return [*opened, END, ASSISTANT, *spelling.ids("\n")], [*spelling.ids(turn.answer), END]
 
 
 def lay_turn(tape: Tape, question: list[int], answer: list[int], turn: Turn, spelling: Spelling) -> None:
-    """Lay a question and its answer, note the answer's span, and at the question's last tokens what it is found by."""
+    """Add a question and its answer with its span, and hints at the question's last tokens."""
     tape.add(question, NOTHING)
     if turn.through:
         token = spelling.ids(f" {turn.through}")[0]
@@ -185,7 +185,7 @@ def lay_turn(tape: Tape, question: list[int], answer: list[int], turn: Turn, spe
 
 
 def lay_sentence(tape: Tape, sentence: list[int], assigned: str | None, spelling: Spelling) -> None:
-    """Lay a sentence. Where it assigns a variable, its last tokens are to hold the name's, from the end backwards."""
+    """Add a sentence. If it assigns a variable, its last tokens get the name's tokens as hints, in reverse order."""
     tape.add(sentence, NOTHING)
     if assigned:
         for back, token in enumerate(spelling.ids(f" {assigned}"), start=1):
@@ -201,7 +201,7 @@ def lay_document(
     spelling: Spelling,
     draw: random.Random,
 ) -> None:
-    """num_filler tokens of text with the sentences, in their order, after sentence ends near random depths."""
+    """Add num_filler tokens of text, and the sentences in their order at sentence ends near random depths."""
     filler, ends = take_filler(text, num_filler, draw)
     even = draw.random() < 0.5
     depths = sorted(draw.randrange(DEPTHS) / (DEPTHS - 1) if even else draw.random() for _ in sentences)
@@ -225,13 +225,13 @@ def lay_document(
 
 
 def bare_ids(spelling: Spelling, plain: str, spaced: list[int]) -> list[int]:
-    """Return a document's first sentence, without its space where that takes as many tokens."""
+    """Return the first sentence of a document without its leading space, if that has as many tokens."""
     ids = spelling.ids(plain)
     return ids if len(ids) == len(spaced) else spaced
 
 
 def lay_bare_word(tape: Tape, filler: list[int], spelling: Spelling) -> int:
-    """Return a document's first token without its space, where there is such a token. Returns how many were laid."""
+    """Add a document's first token without its leading space, if there is such a token. Returns how many were added."""
     bare = spelling.ids(spelling.text(filler[:1]).lstrip())
     if len(bare) != 1:
         return 0
@@ -240,8 +240,8 @@ def lay_bare_word(tape: Tape, filler: list[int], spelling: Spelling) -> int:
 
 
 def take_filler(text: Text, num_tokens: int, draw: random.Random) -> tuple[list[int], np.ndarray]:
-    """Return num_tokens tokens that begin with a sentence and end with a full stop, and where its sentences
-    end, 0 too.
+    """Return num_tokens tokens that begin with a sentence and end with a full stop, and the ends of its sentences, with
+    0 as the first.
     """
     if num_tokens <= 0:
         return [], np.zeros(1, np.int64)
@@ -257,7 +257,7 @@ def take_filler(text: Text, num_tokens: int, draw: random.Random) -> tuple[list[
 
 
 def draw_lists(library: Library, level: float, length: int, draw: random.Random) -> list[Exercise]:
-    """Draw one list of words, or at low levels several short ones."""
+    """Draw one list of words, or several short ones at low levels."""
     count = draw.randint(1, max(1, min(LISTS_A_ROW, length // 100)))
     if draw.random() < level or length > MERGE_FROM_TOKENS:
         count = 1
@@ -268,7 +268,7 @@ def draw_lists(library: Library, level: float, length: int, draw: random.Random)
 
 
 def lay_list(tape: Tape, words: list[str], spelling: Spelling, draw: random.Random) -> None:
-    """Words with commas between; after some of them a hint at the most common word so far, where one leads."""
+    """Add words with commas between. If one word leads so far, some positions get it as a hint."""
     tape.add(spelling.ids(words[0]), LISTED)
     often = Counter(words[:1])
     leader, most, next_most = words[0], 1, 0
@@ -289,7 +289,7 @@ def lay_list(tape: Tape, words: list[str], spelling: Spelling, draw: random.Rand
 
 
 def list_row(library: Library, exercises: list[Exercise], length: int, draw: random.Random) -> Row:
-    """Return lists of words, each a user's turn with its question."""
+    """Return a row of lists of words, each a user's turn with its question."""
     spelling = library.spelling
     tape = Tape()
     tape.add([BEGIN], NOTHING)
@@ -304,7 +304,7 @@ def list_row(library: Library, exercises: list[Exercise], length: int, draw: ran
 
 
 def continue_row(library: Library, length: int, draw: random.Random) -> Row:
-    """Text, and passages of it to continue from their first words."""
+    """Return a row of text with passages of it to continue from their first words."""
     spelling, text = library.spelling, library.texts[0]
     words_asked = PASSAGE_WORDS if length >= 500 else PASSAGE_WORDS // 3
     most = PASSAGE_TOKENS * words_asked // PASSAGE_WORDS
@@ -334,7 +334,7 @@ def continue_row(library: Library, length: int, draw: random.Random) -> Row:
 
 
 def draw_row(library: Library, kind: str, levels: dict[str, float], length: int, draw: random.Random) -> Row:
-    """Return a row of the kind, drawn again until it fits."""
+    """Return a row of the kind. It is drawn again until it fits."""
     for _ in range(50):
         try:
             return task_row(library, kind, levels, length, draw)

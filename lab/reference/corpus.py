@@ -1,7 +1,7 @@
-"""Novels as token ids with sentence ends, and the novels that are held out of training.
+"""Tokenise novels with the ends of their sentences, and hold some novels out of training.
 
-The invariant: training and held-out text share no novel: they part at a paragraph where the names of people and places
-on the two sides have least in common.
+The invariant: training and held-out text share no novel. They are split at the paragraph where the names of people and
+places on the two sides have least in common.
 """
 
 import itertools
@@ -44,14 +44,14 @@ class Text:
 
 
 def read_text(path: Path, most_characters: int | None) -> str:
-    """Return the text of a UTF-8 file, plain or .xz; its first characters where a most is given."""
+    """Return the text of a UTF-8 file, plain or .xz, or its first `most_characters`."""
     with (lzma.open if path.suffix == ".xz" else open)(path, "rb") as file:
         text = file.read().decode("utf-8", errors="replace").replace("\0", "")
     return text[:most_characters]
 
 
 def split_novels(text: str, share: float) -> tuple[str, str]:
-    """Return training and held-out text: the last `share` of the text, moved to a novel's boundary nearby."""
+    """Return training and held-out text. The last `share` is held out; the split is at a novel's boundary nearby."""
     begin, end = int(len(text) * (1 - 1.3 * share)), int(len(text) * (1 - 0.7 * share))
     names = Names(text, max(0, begin - NAMES_REACH[-1]))
     paragraphs = [place + 1 for place in range(begin, end) if text[place] == "\n"]
@@ -68,7 +68,7 @@ def is_heading(text: str, place: int) -> bool:
 
 
 class Names:
-    """The places where names of people and places stand in a text from `begin` on."""
+    """The positions of names of people and places in a text, from `begin` on."""
 
     def __init__(self, text: str, begin: int) -> None:
         numbers: dict[str, int] = {}
@@ -77,7 +77,7 @@ class Names:
         self._names = np.array([numbers.setdefault(name, len(numbers)) for _, name in found], np.int64)
 
     def shared(self, place: int) -> float:
-        """Return the share of names, near and far, that both sides of a place have, summed; high where too few tell."""
+        """Return the share of names that both sides of a place have, summed over reaches; high if there are too few."""
         shared = 0.0
         for reach in NAMES_REACH:
             before, after = self._often(place - reach, place), self._often(place, place + reach)
@@ -92,7 +92,7 @@ class Names:
 
 
 def tokenise_with(text: str, tokenizer: Path, num_processes: int) -> tuple[Text, Text]:
-    """Return `tokenise` by several processes, each on a run of paragraphs."""
+    """Return `tokenise` by several processes, each on a range of paragraphs."""
     marks = np.linspace(0, len(text), num_processes + 1).astype(int)[1:-1]
     cuts = [0, *sorted({text.find("\n", mark) + 1 for mark in marks} - {0}), len(text)]
     parts = [(text[begin:end], tokenizer) for begin, end in itertools.pairwise(cuts)]
@@ -119,7 +119,7 @@ def sentences_of(paragraph: str) -> list[str]:
 
 
 def tokenise(text: str, spelling: Spelling) -> tuple[Text, Text]:
-    """Return the text with paragraphs run together, as documents have it, and with a line for each paragraph."""
+    """Return the text twice: with paragraphs joined by spaces, as in documents, and with a line for each paragraph."""
     paragraphs = [sentences_of(line) for line in text.split("\n") if line.strip()]
     encode = spelling.tokenizer.encode_batch_fast
     spaced: list[np.ndarray] = []
@@ -140,9 +140,7 @@ def tokenise(text: str, spelling: Spelling) -> tuple[Text, Text]:
 
 
 def narrate(num_sentences: int, seed: int, spelling: Spelling) -> Text:
-    """Return generated prose, a source of filler beside novels; the evaluations have another text
-    (`evals.chronicle`).
-    """
+    """Return generated prose, a source of filler besides novels. Evaluations use another text (`evals.chronicle`)."""
     narrator = Narrator(seed)
     flat = [f" {narrator.sentence()}" for _ in range(num_sentences)]
     return joined(

@@ -1,8 +1,8 @@
-"""What to train on next: lengths by progress, the level and the share of each kind of task by its accuracy.
+"""Choose what to train on next: lengths by progress, and the level and share of each kind of task by its accuracy.
 
-Small models fail at two-hop facts, chains and counting because the second step has no gradient before the first works,
-so a kind starts easy and dense and hardens as it is answered, always mixed with easier rows and some of the hardest
-(`feed`). The invariant: levels stay in [0, 1], every kind keeps a share, and shares of lengths sum to one.
+Small models fail at two-hop facts, chains and counting because the second step has no gradient before the first works.
+So a kind starts easy and dense, and becomes harder as it is answered, always mixed with easier rows and some of the
+hardest (`feed`). The invariant: levels stay in [0, 1], every kind keeps a share, and shares of lengths sum to one.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from lab.reference.tasks import TASKS
 
 LENGTHS = (256, 512, 1024, 4096, 16384)
 TEXT_SHARE = {256: 0.25, 512: 0.35, 1024: 0.45, 4096: 0.3, 16384: 0.15}
-"""The share of rows of text alone; long documents are mostly text themselves."""
+"""The share of rows of text alone, by length; long documents are mostly text already."""
 
 STAGES: dict[str, tuple[tuple[float, dict[int, float]], ...]] = {
     "full": (
@@ -32,7 +32,7 @@ STAGES: dict[str, tuple[tuple[float, dict[int, float]], ...]] = {
     "polish": ((1.0, {1024: 0.2, 4096: 0.3, 16384: 0.5}),),
     "tiny": ((1.0, {256: 1.0}),),
 }
-"""Until a share of the time is over, the share of tokens by length."""
+"""The share of tokens by length, until a share of the time is over."""
 
 SHARES = {
     "needles": 0.06,
@@ -52,10 +52,10 @@ SCORED_BY = {
     "listing": ("list",),
     "common_words": ("common_word",),
 }
-"""The tasks by whose accuracy a kind is hardened, where they are not those of its name."""
+"""The tasks whose accuracy decides a kind's level, if they are not those of its name."""
 
 HARDEN_FROM, EASE_BELOW = 0.65, 0.25
-"""Accuracy over all of a kind's rows, of which a quarter are as hard as can be whatever the level."""
+"""Accuracy above which a kind is made harder, and below which easier. A quarter of its rows are always the hardest."""
 STEP_UP, STEP_DOWN = 0.2, 0.05
 SETTLE_S = 2.0
 """Seconds after a change of level in which answers do not count: rows of the old level are still queued."""
@@ -73,14 +73,16 @@ def length_shares(stage: str, progress: float) -> dict[int, float]:
 
 
 def scored_by(kind: str) -> tuple[str, ...]:
-    """Return the tasks that say how well a kind is learnt."""
+    """Return the tasks whose accuracy decides a kind's level."""
     return SCORED_BY.get(kind, (kind,))
 
 
 @dataclass
 class Curriculum:
-    """State of the adaptation. learnt_share: of its usual share, what a kind keeps when it is done; levels, shares:
-    float64 `[lengths, kinds]`; hits, asked: answers since the last change of a level, `[lengths, tasks]`."""
+    """State of the adaptation.
+
+    learnt_share: part of its usual share that a kind keeps when it is learnt. levels, shares: float64 `[lengths,
+    kinds]`. hits, asked: answers since the last change of a level, `[lengths, tasks]`."""
 
     start_level: float
     learnt_share: float
@@ -103,7 +105,8 @@ class Curriculum:
         self.settled_s = np.zeros(shape)
 
     def update(self, hits: np.ndarray, asked: np.ndarray, now_s: float) -> None:
-        """Count answers `[lengths, tasks]` at a time, and move each level and share that has enough of them."""
+        """Count answers `[lengths, tasks]`, and change each level and share with enough of them. now_s: current
+        time."""
         self.hits += hits
         self.asked += asked
         for length, kind in np.ndindex(*self.levels.shape):
@@ -128,7 +131,7 @@ class Curriculum:
             self.shares[length, kind] = SHARES[ROW_KINDS[kind]] * self.keenness(accuracy, self.levels[length, kind])
 
     def keenness(self, accuracy: float, level: float) -> float:
-        """Return how much of its usual share a kind gets: more while it is being learnt."""
+        """Return the part of its usual share that a kind gets: more while it is being learnt."""
         left = 1 - accuracy * level
         return min(PLATEAU_SHARE, self.learnt_share + LEFT_SHARE * left)
 

@@ -1,7 +1,7 @@
-"""How good the model is on text that it has not seen: exact match of each task, perplexity of held-out novels.
+"""Measure the model on text that it has not seen: exact match of each task, perplexity of held-out novels.
 
-Answers are scored under teacher forcing: all of an answer's tokens and its end being the most likely ones is the same
-as greedy decoding giving exactly the answer. The prompts are those of `evals.tasks.reference`.
+Answers are scored under teacher forcing. If all of an answer's tokens and its end are the most likely ones, greedy
+decoding would give exactly the answer. The prompts are those of `evals.tasks.reference`.
 """
 
 import itertools
@@ -51,15 +51,16 @@ def place(batch: Batch, device: torch.device) -> Target:
 
 
 def exact(right: Tensor, spans: Tensor) -> Tensor:
-    """Return right: bool `[tokens]`; spans `[answers, 3]`. Whether each answer is right to its end, float32
-    `[answers]`.
+    """Return whether each answer is right to its end, float32 `[answers]`.
+
+    right: bool `[tokens]`. spans: `[answers, 3]`.
     """
     counted = torch.cat([right.new_zeros(1, dtype=torch.int64), right.long().cumsum(0)])
     return (counted[spans[:, 2]] - counted[spans[:, 1]] == spans[:, 2] - spans[:, 1]).float()
 
 
 def common_exercise(task: str, length: int, draw: random.Random) -> Exercise:
-    """Return the evaluations' list: common words thirty times, as many others twice as fill the length."""
+    """Draw the evaluations' list: common words thirty times, and other words twice until the length is filled."""
     num_common, question = COUNTED[task]
     words = words_of(draw)
     common = list(itertools.islice(words, num_common))
@@ -70,7 +71,7 @@ def common_exercise(task: str, length: int, draw: random.Random) -> Exercise:
 
 
 def evaluation_row(library: Library, task: str, length: int, draw: random.Random) -> Row:
-    """Draw one prompt of a task with its answer. Raises RowError where the drawn one does not fit."""
+    """Draw one prompt of a task with its answer. Raises RowError if it does not fit."""
     if task == CONTINUE:
         return draw_row(library, CONTINUE, {}, length, draw)
     if task in COUNTED:
@@ -82,7 +83,7 @@ def evaluation_row(library: Library, task: str, length: int, draw: random.Random
 
 
 def draw_evaluation(library: Library, length: int, num_prompts: int, seed: int) -> list[Row]:
-    """Return num_prompts rows of each task; a task that does not fit the length is left out."""
+    """Return num_prompts rows of each task. A task that does not fit the length is left out."""
     rows = []
     for task in EVALUATED:
         draw = random.Random(f"{task}/{length}/{seed}")
@@ -99,7 +100,7 @@ def draw_evaluation(library: Library, length: int, num_prompts: int, seed: int) 
 
 
 def batches_of(rows: list[Row], num_rows: int) -> list[Batch]:
-    """Return rows in batches of num_rows, the last one filled up with rows whose answers do not count."""
+    """Return rows in batches of num_rows. The last one is filled up with rows whose answers do not count."""
     batches = []
     for begin in range(0, len(rows), num_rows):
         part = rows[begin : begin + num_rows]
@@ -135,7 +136,7 @@ def accuracy(model: Llama, library: Library, length: int, num_prompts: int, batc
 
 
 def perplexity(model: Llama, library: Library, length: int, batch_tokens: int, num_batches: int) -> float:
-    """Return perplexity a token over rows of held-out text, the first token of each row given."""
+    """Return the perplexity per token over rows of held-out text; the first token of each row is given."""
     device = model.embedding.device
     draw, numbers = random.Random(length), np.random.default_rng(0)
     total, count = 0.0, 0

@@ -1,7 +1,7 @@
-"""Worker processes that fill queues with batches of rows, one queue a length, steered through shared numbers.
+"""Run worker processes that fill queues with batches of rows, one queue for each length. Shared numbers steer them.
 
-The invariant: a batch is `tokens // length` rows of one length, drawn from the worker's own seed; workers hold no
-device and end with their parent.
+The invariant: a batch is `tokens // length` rows of one length, drawn from the worker's own seed. Workers use no
+device, and end with their parent.
 """
 
 import multiprocessing
@@ -46,8 +46,10 @@ def draw_batch(
     levels: np.ndarray,
     draw: random.Random,
 ) -> Batch:
-    """Return rows of text alone and of each kind. shares, levels: float64 `[kinds]`; a row is at its kind's level,
-    below it or as hard as can be, so that no kind is ever seen at one level only.
+    """Draw rows of text alone and of each kind.
+
+    shares, levels: float64 `[kinds]`. A row is at its kind's level, below it, or at the hardest, so that the model
+    never sees a kind at one level only.
     """
     tokens = np.empty((num_rows, length + 1), np.uint16)
     classes = np.empty((num_rows, length), np.uint8)
@@ -75,7 +77,7 @@ def count_hints(num_rows: int, length: int) -> int:
 
 
 def mixed_levels(levels: np.ndarray, draw: random.Random) -> dict[str, float]:
-    """Return the levels of one row: those of the curriculum, easier ones, or the hardest."""
+    """Draw the levels of one row: those of the curriculum, easier ones, or the hardest."""
     at = draw.random()
     scale = 1.0 if at < AT_LEVEL else draw.random()
     mixed = np.ones_like(levels) if at > 1 - AT_HARDEST else scale * levels
@@ -105,7 +107,7 @@ class Feed:
         self._workers: list[Any] = []
 
     def start(self) -> None:
-        """Start the workers; the shares must be set."""
+        """Start the workers. `steer` must have set the shares."""
         self._workers = [
             FORK.Process(target=self._work, args=(self._seed * 1009 + number,), daemon=True)
             for number in range(self._num_workers)
@@ -114,13 +116,13 @@ class Feed:
             worker.start()
 
     def steer(self, mix: dict[int, float], shares: np.ndarray, levels: np.ndarray) -> None:
-        """mix: share of tokens by length; shares, levels: float64 `[lengths, kinds]`."""
+        """Set what workers draw. mix: share of tokens by length. shares, levels: float64 `[lengths, kinds]`."""
         self._mix[:] = [mix.get(length, 0.0) for length in LENGTHS]
         self._shares[:] = shares.ravel().tolist()
         self._levels[:] = levels.ravel().tolist()
 
     def next(self, length: int) -> Batch:
-        """Return a batch of rows of a length. Raises RuntimeError where the workers are dead or far too slow."""
+        """Return a batch of rows of a length. Raises RuntimeError if workers have ended or are far too slow."""
         begun = time.monotonic()
         while time.monotonic() - begun < PATIENCE_S:
             try:
@@ -132,7 +134,7 @@ class Feed:
         raise RuntimeError(f"feed: no batch of length {length} in {PATIENCE_S:.0f} s; give more workers")
 
     def waiting(self) -> dict[int, int]:
-        """Return batches ready, by length."""
+        """Return the number of ready batches by length."""
         return {length: queue.qsize() for length, queue in self._queues.items()}
 
     def stop(self) -> None:

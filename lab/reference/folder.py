@@ -1,7 +1,7 @@
-"""The model as a Hugging Face folder, written and read back.
+"""Write and read the model as a Hugging Face folder.
 
-The invariant: reading what was written gives the weights rounded to bf16, and every file of the folder is written whole
-before it takes its name.
+The invariant: a written and read model has the same weights, rounded to bf16. Every file of the folder is complete
+before it gets its name.
 """
 
 import json
@@ -67,7 +67,7 @@ def named_tensors(model: Llama) -> dict[str, Tensor]:
 
 
 def write_folder(model: Llama, tokenizer_folder: Path, folder: Path, card: str) -> None:
-    """Write config, weights, tokenizer and model card; files that are there are replaced."""
+    """Write config, weights, tokenizer and model card. Existing files are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (TOKENIZER, SETTINGS):
         shutil.copyfile(tokenizer_folder / name, folder / name)
@@ -101,7 +101,7 @@ def read_shape(folder: Path) -> Shape:
 
 
 def read_weights(model: Llama, folder: Path) -> None:
-    """Fill the model from a folder of the same shape. Raises ValueError where the shapes differ."""
+    """Fill the model from a folder of the same shape. Raises ValueError if the shapes differ."""
     if read_shape(folder) != model.shape:
         raise ValueError(f"{folder}: holds {read_shape(folder)}, wanted {model.shape}; resume with the same --shape")
     tensors = load_file(folder / WEIGHTS)

@@ -1,6 +1,6 @@
 """Write the novels that training held out: `python -m lab.reference.held_out --text FILE.xz --out FILE.txt`.
 
-The evaluations take the file as `--text`. The invariant: no novel of the written text was trained on, as long as the
+The evaluations take the file as `--text`. The invariant: no novel of the written text was trained on, provided that the
 run had the same text. The last line is JSON.
 """
 
@@ -13,7 +13,7 @@ from lab.reference.train import HELD_OUT_SHARE
 
 
 def main(given: list[str] | None = None) -> None:
-    """Split the text as training does and write its second part. Raises FileExistsError rather than write over."""
+    """Split the text as training does, and write its second part. Raises FileExistsError if the file exists."""
     parser = argparse.ArgumentParser(description="Write the held-out novels of a training text.")
     parser.add_argument("--text", type=Path, required=True, help="the text that the model was trained with")
     parser.add_argument("--out", type=Path, required=True, help="a new UTF-8 file; keep it outside the repository")

@@ -1,7 +1,7 @@
-"""The runs that made a folder's weights, kept beside them, so that a run which resumes tells of all.
+"""Keep the list of runs that made a folder's weights, so that the record of a resumed run has all of them.
 
-The invariant: the last run of a folder's list wrote its weights, and each run but the first began with those of the one
-before.
+The invariant: the last run of a folder's list wrote its weights, and each other run's weights were the start of the
+next.
 """
 
 import json
@@ -14,8 +14,8 @@ LINEAGE = "training.json"
 
 @dataclass(frozen=True)
 class Run:
-    """The record of one training run. layers: which of the layers before it began with, from 0; None: all, in their
-    order.
+    """The record of one training run. layers: the layers of the weights that it began with, from 0, in order; None: all
+    of them.
     """
 
     stage: str
@@ -28,7 +28,7 @@ class Run:
 
 
 def read_lineage(folder: Path) -> list[Run]:
-    """Return the runs of a folder, first one first. Raises ValueError where the folder does not tell them."""
+    """Return the runs of a folder in order. Raises ValueError if the folder has no list of them."""
     path = folder / LINEAGE
     if not path.exists():
         raise ValueError(f"{folder}: has no {LINEAGE}; resume from a folder that training wrote")
@@ -37,6 +37,6 @@ def read_lineage(folder: Path) -> list[Run]:
 
 
 def write_lineage(folder: Path, runs: Sequence[Run]) -> None:
-    """Replace what the folder tells of its runs."""
+    """Replace the folder's list of runs."""
     text = json.dumps([asdict(run) for run in runs], indent=1)
     (folder / LINEAGE).write_text(text + "\n", encoding="utf-8")

@@ -1,9 +1,9 @@
 """The reference model in plain torch: a Llama with weights stacked over layers, and its loss by class of token.
 
-Tokens are flat everywhere but in attention, so the compiled pieces see one shape whatever the rows' length. The
-invariant: exported weights give the same logits in any implementation of Llama, but for bf16 rounding. The states after
-a middle layer can be read through the final norm and the embedding, as those of the last layer are; only training looks
-there.
+Tokens are flat everywhere but in attention, so the compiled pieces see one shape for rows of any length. The invariant:
+exported weights give the same logits in any implementation of Llama, except for bf16 rounding. The states after a
+middle layer can be read through the final norm and the embedding, like those of the last layer; only training does
+that.
 """
 
 import math
@@ -22,7 +22,7 @@ ROPE_BASE = 500_000.0
 EPSILON = 1e-5
 EMBEDDING_STD = 0.02
 HEAD_TOKENS = 1 << 15
-"""Tokens whose logits are held at once."""
+"""Tokens whose logits are computed at once."""
 
 SAME_RESULT = 0.02
 
@@ -43,15 +43,16 @@ class Shape:
     positions: int
 
     def count(self) -> int:
-        """Return parameters, the tied embedding once."""
+        """Return the number of parameters; the tied embedding counts once."""
         attention = self.hidden * self.dim * 2 * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.inner + 2 * self.hidden
         return self.vocab_size * self.hidden + self.layers * layer + self.hidden
 
     @property
     def middle(self) -> int:
-        """Return how many layers come before hints are read: a search by a name takes seven of twelve, another the last
-        four.
+        """Return the number of layers before hints are read.
+
+        A search by a name takes seven of twelve layers, and a second search the last four.
         """
         return 2 * self.layers // 3
 
@@ -95,15 +96,15 @@ class Llama(nn.Module):
         self.attend: Attention = attend_by(None, False)
 
     def matrices(self) -> list[nn.Parameter]:
-        """Return what Muon trains."""
+        """Return the parameters that Muon trains."""
         return [self.query, self.key, self.value, self.output, self.gate, self.up, self.down]
 
     def rest(self) -> list[nn.Parameter]:
-        """Return what AdamW trains."""
+        """Return the parameters that AdamW trains."""
         return [self.embedding, self.attention_norm, self.mlp_norm, self.final_norm]
 
     def restack(self, order: list[int]) -> None:
-        """Make layer i what layer `order[i]` was, counted from 0. Raises ValueError where the order is no stack."""
+        """Move layer `order[i]` to place i, counted from 0. Raises ValueError if the order does not fit the layers."""
         layers = self.shape.layers
         if len(order) != layers or not set(order) <= set(range(layers)):
             raise ValueError(f"order of layers: asked {order}, have {layers} layers from 0; name one for each place")
@@ -118,11 +119,12 @@ class Llama(nn.Module):
         self.score = torch.compile(score, dynamic=False, fullgraph=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return tokens: int64 `[rows, length]`. Returns normed final states `[rows * length, hidden]` in `compute`."""
+        """Compute tokens, int64 `[rows, length]`. Returns normed final states `[rows * length, hidden]` in
+        `compute`."""
         return self.states(tokens)[0]
 
     def states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens: int64 `[rows, length]`. Returns normed final states and states after the middle layer, both
+        """Compute tokens, int64 `[rows, length]`. Returns normed final states and states after the middle layer, both
         `[rows * length, hidden]` in `compute`.
         """
         rows, length = tokens.shape
@@ -143,15 +145,17 @@ class Llama(nn.Module):
         return rms_norm(hidden, self.final_norm.to(self.compute)), middle
 
     def hint_losses(self, middle: Tensor, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `losses` of the middle states `[tokens, hidden]` at some positions; positions, targets: int64
-        `[hints]`.
+        """Return `losses` of the middle states `[tokens, hidden]` at some positions.
+
+        positions, targets: int64 `[hints]`.
         """
         states = rms_norm(middle[positions], self.final_norm.to(self.compute))
         return self.score(states, self.embedding.to(self.compute), targets)
 
     def losses(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states `[tokens, hidden]`, targets int64 `[tokens]`. Returns the negative log likelihood of each
-        token, float32, and whether it is the most likely one, bool.
+        """Return the negative log-likelihood of each token, float32, and whether it is the most likely one, bool.
+
+        states: `[tokens, hidden]`. targets: int64 `[tokens]`.
         """
         embedding = self.embedding.to(self.compute)
         pieces = [
@@ -167,7 +171,7 @@ def rms_norm(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return RoPE on `[tokens, heads, dim]`, halves against each other; cos, sin `[tokens, dim / 2]`."""
+    """Apply RoPE to `[tokens, heads, dim]`, halves against each other. cos, sin: `[tokens, dim / 2]`."""
     first, second = rows.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(rows.dtype)
@@ -176,14 +180,14 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def before(
     hidden: Tensor, norm: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a layer up to attention: rotated queries and keys, and values, `[tokens, heads, dim]`."""
+    """Compute a layer up to attention: rotated queries and keys, and values, `[tokens, heads, dim]`."""
     normed = rms_norm(hidden, norm)
     q, k, v = (functional.linear(normed, weight).view(len(hidden), -1, dim) for weight in (query, key, value))
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def after(hidden: Tensor, out: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Return a layer from attention's output `[tokens, heads * dim]` on."""
+    """Compute the rest of a layer from attention's output, `[tokens, heads * dim]`."""
     hidden = hidden + functional.linear(out, output)
     normed = rms_norm(hidden, norm)
     inner = functional.silu(functional.linear(normed, gate)) * functional.linear(normed, up)
@@ -191,13 +195,13 @@ def after(hidden: Tensor, out: Tensor, output: Tensor, norm: Tensor, gate: Tenso
 
 
 def score(states: Tensor, embedding: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return negative log likelihood and correctness of each token."""
+    """Return the negative log-likelihood of each token, and whether it is the most likely one."""
     logits = functional.linear(states, embedding).float()
     return functional.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
 
 
 def attend_by(backend: SDPBackend | None, repeat: bool) -> Attention:
-    """Return causal attention by one of torch's kernels; repeat: copy KV heads for those that cannot share them."""
+    """Return causal attention by one of torch's kernels. repeat: copy KV heads, for kernels that cannot share them."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if repeat:
@@ -217,8 +221,10 @@ def attend_by(backend: SDPBackend | None, repeat: bool) -> Attention:
 def choose_attention(
     shape: Shape, device: torch.device, num_tokens: int, lengths: tuple[int, ...]
 ) -> tuple[str, Attention]:
-    """Return the kernel that is fastest at the longest of the lengths, ascending, of those that run forwards and
-    backwards at all of them and agree with flash attention over repeated heads. Raises RuntimeError where none does.
+    """Return the kernel that is fastest at the longest of the (ascending) lengths.
+
+    Kernels count only if they run forwards and backwards at all lengths, and agree with flash attention over repeated
+    heads. Raises RuntimeError if none does.
     """
     if device.type != "cuda":
         return "default", attend_by(None, False)

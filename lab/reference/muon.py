@@ -1,4 +1,4 @@
-"""Muon for stacks of matrices: momentum, made orthogonal by Newton-Schulz iterations, all layers at once.
+"""Define Muon for stacks of matrices: momentum, made orthogonal by Newton-Schulz iterations, all layers at once.
 
 Source: Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks". The invariant: a matrix moves by
 at most about `lr * sqrt(max(1, rows / columns))` in any direction.
@@ -14,9 +14,7 @@ ITERATIONS = 5
 
 
 def orthogonal(stack: Tensor) -> Tensor:
-    """Return an approximation of the orthogonal factor of each matrix of `[layers, rows, columns]`, computed
-    in bf16.
-    """
+    """Return the approximate orthogonal factor of each matrix of `[layers, rows, columns]`, computed in bf16."""
     first, second, third = COEFFICIENTS
     x = stack.bfloat16()
     tall = x.size(-2) > x.size(-1)
@@ -29,7 +27,7 @@ def orthogonal(stack: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum and decoupled weight decay around `orthogonal`."""
+    """An optimizer with Nesterov momentum and decoupled weight decay around `orthogonal`."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})

@@ -1,7 +1,7 @@
-"""What a step minimises, how fast it moves, and what is counted on the way.
+"""Define the loss of a step, the learning rate, and the counts of a run.
 
-The invariant: text, answers and hints weigh the same whatever their share of the batch, so a long document's few
-answers are not drowned by its text.
+The invariant: text, answers and hints have the same weight whatever their share of the batch, so that a long document's
+text does not outweigh its few answers.
 """
 
 from dataclasses import dataclass, field
@@ -16,19 +16,21 @@ from lab.reference.tasks import TASKS
 
 LISTED_WEIGHT = 0.02
 HINT_WEIGHTS = (2.0, 1.0, 0.3, 0.5, 0.5)
-"""Of a hint by its subject: a few stand for an answer, some dozens for a list."""
+"""Weights of hints by subject: an answer has a few hints, a list some dozens."""
 WARM_UP_STEPS = 60
 
 
 def lr_at(progress: float, step: int, decay: float, final: float) -> float:
-    """Return the learning rate over its top: a warm-up in steps, level, and a straight fall over the last `decay`."""
+    """Return the learning rate as a share of its top: warm-up steps, a level stretch, a straight fall in `decay`."""
     fall = max(0.0, (progress - (1 - decay)) / decay) if decay else 0.0
     return min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - (1 - final) * min(1.0, fall))
 
 
 def weigh(target: Target, answer_weight: float, filler_weight: float) -> Tensor:
-    """Return the loss weight of each predicted token, float32: text averages to one, answers to `answer_weight`, and a
-    long answer counts as the root of its length.
+    """Return the loss weight of each predicted token, float32.
+
+    The weights of text average to one, those of answers to `answer_weight`. A long answer counts as the square root of
+    its length.
     """
     classes = target.classes
     table = torch.zeros(8, device=classes.device)
@@ -44,7 +46,7 @@ def weigh(target: Target, answer_weight: float, filler_weight: float) -> Tensor:
 
 
 def weigh_hints(hints: Tensor) -> Tensor:
-    """Return the loss weight of each hint `[hints, 3]`, float32, summing to one; an unused one weighs nothing."""
+    """Return the loss weights of hints `[hints, 3]`, float32, which sum to one. Unused ones weigh nothing."""
     table = torch.zeros(len(HINT_WEIGHTS) + 1, device=hints.device)
     for about, weight in enumerate(HINT_WEIGHTS):
         table[about] = weight
@@ -54,7 +56,7 @@ def weigh_hints(hints: Tensor) -> Tensor:
 
 @dataclass
 class Counts:
-    """Sums since the last synchronisation, on the device."""
+    """Sums since the last synchronisation of processes, on the device."""
 
     device: torch.device
     losses: Tensor = field(init=False)
@@ -68,7 +70,7 @@ class Counts:
         self.hits = torch.zeros(2, len(LENGTHS) * len(TASKS), device=self.device)
 
     def add_hints(self, hints: Tensor, right: Tensor) -> None:
-        """Count hints `[hints, 3]`, and those that are right, by subject."""
+        """Count hints `[hints, 3]`, and those answered right, by subject."""
         for number, counted in enumerate((right.float(), torch.ones_like(right, dtype=torch.float32))):
             self.hints[number].index_add_(0, hints[:, 0] % (len(HINTS) + 1), counted)
 

@@ -1,7 +1,7 @@
 """Score a written folder on held-out novels: `python -m lab.reference.score --folder DIR --text FILE.xz`.
 
-The invariant: the held-out novels are those that the run which wrote the folder held out, as long as it had the same
-text. The last line is JSON.
+The invariant: the held-out novels are those that were held out of the run that wrote the folder, provided that it had
+the same text. The last line is JSON.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from lab.reference.train import HELD_OUT_SHARE, HELD_OUT_WEIGHTS
 
 
 def main(given: list[str] | None = None) -> None:
-    """Exact match by task and perplexity, by length."""
+    """Print exact match by task and perplexity, by length."""
     parser = argparse.ArgumentParser(description="Score a reference model.")
     parser.add_argument("--folder", type=Path, required=True, help="a Hugging Face folder that training wrote")
     parser.add_argument("--text", type=Path, required=True, help="the text that it was trained with")

@@ -1,4 +1,4 @@
-"""Text to token ids, a word at a time from a cache: what a worker needs to write a million tokens a second.
+"""Encode text word by word from a cache, so that a worker can write a million tokens a second.
 
 The invariant: for text without special tokens the ids are those of the tokenizer itself, since no token crosses a word
 of the pattern.
@@ -15,14 +15,14 @@ PLAIN = re.compile(r"[A-Za-z0-9,.:?\- \n=]*\Z")
 
 
 class Spelling:
-    """One tokenizer and the words it has spelled."""
+    """One tokenizer, and a cache of the words it has encoded."""
 
     def __init__(self, path: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(path))
         self._words: dict[str, list[int]] = {}
 
     def ids(self, text: str) -> list[int]:
-        """Return token ids of the text. Plain ASCII goes by the cache, anything else by the tokenizer."""
+        """Return the token ids of a text. Plain ASCII is encoded by the cache, anything else by the tokenizer."""
         if not PLAIN.match(text):
             return self.tokenizer.encode(text, add_special_tokens=False).ids
         found: list[int] = []
@@ -39,5 +39,5 @@ class Spelling:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def single(self, words: list[str]) -> list[str]:
-        """Return those of the words that are one token after a space."""
+        """Return the words that are one token after a space."""
         return [word for word in words if len(self.ids(f" {word}")) == 1]

@@ -1,10 +1,10 @@
-"""What stands in a document and what is asked about it: sentences, questions and answers as text, at a level.
+"""Draw exercises at a level: sentences for a document, and questions about it with their answers, as text.
 
-The wording is that of `evals.tasks.reference`, so that a model trained here is measured there. A level in [0, 1] says
-how hard: few keys, short chains and strong contrasts at 0, beyond the evaluations at 1. What an answer passes through
-(the city of a two-hop fact, the name that a sentence assigns, the word that leads a list so far) is told beside the
-text, so that it can be taught on its own. Invariant: every answer follows from the document alone and is unique, and
-sentences are in the order of their appearance.
+The wording is that of `evals.tasks.reference`, so that a model trained here is measured there. A level in [0, 1] is the
+difficulty: few keys, short chains and strong contrasts at 0, harder than the evaluations at 1. What an answer passes
+through (the city of a two-hop fact, the name that a sentence assigns, the word that leads a list so far) is given
+beside the text, so that it can be taught as a separate lesson. Invariant: every answer follows from the document alone
+and is unique, and sentences are in the order of their appearance.
 """
 
 import itertools
@@ -36,13 +36,13 @@ SENTENCE_TOKENS, TURN_TOKENS = 16, 40
 FACT_TOKENS, FACT_TURN_TOKENS = 12, 27
 MOST_TURNS = 24
 WORD_TOKENS, PAIR_TOKENS = 2.55, 5.3
-"""Of a listed word with its comma, and of a joined pair of words, which longer lists need."""
+"""Tokens of a listed word with its comma, and of a joined pair of words, which longer lists need."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A question about the document and its whole answer. task: an index of TASKS; through: what the answer is found
-    by, or for a list what is found before it is spelled."""
+    """A question about the document and its whole answer. task: an index of TASKS. through: what the answer is found
+    by; for a list, the word that is found before it is spelled."""
 
     task: int
     question: str
@@ -52,8 +52,8 @@ class Turn:
 
 @dataclass
 class Exercise:
-    """Sentences for a document of text, or a document of its own (`listed`), and turns about it. assigned: the variable
-    that a sentence gives a value to, by sentence."""
+    """Sentences for a document of text, or a document of its own (`listed`), and turns about it. assigned: by sentence,
+    the variable that it gives a value to."""
 
     sentences: list[str] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Room:
-    """What an exercise may use. draw and distinct are shared by the exercises of one document."""
+    """The limits of an exercise. draw and distinct are shared by the exercises of one document."""
 
     draw: random.Random
     distinct: Distinct
@@ -79,12 +79,12 @@ class Room:
         return max(1, min(MOST_TURNS, int(self.tokens * 0.45) // TURN_TOKENS))
 
     def between(self, easiest: float, hardest: float) -> int:
-        """Return a whole number between 1 and what the level allows, more often near it."""
+        """Draw a whole number from 1 to what the level allows, more often near the latter."""
         top = easiest + (hardest - easiest) * self.level * self.draw.random() ** 0.5
         return max(1, round(top))
 
     def most_of(self, share: float, tokens: int) -> int:
-        """Return how many pieces of so many tokens fill a share of the room."""
+        """Return how many pieces of `tokens` tokens fill a share of the room."""
         return int(share * self.tokens) // tokens
 
 
@@ -97,7 +97,7 @@ def turn_through(task: str, question: str, answer: str, through: str) -> Turn:
 
 
 def needles(room: Room) -> Exercise:
-    """Ask for numbers of keys; one question a key."""
+    """Ask for numbers of keys, one question for each key."""
     count = min(room.between(1, 28), room.most_sentences)
     pairs = [(room.distinct.key(), room.distinct.number()) for _ in range(count)]
     task = "needle" if count < 4 else "many_needles"
@@ -109,7 +109,7 @@ def needles(room: Room) -> Exercise:
 
 
 def word_needles(room: Room) -> Exercise:
-    """Ask for words of keys; one question a key."""
+    """Ask for words of keys, one question for each key."""
     count = min(room.between(1, 10), room.most_sentences)
     pairs = [(room.distinct.key(), room.distinct.word()) for _ in range(count)]
     asked = room.draw.sample(pairs, min(count, room.most_turns))
@@ -147,7 +147,7 @@ def several_values(room: Room) -> Exercise:
 
 
 def several_keys(room: Room) -> Exercise:
-    """Ask for three keys' numbers in an order."""
+    """Ask for the numbers of several keys in a given order."""
     draw, distinct = room.draw, room.distinct
     pairs = [(distinct.key(), distinct.number()) for _ in range(min(max(3, room.between(3, 14)), room.most_sentences))]
     turns = []
@@ -165,7 +165,7 @@ def full_names(draw: random.Random, count: int) -> list[str]:
 
 
 def facts_one_hop(room: Room) -> Exercise:
-    """Ask where people live and what they work as."""
+    """Ask where people live and what their jobs are."""
     draw = room.draw
     count = max(2, min(room.between(3, 9), room.most_of(0.4, 2 * FACT_TOKENS)))
     people = full_names(draw, count)
@@ -187,9 +187,9 @@ def lives_turn(person: str, city: str) -> Turn:
 
 
 def facts_two_hops(room: Room) -> Exercise:
-    """Ask who is the mayor of the city that someone lives in; some turns ask for one of the two steps.
+    """Ask for the mayor of the city that someone lives in. Some turns ask for one of the two steps.
 
-    No more than two thirds of the people are asked for in two steps, so that earlier answers do not leave one name.
+    At most two thirds of the people are asked for in two steps, so that earlier answers never leave just one name.
     """
     draw = room.draw
     with_works = draw.random() < 0.2 + 0.6 * room.level
@@ -224,7 +224,7 @@ def shuffled(draw: random.Random, items: list[str]) -> list[str]:
 
 
 def interleaved(draw: random.Random, chains: list[list[str]]) -> list[str]:
-    """Return all chains' sentences, each chain's in its own order."""
+    """Return the sentences of all chains in random order; each chain keeps its own order."""
     order = [number for number, chain in enumerate(chains) for _ in chain]
     draw.shuffle(order)
     rest = [iter(chain) for chain in chains]
@@ -232,9 +232,9 @@ def interleaved(draw: random.Random, chains: list[list[str]]) -> list[str]:
 
 
 def variables(room: Room) -> Exercise:
-    """Make chains of one to four names that end in a number; each chain's names are asked for by the number.
+    """Make chains of one to four names that end in a number. Each chain's names are asked for by the number.
 
-    Two names from the start: each further name is found as the first is, from what stands behind it in its sentence.
+    Even the first chains have two names: each further name is found as the first is, from its sentence's right side.
     """
     draw, distinct = room.draw, room.distinct
     longest = 2 + min(2, int(3 * room.level))
@@ -256,7 +256,7 @@ def variables(room: Room) -> Exercise:
 
 
 def listing(room: Room) -> Exercise:
-    """Ask for every key and number, a line each, in order of appearance."""
+    """Ask for every key and number by line, in order of appearance."""
     draw, distinct = room.draw, room.distinct
     most = max(2, min(24, room.tokens // 40))
     count = max(2, min(most, draw.randint(2, 4 + round(20 * room.level))))
@@ -267,7 +267,10 @@ def listing(room: Room) -> Exercise:
 
 
 def other_words(words: Iterator[str], tokens: float, num_taken: int, times: int) -> list[str]:
-    """Return words that fill about so many tokens when each comes `times` times; num_taken came from `words` before."""
+    """Return words that fill about `tokens` tokens if each comes `times` times.
+
+    num_taken: how many were taken from `words` before.
+    """
     plain = len(PLAIN_WORDS) - num_taken
     num_plain = min(plain, int(tokens / (times * WORD_TOKENS)))
     num_pairs = int(max(0.0, tokens - plain * times * WORD_TOKENS) / (times * PAIR_TOKENS))
@@ -275,10 +278,11 @@ def other_words(words: Iterator[str], tokens: float, num_taken: int, times: int)
 
 
 def common_words(room: Room) -> Exercise:
-    """Return a list in which one or three words come many times and the others once or twice; its document is the list.
+    """Ask for the one or three words of a list that come many times; others come once or twice. The document is the
+    list.
 
-    At level 0 the common words fill most of the list; at 1 it is the evaluations' list, about thirty times, and
-    sometimes fewer, so that a short list may be as thin as a long one.
+    At level 0 the common words fill most of the list. At level 1 it is the evaluations' list, with about thirty times,
+    and sometimes fewer, so that a short list may be as thin as a long one.
     """
     draw = room.draw
     num_common = draw.choices((1, 3), (0.75, 0.25))[0]
@@ -311,4 +315,4 @@ KINDS: dict[str, Callable[[Room], Exercise]] = {
     "common_words": common_words,
 }
 MERGED = ("needles", "word_needles", "several_values", "several_keys", "variables")
-"""Kinds that can stand together in one document; at most one kind of facts may join them."""
+"""Kinds that can share one document; at most one kind of facts may join them."""

@@ -1,8 +1,8 @@
-"""The reference tokenizer with capital letters one token each, as its digits are.
+"""Make the reference tokenizer encode each capital letter as one token, like each digit.
 
-A name of random capitals is otherwise cut into other pieces at the start of an answer than in the document, and a small
+Otherwise a name of random capitals is cut into other pieces at the start of an answer than in the document, and a small
 model must learn to spell before it can copy. The invariant: ids and vocabulary stay; only merges that join two capitals
-go.
+are removed.
 """
 
 import json
@@ -22,14 +22,14 @@ def pair_of(merge: Any) -> tuple[str, str]:
 
 
 def split_capitals(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the stored tokenizer without merges that yield two capitals side by side."""
+    """Return the stored tokenizer without merges that give two capitals side by side."""
     model = stored["model"]
     kept = [merge for merge in model["merges"] if not TWO_CAPITALS.search("".join(pair_of(merge)))]
     return {**stored, "model": {**model, "merges": kept}}
 
 
 def write_tokenizer(source: Path, folder: Path) -> Path:
-    """Write the tokenizer of one folder, capitals split, to another folder, and return that."""
+    """Write one folder's tokenizer, with capitals split, to another folder, and return that folder."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = json.loads((source / TOKENIZER).read_text(encoding="utf-8"))
     (folder / TOKENIZER).write_text(json.dumps(split_capitals(stored), ensure_ascii=False), encoding="utf-8")

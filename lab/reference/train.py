@@ -1,8 +1,8 @@
 """Train the reference model: `python -m lab.reference.train --text FILE.xz --out DIR --minutes M`.
 
-One process a GPU (or one on the CPU), each with its workers; a folder that can be resumed from is written as it goes.
-The invariant: it ends within `--minutes` of its start, evaluation and export included, and text held out is never
-trained on.
+There is one process for each GPU (or one on the CPU), each with its workers. A folder that can be resumed from is
+written at intervals. The invariant: the run ends within `--minutes` of its start, evaluation and export included, and
+held-out text is never trained on.
 """
 
 import argparse
@@ -54,7 +54,7 @@ TEXT_FILES = ("spaced", "lined", "told", "held_spaced", "held_lined", "held_told
 
 
 def read_arguments(given: list[str] | None) -> argparse.Namespace:
-    """Return the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train the reference model.")
     parser.add_argument("--text", type=Path, required=True, help="novels, UTF-8, .xz or plain, a paragraph a line")
     parser.add_argument("--out", type=Path, required=True, help="the Hugging Face folder to write")
@@ -101,7 +101,7 @@ def prepare_texts(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def load_libraries(arguments: argparse.Namespace, folder: Path) -> tuple[Library, Library]:
-    """Return what to train on, and what is held out."""
+    """Return the library to train on, and the held-out one."""
     spelling = Spelling(arguments.tokenizer / "tokenizer.json")
     texts = [Text.load(folder / f"{name}.npz") for name in TEXT_FILES]
     training, held_out = (texts[0], texts[1], texts[2]), (texts[3], texts[4])
@@ -151,7 +151,7 @@ class Training:
         self.since_told = np.zeros((2, len(LENGTHS), len(TASKS)))
 
     def make_model(self, lengths: tuple[int, ...]) -> Llama:
-        """Return the model on its device, the same in every process."""
+        """Make the model on its device, with the same weights in every process."""
         torch.manual_seed(self.arguments.seed)
         on_gpu = self.device.type == "cuda"
         shape = SHAPES[self.arguments.shape]
@@ -168,7 +168,7 @@ class Training:
         return model
 
     def log(self, **fields: Any) -> None:
-        """Write one line of JSON to standard output and to the folder's log, from the first process alone."""
+        """Write one line of JSON to standard output and to the folder's log, from the first process only."""
         if self.rank:
             return
         line = json.dumps({"s": round(time.time() - self.begun, 1), **fields})
@@ -178,13 +178,13 @@ class Training:
             file.write(line + "\n")
 
     def steer(self, progress: float) -> None:
-        """Tell the workers what comes next."""
+        """Send the current mix, shares and levels to the workers."""
         self.feed.steer(
             length_shares(self.arguments.stage, progress), self.curriculum.shares, self.curriculum.levels
         )  # fmt: skip
 
     def train(self) -> None:
-        """Steps until the time is up."""
+        """Run steps until the time is up."""
         last = self.begun + 60 * self.arguments.minutes - self.arguments.reserve_s
         counts, logged = Counts(self.device), time.time()
         num_micro = max(1, round(self.arguments.batch_tokens / self.arguments.micro_tokens / self.world))
@@ -229,7 +229,7 @@ class Training:
         self.step_number += 1
 
     def synchronise(self, counts: Counts, progress: float, seconds: float) -> None:
-        """Agree on the clock and the accuracies, change the curriculum, log."""
+        """Agree on clock and accuracies with the other processes, update the curriculum, and log."""
         told = torch.cat(
             [
                 counts.hits.flatten(),
@@ -275,7 +275,7 @@ class Training:
         self.since_told[:] = 0
 
     def look_around(self) -> None:
-        """Held-out perplexity, evaluated prompts and a checkpoint, when it is time by the first process's clock."""
+        """Measure held-out perplexity and prompts, and write a checkpoint, if the first process's clock says so."""
         if self.rank:
             return
         now = time.time()
@@ -290,7 +290,7 @@ class Training:
             self.write({}, {}, {})
 
     def finish(self) -> None:
-        """Evaluate in the first process, and write the folder, before the evaluation too."""
+        """Evaluate in the first process. The folder is written before the evaluation and after it."""
         if self.rank:
             return
         self.feed.stop()

@@ -1,1 +1,1 @@
-"""A predictor's recipe: attention captured in full inference, pairs of history and next step, and the best network."""
+"""Train a predictor: capture attention in full inference, pair histories with next steps, and keep the best network."""

@@ -1,9 +1,9 @@
 """Fit the network to tracks: a loss, Adam, and the epoch with the best attention recovery rate kept.
 
-AttentionPredictor, appendix B. The paper's loss is the mean squared error of the next step's maxima, nearly all of
-which is of a few heavy blocks. The other is the cross entropy of the next step's mass: of scores a choice takes only
-their order, and an order is worth the mass that it puts in front. Invariant: tracks that are held out are never fitted
-to.
+AttentionPredictor, appendix B. The paper's loss is the mean squared error of the next step's maxima, which a few heavy
+blocks dominate. The other loss is the cross entropy of the next step's mass. It fits the purpose better, because the
+choice of blocks uses only the order of scores, and an order is worth the mass that it puts in front. Invariant:
+held-out tracks are never fitted to.
 """
 
 import copy
@@ -22,12 +22,12 @@ Loss = Literal["maxima", "mass"]
 """maxima: mean squared error of the next step's block maxima. mass: cross entropy of its blocks' mass."""
 
 LOGITS = 256
-"""A score's as a logit: scores begin as small as attention is."""
+"""Factor from scores to logits: scores begin as small as attention is."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """batch: pairs of a step; per_epoch: steps of an epoch; budget_blocks: what a held-out recovery is taken at."""
+    """The settings of training. batch: pairs of a step. per_epoch: steps. budget_blocks: for held-out recovery."""
 
     loss: Loss
     epochs: int
@@ -40,7 +40,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Epoch:
-    """loss: mean over its steps. recovery: of the candidates' attention, the share in the blocks chosen."""
+    """The result of an epoch. loss: mean over its steps. recovery: share of candidates' attention in chosen blocks."""
 
     number: int
     loss: float
@@ -50,9 +50,9 @@ class Epoch:
 def draw_pairs(
     tracks: Sequence[Track], cut: Cut, loss: Loss, count: int, draw: random.Random, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw histories `[count, steps, blocks]`, what follows `[count, blocks]` and widths `[count]`, padded with zeros.
+    """Draw histories `[count, steps, blocks]`, next steps `[count, blocks]` and widths `[count]`, padded with zeros.
 
-    What follows is maxima or mass, by the loss. On a card that holds the tracks, nothing is waited for but widths.
+    Next steps are maxima or mass, by the loss. On a GPU that holds the tracks only the widths wait for the device.
     """
     chosen = [(track, draw.randrange(len(track.widths))) for track in draw.choices(tracks, k=count)]
     widths = torch.stack([track.widths[target] for track, target in chosen])
@@ -69,7 +69,7 @@ def draw_pairs(
 
 @torch.inference_mode()
 def recover(network: nn.Module, tracks: Sequence[Track], cut: Cut, budget_blocks: int, device: torch.device) -> float:
-    """Mean share of the candidates' attention that the best `budget_blocks` by prediction hold (equation 4)."""
+    """Return the mean share of candidates' attention in the best `budget_blocks` by prediction (equation 4)."""
     shares = []
     for track in tracks:
         places = range(0, len(track.widths), max(1, len(track.widths) // 4))
@@ -84,9 +84,9 @@ def recover(network: nn.Module, tracks: Sequence[Track], cut: Cut, budget_blocks
 
 
 def loss_of(loss: Loss, scores: Tensor, follows: Tensor, widths: Tensor) -> Tensor:
-    """Return the loss of scores `[rows, blocks]` and what followed `[rows, blocks]`, over each row's own blocks.
+    """Return the loss of scores `[rows, blocks]` against next steps `[rows, blocks]`, over each row's own blocks.
 
-    A row's cross entropy weighs what mass its blocks hold, as the recovery rate does.
+    A row's cross entropy is weighted by the mass of its blocks, like the recovery rate.
     """
     none = behind(scores, widths)
     if loss == "maxima":

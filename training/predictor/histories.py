@@ -1,8 +1,8 @@
-"""Capture block maxima of full attention over texts: histories of steps, each with what it should predict.
+"""Capture block maxima of full attention over texts: histories of steps, each with the step that follows it.
 
-AttentionPredictor, appendix B. A track is of a KV head, with the most that any query head of its group attended to,
-which is what the network is given when it serves; or of a query head, as in the paper. Invariants: a target is the step
-right behind its history, over the blocks that were candidates then; sink and recent blocks are in neither.
+AttentionPredictor, appendix B. A track is of a KV head, with the maximum over the query heads of its group, as the
+network gets it in serving; or of a query head, as in the paper. Invariants: a target is the step right after its
+history, over the blocks that were candidates then. Sink and recent blocks are in neither.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ from evals.methods.method import PromptLayer
 from gpu.predictor.history import block_maxima
 
 Tracks = Literal["group", "head"]
-"""What a track is of: a KV head with its group of query heads, or a query head."""
+"""The unit of a track: a KV head with its group of query heads, or a query head."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """block, sink, window: tokens; steps: rows of a history; dense: layers from 0 on that nothing is predicted in."""
+    """How histories are cut. block, sink, window: tokens. steps: rows. dense: layers from 0 on without prediction."""
 
     block: int
     sink: int
@@ -34,9 +34,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Track:
-    """One head over one text: maxima `[steps + targets, blocks]` without the sink, of a group the most of its heads;
-    mass `[targets, blocks]`, each block's whole attention then, of a group the mean of its heads, for the recovery
-    rate; both where the decoder is. widths `[targets]`, the candidates at each target, on the CPU.
+    """One head over one text. maxima: `[steps + targets, blocks]` without the sink, for a group the maximum of its
+    heads. mass: `[targets, blocks]`, each block's attention, for a group the mean of its heads, for the recovery rate.
+    Both are on the decoder's device. widths: `[targets]`, number of candidates at each target, on the CPU.
     """
 
     maxima: Tensor
@@ -47,7 +47,7 @@ class Track:
 def capture(
     decoder: ReferenceDecoder, prompt: Sequence[int], cut: Cut, targets: int, of: Tracks, advance: Callable[[], None]
 ) -> list[Track]:
-    """Return tracks of the layers that predict: the text's last `targets` queries are what is predicted.
+    """Return tracks of the layers that predict. The targets are the steps of the text's last `targets` queries.
 
     Raises ValueError for a text that leaves no candidates.
     """

@@ -1,6 +1,6 @@
-"""Train a predictor from texts to its file and report.
+"""Train a predictor from texts, and write its file and report.
 
-Invariant: what is held out are whole texts, and what is written is the network of the epoch that the report names.
+Invariant: whole texts are held out, and the written network is that of the epoch that the report names.
 """
 
 import json
@@ -41,8 +41,9 @@ TEXT = "text"
 
 @dataclass(frozen=True)
 class TextPlan:
-    """files: none stands for generated prose. tasks: in the reference model's form, each prompt with its answer behind
-    it. texts: of a length, running text, and prompts of each task; a quarter is held out. tracks: see `capture`.
+    """The texts of a training. files: empty: generated prose. tasks: in the reference model's form, each prompt with
+    its answer. texts: of running text and of prompts of each task, for each length; a quarter is held out. tracks: see
+    `capture`.
     """
 
     files: tuple[Path, ...]
@@ -55,7 +56,7 @@ class TextPlan:
 
 
 def narrated(seed: int) -> Iterator[str]:
-    """Yield endless sentences of the generated prose that training has; the evaluations' text is another."""
+    """Yield endless sentences of the training's generated prose; the evaluations' text is another."""
     narrator = Narrator(seed)
     while True:
         yield narrator.sentence()
@@ -83,13 +84,13 @@ def read_prompts(model: Path, plan: TextPlan) -> dict[tuple[int, str], list[list
 
 
 def with_answer(tokenizer: Any, sample: Sample) -> list[int]:
-    """Return token ids of a prompt and what answers it."""
+    """Return the token ids of a prompt and its answers."""
     parts = sample.prompt, " ".join(sample.answers)
     return [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
 
 
 def split(tracks: dict[tuple[int, str], list[list[Track]]]) -> tuple[list[Track], list[Track]]:
-    """Return tracks to fit to, and those of the last texts of each length and task, which are held out."""
+    """Split tracks into those to fit to, and the held-out ones of the last texts of each length and task."""
     fitted: list[Track] = []
     held: list[Track] = []
     for of_texts in tracks.values():
@@ -100,7 +101,7 @@ def split(tracks: dict[tuple[int, str], list[list[Track]]]) -> tuple[list[Track]
 
 
 def train(model: Path, out: Path, plan: TextPlan, cut: Cut, recipe: Recipe, device: str) -> None:
-    """Write the predictor and, beside it, a report of what made it. Progress goes to stderr."""
+    """Train a predictor, and write it with a report of its settings and epochs. Progress goes to stderr."""
     begun = time.monotonic()
     texts = capture_texts(model, plan, cut, recipe, device)
     network, epochs = fit_to(texts, PredictorNetwork, cut, recipe)
@@ -119,7 +120,7 @@ def train(model: Path, out: Path, plan: TextPlan, cut: Cut, recipe: Recipe, devi
 
 @dataclass(frozen=True)
 class Texts:
-    """What a model attended to: tracks to fit to, those held out, and some of these, which epochs are chosen by."""
+    """A model's attention: tracks to fit to, held-out tracks, and some of these, by which the epoch is chosen."""
 
     model: str
     device: torch.device
@@ -128,7 +129,7 @@ class Texts:
     some: list[Track]
 
     def report(self, plan: TextPlan, cut: Cut, recipe: Recipe) -> dict[str, Any]:
-        """Return what was fitted to, and how."""
+        """Return what the network was fitted to, and how."""
         return {
             "model": self.model, "texts": [path.name for path in plan.files] or "generated prose",
             "tasks": plan.tasks, "lengths": plan.lengths, "texts_a_length": plan.texts, "targets": plan.targets,
@@ -168,13 +169,13 @@ def fit_to(
 
 
 def best_of(epochs: Sequence[Epoch]) -> Epoch:
-    """Return the first of those that recovered most."""
+    """Return the first of the epochs with the best recovery."""
     return max(epochs, key=lambda epoch: epoch.recovery)
 
 
 @contextmanager
 def _progress_bar(total: int, what: str) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on stderr; give a function to call once a unit."""
+    """Show a progress bar on stderr; yield a function to call after each unit."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total)
