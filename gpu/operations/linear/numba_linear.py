@@ -41,9 +41,9 @@ _tile_four = tile_products(4)
 _tile_two = tile_products(2)
 _tile_one = tile_products(1)
 
-# Of a matrix, behind what `packed_gains` has: columns, the C function that multiplies some of its rows
-# (`multiply_rows`, `multiply_tile`), where the order of its columns lies, int64 `[inner]`, 0: they are in order; how
-# many rows are taken together; where rows lie in tiles, and tokens are rounded, the columns of a unit and of a gain,
+# Columns of a matrix's row, behind those of `packed_gains`: its columns; the C function that multiplies some of its
+# rows (`multiply_rows`, `multiply_tile`); the address of its columns' order, int64 `[inner]`, 0: they are in order; the
+# number of rows multiplied together; and, if rows are in tiles and tokens rounded, the columns of a unit and of a gain,
 # else 0.
 INNER, MULTIPLY, ORDER, TOGETHER, UNIT, GROUP, TABLE_COLUMNS = range(MATRIX_COLUMNS, MATRIX_COLUMNS + 7)
 

@@ -280,7 +280,7 @@ def _delta_scan_kernel(
     inside = (k_at < KEY_DIM)[:, None] & (v_at < VALUE_DIM)[None, :]
     places = (head * KEY_DIM + k_at)[:, None] * VALUE_DIM + v_at[None, :]
     own = states + tl.load(entry + 3).to(tl.int64) * state_stride + places
-    goes_on = k_at * 0 + tl.load(entry + 2) > 0  # masks are of blocks
+    goes_on = k_at * 0 + tl.load(entry + 2) > 0  # a block, as masks must be
     state = tl.load(own, mask=inside & goes_on[:, None], other=0.0).to(tl.float32)
     size: tl.constexpr = CHUNK * (3 * BLOCK_KEY + BLOCK_VALUE + CHUNK)
     k_cells = at[:, None] * BLOCK_KEY + k_at[None, :]

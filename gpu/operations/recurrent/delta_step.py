@@ -78,7 +78,7 @@ def _convolved(
     summed = tl.zeros(channels.shape, tl.float32)
     if HAS_BIAS:
         summed += tl.load(conv_bias + channels, mask=inside, other=0.0).to(tl.float32)
-    none = channels * 0  # masks are of blocks
+    none = channels * 0  # a block, as masks must be
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
         own = inside & (none + (row - back) >= first)

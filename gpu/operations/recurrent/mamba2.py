@@ -79,7 +79,7 @@ def _gated_norm_kernel(
     rows = tl.load(made + row * made_row + column, mask=inside, other=0.0).to(tl.float32)
     is_there = inside
     if HAS_SLOTS:
-        is_there = inside & (at * 0 + tl.load(slots + row) >= 0)  # masks are of blocks
+        is_there = inside & (at * 0 + tl.load(slots + row) >= 0)  # a block, as masks must be
     z = tl.load(gates + row * gates_row + column, mask=is_there, other=0.0).to(tl.float32)
     gate = z * tl.sigmoid(z)
     if GATES_LAST:

@@ -64,7 +64,7 @@ def _short_step_kernel(
     if slot >= 0:
         cell = tl.load(cells + row)
         ring = rings + tl.load(state_of_slot + slot).to(tl.int64) * ring_stride
-        none = channel * 0  # masks are of blocks
+        none = channel * 0  # a block, as masks must be
         in_step = 1
         for back in tl.static_range(TAPS):
             at = tl.maximum(row - back, 0)
