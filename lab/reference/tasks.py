@@ -234,7 +234,7 @@ def interleaved(draw: random.Random, chains: list[list[str]]) -> list[str]:
 def variables(room: Room) -> Exercise:
     """Make chains of one to four names that end in a number. Each chain's names are asked for by the number.
 
-    Even the first chains have two names: each further name is found as the first is, from its sentence's right side.
+    Even at level 0 a chain has up to two names: a further name is found as the first is, from the end of its sentence.
     """
     draw, distinct = room.draw, room.distinct
     longest = 2 + min(2, int(3 * room.level))

@@ -1,10 +1,10 @@
 """Measure how many tokens of drafts a model accepts: document questions, summaries and edits, ten of each.
 
-N-grams: a text is written once without drafts, greedily. How many tokens each step would have drawn with drafts of 1, 3
-and 7 tokens follows from prompt and text alone, because drafts change no token; then the same prompts are served with
-drafts that are taken where they pay, and the text must be the same. A profile of a method that drafts (`indexed`) does
-so beside `offloaded`, 7 tokens in each step. Of one that does not (`sampled`), its own greedy text is given to full
-attention, and a draft is right up to the first token for which full attention has another one.
+N-grams: a text is written once without drafts, greedily. Since drafts change no token, prompt and text alone determine
+how many tokens each step would have drawn with drafts of 1, 3 and 7 tokens. Then the same prompts are served with
+drafts that are taken where they pay off, and the text must be the same. A profile whose method drafts (`indexed`)
+drafts 7 tokens in each step of `offloaded`. A method that does not draft (`sampled`) writes its own greedy text, which
+is given to full attention: a draft is right up to the first token for which full attention has another one.
 """
 
 import re
@@ -36,10 +36,10 @@ WIDTHS = (2, 4, 8)
 PROFILE = "drafting"
 KINDS = ("questions", "summaries", "edits")
 _CONTEXT = 6144
-_RESIDENT = 512  # tokens, above which contexts are in host memory
+_RESIDENT = 512  # longer contexts, in tokens, are in host memory
 _DOCUMENT_CHARS = 7000
 _CODE_LINES = 45
-_LONG_CHARS = 10_000  # of documents and files whose contexts are to lie in host memory: `sampled` has tables of 2,048
+_LONG_CHARS = 10_000  # of documents and files for contexts in host memory: `sampled` builds tables from 2,048 tokens
 _ROOT = Path(__file__).parents[2]
 _QUESTION = "Quote every sentence of the document above that says something about {word}."
 _SUMMARY = "Summarise the document above in a few paragraphs."
@@ -48,7 +48,7 @@ _EDIT = "Rename `{name}` to `{name}_new` everywhere in this file, and write the 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A prompt of a kind."""
+    """A prompt, and the kind it belongs to."""
 
     kind: str
     token_ids: list[int]
@@ -56,8 +56,8 @@ class Task:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a kind's texts took. steps: by width, without the first draw. seconds: of decoding, without and with drafts
-    that are taken where they pay.
+    """The results of a kind's texts. steps: by width, without the first draw. seconds: of decoding, without drafts and
+    with drafts that are taken where they pay off.
     """
 
     num_tokens: int = 0
@@ -72,7 +72,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Accepted:
-    """What became of drafts by a profile. ngram_steps: that drafts by n-grams of the same width take for these texts.
+    """The results of drafts by a profile. ngram_steps: steps for the same texts with n-gram drafts of the same width.
     prompt_tokens: of all prompts.
     """
 
@@ -85,7 +85,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Where texts are written. streams: beside one another."""
+    """Where texts are written. streams: requests that run at once."""
 
     device: Literal["cpu", "cuda"]
     threads: int
@@ -94,7 +94,7 @@ class Run:
 
 @dataclass(slots=True)
 class Answer:
-    """What was told of a request."""
+    """The tokens, figures and log probabilities that a request returned."""
 
     token_ids: list[int] = field(default_factory=list)
     figures: dict[str, int] = field(default_factory=dict)
@@ -102,8 +102,9 @@ class Answer:
 
 
 def read_tasks(model: Path, num_each: int, is_long: bool = False) -> list[Task]:
-    """Return the prompts: documents are this repository's pages, files to edit its smallest modules, or, of long ones,
-    the scheduler's largest.
+    """Return the prompts: documents are this repository's pages, files to edit its smallest modules.
+
+    is_long: the texts are longer, and the files are the scheduler's largest modules.
     """
     tokenizer = load_tokenizer(model)
     pages = sorted((_ROOT / "docs").rglob("*.md"), key=lambda path: -path.stat().st_size)[:num_each]
@@ -127,7 +128,7 @@ def read_tasks(model: Path, num_each: int, is_long: bool = False) -> list[Task]:
 
 
 def count_steps(prompt: Sequence[int], text: Sequence[int], width: int, least_match: int) -> int:
-    """Return the steps behind the first draw that write `text` with a draft of `width - 1` tokens in each."""
+    """Return how many steps after the first draw write `text` with a draft of `width - 1` tokens in each."""
     source, at, steps = NGrams(least_match, np.array(prompt, np.int32)), 1, 0
     source.observe(np.array([*prompt, *text[:1]], np.int32))
     while at < len(text):
@@ -141,7 +142,7 @@ def count_steps(prompt: Sequence[int], text: Sequence[int], width: int, least_ma
 def measure_accepted(
     model: Path, num_each: int, max_tokens: int, threads: int, temperature: float
 ) -> dict[str, Outcome]:
-    """Return what became of each kind. Texts of fewer than two tokens are left out."""
+    """Return the results of each kind. Texts of fewer than two tokens are left out."""
     config = EngineConfig(
         model=ModelConfig(path=model),
         gpu=GpuConfig(device="cpu", dtype="float32", kv_cache_gib=0.5, threads=threads),
@@ -172,8 +173,10 @@ def measure_accepted(
 def measure_by_profiles(
     model: Path, profiles: Sequence[str], num_each: int, max_tokens: int, run: Run, told: Callable[[str], None]
 ) -> dict[str, dict[str, Accepted]]:
-    """Return what became of each kind's drafts of 7 tokens by profiles that read the same context in host memory,
-    greedy, beside what n-grams would have done for the same texts. told: hears of each text.
+    """Measure drafts of 7 tokens by profiles that read the same context in host memory, greedily.
+
+    Returns the results by profile and kind, with those of n-grams for the same texts. told: called with a line for each
+    text.
     """
     composed = {"exactly": Composition()}
     for profile in profiles:
@@ -233,13 +236,13 @@ def _note(one: Accepted, task: Task, text: list[int], steps: int, told: Callable
 def _draft_and_verify(
     engine: Engine, profile: str, tasks: Sequence[Task], max_tokens: int
 ) -> list[tuple[list[int], int]]:
-    """Return each text, and the steps that wrote it behind its first token: each draws one more than it accepts."""
+    """Return each text, and the steps that wrote it after its first token: each draws one more than it accepts."""
     told = _ask(engine, tasks, max_tokens, SamplingParams(temperature=0.0), f"{PROFILE}-{profile}")
     return [(one.token_ids, len(one.token_ids) - 1 - one.figures.get(ACCEPTED, 0)) for one in told]
 
 
 def _agree(engine: Engine, profile: str, tasks: Sequence[Task], max_tokens: int) -> list[tuple[list[int], int]]:
-    """Return texts of the profile that is cheaper, and the steps of 7 of its tokens each that would write them."""
+    """Return the texts of the cheaper profile, and the steps that would write them with 7 of its tokens as drafts."""
     texts = [one.token_ids for one in _ask(engine, tasks, max_tokens, SamplingParams(temperature=0.0), f"by-{profile}")]
     whole = [Task(task.kind, [*task.token_ids, *text]) for task, text in zip(tasks, texts, strict=True)]
     found = []
@@ -252,7 +255,7 @@ def _agree(engine: Engine, profile: str, tasks: Sequence[Task], max_tokens: int)
 
 
 def steps_of(is_right: Sequence[bool], width: int) -> int:
-    """Return the steps that write tokens of which a draft has so many right: each draws one more than it accepts."""
+    """Return the steps that write tokens of which drafts have these right: each draws one more than it accepts."""
     at, steps = 0, 0
     while at < len(is_right):
         run = is_right[at : at + width - 1]
@@ -263,7 +266,7 @@ def steps_of(is_right: Sequence[bool], width: int) -> int:
 def _serve(
     engine: Engine, name: str, task: Task, max_tokens: int, temperature: float, profile: str = PROFILE
 ) -> tuple[list[int], float]:
-    """Return a text, and the seconds behind its first token."""
+    """Return a text, and the seconds after its first token."""
     text: list[int] = []
     began = ended = time.perf_counter()
     for delta in _told(engine, {name: task}, max_tokens, SamplingParams(temperature=temperature, seed=1), profile):
@@ -276,7 +279,7 @@ def _serve(
 def _ask(
     engine: Engine, tasks: Sequence[Task], max_tokens: int, sampling: SamplingParams, profile: str
 ) -> list[Answer]:
-    """Return answers to requests that run beside one another."""
+    """Return the answers to requests that run at once."""
     by_name = {f"{profile} {len(task.token_ids)} {place}": task for place, task in enumerate(tasks)}
     answers = {name: Answer() for name in by_name}
     for delta in _told(engine, by_name, max_tokens, sampling, profile):
@@ -290,7 +293,7 @@ def _ask(
 def _told(
     engine: Engine, tasks: dict[str, Task], max_tokens: int, sampling: SamplingParams, profile: str
 ) -> Iterator[Delta]:
-    """Yield what is told of requests, as it is told."""
+    """Yield the deltas of requests as they come."""
     engine.submit([
         EngineRequest(
             request_id=name, prompt=pack_tokens(task.token_ids), sampling=sampling,

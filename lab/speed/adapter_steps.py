@@ -1,7 +1,7 @@
-"""Time captured steps of a model with LoRA adapters: with none loaded, with none used, with one for all rows, and with
-one for each; and by kernel.
+"""Time captured steps of a model with LoRA adapters, in total and by kernel: with none loaded, none used, one for all
+rows, and one for each row.
 
-`python -m lab.speed.adapter_steps [--shape NAME] [--rows N] [--rank N] [--context N]`, on a card: weights and adapters
+`python -m lab.speed.adapter_steps [--shape NAME] [--rows N] [--rank N] [--context N]`, on a GPU: weights and adapters
 are random. A step is its graph's replay, without sampling.
 """
 
@@ -34,7 +34,7 @@ _WARMUPS, _REPEATS, _TRACED = 20, 200, 5
 
 
 def write_adapter(folder: Path, architecture: Architecture, rank: int) -> AdapterFile:
-    """Write a folder of PEFT with an adapter of all modules, in bf16; return what is read of it."""
+    """Write a PEFT folder with an adapter of all modules, in bf16, and read it back."""
     tensors = {}
     for layer, spec in enumerate(architecture.layers):
         for matrix, (_, inner) in matrix_shapes(architecture, spec).items():
@@ -49,7 +49,7 @@ def write_adapter(folder: Path, architecture: Architecture, rank: int) -> Adapte
 
 @torch.inference_mode()
 def time_steps(runner: Runner, numbers: list[int], context: int) -> tuple[float, Callable[[], object]]:
-    """Return the milliseconds of a step whose rows have these adapters, and what runs it again."""
+    """Return the milliseconds of a step whose rows have these adapters, and a function that runs it again."""
     steps, adapters, rows = runner.decode_steps, runner.decode_steps.loop.decoder.adapters, len(numbers)
     slots, places = list(range(rows)), [context] * rows
     if adapters is not None:
@@ -63,7 +63,7 @@ def time_steps(runner: Runner, numbers: list[int], context: int) -> tuple[float,
 
 
 def print_kernels(run: Callable[[], object]) -> None:
-    """Print the kernels of a step that take most, with their launches and microseconds."""
+    """Print the kernels that take most of a step, with their launches and microseconds."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(_TRACED):
             run()

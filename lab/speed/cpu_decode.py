@@ -1,9 +1,9 @@
-"""Time decode steps of a model on this CPU by part, beside their floor and llama.cpp's.
+"""Time decode steps of a model on this CPU by part, against their floor and llama.cpp's.
 
-A matrix's products are timed one thread at a time, by that thread's own time, so that a machine which others use says
-something, too; steps and a prompt by the clock, the best of many. A step has two floors: the bytes that it reads, of
-weights and rows, over the rate of a stream with as many threads, and its operations over that of integer products whose
-tile stays in the cache. Both rates are measured in the same run.
+A matrix's products are timed on one thread, by that thread's CPU time, so that the numbers mean something on a shared
+machine. Steps and a prompt are timed by the clock, the best of many. A step has two floors: the bytes of weights and
+rows that it reads, over the rate of a stream with as many threads; and its operations, over the rate of integer
+products whose tile stays in the cache. Both rates are measured in the same run.
 """
 
 import json
@@ -30,16 +30,17 @@ from transfer.simd.packed_rows import packed_kind
 from transfer.simd.row_tiles import tile_products
 
 _STEPS, _REPEATS = 48, 15
-_CHUNK = 512  # of a prompt
-_SHORT = 1024  # tokens; longer contexts are computed once
+_CHUNK = 512  # tokens of a prefill chunk
+_SHORT = 1024  # longer contexts, in tokens, are computed once
 _CPU, _DTYPE = torch.device("cpu"), torch.float32
 
 
 def time_decode(
     model: Path, threads: int, sizes: list[int], prompt: int, products: str, kv: KvFormat, llama: Path | None
 ) -> None:  # fmt: skip
-    """Print the times of products, of a prompt, of steps of so many rows behind it, and of llama.cpp's program if it is
-    given, each a line, and all as a line of JSON. Raises ModelError, and CalledProcessError where that program fails.
+    """Print the times of products, of a prompt, of steps of `sizes` rows after it, and of llama.cpp's program if given.
+
+    Each is a line, and all follow as a line of JSON. Raises ModelError, and CalledProcessError if the program fails.
     """
     architecture = multiplied(read_architecture(model), products, "products")
     weights = load_weights(model, architecture, _DTYPE, _CPU, lambda _: None)
@@ -74,7 +75,7 @@ def time_decode(
 
 def measure_integer_rate() -> float:
     """Return the billions of operations a second of one thread: products of eight tokens by a tile of 4 bits that stays
-    in the first cache, two operations a number and token.
+    in the first cache. A number and a token count two operations.
     """
     columns, tokens, times = 512, 8, 400
     words, gains = np.zeros(TILE * columns // 8, np.int32), np.zeros((2, columns // 32, TILE), np.float32)
@@ -98,7 +99,7 @@ def _multiply_often(kind, words, gains, offsets, x, columns, out, times):  # typ
 
 
 def _part_lines(weights: Weights) -> Iterator[dict[str, object]]:
-    """Time the products of all layers' matrices of a name, of one token and of four."""
+    """Time the products of all layers' matrices by name, for one token and for four."""
     held: dict[str, list[Packed]] = {}
     named = [*(pair for layer in weights.layers for pair in layer.matrices.items()), ("logits", weights.logits)]
     for name, matrix in named:
@@ -128,7 +129,7 @@ def _best_ms(matrices: list[Packed], x: torch.Tensor) -> float:
 def _llama_lines(
     program: Path, model: Path, threads: int, sizes: list[int], prompt: int
 ) -> Iterator[dict[str, object]]:  # fmt: skip
-    """Run llama.cpp's prompt, and its steps of as many streams, each of its own prompt, and yield their means."""
+    """Run llama.cpp's prompt, and its steps of `sizes` streams with a prompt each; yield the mean times."""
     context, streams = max(sizes) * (prompt + _STEPS), ",".join(map(str, sizes))
     command = [str(program), "-m", str(model), "-t", str(threads), "-tb", str(threads), "-c", str(context), "-npp",
                str(prompt), "-ntg", str(_STEPS), "-npl", streams, "--output-format", "jsonl"]  # fmt: skip

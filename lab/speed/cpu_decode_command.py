@@ -1,4 +1,4 @@
-"""Run `python -m lab cpu-decode`: decode steps on this CPU by part, beside their floor and llama.cpp's."""
+"""Run `python -m lab cpu-decode`: decode steps on this CPU by part, against their floor and llama.cpp's."""
 
 from pathlib import Path
 from typing import Annotated, cast
@@ -21,7 +21,7 @@ def cpu_decode(
     ] = None,
     llama_options: Annotated[str, typer.Option(help="of llama-server besides, as '-fa off'")] = "",
 ) -> None:
-    """Time decode steps on the CPU by part, beside their floor and llama.cpp's of as many streams in the same run."""
+    """Time decode steps on the CPU by part, against their floor and llama.cpp with as many streams in the same run."""
     from gpu.page_layout import KvFormat
     from lab.speed.cpu_decode import time_decode
 

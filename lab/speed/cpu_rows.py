@@ -1,8 +1,8 @@
-"""Compare formats of rows in pages on this CPU, in the compiled decode step: what they change, and what a step takes.
+"""Compare formats of rows in pages on this CPU, in the compiled decode step: their accuracy, and the time of a step.
 
-`python -m lab.speed.cpu_rows MODEL TEXT...`: each text is fed 32 tokens a step, of which each reads the pages of all in
-front of it, as decode does. A next token's distribution is compared with that over float32 rows. Then steps of one
-token behind long contexts are timed in turns, the best of many, on empty pages.
+`python -m lab.speed.cpu_rows MODEL TEXT...`: each text is fed 32 tokens a step. Each token reads the pages of all
+tokens before it, as in decode. Its next-token distribution is compared with that over float32 rows. Then steps of one
+token after long contexts are timed in turn on empty pages, the best of many.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from gpu.weights.weights import Weights
 from server.text.model_tokenizer import load_tokenizer
 
 PAGE_TOKENS, STEP_TOKENS = 16, 32
-FIRST_TOKENS = 64  # of a text, that are not compared
+FIRST_TOKENS = 64  # first tokens of a text, which are not compared
 CONTEXTS, ROWS, REPEATS = (256, 6000), (1, 4), 30
 FORMATS: tuple[KvFormat, ...] = ("float32", "bfloat16", "int8")
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def make_step(architecture: Architecture, weights: Weights, name: KvFormat, num_slots: int, context: int) -> CpuStep:
-    """Return a step of up to STEP_TOKENS rows over empty pages in a format; that many slots have so many cells each."""
+    """Return a step of up to STEP_TOKENS rows over empty pages in a format: `num_slots` slots of `context` cells."""
     pages = -(-context // PAGE_TOKENS)
     shape = PoolShape(num_slots * pages, (), PAGE_TOKENS, STEP_TOKENS, pages * PAGE_TOKENS, torch.float32, kv=name)
     pool = KvPool(architecture, shape, torch.device("cpu"))
@@ -58,8 +58,8 @@ def make_step(architecture: Architecture, weights: Weights, name: KvFormat, num_
 
 
 def compare(architecture: Architecture, weights: Weights, texts: list[np.ndarray]) -> dict[str, dict[str, float]]:
-    """Return by format: the KL divergence of next tokens from those over float32 rows, in nats (mean, 99th percentile,
-    most), the share whose likeliest token is the same, and perplexities.
+    """Return figures by format: the KL divergence of next tokens from those over float32 rows, in nats (mean, 99th
+    percentile, most), the share whose most likely token is the same, and perplexities.
     """
     found: dict[str, list[torch.Tensor]] = {name: [] for name in FORMATS}
     for ids in texts:

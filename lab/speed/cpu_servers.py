@@ -1,7 +1,8 @@
 """Time our server and llama.cpp's on this CPU, both over HTTP with as many streams, in turns.
 
-A step's time is what answers of many tokens take more than answers of one, over contexts that both servers keep, each
-the best of its repeats. All streams have one prompt: ours share its pages, each slot of llama.cpp's has a copy.
+A step's time is the additional time of answers of many tokens over answers of one, with contexts that both servers
+keep. Each is the best of its repeats. All streams have one prompt: ours share its pages, each slot of llama.cpp has a
+copy.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from bench.server_process import serving
 from lab.speed.token_turns import FIRST_ID, LAST_ID
 
 _REPEATS, _STEPS = 4, 48
-_LONG, _LONG_STEPS = 1024, 16  # tokens of a context, and steps behind a longer one, which a busy machine disturbs less
+_LONG, _LONG_STEPS = 1024, 16  # tokens of a long context, and its steps, which other programs disturb less
 _LONG_PROMPTS = 1
 _START_S, _TIMEOUT_S = 120.0, 1200.0
 
@@ -33,7 +34,7 @@ _SAVED = "context"
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs. is_ours: and not llama.cpp's, which has an interface of its own beside the common one."""
+    """A running server. is_ours: otherwise it is llama.cpp's, which has its own interface beside the common one."""
 
     url: str
     is_ours: bool
@@ -46,7 +47,7 @@ class Server:
         return "/completion", common | {"n_predict": num_tokens, "id_slot": stream, "cache_prompt": True}
 
     async def answer(self, prompt: Sequence[int], num_streams: int, num_tokens: int) -> float:
-        """Return the seconds until so many streams at once have their answers."""
+        """Return the seconds until num_streams concurrent requests have their answers."""
         async with aiohttp.ClientSession(self.url, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
 
             async def ask(stream: int) -> None:
@@ -62,7 +63,7 @@ class Server:
             return time.perf_counter() - began
 
     def spread(self, num_streams: int) -> None:
-        """Give all slots of llama.cpp's server what its first holds. Ours need nothing: pages are found by hashes."""
+        """Copy the first slot of llama.cpp's server to all others. Ours needs nothing: it finds pages by hashes."""
         if not self.is_ours:
             for slot in range(num_streams):
                 action = "restore" if slot else "save"
@@ -72,16 +73,16 @@ class Server:
 
 
 def time_servers(model: Path, threads: int, sizes: list[int], prompt: int, program: Path, options: str) -> None:
-    """Print the times of a prompt, and of steps of so many streams behind it, of both servers and as a line of JSON.
+    """Print the times of a prompt and of steps of `sizes` streams after it, for both servers, and as a line of JSON.
 
-    program: llama.cpp's llama-server; options: more of its command line. Raises GateError where a server does not
-    start, aiohttp's errors where one fails.
+    program: llama.cpp's llama-server. options: more of its command line. Raises GateError if a server does not start,
+    aiohttp's errors if one fails.
     """
     is_long, rng = prompt > _LONG, np.random.default_rng(0)
     steps = _LONG_STEPS if is_long else _STEPS
     rows: list[dict[str, object]] = []
     with both_serving(model, threads, max(sizes), prompt, [str(program), *options.split()]) as servers:
-        for server in servers:  # what a first answer loads is none of these times
+        for server in servers:  # the first answer loads code, which is not timed
             asyncio.run(server.answer(list(range(FIRST_ID, FIRST_ID + 32)), 1, 2))
         context: list[int] = []
         first = {server: float("inf") for server in servers}
@@ -106,7 +107,7 @@ def time_servers(model: Path, threads: int, sizes: list[int], prompt: int, progr
 def both_serving(
     model: Path, threads: int, num_streams: int, prompt: int, program: Sequence[str]
 ) -> Iterator[tuple[Server, Server]]:
-    """Start both servers for so many streams of this model, ours first in what is given, and end them on leaving."""
+    """Start both servers for num_streams streams of this model, yield them, ours first, and end them on leaving."""
     tokens = prompt + _STEPS + _SPARE_TOKENS
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "served.yaml")

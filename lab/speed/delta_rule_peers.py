@@ -40,7 +40,7 @@ from gpu.operations.recurrent.state_arrays import CHUNK_TOKENS, MOST_STEP_ROWS, 
 
 EPS = 1e-6
 SHAPE = "qwen3.5-27b"
-LAYERS = 48  # whose states no cache holds together
+LAYERS = 48  # so many that no cache holds their states together
 PEER = "fla-core"
 
 
@@ -54,16 +54,16 @@ class Drawn:
     gates: Tensor
 
     def qkv_and_z(self) -> tuple[Tensor, Tensor]:
-        """Return queries, keys and values `[1, tokens, conv_width]`, and z, each as a matrix of its own makes it."""
+        """Return queries, keys and values `[1, tokens, conv_width]`, and z, contiguous as from matrices of their own."""
         inputs, z = self.mixed.split([self.own.conv_width, self.own.value_width], 1)
         return inputs[None].contiguous(), z.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A row. Errors are relative, of norms; out_error: None where outputs are not normed; eager_ms: launched call by
-    call; graph_ms: replayed, None: it cannot be captured; first_s: until the first result, with what is compiled;
-    peak_bytes: allocated by a call, outputs among it.
+    """A row of the table. Errors are relative, of norms. out_error: None if outputs are not normed. eager_ms: launched
+    call by call. graph_ms: replayed; None: it cannot be captured. first_s: until the first result, with compilation.
+    peak_bytes: allocated by a call, outputs included.
     """
 
     what: str
@@ -78,7 +78,7 @@ class Told:
 
 
 def draw(own: Recurrent, tokens: int, device: torch.device) -> Drawn:
-    """Return rows and weights of a usual start: heads forget within some tokens, or within some thousand."""
+    """Draw rows and weights as a model starts with: heads forget within some tokens, or within some thousand."""
     generator = torch.Generator(device).manual_seed(tokens)
 
     def normal(*shape: int) -> Tensor:
@@ -97,7 +97,7 @@ def draw(own: Recurrent, tokens: int, device: torch.device) -> Drawn:
 
 
 def empty_states(own: Recurrent, count: int, dtype: torch.dtype, device: torch.device) -> LayerStates:
-    """Return states of zeros. dtype: of what is computed in."""
+    """Return states of zeros. dtype: of the computation."""
     wide = torch.promote_types(dtype, torch.float32)
     return LayerStates(
         torch.zeros(count, own.value_heads, own.key_dim, own.value_dim, dtype=wide, device=device),
@@ -107,7 +107,7 @@ def empty_states(own: Recurrent, count: int, dtype: torch.dtype, device: torch.d
 
 
 def exact(drawn: Drawn) -> tuple[Tensor, Tensor]:
-    """Return outputs `[tokens, value_width]` and the state behind them in float64, of the rows as they are rounded."""
+    """Return outputs `[tokens, value_width]` and the state after them in float64, from the rounded rows."""
     held, own = empty_states(drawn.own, 1, torch.float64, drawn.mixed.device), drawn.weights
     parts = (one.double() for one in (own.gates, own.conv, own.decay, own.time_bias, own.norm))
     out = run_segment(drawn.mixed.double(), drawn.gates.double(), RecurrentWeights(*parts), drawn.own, EPS, held, 0, 0)
@@ -115,7 +115,7 @@ def exact(drawn: Drawn) -> tuple[Tensor, Tensor]:
 
 
 def exact_steps(drawn: Drawn) -> tuple[Tensor, Tensor]:
-    """Return the same of rows that are each a sequence's first token, with states `[rows, ..]`."""
+    """Return the same as `exact` for rows that are each a sequence's first token, with states `[rows, ..]`."""
     rows = [slice(row, row + 1) for row in range(len(drawn.mixed))]
     outs, states = zip(*(exact(replace(drawn, mixed=drawn.mixed[row], gates=drawn.gates[row])) for row in rows),
                        strict=True)  # fmt: skip
@@ -135,8 +135,9 @@ def our_prompt(drawn: Drawn) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def peer_prompt(drawn: Drawn, has_ends: bool = True) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return a call of fla-core's kernels. has_ends: with its convolution and its gated norm; else of the rule alone,
-    whose outputs are not normed.
+    """Return a call of fla-core's kernels.
+
+    has_ends: with its convolution and its gated norm; else the rule alone, whose outputs are not normed.
     """
     own, weights = drawn.own, drawn.weights
     rule, convolve, norm = (_peer(*name) for name in (
@@ -172,7 +173,7 @@ def peer_prompt(drawn: Drawn, has_ends: bool = True) -> Callable[[], tuple[Tenso
 
 
 def our_steps(drawn: Drawn) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return a call that computes one more token a layer of LAYERS; drawn's rows are sequences."""
+    """Return a call that computes one more token in each of LAYERS layers. The rows of `drawn` are sequences."""
     own, device, batch = drawn.own, drawn.mixed.device, len(drawn.mixed)
     layers = [empty_states(own, batch, torch.bfloat16, device) for _ in range(LAYERS)]
     slots = torch.arange(batch, dtype=torch.int32, device=device)
@@ -187,7 +188,7 @@ def our_steps(drawn: Drawn) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def peer_steps(drawn: Drawn) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return a call of fla-core's rule alone, of tokens that are convolved already, as `our_steps`."""
+    """Return a call of fla-core's rule alone, on tokens that are already convolved, as `our_steps`."""
     own, weights, batch = drawn.own, drawn.weights, len(drawn.mixed)
     rule = _peer("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
     states = [
@@ -221,8 +222,8 @@ def _peer(module: str, name: str) -> Callable[..., Any]:
 def prompt_work(own: Recurrent, tokens: int) -> Work:
     """Return the bytes of rows in and out, and the operations of chunks of C tokens.
 
-    Of each value head five products are of C by C by D (keys by keys, queries by keys, what is written and what is read
-    by the inverse, outputs), and three of C by D by D (reads by keys, reads by queries, what a state takes in).
+    Each value head has five products of C by C by D (keys by keys, queries by keys, written and read values by the
+    inverse, outputs), and three of C by D by D (reads by keys, reads by queries, the update of the state).
     """
     num_bytes = 2 * tokens * (own.projected_width + own.gate_rows + own.value_width)
     num_bytes += 4 * own.value_width * own.key_dim
@@ -232,7 +233,7 @@ def prompt_work(own: Recurrent, tokens: int) -> Work:
 
 
 def step_work(own: Recurrent, batch: int) -> Work:
-    """Return the bytes of a layer's states, read and written, and of rows."""
+    """Return the bytes of a layer's states, read and written, and of its rows."""
     rows = own.projected_width + own.gate_rows + own.value_width + own.conv_width * own.conv_tokens
     return Work(batch * (8 * own.value_width * own.key_dim + 2 * rows), "device_copy_gb_s")
 
@@ -241,7 +242,7 @@ def tell(
     what: str, make: Callable[[], Callable[[], tuple[Tensor, Tensor]]], wanted: tuple[Tensor, Tensor], work: Work,
     rates: dict[str, float], times: int = 1,
 ) -> Told:  # fmt: skip
-    """Return what a call takes. times: how often it does what `work` says."""
+    """Time a call and compare it with `wanted`. times: how often one call does the work of `work`."""
     began = time.perf_counter()
     call = make()
     made = [one.clone() for one in call()]
@@ -265,7 +266,7 @@ def tell(
 
 
 def rows_of(own: Recurrent, lengths: list[int], has_peer: bool, device: torch.device) -> Iterator[Told]:
-    """Yield rows, each length's together."""
+    """Yield the rows of the table, by length."""
     rates = measure_device_rates(device)
     for tokens in lengths:
         drawn = draw(own, tokens, device)
@@ -289,7 +290,7 @@ def rows_of(own: Recurrent, lengths: list[int], has_peer: bool, device: torch.de
 
 
 def compile_share(own: Recurrent, lengths: list[int], index: int, count: int, device: torch.device) -> None:
-    """Compile every `count`-th configuration of fla-core's kernels, into Triton's cache on disk."""
+    """Compile every `count`-th configuration of fla-core's kernels into Triton's cache on disk."""
     drawn = [draw(own, tokens, device) for tokens in lengths]
     for module in ("fla.ops.gated_delta_rule", "fla.modules.causal_conv1d.ops", "fla.modules.norm.fused_norm_gate"):
         import_module(module)
@@ -303,7 +304,7 @@ def compile_share(own: Recurrent, lengths: list[int], index: int, count: int, de
 
 
 def tuners_of(modules: Iterator[ModuleType]) -> list[Any]:
-    """Return the kernels of modules that are chosen among configurations, each once."""
+    """Return the kernels of modules that are tuned among configurations, each once."""
     found: dict[int, Any] = {}
     for module in modules:
         for value in list(vars(module).values()):
@@ -345,7 +346,7 @@ def main() -> int:
     torch.set_grad_enabled(False)
     own = named_shape(arguments.shape).recurrent
     assert own is not None, "the shape has recurrent layers"
-    own = replace(own, is_tiled=False)  # as checkpoints have value heads, and fla-core
+    own = replace(own, is_tiled=False)  # the order of value heads in checkpoints and in fla-core
     lengths, device = [int(one) for one in arguments.tokens.split(",")], torch.device("cuda")
     if arguments.compile:
         index, count = (int(one) for one in arguments.compile.split("/"))

@@ -1,4 +1,4 @@
-"""Run `python -m lab drafts`: arguments, and the tables of docs/methods/drafts.md."""
+"""Run `python -m lab drafts`: measure accepted drafts, and print the tables of docs/methods/drafts.md."""
 
 import time
 from pathlib import Path
@@ -19,7 +19,7 @@ def drafts(
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="of drafts by profiles")] = "cpu",
     streams: Annotated[int, typer.Option(min=1, help="beside one another, of drafts by profiles")] = 1,
 ) -> None:
-    """Measure how many tokens of n-gram drafts a model accepts, and what that saves on this CPU; or of profiles'."""
+    """Measure how many tokens of n-gram or profiles' drafts a model accepts, and the time that n-grams save."""
     from lab.speed.accepted_drafts import WIDTHS, Run, measure_accepted, measure_by_profiles
 
     if profiles:

@@ -1,7 +1,7 @@
-"""Trace a window of a serving engine's kernels: how long the device computes, by group, and how long its gaps are.
+"""Trace a window of a serving engine's kernels: the device's time by group of kernels, and the lengths of its gaps.
 
-A file that is there begins the window, and its absence ends it, so that another process says when. Tracing slows
-launches, so a window tells shares and gaps, and an untraced run tells times.
+The window lasts while a file exists, so that another process decides when. Tracing slows launches, so a window shows
+shares and gaps; for times, run without a trace.
 """
 
 import os
@@ -17,11 +17,11 @@ from lab.speed.prefill_trace import group_events, most_kernels
 from lab.speed.trace_events import DeviceEvent
 
 GAPS_US = (2.0, 10.0, 50.0, 250.0, 1000.0, float("inf"))
-"""Upper bounds of the classes of gaps."""
+"""Upper bounds of the classes that gaps are counted in."""
 
 
 class KernelTrace:
-    """A window of a trace. `told`: what it showed, once it has ended; None before."""
+    """A window of a trace. told: its results after it has ended; None before."""
 
     def __init__(self, switch: Path) -> None:
         self._switch = switch
@@ -30,7 +30,7 @@ class KernelTrace:
         self.told: dict[str, Any] | None = None
 
     def look(self) -> None:
-        """Begin or end the window, if the file says so. Ending may take seconds."""
+        """Begin or end the window if the file appeared or disappeared. Ending may take seconds."""
         if self._profile is None and self.told is None and self._switch.exists() and torch.cuda.is_available():
             os.environ.setdefault("TEARDOWN_CUPTI", "0")  # captured graphs are replayed after the trace
             self._profile = profile(activities=[ProfilerActivity.CUDA])
@@ -45,15 +45,15 @@ class KernelTrace:
 
 
 def describe_window(events: Sequence[DeviceEvent], span_us: float) -> dict[str, Any]:
-    """Return milliseconds by group, `whole` and `idle` among them, the kernels that took most, and gaps by length:
-    how many, and their milliseconds together. Empty groups: a driver lets nobody trace.
+    """Return milliseconds by group (with `whole` and `idle`), the kernels that took most, and gaps by length with their
+    number and total milliseconds. Groups are empty if the driver does not allow traces.
     """
     groups = group_events(events, span_us) if events else {}
     return {"groups": groups, "kernels": most_kernels(events), "gaps": gaps_of(events), "num_events": len(events)}
 
 
 def gaps_of(events: Sequence[DeviceEvent]) -> list[tuple[float, int, float]]:
-    """Return gaps between events that none covers, by class: its upper bound in microseconds, count, milliseconds."""
+    """Return gaps between events by class: its upper bound in microseconds, count, milliseconds."""
     found = [[bound, 0, 0.0] for bound in GAPS_US]
     end: float | None = None
     for _, start, duration in sorted(events, key=lambda event: event.start_us):
@@ -66,7 +66,7 @@ def gaps_of(events: Sequence[DeviceEvent]) -> list[tuple[float, int, float]]:
 
 
 def _events_of(tracer: profile) -> list[DeviceEvent]:
-    """Return the device's events as the tracer keeps them: of many thousand, `profile.events` takes minutes."""
+    """Return the device's events from the tracer's own list: with many thousands `profile.events` takes minutes."""
     assert tracer.profiler is not None
     results = tracer.profiler.kineto_results
     return [

@@ -1,10 +1,10 @@
 """Time one model at several context lengths: prompt, decode steps by batch, the next turn, and the most memory.
 
-`python -m lab.speed.lengths CONFIG --contexts 4096,131072 --batch 1,4 --question 500` loads the deployment once, holds
-this process to the plan's limit of the card, and for each length asks one prompt, times steps of its answer, has more
-requests with the same prompt join up to each batch size (they begin from its cached prefix), and asks three more turns,
-of which the third is timed.
-Nothing is compared with full attention here: `tandem bench long` does that, and the tests.
+`python -m lab.speed.lengths CONFIG --contexts 4096,131072 --batch 1,4 --question 500` loads the deployment once, and
+holds this process to the plan's memory limit. For each length it sends one prompt and times steps of its answer. More
+requests with the same prompt join up to each batch size, and begin from its cached prefix. Then it sends three more
+turns, of which it times the third. Nothing is compared with full attention here: `tandem bench long` and the tests do
+that.
 """
 
 import logging
@@ -31,9 +31,9 @@ from server.deployment import Deployment, load_deployment
 from transfer.machine import GIB
 
 _TURN_ANSWER = 16  # tokens of a turn
-_MOST_STEPS = 64  # that warm up, beside those that are timed
+_MOST_STEPS = 64  # steps that warm up, in addition to the timed ones
 _STEP_SECONDS = 4.0  # or as many steps of a batch as begin in so many seconds
-_MOST_ANSWER = 1024  # tokens: more than any batch is stepped for
+_MOST_ANSWER = 1024  # tokens of an answer: more than the steps of any batch
 
 
 def lengths(
@@ -117,7 +117,7 @@ class _Length:
         return rows
 
     def trace(self) -> None:
-        """Print how many kernels a prompt and eight decode steps run, and who launches them."""
+        """Print how many kernels a prompt and eight decode steps run, and how they are launched."""
         client, name = self._client, self._profile.name
         running = client.submit(client.prompt(self._length), 64, name, GREEDY)
         told = {"prompt": count_launches(lambda: client.until_first_token(running))}
@@ -144,7 +144,7 @@ class _Length:
                         return first_s, answer
 
     def _row(self, name: str, shape: str, floor: Floor, times: list[float], **extras: float) -> Row:
-        """Return a row, and print it."""
+        """Return a row and print it."""
         model, timing = self._deployment.model, summarise(times)
         if self._floors.plan.device == "cuda":
             extras["device_gib"] = torch.cuda.max_memory_reserved() / GIB

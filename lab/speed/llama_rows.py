@@ -1,4 +1,4 @@
-"""Time a row of a peer by llama.cpp's own benchmark: a step behind a context, or a prompt."""
+"""Time one row of a peer with llama.cpp's own benchmark: a step after a context, or a prompt."""
 
 import json
 import subprocess
@@ -10,11 +10,11 @@ _UNIT_TOKENS = 2048  # of a prompt's units: llama.cpp's default of 512 is slower
 
 
 class BenchError(RuntimeError):
-    """llama.cpp's benchmark failed; the message is its last line."""
+    """llama.cpp's benchmark failed. The message has its last line."""
 
 
 def command_of(bench: Path, model: Path, row: PeerRow, kv: str, layers: int) -> list[str]:
-    """Return the benchmark's command line. A row that it cannot time is a mistake of the caller."""
+    """Return the benchmark's command line. Asserts that it can time the row."""
     assert row.load.requests == 1, f"llama.cpp: a row of {row.load.requests} requests"
     of = ["-p", str(row.load.tokens_in), "-n", "0"]
     if row.kind == "step":
@@ -25,7 +25,7 @@ def command_of(bench: Path, model: Path, row: PeerRow, kv: str, layers: int) -> 
 
 
 def time_row(bench: Path, model: Path, row: PeerRow, kv: str, layers: int) -> dict[str, float]:
-    """Return the row's summary. Raises BenchError."""
+    """Run the benchmark, and return the row's summary. Raises BenchError."""
     done = subprocess.run(command_of(bench, model, row, kv, layers), capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -35,7 +35,7 @@ def time_row(bench: Path, model: Path, row: PeerRow, kv: str, layers: int) -> di
 
 
 def read_line(row: PeerRow, text: str) -> dict[str, float]:
-    """Return a row's summary of a line of the benchmark's JSON."""
+    """Return a row's summary from a line of the benchmark's JSON."""
     line = json.loads(text)
     seconds = line["avg_ns"] / 1e9
     summary = {"seconds": seconds, "tokens_per_s": line["avg_ts"]}

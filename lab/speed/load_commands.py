@@ -40,7 +40,7 @@ def load_timeline(
     start_seconds: Annotated[float, typer.Option(help="the server has to be ready")] = 400.0,
     json_file: Json = None,
 ) -> None:
-    """Serve a load, and say where its time goes: device, gaps, units, steps by batch, host and requests' stages."""
+    """Serve a load, and print where its time goes: device, gaps, units, steps by batch, host and requests' stages."""
     from bench.benchmark_rows import GateError
     from lab.speed.load_timeline import TimelineRun, run_timeline
     from lab.speed.timeline_page import print_timeline
@@ -79,7 +79,7 @@ def load_simulated(
     ] = (5.4, 7.1, 4.8),
     unit_ms: Annotated[float, typer.Option(help="of a unit beside its tokens")] = 0.15,
 ) -> None:
-    """Simulate a load by the engine's own scheduler on a device that takes stated times, and by one that mixes."""
+    """Simulate a load with the engine's own scheduler on a device with stated times, and with one that mixes steps."""
     from lab.speed.load_simulation import DeviceTimes
     from lab.speed.token_turns import TokenLoad
 

@@ -1,8 +1,8 @@
-"""Simulate a load: the engine's own scheduler over a device that takes stated times and computes nothing.
+"""Simulate a load: the engine's own scheduler runs over a device that takes stated times and computes nothing.
 
-Times are of an 8B in bf16 on a H100 unless told otherwise, each measured alone: 27,000 prompt tokens a second, and
-decode steps of 5.4 ms for one row and 7.1 ms for 64. What attention adds with the context is in none of them. The host
-is taken to be never late; a request takes its time to come in, one after another (`request_s`).
+Default times are of an 8B model in bf16 on an H100, each measured alone: 27,000 prompt tokens a second, and decode
+steps of 5.4 ms for one row and 7.1 ms for 64. They leave out what attention adds with the context. The host is assumed
+never to be late. Requests reach the engine one after another, each after `request_s`.
 """
 
 from bisect import insort
@@ -27,8 +27,8 @@ _PAGE = 16
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """Seconds of the device's work. `unit_s`: of a prefill unit beside its tokens; `most_rows_s`: of 64 rows.
-    `weights_s`: of a decode step's, reading the weights. `request_s`: of the way of a request to the engine.
+    """Seconds of the device's work. unit_s: of a prefill unit in addition to its tokens. most_rows_s: of a decode step
+    with 64 rows. weights_s: of a decode step's read of the weights. request_s: of a request's way to the engine.
     """
 
     prompt_tokens_per_s: float = 27_000
@@ -44,8 +44,8 @@ class DeviceTimes:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds of a load, and its turns. `few_rows_s`: of decode steps while prompts waited, which `num_few_rows`
-    counts.
+    """The seconds of a load, and its turns. few_rows_s: of decode steps while prompts waited; num_few_rows: their
+    number.
     """
 
     seconds: float
@@ -70,8 +70,8 @@ class _Launched:
 
 @dataclass(slots=True)
 class SimulatedRunner:
-    """A device's clock. `clock_s`: when all that was launched is over; `collected_s`: the host's time, which is when
-    the last result was, or later.
+    """A runner that only keeps clocks. clock_s: when all launched work ends. collected_s: the host's time, which is at
+    least the time of the last collected result.
     """
 
     times: DeviceTimes
@@ -80,8 +80,8 @@ class SimulatedRunner:
     collected_s: float = 0.0
     prefill_s: float = 0.0
     decodes: list[tuple[float, int, bool]] = field(default_factory=list)  # seconds, rows, whether prompts are under way
-    _slots: dict[int, list[int]] = field(default_factory=dict)  # by job, of its prompts
-    _left: dict[int, int] = field(default_factory=dict)  # by job, token-layers
+    _slots: dict[int, list[int]] = field(default_factory=dict)  # the slots of a job's prompts, by job
+    _left: dict[int, int] = field(default_factory=dict)  # tokens times layers that are left, by job
 
     def is_ready(self, _: HostRead) -> bool:
         return True
@@ -93,7 +93,7 @@ class SimulatedRunner:
         return {}
 
     def expert_counts(self) -> None:
-        """Return no counts: all experts lie on the device."""
+        """Return no counts: all experts are on the device."""
 
     def draw(self, step: _Launched, masks: dict[int, object]) -> None:
         raise AssertionError("load simulation: no request has a grammar")
@@ -128,8 +128,8 @@ class SimulatedRunner:
 
 
 class Clients:
-    """Who sends the requests of a load, by times that they are told. Chats have their turns one after another, and no
-    more than `load.concurrency` are open at once.
+    """Sends the requests of a load on the simulated clock. Turns of a chat follow one another, and at most
+    `load.concurrency` chats are open at once.
     """
 
     def __init__(self, load: TokenLoad, request_s: float) -> None:
@@ -139,20 +139,20 @@ class Clients:
         self._load = load
         self._request_s = request_s
         self._unopened = deque(enumerate(arrivals))
-        self._sent: list[tuple[float, int, int]] = []  # when it is there, chat, and turn: in order
+        self._sent: list[tuple[float, int, int]] = []  # arrival time, chat and turn, in order
         self._open: dict[str, tuple[int, int, Turn]] = {}
         self._prompts: dict[int, list[int]] = {}
-        self._free_s = 0.0  # when the way to the engine is free
+        self._free_s = 0.0  # when the next request can start on its way to the engine
         for _ in range(min(concurrency, load.requests)):
             self._open_next(0.0)
 
     @property
     def next_s(self) -> float | None:
-        """Return when the next request is there; None: nobody has sent one."""
+        """Return when the next request arrives; None if none is on its way."""
         return self._sent[0][0] if self._sent else None
 
     def take(self, now_s: float) -> list[EngineRequest]:
-        """Return the requests that are there by now."""
+        """Return the requests that have arrived by now."""
         requests = []
         while self._sent and self._sent[0][0] <= now_s:
             _, chat, number = self._sent.pop(0)
@@ -161,7 +161,7 @@ class Clients:
         return requests
 
     def tell(self, request_id: str, token_ids: list[int], is_over: bool, now_s: float) -> None:
-        """Give a client tokens of its answer; at its end a chat goes on, or the next begins."""
+        """Give tokens of its answer to a client. At the answer's end its chat continues, or the next chat begins."""
         chat, number, turn = self._open[request_id]
         turn.times_s.append(now_s)
         turn.token_ids += token_ids
@@ -189,7 +189,7 @@ class Clients:
 
 
 def simulate(config: SchedulerConfig, architecture: Architecture, load: TokenLoad, times: DeviceTimes) -> Outcome:
-    """Run a load until the last token. Its device has room for all of it, with all prefixes."""
+    """Run a load until the last token. The simulated device has room for all of it, with all prefixes."""
     runner = SimulatedRunner(times, architecture.num_layers)
     most_tokens = load.turns * (load.tokens_in + load.tokens_out)
     hidden_tokens = most_tokens + 4 * config.prefill.chunk_tokens
@@ -198,7 +198,7 @@ def simulate(config: SchedulerConfig, architecture: Architecture, load: TokenLoa
     profile = Profile("exact", kv_key="exact", parts=())
     device = Device(quiet_step_seconds=QUIET_STEP_SECONDS)
     scheduler = Scheduler(config, architecture, capacity, b"load", {"exact": profile}, device)
-    for num_tokens in (64, config.prefill.chunk_tokens - 1):  # as it is rehearsed while a model is loaded
+    for num_tokens in (64, config.prefill.chunk_tokens - 1):  # as at an engine's start
         unit = PrefillUnit(0, 0, 0, num_tokens)
         scheduler.learn_units([unit], [num_tokens], runner.unit_seconds(num_tokens))
     engine = Engine(scheduler, runner, None, is_pipelined=True)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Run a load against a server whose engine is clocked, and gather what its processes did meanwhile.
 
-The server is a process of its own, with its engine in another, as served; the load's client is this process. The load
-is run once to warm up, once to be measured, and, where kernels are traced, once more. The processes' CPU seconds are
-the kernel's own counts.
+The server and its engine are two other processes, as in serving; this process is the load's client. The load runs once
+to warm up, once to be measured, and once more if kernels are traced. CPU seconds of processes are the system kernel's
+own counts.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ _SAMPLE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TimelineRun:
-    """What to serve and to measure. config: of the deployment. trace_s: seconds of kernels to trace, from
-    `trace_after_s` behind a load's begin on; 0: none.
+    """The plan of a timeline. config: the deployment's file. trace_s: seconds of kernels to trace, from `trace_after_s`
+    after the load's begin; 0: none.
     """
 
     config: Path
@@ -40,9 +40,7 @@ class TimelineRun:
 
 
 def run_timeline(run: TimelineRun) -> Timeline:
-    """Return the timeline of a load. Raises GateError if the server does not start, LoadError for an answer that is not
-    whole.
-    """
+    """Return the timeline of a load. Raises GateError if the server does not start, LoadError for a partial answer."""
     with tempfile.TemporaryDirectory(prefix="timeline-") as folder:
         file = Path(folder) / "engine.json"
 
@@ -80,7 +78,7 @@ async def _measure(url: str, load: TokenLoad, pids: dict[str, int]) -> tuple[lis
 
 
 async def _trace(url: str, run: TimelineRun, switch: Path) -> None:
-    """Run the load with other prompts, while kernels are traced for a time."""
+    """Run the load with other prompts while kernels are traced for a time."""
 
     async def turn_on_and_off() -> None:
         await asyncio.sleep(run.trace_after_s)
@@ -95,13 +93,13 @@ async def _trace(url: str, run: TimelineRun, switch: Path) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of all threads of a process, of which the kernel counts hundredths."""
+    """Return the CPU seconds of all threads of a process, to a hundredth of a second."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _processes_of(parent: int, word: str) -> list[int]:
-    """Return the children of a process in whose command line the word is."""
+    """Return the children of a process whose command line has this word."""
     children = [
         int(pid)
         for task in Path(f"/proc/{parent}/task").iterdir()

@@ -1,9 +1,9 @@
-"""Simulate a load on an engine that mixes: a step has a token of every stream, and tokens of prompts beside them in one
-pass over the weights, first come, first served, up to `chunk_tokens`.
+"""Simulate a load on an engine with mixed steps: a step has a token of every stream, and up to `chunk_tokens` tokens of
+prompts, first come, first served, in one pass over the weights.
 
-Other servers do so, and it says what our steps would gain by it. A step of both is taken to cost what the prompts'
-tokens cost and, for the streams, their projections at the prompts' rate and what their own step takes beside reading
-the weights. Nothing is lost between steps, and a request waits for the step under way alone.
+Other servers do this; the simulation shows what our steps would gain. A mixed step is assumed to take the time of the
+prompts' tokens and, for the streams, of their projections at the prompts' rate and of their own step without its read
+of the weights. No time is lost between steps, and a request waits only for the step under way.
 """
 
 from collections import deque
@@ -16,11 +16,11 @@ from lab.speed.token_turns import TokenLoad
 @dataclass(slots=True)
 class _Waiting:
     name: str
-    num_left: int  # tokens of its prompt
+    num_left: int  # tokens of its prompt that are left
 
 
 def mixed_seconds(num_tokens: int, num_rows: int, times: DeviceTimes, num_layers: int) -> float:
-    """Return the seconds of a step of so many tokens of prompts and rows of streams."""
+    """Return the seconds of a step with num_tokens tokens of prompts and num_rows rows of streams."""
     decode_s = times.decode_seconds(num_rows)
     if not num_tokens:
         return decode_s
@@ -31,11 +31,11 @@ def mixed_seconds(num_tokens: int, num_rows: int, times: DeviceTimes, num_layers
 def simulate_mixed(
     num_layers: int, load: TokenLoad, times: DeviceTimes, chunk_tokens: int, max_running: int
 ) -> Outcome:
-    """Run a load until the last token. All that a chat has said before is found."""
+    """Run a load until the last token. All earlier turns of a chat are found in the cache."""
     clients = Clients(load, times.request_s)
     now_s = prefill_s = decode_s = 0.0
     waiting: deque[_Waiting] = deque()
-    running: dict[str, int] = {}  # tokens that are still to be drawn
+    running: dict[str, int] = {}  # tokens that are still to be drawn, by request
     while waiting or running or clients.next_s is not None:
         if not (waiting or running) and clients.next_s is not None:
             now_s = max(now_s, clients.next_s)
@@ -54,7 +54,7 @@ def simulate_mixed(
 
 
 def _take(waiting: deque[_Waiting], room: int, num_places: int) -> tuple[int, list[str]]:
-    """Take so many tokens of prompts, of so many at most, in order; return how many, and the prompts that end."""
+    """Take up to `room` tokens of up to `num_places` prompts, in order. Returns their number, and prompts that end."""
     num_tokens, begun = 0, []
     while waiting and num_tokens < room and len(begun) < num_places:
         first = waiting[0]

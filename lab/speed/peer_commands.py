@@ -1,4 +1,4 @@
-"""Run `python -m lab peers-serve` and `peers-table`: our side of a peer's rows, over HTTP, and both joined."""
+"""Run `python -m lab peers-serve`, `peers-llama` and `peers-table`: time both sides of a peer's rows, and join them."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def peers_serve(
     rate: Annotated[float | None, typer.Option(min=1e-3, help="of arrivals a second; no row is wanted for it")] = None,
     start_seconds: Annotated[float, typer.Option(help="the server has to be ready")] = 400.0,
 ) -> None:
-    """Time our server over HTTP at the rows of a peer that the file lacks."""
+    """Time our server over HTTP at the peer's rows that the file does not have yet."""
     from bench.benchmark_rows import GateError
     from bench.server_process import serving
     from lab.speed import peer_rows as peers
@@ -68,7 +68,7 @@ def peers_llama(
     layers: Annotated[int, typer.Option(help="that lie on the card")] = 99,
     only_model: Annotated[bool, typer.Option("--only-model", help="write the model, and end")] = False,
 ) -> None:
-    """Time llama.cpp at the rows of a peer that the file lacks, each by a run of its own benchmark."""
+    """Time llama.cpp at the peer's rows that the file does not have yet, each by a run of its own benchmark."""
     from lab.speed import peer_rows as peers
     from lab.speed.llama_rows import BenchError, time_row
     from lab.speed.random_gguf import SIZES, write_random_gguf
@@ -95,7 +95,7 @@ def peers_table(
     peer: Annotated[str, typer.Option(help="the other side's files begin with it")] = "vllm",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write the rows there")] = None,
 ) -> None:
-    """Print both sides of every row, and ours over theirs: below 1 we are faster."""
+    """Print both sides of every row, and the ratio of ours to theirs: below 1 we are faster."""
     from lab.speed.peer_rows import join_rows
 
     table = Table(box=None, pad_edge=False)

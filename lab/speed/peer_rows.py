@@ -1,7 +1,7 @@
-"""What our server and another program are both timed at: rows by name, their JSON lines, and the table of both.
+"""Define the rows at which our server and another program are both timed, their JSON lines, and the table of both.
 
-A row is written as soon as it is done, and one that a file has is not run again, so a run that is cut goes on where it
-was. Prompts differ from row to row and repeat to repeat, so prefix caches may be on: only chats find a prefix.
+A row is written as soon as it is done, and rows in the file are not run again, so a run that was cut can be resumed.
+Prompts differ between rows and repeats, so prefix caches may be on: only chats find a prefix.
 """
 
 import json
@@ -14,8 +14,8 @@ from zlib import crc32
 from lab.speed.token_turns import TokenLoad, Turn, steady_step_s, summarise_turns
 
 RATE_OF, RATE_SHARE = "load-128", 0.7
-"""Arrivals come at this share of the best rate of that row, of the side whose rate is lower."""
-_SMALL = 16  # by so much shorter are all rows, to see that they run
+"""Arrivals come at this share of that row's best rate, of the side whose rate is lower."""
+_SMALL = 16  # divisor of all lengths for a trial run
 _SPARE_TOKENS = 256
 
 Kind = Literal["step", "first", "load", "arrivals", "chats"]
@@ -26,13 +26,13 @@ METRICS: dict[Kind, tuple[tuple[str, str, float], ...]] = {
     "arrivals": tuple((f"{name}_s_p{share}", "ms", 1e3) for name in ("token", "first") for share in (50, 99)),
     "chats": (("seconds", "s", 1.0), ("first_s_p50", "ms", 1e3), ("first_s_p99", "ms", 1e3)),
 }
-"""Of a row's summary, what is compared, its unit and what makes that of seconds. Less is better."""
+"""Metrics of a row's summary that are compared, with unit and factor from seconds. Less is better."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """A load by name, and what is timed of it. repeats: how often it runs; the best by its first metric counts. A rate
-    of arrivals is added later.
+    """A load by name, and what is timed of it. repeats: number of runs; the best by the first metric counts. A rate of
+    arrivals is added later.
     """
 
     name: str
@@ -56,7 +56,7 @@ class PeerRow:
         return replace(self, load=small, repeats=1)
 
     def with_repeat(self, number: int, rate: float | None = None) -> TokenLoad:
-        """Return the load of a repeat, whose prompts begin like no other's."""
+        """Return the load of a repeat, with prompts that no other repeat has."""
         return replace(self.load, seed=crc32(self.name.encode()) + number, rate=rate or self.load.rate)
 
 
@@ -82,8 +82,9 @@ SHORT = tuple(name for name, row in ROWS.items() if row.max_context_tokens <= 20
 
 
 def choose_rows(names: str, small: bool, rate: float | None) -> list[PeerRow]:
-    """Return rows by their names with commas; `short`: all but those of 98,304 tokens. rate: of arrivals; None: it
-    follows from other rows. Raises ValueError.
+    """Return rows by names separated by commas. `short`: all but those of 98,304 tokens.
+
+    rate: of arrivals; None: it follows from other rows. Raises ValueError for an unknown name.
     """
     wanted = list(SHORT) if names == "short" else list(ROWS) if names == "all" else names.split(",")
     unknown = [name for name in wanted if name not in ROWS]
@@ -104,7 +105,7 @@ def best_of(row: PeerRow, summaries: Sequence[dict[str, float]]) -> dict[str, fl
 
 
 def write_row(file: Path, side: str, kind: str, row: PeerRow, summaries: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Append a row's line: `kind` names the weights, `all` has the first metric of each repeat."""
+    """Append a row's line. kind: names the weights. The line's `all` has the first metric of each repeat."""
     best, metric = best_of(row, summaries), METRICS[row.kind][0][0]
     line = {"side": side, "weights": kind, "row": row.name, "kind": row.kind, "summary": best,
             "requests": row.load.requests, "all": [summary[metric] for summary in summaries]}  # fmt: skip
@@ -114,7 +115,7 @@ def write_row(file: Path, side: str, kind: str, row: PeerRow, summaries: Sequenc
 
 
 def read_rows(file: Path) -> dict[str, dict[str, Any]]:
-    """Return a file's rows by name; a last line that was cut is left out."""
+    """Return a file's rows by name, without a last line that was cut short."""
     rows: dict[str, dict[str, Any]] = {}
     for text in file.read_text().splitlines() if file.exists() else ():
         try:
@@ -126,7 +127,7 @@ def read_rows(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def rate_of(files: Sequence[Path]) -> float | None:
-    """Return requests a second at which arrivals come; None: a file lacks the row that it follows from."""
+    """Return the rate of arrivals in requests a second; None if a file does not have the row that it follows from."""
     rows = [read_rows(file).get(RATE_OF) for file in files]
     if not rows or any(row is None for row in rows):
         return None
@@ -143,7 +144,7 @@ def describe_row(line: dict[str, Any]) -> str:
 
 
 def join_rows(ours: Path, theirs: Path) -> list[dict[str, Any]]:
-    """Return a line to each metric of each row that a file has: both sides, None where one lacks it, and the ratio."""
+    """Return a line for each metric of each row that a file has: both sides (or None), and the ratio."""
     own, other = read_rows(ours), read_rows(theirs)
     joined = []
     for name, row in ROWS.items():

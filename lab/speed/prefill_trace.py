@@ -1,7 +1,7 @@
-"""Where the time of a prompt goes: the device's kernels and copies in groups, from a trace of one prefill.
+"""Trace one prefill, and show where the time of a prompt goes: the device's kernels and copies in groups.
 
-Groups are lengths of time in which at least one of their kernels ran; streams overlap, so they may add up to more than
-the whole, and what is idle is what none covers.
+A group's time is that in which at least one of its kernels ran. Streams overlap, so groups may add up to more than the
+whole; idle time is what no kernel covers.
 """
 
 import os
@@ -43,8 +43,8 @@ def _traced(work: Callable[[], object]) -> tuple[profile, float]:
 
 
 def trace_prefill(prefill: Callable[[], object]) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
-    """Return milliseconds of a traced call by group, `whole` and `idle` among them; then the kernels that took most:
-    name, milliseconds, launches. On CUDA; both empty where a driver lets nobody trace.
+    """Return milliseconds of a traced call by group (with `whole` and `idle`), and the kernels that took most: name,
+    milliseconds, launches. On CUDA. Both are empty if the driver does not allow traces.
     """
     tracer, span_us = _traced(prefill)
     events = device_events(tracer)
@@ -52,7 +52,7 @@ def trace_prefill(prefill: Callable[[], object]) -> tuple[dict[str, float], list
 
 
 def count_launches(work: Callable[[], object]) -> str:
-    """Return in words how many kernels a call runs, how many launches and graphs the host asks for, and how long the
+    """Return in words how many kernels a call runs, how many launches and graphs the host requests, and how long the
     device computes. On CUDA. Tracing slows the host.
     """
     tracer, span_us = _traced(work)
@@ -73,7 +73,7 @@ def count_launches(work: Callable[[], object]) -> str:
 
 
 def group_events(events: Sequence[DeviceEvent], span_us: float) -> dict[str, float]:
-    """Return milliseconds of each group that ran in `span_us`; `other`: of kernels that no group names."""
+    """Return milliseconds of each group that ran in `span_us`. `other`: kernels of no group."""
     groups: dict[str, list[DeviceEvent]] = {}
     for event in events:
         groups.setdefault(_group_of(event.name), []).append(event)
@@ -82,7 +82,7 @@ def group_events(events: Sequence[DeviceEvent], span_us: float) -> dict[str, flo
 
 
 def most_kernels(events: Sequence[DeviceEvent]) -> list[tuple[str, float, int]]:
-    """Return those with the most time: name, milliseconds, launches."""
+    """Return the kernels with the most time: name, milliseconds, launches."""
     times: Counter[str] = Counter()
     for event in events:
         times[event.name] += event.duration_us  # type: ignore[assignment]

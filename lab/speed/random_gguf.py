@@ -1,7 +1,7 @@
-"""Write a Llama of random weights as a GGUF file in Q4_K_M, for programs that read one; it has no words, only ids.
+"""Write a Llama of random weights as a GGUF file in Q4_K_M, for programs that read one. It has ids, but no words.
 
-Blocks are random bytes but for their scales, which give a matrix of `n` columns numbers of about `n**-0.5` around
-zero. Which tensors are of Q6_K follows llama.cpp's Q4_K_M: the output, and of some layers values and the MLP's last
+Blocks are random bytes except for their scales, which give a matrix of `n` columns numbers of about `n**-0.5` around
+zero. As in llama.cpp's Q4_K_M, these tensors are Q6_K: the output and, in some layers, values and the MLP's last
 product.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 _BLOCK = 256
 _Q4_K_BYTES, _Q6_K_BYTES = 144, 210
-_Q6_K_D = 208  # where a block has its scale
+_Q6_K_D = 208  # offset of a block's scale
 # Of random bytes the deviation of numbers, as multiples of d; and what takes their mean off.
 _Q4_K_STEPS, _Q4_K_LEAST, _Q6_K_STEPS = 250.0, 7.5, 1370.0
 
@@ -75,7 +75,7 @@ def write_random_gguf(path: Path, sizes: LlamaSizes, seed: int = 0) -> None:
 
 
 def _tensors(sizes: LlamaSizes) -> Iterator[tuple[str, int, int, bool]]:
-    """Yield names, rows (0 of a vector), columns, and whether it is of Q6_K."""
+    """Yield each tensor's name, rows (0 for a vector), columns, and whether it is Q6_K."""
     hidden, inner = sizes.hidden, sizes.inner
     yield "token_embd.weight", sizes.vocab, hidden, False
     for layer in range(sizes.layers):
@@ -98,7 +98,7 @@ def _tensors(sizes: LlamaSizes) -> Iterator[tuple[str, int, int, bool]]:
 
 
 def _draw(random: np.random.Generator, rows: int, columns: int, is_finer: bool) -> NDArray[np.uint8]:
-    """Return uint8 `[rows, bytes]`."""
+    """Return random blocks, uint8 `[rows, bytes]`."""
     blocks = rows * columns // _BLOCK
     num_bytes = _Q6_K_BYTES if is_finer else _Q4_K_BYTES
     words = random.integers(0, 2**64, -(-blocks * num_bytes // 8), dtype=np.uint64)

@@ -1,8 +1,8 @@
 """Time `tandem serve` from the command to an answer, and add up the resident memory of all its processes.
 
-`python -m lab.speed.start_and_memory CONFIG [--tokens N]`, with the numba cache that NUMBA_CACHE_DIR names: an empty
-folder is a first start of a machine. `--tokens`: a prompt of so many tokens is read before memory is taken, once behind
-the answer and once when the engine has rested. `pss` shares pages with whoever else has them, other programs too.
+`python -m lab.speed.start_and_memory CONFIG [--tokens N]`, with the numba cache that NUMBA_CACHE_DIR names; an empty
+folder gives a machine's first start. `--tokens`: a prompt of so many tokens is read before memory is measured, right
+after the answer and again after the engine has rested. `pss` divides shared pages among all processes that have them.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import psutil
 QUESTION = "What is the capital of France?"
 _WORDS = " and then one more word"  # five tokens of most vocabularies
 _POLL_S = 0.02
-_REST_S = 1.0  # in which an engine without work gives memory back
+_REST_S = 1.0  # time in which an idle engine gives memory back
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measure(server: "subprocess.Popen[bytes]", url: str, began: float, num_tokens: int) -> dict[str, object]:
-    """Return seconds to the first answer over HTTP, to ready and to a token, processor seconds, and megabytes."""
+    """Return seconds to the first answer over HTTP, to ready and to a token, CPU seconds, and megabytes."""
     seconds: dict[str, float] = {}
     with httpx.Client(base_url=url, timeout=600) as client:
         while "ready" not in seconds:
@@ -75,12 +75,12 @@ def measure(server: "subprocess.Popen[bytes]", url: str, began: float, num_token
 
 
 def memory_of(processes: list[psutil.Process]) -> dict[str, dict[str, float]]:
-    """Return the megabytes of each process that runs, by its command."""
+    """Return the megabytes of each running process, by its command."""
     return {" ".join(one.cmdline()[1:4])[:60]: megabytes(one) for one in processes if runs(one)}
 
 
 def runs(process: psutil.Process) -> bool:
-    """Return whether a process has not ended, as one that compiled may have."""
+    """Return whether a process still runs. One that compiled may have ended."""
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 

@@ -1,8 +1,8 @@
-"""Clock every turn and step of a serving engine's loop: what the host does when, and what the device runs meanwhile.
+"""Clock every turn and step of a serving engine's loop: when the host does what, and what the device runs meanwhile.
 
-It is attached to the loop of an engine process (`watched_engine`), so an engine that is not watched pays nothing. Times
-are seconds of `time.perf_counter`; those of a GPU come from the events that every step records, put on that clock by
-one event of the beginning, to some microseconds. A span's seconds leave out those of the spans inside it.
+The clock is attached to the loop of an engine process (`watched_engine`), so an unwatched engine has no cost. Times are
+seconds of `time.perf_counter`. Those of a GPU come from the events that every step records; one event at the beginning
+puts them on that clock, to some microseconds. A span's seconds leave out those of the spans inside it.
 """
 
 import gc
@@ -23,7 +23,7 @@ from scheduler.messages import EngineRequest, Outputs
 from scheduler.sequences.sequence import Sequence as Request
 
 COMPILED, EAGER = -1, 0
-"""In place of the rows of a captured graph: the CPU's compiled step, and a step launched layer by layer."""
+"""Values in place of a captured graph's rows: the CPU's compiled step, and a step launched layer by layer."""
 _LOOK_S = 0.05
 Call = Callable[..., Any]
 
@@ -33,7 +33,7 @@ class Spans:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._inner: list[float] = []  # of each open span, the seconds of those inside it
+        self._inner: list[float] = []  # for each open span, the seconds of the spans inside it
         self._thread = threading.get_ident()
 
     def timed(self, name: str, call: Call) -> Call:
@@ -50,19 +50,19 @@ class Spans:
         return timed
 
     def note(self, name: str, taken: float, inner: float = 0.0) -> None:
-        """Add a span of `taken` seconds, of which `inner` are of spans inside it."""
+        """Add a span of `taken` seconds, `inner` of which belong to spans inside it."""
         self.seconds[name] += taken - inner
         if self._inner:
             self._inner[-1] += taken
 
     def take(self) -> dict[str, float]:
-        """Return what there is since the last call."""
+        """Return the seconds since the last call, and begin anew."""
         taken, self.seconds = dict(self.seconds), defaultdict(float)
         return taken
 
 
 class StepClock:
-    """The clock of one engine. `turns`, `steps` and `requests` are its records, as written to a file."""
+    """The clock of one engine. turns, steps, requests: its records, as they are written to a file."""
 
     def __init__(self, loop: Loop, trace: KernelTrace | None) -> None:
         engine, connection = loop._engine, loop._connection
@@ -113,7 +113,7 @@ class StepClock:
         gc.callbacks.append(self._collect_garbage)
 
     def end_turn(self) -> None:
-        """End the turn under way, if there is one."""
+        """End the current turn, if there is one."""
         now, seconds = time.perf_counter(), self._spans.take()
         if self._turn_began_s and seconds:
             told = {"begin": self._turn_began_s, "end": now, "tokens": self._num_tokens, "seconds": seconds}
@@ -151,7 +151,7 @@ class StepClock:
             if not wait_seconds:
                 return looks(wait_seconds)
             arrivals = waits(wait_seconds)
-            self.end_turn()  # the wait is a turn of its own, which may have begun before a load did
+            self.end_turn()  # the wait is a turn of its own, which may begin before the load does
             self._turn_began_s = time.perf_counter()
             return arrivals
 
@@ -166,7 +166,7 @@ class StepClock:
         return handle
 
     def _prepare(self, call: Call) -> Call:
-        """Return the call with its times noted; the thread that reads requests makes it."""
+        """Wrap the call so that its times are recorded. The thread that reads requests makes it."""
 
         def prepare(requests: list[EngineRequest], rest: Callable[[], None]) -> list[Request]:
             began = time.perf_counter()
@@ -251,7 +251,7 @@ class StepClock:
 
 
 def _describe(plan: StepPlan) -> dict[str, Any]:
-    """Return what a plan has: units, the layers, jobs and tokens of them, and rows that draw."""
+    """Return what a plan has: units with their layers, jobs and tokens, and rows that draw."""
     layers: Sequence[PrefillUnit] = [unit for unit in plan.units if isinstance(unit, PrefillUnit)]
     return {
         "lane": plan.lane.value,

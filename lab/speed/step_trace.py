@@ -1,8 +1,8 @@
-"""Where the time of a decode step goes: the device's parts from one trace, the CPU's from counters.
+"""Show where the time of a decode step goes: the device's parts from one trace, the CPU's from counters.
 
-Tracing slows what it traces, so parts are compared with one another, and a step's time is measured without it. The
-device's parts are lengths of time in which at least one of their events ran: streams overlap, so parts may add up to
-more than the step, and what is idle is what none covers.
+Tracing slows the step, so parts are only compared with one another, and the step's time is measured without it. A
+part's time is that in which at least one of its events ran. Streams overlap, so parts may add up to more than the step;
+idle time is what no event covers.
 """
 
 import os
@@ -20,14 +20,15 @@ from lab.speed.trace_events import COPIES, WAITS, DeviceEvent, covered_us
 from lab.speed.trace_lanes import HostSpan, hidden_share, lanes_of, write_lanes
 
 STEPS = 8
-_WARMUP_STEPS = 2  # with the tracer attached, before it records
+_WARMUP_STEPS = 2  # with the tracer attached, but not recording
 Counters = Callable[[], dict[str, float]]
 
 
 def device_parts(events: Sequence[DeviceEvent], span_us: float, steps: int) -> dict[str, float]:
-    """Return milliseconds a step of `steps` in `span_us`: `device_busy_ms` (kernels that compute), `wait_for_cpu_ms` (a
-    kernel that spins until the CPU has answered), `copies_ms` (over the link or within, and offloads' kernels),
-    `idle_ms`.
+    """Return milliseconds per step, of `steps` steps in `span_us`.
+
+    device_busy_ms: kernels that compute. wait_for_cpu_ms: a kernel that spins until the CPU has answered. copies_ms:
+    over the link or on the device, and kernels of offloads. idle_ms: none of these.
     """
     waits = [event for event in events if any(part in event.name for part in WAITS)]
     copies = [event for event in events if any(part in event.name for part in COPIES)]
@@ -45,13 +46,12 @@ def trace_steps(
     step: Callable[[], None], counters: Counters, device: torch.device, path: Path | None,
     spans: Callable[[], Sequence[HostSpan]] = tuple,
 ) -> dict[str, float]:  # fmt: skip
-    """Return milliseconds of the parts of a step, of STEPS traced calls of `step`: `step_ms`, on CUDA `device_parts`,
-    and each counter (seconds so far, by name) as `<name>_ms`. A driver that lets nobody trace gives no parts of the
-    device.
+    """Trace STEPS calls of `step`, and return milliseconds of the parts of a step.
 
-    path: where a Chrome trace goes, which on the CPU is the only reason to trace; with events of a device, `path` with
-    `.lanes` before its suffix has them by what they do, beside `spans` of the CPU's threads (`trace_lanes`), and
-    the share of fetching that is hidden is told as `hidden_share`.
+    They are `step_ms`, on CUDA `device_parts`, and each counter (seconds so far, by name) as `<name>_ms`. If the driver
+    does not allow traces, the device's parts are missing. path: file for a Chrome trace; on the CPU nothing is traced
+    without it. If there are events of a device, another file, `path` with `.lanes` before its suffix, has them by what
+    they do, beside `spans` of the CPU's threads (`trace_lanes`), and `hidden_share` is the hidden share of fetching.
     """
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     tracer = profile(activities=[activity]) if device.type == "cuda" or path is not None else None
@@ -85,7 +85,7 @@ def trace_steps(
 
 
 def tabulate_parts(parts: dict[str, float]) -> Table:
-    """Return a line to each part, in milliseconds and as a share of the step."""
+    """Return a table with a line for each part, in milliseconds and as a share of the step."""
     table = Table(box=None, pad_edge=False)
     table.add_column("part")
     for column in ("ms a step", "of it"):
@@ -99,7 +99,7 @@ def tabulate_parts(parts: dict[str, float]) -> Table:
 
 
 def device_events(tracer: profile) -> list[DeviceEvent]:
-    """Return kernels and copies of a trace that has ended."""
+    """Return the kernels and copies of a trace that has ended."""
     events: Iterable[FunctionEvent] = tracer.events() or ()  # type: ignore[no-untyped-call]
     return [
         DeviceEvent(event.name, event.time_range.start, event.time_range.end - event.time_range.start)
@@ -109,7 +109,7 @@ def device_events(tracer: profile) -> list[DeviceEvent]:
 
 
 def _start_ns(tracer: profile) -> int:
-    """Return the nanoseconds since the epoch that the events' times are counted from."""
+    """Return the time from which the events' times count, in nanoseconds since the epoch."""
     results = tracer.profiler.kineto_results if tracer.profiler is not None else None
     assert results is not None, "trace: it has ended"
     return cast(int, results.trace_start_ns())

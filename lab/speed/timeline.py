@@ -1,5 +1,5 @@
-"""What a load's timeline says: the device's time by kind of work, its gaps and what the host did in them, steps by
-batch, units of prefill, the host's work a step, and the stages of a request.
+"""Compute the tables of a load's timeline: the device's time by kind of work, its gaps and the host's work in them,
+steps by batch, units of prefill, the host's work a step, and the stages of a request.
 """
 
 from collections import defaultdict
@@ -24,12 +24,12 @@ STAGES = (
     ("begun", "first_sent", "prefill, to the first token told"),
     ("first_sent", "first", "socket, text, HTTP, to the client"),
 )
-_LATE_US = 50.0  # behind the end of the step before: such a launch let the device stand still
+_LATE_US = 50.0  # after the end of the step before; a launch this late let the device idle
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The load's begin and end, and the processes' CPU seconds so far at times of it."""
+    """The load's begin and end, and samples of the processes' CPU seconds so far."""
 
     begin: float
     end: float
@@ -45,14 +45,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What was recorded of a served load. engine: the records of `step_clock.StepClock`."""
+    """The records of a served load. engine: the records of `step_clock.StepClock`."""
 
     engine: Record
     window: Window
     turns: list[Turn]
 
     def told(self, num_bins: int = 12) -> Record:
-        """Return all that tables show, for JSON."""
+        """Return the contents of all tables, for JSON."""
         steps, turns = self._within("steps", "launch"), self._within("turns", "begin")
         return {
             "load": summarise_turns(self.turns),
@@ -77,7 +77,7 @@ class Timeline:
 
 def device_times(steps: Sequence[Record], window: Window) -> dict[str, float]:
     """Return seconds of the window: in units, in decode, in the rest of steps (draws, copies, page tables), between
-    steps, and before the first and behind the last one.
+    steps, and before the first step and after the last one.
     """
     spans = sorted(step["whole_at"] for step in steps)
     units, decode = (_seconds(steps, name) for name in ("units_at", "decode_at"))
@@ -95,8 +95,8 @@ def device_times(steps: Sequence[Record], window: Window) -> dict[str, float]:
 
 
 def gaps_between(steps: Sequence[Record]) -> list[Record]:
-    """Return gaps of the device between steps by what follows what: how many, how long, and of how many the host had
-    not begun the launch, or not ended it, when the device stood still already.
+    """Return the device's gaps between steps by the kinds of the two steps: their number and length, and for how many
+    the host had not begun, or not ended, the launch when the device went idle.
     """
     kinds: dict[str, list[tuple[float, bool, bool]]] = defaultdict(list)
     ordered = sorted(steps, key=lambda step: step["whole_at"][0])
@@ -121,7 +121,7 @@ def gaps_between(steps: Sequence[Record]) -> list[Record]:
 
 
 def decode_steps(steps: Sequence[Record]) -> list[Record]:
-    """Return decode steps by their rows, alone and beside units of the same step, with the device's milliseconds."""
+    """Return decode steps by their rows, alone and together with units, with the device's milliseconds."""
     found: dict[tuple[int, bool], list[Record]] = defaultdict(list)
     for step in steps:
         if step["rows"]:
@@ -147,7 +147,7 @@ def decode_steps(steps: Sequence[Record]) -> list[Record]:
 
 
 def uncovered(steps: Sequence[Record], engine: Record) -> Record:
-    """Return decode steps that no captured graph covered, and rows that were computed for nothing in larger graphs."""
+    """Return decode steps without a captured graph, and the padding rows of larger graphs."""
     decoding = [step for step in steps if step["rows"]]
     eager = [step for step in decoding if step["graph"] == 0]
     padding = [step["graph"] - step["rows"] for step in decoding if step["graph"] > 0]
@@ -162,8 +162,8 @@ def uncovered(steps: Sequence[Record], engine: Record) -> Record:
 
 
 def prefill_units(steps: Sequence[Record], num_layers: int) -> Record:
-    """Return units and what they cost: steps with units, device and host seconds, tokens/s, and what a switch to them
-    takes: of the device from a step's begin to its units, and from their end to its decode.
+    """Return the units and their costs: steps with units, device and host seconds, tokens/s, and the device's time of a
+    switch: from a step's begin to its units, and from their end to its decode.
     """
     own = [step for step in steps if step["units"]]
     seconds = _seconds(own, "units_at")
@@ -192,7 +192,7 @@ def prefill_units(steps: Sequence[Record], num_layers: int) -> Record:
 
 
 def host_times(turns: Sequence[Record], num_steps: int) -> list[Record]:
-    """Return seconds of the engine's thread by name, and milliseconds a step."""
+    """Return the seconds of the engine's thread by name, and milliseconds a step."""
     seconds: dict[str, float] = defaultdict(float)
     for turn in turns:
         for name, taken in turn["seconds"].items():
@@ -208,8 +208,9 @@ def host_times(turns: Sequence[Record], num_steps: int) -> list[Record]:
 
 
 def stages(requests: Sequence[Record], turns: Sequence[Turn]) -> list[Record]:
-    """Return the mean milliseconds of the stages to a first token. Means of times, since the client's requests and the
-    engine's are not told apart.
+    """Return the mean milliseconds of the stages up to a first token.
+
+    They are differences of mean times, since the client's requests are not matched with the engine's.
     """
     means = {"sent": _mean([turn.sent_s for turn in turns]), "first": _mean([turn.times_s[0] for turn in turns])}
     for name in ("arrived", "read", "prepared", "queued", "begun", "first_sent"):
@@ -219,7 +220,7 @@ def stages(requests: Sequence[Record], turns: Sequence[Turn]) -> list[Record]:
 
 
 def bins(steps: Sequence[Record], turns: Sequence[Record], window: Window, count: int) -> list[Record]:
-    """Return slices of the window: shares of the device's time, what came out, and shares of the processes' cores."""
+    """Return slices of the window: shares of the device's time, tokens that came out, and use of cores by process."""
     edges = np.linspace(window.begin, window.end, count + 1).tolist()
     told = []
     for begin, end in pairwise(edges):
@@ -265,12 +266,12 @@ def _overlap(steps: Sequence[Record], name: str, begin: float, end: float) -> fl
 
 
 def _clipped(turns: Sequence[Record], name: str, begin: float, end: float) -> float:
-    """Return the seconds of a name of turns that end in a slice."""
+    """Return the seconds of a name in the turns that end in a slice."""
     return float(sum(turn["seconds"].get(name, 0.0) for turn in turns if begin <= turn["end"] < end))
 
 
 def _at(samples: Sequence[tuple[float, dict[str, float]]], time: float, name: str) -> float:
-    """Return the CPU seconds so far at a time, between samples in proportion."""
+    """Return the CPU seconds so far at a time, interpolated between samples."""
     return float(np.interp(time, [at for at, _ in samples], [seconds[name] for _, seconds in samples]))
 
 

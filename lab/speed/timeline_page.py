@@ -1,4 +1,4 @@
-"""Print a load's timeline, and what the simulator says of the same load."""
+"""Print a load's timeline, and the simulator's result for the same load."""
 
 from typing import Any
 

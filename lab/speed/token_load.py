@@ -1,4 +1,4 @@
-"""Load a server of ours with streams of random token ids, and keep when each chunk came."""
+"""Send streams of random token ids to a server of ours, and record when each chunk came."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ _TIMEOUT_S = 600.0
 
 
 class LoadError(RuntimeError):
-    """An answer that is not what was asked for."""
+    """Raised for an answer that is not what was asked for."""
 
 
 class _Choice(msgspec.Struct):

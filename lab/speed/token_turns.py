@@ -1,7 +1,7 @@
-"""Loads of random token ids, and what became of their requests: for our server and for other programs alike.
+"""Define loads of random token ids and the records of their requests, for our server and for other programs alike.
 
 Prompts follow from seed, request and turn. A next turn's prompt is the one before it, its answer, and new tokens. Times
-are of `time.perf_counter`, which on Linux all processes of a host share. No HTTP and no torch.
+are of `time.perf_counter`, which on Linux all processes of a host share. Importing it loads neither HTTP nor torch.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ import numpy as np
 
 from bench.load.arrivals import draw_arrivals
 
-FIRST_ID, LAST_ID = 3, 500  # of prompts: ids that every vocabulary has, none of them special
+FIRST_ID, LAST_ID = 3, 500  # range of ids in prompts, which every vocabulary has, none of them special
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoad:
-    """Requests of so many tokens in and out. concurrency: open at once; None: all. rate: arrivals a second, by Poisson.
-    turns: of each chat; a turn after the first has `tokens_in` new tokens.
+    """Requests of `tokens_in` and `tokens_out` tokens. concurrency: open at once; None: all. rate: Poisson arrivals a
+    second. turns: of each chat; a turn after the first has `tokens_in` new tokens.
     """
 
     requests: int
@@ -30,7 +30,7 @@ class TokenLoad:
     seed: int = 0
 
     def arrivals(self) -> list[float] | None:
-        """Return when requests come, in seconds; None: as soon as there is room."""
+        """Return when requests arrive, in seconds; None: as soon as there is room."""
         if self.rate is None:
             return None
         return [float(at) for at in draw_arrivals(self.rate, 1.0, self.seed, self.requests, None)]
@@ -38,7 +38,7 @@ class TokenLoad:
 
 @dataclass(slots=True)
 class Turn:
-    """One request and its answer: when it was due and sent, when chunks came, and the answer's tokens."""
+    """One request and its answer: when it was due and sent, when its chunks came, and the answer's tokens."""
 
     due_s: float
     sent_s: float = 0.0
@@ -47,25 +47,25 @@ class Turn:
 
     @property
     def first_s(self) -> float:
-        """Return the seconds from when it was due to the first chunk."""
+        """Return the seconds from the due time to the first chunk."""
         return self.times_s[0] - self.due_s
 
     @property
     def token_s(self) -> float | None:
-        """Return the seconds a token after the first; None of a single one."""
+        """Return the seconds per token after the first; None if there is only one."""
         count = len(self.token_ids) - 1
         return (self.times_s[-1] - self.times_s[0]) / count if count > 0 and len(self.times_s) > 1 else None
 
 
 def draw_tokens(load: TokenLoad, request: int, turn: int) -> list[int]:
-    """Return the new tokens of a turn of a request."""
+    """Draw the new tokens of a request's turn."""
     random = np.random.default_rng([load.seed, request, turn])
     tokens: list[int] = random.integers(FIRST_ID, LAST_ID, load.tokens_in).tolist()
     return tokens
 
 
 def summarise_turns(turns: list[Turn]) -> dict[str, float]:
-    """Return seconds in all, tokens/s, and the median and the 99th of 100 of first tokens, time a token and gaps."""
+    """Return seconds in total, tokens/s, and median and 99th percentile of first tokens, time per token and gaps."""
     seconds = max(turn.times_s[-1] for turn in turns) - min(turn.due_s for turn in turns)
     tokens = sum(len(turn.token_ids) for turn in turns)
     kinds = {
@@ -82,9 +82,9 @@ def summarise_turns(turns: list[Turn]) -> dict[str, float]:
 
 
 def steady_step_s(turns: Sequence[Turn]) -> float:
-    """Return the seconds of a step of all streams together: from when the last of them began to when the first ended.
+    """Return the seconds of a step of all streams together, from the last stream's first token to the first one's end.
 
-    NaN: there is no such time.
+    NaN if the streams do not overlap.
     """
     begin, end = max(turn.times_s[0] for turn in turns), min(turn.times_s[-1] for turn in turns)
     counts = [sum(begin < at <= end for at in turn.times_s) for turn in turns]

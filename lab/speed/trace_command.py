@@ -1,4 +1,4 @@
-"""Run `python -m lab trace`: say where the time of a prompt and of a decode step goes."""
+"""Run `python -m lab trace`: show where the time of a prompt and of a decode step goes."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,7 @@ def trace(
     from server.deployment import load_deployment
 
     console = Console()
-    console = console if console.is_terminal else Console(width=150)  # for tables whose columns a file has room for
+    console = console if console.is_terminal else Console(width=150)  # a file has room for wide tables
     warn_if_busy(console)
     deployment = load_deployment(config)
     plan = measure_floors(deployment).plan
@@ -42,7 +42,7 @@ def trace(
             max_tokens = min(4096, client.longest_tokens[profile] - context - 2 * (question + 16))
             prompts = [client.prompt(context) for _ in range(batch)]
             if question:
-                for _ in range(2):  # the first finds the memory that the second has
+                for _ in range(2):  # the second one finds the memory that the first allocated
                     answer = client.finish(client.submit(prompts[-1], 16, profile, GREEDY))
                     prompts[-1] = [*prompts[-1], *answer, *client.prompt(question)]
             running = [client.submit(prompt, max_tokens, profile, GREEDY) for prompt in prompts]

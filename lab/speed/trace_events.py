@@ -1,4 +1,4 @@
-"""Kernels and copies of a device's trace, and how long they cover."""
+"""Define the kernels and copies of a device's trace, and the time that they cover."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class DeviceEvent(NamedTuple):
 
 
 def covered_us(events: Iterable[DeviceEvent]) -> float:
-    """Return length of the union of the events' intervals."""
+    """Return the length of the union of the events' intervals, in microseconds."""
     covered, end = 0.0, float("-inf")
     for _, start, duration in sorted(events, key=lambda event: event.start_us):
         covered += max(0.0, start + duration - max(start, end))

@@ -1,8 +1,8 @@
-"""A Chrome trace in which a decode step's overlap can be seen: a lane for each kind of work, whatever stream it is on.
+"""Write a Chrome trace that shows a decode step's overlap: a lane for each kind of work, on whatever stream it ran.
 
-Kernels of a captured graph are traced on the stream that launched it, one over the other, so lanes go by what a kernel
-does. Times are of the device's trace; the CPU's spans are of its wall clock, to which the trace converts its own.
-Invariant: no two events of one row overlap; a lane has as many rows as run side by side in it.
+Kernels of a captured graph are all traced on the stream that launched it, so lanes are chosen by what a kernel does.
+Times are of the device's trace. The CPU's spans are of its wall clock, to which the trace converts its own times.
+Invariant: no two events of one row overlap; a lane has as many rows as events that run at once.
 """
 
 import json
@@ -15,14 +15,14 @@ from lab.speed.trace_events import COPIES, WAITS, DeviceEvent, covered_us
 FETCH, PREDICTION, EXCHANGE = "fetch over the link", "prediction and choice", "ask and await"
 COPY, COMPUTE, HOST = "copies", "compute", "CPU: asks awaited and answered"
 LANES = (COMPUTE, EXCHANGE, HOST, PREDICTION, FETCH, COPY)
-"""From the top of the page."""
+"""Lanes from the top of the page."""
 _PARTS = {
     FETCH: ("_fetch_kernel", "_look_kernel"),
     PREDICTION: ("_predict_kernel", "_choose_blocks_kernel", "_force_kernel", "_replay_kernel"),
     EXCHANGE: ("_pack_kernel", *WAITS),
     COPY: COPIES,
 }
-_ROWS = 100  # of a lane, at most: threads of the page are numbered by lane and row
+_ROWS = 100  # most rows of a lane: the page numbers its threads by lane and row
 
 
 class HostSpan(NamedTuple):
@@ -41,7 +41,7 @@ def lane_of(name: str) -> str:
 def lanes_of(
     events: Sequence[DeviceEvent], spans: Sequence[HostSpan], trace_start_ns: int
 ) -> dict[str, list[DeviceEvent]]:
-    """Return all of LANES, each in order of time; times in microseconds from the trace's start."""
+    """Return the events of all LANES, each in order of time. Times are microseconds from the trace's start."""
     lanes: dict[str, list[DeviceEvent]] = {lane: [] for lane in LANES}
     for event in events:
         lanes[lane_of(event.name)].append(event)
@@ -51,7 +51,7 @@ def lanes_of(
 
 
 def hidden_share(lanes: dict[str, list[DeviceEvent]]) -> float | None:
-    """Return the share of fetching time in which something is computed as well; None: nothing is fetched."""
+    """Return the share of fetching time in which something is computed as well; None if nothing is fetched."""
     fetch, compute = lanes[FETCH], lanes[COMPUTE]
     if not fetch:
         return None
@@ -60,7 +60,7 @@ def hidden_share(lanes: dict[str, list[DeviceEvent]]) -> float | None:
 
 
 def chrome_trace(lanes: dict[str, list[DeviceEvent]]) -> dict[str, Any]:
-    """Return the trace-event format: complete events, and names of rows."""
+    """Return the trace in the trace-event format: complete events, and names of rows."""
     told: list[dict[str, Any]] = []
     for order, (lane, events) in enumerate(lanes.items()):
         ends: list[float] = []  # of rows
@@ -77,5 +77,5 @@ def chrome_trace(lanes: dict[str, list[DeviceEvent]]) -> dict[str, Any]:
 
 
 def write_lanes(path: Path, lanes: dict[str, list[DeviceEvent]]) -> None:
-    """Write a trace for chrome://tracing or ui.perfetto.dev."""
+    """Write a trace file for chrome://tracing or ui.perfetto.dev."""
     path.write_text(json.dumps(chrome_trace(lanes)))

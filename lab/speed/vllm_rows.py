@@ -1,8 +1,8 @@
 """Time vLLM, in this process, at the rows of `peer_rows`: `python -m lab.speed.vllm_rows KIND FILE --rows ROWS`.
 
-Wants vLLM on the Python path; tells which version it found. Weights are random, of Llama-3.1-8B's shape, or of
-Qwen3-30B-A3B's (`moe`). The engine is stepped by hand, so that requests come when they are due; tokens are told one by
-one only where a row is of their times. Nothing here imports torch or Tandem's engine.
+It needs vLLM on the Python path, and prints its version. Weights are random, in the shape of Llama-3.1-8B, or of
+Qwen3-30B-A3B (`moe`). The engine is stepped by hand, so that requests come when they are due. It reports tokens one by
+one only for rows that need their times. The module imports neither torch nor Tandem's engine.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from lab.speed.token_turns import TokenLoad, Turn, draw_tokens
 
 KINDS = ("bf16", "fp8", "int4", "awq", "moe")
 NOT_INSTALLED = 3
-_FIRST_STEPS = 16  # of an answer, in which prompts may still be computed beside it
+_FIRST_STEPS = 16  # first steps of an answer, in which prompts may still be computed
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -56,14 +56,14 @@ _QUANTIZATION: dict[str, dict[str, Any]] = {
 
 
 def model_config(kind: str) -> dict[str, Any]:
-    """Return what the model's config.json says."""
+    """Return the contents of the model's config.json."""
     shape = _MOE if kind == "moe" else _LLAMA
     return shape | ({"quantization_config": _QUANTIZATION[kind]} if kind in _QUANTIZATION else {})
 
 
 class Stepper:
-    """An engine of vLLM that is stepped by hand. `engine`: its LLMEngine; `sampling`: makes parameters of an answer's
-    length, and of whether each token is told as it comes, or all of them at the end, which costs it less.
+    """An engine of vLLM that is stepped by hand. engine: its LLMEngine. sampling: makes the parameters of an answer of
+    a given length; its tokens are reported one by one, or all at the end, which costs the engine less.
     """
 
     def __init__(self, engine: Any, sampling: Any) -> None:
@@ -73,7 +73,7 @@ class Stepper:
         self._step_ends: list[float] = []
 
     def step_s(self, tokens: int) -> float:
-        """Return the seconds of a step of the last run, whose answers of so many tokens went in step."""
+        """Return the seconds of a step of the last run, if its answers of `tokens` tokens were drawn in step."""
         count = min(max(1, tokens - _FIRST_STEPS), len(self._step_ends) - 1)
         return (self._step_ends[-1] - self._step_ends[-1 - count]) / count
 
@@ -125,7 +125,7 @@ class Stepper:
 
 
 def open_vllm(kind: str, rows: Sequence[PeerRow], kv: str) -> Stepper:
-    """Start vLLM. Raises ImportError where it is not installed."""
+    """Start vLLM. Raises ImportError if it is not installed."""
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_CACHE_ROOT", os.path.join(tempfile.gettempdir(), "vllm-cache"))
     import vllm
@@ -152,7 +152,7 @@ def open_vllm(kind: str, rows: Sequence[PeerRow], kv: str) -> Stepper:
 def run_rows(
     stepper: Stepper, kind: str, rows: Sequence[PeerRow], file: Path, rate_files: Sequence[Path], kv: str
 ) -> None:
-    """Run rows that the file lacks, and write each as it is done."""
+    """Run the rows that the file does not have, and write each as soon as it is done."""
     weights = kind if kv == "auto" else f"{kind}, kv {kv}"
     stepper.run(TokenLoad(4, 64, 8, seed=1))
     for row in rows:

@@ -1,6 +1,6 @@
 """Run an engine process with a clock on its loop: `python -m lab.speed.watched_engine FILE REQUESTS REPLIES PARENT_ID`.
 
-FILE gets the clock's records as JSON when the server shuts down. Kernels are traced while FILE.trace exists.
+FILE gets the clock's records as JSON at shutdown. Kernels are traced while FILE.trace exists.
 """
 
 import sys
