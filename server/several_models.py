@@ -21,7 +21,7 @@ SHARED = "server"
 
 
 def load_deployments(path: Path) -> tuple[Deployment, ...]:
-    """Return what `load_deployment` does, or, of a file with `models`, the deployment of each; their servers are one.
+    """Load the deployments of a file: one, or one for each of its `models`, all with the same server.
 
     Raises ConfigError with one line.
     """
@@ -53,7 +53,7 @@ def load_deployments(path: Path) -> tuple[Deployment, ...]:
 
 
 def check_together(deployments: Iterable[tuple[Deployment, str]]) -> None:
-    """Check deployments that one server has, each with its model's name. Raises ConfigError."""
+    """Check that one server can serve these deployments, each given with its model's name. Raises ConfigError."""
     taken: dict[str, str] = {}
     folders: dict[Path, str] = {}
     for deployment, name in deployments:
@@ -73,7 +73,7 @@ def check_together(deployments: Iterable[tuple[Deployment, str]]) -> None:
 
 
 def _merge(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults with what is given in their place, key by key in mappings that both have."""
+    """Return the defaults, overridden by the given values, key by key in mappings that both have."""
     merged = dict(defaults)
     for key, value in given.items():
         before = merged.get(key)

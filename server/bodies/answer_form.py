@@ -14,7 +14,7 @@ FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """Hold a schema by OpenAI's names. It is always strict, whatever `strict` says."""
+    """A schema by OpenAI's names. It is always strict, whatever `strict` says."""
 
     schema: Any = None
     name: str | None = None
@@ -28,7 +28,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """Hold a form by vLLM's names, exactly one of which is given. `json`: a schema, or its text."""
+    """A form by vLLM's names, exactly one of which is given. `json`: a schema, or its text."""
 
     json: Any = None
     regex: str | None = None

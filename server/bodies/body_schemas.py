@@ -1,7 +1,7 @@
-"""The JSON Schemas of request bodies: what the structs, the tables and the checks accept, no more and no less.
+"""The JSON Schemas of request bodies: exactly what the structs, the tables and the checks accept.
 
-What compares two fields (`min_tokens` and `max_tokens`, the prompt and the context, a profile and `attention_epsilon`)
-no schema can say.
+Only checks that compare two fields (`min_tokens` and `max_tokens`, the prompt and the context, a profile and
+`attention_epsilon`) cannot be expressed by a schema.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ _BIAS = {"type": "number", "minimum": -100, "maximum": 100}
 
 
 def complete_schemas(components: Tree, tables: Iterable[Fields[Any]], limits: BodyLimits) -> None:
-    """Add to the schemas in `components`, by name of their struct, what the tables and the checks say."""
+    """Add the limits of the tables and the checks to the schemas in `components`, which are keyed by their struct."""
     for table in tables:
         schema = components[table.struct.__name__]
         fields, rules = schema["properties"], table.rules

@@ -29,7 +29,7 @@ class CalledFunction(msgspec.Struct, kw_only=True):
 
 
 class MessageCall(msgspec.Struct, kw_only=True):
-    """Hold a tool call that the assistant made before."""
+    """A tool call that the assistant made before."""
 
     id: CallId
     function: CalledFunction
@@ -47,7 +47,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class Prediction(msgspec.Struct, kw_only=True):
-    """Hold a text that the answer may repeat in parts."""
+    """A text that the answer may repeat in parts."""
 
     content: str | list[Part]
     type: Literal["content"] = "content"

@@ -1,6 +1,6 @@
 """Explain to a client why a body is not JSON: the place, the text there and what was probably meant.
 
-Only the text around the decoder's error is looked at.
+Only the text around the decoder's error is read.
 """
 
 import re
@@ -22,7 +22,7 @@ _MEANT = (
 
 
 def describe_fault(raw: bytes, message: str) -> str:
-    """Return one line about `raw`, of which msgspec said `message`."""
+    """Explain in one line why `raw` is not JSON. message: msgspec's error."""
     if not raw.strip():
         return "empty; wanted a JSON object"
     found = _AT.match(message)

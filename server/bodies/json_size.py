@@ -1,6 +1,6 @@
-"""Count the items and the depth of a JSON text before it is decoded: what costs memory, time and recursion.
+"""Count the items and the depth of a JSON text before it is decoded, since they cost memory, time and recursion.
 
-The count is never too low; of text that is not JSON it may be anything. It takes a few passes in C, whatever the text.
+The count is never too low for JSON, and may be anything for other text. It takes a few passes in C, whatever the text.
 """
 
 import numpy as np

@@ -15,8 +15,9 @@ KeepAlive = float | str
 
 
 def read_keep_alive(given: KeepAlive | None) -> float | None:
-    """Return the seconds of a `keep_alive`: a number of them, or a text as Go writes durations ("5m", "1h30m"). What is
-    below 0 is FOREVER; None: the request says nothing. Raises ApiError 400.
+    """Return the seconds of a `keep_alive`; None: the request does not set it. Raises ApiError 400.
+
+    It is a number of seconds, or a text in Go's format of durations ("5m", "1h30m"). Values below 0 mean FOREVER.
     """
     if given is None:
         return None

@@ -12,8 +12,8 @@ _LISTS = (inspect.ListType, inspect.VarTupleType)
 
 
 def literals_at(body: type, path: str) -> list[Any]:
-    """Return the values that a struct's type names at a path in msgspec's form (`.tools[0].type`); empty if it names
-    none.
+    """Return the literal values that a struct's type allows at a path in msgspec's form (`.tools[0].type`); [] if its
+    type has none.
     """
     nodes: list[inspect.Type] = [_type_of(body)]
     for step in _STEP.finditer(path):

@@ -35,7 +35,7 @@ def _no_bounds(_: BodyLimits) -> dict[str, Tree]:
 
 @dataclass(frozen=True, slots=True)
 class SchemaLimits:
-    """Hold a struct's limits: `bounds` gives the keywords of fields, `required` names fields that a check wants, and
+    """A struct's limits: `bounds` gives the keywords of fields, `required` names fields that a check wants, and
     `conditions` are keywords of the whole object.
     """
 

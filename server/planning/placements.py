@@ -68,7 +68,7 @@ class StepEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Hold a placement.
+    """A placement.
 
     steps: for each batch asked for, None where so many contexts do not fit.
     most_contexts: that fit at once.

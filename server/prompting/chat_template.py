@@ -1,8 +1,8 @@
-"""Chat templates: what a template is given, and what it takes.
+"""Chat templates: find out which messages a template accepts, and render chats with it.
 
-A template comes from a checkpoint, so it is foreign code: a child process renders it (`renderers.py`). Rendering short
-chats shows which messages it takes; a chat is then written so that no message is dropped silently. For a template that
-writes no tools, `default_tools.py` does.
+A template comes from a checkpoint, so it is foreign code, and a child process renders it (`template_renderers.py`).
+Rendering short chats shows which messages it accepts. A chat is then adapted so that no message is dropped silently. If
+a template writes no tools, `default_tools.py` does.
 """
 
 import secrets
@@ -37,7 +37,7 @@ _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exce
 
 
 class ChatTemplate:
-    """Render messages as the prompt's text, special tokens spelled out."""
+    """Renders messages as the prompt's text, with special tokens spelled out."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         """Compile and try the template. Raises ConfigError if it does not compile, or had to be stopped."""
@@ -52,7 +52,7 @@ class ChatTemplate:
             raise ConfigError(f"chat_template: {error} on a chat of a few words") from None
 
     def _probe(self) -> None:
-        """Find out what the template takes."""
+        """Find out which messages the template accepts."""
         self._takes_observations, self._takes_parts, self._takes_text = False, True, True
         text = self._try([Message(role="user", content=_PROBE)], [])
         parts = self._try([Message(role="user", content=[Part(type="text", text=_PROBE)])], [])
@@ -93,7 +93,7 @@ class ChatTemplate:
             raise invalid("messages", f"the chat template was stopped: on them it {error}") from None
 
     def _continue(self, given: Conversation, spell: Spell, documents: list[dict[str, str]] | None) -> str:
-        """Return the prompt up to the end of the last message's text, without what the template ends a turn with."""
+        """Return the prompt up to the end of the last message's text, without the template's end of the turn."""
         mark = f"zq{secrets.randbits(127):039d}"
         last = given.messages[-1]
         marked = structs.replace(last, content=message_text(last) + mark)
@@ -104,7 +104,7 @@ class ChatTemplate:
         return before
 
     def _adapt(self, given: Conversation) -> Conversation:
-        """Return the conversation in messages that the template takes."""
+        """Return the conversation with messages that the template accepts."""
         messages = place_systems(given.messages, self.takes_system, self._takes_later_systems)
         adapted = replace(given, messages=messages)
         if given.has_tools and not self.writes_tools:
@@ -143,7 +143,7 @@ class ChatTemplate:
         return self._takes_parts and (isinstance(message.content, list) or not self._takes_text)
 
     def _try(self, messages: list[Message], tools: list[Tree]) -> str | None:
-        """Return what the template makes of a chat, None if it refuses it."""
+        """Render a chat; None: the template refuses it."""
         try:
             return self._write(Conversation(messages, tools), str, None)
         except ApiError:
@@ -180,7 +180,7 @@ def _open(name: str, source: str, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _named_sources(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return templates by name, as transformers keeps them: in the tokenizer's settings, and in files, which go first.
+    """Return templates by name, as transformers stores them: in files, or else in the tokenizer's settings.
 
     Raises ConfigError.
     """

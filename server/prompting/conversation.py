@@ -21,7 +21,7 @@ Spell = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Hold a chat.
+    """A chat.
 
     `tools`: what is offered, as OpenAI writes it. `variables`: what else the template is given. `continues`: the prompt
     ends inside the last message, which the answer continues; else, with `begins_answer`, it ends with the beginning of

@@ -46,7 +46,7 @@ class PlacedDocument:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrompt:
-    """Hold a prompt.
+    """A prompt.
 
     `chunks`: half-open ranges of `token_ids` that are documents' chunks. `end`: the template's last text.
     """
@@ -58,7 +58,7 @@ class ChunkedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RenderedDocuments:
-    """Hold a template's text, cut where documents stand. `mark`: see `ControlTokens.choose_mark`."""
+    """A template's text, cut where documents stand. `mark`: see `ControlTokens.choose_mark`."""
 
     pieces: Pieces
     mark: str | None

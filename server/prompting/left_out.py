@@ -16,7 +16,7 @@ _INSTRUCTIONS = ("system", "developer")
 
 
 class LeftOut:
-    """Hold the patterns of `server.left_out`. `count` is called with a pattern and how often it was found."""
+    """The patterns of `server.left_out`. `count` is called with a pattern and how often it was found."""
 
     def __init__(self, patterns: Sequence[str], count: Callable[[str, int], None]) -> None:
         self._patterns = [re.compile(pattern) for pattern in patterns]

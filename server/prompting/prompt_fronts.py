@@ -1,4 +1,4 @@
-"""Count the tokens that a chat's prompt begins with whatever is said in it: its first instructions and its tools."""
+"""Count the tokens of a prompt's front: the chat's first instructions and its tools, whatever is said after them."""
 
 import hashlib
 from collections import OrderedDict
@@ -28,8 +28,8 @@ class PromptFronts:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
     async def count(self, template: ChatTemplate, conversation: Conversation, text: str) -> int:
-        """Return how many tokens of a chat's prompt, whose text this is, another chat would begin with that has the
-        same instructions and tools; 0 for one without either.
+        """Return how many first tokens a chat's prompt shares with any other chat that has the same instructions and
+        tools; 0 for a chat without either. text: the prompt.
         """
         front = list(takewhile(lambda one: one.role in ("system", "developer"), conversation.messages))
         if not front and not conversation.tools:

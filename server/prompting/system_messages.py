@@ -1,7 +1,7 @@
-"""Place the instructions of a chat: messages of the roles `system` and `developer`, which are one to templates.
+"""Place the instructions of a chat: messages of the roles `system` and `developer`, which templates do not distinguish.
 
-None of their text is lost, and their order stays. A later one keeps its place, so that cached tokens in front of it can
-be used again. If the template takes no system message there, it becomes a reminder in the turn before it.
+None of their text is lost, and their order stays. A later instruction keeps its place, so that cached tokens before it
+can be reused. If the template accepts no system message there, it becomes a reminder in the turn before it.
 """
 
 from msgspec import structs
@@ -12,8 +12,8 @@ from server.bodies.chat_message import Message, Part, message_text
 def place_systems(messages: list[Message], takes_system: bool, takes_later: bool) -> list[Message]:
     """Return the chat with every instruction under the role `system`.
 
-    Those that open it are one message. If the template does not take later ones, they are reminders. If it takes none,
-    the first ones are the beginning of what the user says first.
+    Those at the beginning become one message. If the template does not accept later ones, they become reminders. If it
+    accepts none, the first ones are put at the beginning of the user's first message.
     """
     named = [
         structs.replace(message, role="system") if message.role == "developer" else message for message in messages
@@ -29,9 +29,9 @@ def place_systems(messages: list[Message], takes_system: bool, takes_later: bool
 
 
 def _remind(messages: list[Message]) -> list[Message]:
-    """Return a chat that no system message opens, with each as a text behind the user's turn or the result before it.
+    """Turn system messages into texts at the end of the user's turn, or of the tool result, before each.
 
-    Behind an answer it is a turn of the user.
+    After an answer, such a text becomes a turn of the user. The chat must not begin with a system message.
     """
     placed: list[Message] = []
     for message in messages:

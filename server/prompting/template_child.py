@@ -1,8 +1,8 @@
 """The process that renders chat templates: a template is foreign code, which may not end or may take all memory.
 
-Runs as a script and imports jinja alone. Reads requests from its standard input and writes one answer for each; both
-are a length and that many bytes. A render that runs for too long ends the process (SIGPROF); one that takes too much
-memory or recurses too deep is told as OVERRUN.
+It runs as a script and imports only jinja. It reads requests from its standard input and writes one answer for each;
+both are a length and that many bytes. A render that runs for too long ends the process (SIGPROF). One that takes too
+much memory or recurses too deeply is answered with OVERRUN.
 """
 
 import json

@@ -24,19 +24,19 @@ _CHILD = Path(__file__).with_name("template_child.py")
 
 
 class TemplateRefusal(Exception):
-    """Report why the template does not take what it was given."""
+    """The template refuses its input; the message says why."""
 
 
 class MalformedTemplate(Exception):
-    """Report why the template does not compile."""
+    """The template does not compile; the message says why."""
 
 
 class TemplateOverrun(Exception):
-    """Report why the template was stopped."""
+    """The template was stopped; the message says why."""
 
 
 class _Child:
-    """Run a process that renders one template at a time."""
+    """A process that renders one template at a time."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-I", str(_CHILD)]
@@ -75,7 +75,7 @@ class _Child:
 
 
 class Renderers:
-    """Render from any number of threads; `close` ends the children."""
+    """Renders templates for any number of threads; `close` ends the children."""
 
     def __init__(self) -> None:
         self._lock = Lock()

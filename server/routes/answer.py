@@ -12,7 +12,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Declare an answer. Every field comes, unless it has a default."""
+    """The base of answers. Every field without a default is always present."""
 
 
 class CachedFrom(Answer):

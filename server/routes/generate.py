@@ -1,4 +1,4 @@
-"""Run the work of a call in the engine, and answer with what comes of it: shared by every route that generates."""
+"""Run the work of a call in the engine, and answer with its result; used by every route that generates."""
 
 from typing import Any
 
@@ -65,9 +65,9 @@ async def chat_job(service: Service, body: ChatBody, limits: Ready, owner: str) 
 def start_generation(
     call: Call[Any], kind: str, body: GenerationBody, jobs: list[Job], limits: Ready, elapsed_seconds: float = 0.0
 ) -> Generation:
-    """Return the generation of a call, of whose time `elapsed_seconds` are gone, beside its wait for the model.
+    """Return the generation of a call. Raises ApiError 400 for a header that cannot be read.
 
-    Raises ApiError 400 for a header that cannot be read.
+    elapsed_seconds: the part of the call's time limit that is used up, besides its wait for the model.
     """
     limit_seconds = choose_limit(call.request.headers, body.max_seconds, call.service.settings.max_request_seconds)
     if limit_seconds is not None:

@@ -14,7 +14,7 @@ LATEST = ":latest"  # a tag that Ollama's clients may put behind any name
 
 @dataclass(frozen=True, slots=True)
 class AdapterNames:
-    """Hold the adapters' names and the digests of their content, in the order of their numbers."""
+    """The adapters' names and the digests of their content, in the order of their numbers."""
 
     names: tuple[str, ...]
     digests: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Settings of the served model's embeddings and ranking: the deployment's, else those of the model's folder.
 
-A request that the model does not suit gets an error that names the setting.
+If the model does not suit a request, the error names the setting.
 """
 
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ _KINDS: dict[str, PoolingKind] = {"pooling_mode_lasttoken": "last", "pooling_mod
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Rank by the cosine of embeddings, or by the logits of `yes_no`, in that order."""
+    """How documents are ranked: by the cosine of embeddings, or by the logits of the two tokens `yes_no`."""
 
     yes_no: Pooling | None
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Say how embeddings are made.
+    """How embeddings are made.
 
-    `embedding`: None if the folder's own way is unknown, for the reason `why_not`. `ranking`: None without one.
-    `is_nested`: the first entries of an embedding are one.
+    embedding: None if the folder's way of pooling is unknown, for the reason `why_not`. ranking: None: there is none.
+    is_nested: the first entries of an embedding are an embedding themselves.
     """
 
     embedding: Pooling | None
@@ -55,7 +55,7 @@ def load_vectors(model: ModelConfig, tokenizer: Tokenizer) -> Vectors:
 
 
 def _read_kind(model: ModelConfig) -> PoolingKind | None:
-    """Return how the folder pools; the last token if it says nothing: causal models have seen all of the text there."""
+    """Return how the folder pools; by default the last token, at which a causal model has seen all of the text."""
     if model.path is not None and is_gguf(model.path):
         return _read_gguf_kind(model.path)
     path = None if model.path is None else model.path / _POOLING_FILE

@@ -30,7 +30,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class GivenText:
-    """Hold a document of a chat."""
+    """A document of a chat."""
 
     title: str
     text: str

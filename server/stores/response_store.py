@@ -16,7 +16,7 @@ _decode = msgspec.json.Decoder(list[Message]).decode
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """Hold a `response` as it was answered, the `messages` up to it, its own last, and the name of its session."""
+    """A `response` as it was answered, the `messages` up to and with its own, and the name of its session."""
 
     response: bytes
     messages: list[Message]

@@ -54,7 +54,7 @@ class CompletionLogprobs(Answer):
 
 
 class CompletionChoice(Answer):
-    """Describe one choice. The last two fields come if `return_token_ids` is true; a stream tells the prompt's once."""
+    """One choice. The last two fields come if `return_token_ids` is true; a stream tells the prompt's once."""
 
     index: Count
     text: str
@@ -75,7 +75,7 @@ class Completion(Answer):
 
 
 class AnsweredFunction(Answer):
-    """Hold a called function. `arguments`: JSON as the model wrote it."""
+    """A called function. `arguments`: JSON as the model wrote it."""
 
     name: str
     arguments: str
@@ -88,7 +88,7 @@ class AnsweredCall(Answer):
 
 
 class ChatMessage(Answer):
-    """Hold the assistant's message.
+    """The assistant's message.
 
     `content` is null beside calls if nothing was said; the last two come if not empty.
     """
@@ -146,7 +146,7 @@ class Progress(Answer):
 
 
 class CompletionChunk(Answer):
-    """Hold an event of a stream; `choices` is empty in those of progress and usage."""
+    """An event of a stream; `choices` is empty in those of progress and usage."""
 
     id: str
     object: Literal["text_completion"]
@@ -163,7 +163,7 @@ class FunctionDelta(Answer, kw_only=True):
 
 
 class CallDelta(Answer, kw_only=True):
-    """Hold a piece of the call with this index: first id and name, then its arguments in pieces."""
+    """A piece of the call with this index: first id and name, then its arguments in pieces."""
 
     index: Count
     id: str | None = None
@@ -188,7 +188,7 @@ class ChatChunkChoice(Answer):
 
 
 class ChatChunk(Answer):
-    """Hold an event of a stream; `choices` is empty in those of progress and usage."""
+    """An event of a stream; `choices` is empty in those of progress and usage."""
 
     id: str
     object: Literal["chat.completion.chunk"]

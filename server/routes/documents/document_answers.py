@@ -6,7 +6,7 @@ from server.routes.answer import Answer, Count
 
 
 class Document(Answer):
-    """Describe a document. `content_hash`: SHA-256 of the text in UTF-8."""
+    """A document. `content_hash`: SHA-256 of the text in UTF-8."""
 
     id: str
     object: Literal["document"]
@@ -21,7 +21,7 @@ class WholeDocument(Document):
 
 
 class NewDocument(Document):
-    """Describe a new document.
+    """A new document.
 
     `num_stored` of its chunks were stored now, `num_known` before; `reason`: why others were not.
     """

@@ -10,7 +10,7 @@ from server.bodies.schema_limits import SchemaLimits, text_or_messages
 
 
 class DocumentBody(msgspec.Struct, kw_only=True):
-    """Hold a text, or messages, which become one. `wait`, the default: answer when its chunks are stored."""
+    """A text, or messages, which become one. `wait`, the default: answer when its chunks are stored."""
 
     model: str | None = None
     title: DocumentTitle | None = None

@@ -60,7 +60,7 @@ class MessageError(Answer):
 
 
 class MessageEvent(Answer):
-    """Hold an event of a stream; its type says which fields it has."""
+    """An event of a stream; its type says which fields it has."""
 
     type: str
     message: AnsweredMessage | None = None

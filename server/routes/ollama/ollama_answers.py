@@ -6,7 +6,7 @@ from server.routes.answer import Answer, Count
 
 
 class OllamaError(Answer):
-    """Hold an error: its text, and what OpenAI's has beside it."""
+    """An error: its text, and the other fields of OpenAI's."""
 
     error: str
     param: str | None = None
@@ -32,7 +32,7 @@ class OllamaAnsweredMessage(Answer):
 
 
 class OllamaFigures(Answer, kw_only=True):
-    """Hold what an answer ends with. `warn`: the client's own limit is less than its prompt."""
+    """The fields at the end of an answer. warn: the client's own limit is less than its prompt."""
 
     model: str
     created_at: str
@@ -48,13 +48,13 @@ class OllamaFigures(Answer, kw_only=True):
 
 
 class OllamaChat(OllamaFigures, kw_only=True):
-    """Hold an answer to a chat, or a line of it."""
+    """An answer to a chat, or a line of it."""
 
     message: OllamaAnsweredMessage
 
 
 class OllamaText(OllamaFigures, kw_only=True):
-    """Hold an answer to a prompt, or a line of it."""
+    """An answer to a prompt, or a line of it."""
 
     response: str
     thinking: str | None = None
@@ -110,7 +110,7 @@ class OllamaLoadedModels(Answer):
 
 
 class OllamaShown(Answer):
-    """Describe a model. `model_info`: its sizes by GGUF's names."""
+    """A model. `model_info`: its sizes by GGUF's names."""
 
     modelfile: str
     parameters: str

@@ -26,7 +26,7 @@ NumPredict = Annotated[int, msgspec.Meta(ge=-2, le=2**31 - 1)]
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """Hold how an answer is drawn. `num_predict`: below 1, as many tokens as the context has room for."""
+    """The sampling options of an answer. num_predict: below 1: as many tokens as the context has room for."""
 
     num_ctx: int | None = None
     num_predict: NumPredict | None = None

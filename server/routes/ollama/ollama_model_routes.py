@@ -49,7 +49,7 @@ REFUSED: dict[tuple[Literal["post", "delete"], str], str] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Hold what the model's files say. `modified_s`: when the youngest was written, 0.0 without files."""
+    """Facts from the model's files. modified_s: when the newest was written; 0.0: there are none."""
 
     architecture: Architecture
     format: Literal["gguf", "safetensors", "random"]

@@ -44,7 +44,7 @@ class ResponsePart(Answer):
 
 
 class ResponseItem(Answer):
-    """Hold a message, reasoning, or a call of a tool."""
+    """A message, reasoning, or a call of a tool."""
 
     id: str
     type: Literal["message", "reasoning", "function_call"]
@@ -96,7 +96,7 @@ class InputItemPart(Answer):
 
 
 class ListedItem(Answer):
-    """Hold an item up to a response: a message, reasoning, a call of a tool or its result."""
+    """An item up to a response: a message, reasoning, a call of a tool or its result."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "function_call_output"]
@@ -125,7 +125,7 @@ class DeletedResponse(Answer):
 
 
 class ResponseEvent(Answer):
-    """Hold an event of a stream; its type says which fields it has."""
+    """An event of a stream; its type says which fields it has."""
 
     type: str
     sequence_number: Count

@@ -23,7 +23,7 @@ class InputPart(msgspec.Struct, kw_only=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """Hold a message (also without a `type`), a call, its result, reasoning, or a reference to a kept item."""
+    """A message (also without a `type`), a call, its result, reasoning, or a reference to a kept item."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] | None = None
     id: str | None = None

@@ -77,7 +77,7 @@ class DeletedContext(Answer):
 
 
 class Slot(Answer):
-    """Describe a conversation, by its number. `n_ctx`: tokens that a context has at most."""
+    """A conversation, by its number. `n_ctx`: tokens that a context has at most."""
 
     id: Count
     n_ctx: Count

@@ -26,7 +26,7 @@ class Models(Answer):
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """Hold the settings of the model's tokenizer, whatever they are, and the template in use."""
+    """The settings of the model's tokenizer, as they are, and the template in use."""
 
     chat_template: str | None
     bos_token: str | None = None
@@ -34,7 +34,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 class ServerInfo(Answer):
-    """Describe the server as SGLang's servers do."""
+    """The description of the server, in SGLang's format."""
 
     model_id: str
     served_model_name: str
@@ -50,7 +50,7 @@ class ServerInfo(Answer):
 
 
 class Load(Answer):
-    """Hold the load of one rank. The counts come once the engine has told them; the shares are from 0 to 1.
+    """The load of one rank. The counts come once the engine has told them; the shares are from 0 to 1.
 
     num_waiting_uncached_tokens: of prompts, that are still to be computed. num_total_tokens: in pages, and of prompts
     that wait. gen_throughput: tokens a second, generated in the last ten to twenty.
@@ -79,7 +79,7 @@ class Loads(Answer):
 
 
 class Health(Answer):
-    """Hold the status, with `stage` and `fraction` while the model loads."""
+    """The status, with `stage` and `fraction` while the model loads."""
 
     status: Literal["ready", "loading", "draining", "hung", "dead", "failed", "unloaded"]
     stage: str | None = None
@@ -87,7 +87,7 @@ class Health(Answer):
 
 
 class PlannedItem(Answer):
-    """Describe what the plan gives memory to."""
+    """An item of the memory plan."""
 
     name: str
     bytes: Count
@@ -95,7 +95,7 @@ class PlannedItem(Answer):
 
 
 class PlannedPlace(Answer):
-    """Hold the plan of the device's memory, or of the host's."""
+    """The plan of the device's memory, or of the host's."""
 
     place: Literal["gpu", "host"]
     limit_bytes: Count

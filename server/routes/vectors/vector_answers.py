@@ -11,7 +11,7 @@ class VectorUsage(Answer):
 
 
 class Embedding(Answer):
-    """Hold an embedding of length 1; as base64 of little-endian float32 if that is asked for."""
+    """An embedding of length 1; as base64 of little-endian float32 if that is asked for."""
 
     object: Literal["embedding"]
     index: Count
@@ -30,7 +30,7 @@ class RankedDocument(Answer):
 
 
 class RankedResult(Answer):
-    """Hold a ranked document. `relevance_score`: a cosine, or the probability of yes against no."""
+    """A ranked document. `relevance_score`: a cosine, or the probability of yes against no."""
 
     index: Count
     relevance_score: float
