@@ -27,13 +27,13 @@ from gpu.predictor.history import STEPS_PER_OCTAVE, TOP_CODE, restore
 from gpu.predictor.network import CHANNELS, WIDE_CHANNELS, PredictorNetwork
 
 SIDES = 3  # columns at which activations are made: the one before a block's own, its own, the next
-INPUTS = 3 * (SIDES + 2) + 1  # of the first convolution there: rows by columns, and 1
-SIDED_CHANNELS = 4 * CHANNELS  # of the three sides, to a power of two
+INPUTS = 3 * (SIDES + 2) + 1  # inputs of the first convolution for them: rows by columns, and a 1
+SIDED_CHANNELS = 4 * CHANNELS  # channels of the three sides, rounded up to a power of two
 REACH = 2  # blocks to either side whose history a score depends on
-EDGE_BLOCKS = REACH + 1  # last ones whose scores a block behind them changes, and that block
+EDGE_BLOCKS = REACH + 1  # a new block changes the scores of the last REACH blocks and its own
 BLOCKS_A_TILE = 64
-BLOCKS_A_CHUNK = 256  # of which a program makes what has changed
-ROWS_AT_ONCE = 8  # of a chunk, compared; more take a program beyond 168 registers a thread, and a third one off its SM
+BLOCKS_A_CHUNK = 256  # blocks of a chunk, of which a program computes those that have changed
+ROWS_AT_ONCE = 8  # rows of a chunk compared at once; with more, only two programs fit on an SM (168 registers a thread)
 _REACH = tl.constexpr(REACH)
 CODE_SCALE, CODE_TOP = tl.constexpr(1 / STEPS_PER_OCTAVE), tl.constexpr(TOP_CODE)
 

@@ -1,7 +1,7 @@
 """Load checkpoints: each tensor of a Hugging Face folder's safetensors, or of a GGUF file, to its place on the device.
 
-Rows go from their file into their place, directly where that is host memory and of their type; host memory never holds
-a copy of the model. A checkpoint is checked whole, names, shapes and types, before the first byte is allocated.
+Rows are read from their file to their place, directly if that is host memory of their type; host memory never holds a
+copy of the model. All names, shapes and types of a checkpoint are checked before the first byte is allocated.
 """
 
 import logging
@@ -34,11 +34,11 @@ from gpu.weights.weights import Progress, Weights, served
 log = logging.getLogger(__name__)
 
 _MOST_WEIGHTS_PER_BYTE = 8  # more than any format has
-_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # of integers
+_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}  # dtypes of integers' scales
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _KEYS_OF_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.[kv]_(?:proj|norm)\.")
 _OF_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
-# Of a KV cache, as publishers of quantised files name them.
+# Scales of a KV cache, by the names that publishers of quantised files use.
 _KV_SCALE = re.compile(r"\.(self_attn|mixer)\.(([kv]_proj\.)?(k|v|kv)_(scale|zero_point)|[kv]_proj\.output_scale)$")
 
 
@@ -46,8 +46,8 @@ class Source(Protocol):
     """The files of a checkpoint.
 
     files: the names of their tensors, as a Hugging Face checkpoint has them.
-    described_by: the file that says which tensors are wanted.
-    listed_by: the file that would list a missing tensor.
+    described_by: the file that determines which tensors are wanted, for errors.
+    listed_by: the file that would list a missing tensor, for errors.
     """
 
     files: Mapping[Path, list[str]]
@@ -55,10 +55,10 @@ class Source(Protocol):
     listed_by: Path
 
     def stored_name(self, name: str) -> str:
-        """Return what its own files call a tensor."""
+        """Return a tensor's name in the source's own files."""
 
     def tensors(self, path: Path) -> list[FileTensor]:
-        """Return the tensors of a file, in the order that they lie in."""
+        """Return the tensors of a file, in the order of their bytes."""
 
 
 def open_source(path: Path, architecture: Architecture) -> Source:
@@ -68,23 +68,23 @@ def open_source(path: Path, architecture: Architecture) -> Source:
 
 def load_weights(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
                  on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
-    """Read `folder`'s safetensors, or a GGUF file, in one part or several, into new device tensors of `dtype`. Of an
-    architecture that is one device's share, no more is read than that.
+    """Read `folder`'s safetensors, or a GGUF file of one or several parts, into new device tensors of `dtype`. For one
+    device's share of an architecture, only that share is read.
 
-    experts_on_card: as in `allocate_weights`; experts that lie in host memory are read to there.
+    experts_on_card: as in `allocate_weights`; the other experts are read to host memory.
 
-    Matrices of few bits, of the file or rounded as the architecture's quantisation says, stay packed, but on a CPU that
-    has no code for them (`weights.served`). Raises ModelError, one line, for a file that is
-    missing or broken and for a tensor that is missing, extra or of another shape or type than the architecture's.
+    Matrices of few bits, stored so or rounded by the architecture's quantisation, stay packed, except on a CPU that has
+    no code for them (`weights.served`). Raises ModelError for a file that is missing or broken, and for a tensor that
+    is missing, extra, or of another shape or type than the architecture's.
     """
     weights = load_packed(folder, architecture, dtype, device, on_progress, experts_on_card)
     return served(weights, architecture, device)
 
 
 def check_checkpoint(folder: Path, architecture: Architecture) -> Source:
-    """Read the headers of a checkpoint's files, and no weights. Raises ModelError for a file that is missing or broken,
-    and for a tensor that is missing, extra or of another shape or type than the architecture's. Loading begins
-    with it, and `tandem plan` asks it.
+    """Check a checkpoint by the headers of its files, without reading weights. Loading begins with it, and
+    `tandem plan` uses it. Raises ModelError for a file that is missing or broken, and for a tensor that is missing,
+    extra, or of another shape or type than the architecture's.
     """
     source = open_source(folder, architecture)
     _check_size(source, architecture)
@@ -95,7 +95,7 @@ def check_checkpoint(folder: Path, architecture: Architecture) -> Source:
 
 def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device,
                 on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
-    """Load weights as `load_weights`, and packed on every CPU."""
+    """Load weights as `load_weights` does, but leave them packed on every CPU."""
     share = architecture.share
     source = check_checkpoint(folder, architecture if share is None else share.whole)
     weights = allocate_weights(architecture, dtype, device, _find_scales(source, architecture), experts_on_card)
@@ -126,7 +126,7 @@ def load_packed(folder: Path, architecture: Architecture, dtype: torch.dtype, de
                 on_progress(done_bytes / total_bytes)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # what matrices were unpacked and rounded in
+        torch.cuda.empty_cache()  # frees the workspace in which matrices were unpacked and rounded
     _log_rate(folder, total_bytes, time.perf_counter() - began)
     return _without_idle_orders(weights)
 
@@ -140,7 +140,7 @@ def _read(ranges: Iterator[FileRange], device: torch.device) -> Iterator[int]:
 
 
 def _without_idle_orders(weights: Weights) -> Weights:
-    """Return the weights without orders that change nothing."""
+    """Return the weights without column orders that change nothing."""
 
     def drop_order(stored: Stored) -> Stored:
         if not isinstance(stored, Packed) or stored.order is None:
@@ -153,7 +153,7 @@ def _without_idle_orders(weights: Weights) -> Weights:
 
 
 def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
-    """Log what was read, how fast, and the most memory that this process has held so far."""
+    """Log how much was read, how fast, and the peak memory of this process."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     log.debug(
         "weights folder=%s gib=%.2f seconds=%.1f gib_s=%.2f peak_rss_gib=%.2f",
@@ -162,7 +162,7 @@ def _log_rate(folder: Path, num_bytes: int, seconds: float) -> None:
 
 
 def _check_size(source: Source, architecture: Architecture) -> None:
-    """Raise ModelError where the files are too small for the weights that the configuration asks for."""
+    """Raise ModelError if the files are too small for the weights that the configuration asks for."""
     num_bytes = sum(path.stat().st_size for path in source.files)
     if architecture.num_weights > _MOST_WEIGHTS_PER_BYTE * num_bytes:
         raise ModelError(
@@ -200,7 +200,7 @@ def _check_tensors(source: Source, wanted: dict[str, StoredTensor], architecture
 
 
 def _find_scales(source: Source, architecture: Architecture) -> torch.dtype:
-    """Return the type of integers' scales, which all of a checkpoint's must have. Raises ModelError."""
+    """Return the dtype of integers' scales. Raises ModelError unless all scales of the checkpoint have it."""
     if architecture.quantisation is None:
         return torch.bfloat16
     stored = find_format(architecture.quantisation.scheme)
@@ -222,9 +222,9 @@ def _find_scales(source: Source, architecture: Architecture) -> torch.dtype:
 
 
 def _is_passed_over(name: str, architecture: Architecture) -> bool:
-    """Return whether a tensor is not needed: RoPE frequencies of old checkpoints; scales of a quantised checkpoint's KV
-    cache, since rows of 8 bits have scales of their own here; projections of keys and values in a layer that uses
-    another one's; layers that draft tokens.
+    """Return whether a tensor may be ignored: RoPE frequencies of old checkpoints; scales of a quantised checkpoint's
+    KV cache, since 8-bit rows have scales of their own here; projections of keys and values in a layer that uses
+    another layer's; layers of draft heads.
     """
     of_layer = _OF_LAYER.match(name)
     if of_layer is not None and int(of_layer[1]) >= architecture.num_layers:

@@ -1,4 +1,4 @@
-"""Random weights for a named shape: activations stay of order one, and logits have a spread."""
+"""Draw random weights for a named shape, so that activations stay of order one and logits have a spread."""
 
 import math
 
@@ -29,7 +29,7 @@ RANDOM_STEPS = {"int4": 2.7, "int8": 40.0, "fp8": 16.0}
 
 def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
                    on_progress: Progress, experts_on_card: int | None = None) -> Weights:  # fmt: skip
-    """Draw weights as `random_packed_weights`, and as `served`."""
+    """Draw weights as `random_packed_weights` does, and lay them out as `served` does."""
     return served(
         random_packed_weights(architecture, seed, dtype, device, on_progress, experts_on_card), architecture, device
     )
@@ -37,16 +37,16 @@ def random_weights(architecture: Architecture, seed: int, dtype: torch.dtype, de
 
 def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dtype, device: torch.device,
                           on_progress: Progress, experts_on_card: int | None) -> Weights:  # fmt: skip
-    """Draw weights on the device: activations stay of order one, and logits have a spread of RANDOM_LOGIT_SPREAD.
-    Matrices of few bits are drawn as such, all scales alike.
+    """Draw weights on the device. Activations stay of order one, and logits have a spread of RANDOM_LOGIT_SPREAD.
+    Matrices of few bits are drawn packed, with equal scales.
     """
     weights = allocate_weights(architecture, dtype, device, torch.bfloat16, experts_on_card)
     generator = torch.Generator(device=device).manual_seed(seed)
     share, split = architecture.share, generator
-    if share is not None:  # what a device has alone is drawn apart, so that all draw the same of what each has
+    if share is not None:  # a device's own weights have a generator of their own, so shared ones are equal on all
         split = torch.Generator(device=device).manual_seed(seed + 1 + share.rank)
     residual_scale = (2 * architecture.main_layers) ** -0.5
-    sum_scale = residual_scale * architecture.devices**-0.5  # of matrices whose products are added up
+    sum_scale = residual_scale * architecture.devices**-0.5  # for matrices whose products are added over devices
 
     def draw(matrix: Stored, scale: float, generator: torch.Generator = generator) -> None:
         if isinstance(matrix, Packed):
@@ -126,7 +126,7 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
         weights.inputs.norm.fill_(1.0)
     if not architecture.tied_embeddings:
         weights.embedding.normal_(0.0, 1.0, generator=generator)
-    if weights.draft is not None:  # last, so that the model is the same with it and without
+    if weights.draft is not None:  # drawn last, so that the model is the same with and without it
         for index, layer in enumerate(weights.layers[main:], main):
             draw_layer(layer, is_plain[index])
         for norm in (weights.draft.embedding_norm, weights.draft.hidden_norm, weights.draft.norm):
@@ -137,7 +137,7 @@ def random_packed_weights(architecture: Architecture, seed: int, dtype: torch.dt
 
 
 def draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> None:
-    """Draw numbers of this standard deviation, normal but for their rounding."""
+    """Draw normally distributed numbers of this standard deviation, rounded to the matrix's format."""
     if matrix.kind == "fp4":
         _draw_fp4(matrix, spread, generator)
         return
@@ -158,7 +158,7 @@ def draw_packed(matrix: Packed, spread: float, generator: torch.Generator) -> No
 
 
 def _draw_fp4(matrix: Packed, spread: float, generator: torch.Generator) -> None:
-    """Draw numbers of FP4: one power of two for all groups, and what it multiplies of a deviation near 2."""
+    """Draw FP4 numbers: one power of two for all groups, times numbers with a standard deviation near 2."""
     exponent = round(math.log2(spread / 2))
     numbers = torch.tensor(FP4_NUMBERS, device=generator.device)
     for words in matrix.words.split(4096):
@@ -170,7 +170,7 @@ def _draw_fp4(matrix: Packed, spread: float, generator: torch.Generator) -> None
 
 
 def _fill_runs(matrix: Packed, step: float) -> None:
-    """Fill in one scale for all groups, and the offset that puts the middle number at 0."""
+    """Set one scale for all groups, and the offset that makes the middle number 0."""
     assert matrix.runs is not None, "the caller has seen them"
     sign = 1 if matrix.middle < 128 else -1
     pair = torch.tensor([1, sign * matrix.middle], dtype=torch.int8)

@@ -1,8 +1,8 @@
-"""Share a model's experts between the card and host memory, and tell what it takes to bring some up. No torch.
+"""Divide a model's experts between the card and host memory, and count the bytes to fetch some of them. No torch.
 
-The first experts stay on the card, equally many in each layer, so that each layer of a step waits equally long for the
-link. Which experts a text takes is not known beforehand. Invariant: the parts add up to all experts, and these
-bytes are what `gpu.weights.host_experts` allocates.
+The first experts of each layer stay on the card, equally many in each, so that each layer of a step waits equally long
+for the link. Which experts a text will use is not known beforehand. Invariant: both parts together are all experts, and
+the bytes are those that `gpu.weights.host_experts` allocates.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def most_experts(shape: Architecture) -> int:
 
 
 def why_not_computed(shape: Architecture) -> str | None:
-    """Return why the CPU's kernels cannot compute the model's experts; None if they can."""
+    """Return the reason why the CPU's kernels cannot compute the model's experts; None if they can."""
     layers = [(number, spec) for number, spec in enumerate(shape.layers) if spec.experts is not None]
     if not layers:
         return f"{shape.name} has no experts"
@@ -73,8 +73,8 @@ def experts_of(shape: Architecture) -> Experts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShares:
-    """How experts are shared between card and host. on_card: experts of each layer that lie on the card, the first
-    ones; a layer that has fewer lies there whole.
+    """The division of experts between card and host. on_card: how many of each layer's experts, the first ones, are on
+    the card; a layer with fewer is there as a whole.
     """
 
     shape: Architecture
@@ -83,7 +83,7 @@ class ExpertShares:
 
     @property
     def on_host(self) -> int:
-        """Return the experts in host memory of the layer that has most of them there."""
+        """Return the largest number of experts that a layer has in host memory."""
         return max((count for count, _, _ in self._layers()), default=0)
 
     @property
@@ -98,7 +98,7 @@ class ExpertShares:
 
     @property
     def card_bytes(self) -> int:
-        """Return the bytes of the experts that lie on the card, of all layers, without buffers for fetched ones."""
+        """Return the bytes of all layers' experts on the card, without buffers for fetched ones."""
         return sum((experts.num_experts - count) * each for count, each, experts in self._layers())
 
     @property
@@ -107,20 +107,18 @@ class ExpertShares:
 
     @property
     def staged_bytes(self) -> int:
-        """Return the bytes of the staging buffers, from which prefill and steps that are not captured read experts of
-        the host.
-        """
+        """Return the bytes of the staging buffers, from which prefill and steps without a graph read host experts."""
         return STAGED_STACKS * max((count * each for count, each, _ in self._layers()), default=0)
 
     def slot_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the slots of a captured step of `num_tokens`: one for each host expert that a layer may
-        take.
+        """Return the bytes of a captured step's slots for `num_tokens`: one for each host expert that a layer
+        may use.
         """
         return max((min(count, num_tokens * experts.per_token) * each for count, each, experts in self._layers()),
                    default=0)  # fmt: skip
 
     def fetched_bytes(self, num_tokens: int) -> float:
-        """Return the bytes over the link that a decode step of `num_tokens` is expected to fetch; tokens take experts
+        """Return the expected bytes that a decode step of `num_tokens` fetches over the link, if tokens choose experts
         at random.
         """
         return sum(
@@ -128,8 +126,8 @@ class ExpertShares:
         )
 
     def computed_numbers(self, num_tokens: int) -> dict[Kind | None, tuple[float, float]]:
-        """Return the expected work of the CPU on a step of `num_tokens`, by the kind in which numbers are stored (None:
-        plain): how many numbers it reads, and how many products it makes of them.
+        """Return the CPU's expected work in a step of `num_tokens`: by storage format (None: plain), how many numbers
+        it reads, and how many products it computes with them.
         """
         found: dict[Kind | None, tuple[float, float]] = {}
         for layer, (count, _, experts) in zip(self._numbers_of_layers(), self._layers(), strict=True):
@@ -173,7 +171,7 @@ class ExpertShares:
         return (layer for layer, spec in enumerate(self.shape.layers) if spec.experts is not None)
 
     def _layers(self) -> Iterator[tuple[int, int, Experts]]:
-        """Yield for each layer with experts: how many lie in host memory, the bytes of one, and their description."""
+        """Yield for each layer with experts: how many are in host memory, the bytes of one, and their description."""
         for experts, each in _layers_with_experts(self.shape, self.dtype_bytes):
             yield max(0, experts.num_experts - self.on_card), each, experts
 

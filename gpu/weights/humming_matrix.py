@@ -1,15 +1,16 @@
-"""Matrices of few bits as the library humming-kernels multiplies them: in its layout, by its kernels, kept on disk.
+"""Multiply matrices of few bits with the library humming-kernels: in its layout, by its kernels, which are kept on
+disk.
 
-A matrix comes packed and is laid out anew, so one copy is held. Kernels are for a shape, a format and a range of token
-counts: `prepare` compiles those that a deployment needs (NVRTC or nvcc, seconds each, in parallel) and loads them; a
-product of another count compiles its own, which `num_compiled` counts. They are kept in the user's cache folder, by
-version and GPU.
+A packed matrix is converted to the library's layout, and only that copy is held. A kernel is for a shape, a format and
+a range of token counts. `prepare` compiles the kernels that a deployment needs (NVRTC or nvcc, seconds each, in
+parallel) and loads them; a product with another token count compiles its own, which `num_compiled` counts. Kernels are
+kept in the user's cache folder, by version and GPU.
 
-A product is that of the packed matrix, but for scales, rounded to bf16 (those of blocks are not), and for sums of long
-rows, whose parts meet in bf16 and in no fixed order, so that its last bits differ between runs. Products that share
-locks never run side by side: there are locks for each stream, also of those that graphs are captured on, and graphs of
-one such stream are replayed one after another. Bytes moved: the weights once; a result once more where bias, residual
-or activation come behind it.
+A product differs from that of the packed matrix in two ways. Scales are rounded to bf16, except those of blocks. Sums
+of long rows are added in parts, in bf16 and in no fixed order, so that the last bits differ between runs. Products that
+share locks must not run side by side: each stream has its own locks, also streams on which graphs are captured, and
+graphs of one such stream are replayed one after another. Bytes moved: the weights once; a result once more if bias,
+residual or activation follow.
 """
 
 import logging
@@ -48,7 +49,7 @@ Progress = Callable[[float], None]
 
 
 def require_products(asked: str, device: str, dtype: str) -> None:
-    """Raise ModelError where what is asked for cannot multiply on this device; own kernels always can."""
+    """Raise ModelError if the kernels asked for cannot multiply on this device; own kernels always can."""
     reason = why_not_here(asked, device, dtype)
     if reason is not None:
         raise ModelError(reason)
@@ -57,20 +58,20 @@ def require_products(asked: str, device: str, dtype: str) -> None:
 
 
 def kernel_folder(gpu: str) -> Path:
-    """Return where kernels for a GPU of this name are kept: in the user's cache folder."""
+    """Return the folder of kernels for a GPU of this name, in the user's cache folder."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return user / "tandem" / "humming" / f"{VERSION}-{re.sub(r'[^a-z0-9]+', '-', gpu.lower())}"
 
 
 class HummingMatrix:
-    """A matrix that humming-kernels multiplies. See `Matrix`. Of a packed matrix on CUDA whose format `why_not_humming`
-    finds nothing in the way of; computes in bf16.
+    """A `Matrix` that humming-kernels multiplies, in bf16. It is made of a packed matrix on CUDA whose format
+    `why_not_humming` does not object to.
     """
 
     dtype = torch.bfloat16
 
     def __init__(self, packed: Packed) -> None:
-        """Lay out a packed matrix. Raises ModelError for zero points that have no room, and where the library fails."""
+        """Lay out a packed matrix. Raises ModelError for zero points that do not fit, and if the library fails."""
         assert packed.dtype == self.dtype, "the plan refuses others"
         self.rows, self.inner = packed.rows, packed.inner
         config, self._tensors = _lay_out(packed)
@@ -98,11 +99,11 @@ class HummingMatrix:
         return self.gate_up(rms_norm(x, norm, eps), activation)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits of sums rounded to bf16: too coarse for an output matrix, so none is laid out."""
+        """Return logits from sums rounded to bf16. That is too coarse, so output matrices are not laid out this way."""
         return self._product(x).float()
 
     def unpack(self) -> Tensor:
-        """Unpack by products with ones: each number rounded once."""
+        """Unpack by products with ones, so that each number is rounded once."""
         device = self._tensors["weight"].device
         found = torch.empty(self.rows, self.inner, dtype=self.dtype, device=device)
         for columns in torch.arange(self.inner, device=device).split(UNPACKED_COLUMNS):
@@ -111,7 +112,7 @@ class HummingMatrix:
         return found
 
     def load(self, kernels: Iterable[Tensor]) -> None:
-        """Run them: one that is loaded while a graph is captured would end the capture."""
+        """Load kernels by running them, because loading one during a capture would end the capture."""
         one = torch.zeros(1, self.inner, dtype=self.dtype, device=self._tensors["weight"].device)
         for kernel in kernels:
             self._launch(one, kernel)
@@ -133,8 +134,8 @@ class HummingMatrix:
 
 
 class _Kernels:
-    """The compiled kernels of one shape and format on one device, by the range of token counts that they are for.
-    Several ranges may have the same one.
+    """The compiled kernels of one shape and format on one device, by range of token counts. Several ranges may share a
+    kernel.
     """
 
     def __init__(self, config: Any, device: torch.device) -> None:
@@ -142,7 +143,7 @@ class _Kernels:
         # [begin, end, how a kernel of counts in (begin, end] is made], in order; the last one has no end
         self._ranges: list[list[Any]] = _library().get_heuristics_config(config, device=device)
         self._ends = [end for _, end, _ in self._ranges]
-        self._ids: dict[str, int] = {}  # the library's, of what is compiled, by how it is made
+        self._ids: dict[str, int] = {}  # the library's ids of compiled kernels, by their tuning
         self._ready: dict[int, Tensor] = {}  # by range: int64 [2] on the host, an id and how many SMs it runs on
 
     @property
@@ -156,12 +157,12 @@ class _Kernels:
         return self._ready[bisect_left(self._ends, count)]
 
     def missing(self, counts: Collection[int]) -> dict[str, list[Any]]:
-        """Return ranges of token counts whose kernels are not compiled yet, one for each kernel."""
+        """Return the ranges of token counts whose kernels are not compiled yet, one range for each kernel."""
         wanted = (self._ranges[place] for place in self._places(counts))
         return {key: one for one in wanted if (key := _made_as(one[2])) not in self._ids}
 
     def compile(self, counts: Collection[int]) -> list[Tensor]:
-        """Compile missing kernels; return one launch of each. Raises ModelError where the library fails."""
+        """Compile missing kernels and return one launch of each. Raises ModelError if the library fails."""
         missing = self.missing(counts)
         if missing:
             ranges = list(missing.values())
@@ -180,7 +181,7 @@ class _Kernels:
 
 
 def _made_as(tuning: dict[str, Any]) -> str:
-    """Return what a kernel is made by: two that are alike in this are one kernel."""
+    """Return a kernel's tuning as text: kernels with the same text are one kernel."""
     return str(sorted((key, value) for key, value in tuning.items() if key != "num_sms"))
 
 
@@ -205,7 +206,7 @@ def prepare(matrices: Iterable[object], counts: Collection[int], on_progress: Pr
 
 
 def num_compiled() -> int:
-    """Return how many kernels products of this process have: none is added by a step behind `prepare`."""
+    """Return how many kernels this process has compiled. Steps after `prepare` should add none."""
     return sum(kernels.num_compiled for kernels in _MADE.values())
 
 
@@ -222,8 +223,8 @@ class _Library(NamedTuple):
 
 @cache
 def _library() -> _Library:
-    """Import the library. Its folders are read from the environment when it first compiles; one that is set already
-    stays. Raises ModelError where it, or what it compiles with, is not there.
+    """Import the library. It reads its folders from the environment when it first compiles; variables that are set are
+    kept. Raises ModelError if the library, or a compiler that it needs, is missing.
     """
     require_installed()
     folder = kernel_folder(torch.cuda.get_device_name())
@@ -253,8 +254,8 @@ def _library() -> _Library:
 
 @contextmanager
 def _without_builders() -> Iterator[None]:
-    """Keep the library from starting two processes while it is imported, that build what its wheel has. Told so for
-    longer, it would later compile with one thread alone.
+    """Keep the library from starting two processes on import, which would build what its wheel contains. Only during
+    import, because with this setting it would later compile with a single thread.
     """
     key = "HUMMING_DISABLE_PARALLEL_BUILD"
     before = os.environ.get(key)
@@ -270,7 +271,7 @@ def _without_builders() -> Iterator[None]:
 
 @contextmanager
 def _failure_in_one_line() -> Iterator[None]:
-    """Turn the library's error for a kernel that it cannot compile, or keep, into a ModelError."""
+    """Turn the library's error for a kernel that it cannot compile or save into a ModelError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -292,12 +293,12 @@ def _kernels(config: Any, device: torch.device) -> _Kernels:
 
 
 def _locks(device: torch.device) -> Tensor:
-    """Return int32 `[LOCKS]` of the current stream, zeros whenever no product is under way. All are allocated by the
-    first product of a process, which is none of a graph's.
+    """Return the locks of the current stream, int32 `[LOCKS]`, zero whenever no product is running. The first product
+    of a process, which is outside of graphs, allocates those of all streams.
     """
     if device not in _LOCKS:
         _LOCKS[device] = torch.zeros(MOST_STREAMS, LOCKS, dtype=torch.int32, device=device), {}
-        torch.cuda.synchronize(device)  # other streams may be the first that want some
+        torch.cuda.synchronize(device)  # another stream may be the first to use its locks
     locks, places = _LOCKS[device]
     place = places.setdefault(torch.cuda.current_stream(device).cuda_stream, len(places))
     assert place < MOST_STREAMS, f"humming: products on more than {MOST_STREAMS} streams"
@@ -305,7 +306,7 @@ def _locks(device: torch.device) -> Tensor:
 
 
 def _lay_out(packed: Packed) -> tuple[Any, dict[str, Tensor]]:
-    """Return the library's own description, and tensors by the names of its launch."""
+    """Return the library's description of the matrix, and its tensors by the names of launch arguments."""
     library, has_zeros = _library(), packed.zeros is not None
     has_blocks = packed.row_block > 1 and packed.group < packed.inner
     schema = library.HummingWeightSchema(

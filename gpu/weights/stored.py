@@ -1,7 +1,8 @@
-"""Rows of packed matrices that modules of a checkpoint fill, and the tensors that several weight formats have alike.
+"""Put a checkpoint module's tensors into rows of packed matrices, and define tensors that several weight formats share.
 
-A module's tensors may lie in different files, so each is put into its place alone. Where groups are not of neighbouring
-columns, the tensor that says so comes first. Numbers, scales and zero points are those of the file, exactly.
+A module's tensors may be in different files, so each is placed independently. If groups are not of neighbouring
+columns, the tensor with the columns' groups is loaded first. Numbers, scales and zero points are exactly those of the
+file.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +25,11 @@ INTEGER = ("I32",)
 SCALES = ("F16", "BF16")
 WIDE_SCALES = ("F32", "BF16", "F16")
 PLAIN = ("BF16", "F16", "F32")
-_NUMBERS_AT_ONCE = 2**24  # that are unpacked or packed: they take several times their memory on the way
+_NUMBERS_AT_ONCE = 2**24  # numbers that are unpacked or packed at once: this takes several times their memory
 
 
 class StoredError(ValueError):
-    """What is wrong with a tensor's content."""
+    """A tensor with invalid content. The message continues the tensor's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class StoredTensor:
     is_needed: whether a file without it is refused.
     comes_first: whether the places of other tensors depend on it.
     fill_rows: puts some rows into their places, from a row number on; None: all rows are needed at once.
-    rows_at_once: how many rows are gathered for it; None: as many as are read.
-    as_is: the place itself, where the tensor is stored as it is in the file, but perhaps for its type.
+    rows_at_once: how many rows are gathered for `fill_rows`; None: as many as are read.
+    as_is: the place itself, if the tensor is placed unchanged, except perhaps for its type; else None.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -55,7 +56,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRows:
-    """Rows `[begin, end)` of a packed matrix, which one module holds. order: of its rows, as in a `Place`."""
+    """Rows `[begin, end)` of a packed matrix, which one module fills. order: the order of its rows, as in `Place`."""
 
     packed: Packed
     begin: int
@@ -71,7 +72,7 @@ class ModuleRows:
         return self.packed.scales.shape[1]
 
     def put_numbers(self, numbers: Tensor) -> None:
-        """Place uint8 `[rows, inner]`, columns as files have them."""
+        """Place numbers, uint8 `[rows, inner]`, with columns in the order of the file."""
         if self.packed.order is not None:
             numbers = numbers.index_select(1, self.packed.order)
         words = self.packed.words[self.begin : self.end]
@@ -80,7 +81,7 @@ class ModuleRows:
             place.copy_(pack_words(part, self.packed.bits))
 
     def put_scales(self, scales: Tensor, row_block: int) -> None:
-        """Place scales `[rows / row_block, groups]`, or one for all. Raises StoredError for infinity and NaN."""
+        """Place scales `[rows / row_block, groups]`, or one for all rows. Raises StoredError for infinity and NaN."""
         if not bool(scales.isfinite().all()):
             raise StoredError("holds scales that are not finite; wanted finite numbers")
         self._put(self.packed.scales, scales, row_block)
@@ -97,7 +98,7 @@ class ModuleRows:
         self._put(self.packed.zeros, zeros, 1)
 
     def put_runs(self, numbers: Numbers) -> None:
-        """Place scales and offsets of groups, and what they are multiples of, repeated for finer groups."""
+        """Place scales and offsets of groups, and the runs' numbers that multiply them, repeated for finer groups."""
         assert self.packed.runs is not None, "they have a place"
         for name, values in (("d", numbers.d), ("least", numbers.least)):
             if not bool(values.isfinite().all()):
@@ -108,17 +109,19 @@ class ModuleRows:
         self._put(self.packed.runs, run.repeat_interleave(self.packed.runs.shape[1] // run.shape[1], 1), 1)
 
     def parts(self, num_rows: int) -> Iterator[tuple["ModuleRows", slice | Tensor]]:
-        """Yield parts of so many rows each, and which of the module's rows a part takes, in this order."""
+        """Yield parts of `num_rows` rows, each with the module's rows that it takes, in order."""
         for begin in range(0, self.rows, num_rows):
             end = min(begin + num_rows, self.rows)
             yield self.cut(begin, end), slice(begin, end) if self.order is None else self.order[begin:end]
 
     def cut(self, begin: int, end: int) -> "ModuleRows":
-        """Return these rows of it, in their order."""
+        """Return rows `[begin, end)` of these rows, without an order."""
         return ModuleRows(self.packed, self.begin + begin, self.begin + end, None)
 
     def put_order(self, groups: Tensor, is_moved: bool) -> None:
-        """Place int32 `[inner]`, each column's group. is_moved: groups may be scattered. Raises StoredError."""
+        """Place each column's group, int32 `[inner]`. is_moved: groups may be scattered. Raises StoredError if the
+        columns do not make whole groups, or another module of the product has another order.
+        """
         group = self.packed.group
         order = torch.argsort(groups, stable=True)
         if not torch.equal(groups.index_select(0, order), torch.arange(len(groups), device=groups.device) // group):
@@ -147,9 +150,10 @@ class ModuleRows:
 
 
 def stored_tensors(scheme: str, stored: MatrixFormat, part: ModuleRows, row_block: int) -> dict[str, StoredTensor]:
-    """Return a module's tensors by the ends of their names, as `.qweight`. row_block: of the file's scales.
+    """Return a module's tensors by the ends of their names, as `.qweight`. row_block: rows that share the file's
+    scales.
 
-    Tensors are unpacked where they lie, which is the device also of a matrix in host memory.
+    Tensors are unpacked on the device, also those of a matrix in host memory.
     """
     module = import_module(find_format(scheme).tensors)
     found: dict[str, StoredTensor] = module.stored_tensors(scheme, stored, part, row_block)
@@ -159,14 +163,14 @@ def stored_tensors(scheme: str, stored: MatrixFormat, part: ModuleRows, row_bloc
 def stacked_tensors(
     scheme: str, stored: MatrixFormat, experts: Sequence[ModuleRows], is_transposed: bool
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of all experts of a layer by the ends of their names. is_transposed: in a plain checkpoint
-    each one's rows are columns. Raises ModelError where the format has none.
+    """Return the tensors with all experts of a layer, by the ends of their names. is_transposed: whether a plain
+    checkpoint has each expert transposed. Raises ModelError if the format has no such tensors.
     """
     module = import_module(find_format(scheme).tensors)
     if not hasattr(module, "stacked_tensors"):
         raise ModelError(
-            f"model: experts that stand in one tensor are not served in {scheme}; served: bfloat16, what model.weights "
-            "rounds them to, and mxfp4 where the checkpoint has it"
+            f"model: experts in one tensor are not served in {scheme}; served: bfloat16, the formats of model.weights, "
+            "and mxfp4 where the checkpoint has it"
         )
     found: dict[str, StoredTensor] = module.stacked_tensors(stored, experts, is_transposed)
     return found
@@ -185,12 +189,12 @@ def fp8_weight(part: ModuleRows) -> StoredTensor:
 
 
 def input_scale() -> dict[str, StoredTensor]:
-    """Return a scale of tokens that a file may have: it is not used, since tokens are not rounded here."""
+    """Return the tensor of an activation scale, which a file may have. It is not used: activations are not rounded."""
     return {".input_scale": StoredTensor(((), (1,)), WIDE_SCALES, None, is_needed=False)}
 
 
 def row_scales(stored: MatrixFormat, part: ModuleRows, row_block: int, dtypes: tuple[str, ...]) -> StoredTensor:
-    """Return the tensor of scales: of groups and blocks, or where a row has one, of rows or of the whole matrix."""
+    """Return the tensor of scales: of groups and blocks, or, without groups, of rows or of the whole matrix."""
     rows, groups = part.rows, part.num_groups
     shapes: tuple[tuple[int, ...], ...] = ((-(-rows // row_block), groups),)
     if stored.group is None:
@@ -203,12 +207,12 @@ def row_scales(stored: MatrixFormat, part: ModuleRows, row_block: int, dtypes: t
 
 
 def with_group_axis(values: Tensor) -> Tensor:
-    """Return `[rows, groups]`, also of a file that has one for each row, or one for all, without the second axis."""
+    """Return values as `[rows, groups]`, also if the file has one for each row, or one for all, without that axis."""
     return values if values.ndim == 2 else values.reshape(-1, 1)
 
 
 def group_order(stored: MatrixFormat, part: ModuleRows) -> StoredTensor:
-    """Return the tensor of each column's group, which places of other tensors depend on."""
+    """Return the tensor with each column's group, on which the places of other tensors depend."""
 
     def fill(groups: Tensor) -> None:
         part.put_order(groups.to(torch.int64), is_moved=stored.has_order)

@@ -1,4 +1,4 @@
-"""Allocate a model's weights, not yet filled: each layer's as its spec says."""
+"""Allocate a model's weights by the specs of its layers, without filling them."""
 
 from dataclasses import replace
 
@@ -32,11 +32,10 @@ def allocate_weights(
     architecture: Architecture, dtype: torch.dtype, device: torch.device, scales: torch.dtype = torch.bfloat16,
     experts_on_card: int | None = None,
 ) -> Weights:  # fmt: skip
-    """Allocate weights, not yet filled. scales: of integers, 16 bits. On the CPU in huge pages, which are there four
-    times as soon.
+    """Allocate weights without filling them. On the CPU they are in huge pages, which are allocated four times as fast.
 
-    experts_on_card: of each layer's experts; the others lie in host memory, pinned for CUDA; None: all. Raises
-    ModelError where the host refuses that memory.
+    scales: the 16-bit dtype of integers' scales. experts_on_card: how many of each layer's experts are on the card; the
+    others are in host memory, pinned for CUDA. None: all. Raises ModelError if the host has no memory for them.
     """
     return _Allocation(architecture, dtype, device, scales, experts_on_card).weights()
 
@@ -102,7 +101,7 @@ class _Allocation:
         )
 
     def _matrices(self, index: int, spec: LayerSpec, host: HostExperts | None) -> dict[str, Stored]:
-        """Return a layer's matrices by name; of experts those on the card."""
+        """Return a layer's matrices by name, with only the experts on the card."""
         shapes, formats = matrix_shapes(self._architecture, spec), layer_formats(self._architecture, index)
         if host is not None and spec.experts is not None:
             total = spec.experts.num_experts
@@ -140,7 +139,7 @@ class _Allocation:
         return HostExperts(count, *made)
 
     def _head_norms(self, spec: LayerSpec) -> tuple[Tensor | None, Tensor | None]:
-        """Return the norms of queries and keys; plain ones are filled, since no checkpoint has them."""
+        """Return the norms of queries and keys. Plain ones are filled with ones, since no checkpoint has them."""
         a, heads = self._architecture, self._architecture.heads_of(spec)
         if not (spec.qk_norm or spec.wide_qk_norm):
             return None, None
@@ -189,7 +188,7 @@ class _Allocation:
         return torch.empty(width, dtype=dtype, device=self._device)
 
     def _wide(self, width: int) -> Tensor:
-        """Return numbers in float32, whatever the weights are."""
+        """Return a vector in float32, whatever the dtype of weights."""
         return torch.empty(width, dtype=torch.float32, device=self._device)
 
     def _empty(self, *shape: int) -> Tensor:
@@ -202,7 +201,7 @@ class _Allocation:
 def allocate_packed(
     rows: int, inner: int, stored: MatrixFormat, dtype: torch.dtype, device: torch.device, scales: torch.dtype
 ) -> Packed:
-    """Allocate a packed matrix, not yet filled. scales: of 16 bits, where they have so many."""
+    """Allocate a packed matrix without filling it. scales: dtype of scales that have 16 bits."""
     group = stored.group or inner
     shape = (-(-rows // stored.row_block), -(-inner // group))
     words = torch.empty(rows, num_words(inner, BITS[stored.kind]), dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
-"""Weights on the device: how a layer's are laid out.
+"""The weights of a model on the device, by layer.
 
-A matrix is a tensor, packed in few bits, or laid out as a library multiplies it. Q, K and V are one matrix, and gate
-and up another.
+A matrix is a tensor, packed in few bits, or in the layout of a library. Q, K and V are one matrix, and gate and up are
+another.
 """
 
 import logging
@@ -30,8 +30,8 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class BesideWeights:
-    """What a layer has that adds up its MLP and experts: norms `[hidden]` before the router, before the experts and
-    behind them, and behind the MLP; gains, float32 `[experts]`, of each expert's output.
+    """Further weights of a layer that adds up its MLP and experts: norms `[hidden]` before the router, before and after
+    the experts, and after the MLP. gains: float32 `[experts]`, a factor of each expert's output.
     """
 
     router_norm: Tensor
@@ -43,7 +43,7 @@ class BesideWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputWeights:
-    """What a layer makes of its inputs: gate `[width, hidden]`, projection `[hidden, width]`, norm `[hidden]`."""
+    """A layer's weights for per-layer inputs: gate `[width, hidden]`, projection `[hidden, width]`, norm `[hidden]`."""
 
     gate: Tensor
     projection: Tensor
@@ -52,8 +52,8 @@ class LayerInputWeights:
 
 @dataclass(frozen=True, slots=True)
 class InputWeights:
-    """What layers' inputs are made of: table `[vocab, layers * width]`, projection `[layers * width, hidden]`, norm
-    `[width]`.
+    """The weights that make per-layer inputs: table `[vocab, layers * width]`, projection `[layers * width, hidden]`,
+    norm `[width]`.
     """
 
     table: Tensor
@@ -63,13 +63,16 @@ class InputWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of all experts of a layer. Of all experts of a layer: router `[experts, hidden]`; gate_up `[experts *
-    2 * intermediate, hidden]`, one after another, of each its gate first, or, without gates, `[experts * intermediate,
-    hidden]`; down `[experts * hidden, intermediate]`.
-    host: the last ones, if they lie in host memory; the two matrices then have the first ones alone. Biases, where they
-    are, are of all experts, in the order of the rows, and on the card. beside, shared_share `[1,
-    hidden]`: of a layer that has an MLP as well (`spec.Experts`). correction: float32 `[experts]`, of a router by
-    sigmoids.
+    """The weights of all experts of a layer.
+
+    router: `[experts, hidden]`.
+    gate_up: `[experts * 2 * intermediate, hidden]`, expert after expert, each with its gate first; or, without gates,
+        `[experts * intermediate, hidden]`.
+    down: `[experts * hidden, intermediate]`.
+    host: the last experts, if they are in host memory. Then gate_up and down have only the first experts.
+    router_bias, gate_up_bias, down_bias: of all experts, in the order of the rows, on the card.
+    beside, shared_share `[1, hidden]`: for a layer that has an MLP as well (`spec.Experts`).
+    correction: float32 `[experts]`, for a router by sigmoids.
     """
 
     router: Tensor
@@ -86,9 +89,12 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """What a layer with latent attention has beside qkv, `[first columns + row, hidden]`, and output, `[hidden, heads *
-    value]`. up: `[heads * (plain + value), rank]`, of each head what makes its keys, then its values; norm: `[rank]`;
-    query_up `[heads * query_dim, query_rank]` and query_norm `[query_rank]`, where queries are made of a latent.
+    """Further weights of a layer with latent attention, whose qkv is `[first columns + row, hidden]` and output
+    `[hidden, heads * value]`.
+
+    up: `[heads * (plain + value), rank]`, for each head the rows that make its keys, then those for its values.
+    norm: `[rank]`.
+    query_up `[heads * query_dim, query_rank]`, query_norm `[query_rank]`: if queries are made of a latent, else None.
     """
 
     up: Held
@@ -99,16 +105,22 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of a layer, None where its spec has no such part. attention_norm, mlp_norm `[hidden]`; qkv `[(heads +
-    2 kv_heads) * dim, hidden]`, without values or keys that have no projection; output `[hidden, heads * dim]`;
-    gate_up `[2 * intermediate, hidden]`, gate first, or, without gates, `[intermediate, hidden]`; down `[hidden,
-    intermediate]`; or, in place of these two or beside them, experts. Where the layer's spec has them: qkv_bias,
-    output_bias, gate_up_bias and down_bias, of the matrix's rows; query_norm, key_norm `[dim]`, or of all heads
-    together `[heads * dim]` and `[kv_heads * dim]`; attention_post_norm, mlp_post_norm `[hidden]`; sinks `[heads]`,
-    logits of each query head's softmax that have no value; inputs; scale `[1]`, of its output; latent. Norms that
-    are changed as they are loaded are float32: what they lack of one would be rounded away. A layer that has the
-    keys of another one has its key_norm, too. recurrent: of a recurrent layer, whose qkv has rows of queries, keys,
-    values and the output's gates, in this order, and which has no norms of heads.
+    """The weights of a layer. A field is None if the layer's spec has no such part.
+
+    attention_norm, mlp_norm, attention_post_norm, mlp_post_norm: `[hidden]`.
+    qkv: `[(heads + 2 kv_heads) * dim, hidden]`, without keys or values that have no projection. Of a recurrent layer:
+        rows of queries, keys, values and the output's gates.
+    output: `[hidden, heads * dim]`.
+    gate_up: `[2 * intermediate, hidden]`, gate first; or, without gates, `[intermediate, hidden]`.
+    down: `[hidden, intermediate]`.
+    experts: in place of gate_up and down, or beside them.
+    qkv_bias, output_bias, gate_up_bias, down_bias: one number for each row of the matrix.
+    query_norm, key_norm: `[dim]`, or of all heads together `[heads * dim]` and `[kv_heads * dim]`. A layer that uses
+        another layer's keys has that layer's key_norm. Recurrent layers have none.
+    sinks: `[heads]`, a logit without a value in each query head's softmax.
+    scale: `[1]`, a factor of the layer's output.
+
+    Norms that are changed at load are float32, because their difference from one would be rounded away.
     """
 
     attention_norm: Tensor | None
@@ -151,20 +163,20 @@ class LayerWeights:
         return {name: bias for name, bias in held.items() if bias is not None}
 
     def stacks(self, name: str) -> list[Held]:
-        """Return a matrix, and behind it those of its rows that lie in host memory."""
+        """Return a matrix, followed by the matrix of its rows in host memory, if there is one."""
         host = None if self.experts is None else self.experts.host
         far = {} if host is None else {"experts_gate_up": host.gate_up, "experts_down": host.down}
         return [self.matrices[name], *([far[name]] if name in far else [])]
 
     @property
     def mlp(self) -> tuple[Held, Held]:
-        """Return gate_up and down of a layer that has its one MLP."""
+        """Return gate_up and down of a layer that has an MLP."""
         assert self.gate_up is not None, "the layer has an MLP"
         assert self.down is not None, "the layer has an MLP"
         return self.gate_up, self.down
 
     def changed(self, change: Callable[[Held], Held]) -> "LayerWeights":
-        """Return the layer with every matrix as `change` makes it."""
+        """Return the layer with `change` applied to every matrix."""
         made = {name: change(matrix) for name, matrix in self.matrices.items()}
         gate_up, down = made.pop("experts_gate_up", None), made.pop("experts_down", None)
         if self.latent is not None:
@@ -180,8 +192,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """What a head that drafts has beside its layer: mix `[hidden, 2 * hidden]`, of embedding and hidden state, and
-    norms `[hidden]` of these two, and behind the layer.
+    """The weights of a draft head beside its layer. mix: `[hidden, 2 * hidden]`, of embedding and hidden state. The
+    norms are `[hidden]`: of these two inputs, and of the layer's output.
     """
 
     mix: Tensor
@@ -192,9 +204,12 @@ class DraftWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a model. embedding, logits `[vocab, hidden]`, one if tied; final_norm `[hidden]`; inputs: what
-    layers' inputs are made of, if they have some; draft: of a head that drafts, whose layer is the last one, or None.
-    Of a device's share, logits are its rows of them.
+    """The weights of a model.
+
+    embedding, logits: `[vocab, hidden]`, one tensor if tied. In a device's share, logits are its own rows.
+    final_norm: `[hidden]`.
+    inputs: the weights that make per-layer inputs, or None.
+    draft: the weights of a draft head, whose layer is the last one, or None.
     """
 
     embedding: Stored
@@ -211,12 +226,12 @@ class Weights:
 
     @property
     def is_packed(self) -> bool:
-        """Return whether any matrix is of few bits."""
+        """Return whether any matrix has few bits."""
         return not all(isinstance(matrix, Tensor) for matrix in self.matrices)
 
 
 def unpacked(weights: Weights) -> Weights:
-    """Return all matrices as tensors. Layers leave `weights` on the way, so one layer is held twice."""
+    """Return all matrices as tensors. Layers are removed from `weights` one by one, so only one is held twice."""
     layers = [weights.layers.pop(0).changed(_unpacked) for _ in range(len(weights.layers))]
     logits = _unpacked(weights.logits)
     is_tied = weights.embedding is weights.logits
@@ -224,10 +239,11 @@ def unpacked(weights: Weights) -> Weights:
 
 
 def served(weights: Weights, architecture: Architecture, device: torch.device) -> Weights:
-    """Return the weights as the device multiplies them. A CPU without code for matrices of few bits as they are stored
-    gets all of them unpacked, and the log says why. On a GPU those that a library multiplies are laid out for it, and
-    the log names the others. On a CPU those that are multiplied in integers are laid in tiles, and the log names the
-    others, too. The matrix that makes keys and values of latents is unpacked everywhere.
+    """Return the weights in the layout in which the device multiplies them.
+
+    On a GPU, matrices that a library multiplies get its layout. On a CPU, matrices that are multiplied in integers are
+    laid out in tiles; if the CPU has no code for packed matrices, all are unpacked. The log names the matrices left
+    out, or the reason. The matrix that makes keys and values of latent rows is always unpacked.
     """
     for index, layer in enumerate(weights.layers):
         if layer.latent is not None and isinstance(layer.latent.up, Packed):
@@ -246,7 +262,7 @@ def served(weights: Weights, architecture: Architecture, device: torch.device) -
 
 
 def _in_tiles(weights: Weights) -> Weights:
-    """Lay matrix by matrix in tiles, in the place of the others."""
+    """Lay out matrix by matrix in tiles, replacing the packed ones."""
     reasons: Counter[str] = Counter()
 
     def lay(held: Held, experts: Sequence[Held] = (), num_experts: int = 1) -> Held:
@@ -270,7 +286,7 @@ def _in_tiles(weights: Weights) -> Weights:
 
 
 def _lay_out(weights: Weights, architecture: Architecture) -> None:
-    """Lay out matrix by matrix for the library, in the place of the packed ones."""
+    """Lay out matrix by matrix for the library, replacing the packed ones."""
     for index in range(architecture.num_layers):
         for name, stored in layer_formats(architecture, index).items():
             if stored is not None and stored.humming:
