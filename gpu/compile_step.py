@@ -1,8 +1,8 @@
 """Compile the CPU's decode step into numba's cache: `python -m gpu.compile_step SETTINGS KINDS`, a `GpuConfig` and
 pairs of `compile_widening` in JSON.
 
-Loads a tiny model, whose step has the types of any other's, and runs it; then compiles what embeddings and prompts of
-packed matrices take. Ends when its standard input does.
+It loads a tiny model, whose step has the same types as any other model's, and runs it. Then it compiles the functions
+that embeddings and prompts of packed matrices need. It ends when its standard input ends.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 
-_NICE = 5  # answers come first
+_NICE = 5  # answering requests has priority
 _TOKENS = 64
 
 
@@ -26,7 +26,7 @@ def main(settings: str, kinds: str) -> None:
 
 
 def compile_step(settings: str) -> None:
-    """Load the tiny model with these settings, which warms it up."""
+    """Load the tiny model with these settings, which compiles its step."""
     from gpu.config import GpuConfig, ModelConfig
     from gpu.load import load_runner
     from gpu.runner_settings import LoadSettings
@@ -43,7 +43,7 @@ def compile_step(settings: str) -> None:
 
 
 def compile_kinds(kinds: list[tuple[str, int]]) -> None:
-    """Compile what widens packed rows of these kinds to float32."""
+    """Compile the functions that widen packed rows of these kinds to float32."""
     import torch
 
     from gpu.operations.linear.numba_packed_linear import compile_widening

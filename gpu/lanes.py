@@ -1,8 +1,8 @@
 """The CUDA streams of a device's two lanes, and which lane owns the buffers of decode steps.
 
-Work of one lane runs in order, and beside the work of the other. A fenced step begins behind everything launched before
-it. The lane of rows that wait for the host has priority: its kernels are short, and the host waits for them. Memory
-that is freed is not reused while either lane may still read it (`keep`).
+Work of one lane runs in order, beside the work of the other lane. A fenced step begins after everything launched before
+it. The lane of rows that wait for the host has priority, because its kernels are short and the host waits for them.
+Freed memory is not reused while either lane may still read it (`keep`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +42,7 @@ class LaneStreams:
         self._ends[lane] = stream.record_event()
 
     def is_busy(self, lane: Lane) -> bool:
-        """Return whether the device has not passed what the lane was given so far."""
+        """Return whether the device still has work of the lane to do."""
         end = self._ends.get(lane)
         return end is not None and not end.query()
 
@@ -50,7 +50,7 @@ class LaneStreams:
         return self._streams.get(lane)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Keep the memory of tensors that may be dropped until all lanes have passed what they were given so far."""
+        """Keep the memory of tensors, which the caller may drop, until all lanes have done their work so far."""
         for tensor in tensors:
             for stream in self._streams.values():
                 tensor.record_stream(stream)
@@ -58,24 +58,25 @@ class LaneStreams:
 
 @dataclass(slots=True)
 class _Use:
-    """The last use of the decode steps' buffers. lanes: those whose next step is already ordered behind it."""
+    """The last use of the decode steps' buffers. lanes: lanes whose next step is already ordered after it."""
 
     is_over: Callable[[], bool]
     lanes: set[Lane]
 
 
 class StepBuffers:
-    """Steps in which some row reads host memory have one set of buffers, and one exchange; those in which none does
-    have another. A step writes its rows there before anything else of it runs, so no two of a kind may be under way in
-    two lanes. What is over is forgotten, or rows of one kind alone would keep the last step of the other, and all
-    behind it.
+    """Tracks which lane uses the buffers of decode steps. Steps with a host read in some row have one set of buffers
+    and one exchange; all other steps have another set.
+
+    A step writes its rows there first, so two steps of one kind must not run in two lanes. Ended steps are forgotten;
+    otherwise the last step of a kind that no longer occurs would be kept, and with it all steps behind it.
     """
 
     def __init__(self) -> None:
-        self._uses: dict[bool, _Use] = {}  # the last one, by whether rows asked
+        self._uses: dict[bool, _Use] = {}  # the last use, by whether rows read host memory
 
     def check(self, plan: StepPlan) -> None:
-        """Raise AssertionError if a plan would write what the other lane's step reads."""
+        """Raise AssertionError if a plan would overwrite what the other lane's step reads."""
         for reads_host in _kinds(plan):
             use = self._uses.get(reads_host)
             is_free = use is None or plan.is_fenced or plan.lane in use.lanes or use.is_over()

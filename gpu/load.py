@@ -1,6 +1,6 @@
 """Make a runner from a configuration: load weights, allocate pages, capture graphs.
 
-The memory plan decides all sizes. What cannot be served ends here with one line.
+The memory plan decides all sizes. A configuration that cannot be served is refused here with one line.
 """
 
 import errno
@@ -33,7 +33,7 @@ LoadProgress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model whose weights are on the device already, in the dtype that the plan names."""
+    """A model whose weights are already on the device, in the dtype of the plan."""
 
     architecture: Architecture
     weights: Weights
@@ -48,8 +48,8 @@ def load_runner(
 ) -> Runner:
     """Load a model and make its runner.
 
-    `on_progress(stage, fraction)` hears of "weights", "products" (of a library, whose kernels are compiled), "kernels"
-    (compiled at a machine's first start) and "graphs". loaded: the model, where the caller has loaded it. Sets torch's
+    `on_progress(stage, fraction)` is called for the stages "weights", "products" (kernels of a library), "kernels"
+    (compiled at a machine's first start) and "graphs". loaded: the model, if the caller has loaded it. Sets torch's
     threads for the whole process. Raises ModelError for a folder or shape that cannot be served.
     """
     if gpu.threads is not None:
@@ -121,7 +121,7 @@ def load_runner(
 
 @contextmanager
 def shortage_in_one_line() -> Iterator[None]:
-    """Raise ModelError where torch or the system says that memory ran out: other programs may hold what was planned."""
+    """Raise ModelError if memory runs out, which happens if other programs hold what was planned."""
     try:
         yield
     except (OSError, RuntimeError) as error:

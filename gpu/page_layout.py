@@ -1,9 +1,9 @@
 """Where pages lie in the arena of KV memory, and how many bytes a row takes.
 
-The arena is cut into blocks, each with the bytes of a page of every layer. A block is either one **resident page**, of
-all layers, or it holds **dense pages**, one after another, each of the dense layers alone: the other layers' rows of
-those tokens are in host memory. So both kinds draw on the same bytes. Layers stand one behind another, dense ones in
-front, and a layer's view of the arena begins at its own first page; a page's id is its place in every such view.
+The arena is cut into blocks, each with the bytes of a page of every layer. A block is either one **resident page** of
+all layers, or it holds several **dense pages**, each of the dense layers alone: the other layers' rows of those tokens
+are in host memory. So both kinds use the same memory. In a block the dense layers come first. A layer's view of the
+arena begins at its own first page, and a page's id is its index in every such view.
 """
 
 from collections.abc import Sequence
@@ -51,17 +51,17 @@ class PageLayout:
 
     @property
     def dense_per_block(self) -> int:
-        """Return the dense pages of a block; 0: they need no storage."""
+        """Return how many dense pages a block holds; 0: they need no storage."""
         return self.num_layers // self.num_dense_layers if self.num_dense_layers else 0
 
     @property
     def num_ids(self) -> int:
-        """Return the bound that ids of pages of both kinds are below."""
+        """Return the upper bound (exclusive) of the ids of both kinds of pages."""
         last = max(0, self.dense_per_block - 1) * self.num_dense_layers
         return (last + 1) * self.num_pages
 
     def blocks_for(self, num_dense_pages: int) -> int:
-        """Return the blocks that hold so many dense pages."""
+        """Return how many blocks hold `num_dense_pages` dense pages."""
         return -(-num_dense_pages // self.dense_per_block) if self.dense_per_block else 0
 
     def dense_pages(self, blocks: Sequence[int], begin: int, end: int) -> list[int]:

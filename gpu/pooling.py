@@ -1,4 +1,4 @@
-"""Pooling requests: what is taken of a prompt's last hidden states in place of an answer. Plain data, no torch."""
+"""Pooling requests: the vector that is made of a prompt's last hidden states instead of an answer. Data, no torch."""
 
 from typing import Literal
 
@@ -8,10 +8,10 @@ PoolingKind = Literal["last", "mean", "logits"]
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """A vector of float32 for a prompt.
+    """The float32 vector that a prompt asks for.
 
-    kind: the hidden state of the last token behind the final norm, `[hidden]`; the mean of all tokens' (`mean`); or the
-    last token's logits of `token_ids`, in their order (`logits`).
+    kind: `last`: the last token's hidden state after the final norm, `[hidden]`; `mean`: the mean over all tokens;
+    `logits`: the last token's logits of `token_ids`, in their order.
     """
 
     kind: PoolingKind
@@ -19,5 +19,5 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reads_all(self) -> bool:
-        """Return whether every token's hidden state is needed, also that of one whose keys and values are known."""
+        """Return whether the hidden states of all tokens are needed, even of those whose keys and values are cached."""
         return self.kind == "mean"

@@ -35,13 +35,13 @@ from gpu.weights.weights import Progress
 from transfer.host_tier import HostMemoryError, HostTier
 from transfer.reading import Reading
 
-TIMED_PROMPTS = 3  # of which the fastest counts
-CPU_WARM_UP_TOKENS = 8  # nothing on the CPU is compiled for a number of tokens
+TIMED_PROMPTS = 3  # the fastest of these counts
+CPU_WARM_UP_TOKENS = 8  # few are enough: code on the CPU is not compiled for a number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a scheduler must keep to."""
+    """The sizes that a scheduler's plans must respect."""
 
     num_pages: int
     page_tokens: int
@@ -76,8 +76,8 @@ class Rehearsal:
 
     @torch.inference_mode()
     def capture_prefill(self, sizes: Sequence[int]) -> None:
-        """Capture layers of prefill units of up to these numbers of tokens, where that is faster; not on the CPU. It
-        comes behind `warm_up`, whose longest unit sets the size of the windows' buffer.
+        """Capture layers of prefill units of up to these numbers of tokens, where that is faster. Does nothing on the
+        CPU. Call it after `warm_up`, whose longest unit sets the size of the windows' buffer.
         """
         limits = self.limits
         most = min(limits.max_context_tokens, limits.num_pages * limits.page_tokens) - 1
@@ -91,12 +91,12 @@ class Rehearsal:
 
     @torch.inference_mode()
     def warm_up(self, chunk_tokens: int, on_progress: Progress) -> None:
-        """Choose prefill's kernel, have prefill methods attend to numbers that mean nothing, then run one prefill chunk
-        and one decode step on pages nobody owns yet: kernels compile now, not in a request.
+        """Compile kernels now instead of in a request. It chooses prefill's kernel, runs prefill methods on arbitrary
+        numbers, and runs one prefill chunk and one decode step on free pages.
 
-        With a tier, a small context of each kind is offloaded, decoded and closed; with rings, each method fills and
-        matches one. `on_progress(fraction)` is told of the steps of this on a GPU; on the CPU nearly all time goes to
-        functions that numba compiles, which `transfer.simd.compilation` tells of.
+        With a tier, a small context of each kind is offloaded, decoded and closed. With rings, each method fills and
+        matches one. On a GPU, `on_progress(fraction)` is called after each of these. On the CPU nearly all time goes to
+        functions that numba compiles, which `transfer.simd.compilation` reports.
         """
         steps = self._warm_up_steps(chunk_tokens)
         for num_done, step in enumerate(steps, 1):
@@ -127,10 +127,9 @@ class Rehearsal:
 
     @torch.inference_mode()
     def time_prefill(self, lengths: Sequence[int], method: PartId) -> tuple[list[PrefillUnit], float]:
-        """Prefill a job of prompts of these lengths, on pages nobody owns yet; return its units, and their seconds
-        together.
+        """Prefill a job of prompts of these lengths on free pages. Return its units, and their total seconds.
 
-        The second of two runs counts; in the first, kernels of the shape may be compiled and chosen.
+        The second of two runs counts, because the first may compile and choose kernels for the shape.
         """
         for _ in range(2):
             units, seconds = self._rehearse(lengths, method, [], [], [])
@@ -167,7 +166,7 @@ class Rehearsal:
         return units, seconds
 
     def _warm_up_host(self, reading: Reading) -> None:
-        """Run three pages of tokens, of which the one in the middle is offloaded."""
+        """Run a context of three pages of tokens, of which the middle one is offloaded."""
         page = self.limits.page_tokens
         offload = Offload(0, 0, page, 2 * page, [1], is_new_context=True, reading=reading)
         release = PageEviction([1], self.pool.layout.dense_pages([1], 0, 1), [TablePlace(0, 1)])

@@ -18,12 +18,12 @@ from transfer.model_constants import ExpertActivation
 from transfer.slot_shape import ANSWERED, expert_row_arrays, expert_work_arrays
 
 STAGED_STACKS = 2  # of a layer's experts in host memory, whole, for prefill: those it reads, and the next layer's
-KV_SHARE = 1 / 4  # of what is left without experts, kept for contexts where experts take what they can get
-MOST_COMPUTED_ROWS = 32  # of a step whose experts in host memory the CPU computes: of more they are fetched
+KV_SHARE = 1 / 4  # of the memory beside experts, kept for contexts with `gpu.experts_gib: auto`
+MOST_COMPUTED_ROWS = 32  # most rows of a step whose experts the CPU computes; larger steps fetch them
 COMPUTED_COLUMNS = 32  # rows of experts that the CPU computes are whole lines of bfloat16, or runs of few bits
 COMPUTED_ACTIVATIONS: tuple[ExpertActivation, ...] = get_args(ExpertActivation)
 COMPUTED_GROUP = 16  # columns, of those that share a scale there: a vector's
-PINNED_SHARE = 0.8  # of the host's memory, at most, with all that is planned there: the system's own is beside it
+PINNED_SHARE = 0.8  # the most of the host's memory that is planned, if some of it is pinned
 
 
 def experts_layer_bytes(shape: Architecture, layer: int, dtype_bytes: int) -> int:

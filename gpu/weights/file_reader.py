@@ -1,9 +1,10 @@
-"""Read bytes of files ahead by several threads: straight into host memory that is their place, else through staging.
+"""Read bytes of files ahead with several threads: directly into host memory that is their place, or else through
+staging.
 
-On a GPU staging is pinned and copied from asynchronously, on the caller's stream. The caller places what was staged,
-range after range in their order. A buffer is written again only once the copy from it is over, and there is no other
-memory beside the buffers. Bytes: each is read out of the page cache once and written once, to its place or to a buffer
-that the host's last cache mostly holds.
+On a GPU, staging is pinned and copied from asynchronously, on the caller's stream. The caller places staged ranges in
+their order. A buffer is overwritten only after the copy from it has ended; no other memory is used. Bytes moved: each
+byte is read from the page cache once and written once, to its place or to a buffer that the host's last cache mostly
+holds.
 """
 
 import os
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RANGE_BYTES = 4 * 2**20  # at most, but for a row that is longer: what is in flight stays in the host's last cache
+RANGE_BYTES = 4 * 2**20  # most bytes of a range, unless a row is longer, so that ranges fit into the host's last cache
 NUM_THREADS = 4
 NUM_BUFFERS = 2 * NUM_THREADS
 
@@ -26,9 +27,10 @@ class ReadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A range of a file that is read. `num_bytes` of the open file `file` (`name` in errors) from `offset` on. target:
-    host memory, writable and as many bytes, or None: they are staged; done: called by who asked once they are there,
-    with the staged bytes, uint8 `[num_bytes]`, or the target.
+    """A range of a file to read: `num_bytes` of the open file `file` (`name` in errors) from `offset` on.
+
+    target: writable host memory of as many bytes; None: the bytes are staged.
+    done: called in the caller's thread once the bytes are there, with the target or the staged bytes, uint8.
     """
 
     file: int
@@ -40,7 +42,7 @@ class FileRange:
 
 
 class _Buffer:
-    """Staging, as long as the longest range that it had."""
+    """A staging buffer, which grows to the longest range."""
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
@@ -48,7 +50,7 @@ class _Buffer:
         self._copied = torch.cuda.Event() if is_pinned else None
 
     def view(self, num_bytes: int) -> Tensor:
-        """Return so many bytes, once the last copy from it is over."""
+        """Return the buffer's first `num_bytes` bytes, once the last copy from it has ended."""
         if self._copied is not None:
             self._copied.synchronize()
         if num_bytes > len(self._bytes):
@@ -56,7 +58,7 @@ class _Buffer:
         return self._bytes[:num_bytes]
 
     def leave(self) -> None:
-        """Note that copies from it have been launched."""
+        """Note that copies from the buffer have been launched."""
         if self._copied is not None:
             self._copied.record()
 

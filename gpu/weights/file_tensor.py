@@ -1,4 +1,4 @@
-"""A tensor in its file: where its bytes lie, row after row, and what they become before they are placed."""
+"""Describe a tensor in its file: where its bytes are, row after row, and how they are changed before being placed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,11 +23,11 @@ DTYPES = {
 class FileTensor:
     """A tensor in its file.
 
-    name: a checkpoint's.
-    dtype: by the name that the format has for it.
-    shape: of numbers.
+    name: its name in a checkpoint.
+    dtype: the file format's name of its dtype.
+    shape: in numbers.
     offset: in the file.
-    change: makes of it, whole, what is placed, a tensor or a GGUF file's Blocks; None: it is placed as it is.
+    change: turns the whole tensor into what is placed, a tensor or a GGUF file's Blocks; None: it is placed unchanged.
     """
 
     name: str
@@ -39,12 +39,12 @@ class FileTensor:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Return the dtype of numbers; bytes, where these stand in blocks."""
+        """Return the dtype of the numbers; uint8 if they are in blocks."""
         return DTYPES.get(self.dtype, torch.uint8)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Return the shape as its bytes lie: `[rows, bytes]` where numbers stand in blocks."""
+        """Return the shape of the stored elements: `[rows, bytes]` if numbers are in blocks."""
         return self.shape if self.dtype in DTYPES else (self.shape[0], self.num_bytes // self.shape[0])
 
     def rows(self, begin: int, end: int) -> "FileTensor":

@@ -1,8 +1,8 @@
-"""Blocks of a GGUF file's tensors, as their bytes lie, and the numbers that they are.
+"""Read blocks of a GGUF file's tensors as numbers with scales.
 
-Layouts are those of ggml's `block_q4_0` and the others. A number is `q * d * scale - least * offset`, exactly: d,
-least, scale and offset are the file's own (`gpu.model.gguf.kinds`), but for powers of two and signs, which change no
-digit. Of MXFP4 it is a number of FP4 times a power of two.
+Layouts are those of ggml's `block_q4_0` and so on. A number is exactly `q * d * scale - least * offset`, where d,
+least, scale and offset are the file's own (`gpu.model.gguf.kinds`), except for powers of two and signs, which lose no
+digit. A number of MXFP4 is an FP4 number times a power of two.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class Blocks:
 
     @property
     def rows_at_once(self) -> int:
-        """Return how many rows are few enough to be unpacked."""
+        """Return how many rows can be unpacked at once."""
         return max(1, _PART_NUMBERS // self.shape[1])
 
 
@@ -76,7 +76,7 @@ class Numbers:
 
 
 def read_numbers(blocks: Blocks) -> Numbers:
-    """Return the numbers of blocks of a kind with such scales."""
+    """Return the numbers of blocks, of a kind with scales and offsets."""
     layout, rows = blocks.layout, len(blocks.data)
     cut = blocks.data.reshape(-1, layout.num_bytes)
     q, d, least, scales, offsets = _LAYOUTS[blocks.kind](cut)
@@ -90,7 +90,7 @@ def read_fp4(blocks: Blocks) -> tuple[Tensor, Tensor]:
 
 
 def widen(blocks: Blocks) -> Tensor:
-    """Return float32 `[rows, inner]`. Kinds that are plain here are widened on the CPU."""
+    """Return blocks as float32 `[rows, inner]`. Kinds without a packed form here are widened on the CPU."""
     if blocks.layout.stored is None:
         return _widened_by_package(blocks)
     if blocks.kind != "MXFP4":
@@ -219,7 +219,7 @@ def _q6_k(block: Tensor) -> _Parts:
 
 @cache
 def _levels(device: torch.device) -> Tensor:
-    """Return what four bits of IQ4 mean, uint8 `[16]`, from 128 up."""
+    """Return the 16 numbers of IQ4's four bits, plus 128, uint8 `[16]`."""
     from gguf.quants import IQ4_NL
 
     return torch.tensor(IQ4_NL.kvalues, dtype=torch.int8, device=device).view(torch.uint8) ^ 128

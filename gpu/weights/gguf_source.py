@@ -1,8 +1,8 @@
-"""A GGUF file's tensors as a checkpoint's: by its names, rows in its order, norms as it has them.
+"""Present a GGUF file's tensors as those of a Hugging Face checkpoint: with its names, row order and norms.
 
-llama.cpp writes a Llama's queries and keys in the order in which neighbours are rotated together, adds to Gemma's and
-Qwen3.5's norms what these add when they run, those of a head that drafts among them, and has decays as they are
-multiplied with: all are undone here. Of what is not rotated rows are in that order, too.
+Three changes of llama.cpp are undone here. It stores a Llama's queries and keys in the order in which neighbours are
+rotated together, also their parts that are not rotated. It stores Gemma's and Qwen3.5's norms, also those of a draft
+head, with the offset that these models add at run time. It stores decays in the form in which they are multiplied.
 """
 
 import re
@@ -22,7 +22,7 @@ from gpu.model.spec import Architecture
 from gpu.weights.file_tensor import FileTensor
 from gpu.weights.gguf_blocks import Blocks
 
-_DECAY, _OWN_NORM = ".A_log", "linear_attn.norm.weight"  # which llama.cpp negates and exponentiates; leaves
+_DECAY, _OWN_NORM = ".A_log", "linear_attn.norm.weight"  # llama.cpp stores -exp of the first, the second unchanged
 _LAST_NORM = "model.norm.weight"
 _QUERY, _KEY = "q_proj", "k_proj"
 
@@ -57,7 +57,7 @@ class GgufSource:
         return FileTensor(name, tensor.kind, tensor.shape, tensor.offset, tensor.num_bytes, change)
 
     def _change(self, name: str) -> Callable[[Tensor], Tensor | Blocks] | None:
-        """Return what makes the checkpoint's tensor of the file's bytes; None: they are the same."""
+        """Return the function that makes the checkpoint's tensor from the file's; None: they are the same."""
         tensor, a = self._tensors[name], self._architecture
         module = name.split(".")[-2]  # its bias is in the same order
         heads = {_QUERY: a.num_heads, _KEY: a.num_kv_heads}.get(module) if self._is_permuted else None

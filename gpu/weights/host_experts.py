@@ -1,4 +1,4 @@
-"""Experts of a layer in host memory: where they lie, and how any of them are copied to the card, byte by byte."""
+"""Hold experts of a layer in host memory, and copy any of them to the card, byte by byte."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ NUM_THREADS = 8  # that map and pin
 
 
 def tensors_of(stored: Stored) -> list[Tensor]:
-    """Return what a matrix is made of, rows first."""
+    """Return the tensors of a matrix, its rows first."""
     if isinstance(stored, Tensor):
         return [stored]
     held = (getattr(stored, part.name) for part in fields(stored))
@@ -25,7 +25,7 @@ def tensors_of(stored: Stored) -> list[Tensor]:
 
 
 def with_tensors(stored: Stored, made: Iterator[Tensor]) -> Stored:
-    """Return the matrix with other tensors in the place of its own, taken in the order of `tensors_of`."""
+    """Return the matrix with its tensors replaced by those of `made`, in the order of `tensors_of`."""
     if isinstance(stored, Tensor):
         return next(made)
     parts = {part.name: getattr(stored, part.name) for part in fields(stored)}
@@ -33,14 +33,14 @@ def with_tensors(stored: Stored, made: Iterator[Tensor]) -> Stored:
 
 
 def joined(stacks: Sequence[Stored], device: torch.device) -> Stored:
-    """Return matrices below each other, as one on the device."""
+    """Return matrices stacked by rows, as one matrix on the device."""
     tensors = zip(*(tensors_of(stack) for stack in stacks), strict=True)
     return with_tensors(stacks[0], (torch.cat([part.to(device) for part in parts]) for parts in tensors))
 
 
 def in_host_memory(layers: Sequence["HostExperts | None"], device: torch.device) -> list["HostExperts | None"]:
-    """Allocate experts of the meta device, by layer, in memory that `device` reads: pinned for CUDA. Not yet filled.
-    Raises ModelError where the host refuses.
+    """Allocate experts of the meta device, by layer, in host memory that `device` can read: pinned for CUDA. They are
+    not filled. Raises ModelError if the host has no memory for them.
     """
     if device.type == "meta":
         return list(layers)
@@ -54,9 +54,9 @@ def _unpinned(matrix: Stored) -> Stored:
 
 
 def pinned_like(matrices: Sequence[Stored]) -> list[Stored]:
-    """Allocate matrices of the meta device in pinned host memory that is spread over its nodes; not yet filled.
+    """Allocate matrices of the meta device in pinned host memory, spread over its NUMA nodes. They are not filled.
 
-    Raises ModelError where the host refuses.
+    Raises ModelError if the host has no memory for them.
     """
     wanted = [tensor for matrix in matrices for tensor in tensors_of(matrix)]
     try:
@@ -81,11 +81,11 @@ class HostExperts:
     down: Stored
 
     def num_bytes(self, num_slots: int) -> int:
-        """Return the bytes of so many of them on the card."""
+        """Return the bytes that `num_slots` experts take on the card."""
         return sum(_aligned(num_slots * words.shape[1] * 4) for words in self._words())
 
     def slots_in(self, memory: Tensor, num_slots: int) -> "Slots":
-        """Return room for so many of them, in uint8 `[num_bytes]` of the card."""
+        """Return slots for `num_slots` experts in `memory`, uint8 `[num_bytes]` on the card."""
         begin, words, views = 0, [], []
         for tensor, own in zip(self._tensors(), self._words(), strict=True):
             size = num_slots * own.shape[1] * 4
@@ -97,12 +97,12 @@ class HostExperts:
         return Slots(tuple(words), with_tensors(self.gate_up, found), with_tensors(self.down, found))
 
     def fetch(self, slots: "Slots", listed: Listed) -> None:
-        """Bring what is listed to its slots, on the current stream."""
+        """Copy the listed experts to their slots, on the current stream."""
         for source, into in zip(self._words(), slots.words, strict=True):
             fetch_experts(source, into, listed)
 
     def copy(self, slots: "Slots") -> None:
-        """Bring all of them to as many slots, on the current stream."""
+        """Copy all experts to as many slots, on the current stream."""
         for source, into in zip(self._words(), slots.words, strict=True):
             into.copy_(source, non_blocking=True)
 
@@ -115,7 +115,7 @@ class HostExperts:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Experts on the card: as words, int32 `[slots, words]` each, and as what products read."""
+    """Slots for experts on the card: as words, int32 `[slots, words]` each, and as the matrices that products read."""
 
     words: tuple[Tensor, ...]
     gate_up: Stored

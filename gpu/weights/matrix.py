@@ -1,6 +1,6 @@
-"""A matrix as the decoder sees it: its products, with the fusions of a decode step, and its bytes.
+"""The interface of a matrix for the decoder: its products, with the fusions of a decode step, and its bytes.
 
-A product is that of the numbers that `unpack` returns, to the rounding of the dtype that computes.
+A product equals that of the numbers that `unpack` returns, up to the rounding of the dtype that computes.
 """
 
 from typing import Protocol
@@ -26,14 +26,14 @@ from gpu.operations.linear.tile_choice import TileChoice, Use
 
 
 class Matrix(Protocol):
-    """A matrix `[rows, inner]` that multiplies tokens `[tokens, inner]`; dtype: of results, which are new."""
+    """A matrix `[rows, inner]` that multiplies tokens `[tokens, inner]`. dtype: of results, which are new tensors."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of everything that a product reads: scales and zero points, too."""
+        """Return the bytes that a product reads, including scales and zero points."""
 
     def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return `x @ self.T (+ residual)`; x of any floating dtype."""
@@ -51,11 +51,11 @@ class Matrix(Protocol):
         """Return `x @ self.T` in float32."""
 
     def unpack(self) -> Tensor:
-        """Return all of it, `[rows, inner]` of `dtype`."""
+        """Return the whole matrix as a tensor, `[rows, inner]` of `dtype`."""
 
 
 class PlainMatrix:
-    """A tensor as it lies there: bf16 or float32. choice: how several tokens are multiplied; None: as `linear` does."""
+    """A plain tensor, bf16 or float32. choice: how several tokens are multiplied; None: as `linear` does."""
 
     def __init__(self, weight: Tensor, choice: TileChoice | None = None) -> None:
         self.weight = weight
@@ -92,7 +92,7 @@ class PlainMatrix:
 
 
 class PackedMatrix:
-    """Words of 4 or 8 bits, widened where they are multiplied."""
+    """A packed matrix of 4 or 8 bits, widened while it is multiplied."""
 
     def __init__(self, packed: Packed, widened: Widen) -> None:
         self.packed = packed
@@ -126,8 +126,8 @@ class PackedMatrix:
 
 
 def as_matrix(held: Tensor | Packed | Matrix, widened: Widen = widen, choice: TileChoice | None = None) -> Matrix:
-    """Return what multiplies by weights in place. widened: what widens packed ones for prefill; choice: of plain ones,
-    how several tokens are multiplied.
+    """Return a `Matrix` for weights in their place. widened: the function that widens packed ones for prefill. choice:
+    how plain ones multiply several tokens.
     """
     if isinstance(held, Packed):
         return PackedMatrix(held, widened)

@@ -1,8 +1,8 @@
-"""Plan a tensor's way from its file to its place: which ranges of the file are read, and what becomes of each.
+"""Plan how a tensor gets from its file to its place: which ranges of the file are read, and how each is placed.
 
-Rows that can be loaded one by one go straight to their places; if these are in host memory and of the file's type and
-order, they are read into them. Rows of packed matrices are gathered on the device first, all of them or as many as are
-rounded at once, and so are those of a tensor that is changed as a whole. A GPU holds one gathered tensor at a time.
+Rows that can be loaded one by one are placed directly; if the place is host memory of the file's type and order, they
+are read into it. Rows of packed matrices are gathered on the device first: all of them, or as many as are rounded at
+once. So are rows of a tensor that is changed as a whole. A GPU holds one gathered tensor at a time.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,9 @@ def placings(
 
 
 class Placing:
-    """A tensor, or some rows, on the way to its place. source, called: name it in errors; device: of places."""
+    """The placing of a tensor, or of some of its rows. source, called: its file and name for errors. device: of
+    places.
+    """
 
     def __init__(self, tensor: FileTensor, place: StoredTensor, source: str, called: str, device: torch.device) -> None:
         self._tensor, self._place, self._device = tensor, place, device
@@ -43,7 +45,7 @@ class Placing:
         self._bytes_left = tensor.num_bytes
 
     def ranges(self, file: int) -> Iterator[FileRange]:
-        """Yield ranges of rows, RANGE_BYTES at most together; `file`: a number of the open file."""
+        """Yield ranges of rows, of at most RANGE_BYTES each. file: the descriptor of the open file."""
         tensor, target = self._tensor, self._target()
         row_bytes = tensor.num_bytes // (tensor.shape[0] if tensor.shape else 1)
         step = max(1, RANGE_BYTES // row_bytes) * row_bytes
@@ -54,7 +56,7 @@ class Placing:
             yield FileRange(file, self._source, tensor.offset + begin, end - begin, part, done)
 
     def _target(self) -> Tensor | None:
-        """Return uint8 `[bytes]`, what is read into, or None."""
+        """Return the place as uint8 `[bytes]`, if bytes can be read directly into it; else None."""
         if self._fill_rows is None:
             place = self._gather() if self._device.type == "cpu" else None
         else:

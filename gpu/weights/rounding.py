@@ -1,9 +1,9 @@
 """Round matrices of a plain checkpoint to few bits as they are loaded.
 
-Integers: each group of a row has a scale, and where the format has them a zero point. Of several scales, from the one
-that holds the whole range down, the one with the least squared error is kept, since clipping an outlier may cost less
-than coarser steps for all others. FP8: a scale a row, its largest number at the top of the range. Numbers are rounded
-with the scale that is stored. A row needs no other, so a matrix is rounded in parts.
+Integers: each group of a row has a scale and, in some formats, a zero point. Several scales are tried, from the one
+that covers the whole range downwards, and the one with the least squared error is kept: clipping an outlier may cost
+less than coarser steps for all other numbers. FP8: each row has a scale that puts its largest number at the top of the
+range. Numbers are rounded with the stored scale. Rows are independent, so a matrix is rounded in parts.
 """
 
 import torch
@@ -19,7 +19,7 @@ BYTES_A_NUMBER = 24  # at most, while it is rounded and packed; with what was re
 
 
 def rows_at_once(inner: int) -> int:
-    """Return how many rows of `inner` columns there is memory to round at once."""
+    """Return how many rows of `inner` columns are rounded at once."""
     return max(1, NUMBERS_AT_ONCE // inner)
 
 
@@ -40,7 +40,7 @@ def round_rows(rows: Tensor, stored: MatrixFormat) -> tuple[Tensor, Tensor, Tens
     high = cut.amax(2).clamp_(min=0.0) if stored.has_zeros else cut.abs().amax(2)
     best_scale, best_zero, best = None, None, None
     for shrink in SHRINKS if stored.kind == "int4" else SHRINKS[:1]:
-        steps = top if stored.has_zeros else top - 1  # without a zero point the range is that of the shorter side
+        steps = top if stored.has_zeros else top - 1  # without a zero point the shorter side sets the range
         scale = ((high - low) * (shrink / steps)).clamp_(min=_LEAST).to(torch.bfloat16).float()
         zero = (
             (-low * shrink / scale).round_().clamp_(0, top)

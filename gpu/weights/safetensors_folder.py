@@ -1,6 +1,6 @@
-"""The tensors of a Hugging Face folder, in whichever of its safetensors files they lie.
+"""Find the tensors of a Hugging Face folder in its safetensors files.
 
-The `safetensors` package has checked the headers before: a file is whole, and its tensors lie one after another.
+The `safetensors` package has checked the headers before: files are complete, and their tensors are adjacent.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from gpu.model.safetensors_index import INDEX_FILE, find_files
 from gpu.weights.file_tensor import FileTensor
 
-_LENGTH = "<Q"  # of a file's header, in front of it
+_LENGTH = "<Q"  # the length of a file's header, stored in front of it
 
 
 class SafetensorsFolder:

@@ -1,7 +1,7 @@
-"""Cut a checkpoint's tensors to the share that one of several devices has of them.
+"""Cut a checkpoint's tensors to one device's share of a split model.
 
-A tensor that a share has in part differs from the whole in one axis. Of rows the share's ranges alone are read from the
-file. Of columns whole rows are read, and cut as they are placed.
+A share of a tensor is smaller in one axis. If that is the rows, only the share's rows are read from the file. If it is
+the columns, whole rows are read and cut when they are placed.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from gpu.model.spec import Architecture, Share
 from gpu.weights.file_tensor import FileTensor
 from gpu.weights.stored import StoredTensor
 
-FUSED = ("qkv", "gate_up")  # tensors of some families that have several parts below each other, each of which is split
+FUSED = ("qkv", "gate_up")  # tensors that in some families stack several parts by rows; each part is split
 
 
 def own_part(
     tensor: FileTensor, place: StoredTensor, name: str, architecture: Architecture
 ) -> Iterator[tuple[FileTensor, StoredTensor]]:
-    """Yield what of a tensor is read for this device, and where it goes; name: the tensor's canonical one."""
+    """Yield the parts of a tensor that this device reads, each with its place. name: the tensor's canonical name."""
     share = architecture.share
     if share is None or tensor.shape in place.shapes:
         yield tensor, place
@@ -40,7 +40,7 @@ def own_part(
 
 
 def _parts(name: str, num_rows: int, share: Share) -> list[tuple[int, int]]:
-    """Return the first row and the number of rows of each part of the whole tensor that is split by itself."""
+    """Return (first row, number of rows) of each part of the whole tensor that is split separately."""
     whole = share.whole
     for layer, spec in enumerate(whole.layers):
         table, begin = layer_tensors(whole, spec), whole.layer_name(layer) + "."

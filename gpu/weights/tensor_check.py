@@ -1,9 +1,9 @@
 """Check in a process of its own whether a model's files hold the tensors that its configuration asks for.
 
-Run as `python -m gpu.weights.tensor_check [mtp]`, with a `ModelConfig` as JSON on standard input, and `mtp` where a
-profile drafts by the checkpoint's head: `tandem plan` checks
-without torch in its own process. Reads headers alone. Ends with status REFUSED and the reason as one line on standard
-output where loading the weights would refuse them, in the same words.
+Run as `python -m gpu.weights.tensor_check [mtp]`, with a `ModelConfig` as JSON on standard input, and `mtp` if a
+profile drafts by the checkpoint's head. So `tandem plan` can check without torch in its own process. Only headers are
+read. If loading the weights would refuse them, it ends with status REFUSED and the same reason, as one line on standard
+output.
 """
 
 import sys

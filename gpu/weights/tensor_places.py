@@ -1,7 +1,7 @@
-"""Where each tensor of a checkpoint goes, mostly into a slice of a fused matrix, and what becomes of it on the way.
+"""Map each tensor of a checkpoint to its place, mostly a slice of a fused matrix, and to the changes made at load.
 
-Queries and keys are rotated in halves here. So rows of a checkpoint whose pairs are neighbours, or of heads that are
-rotated in part, are put in that order, which no product of a query and a key notices.
+Queries and keys are rotated in halves here. So rows of checkpoints that rotate neighbours, or only a part of each head,
+are reordered. Products of a query and a key do not change by that.
 """
 
 from dataclasses import dataclass, replace
@@ -34,8 +34,11 @@ from gpu.weights.weights import ExpertWeights, LatentWeights, LayerWeights, Weig
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a checkpoint's tensor goes: order, of its rows on the device (int64), or None: as they are; offset is
-    added, in float32, and then all multiplied by `gain`. norm_eps: each row is normed, None: it is not.
+    """The place of a checkpoint's tensor, and the changes made to it.
+
+    order: the checkpoint's row for each row here, int64; None: the same order.
+    offset, gain: added in float32, and then multiplied.
+    norm_eps: epsilon with which each row is normed; None: rows are not normed.
     """
 
     tensor: Tensor
@@ -51,7 +54,7 @@ class Place:
             self.fill_rows(0, stored)
 
     def fill_rows(self, begin: int, stored: Tensor) -> None:
-        """Place rows of the checkpoint's tensor from `begin` on; of pinned memory, asynchronously."""
+        """Place rows of the checkpoint's tensor, from row `begin` on. From pinned memory this is asynchronous."""
         rows, end = stored.to(self.tensor.device, non_blocking=True), begin + len(stored)
         if self.offset or self.gain != 1:
             rows = (rows.float() + self.offset) * self.gain
@@ -80,7 +83,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ShapedPlace:
-    """Where a small tensor goes whose axes of one element some files leave out. order: as in `Place`."""
+    """The place of a small tensor whose axes of one element are missing in some files. order: as in `Place`."""
 
     tensor: Tensor
     order: Tensor | None = None
@@ -97,8 +100,8 @@ class ShapedPlace:
 
 @dataclass(frozen=True, slots=True)
 class HeadsPlace:
-    """Where a tensor goes that has rows of heads, one after another. tensor: `[heads, rows, columns]`; is_transposed:
-    the checkpoint has the columns of each head as rows.
+    """The place of a tensor with the rows of all heads, head after head. tensor: `[heads, rows, columns]`.
+    is_transposed: whether the checkpoint has each head transposed.
     """
 
     tensor: Tensor
@@ -118,7 +121,9 @@ class HeadsPlace:
 
 @dataclass(frozen=True, slots=True)
 class StackPlace:
-    """Where one tensor of all experts goes. experts: each one's rows, or their biases, on the device or not."""
+    """The place of a tensor with all experts. experts: the rows, or the bias, of each, on the device or in host
+    memory.
+    """
 
     experts: tuple[Tensor, ...]
     layout: StackLayout
@@ -132,7 +137,7 @@ class StackPlace:
         self.fill_rows(0, stored)
 
     def fill_rows(self, begin: int, stored: Tensor) -> None:
-        """Place experts of the checkpoint's tensor from `begin` on; of pinned memory, asynchronously."""
+        """Place experts of the checkpoint's tensor, from expert `begin` on. From pinned memory this is asynchronous."""
         for place, expert in zip(self.experts[begin : begin + len(stored)], stored, strict=True):
             rows = expert.to(place.device, non_blocking=True)
             rows = rows.T if self.layout.is_transposed and rows.ndim == 2 else rows
@@ -145,8 +150,9 @@ AnyPlace = Place | ShapedPlace | HeadsPlace | StackPlace
 
 
 def head_order(architecture: Architecture) -> Tensor | None:
-    """Return which element of a checkpoint's head each of ours is, int64 `[dim]`, so that element i is rotated against
-    i + dim / 2; None: the same one. What is not rotated stands behind what is, in both halves.
+    """Return the order of a head's elements, int64 `[dim]`: the checkpoint's element for each element here. None: the
+    same order. Here element i is rotated with element i + dim / 2, and in both halves the elements that are not rotated
+    come last.
     """
     dim, rotary = architecture.dim, architecture.rotary_dim or architecture.dim
     if rotary == dim and not architecture.has_neighbour_pairs:
@@ -158,7 +164,7 @@ def head_order(architecture: Architecture) -> Tensor | None:
 
 
 def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTensor]:
-    """Return by canonical name which tensors are wanted, and what puts each into its place in `weights`."""
+    """Return the wanted tensors by canonical name; each knows how to fill its place in `weights`."""
     offset = architecture.norm_weight_offset
     norm_eps = architecture.rms_norm_eps if architecture.has_normed_embedding else None
     last = offset if architecture.final_norm_offset is None else architecture.final_norm_offset
@@ -193,7 +199,7 @@ def places(weights: Weights, architecture: Architecture) -> dict[str, StoredTens
 
 
 def canonical(name: str, architecture: Architecture) -> str | None:
-    """Return a tensor's canonical name, as in `Family`, and of a head that drafts, where it is served."""
+    """Return a tensor's canonical name, as in `Family`, or as a draft head's tensor if the head is served."""
     own = name_of_head(name) if architecture.draft_layers else None
     return family_of(architecture).canonical(name) if own is None else own
 
@@ -204,12 +210,12 @@ def family_of(architecture: Architecture) -> Family:
 
 
 def wanted_tensors(architecture: Architecture) -> dict[str, StoredTensor]:
-    """Return what a folder must hold, by canonical name."""
+    """Return the tensors that a folder must have, by canonical name."""
     return places(allocate_weights(architecture, torch.bfloat16, torch.device("meta")), architecture)
 
 
 def row_order(a: Architecture, spec: LayerSpec) -> Tensor | None:
-    """Return the order of all rows of a layer's QKV; None if they keep theirs."""
+    """Return the order of all rows of a layer's QKV; None if it does not change."""
     if spec.recurrent is not None:
         if spec.recurrent.is_mamba:
             return _mamba_order(spec.recurrent)
@@ -225,8 +231,8 @@ def row_order(a: Architecture, spec: LayerSpec) -> Tensor | None:
 
 
 def _grouped_order(own: Recurrent) -> tuple[Tensor, Tensor]:
-    """Return the orders of rows of a recurrent layer's two matrices that are stored key head by key head: of queries,
-    keys, values and gates, and of both gates of the state.
+    """Return the row orders of the two matrices that a recurrent layer's checkpoint stores key head by key head: the
+    one of queries, keys, values and gates, and the one of both gates of the state.
     """
     shared = own.value_heads // own.key_heads
     of_all = [own.key_dim, own.key_dim, shared * own.value_dim, shared * own.value_dim]
@@ -245,7 +251,7 @@ def _mamba_order(own: Recurrent) -> Tensor:
 
 
 def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str, StoredTensor]:
-    """Return the tensors of modules whose matrices have few bits."""
+    """Return the tensors of modules with packed matrices."""
     found: dict[str, StoredTensor] = {}
     formats, heads = layer_formats(a, index), row_order(a, a.layers[index])
     for matrix, stored in formats.items():
@@ -275,7 +281,7 @@ def _packed_places(layer: LayerWeights, a: Architecture, index: int) -> dict[str
 
 
 def _stacked(layer: LayerWeights, a: Architecture, index: int, matrix: str) -> dict[str, StoredTensor]:
-    """Return the tensors that have the words or scales of all experts of a layer."""
+    """Return the tensors with the words or scales of all experts of a layer."""
     spec, stored = a.layers[index], layer_formats(a, index)[matrix]
     assert spec.experts is not None, "its matrices are of experts"
     assert a.quantisation is not None, "it is of a quantised model"
@@ -305,7 +311,7 @@ def _stored(module: str, stored: MatrixFormat | None, part: ModuleRows, a: Archi
 
 
 def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, AnyPlace]:
-    """Return the plain places of one layer, by what a family's table calls them (`gpu.model.family`)."""
+    """Return the plain places of one layer, by the names of a family's table (`gpu.model.family`)."""
     own, offset = a.heads_of(spec), a.norm_weight_offset
     query, key = (1 + spec.output_gate) * a.num_heads * own.dim, own.count * own.dim
     order, heads = head_order(a), row_order(a, spec)
@@ -365,7 +371,7 @@ def _layer_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict
 
 
 def _router_places(experts: ExpertWeights, a: Architecture) -> dict[str, AnyPlace]:
-    """Return the places of a router, and of what stands beside experts."""
+    """Return the places of a router, and of the weights beside experts."""
     places: dict[str, AnyPlace] = {"router": Place(experts.router)}
     if experts.router_bias is not None:
         places["router_bias"] = Place(experts.router_bias)
@@ -386,7 +392,7 @@ def _router_places(experts: ExpertWeights, a: Architecture) -> dict[str, AnyPlac
 
 
 def _latent_places(latent: LatentWeights, a: Architecture) -> dict[str, AnyPlace]:
-    """Return the places of latent attention beside its matrices."""
+    """Return the places of latent attention's norms, and of split matrices."""
     places: dict[str, AnyPlace] = {"latent_norm": Place(latent.norm, offset=a.norm_weight_offset)}
     if latent.query_norm is not None:
         places["query_down_norm"] = Place(latent.query_norm, offset=a.norm_weight_offset)
@@ -427,7 +433,7 @@ def _recurrent_places(layer: LayerWeights, own: Recurrent, order: Tensor | None)
 
 
 def _stack_places(layer: LayerWeights, a: Architecture, spec: LayerSpec) -> dict[str, StackPlace]:
-    """Return the places of tensors that have a matrix, or a bias, of all experts."""
+    """Return the places of tensors with a matrix, or a bias, of all experts."""
     assert spec.experts is not None, "its weights are of experts"
     layout, found = family_of(a).stacks, {}
     for name in OF_EXPERTS:

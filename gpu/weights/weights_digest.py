@@ -1,8 +1,8 @@
-"""Name a model's weights by what they hold, so that what was computed with them is found again.
+"""Name a model's weights by a digest of their content, so that results that were computed with them are found again.
 
-The digest is of the bytes of all safetensors files and of config.json, which says how they are used, or of all parts of
-a GGUF file. Reading 16 GB takes seconds, so a file's part is kept in the user's cache folder while the file's size,
-times and inode are the same.
+The digest is of the bytes of all safetensors files and of config.json, or of all parts of a GGUF file. Reading 16 GB
+takes seconds, so each file's part is kept in the user's cache folder and used while the file's size, times and inode
+are the same.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 def kept_path() -> Path:
-    """Return where parts are kept: in the user's cache folder."""
+    """Return the file in the user's cache folder that keeps digests of files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "weights.json"
 
 
 def digest_weights(folder: Path, kept: Path) -> str:
-    """Return 32 hexadecimal digits for the model in `folder`, or of a GGUF file, which says itself how it is used;
-    `kept`: parts that are known already. Raises ModelError.
+    """Return the digest of the model in a folder or GGUF file, 32 hexadecimal digits. kept: the file with digests that
+    are known already. Raises ModelError.
     """
     is_file = is_gguf(folder)
     files = sorted(part_paths(folder) if is_file else folder.glob("*.safetensors"))
@@ -55,7 +55,7 @@ def digest_weights(folder: Path, kept: Path) -> str:
 
 
 def digest_random(shape: str, seed: int, dtype: str, device: str) -> str:
-    """Return the same for weights that are drawn: `dtype` and `device` ("cuda", "cpu") decide what the seed draws."""
+    """Return the digest of random weights. The numbers that a seed draws depend on dtype and device ("cuda", "cpu")."""
     drawn = json.dumps(["random", shape, seed, dtype, device])
     return hashlib.blake2b(drawn.encode(), digest_size=16).hexdigest()
 
@@ -68,7 +68,7 @@ def digest_rounded(digest: str, asked: str | None) -> str:
 
 
 def _stamp(path: Path) -> str:
-    state = path.stat()  # of what a link leads to
+    state = path.stat()  # follows links
     return json.dumps([str(path.resolve()), state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino])
 
 
@@ -90,7 +90,7 @@ def _read_kept(kept: Path) -> dict[str, str]:
 
 
 def _keep(kept: Path, parts: dict[str, str]) -> None:
-    """Keep the last parts. Where they cannot be kept, the next start reads the files again."""
+    """Write the last parts to `kept`. If that fails, the next start reads the files again."""
     written = kept.with_suffix(f".{os.getpid()}")
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
