@@ -54,7 +54,7 @@ class Drawn:
     gates: Tensor
 
     def qkv_and_z(self) -> tuple[Tensor, Tensor]:
-        """Return queries, keys and values `[1, tokens, conv_width]`, and z, contiguous as from matrices of their own."""
+        """Return queries, keys and values `[1, tokens, conv_width]`, and z, each contiguous in memory."""
         inputs, z = self.mixed.split([self.own.conv_width, self.own.value_width], 1)
         return inputs[None].contiguous(), z.contiguous()
 
