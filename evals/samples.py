@@ -17,7 +17,7 @@ class Sample:
     task: the registry name, such as `niah_single_1`. sample_id: unique within (task, length, seed).
     metric: a name of `evals.metrics.METRICS`. max_new_tokens: room for the answer, in tokens.
     length_tokens: the tokens of `prompt` as counted by the tokenizer that it was made for (0 for datasets read
-    without one). depth: where the answer stands in the context, 0 (start) to 1 (end), or None where it has no place.
+    without one). depth: the place of the answer in the context, 0 (start) to 1 (end), or None if it has none.
     around: characters of the prompt before its document and after it; None if no single part of it is the document.
     meta: further values for the metric or a report, JSON values only.
     """

@@ -87,7 +87,7 @@ def stored_in(shape: Architecture, kind: str) -> Architecture:
 
 
 def _draw_layers(asked: Asked, kind: str) -> tuple[Architecture, Weights]:
-    """Draw so many layers that no cache holds them, with a small vocabulary."""
+    """Draw more layers than any cache holds, with a small vocabulary."""
     if any(spec.experts is not None for spec in asked.shape.layer_pattern):
         raise ValueError(f"--shape: got {asked.shape_name}, a mixture of experts; wanted a shape without experts")
     shape = replace(asked.shape, num_layers=1, vocab_size=1024, tied_embeddings=True)
@@ -98,7 +98,7 @@ def _draw_layers(asked: Asked, kind: str) -> tuple[Architecture, Weights]:
 
 
 def _draw_outputs(shape: Architecture, stored: MatrixFormat | None, device: torch.device) -> list[Stored]:
-    """Draw so many output matrices that no cache holds them. stored None: in bf16."""
+    """Draw more output matrices than any cache holds. stored None: in bf16."""
     rows, inner = shape.vocab_size, shape.hidden
     num_bytes = 2 * rows * inner if stored is None else stored.num_bytes(rows, inner)
     generator = torch.Generator(device=device).manual_seed(SEED)

@@ -82,7 +82,7 @@ def soak(
 
 
 def _soak_own_server(config: Path, plan_for: "Callable[[str, tuple[str, ...]], SoakPlan]") -> "SoakResult":
-    """Serve a deployment whose documents and contexts lie in a folder of this run, and soak it."""
+    """Serve a deployment with documents and contexts in a folder of this run, and soak it."""
     import asyncio
 
     import yaml

@@ -187,7 +187,7 @@ class _Soak:
             await asyncio.sleep(self._random.uniform(0.1, 0.5))
 
     async def _read_some(self, body: dict[str, Any], num_lines: int | None) -> None:
-        """Read so many lines of a stream; 0: all that come; None: none, for as long as the caller waits."""
+        """Read num_lines lines of a stream; 0: all lines; None: none, while the caller waits."""
         async with self._client.stream("POST", "/v1/completions", json=body) as answer:
             if num_lines is None:
                 await asyncio.Event().wait()
@@ -242,7 +242,7 @@ class _Soak:
                             key = role, number if role == "engine" else 0
                             self.result.memory[key].append((time.monotonic() - self._began, size))
             except httpx.TransportError:
-                continue  # whoever asks is told
+                continue  # clients that ask notice it themselves
             except psutil.NoSuchProcess:
                 self.result.blame("the server's process has ended")
                 return

@@ -63,7 +63,7 @@ def measure_index(
 
 
 def count_at_once(decoder: ReferenceDecoder, num_tokens: int) -> int:
-    """Return how many settings' indexes of so many tokens fit in memory behind one prefill."""
+    """Return for how many settings the indexes of num_tokens tokens fit in memory after one prefill."""
     shape = decoder.architecture
     token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.dim  # as `LayerIndex` has them
     return max(1, MOST_INDEX_BYTES // (token_bytes * num_tokens))

@@ -318,7 +318,7 @@ class Training:
     def write(
         self, scores: dict[int, dict[str, float]], perplexities: dict[int, float], prompts: dict[int, int]
     ) -> None:
-        """Write the folder, with a card of what is known so far."""
+        """Write the folder, with a card of the results so far."""
         arguments = self.arguments
         run = Run(
             arguments.stage,
