@@ -1,8 +1,8 @@
 """Add up small tensors over the GPUs of one host in one kernel, which reads every rank's part from its GPU's memory.
 
-The kernel is torch's ("one shot", of `torch.distributed._symmetric_memory`). It adds parts up in the order of ranks on
-each of them, so all have the same bits; in bfloat16 each addition rounds. For little data NCCL takes longer than that,
-and for much less: both are timed at the start, in captured graphs.
+The kernel is torch's ("one shot", of `torch.distributed._symmetric_memory`). Every rank adds the parts in the order of
+ranks, so all have the same bits; in bfloat16 each addition rounds. It is faster than NCCL for little data, and slower
+for much: both are timed at the start, in captured graphs.
 """
 
 import logging
@@ -30,14 +30,14 @@ Seconds = Callable[[Callable[[Tensor], Tensor], int, torch.device], float]  # of
 
 
 class PeerSums:
-    """Memory of this rank's GPU that all ranks read, and the sums over it. num_opened: by this process; torch counts
-    rendezvous, and ranks whose counts differ do not meet, so it is one.
+    """Memory of this rank's GPU that all ranks read, and sums over it. num_opened: how many this process has opened. It
+    is at most one: torch counts rendezvous, and ranks with different counts do not meet.
     """
 
     num_opened = 0
 
     def __init__(self, device: torch.device) -> None:
-        """Open it, on all ranks at once. Raises RuntimeError where they cannot read each other's."""
+        """Open it, on all ranks at the same time. Raises RuntimeError if they cannot read each other's memory."""
         # No multicast: nothing here uses it. Each rank but the first sees one device alone, which all call number 0.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
@@ -75,14 +75,16 @@ def fits(partial: Tensor, most_bytes: int) -> bool:
 
 
 def use_peer_sums(ranks: ProcessRanks) -> None:
-    """Have small sums go through peers' memory, where that is possible and quicker; all ranks call this at once."""
+    """Use peers' memory for small sums if that is possible and faster. All ranks call this at the same time."""
     why_not = _why_not(ranks.count) if ranks.rank == 0 else None
     with ranks.waiting_less():
         ranks.small = choose(ranks, why_not, lambda: PeerSums(ranks.device), ranks.device)
 
 
 def _why_not(count: int) -> str | None:
-    """Return what keeps ranks from reading each other's memory, as rank 0 knows, which sees all devices."""
+    """Return the reason why ranks cannot read each other's memory, or None. Only rank 0 can tell: it sees all
+    devices.
+    """
     if PeerSums.num_opened:
         return "another engine of this process has had such memory"
     for one, other in permutations(range(count), 2):
@@ -95,8 +97,9 @@ def choose(
     ranks: Ranks, why_not: str | None, make: Callable[[], SmallSums], device: torch.device,
     seconds: Seconds | None = None,
 ) -> SmallSums | None:  # fmt: skip
-    """Return what adds small tensors up in place of `ranks.add_up`, with the most bytes up to which it is quicker on
-    all ranks; None: nothing, and the log says why. All ranks return alike. why_not: what rules it out on this rank.
+    """Return the sums to use for small tensors in place of `ranks.add_up`, with the size up to which they are faster on
+    all ranks. None: use none; the log has the reason. All ranks return the same. why_not: what rules it out on this
+    rank.
     """
     if not _agree(ranks, why_not):
         return None
@@ -126,8 +129,8 @@ def _agree(ranks: Ranks, why_not: str | None) -> bool:
 
 
 def quicker_up_to(times: Sequence[Time]) -> int:
-    """Return the most bytes up to which a sum through peers' memory is the quicker one at every size that was timed;
-    0: at none. times: bytes, and seconds of NCCL and of the other, in the order of bytes.
+    """Return the size in bytes up to which a sum through peers' memory was faster at every timed size; 0: at none.
+    times: bytes, seconds of NCCL, seconds of peers' memory, in the order of bytes.
     """
     most = 0
     for size, by_nccl, own in times:

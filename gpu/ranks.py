@@ -20,16 +20,16 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 600.0  # for a rank that compiles or reads its weights longer than the others
-_AT_ONCE_S = 60.0  # for ranks that do something together
-_LEAVE_S = 10.0  # for graphs to be let go of, and NCCL to end
+PATIENCE_S = 600.0  # the wait for a rank that compiles or reads its weights longer than the others
+_AT_ONCE_S = 60.0  # the wait for ranks that do something at the same time
+_LEAVE_S = 10.0  # the wait for graphs to be freed, and for NCCL to end
 _HOST = "127.0.0.1"
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # by torch 2.13's name, and by 2.11's
 
 
 class RankError(RuntimeError):
-    """Report that ranks cannot go on together."""
+    """The ranks cannot continue together."""
 
 
 class Ranks(Protocol):
@@ -49,7 +49,7 @@ class Ranks(Protocol):
 
 
 class SmallSums(Protocol):
-    """What adds small tensors up in place of NCCL. most_bytes: of a tensor."""
+    """Adds up small tensors in place of NCCL. most_bytes: the largest tensor that it takes."""
 
     most_bytes: int
 
@@ -61,8 +61,8 @@ class SmallSums(Protocol):
 
 
 class ProcessRanks:
-    """Ranks that are processes of one host, which meet at a TCP store on it. small: what adds up small tensors, where
-    the library does not (`gpu.peer_sums`).
+    """Ranks that are processes of one host and meet at a TCP store on it. small: adds up small tensors in place of the
+    library (`gpu.peer_sums`), or None.
     """
 
     def __init__(self, rank: int, count: int, device: torch.device, store: dist.Store) -> None:
@@ -71,13 +71,13 @@ class ProcessRanks:
         self._store = store
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         is_cuda = device.type == "cuda"
-        for library in ("NCCL", "GLOO"):  # neither asks who it is that connects
+        for library in ("NCCL", "GLOO"):  # neither authenticates connections
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=count,
             timeout=timedelta(seconds=PATIENCE_S), device_id=self.device if is_cuda else None,
         )  # fmt: skip
-        self.most(0.0)  # so that connections stand before anything is captured
+        self.most(0.0)  # opens the connections before anything is captured
 
     def add_up(self, partial: Tensor) -> Tensor:
         if self.small is not None and self.small.takes(partial):
@@ -110,7 +110,7 @@ class ProcessRanks:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Raise RankError where the library says that another rank is gone."""
+        """Raise RankError if the library reports that another rank is gone."""
         try:
             yield
         except RuntimeError as error:
@@ -118,9 +118,9 @@ class ProcessRanks:
             raise RankError(f"gpu.devices: rank {self.rank} of {self.count} lost another one ({reason})") from None
 
     def close(self, drop_graphs: Callable[[], None]) -> None:
-        """Leave the group. Other ranks may be gone already. drop_graphs: lets go of every captured graph, since NCCL
-        waits for those that hold its kernels. Where it waits all the same, the group is left behind, and an
-        interpreter's ordinary end would wait for it, too.
+        """Leave the group; other ranks may be gone already. drop_graphs: frees every captured graph, because NCCL waits
+        for graphs that hold its kernels. If NCCL waits nevertheless, the group is abandoned. An ordinary exit of the
+        interpreter would then wait for it, too.
         """
         if self.device.type == "cpu":
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's folders: which rows of which matrices they change. Reads headers, no tensors.
+"""Read LoRA adapters in PEFT's folders: which rows of which matrices they change. Reads headers, no tensors.
 
 Such a module computes `W x + gain * B (A x)`, with `gain = alpha / rank`, or `alpha / sqrt(rank)` with `use_rslora`
 (LoRA, arXiv 2106.09685; rsLoRA, arXiv 2312.03732).
@@ -33,8 +33,8 @@ _HASHED_AT_ONCE = 2**24
 
 @dataclass(frozen=True, slots=True)
 class AdapterPart:
-    """What an adapter adds to rows `[begin, begin + rows)` of a layer's matrix: `gain * up @ down`, of two tensors of
-    its file, `[rows, rank]` and `[rank, inner]`. what: these rows, as a family's table calls them.
+    """The change of an adapter to rows `[begin, begin + rows)` of a layer's matrix: `gain * up @ down` is added. up and
+    down are tensors of its file, `[rows, rank]` and `[rank, inner]`. what: the rows' name in a family's table.
     """
 
     layer: int
@@ -58,7 +58,7 @@ class AdapterFile:
 
 
 def read_adapter(folder: Path, architecture: Architecture) -> AdapterFile:
-    """Read an adapter's configuration and header. Raises ModelError, one line, for what is not served."""
+    """Read an adapter's configuration and header. Raises ModelError for an adapter that cannot be served."""
     where = f"adapters: {folder}"
     config = read_object(folder / CONFIG)
     if config is None:
@@ -78,7 +78,7 @@ def read_adapter(folder: Path, architecture: Architecture) -> AdapterFile:
 
 
 def adapter_bytes(files: Sequence[AdapterFile], architecture: Architecture, dtype_bytes: int, most_tokens: int) -> int:
-    """Return the bytes of adapters on the device, and of what their products make of so many tokens."""
+    """Return the bytes of adapters on the device, and of their products for `most_tokens` tokens."""
     if not files:
         return 0
     columns, most_rows = dict[tuple[int, str], int](), dict[tuple[int, str], int]()
@@ -120,7 +120,9 @@ def _place(
     module: str, down: str, up: str, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any],
     architecture: Architecture, where: str,
 ) -> AdapterPart:  # fmt: skip
-    """Return where a module's product goes. Raises ModelError for one that the model lacks, or that is not served."""
+    """Return the adapter's part for a module. Raises ModelError for a module that the model lacks or that is
+    not served.
+    """
     canonical = families()[architecture.family].canonical(f"{module}.weight")
     found = None if canonical is None else _OF_LAYER.fullmatch(canonical)
     if found is None or int(found[1]) >= architecture.num_layers:
@@ -148,8 +150,8 @@ def _place(
 
 
 def _find_rows(architecture: Architecture, spec: LayerSpec, what: str) -> tuple[str, int, int] | None:
-    """Return the matrix of a layer that has these rows, where they begin, and how many there are; None: adapters of
-    this module are not served.
+    """Return the layer's matrix with these rows, their first row, and how many there are. None: adapters of this module
+    are not served.
     """
     served = {"qkv", "output"} if architecture.latent is None and spec.attends else set()
     if spec.experts is None and spec.is_gated:

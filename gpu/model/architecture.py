@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 def load_architecture(model: ModelConfig, drafts: bool = False) -> Architecture:
-    """Return the shape that a model configuration names, rounded and multiplied as it says; with the head that drafts,
-    where it `drafts`. Raises ModelError.
+    """Return the shape of a configured model, with the configured rounding and products. drafts: whether to include the
+    checkpoint's draft head. Raises ModelError.
     """
     if model.path is not None:
         shape = read_architecture(model.path, model.rope, model.ignore_config_keys)
@@ -74,9 +74,9 @@ def read_architecture(
 
 
 def _own_output_matrix(folder: Path, shape: Architecture) -> str | None:
-    """Return the name of a tensor of an output matrix that the folder's weights have, or None.
+    """Return the name of the output matrix's tensor if the folder has one, or None.
 
-    Such a matrix is used although `config.json` says `tie_word_embeddings`, as transformers does.
+    As in transformers, such a matrix is used even if `config.json` has `tie_word_embeddings`.
     """
     family = families()[shape.family]
     return next((name for name in find_names(folder) if (family.canonical(name) or "").startswith("lm_head.")), None)

@@ -1,6 +1,6 @@
 """The keys of one `config.json`, as a family reads them.
 
-Every key is read, harmless (listed so, or unknown to the code that computes the model), empty, or refused by name.
+Every key is read, harmless (listed as such, or unknown to the code that computes the model), empty, or refused by name.
 """
 
 import sys
@@ -45,7 +45,7 @@ class ConfigKeys:
         return self._config.get(key) is not None
 
     def get(self, key: str) -> Any:
-        """Return its value, the family's default where it is absent, or None."""
+        """Return the key's value, or the family's default if it is absent, or None."""
         self._read.add(key)
         return self._config.get(key, self._defaults.get(key))
 
@@ -59,7 +59,7 @@ class ConfigKeys:
         return value
 
     def optional(self, key: str, kind: type) -> Any:
-        """Return its value as `positive`, or None where it is absent, null or 0."""
+        """Return the key's value as `positive` does, or None if it is absent, null or 0."""
         value = self.get(key)
         return None if value is None or (value == 0 and not isinstance(value, bool)) else self.positive(key, kind)
 
@@ -70,7 +70,9 @@ class ConfigKeys:
         return bool(value)
 
     def only(self, key: str, *served: Any) -> Any:
-        """Return its value, one of these; absent and null mean the family's default or the first. Raises ModelError."""
+        """Return the key's value, which must be one of `served`. If it is absent or null, the family's default or the
+        first of these is used. Raises ModelError for another value.
+        """
         value = self.get(key)
         if value is None:
             value = self._defaults.get(key, served[0])

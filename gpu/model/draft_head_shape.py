@@ -1,9 +1,9 @@
-"""A head that comes with a checkpoint and guesses a further token (multi-token prediction): a layer behind the others.
+"""The draft head of a checkpoint, which guesses one more token (multi-token prediction): a layer behind all others.
 
-Qwen3-Next and Qwen3.5 have one: of the normed hidden state of a token, and the embedding of the token behind it, each
-normed once more and joined, embedding first, a matrix makes what one layer of attention takes; a norm of its own, and
-the model's output matrix, say which token comes then (DeepSeek-V3's report, arXiv 2412.19437, section 2.2, has the idea
-and the other order). Its tensors are `mtp. ...`.
+Qwen3-Next and Qwen3.5 have one. It takes the normed hidden state of a token and the embedding of the next token, norms
+each, and joins them, embedding first. A matrix turns this into the input of one attention layer. A norm of its own and
+the model's output matrix give the token after the next (DeepSeek-V3's report, arXiv 2412.19437, section 2.2, has the
+idea, with the other order). Its tensors are `mtp. ...`.
 """
 
 from dataclasses import replace
@@ -11,9 +11,9 @@ from dataclasses import replace
 from gpu.model.spec import Architecture, ModelError
 from transfer.arrays import FLOATS, ArraySpec
 
-RECENT = 32  # hidden states of a slot that are kept, by cell: more than a step has rows of it
-PREFIXES = ("mtp.", "model.mtp.")  # of its tensors
-MARK = "mtp.fc.weight"  # that a checkpoint with one has
+RECENT = 32  # hidden states kept for each slot, by cell: more than the rows that a slot has in a step
+PREFIXES = ("mtp.", "model.mtp.")  # prefixes of its tensors' names
+MARK = "mtp.fc.weight"  # a tensor that every checkpoint with a draft head has
 TENSORS = {
     MARK: "mix",
     "mtp.pre_fc_norm_embedding.weight": "embedding_norm",
@@ -32,8 +32,8 @@ GGUF_TENSORS = {
 
 
 def with_draft_head(shape: Architecture) -> Architecture:
-    """Return a shape with the head as its last layer, or as it is where it has that already. Raises ModelError where
-    the checkpoint has none.
+    """Return a shape with the draft head as its last layer; unchanged if it has it already. Raises ModelError if the
+    checkpoint has no head, or several.
     """
     if shape.draft_layers:
         return shape
@@ -45,14 +45,14 @@ def with_draft_head(shape: Architecture) -> Architecture:
 
 
 def without_draft_head(shape: Architecture) -> Architecture:
-    """Return a shape of the layers that each token goes through."""
+    """Return a shape without the draft head's layer."""
     pattern = shape.layers[: shape.main_layers] if shape.draft_layers else shape.layer_pattern
     return replace(shape, num_layers=shape.main_layers, layer_pattern=pattern, draft_layers=0)
 
 
 def head_arrays(shape: Architecture, slots: int, dtype_bytes: int) -> dict[str, ArraySpec]:
-    """Return what a head keeps of each slot, and of padding rows: normed hidden states by cell, the model's and its
-    own.
+    """Return the arrays that a head keeps for each slot, and for padding rows: normed hidden states by cell, the
+    model's and its own.
     """
     rows = ArraySpec(((slots + 1) * RECENT, shape.hidden), FLOATS[dtype_bytes])
     return {"recent": rows, "guessed": rows}

@@ -1,4 +1,6 @@
-"""A model family: the folder of `gpu.model.families` that makes an Architecture of its files. No list names them."""
+"""A model family: a folder of `gpu.model.families` that makes an Architecture from its files. There is no list
+of them.
+"""
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -52,8 +54,8 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 
 @dataclass(frozen=True, slots=True)
 class StackLayout:
-    """How a checkpoint has the experts of a layer in one tensor, `[experts, rows, inner]`. is_transposed: each expert's
-    rows are columns; is_interleaved: rows of gate and up come in turns.
+    """The layout of a tensor with all experts of a layer, `[experts, rows, inner]`. is_transposed: each expert is
+    transposed. is_interleaved: rows of gate and up alternate.
     """
 
     is_transposed: bool = False
@@ -62,23 +64,23 @@ class StackLayout:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family, in the words of its files.
+    """A model family, in terms of its files.
 
-    model_types: of `config.json`, the first one names the family.
-    parse: returns an Architecture of its keys.
-    tensors: where a layer's go, as LAYER_TENSORS.
-    defaults: what absent keys mean.
+    model_types: values of `model_type` in `config.json`; the first one names the family.
+    parse: makes an Architecture from the keys.
+    tensors: maps a layer's tensors to weights, as LAYER_TENSORS does.
+    defaults: values of absent keys.
     harmless: keys that change nothing.
-    unwrap: returns the part of a configuration that is the decoder's.
-    prefixes: of names of tensors, taken off.
-    skipped: of tensors that the decoder has no use for.
-    stacks: the layout of a layer's experts that `tensors` calls `experts_gate_up` and `experts_down`, all in one
-        tensor, or of their biases.
-    gguf: how GGUF files have it, None: none does.
+    unwrap: returns the decoder's part of a configuration.
+    prefixes: prefixes of tensors' names that are removed.
+    skipped: prefixes of tensors that the decoder does not need.
+    stacks: the layout of tensors with all experts of a layer, which `tensors` calls `experts_gate_up` and
+        `experts_down`, and of their biases.
+    gguf: the form of GGUF files; None: there are none.
     shapes: configurations by name, for random weights.
-    has_further_layers: a checkpoint may have layers behind the last one, which draft tokens and are not read.
-    texts: model types of `text_config` for which another family reads the whole.
-    calls, reasoning: formats in which its models write calls of tools and reasoning.
+    has_further_layers: whether a checkpoint may have layers behind the last one, which draft tokens and are not read.
+    texts: model types of `text_config` for which another family reads the whole configuration.
+    calls, reasoning: formats in which its models write tool calls and reasoning.
     """
 
     model_types: tuple[str, ...]
@@ -102,7 +104,7 @@ class Family:
         return self.model_types[0]
 
     def canonical(self, name: str) -> str | None:
-        """Return a checkpoint's name of a tensor as `model. ...`; None: it is skipped."""
+        """Return the canonical name, `model. ...`, of a checkpoint's tensor; None: it is skipped."""
         if name.startswith(self.skipped):
             return None
         for prefix, instead in self.prefixes:
@@ -124,7 +126,7 @@ def families() -> dict[str, Family]:
 
 
 def find_family(model_type: object, source: str) -> Family:
-    """Return the family of a model type. Raises ModelError, with what is served, for a type that no family has."""
+    """Return the family of a model type. Raises ModelError, which lists the served types, for an unknown type."""
     known = families()
     if not isinstance(model_type, str) or model_type not in known:
         raise ModelError(f"model: {source}: model_type is {model_type!r}; served: {', '.join(map(repr, known))}")
@@ -205,7 +207,7 @@ def parse_sizes(
 
 
 def _period(specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Return the shortest pattern that gives all of these when it is repeated."""
+    """Return the shortest pattern of specs whose repetition gives all of these."""
     lengths = range(1, len(specs) + 1)
     return specs[: next(length for length in lengths if specs[length:] == specs[: len(specs) - length])]
 
@@ -213,9 +215,9 @@ def _period(specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
 def find_windows(
     keys: ConfigKeys, window: int | None, is_window_layer: Sequence[bool], max_positions: int
 ) -> list[int | None]:
-    """Return a window for each layer, or None: as `layer_types` says, or where it is absent `is_window_layer`.
+    """Return each layer's window, or None, from `layer_types`, or from `is_window_layer` if that key is absent.
 
-    A window of as many tokens as there are positions, after their scaling, is none.
+    A window with as many tokens as there are positions, after their scaling, counts as none.
     """
     types = keys.get("layer_types")
     if types is not None:

@@ -1,6 +1,6 @@
-"""List the products that the library humming-kernels computes, and the memory it needs beside the matrices.
+"""Find the matrices that the library humming-kernels can multiply, and the memory that it needs beside them.
 
-A request that the library cannot fulfil is refused by name, or computed by our own kernels and reported.
+A matrix that the library cannot multiply is refused by name, or multiplied by our own kernels and reported.
 """
 
 from collections import Counter
@@ -14,10 +14,10 @@ PACKAGE, VERSION = "humming-kernels", "0.1.19"
 
 
 def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture:
-    """Return a shape whose matrices of few bits are multiplied as `asked`: by "own" kernels, by those which on a CPU
-    multiply "integers" ("auto": the same, where the device is a CPU), or by "humming" where it can.
+    """Return a shape whose packed matrices are multiplied as `asked`: by "own" kernels; by kernels that multiply
+    "integers" on a CPU, which "auto" also chooses there; or by "humming" where it can.
 
-    Raises ModelError where it can multiply none of them, but for "auto".
+    Raises ModelError if none of the matrices can be multiplied so, except for "auto".
     """
     if asked == "own" or (asked == "auto" and architecture.quantisation is None):
         return architecture
@@ -39,7 +39,9 @@ def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture
 
 
 def why_not_here(products: str, device: str, dtype: str) -> str | None:
-    """Return what keeps a device from `model.products`; None: nothing. A library may not be installed."""
+    """Return the reason why a device cannot compute `model.products`; None if it can. Whether a library is installed is
+    not checked.
+    """
     if products == "integers" and device == "cuda":
         return (
             "model.products: asked integers, the device is a CUDA device; wanted the CPU, or auto, which multiplies "
@@ -55,9 +57,9 @@ def why_not_here(products: str, device: str, dtype: str) -> str | None:
 
 
 def products_key(architecture: Architecture, device: str, is_packed: bool) -> str:
-    """Return what names a model's products on a device ("cuda", "cpu") in keys of what they made: "integers" or
-    "humming", whose numbers are not those of our own of floats, which are "". is_packed: whether matrices of few bits
-    stay as they are stored.
+    """Return the name of a model's products on a device ("cuda", "cpu"), for keys of cached results: "integers" or
+    "humming", whose results differ from those of our own kernels for floats, which have the name "". is_packed: whether
+    matrices of few bits stay packed.
     """
     own = architecture.quantisation
     if own is None:
@@ -68,7 +70,7 @@ def products_key(architecture: Architecture, device: str, is_packed: bool) -> st
 
 
 def require_installed() -> None:
-    """Raise ModelError, one line, where the library is not there, or is another version."""
+    """Raise ModelError if the library is missing or has another version."""
     try:
         found = version(PACKAGE)
     except PackageNotFoundError:
@@ -81,7 +83,7 @@ def require_installed() -> None:
 
 
 def describe_own(architecture: Architecture) -> str:
-    """Return which matrices of few bits humming does not multiply in a model, and why; "" for none."""
+    """Describe the packed matrices of a model that humming does not multiply, and why; "" for none."""
     found: Counter[str] = Counter()
     for layer, spec in enumerate(architecture.layers):
         for name, stored in layer_formats(architecture, layer).items():
@@ -95,7 +97,7 @@ def describe_own(architecture: Architecture) -> str:
 
 
 def laying_out_bytes(architecture: Architecture) -> int:
-    """Return the bytes that laying out takes at load beside the matrices: twice the largest; 0: none."""
+    """Return the bytes beside the matrices that their conversion takes at load: twice the largest; 0: none."""
     return max(
         (
             2 * stored.num_bytes(*matrix_shapes(architecture, spec)[name])

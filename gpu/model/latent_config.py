@@ -34,7 +34,7 @@ _CORRECTION = {"mlp.gate.e_score_correction_bias": "router_correction"}
 
 
 def latent_tensors(shape: Architecture) -> dict[str, str]:
-    """Return where a layer's tensors go, as `LAYER_TENSORS`."""
+    """Return the map of a layer's tensors to weights, as `LAYER_TENSORS`."""
     assert shape.latent is not None, "a family of latent attention has it"
     whole = {name: what for name, what in LAYER_TENSORS.items() if what not in ("query", "key", "value")}
     queries = _QUERIES if shape.latent.query_rank is not None else {"self_attn.q_proj.weight": "query"}
@@ -69,7 +69,7 @@ def parse_latent_model(
 
 
 def _logit_gain(rope: RopeScaling) -> float:
-    """Return the factor of attention's logits that stretched positions bring: the square of YaRN's, of all
+    """Return the factor of attention's logits for stretched positions: the square of YaRN's factor of all
     frequencies.
     """
     mscale, factor = rope.settings.get("mscale_all_dim"), rope.settings.get("factor", 1.0)
@@ -79,7 +79,9 @@ def _logit_gain(rope: RopeScaling) -> float:
 
 
 def dense_first(num_dense: int, num_layers: int, experts: Experts, shared: int) -> list[LayerSpec]:
-    """Return layers of which the first have one MLP, and the others experts. shared: columns of their shared expert."""
+    """Return layers of which the first `num_dense` have an MLP, and the others experts. shared: columns of the shared
+    expert.
+    """
     return [
         LayerSpec() if layer < num_dense else LayerSpec(experts=experts, intermediate=shared)
         for layer in range(num_layers)
@@ -87,7 +89,7 @@ def dense_first(num_dense: int, num_layers: int, experts: Experts, shared: int) 
 
 
 def parse_sigmoid_experts(keys: ConfigKeys) -> tuple[Experts, int]:
-    """Return experts that are chosen by sigmoids, in groups, and the columns of the one that all tokens take."""
+    """Return experts that are chosen by sigmoids, in groups, and the columns of the shared expert."""
     keys.only("topk_method", "noaux_tc")
     keys.only("scoring_func", "sigmoid")
     keys.only("norm_topk_prob", True)
@@ -113,7 +115,7 @@ def in_groups(keys: ConfigKeys, experts: Experts, group_best: int = 2) -> Expert
 
 
 def parse_shared_experts(keys: ConfigKeys, is_normalised: bool) -> tuple[Experts, int]:
-    """Return experts beside one that all tokens take, and the columns of that."""
+    """Return experts beside a shared expert, and the columns of the shared expert."""
     experts = parse_experts(keys, "n_routed_experts", "moe_intermediate_size", is_normalised)
     shared = keys.positive("n_shared_experts", int) * experts.intermediate
     gain = keys.positive("routed_scaling_factor", float)
@@ -121,7 +123,7 @@ def parse_shared_experts(keys: ConfigKeys, is_normalised: bool) -> tuple[Experts
 
 
 def count_dense(keys: ConfigKeys, num_layers: int) -> int:
-    """Return how many first layers have no experts. Raises ModelError where none has any."""
+    """Return how many first layers have no experts. Raises ModelError if no layer has any."""
     num_dense = keys.optional("first_k_dense_replace", int) or 0
     if num_dense >= num_layers:
         raise ModelError(

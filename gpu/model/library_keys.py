@@ -39,8 +39,8 @@ def read_library_keys() -> dict[str, Any]:
 
 
 def find_library_keys(model_types: list[str]) -> dict[str, Any]:
-    """Return what `read_library_keys` should, by the source of the transformers that is installed. Model types that it
-    lacks are left out.
+    """Find the keys that `read_library_keys` should return, in the source of the installed transformers. Model types
+    that it lacks are left out.
     """
     spec = find_spec("transformers")
     assert spec is not None, "transformers is one of the packages for tests"
@@ -87,7 +87,7 @@ def _field(node: ast.AnnAssign) -> Iterator[str]:
 
 
 def _named(path: Path) -> Iterator[str]:
-    """Yield what code asks of a configuration: `config.key`, and words that are looked up."""
+    """Yield the keys that code reads of a configuration: `config.key`, and names that are looked up."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config"):
             yield node.attr
@@ -104,7 +104,7 @@ def _looked_up(call: ast.Call, lookups: tuple[str, ...]) -> Iterator[str]:
 
 
 def _own(path: Path) -> set[str]:
-    """Return the fields of `PreTrainedConfig`, and what it takes beside them."""
+    """Return the fields of `PreTrainedConfig`, and its further arguments."""
     tree = ast.parse(path.read_text())
     (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "PreTrainedConfig")
     fields = {key for node in cls.body if isinstance(node, ast.AnnAssign) for key in _field(node)}
@@ -120,7 +120,7 @@ def _popped(path: Path) -> set[str]:
 
 
 def write_library_keys() -> None:
-    """Write all files anew, for the families that there are."""
+    """Write all files again, for all families."""
     from gpu.model.family import families, family_folders
 
     found = find_library_keys(list(families()))

@@ -19,8 +19,8 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class MambaSizes:
-    """Of a Mamba-2 layer: heads of `dim` elements in groups, `state` rows of a head's state, tokens of a convolution;
-    inner: elements of all heads.
+    """The sizes of a Mamba-2 layer: heads of `dim` elements, in groups; `state` rows of a head's state; tokens of the
+    convolution. inner: elements of all heads.
     """
 
     heads: int

@@ -1,4 +1,4 @@
-"""How matrices are stored, and so how many bytes a loaded matrix takes, scales and zero points counted."""
+"""Define the formats of matrices, and count the bytes of a loaded matrix with its scales and zero points."""
 
 import re
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from typing import Literal
 Kind = Literal["int4", "int8", "fp8", "fp4"]
 BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
 WORD_BITS = 32
-UNIT_WORDS = 16  # a row holds whole units of them (`word_layout`)
-MOST_PACKED_TOKENS = 128  # that are multiplied by a matrix as it is stored; for more it is widened first
+UNIT_WORDS = 16  # words of a unit; a row has whole units (`word_layout`)
+MOST_PACKED_TOKENS = 128  # most tokens that are multiplied by a packed matrix; for more it is widened first
 # On the CPU, by the bytes of a number of the dtype that computes: libraries multiply bf16 faster there than float32.
 MOST_MULTIPLIED_TOKENS = {2: 64, 4: 256}
 MULTIPLIED_COLUMNS = 32  # a row that the CPU multiplies as it is stored is of whole runs of so many
@@ -22,7 +22,7 @@ _RUN_BYTES = 4  # two float16
 
 
 def unit_columns(bits: int) -> int:
-    """Return the columns of a unit of words, of numbers of so many bits."""
+    """Return the columns in a unit of words, for numbers of `bits` bits."""
     return UNIT_WORDS * WORD_BITS // bits
 
 
@@ -33,15 +33,15 @@ def num_words(inner: int, bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MatrixFormat:
-    """How a packed matrix is stored.
+    """The format of a packed matrix.
 
-    group: columns to a scale, None: a row's all.
+    group: columns that share a scale; None: all columns of a row.
     row_block: rows that share their scales.
-    has_zeros: whether a group has a zero point, a byte.
-    has_order: whether a checkpoint's groups are not of neighbours.
-    run: columns to a pair of float16 numbers, which a group's scale and offset, a byte each, are multiples of; None:
-        scales stand for themselves.
-    humming: laid out anew once it is loaded, as that library multiplies it (`gpu.weights.humming_matrix`).
+    has_zeros: whether each group has a zero point of one byte.
+    has_order: whether the checkpoint's groups are not of neighbouring columns.
+    run: columns that share a pair of float16 numbers, of which the groups' one-byte scales and offsets are multiples;
+        None: scales have no such factor.
+    humming: whether it gets that library's layout after it is loaded (`gpu.weights.humming_matrix`).
     """
 
     kind: Kind
@@ -64,15 +64,15 @@ class MatrixFormat:
         return words + groups * each + runs + self.has_order * inner * _ORDER_BYTES
 
     def _humming_bytes(self, rows: int, inner: int) -> int:
-        """Return the bytes in humming's layout: nothing is padded; scales of blocks are float32, all others bf16, and
-        zero points have as many bits as numbers.
+        """Return the bytes in humming's layout. Nothing is padded, scales of blocks are float32 and all others bf16,
+        and zero points have as many bits as numbers.
         """
         bits, groups = BITS[self.kind], inner // (self.group or inner)
         scales = rows // self.row_block * groups * 4 if self.row_block > 1 < groups else rows * groups * 2
         return (rows * inner + self.has_zeros * rows * groups) * bits // 8 + scales
 
     def why_not_humming(self, rows: int, inner: int) -> str | None:
-        """Return what keeps the library from multiplying such a matrix; None: nothing."""
+        """Return the reason why the library cannot multiply such a matrix; None if it can."""
         group = inner if self.group is None else self.group
         if self.kind == "fp4":
             return "numbers of FP4"
@@ -93,18 +93,18 @@ class MatrixFormat:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """Which matrices of a model have few bits.
+    """The packed matrices of a model.
 
     scheme: how files store them, or "rounded": a plain checkpoint is rounded as it is loaded.
     layers: the format of layers' matrices.
-    output: of the output matrix; None: plain, as a tied one is outside of GGUF files.
-    plain: modules that are left alone: a name, a part of one between dots, or `re:` and an expression.
-    matrices: by layer and name, each matrix's own format (None: plain), where they differ; `layers` is the commonest
-        then.
-    note: what is printed about them; None: `layers`.
+    output: the format of the output matrix; None: plain, as a tied one is except in GGUF files.
+    plain: modules that stay plain: a name, a part of one between dots, or `re:` and an expression.
+    matrices: by layer and name, each matrix's own format (None: plain), if formats differ. Then `layers` is the most
+        frequent one.
+    note: a description of the formats for printing; None: `layers` describes them.
     humming: whether that library multiplies the matrices that it can.
     integers: whether a CPU rounds tokens to 16 bits and multiplies the matrices that it can in integers.
-    wants_cpu: whether that was asked by name, and another device is a mistake.
+    wants_cpu: whether `integers` was asked for by name, so that another device is an error.
     """
 
     scheme: str
@@ -118,7 +118,7 @@ class Quantisation:
     wants_cpu: bool = False
 
     def leaves(self, names: tuple[str, ...]) -> bool:
-        """Return whether a module, by any of its names, is plain."""
+        """Return whether a module stays plain. names: all its names."""
         return any(_matches(pattern, name) for pattern in self.plain for name in names)
 
 

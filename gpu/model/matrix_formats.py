@@ -1,6 +1,6 @@
-"""The format of each matrix of a model, None for a plain one, and all their bytes.
+"""Find the format of each matrix of a model (None for a plain one), and count the bytes of all.
 
-The parts of a fused matrix are stored alike; a checkpoint in which they are not is refused by name.
+The parts of a fused matrix must have the same format; a checkpoint in which they differ is refused by name.
 """
 
 import math
@@ -14,8 +14,8 @@ from gpu.model.matrix_format import BITS, MULTIPLIED_COLUMNS, MULTIPLIED_GROUP, 
 from gpu.model.spec import Architecture, Experts, LayerSpec, ModelError
 
 WIDENED_BYTES = 512 * 2**20
-WIDENED_EXPERTS_BYTES = 256 * 2**20  # of experts that are widened at once
-LEAST_WIDENED_PAIRS = 512  # tokens of an expert in the mean, from which on experts are widened in memory
+WIDENED_EXPERTS_BYTES = 256 * 2**20  # most bytes of experts that are widened at once
+LEAST_WIDENED_PAIRS = 512  # from so many tokens for an expert on average, experts are widened in memory
 
 # Of a layer's matrices: those of all its experts, below each other.
 OF_EXPERTS = ("experts_gate_up", "experts_down")
@@ -34,7 +34,7 @@ LATENT_UP = "latent_up"
 
 
 def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]]:
-    """Return rows and columns of a layer's matrices, by name of `weights.LayerWeights.matrices`."""
+    """Return rows and columns of a layer's matrices, by the names of `weights.LayerWeights.matrices`."""
     heads, experts, intermediate = a.heads_of(spec), spec.experts, a.intermediate_of(spec)
     query, key, own, latent = a.num_heads * heads.dim, heads.count * heads.dim, spec.recurrent, a.latent
     rows = (1 + spec.output_gate) * query + spec.num_kv_projections * key
@@ -61,7 +61,7 @@ def matrix_shapes(a: Architecture, spec: LayerSpec) -> dict[str, tuple[int, int]
 
 
 def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
-    """Return which tensors of `layer_tensors` a matrix is made of, and the rows of each, in their order."""
+    """Return the tensors of `layer_tensors` that make a matrix, with the rows of each, in order."""
     if spec.recurrent is not None and matrix in ("qkv", "output"):
         if spec.recurrent.kind != "delta_net":
             return [("mixed_all", spec.recurrent.matrix_rows) if matrix == "qkv" else ("mixed_output", a.hidden)]
@@ -91,7 +91,9 @@ def matrix_parts(a: Architecture, spec: LayerSpec, matrix: str) -> list[tuple[st
 
 
 def joined_parts(spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
-    """Return parts of which each is several of `matrix_parts`, as some files have them: each expert's gate and up."""
+    """Return a matrix's parts as some files have them, where each joins several of `matrix_parts`: an expert's gate and
+    up.
+    """
     if matrix == "qkv" and spec.recurrent is not None:
         return [("mixed_all", spec.recurrent.matrix_rows)] if spec.recurrent.kind == "delta_net" else []
     if not spec.is_gated:
@@ -104,14 +106,14 @@ def joined_parts(spec: LayerSpec, matrix: str) -> list[tuple[str, int]]:
 
 
 def of_expert(what: str, expert: int) -> str:
-    """Return what one expert's tensor is called, of a bias `gate of 3_bias`."""
+    """Return the name of one expert's tensor, such as `gate of 3`, or `gate of 3_bias`."""
     matrix, is_bias = what.removesuffix("_bias"), what.endswith("_bias")
     return f"{matrix} of {expert}" + ("_bias" if is_bias else "")
 
 
 @lru_cache(maxsize=512)
 def layer_tensors(architecture: Architecture, spec: LayerSpec) -> dict[str, str]:
-    """Return a family's table for such a layer: `gpu.model.family.EACH` in a name stands for each of its experts."""
+    """Return a family's table for such a layer. `gpu.model.family.EACH` in a name stands for each of its experts."""
     table, experts = families()[architecture.family].tensors(architecture), spec.experts
     absent = {"value"} if spec.keys_are_values else set()
     if spec.kv_of is not None:
@@ -143,8 +145,8 @@ def layer_tensors(architecture: Architecture, spec: LayerSpec) -> dict[str, str]
 
 @lru_cache(maxsize=512)
 def layer_formats(architecture: Architecture, layer: int) -> Mapping[str, MatrixFormat | None]:
-    """Return the format of each matrix of a layer, by name of `weights.LayerWeights.matrices`. Raises ModelError for
-    parts that differ, and for rows that are no whole words.
+    """Return the format of each matrix of a layer, by the names of `weights.LayerWeights.matrices`. Raises ModelError
+    for parts of different formats, and for rows that are not whole words.
     """
     quantisation, names = architecture.quantisation, matrix_shapes(architecture, architecture.layers[layer])
     if quantisation is None:
@@ -158,12 +160,12 @@ def output_format(architecture: Architecture) -> MatrixFormat | None:
     if quantisation is None or quantisation.leaves(_names("lm_head", architecture)):
         return None
     if architecture.tied_embeddings and quantisation.scheme != "gguf":
-        return None  # embeddings are rounded by no other scheme
+        return None  # other schemes do not round embeddings
     return _fitting(quantisation.output, architecture.hidden, "lm_head") if quantisation.output else None
 
 
 def module_names(architecture: Architecture, layer: int, matrix: str) -> dict[str, str]:
-    """Return the canonical names of a matrix's modules, by the part that each is, or by the matrix."""
+    """Return the canonical names of a matrix's modules, by part, or by the matrix's name if it has one module."""
     spec, found = architecture.layers[layer], {}
     parts = (*matrix_parts(architecture, spec, matrix), *joined_parts(spec, matrix))
     wanted = {matrix, *(what for what, _ in parts)}
@@ -180,8 +182,8 @@ def weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: bool) 
 
 
 def step_weight_bytes(architecture: Architecture, dtype_bytes: int, is_packed: bool, num_tokens: int) -> int:
-    """Return the bytes of weights that a decode step of so many tokens reads: all but the input embedding, of which it
-    reads a row a token, and the experts that no token takes.
+    """Return the bytes of weights that a decode step of `num_tokens` reads. Left out are the input embedding, of which
+    it reads one row for each token, and the experts that no token is expected to use.
     """
     shares = partial(_share_read, num_tokens)
     saved = sum(_saved(architecture, dtype_bytes, shares)) if is_packed else 0
@@ -193,8 +195,8 @@ def _share_read(num_tokens: int, experts: Experts) -> float:
 
 
 def why_unpacked(architecture: Architecture, has_vectors: bool) -> str | None:
-    """Return what keeps the CPU from multiplying matrices of few bits as they are stored, so that all are unpacked at
-    load; None: nothing. has_vectors: whether the processor has the vectors that its kernels need.
+    """Return the reason why the CPU cannot multiply packed matrices, so that all are unpacked at load; None if it can.
+    has_vectors: whether the processor has the vectors that the kernels need.
     """
     if architecture.quantisation is None:
         return None
@@ -228,9 +230,9 @@ def describe_formats(architecture: Architecture) -> str:
 
 
 def widened_bytes(architecture: Architecture, dtype_bytes: int) -> int:
-    """Return the bytes of matrices of few bits that prefill keeps widened: a layer's, or as many as WIDENED_BYTES hold,
-    but the largest in any case; 0 where all are plain. Of those of experts see `widened_experts_bytes`; what humming
-    multiplies is not widened.
+    """Return the bytes of packed matrices that prefill keeps widened: a layer's matrices, or as many as WIDENED_BYTES
+    hold, but at least the largest. 0 if all are plain. Experts are counted by `widened_experts_bytes`; matrices that
+    humming multiplies are not widened.
     """
     if architecture.quantisation is None:
         return 0
@@ -239,14 +241,14 @@ def widened_bytes(architecture: Architecture, dtype_bytes: int) -> int:
 
 
 def experts_at_once(rows: int, inner: int, dtype_bytes: int) -> int:
-    """Return how many experts, of so many rows each, are widened together: as many as WIDENED_EXPERTS_BYTES hold, or
-    one.
+    """Return how many experts, of `rows` rows each, are widened together: as many as WIDENED_EXPERTS_BYTES hold, but at
+    least one.
     """
     return max(1, WIDENED_EXPERTS_BYTES // (rows * inner * dtype_bytes))
 
 
 def widened_experts_bytes(architecture: Architecture, dtype_bytes: int, most_tokens: int) -> int:
-    """Return the bytes of the experts of few bits that prefill of so many tokens at once widens together; 0: none."""
+    """Return the bytes of packed experts that a prefill unit of `most_tokens` widens together; 0: none."""
     if architecture.quantisation is None:
         return 0
     most = 0
@@ -262,7 +264,7 @@ def widened_experts_bytes(architecture: Architecture, dtype_bytes: int, most_tok
 
 
 def _own_shapes(a: Architecture) -> list[list[tuple[int, int]]]:
-    """Return for each layer the shapes that our own kernels multiply, without experts'."""
+    """Return for each layer the shapes of packed matrices that our own kernels multiply, without experts."""
     is_shared = a.quantisation is not None and a.quantisation.humming
     if not is_shared:
         return [_dense_shapes(a, spec, frozenset()) for spec in set(a.layer_pattern)]
@@ -275,16 +277,16 @@ def _dense_shapes(a: Architecture, spec: LayerSpec, but: frozenset[str]) -> list
 
 
 def humming_names(architecture: Architecture, layer: int) -> frozenset[str]:
-    """Return which of a layer's matrices humming multiplies."""
+    """Return the names of a layer's matrices that humming multiplies."""
     formats = layer_formats(architecture, layer)
     return frozenset(name for name, stored in formats.items() if stored is not None and stored.humming)
 
 
 def rounded(architecture: Architecture, asked: str | None, key: str) -> Architecture:
-    """Return a shape with matrices rounded at load as `key` asks: a name of ROUNDED, "bfloat16" or None, both for as
-    they are.
+    """Return a shape whose matrices are rounded at load. asked: the value of setting `key`, a name of ROUNDED; with
+    "bfloat16" or None matrices stay as they are.
 
-    Raises ModelError where a checkpoint is quantised already.
+    Raises ModelError if the checkpoint is quantised already.
     """
     if asked is None or asked == "bfloat16":
         if asked is not None and architecture.quantisation is not None:
@@ -304,7 +306,7 @@ def _is_quantised(architecture: Architecture, asked: str, key: str) -> ModelErro
 
 
 def _saved(architecture: Architecture, dtype_bytes: int, share: Callable[[Experts], float]) -> Iterator[float]:
-    """Yield the bytes that each matrix takes less than a plain one; of experts', of this share of them."""
+    """Yield the bytes that each matrix saves compared with a plain one. share: the share of experts that counts."""
     if architecture.quantisation is None:
         return
     for layer, spec in enumerate(architecture.layers):
@@ -357,14 +359,14 @@ def _layer_format(a: Architecture, quantisation: Quantisation, layer: int, matri
 def _multiplied(
     stored: MatrixFormat, quantisation: Quantisation, matrix: str, rows: int, inner: int
 ) -> MatrixFormat:  # fmt: skip
-    """Return the format in which the matrix is laid out for its product."""
+    """Return the format that the matrix has when it is multiplied."""
     is_ours = matrix in (*OF_EXPERTS, LATENT_UP)
     is_humming = quantisation.humming and not is_ours and stored.why_not_humming(rows, inner) is None
     return replace(stored, humming=True) if is_humming else stored
 
 
 def _fitting(stored: MatrixFormat, inner: int, name: str) -> MatrixFormat:
-    """Return the format. Raises ModelError where a row of `inner` columns, or a group of it, is not of whole words."""
+    """Return the format. Raises ModelError unless rows of `inner` columns, and their groups, are whole words."""
     wanted = 8 if BITS[stored.kind] == 4 else 4
     for what, size in (("rows", inner), ("groups", stored.group or inner)):
         if size % wanted:
@@ -373,6 +375,6 @@ def _fitting(stored: MatrixFormat, inner: int, name: str) -> MatrixFormat:
 
 
 def _names(module: str, architecture: Architecture) -> tuple[str, ...]:
-    """Return a module's canonical name, and those that the family's checkpoints may have."""
+    """Return a module's canonical name, and its names in the family's checkpoints."""
     prefixes: Mapping[str, str] | Any = families()[architecture.family].prefixes
     return (module, *(old + module.removeprefix(new) for old, new in prefixes if module.startswith(new)))

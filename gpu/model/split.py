@@ -1,7 +1,7 @@
-"""Split a model over the devices of one host, each of which has some heads of every layer and a part of every MLP.
+"""Split a model over the devices of one host: each has some heads of every layer and a part of every MLP.
 
-Rows of QKV and of gate and up are split, and columns of the two matrices behind them, so a layer has two sums over
-devices (Megatron-LM, arXiv 1909.08053, section 3). Norms and the input embedding are whole on each device.
+QKV, gate and up are split by rows, and the two matrices behind them by columns, so a layer has two sums over devices
+(Megatron-LM, arXiv 1909.08053, section 3). Each device has all norms and the whole input embedding.
 """
 
 from dataclasses import replace
@@ -13,7 +13,9 @@ KEY = "gpu.devices"
 
 
 def split_over(architecture: Architecture, devices: int, rank: int = 0) -> Architecture:
-    """Return the share of one of so many devices. Raises ModelError, with the reason, where a model is not split."""
+    """Return the share of device `rank` of `devices`. Raises ModelError if the model cannot be split, with the
+    reason.
+    """
     if architecture.devices == devices:
         return architecture
     assert architecture.share is None, "a share is not split again"
@@ -41,7 +43,7 @@ def _split_layer(spec: LayerSpec, devices: int) -> LayerSpec:
 
 
 def why_not_split(a: Architecture, devices: int) -> str | None:
-    """Return what keeps a model from being split over so many devices; None: nothing."""
+    """Return the reason why a model cannot be split over `devices` devices; None if it can."""
     specs = a.layer_pattern
     if a.latent is not None:
         return f"{a.name} has latent attention, whose one row a token belongs to all heads"

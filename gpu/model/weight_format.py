@@ -81,7 +81,7 @@ class QuantisationKeys:
         return ModelError(f"model: {self.where}.{key} is {value!r}; {words}")
 
     def refuse_unread(self) -> None:
-        """Raise ModelError for the first key that nobody has read and that is not harmless."""
+        """Raise ModelError for the first key that was not read and is not harmless."""
         for key, value in self.config.items():
             if key not in self.read and key not in _HARMLESS and value is not None:
                 raise ModelError(f"model: {self.where}.{key} is {value!r}, and this key is not known; wanted it absent")
@@ -98,13 +98,15 @@ class QuantisationKeys:
 class WeightFormat:
     """A weight format.
 
-    methods: by each `quant_method` of a `quantization_config` that states it, what reads that; none where files state
-        it in another way.
+    methods: by `quant_method` of a `quantization_config`, the function that reads it; empty if files state the format
+    in
+        another way.
     schemes: names in `Quantisation.scheme`, each a layout of tensors.
-    tensors: the module that reads these with torch, by its `stored_tensors(scheme, stored, rows, row_block)`; where
-        experts may stand in one tensor, its `stacked_tensors(stored, experts)`.
-    scale_suffixes: ends of names of tensors of integers' scales, whose type all of a checkpoint's have.
-    scale_dtype: theirs in all files, None: that of the tensors.
+    tensors: the module that reads them with torch, by its `stored_tensors(scheme, stored, rows, row_block)`, and, if
+    one
+        tensor may have all experts, its `stacked_tensors(stored, experts)`.
+    scale_suffixes: ends of the names of tensors with integers' scales, which all have one dtype in a checkpoint.
+    scale_dtype: that dtype, if it is the same in all files; None: the dtype of the tensors.
     """
 
     methods: Mapping[str, Callable[[QuantisationKeys], Quantisation]]
