@@ -14,7 +14,7 @@ import torch
 from gpu.decode.answering import Answers
 from gpu.prefill.outputs import FinishedJob
 from gpu.sampling.sampler import Drawing
-from gpu.step import NOT_FINITE, Lane, SampledToken, StepResult, TokenLogprob
+from gpu.step import NOT_FINITE, Lane, SampledToken, StepResult
 
 
 class Timer:
@@ -126,16 +126,14 @@ class InFlight:
             if reason is not None:
                 self._fail(dict.fromkeys(awaited.slots, reason))
         self.whole.wait()
-        tokens = [token for job in self.finished_jobs for token in job.sampled.to_host()]
+        tokens = [token for job in self.finished_jobs for token in job.drawing.to_host()]
         drawn = [token for drawing in self.decoded for token in drawing.to_host()]
         tokens += [token for token in drawn if token.slot not in self.failures]
         tokens += [SampledToken(slot, NOT_FINITE, None) for slot in self.failures]
-        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        for job in self.finished_jobs:
-            prompt_logprobs.update(job.prompt_logprobs_to_host())
+        logprobs = [entry for job in self.finished_jobs for entry in job.prompt_logprobs.items()]
         result = StepResult(
             tokens=tuple(tokens),
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs={slot: tuple(own.to_list()) for slot, own in logprobs},
             unit_seconds=self.units.seconds if self.units else 0.0,
             decode_seconds=self.decode.seconds if self.decode else 0.0,
             host_seconds=sum(awaited.answers.attended_s for awaited in self.awaited),

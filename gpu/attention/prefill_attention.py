@@ -95,7 +95,7 @@ def scattered_attention(
         mask = torch.zeros(len(positions[own]), context, dtype=query.dtype, device=query.device)
         last = positions[own, None]
         mask.masked_fill_((seen > last) | (seen <= last - (window or context)), float("-inf"))
-        attended.append(_masked(query[own], key, value, mask, scale))
+        attended.append(_full_or_causal(query[own], key, value, False, scale, mask))
     return joined(attended)
 
 
@@ -134,7 +134,7 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, s
         seen = torch.arange(low, high, device=query.device)
         mask = torch.zeros(len(rows), high - low, dtype=query.dtype, device=query.device)
         mask.masked_fill_((seen > last[:, None]) | (seen <= last[:, None] - window), float("-inf"))
-        attended.append(_masked(rows, key[:, low:high], value[:, low:high], mask, scale))
+        attended.append(_full_or_causal(rows, key[:, low:high], value[:, low:high], False, scale, mask))
     return joined(attended)
 
 
@@ -193,18 +193,12 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Atten
     return joined(attended)
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Attended:
-    """Attend with a mask, `[tokens, context]`, that is added to the scores of every head."""
-    return _grouped(query, key, value, mask, False, scale)
-
-
-def _full_or_causal(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Attended:
-    """Attend to all keys, or causally to as many keys as queries."""
-    return _grouped(query, key, value, None, causal, scale)
-
-
-def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Attended:
-    """Attend with the query heads of each group as a batch over the same keys, which are not copied."""
+def _full_or_causal(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> Attended:
+    """Attend to all keys, or causally to as many keys as queries, or with a mask, `[tokens, context]`, that is added to
+    the scores of every head. Query heads of a group are a batch over the same keys, which are not copied.
+    """
     tokens, heads, dim = query.shape
     kv_heads = key.shape[0]
     if mask is not None and query.is_cuda:  # the kernel reads a mask's rows in aligned pieces

@@ -134,7 +134,7 @@ class LayerLoop:
             attended = reads.attended or merge_all([on_device.near, *far, *filled])
             out = attended.out if decoder.latent is None else decoder.latent.values(layer, attended.out)
             hidden = decoder.leave(layer, hidden, out, attended.lse, rows.slots, experts, carried)
-        normed = decoder.final_norm(hidden)
+        normed = decoder.projections.final_norm(hidden)
         logits = decoder.projections.logits_of(normed)
         if self.head is not None:
             self.head.follow(rows, token_ids, normed)

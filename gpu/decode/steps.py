@@ -201,8 +201,8 @@ class DecodeSteps:
             return self._run_by_methods(batch) if self._only_methods_read(batch) else self._run_host_reads(batch)
         adapters = self.loop.decoder.adapters
         adapts = adapters is not None and adapters.has_any(batch.slots)
-        is_plain = not batch.reuses and not adapts
-        if self._has_code() and self._compiled is not None and is_plain and len(batch) <= MAX_ROWS:
+        is_plain = not batch.reuses and not adapts and len(batch) <= MAX_ROWS
+        if self._compiled is not None and self._code is not None and self._code.is_ready() and is_plain:
             slots = np.array(batch.slots, np.int32)
             positions = np.array(batch.positions, np.int64)
             token_ids = self.loop.last_tokens.numpy()[np.array(batch.places)]
@@ -230,9 +230,6 @@ class DecodeSteps:
         self._fill(rows, batch)
         graph.replay()
         return logits[: len(batch)]
-
-    def _has_code(self) -> bool:
-        return self._code is not None and self._code.is_ready()
 
     @property
     def _has_adapters(self) -> bool:

@@ -82,7 +82,7 @@ class Offloader:
                 streams.wait_for(staging.read[place % len(staging.read)])
             self._row_transfer.load(cut_rows(rows, fetch.begin), keys[:, own], values[:, own])
             with streams.aside(streams.up):
-                self._pool.scatter_rows(layer, page_ids, keys[:, own], values[:, own])
+                self._pool.write(layer, page_ids, keys[:, own], values[:, own])
                 self._fetched = staging.loaded[place % len(staging.loaded)] = streams.record()
 
     def finish_reload(self, reload: FinishedReload) -> None:
@@ -101,9 +101,7 @@ class Offloader:
         first = rooms[0][0].begin
         for reservation, rows in rooms:
             own = slice(reservation.begin - first, reservation.end - first)
-            sent = self._row_transfer.send_offload_block(
-                keys[:, :, own], values[:, :, own], rows, reservation.has_centre
-            )
+            sent = self._row_transfer.send(keys[:, :, own], values[:, :, own], rows, reservation.has_centre)
             self.tier.fill(reservation, range(len(rows)), sent.done)
             self._block_buffer_read = sent.read  # the last one's: they are read in turn
 
@@ -114,8 +112,8 @@ class Offloader:
             for heads, keys, values in self._gathered.gather_exact(offload.slot, layer, offload.end):
                 for number, (reservation, rows) in enumerate(rooms):
                     own = slice(reservation.begin - first, reservation.end - first)
-                    to = of_heads(rows[place], heads)
-                    sent = self._row_transfer.send(keys[:, own], values[:, own], to, reservation.has_centre)
+                    to, part = [of_heads(rows[place], heads)], (keys[None, :, own], values[None, :, own])
+                    sent = self._row_transfer.send(*part, to, reservation.has_centre)
                     done[number] = sent.done
                     self._row_transfer.streams.wait_for(sent.read)
             for number, (reservation, _) in enumerate(rooms):

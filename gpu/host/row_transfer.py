@@ -54,11 +54,7 @@ class RowTransfer:
         self._up = None if is_cpu else _Buffers(shape, 0, device)
         self._last_load: Event = PASSED
 
-    def send(self, keys: Tensor, values: Tensor, rows: LayerRows, has_centre: bool) -> Sent:
-        """Send keys and values `[kv_heads, tokens, dim]` of one layer to `rows`; see `send_offload_block`."""
-        return self.send_offload_block(keys[None], values[None], [rows], has_centre)
-
-    def send_offload_block(self, keys: Tensor, values: Tensor, rows: Sequence[LayerRows], has_centre: bool) -> Sent:
+    def send(self, keys: Tensor, values: Tensor, rows: Sequence[LayerRows], has_centre: bool) -> Sent:
         """Send keys and values `[layers, kv_heads, tokens, dim]`, bf16 or float32, each layer to its rows. All rows
         must have the same strides and as many KV heads. Returns at once on CUDA.
 

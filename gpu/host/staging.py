@@ -88,7 +88,7 @@ class StagedPrompt:
         staging.row_transfer.streams.wait_for(staging.read[index])
         staging.row_transfer.streams.wait_for(staging.loaded[index])
         if self.begin:
-            self._take_from_pages(place, self.host.sink)
+            staging.pool.read(*self._pages(place, 0, self.host.sink))
         if staging.num_buffers > 1:
             self._load_prefix(place + 1)
 
@@ -96,18 +96,17 @@ class StagedPrompt:
         """Offload the layer's run after its last unit. Write sink, window and the resident end of the run to pages, but
         not the prefix, which is in pages already. Asynchronous.
         """
-        if self.begin == 0:
-            self._give_to_pages(place, 0, self.host.sink)
-        self._give_to_pages(place, max(self.host.evicted, self.begin), self.end)
         staging, sink = self.staging, self.host.sink
+        if self.begin == 0:
+            staging.pool.write(*self._pages(place, 0, sink))
+        staging.pool.write(*self._pages(place, max(self.host.evicted, self.begin), self.end))
         index = staging.index(place)
         staging.read[index] = staging.row_transfer.streams.record()
         keys, values = staging.buffer(place)
         for reservation in self._reservations:
             own = slice(sink + reservation.begin, sink + reservation.end)
-            sent = staging.row_transfer.send(
-                keys[:, own], values[:, own], reservation.layer(place), reservation.has_centre
-            )  # fmt: skip
+            rows = [reservation.layer(place)]
+            sent = staging.row_transfer.send(keys[None, :, own], values[None, :, own], rows, reservation.has_centre)
             staging.tier.fill(reservation, [place], sent.done)
             staging.read[index] = sent.read  # the last one's: they are read in turn
         if staging.num_buffers == 1:
@@ -131,16 +130,10 @@ class StagedPrompt:
         rows = staging.tier.rows(self.host.context_id, place, self._num_offloaded)
         staging.loaded[index] = staging.row_transfer.load(rows, keys[:, own], values[:, own])
 
-    def _take_from_pages(self, place: int, end: int) -> None:
-        """Copy tokens `[0, end)`, whole pages, from pages to the buffer."""
-        self.staging.pool.read(*self._pages(place, 0, end))
-
-    def _give_to_pages(self, place: int, begin: int, end: int) -> None:
-        """Copy tokens `[begin, end)`, from a page border on, from the buffer to pages; the last page is filled up."""
-        self.staging.pool.scatter_rows(*self._pages(place, begin, end))
-
     def _pages(self, place: int, begin: int, end: int) -> tuple[int, Tensor, Tensor, Tensor]:
-        """Return the layer, ids of these tokens' pages, and their staged keys and values, `[kv_heads, tokens, dim]`."""
+        """Return the layer, ids of these tokens' pages, and their staged keys and values, `[kv_heads, tokens, dim]`.
+        They begin at a page border; the last page is whole.
+        """
         pool, layer = self.staging.pool, self.staging.tier.shape.layers[place]
         first, last = begin // pool.page_tokens, -(-end // pool.page_tokens)
         page_ids = pool.page_table[self.slot, first:last].long()

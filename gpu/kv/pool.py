@@ -150,13 +150,9 @@ class KvPool:
         self._check(reload)
         self._move(reload.dense_page_ids, reload.page_ids, reload.places)
 
-    def scatter_rows(self, layer: int, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values `[kv_heads, tokens, dim]`, tokens of whole pages, to a layer's `page_ids`, int64."""
-        self.write(layer, page_ids, None, keys, values)
-
-    def write(self, layer: int, page_ids: Tensor, offsets: Tensor | None, keys: Tensor, values: Tensor) -> None:
-        """Write as `scatter_rows`. With offsets, offsets and page_ids are int64 `[tokens]`, and each token is written
-        to its own cell.
+    def write(self, layer: int, page_ids: Tensor, keys: Tensor, values: Tensor, offsets: Tensor | None = None) -> None:
+        """Write keys and values `[kv_heads, tokens, dim]`, tokens of whole pages, to a layer's `page_ids`, int64; with
+        offsets, int64 `[tokens]` as `page_ids` then are, each token to its own cell.
         """
         write_rows(keys, page_ids, offsets, self.key_pages[layer])
         write_rows(values, page_ids, offsets, self.value_pages[layer])
@@ -203,10 +199,7 @@ class KvPool:
             )
         self._check_ids(change.page_ids, self.num_pages)
         self._check_ids(change.dense_page_ids, self.layout.num_ids)
-        self._check_places(change.places, count)
-
-    def _check_places(self, places: Sequence[TablePlace], count: int) -> None:
-        for place in places:
+        for place in change.places:
             last = place.first_page + count
             if not 0 <= place.slot < self.max_slots or not 0 <= place.first_page <= last <= self.max_pages:
                 raise ValueError(

@@ -79,9 +79,6 @@ class Carried:
     adapters: AdapterRows | None = None
     adapts: bool = True
 
-    def inputs_of(self, layer: int) -> Tensor | None:
-        return None if self.inputs is None else self.inputs[:, layer - self.first_layer]
-
 
 def parted_gates(rows: Tensor, num_heads: int, is_apart: bool) -> tuple[Tensor, Tensor]:
     """Split rows `[.., 2 * heads * dim]` into queries and gates, both `[.., heads * dim]`.
@@ -252,7 +249,8 @@ class Decoder:
         """
         if self.specs[index].has_mlp:
             hidden = self.projections.mlp(index, hidden, slots, exchange, self._adapters_of(slots, carried))
-        return self.projections.end(index, hidden, None if carried is None else carried.inputs_of(index))
+        inputs = None if carried is None or carried.inputs is None else carried.inputs[:, index - carried.first_layer]
+        return self.projections.end(index, hidden, inputs)
 
     def _adapters_of(self, slots: Tensor, carried: Carried | None) -> AdapterRows | None:
         """Return the adapters of tokens in these slots. They are looked up once for all layers of a step."""
@@ -263,13 +261,3 @@ class Decoder:
         if carried.adapters is None:
             carried.adapters = self.adapters.rows(slots)
         return carried.adapters
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return next-token logits, float32 `[tokens, vocab]`, of the last layer's hidden states `[tokens, hidden]`."""
-        return self.projections.logits(hidden)
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return the last layer's hidden states after the final norm, `[tokens, hidden]`: the input of the logits'
-        product.
-        """
-        return self.projections.final_norm(hidden)

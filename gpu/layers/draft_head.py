@@ -67,7 +67,7 @@ class DraftHead:
             end = min(begin + _TOKENS_AT_ONCE, len(hidden))
             before = hidden.new_zeros(end - begin, hidden.shape[1])
             first = max(begin, 1)
-            before[first - begin :] = self._decoder.final_norm(hidden[first - 1 : end - 1])
+            before[first - begin :] = self._decoder.projections.final_norm(hidden[first - 1 : end - 1])
             for offset in offsets:
                 if begin <= offset < end:
                     before[offset - begin] = 0
@@ -75,7 +75,7 @@ class DraftHead:
             self.write(token_ids[chunk], before, positions[chunk], positions[chunk], slots[chunk])
         for last in (offset - 1 for offset in offsets[1:]):
             place = slots[last : last + 1].long() * RECENT + positions[last : last + 1] % RECENT
-            self.recent.index_copy_(0, place, self._decoder.final_norm(hidden[last : last + 1]))
+            self.recent.index_copy_(0, place, self._decoder.projections.final_norm(hidden[last : last + 1]))
 
     def enter(self, rows: StepRows, token_ids: Tensor) -> tuple[Tensor, Tensor, Carried]:
         """Begin to draft after each row's token. Return the residual input, the query, and what is carried.

@@ -297,7 +297,7 @@ class Projections:
         return hidden if weights.scale is None else hidden.mul_(weights.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits after the final norm, float32 `[tokens, vocab]`, capped if the model caps them."""
+        """Return the logits of the last layer's hidden states, float32 `[tokens, vocab]`, capped if the model caps."""
         return self.logits_of(self.final_norm(hidden))
 
     def logits_of(self, normed: Tensor) -> Tensor:
@@ -310,6 +310,7 @@ class Projections:
         return logits if self._cap is None else logits.div_(self._cap).tanh_().mul_(self._cap)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
+        """Return what logits are made of, `[tokens, hidden]`, of the last layer's hidden states."""
         return rms_norm(hidden, self.weights.final_norm, self.eps)
 
     def _add(self, x: Tensor, layer: int, name: str, bias: Tensor | None, post_norm: Tensor | None, hidden: Tensor,

@@ -14,8 +14,8 @@ from gpu.pooling import Pooling
 from gpu.prefill.job_state import JobState
 from gpu.prefill.scored_rows import cut_rows
 from gpu.sampling.logprobs import Logprobs, join_logprobs
-from gpu.sampling.sampler import Drawing, Sampled, gather_logprobs, to_pinned
-from gpu.step import LogitsUnit, TokenLogprob
+from gpu.sampling.sampler import Drawing, gather_logprobs, to_pinned
+from gpu.step import LogitsUnit
 from gpu.upload import upload
 
 POOLED_TOKENS = 2048  # tokens that are normed at once for a mean
@@ -25,26 +25,19 @@ POOLED_TOKENS = 2048  # tokens that are normed at once for a mean
 class FinishedJob:
     """The results of a job: the next tokens of its prompts, in order, and what some requests asked for, by slot.
 
-    prompt_logprobs: of prompts that are scored. pooled: float32 vectors (`gpu.pooling`).
+    prompt_logprobs: of prompts that are scored; row i belongs to prompt token `i + 1`. pooled: float32 vectors
+        (`gpu.pooling`).
     """
 
     drawing: Drawing
     prompt_logprobs: dict[int, Logprobs]
     pooled: dict[int, Tensor]
 
-    @property
-    def sampled(self) -> Sampled:
-        return self.drawing.sampled
-
     def copy_to_host(self) -> None:
         """Start the copies of all results to the host, on the current stream."""
-        self.sampled.copy_to_host()
+        self.drawing.copy_to_host()
         self.prompt_logprobs = {slot: logprobs.copy_to_host() for slot, logprobs in self.prompt_logprobs.items()}
         self.pooled = {slot: to_pinned(vector) for slot, vector in self.pooled.items()}
-
-    def prompt_logprobs_to_host(self) -> dict[int, tuple[TokenLogprob, ...]]:
-        """Return the prompt logprobs once the copies have run: `[slot][i]` belongs to prompt token `i + 1`."""
-        return {slot: tuple(logprobs.to_list()) for slot, logprobs in self.prompt_logprobs.items()}
 
 
 def score_tokens(decoder: Decoder, state: JobState, unit: LogitsUnit) -> None:
@@ -62,7 +55,7 @@ def score_tokens(decoder: Decoder, state: JobState, unit: LogitsUnit) -> None:
         num_top = prompt.sampling.num_prompt_logprobs
         assert num_top is not None
         for rows in cut_rows(begin, end, prompt.num_scored_tokens):
-            logits = decoder.logits(hidden[rows.computed])[rows.wanted]
+            logits = decoder.projections.logits(hidden[rows.computed])[rows.wanted]
             state.scored[prompt.slot].append(gather_logprobs(logits, token_ids[rows.reported], num_top))
 
 
@@ -71,7 +64,7 @@ def finish_job(decoder: Decoder, state: JobState) -> FinishedJob:
     prompts, hidden = state.job.prompts, state.hidden
     assert hidden is not None
     last_rows = upload(np.array(state.offsets[1:], dtype=np.int64) - 1, decoder.pool.device)
-    logits = decoder.logits(hidden.index_select(0, last_rows))
+    logits = decoder.projections.logits(hidden.index_select(0, last_rows))
     scored = {slot: join_logprobs(pieces) for slot, pieces in state.scored.items()}
     drawing = Drawing(logits, [prompt.slot for prompt in prompts], [prompt.samples for prompt in prompts])
     return FinishedJob(drawing, scored, _pool(decoder, state, hidden, logits))
@@ -89,10 +82,10 @@ def _pool(decoder: Decoder, state: JobState, hidden: Tensor, logits: Tensor) -> 
                 wanted = upload(np.array(token_ids, dtype=np.int64), decoder.pool.device)
                 pooled[prompt.slot] = logits[row].index_select(0, wanted)
             case Pooling(kind="last"):
-                pooled[prompt.slot] = decoder.final_norm(hidden[end - 1 : end])[0].float()
+                pooled[prompt.slot] = decoder.projections.final_norm(hidden[end - 1 : end])[0].float()
             case _:
                 assert prompt.begin == 0, "the mean needs every prompt token's hidden state; begin at 0"
                 blocks = hidden[begin:end].split(POOLED_TOKENS)
-                sums = [decoder.final_norm(block).sum(0, dtype=torch.float32) for block in blocks]
+                sums = [decoder.projections.final_norm(block).sum(0, dtype=torch.float32) for block in blocks]
                 pooled[prompt.slot] = torch.stack(sums).sum(0) / (end - begin)
     return pooled

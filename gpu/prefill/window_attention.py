@@ -125,7 +125,7 @@ class WindowPrefill:
         """Copy the last rows of each prompt to its window, after they were attended to."""
         kept = [[buffer[0, :, kept] for kept in unit.kept] for buffer in (self._keys, self._values)]
         keys, values = (rows[0] if len(rows) == 1 else torch.cat(rows, 1) for rows in kept)
-        self.pool.write(layer, unit.page_ids, unit.offsets, keys, values)
+        self.pool.write(layer, unit.page_ids, keys, values, unit.offsets)
 
     def _before(self, layer: int, part: UnitPart, window: int, own: list[Tensor]) -> list[Tensor]:
         """Return the keys and values `[kv_heads, tokens, dim]` of a part's tokens and of the tokens in front that they

@@ -94,7 +94,7 @@ class StepClock:
             (loop, "_handle", timed("queue a request", self._handle(loop._handle))),
             (connection, "receive", self._receive(connection.receive)),
             (connection, "send", timed("send", self._send(connection.send))),
-            (engine, "progress", timed("tell progress", engine.progress)),
+            (self._scheduler, "progress", timed("tell progress", self._scheduler.progress)),
             (engine, "stats", timed("tell stats", engine.stats)),
             (engine, "step", timed("loop", engine.step)),
             (engine, "_collect", timed("collect", engine._collect)),

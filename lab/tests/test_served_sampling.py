@@ -138,7 +138,7 @@ def send(row_transfer: RowTransfer, tier: CpuTier, room, case: Case, begin: int,
     keys = case.keys[:, begin:end].to(row_transfer.device)
     for layer in range(PASSES):
         values = case.values[layer, :, begin:end].to(row_transfer.device, torch.bfloat16)
-        tier.fill(room, [layer], row_transfer.send(keys, values, room.layer(layer), room.has_centre).done)
+        tier.fill(room, [layer], row_transfer.send(keys[None], values[None], [room.layer(layer)], room.has_centre).done)
 
 
 def resident(case: Case, query: torch.Tensor, layer: int, length: int, device: torch.device) -> Partial:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from functools import partial
 
 from gpu.step import PageWrite, PrefillJob, PrefillPrompt
-from scheduler.admission.admission_round import Admitted, Batches, Round
+from scheduler.admission.admission_round import Admitted, Round
 from scheduler.cache.ring_pool import Rings
 from scheduler.engine_config import SchedulerConfig
 from scheduler.messages import COMPUTED_AGAIN, cached_figure, passed_figure
@@ -132,7 +132,7 @@ class Admission:
                     start = self._try(sequence, this, holding)
             if start is not None:
                 self._enter(sequence, start, this, holding)
-                if not self.free_slots or len(this.batches.jobs) >= most_jobs:
+                if not self.free_slots or len(this.batches) >= most_jobs:
                     break
                 continue
             if self._residence.pages.is_refused:
@@ -142,10 +142,9 @@ class Admission:
                 break
         for sequence, num_before in passed:
             sequence.num_bypassed += this.num_admitted - num_before
-        batches = this.batches.jobs
-        writes = (PageWrite(sequence.slot, 0, tuple(sequence.pages)) for batch in batches for sequence, _ in batch)
-        jobs = tuple(self._start_job(batch) for batch in batches)
-        return Admitted(jobs, tuple(writes), None if batches else this.refused)
+        writes = (PageWrite(sequence.slot, 0, tuple(sequence.pages)) for batch in this.batches for sequence, _ in batch)
+        jobs = tuple(self._start_job(batch) for batch in this.batches)
+        return Admitted(jobs, tuple(writes), None if this.batches else this.refused)
 
     def _refuse(self, sequence: Sequence, this: Round) -> None:
         """Note the first sequence that gets no memory from the host while no other request could free any."""
@@ -173,7 +172,7 @@ class Admission:
 
     def _begin_round(self, holding: list[Sequence]) -> Round:
         return Round(
-            batches=Batches(self._config.prefill.chunk_tokens),
+            chunk_tokens=self._config.prefill.chunk_tokens,
             num_hidden=self._prefill.num_hidden_tokens,
             num_coming_pages=sum(map(self._residence.room.num_coming_pages, holding)),
             is_offloading=any(prompt.host for entry in self._prefill.jobs for prompt in entry.job.prompts),
@@ -228,8 +227,9 @@ class Admission:
 
     def _try_offloaded(self, sequence: Sequence, this: Round, holding: list[Sequence]) -> Start | None:
         """Give a prompt that is offloaded in part what it needs, if there is room; None: there is none."""
-        assert self._residence.prompts is not None, "admission: a prompt is offloaded where there is host memory"
-        start = self._residence.prompts.find(sequence)
+        prompts = self._residence.prompts
+        assert prompts is not None, "admission: a prompt is offloaded where there is host memory"
+        start = prompts.find(sequence)
         disk_end = self._find_on_disk(sequence, start.begin, is_read_whole=True)
         if disk_end:  # an offloaded run is filled from one source only
             start = Start(0, start.end, None, disk_end)
@@ -241,7 +241,7 @@ class Admission:
         ):
             return None
         kept = self._kept(sequence, this)
-        return start if self._residence.take(sequence, start, this.num_coming_pages, kept) else None
+        return start if prompts.take(sequence, start, this.num_coming_pages, kept) else None
 
     def _kept(self, sequence: Sequence, this: Round) -> list[HostContext]:
         """Return the idle contexts that must not be dropped for this sequence."""
@@ -253,7 +253,7 @@ class Admission:
         sequence.slot = self.free_slots.pop()
         sequence.num_bypassed = 0
         self._rings.take(sequence, start.first_computed, holding)
-        self._residence.conversations.enter(sequence, self._prefill.prompt_work)
+        self._residence.conversations.enter(sequence, self._prefill.costs.prompt_work)
         self._residence.start_prefill(sequence, start)
         if sequence.started_s is None:
             sequence.started_s = time.monotonic()
@@ -266,7 +266,7 @@ class Admission:
             sequence.figures |= {COMPUTED_AGAIN: again} if again else {}
         else:
             self._note_resumed(sequence, start.first_computed)
-        this.batches.add(sequence, start, sequence.profile.prefill_method)
+        this.add(sequence, start)
         this.num_hidden += sequence.num_tokens - start.first_computed
         this.num_coming_pages += self._residence.room.num_coming_pages(sequence)
         this.is_offloading |= start.end > 0

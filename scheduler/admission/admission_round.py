@@ -11,33 +11,11 @@ _MANY_PAGES = 1 << 62
 
 
 @dataclass(slots=True)
-class Batches:
-    """Groups admitted prompts into prefill jobs. Prompts of a job are consecutive, use one prefill method and have at
-    most a prefill chunk of tokens together. A prompt that is offloaded, has document chunks or reads blocks from disk
-    has a job of its own.
-    """
-
-    chunk_tokens: int
-    jobs: list[list[tuple[Sequence, Start]]] = field(default_factory=list)
-    room: int = 0
-    method: PartId = DENSE
-
-    def add(self, sequence: Sequence, start: Start, method: PartId) -> None:
-        num_new = sequence.num_tokens - start.first_computed
-        is_alone = bool(start.end or sequence.chunks or start.disk_end)
-        if not is_alone and num_new <= self.room and method == self.method:
-            self.jobs[-1].append((sequence, start))
-            self.room -= num_new
-        else:
-            self.jobs.append([(sequence, start)])
-            self.room = 0 if is_alone else self.chunk_tokens - num_new
-            self.method = method
-
-
-@dataclass(slots=True)
 class Round:
     """The state of one round of admission.
 
+    batches: the prompts of each new prefill job, in order. Prompts of a job use one prefill method and have at most
+        `chunk_tokens` together. room, method: of the last job.
     num_hidden: tokens with hidden states, over all prefills.
     num_coming_pages: pages that admitted sequences may take soon.
     is_offloading: a prefill that offloads is running or admitted.
@@ -48,7 +26,7 @@ class Round:
     seconds_left: of prefills that other requests wait for.
     """
 
-    batches: Batches
+    chunk_tokens: int
     num_hidden: int
     num_coming_pages: int
     is_offloading: bool
@@ -59,6 +37,23 @@ class Round:
     fewest_refused: int = _MANY_PAGES
     refused: Sequence | None = None
     seconds_left: dict[Sequence, float] = field(default_factory=dict)
+    batches: list[list[tuple[Sequence, Start]]] = field(default_factory=list)
+    room: int = 0
+    method: PartId = DENSE
+
+    def add(self, sequence: Sequence, start: Start) -> None:
+        """Add a prompt to the last job or to a new one. A prompt that is offloaded, has document chunks or reads blocks
+        from disk has a job of its own.
+        """
+        num_new, method = sequence.num_tokens - start.first_computed, sequence.profile.prefill_method
+        is_alone = bool(start.end or sequence.chunks or start.disk_end)
+        if not is_alone and num_new <= self.room and method == self.method:
+            self.batches[-1].append((sequence, start))
+            self.room -= num_new
+        else:
+            self.batches.append([(sequence, start)])
+            self.room = 0 if is_alone else self.chunk_tokens - num_new
+            self.method = method
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ the front of the queue, with its tokens so far. If a sequence leaves its prefill
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from gpu.step import Lane, PageWrite, RingGrowth
@@ -31,16 +30,10 @@ _REMEDIES: dict[Shortage, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Pages that sequences take for their next tokens: KV pages, and pages that rings share."""
-
-    pages: tuple[PageWrite, ...] = ()
-    rings: tuple[RingGrowth, ...] = ()
-
-
 class Roster:
-    """The unfinished sequences. running: those that decode, in the order in which their prefills ended."""
+    """The unfinished sequences. running: those that decode, in the order in which their prefills ended. released_slots:
+    those that sequences have left and no plan has reported to the runner yet.
+    """
 
     def __init__(
         self,
@@ -59,7 +52,7 @@ class Roster:
         self._prefill = prefill
         self._lanes = lanes
         self._documents = documents
-        self._released_slots: list[int] = []
+        self.released_slots: list[int] = []
         self._unfinished: dict[str, Sequence] = {}
 
     def queue(self, sequences: Collection[Sequence]) -> None:
@@ -90,14 +83,9 @@ class Roster:
         for entry in self._prefill.jobs:
             yield from entry.sequences
 
-    @property
-    def has_released(self) -> bool:
-        """Return whether sequences have left slots that no plan has reported to the runner yet."""
-        return bool(self._released_slots)
-
     def take_released(self) -> list[int]:
         """Return the slots that sequences left since the last call."""
-        released, self._released_slots = self._released_slots, []
+        released, self.released_slots = self.released_slots, []
         return released
 
     def start(self, entry: JobInProgress) -> dict[int, Sequence]:
@@ -110,15 +98,16 @@ class Roster:
             self.running.append(sequence)
         return {sequence.slot: sequence for sequence in entry.sequences}
 
-    def grow(self, stepping: list[Sequence]) -> Growth:
-        """Allocate what the next token of each sequence needs, by priority and then by arrival.
+    def grow(self, stepping: list[Sequence]) -> tuple[list[PageWrite], list[RingGrowth]]:
+        """Allocate KV pages and ring pages for the next token of each sequence, by priority and then by arrival.
 
         If pages are short, short contexts are offloaded so that their pages can be evicted. If that does not help, the
         last sequences in this order are preempted.
         """
-        growing = [one for one in stepping if one.rings or self._residence.may_grow(one)]
+        may_all_grow, needs_page = self._residence.offloads is not None, self._residence.needs_page
+        growing = [one for one in stepping if one.rings or may_all_grow or needs_page(one)]
         if not growing:  # as in most steps
-            return Growth()
+            return [], []
         writes, rings = [], []
         spared = self._spared_contexts()
         for sequence in sorted(growing, key=_turn):
@@ -132,11 +121,10 @@ class Roster:
                 rings += [(sequence, one) for one in self._rings.grow(sequence)]
         held = {sequence.slot for sequence in self.running}
         still = set(self.running)
-        for sequence in stepping if not self._released_slots else ():  # the runner first hears of released rings
+        for sequence in stepping if not self.released_slots else ():  # the runner first hears of released rings
             if sequence in still:
                 self._rings.take_late(sequence, self.running)
-        pages = tuple(write for write in writes if write.slot in held)
-        return Growth(pages, tuple(one for who, one in rings if who in still))
+        return [write for write in writes if write.slot in held], [one for who, one in rings if who in still]
 
     def _find_shortage(self, sequence: Sequence, spared: list[HostContext]) -> Shortage | None:
         """Return what is short for the next draw of a sequence, or None; see `Residence.find_shortage`."""
@@ -236,7 +224,7 @@ class Roster:
         self._rings.give_back(sequence)
         self._lanes.give_back(sequence.lane)
         sequence.lane = Lane.DEVICE
-        self._released_slots.append(sequence.slot)
+        self.released_slots.append(sequence.slot)
         self._admission.free_slots.append(sequence.slot)
         sequence.slot = -1
 

@@ -28,7 +28,6 @@ from scheduler.messages import (
     EngineRequest,
     ExpertStats,
     HostStats,
-    Progress,
     Stats,
     StoreChunks,
 )
@@ -122,12 +121,10 @@ class Engine:
         self._step_seconds += time.perf_counter() - began
         return deltas
 
-    def progress(self) -> list[Progress]:
-        return self.scheduler.progress()
-
     def stats(self) -> Stats:
         """Return the counters and gauges that the API process shows."""
-        parts = self._host_stats(), self._method_counts(), self._expert_stats()
+        experts = self._runner.expert_counts()
+        parts = self._host_stats(), self._method_counts(), None if experts is None else ExpertStats(**asdict(experts))
         stats = self.scheduler.stats(self._num_steps, self._step_seconds, *parts)
         documents = self.scheduler.documents
         if documents is not None:
@@ -138,10 +135,6 @@ class Engine:
     def _method_counts(self) -> dict[str, list[int]]:
         """Return the sums over the parts of profiles."""
         return add_counts(list(self._runner.method_counts().values()))
-
-    def _expert_stats(self) -> ExpertStats | None:
-        counts = self._runner.expert_counts()
-        return None if counts is None else ExpertStats(**asdict(counts))
 
     def decode_reads(self) -> DecodeReads:
         """Return what decode steps have read since the start. It is complete once there is no work."""
@@ -189,25 +182,27 @@ class Engine:
             self._tier.shutdown()
 
     def _host_stats(self) -> HostStats | None:
-        if self._tier is None:
+        residence = self.scheduler.residence
+        contexts, evictor, page_tokens = residence.contexts, residence.evictor, residence.page_tokens
+        if self._tier is None or contexts is None or evictor is None:
             return None
-        tier, counts, times = self._tier.stats(), self.scheduler.residence.counts, self._runner.host_read_times
+        tier, times = self._tier.stats(), self._runner.host_read_times
         return HostStats(
             bytes_used=tier.bytes_in_use,
-            bytes_promised=counts.num_promised_bytes,
+            bytes_promised=contexts.used_bytes,
             bytes_limit=tier.limit_bytes,
             contexts=tier.contexts,
-            tokens=counts.num_offloaded_tokens,
-            tokens_evicted=counts.num_evicted_tokens,
-            tokens_resident=counts.num_resident_tokens,
-            tokens_reloaded=counts.num_reloaded_tokens,
+            tokens=contexts.num_blocks * page_tokens,
+            tokens_evicted=contexts.num_evicted * page_tokens,
+            tokens_resident=evictor.num_resident_tokens(),
+            tokens_reloaded=evictor.num_reloaded * page_tokens,
             segments=tier.segments,
             leases=tier.leases,
             tables_built=tier.tables_built,
             tables_failed=tier.tables_failed,
             tokens_covered=tier.attention.tokens_covered,
             rows_read=tier.attention.rows_read,
-            rows_left_out=self.scheduler.num_rows_left_out,
+            rows_left_out=self.scheduler.late.num_left_out,
             ready_seconds=times.ready_s,
             wait_seconds=tier.attention.wait_s,
             attend_seconds=tier.attention.attend_s,

@@ -134,7 +134,7 @@ class Loop:
         stats: Stats | None = None
         if now >= self._progress_due:
             self._progress_due = now + _PROGRESS_SECONDS
-            progress = self._engine.progress()
+            progress = self._engine.scheduler.progress()
         if now >= self._stats_due:
             self._stats_due = now + _STATS_SECONDS
             stats = self._engine.stats()

@@ -63,10 +63,6 @@ class JobInProgress:
         """Count the token-layers still to do; the logits of a scored token count as one."""
         return self._token_layers(self.layer) + self.job.num_scored_tokens - self.begin
 
-    def remaining_each(self) -> float:
-        """Return the token-layers still to do for each of its prompts."""
-        return self.remaining() / len(self.job.prompts)
-
     def share_left(self) -> float:
         """Return the share of the job's work that is still to do, in [0, 1]."""
         return self.remaining() / (self._token_layers(0) + self.job.num_scored_tokens)

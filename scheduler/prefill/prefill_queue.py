@@ -30,7 +30,7 @@ class PrefillQueue:
     def __init__(self, config: PrefillConfig, num_layers: int, costs: CostModel) -> None:
         self._config = config
         self.num_layers = num_layers
-        self._costs = costs
+        self.costs = costs
         self._owed_seconds = 0.0  # to the oldest job, by jobs that overtook it
         self._owed_to: JobInProgress | None = None
         self.is_loaded: Callable[[int, int], bool] = lambda job_id, layer: True
@@ -56,7 +56,7 @@ class PrefillQueue:
         finished = [entry for entry in self.jobs if not entry.remaining()]
         if finished:  # the prompts that were left have been cut out
             for entry in finished:
-                self.drop(entry)
+                self.jobs.remove(entry)
             return [entry.take_unit(0) for entry in finished], finished
         units: list[Unit] = []
         spent = cost = self._take_chunk(seconds, units, finished)
@@ -100,7 +100,7 @@ class PrefillQueue:
             self._charge(entry, cost)
             spent += cost
             if entry.remaining() == 0:
-                self.drop(entry)
+                self.jobs.remove(entry)
                 finished.append(entry)
             left_tokens -= length
             if length < whole:
@@ -112,16 +112,13 @@ class PrefillQueue:
         entry = self.job_of(sequence)
         assert entry is not None, f"prefill: {sequence.request_id} is in no job"
         if len(entry.sequences) == 1:
-            self.drop(entry)
+            self.jobs.remove(entry)
         else:
             entry.cut(sequence)
 
     def job_of(self, sequence: Sequence) -> JobInProgress | None:
         """Return the job that computes the sequence's prompt, if one does."""
         return next((entry for entry in self.jobs if sequence in entry.sequences), None)
-
-    def drop(self, entry: JobInProgress) -> None:
-        self.jobs.remove(entry)
 
     def seconds_left(self, sequence: Sequence) -> float | None:
         """Return the seconds of work left of the sequence's job; None if it has none."""
@@ -142,16 +139,12 @@ class PrefillQueue:
     def _seconds_left_of(self, entry: JobInProgress) -> float:
         prompts, method = entry.job.prompts, entry.method
         whole = sum(self.prompt_seconds(prompt.begin, len(prompt.token_ids), method) for prompt in prompts)
-        whole += self._costs.logits_seconds(entry.job.num_scored_tokens)
+        whole += self.costs.logits_seconds(entry.job.num_scored_tokens)
         return whole * entry.share_left()
 
     def prompt_seconds(self, begin: int, end: int, method: PartId) -> float:
         """Return the seconds of work for a prompt's tokens `[begin, end)` in all layers."""
-        return self.num_layers * self._costs.unit_seconds(end - begin, end, method)
-
-    def prompt_work(self, num_tokens: int) -> float:
-        """Return the floating-point operations of a prompt of so many tokens."""
-        return self._costs.prompt_work(num_tokens)
+        return self.num_layers * self.costs.unit_seconds(end - begin, end, method)
 
     def _eligible_jobs(self, seconds: float | None, has_units: bool) -> list[JobInProgress]:
         """Return the jobs that may have the next unit.
@@ -197,7 +190,7 @@ class PrefillQueue:
         most = self._config.chunk_tokens
         if seconds is None:
             return most
-        return min(most, max(self._costs.familiar_tokens(entry.unit_method), LEAST_UNIT_TOKENS))
+        return min(most, max(self.costs.familiar_tokens(entry.unit_method), LEAST_UNIT_TOKENS))
 
     def _next_unit(self, entry: JobInProgress, left_tokens: int, seconds: float | None) -> tuple[int, float]:
         """Return the tokens of a job's next unit, and its estimated seconds."""
@@ -205,15 +198,15 @@ class PrefillQueue:
         if entry.is_scoring:
             length = min(length, MOST_SCORED_TOKENS)
             if seconds is not None:
-                familiar = max(self._costs.familiar_rows, LEAST_UNIT_TOKENS)
-                length = self._costs.rows_within(seconds, min(length, familiar), LEAST_UNIT_TOKENS)
-            return length, self._costs.logits_seconds(length)
+                familiar = max(self.costs.familiar_rows, LEAST_UNIT_TOKENS)
+                length = self.costs.rows_within(seconds, min(length, familiar), LEAST_UNIT_TOKENS)
+            return length, self.costs.logits_seconds(length)
         method = entry.unit_method
         begin = entry.longest - length if entry.is_scattered else entry.context_at(entry.begin + 1) - 1
         if seconds is not None:
-            length = self._costs.tokens_within(seconds, begin, length, LEAST_UNIT_TOKENS, method)
+            length = self.costs.tokens_within(seconds, begin, length, LEAST_UNIT_TOKENS, method)
         length = entry.aligned(length)
-        return length, self._costs.unit_seconds(length, begin + length, method)
+        return length, self.costs.unit_seconds(length, begin + length, method)
 
     def _charge(self, entry: JobInProgress, cost: float) -> None:
         if entry is self._find_oldest():
@@ -224,4 +217,4 @@ class PrefillQueue:
 
 
 def _turn(entry: JobInProgress) -> tuple[float, float]:
-    return entry.priority, entry.remaining_each()
+    return entry.priority, entry.remaining() / len(entry.job.prompts)

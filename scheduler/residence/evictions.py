@@ -223,11 +223,24 @@ class Evictor:
         self._reloads.append(FinishedReload(tuple(page_ids), tuple(dense_page_ids), tuple(places)))
         self.num_reloaded += len(page_ids)
 
-    def take_moves(self) -> tuple[list[FinishedReload], list[PageEviction]]:
-        """Return the finished reloads and the evictions since the last call."""
-        moves = self._reloads, self._evictions
+    def take_changes(self) -> tuple[list[int], list[FinishedReload], list[PageEviction]]:
+        """Return the contexts closed, the finished reloads and the evictions since the last call."""
+        changes = self._contexts.take_closed(), self._reloads, self._evictions
         self._reloads, self._evictions = [], []
-        return moves
+        return changes
+
+    def num_resident_tokens(self) -> int:
+        """Count the tokens with pages of all layers in contexts that are offloaded in part.
+
+        Sinks and windows are included, and shared tokens count once.
+        """
+        down = [context for context in self._contexts if context.num_blocks]
+        pages = {page for context in down for page in context.sink_pages}
+        for context in down:
+            if (sequence := self.holders.get(context)) is not None:
+                pages.update(sequence.pages[len(context.sink_pages) + context.num_blocks :])
+        num_blocks = self._contexts.num_blocks - self._contexts.num_evicted
+        return (len(pages) + num_blocks) * self._host.page_tokens
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

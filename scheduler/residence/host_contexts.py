@@ -41,7 +41,7 @@ class HostContexts:
         self._owners: dict[bytes, list[HostContext]] = {}
         self._next_id = 0
         self._uses = 0
-        self._closed: list[int] = []
+        self.closed: list[int] = []  # of which the device has yet to hear
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -220,14 +220,9 @@ class HostContexts:
         """Close the least valuable idle context without forks, except `kept`; False if there is none."""
         return self._evict(self._idle(kept))
 
-    @property
-    def has_closed(self) -> bool:
-        """Return whether contexts were closed that no plan has reported to the device yet."""
-        return bool(self._closed)
-
     def take_closed(self) -> list[int]:
         """Return the ids of contexts closed since the last call, to report to the device."""
-        closed, self._closed = self._closed, []
+        closed, self.closed = self.closed, []
         return closed
 
     # --- room ---------------------------------------------------------------------------------------------------------
@@ -316,7 +311,7 @@ class HostContexts:
             del self._contexts[context.context_id]
             context.is_closed = True
             if context.is_open:
-                self._closed.append(context.context_id)
+                self.closed.append(context.context_id)
             if context.parent is not None:
                 context.parent.num_forks -= 1
             context = context.parent

@@ -88,25 +88,19 @@ class OffloadedPrompts:
     # --- where one begins ---------------------------------------------------------------------------------------------
 
     def find(self, sequence: Sequence) -> Start:
-        """Return the best start of a prompt that is available now."""
-        source, num_shared = self._find_source(sequence)
-        begin = 0 if source is None else self._host.end_of_blocks(num_shared)
-        return Start(begin, sequence.run_end, source)
-
-    def _find_source(self, sequence: Sequence) -> tuple[HostContext | None, int]:
-        """Return the context that shares the most first blocks of the sequence's run, and their number."""
-        num_sink = self._host.num_sink_blocks
+        """Return the best start of a prompt that is available now: behind the context that shares the most blocks."""
+        num_sink, anew = self._host.num_sink_blocks, Start(0, sequence.run_end, None)
         end = min(self._landed_end(sequence) // self._host.page_tokens, sequence.num_usable_blocks)
         source, num_shared = self._contexts.find(sequence.hashes, num_sink, max(num_sink, end))
         if source is None:
-            return None, 0
+            return anew
         if not self._evictor.is_adaptive:
             num_shared = min(num_shared, source.num_landed)
         end = self._windows.last_end(sequence.hashes, num_sink + num_shared, sequence.border_blocks)
         num_shared = max(0, end - num_sink)
         if num_shared == 0 or not self._fits_beside(sequence, source, num_shared):
-            return None, 0
-        return source, num_shared
+            return anew
+        return Start(self._host.end_of_blocks(num_shared), sequence.run_end, source)
 
     def _fits_beside(self, sequence: Sequence, source: HostContext, num_shared: int) -> bool:
         """Return whether both memories can hold the prompt beside its source once all else that is idle is dropped.
@@ -130,7 +124,9 @@ class OffloadedPrompts:
         source = start.source
         need = self._need(sequence, 0 if source is None else self._host.blocks_of_run(start.begin))
         num_left = need.num_spare + num_spare
-        if not self._make_room(need, num_left, kept if source is None else [*kept, source]):
+        num_pages, room = need.num_new + self._least_pages(need), self._room
+        spared = kept if source is None else [*kept, source]
+        if not room.could_free_pages(num_pages + num_left, spared) or not room.free_pages(num_pages, spared):
             return False
         num_evicted = self._num_to_evict(need, need.num_new + num_left, source)
         is_behind_evicted = num_evicted or not self._evictor.is_adaptive  # then the shared blocks are evicted, too
@@ -177,11 +173,6 @@ class OffloadedPrompts:
         return need.num_own - num_evicted + self._host.layout.blocks_for(num_evicted)
 
     # --- step by step -------------------------------------------------------------------------------------------------
-
-    def _make_room(self, need: _Need, num_left: int, kept: Collection[HostContext]) -> bool:
-        """Free the fewest pages that the prompt needs; False if they, and `num_left` more, cannot be freed."""
-        num_pages = need.num_new + self._least_pages(need)
-        return self._room.could_free_pages(num_pages + num_left, kept) and self._room.free_pages(num_pages, kept)
 
     def _num_to_evict(self, need: _Need, num_other: int, source: HostContext | None) -> int:
         """Return how many of a prompt's own blocks must be evicted from the start to leave `num_other` pages.

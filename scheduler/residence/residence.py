@@ -5,12 +5,11 @@ is computed again. Invariant: `sequence.pages` has a page for each position, in 
 belong to the sequence's host context, evicted ones (dense pages) first. The sequence holds all others.
 """
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from gpu.operations.recurrent.state_arrays import MOST_STEP_ROWS
-from gpu.step import FinishedReload, HostRead, PageEviction, PageWrite, Reload
+from gpu.step import HostRead, PageWrite
 from scheduler.cache.block_events import BlockEvents
 from scheduler.cache.conversations import Conversations
 from scheduler.cache.idle_pages import NOBODY
@@ -23,22 +22,12 @@ from scheduler.residence.host_contexts import HostContexts
 from scheduler.residence.offloaded_prompts import OffloadedPrompts, Start
 from scheduler.residence.offloads import Offloads
 from scheduler.residence.page_room import PageRoom
-from scheduler.residence.residence_counts import ResidenceCounts
 from scheduler.sequences.capacity import Capacity
 from scheduler.sequences.offloaded_context import HostContext
 from scheduler.sequences.sequence import Sequence, State
 from transfer.reading import Reading
 
 Shortage = Literal["pages", "host", "index"]
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """Changes of contexts in host memory that the next plan reports to the device."""
-
-    closed_contexts: tuple[int, ...] = ()
-    finished_reloads: tuple[FinishedReload, ...] = ()
-    evictions: tuple[PageEviction, ...] = ()
 
 
 class Residence:
@@ -76,7 +65,6 @@ class Residence:
             self.evictor = Evictor(host, self.contexts, self.pages)
         self.disk = DiskContexts(disk, self.pages, page_tokens, self.contexts, self.num_sink_blocks, self.windows)
         self.room = PageRoom(capacity, self.pages, self.contexts, self.evictor)
-        self.counts = ResidenceCounts(page_tokens, self.contexts, self.evictor)
         if host is not None and self.contexts is not None and self.evictor is not None:
             self.prompts = OffloadedPrompts(host, self.contexts, self.evictor, self.pages, self.room, self.windows)
             self.offloads = Offloads(host, self.contexts, self.evictor, self.pages)
@@ -139,11 +127,10 @@ class Residence:
     def take(self, sequence: Sequence, start: Start, num_spare: int, kept: Collection[HostContext]) -> bool:
         """Give the sequence the pages of its prompt, if that leaves `num_spare` free; else give nothing, return False.
 
-        Running sequences may soon take the spare pages; without them a long prompt might be preempted and computed
-        twice. Idle contexts other than `kept` are dropped for it.
+        `OffloadedPrompts.take` is for prompts that are offloaded in part. Running sequences may soon take the spare
+        pages; without them a long prompt might be preempted and computed twice. Idle contexts other than `kept` are
+        dropped for it.
         """
-        if start.end and self.prompts is not None:
-            return self.prompts.take(sequence, start, num_spare, kept)
         num_front = sequence.num_known_blocks if sequence.finds_live else start.begin // self.page_tokens
         front = self.pages.prefix_pages(sequence.hashes, num_front)
         self.pages.hold(front.array)
@@ -180,16 +167,16 @@ class Residence:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def may_grow(self, sequence: Sequence) -> bool:
-        """Return whether the next draw may take a page or host memory."""
-        return self.offloads is not None or self._needs_page(sequence)
+    def needs_page(self, sequence: Sequence) -> bool:
+        """Return whether the next draw begins a page."""
+        return sequence.next_position // self.page_tokens >= len(sequence.pages)
 
     def find_shortage(self, sequence: Sequence, kept: Collection[HostContext]) -> Shortage | None:
         """Make room for the next draw and the offload that it makes due; return what is short, or None.
 
         Idle contexts other than `kept` are dropped for it.
         """
-        num_pages = int(self._needs_page(sequence))
+        num_pages = int(self.needs_page(sequence))
         if self.offloads is not None:
             if not self.offloads.reserve(sequence):
                 return "host"
@@ -206,7 +193,7 @@ class Residence:
         if self.windows.wants_snapshot(sequence):
             self.prefixes.known_hashes(sequence)
             self.windows.snapshot(sequence)
-        if not self._needs_page(sequence):
+        if not self.needs_page(sequence):
             return []
         write = PageWrite(sequence.slot, len(sequence.pages), tuple(self.pages.allocate(1)))
         sequence.pages += write.page_ids
@@ -325,35 +312,6 @@ class Residence:
         del self.evictor.holders[context]
         self.contexts.release(context, is_kept)
 
-    # --- reloads ------------------------------------------------------------------------------------------------------
-
-    def next_reload(
-        self, running: Iterable[Sequence], is_quiet: bool, is_ready: Callable[[HostRead], bool]
-    ) -> list[Reload]:
-        """Choose evicted pages of running sequences to reload during the next step.
-
-        is_quiet: no request waits or prefills. Call `finish_reload` once the plan is carried out.
-        """
-        if self.evictor is None or not self.evictor.is_adaptive:
-            return []
-        num_coming_pages = sum(map(self.room.num_coming_pages, running)) if is_quiet else 0
-        reload = self.evictor.next_reload(is_quiet, num_coming_pages, is_ready)
-        return [] if reload is None else [reload]
-
-    def finish_reload(self) -> None:
-        """Finish a reload: its rows have arrived, or will before the next step reads them."""
-        if self.evictor is not None:
-            self.evictor.finish_reload()
-
-    # --- reports to the device ----------------------------------------------------------------------------------------
-
-    def take_changes(self) -> "Changes":
-        """Return the contexts closed and the pages reloaded and evicted since the last call."""
-        if self.evictor is None or self.contexts is None:
-            return Changes()
-        reloads, evictions = self.evictor.take_moves()
-        return Changes(tuple(self.contexts.take_closed()), tuple(reloads), tuple(evictions))
-
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _release(self, sequence: Sequence, first_pages: list[int], other_pages: list[int]) -> None:
@@ -363,6 +321,3 @@ class Residence:
         self.pages.release(first_pages[num_front:] + other_pages, NOBODY if one is None else one.number)
         if front is not None:
             self.pages.release(first_pages[:num_front], front.number)
-
-    def _needs_page(self, sequence: Sequence) -> bool:
-        return sequence.next_position // self.page_tokens >= len(sequence.pages)

@@ -39,8 +39,8 @@ class Results:
 
     def tell(self, result: StepResult, launched: LaunchedPlan) -> list[Delta]:
         """Apply a result and return its messages. A lane's results must come in the order of its launches."""
-        if launched.fetches:
-            self._residence.finish_reload()
+        if launched.fetches and self._residence.evictor is not None:
+            self._residence.evictor.finish_reload()
         self._costs.observe_units(launched.units, launched.unit_contexts, result.unit_seconds)
         self._costs.observe_decode(launched.rows, result.decode_seconds, launched.num_known)
         deltas = []

@@ -166,7 +166,7 @@ class Scheduler:
         self._refused: list[Delta] = []
         self._launched: dict[Lane, deque[LaunchedPlan]] = {lane: deque() for lane in device.lanes}
         self._gap = TokenGap(config, self._costs)
-        self._late = LateRows()
+        self.late = LateRows()
         self._results = Results(self.roster, self.residence, self.constraints, self._costs)
         self.intake = Intake(capacity, profiles, self.prefixes, self.constraints, documents)
         most_rows = config.max_running if device.most_rows is None else device.most_rows
@@ -183,15 +183,10 @@ class Scheduler:
         self._costs.learn_units(units, contexts, seconds)
 
     @property
-    def num_rows_left_out(self) -> int:
-        """Count the rows that were left out of decode steps because their host contexts were not ready."""
-        return self._late.num_left_out
-
-    @property
     def has_changes(self) -> bool:
         """Return whether the device still has to free contexts or slots of requests that have left."""
         contexts = self.residence.contexts
-        return self.roster.has_released or (contexts is not None and contexts.has_closed)
+        return bool(self.roster.released_slots or (contexts is not None and contexts.closed))
 
     # --- the next step ------------------------------------------------------------------------------------------------
 
@@ -205,9 +200,7 @@ class Scheduler:
         if lane is Lane.HOST and not outline.stepping:
             return StepPlan(lane)
         saves = self._save(lane)
-        grown = self.roster.grow(outline.stepping)
-        outline.page_writes += grown.pages
-        outline.ring_growth += grown.rings
+        outline.page_writes, outline.ring_growth = self.roster.grow(outline.stepping)
         self._offload(outline)
         if lane is Lane.DEVICE:
             self._admit(outline)
@@ -216,15 +209,16 @@ class Scheduler:
         outline.known, writes = self.jumps.take(outline.taken, lane, len(self.roster.running))
         outline.drafts, more = self.drafts.take(outline.taken, outline.known, lane, len(self.roster.running))
         outline.page_writes += writes + more
-        changes = self.residence.take_changes()
+        evictor = self.residence.evictor
+        closed, reloaded, evicted = ([], [], []) if evictor is None else evictor.take_changes()
         plan = StepPlan(
             lane=lane,
             saves=tuple(saves),
             released_slots=tuple(self.roster.take_released()) if lane is Lane.DEVICE else (),  # it hands out slots
-            closed_contexts=changes.closed_contexts,
+            closed_contexts=tuple(closed),
             offloads=tuple(outline.offloads),
-            finished_reloads=changes.finished_reloads,
-            evictions=changes.evictions,
+            finished_reloads=tuple(reloaded),
+            evictions=tuple(evicted),
             reloads=tuple(reloads),
             page_writes=tuple(outline.page_writes),
             ring_writes=tuple(self.rings.take_writes()),
@@ -239,7 +233,7 @@ class Scheduler:
         if plan.is_empty:
             return plan
         plan = replace(plan, is_fenced=self._fence(plan, outline.stepping))
-        self._late.count(outline.rows, outline.taken)
+        self.late.count(outline.rows, outline.taken)
         self._note_launch(plan, outline)
         return plan
 
@@ -295,7 +289,7 @@ class Scheduler:
             drawing = []
         outline.rows = [(sequence, self.residence.host_read(sequence)) for sequence in drawing]
         is_busy = bool(outline.units or any(self._launched.values()))
-        outline.taken = self._late.take_out(outline.rows, is_ready, is_busy)
+        outline.taken = self.late.take_out(outline.rows, is_ready, is_busy)
 
     @property
     def _num_prompts(self) -> int:
@@ -304,10 +298,14 @@ class Scheduler:
 
     def _reload(self, lane: Lane, is_ready: IsReady) -> list[Reload]:
         """Choose evicted pages to reload; only the lane whose rows read host memory does so."""
-        if lane is not self._lanes.lane_of(reads_host=True, joins=False):
+        evictor = self.residence.evictor
+        is_theirs = lane is self._lanes.lane_of(reads_host=True, joins=False)
+        if not is_theirs or evictor is None or not evictor.is_adaptive:
             return []
         is_quiet = not (self._admission.waiting or self._prefill.jobs)
-        return self.residence.next_reload(self.roster.running, is_quiet, is_ready)
+        num_coming_pages = sum(map(self.residence.room.num_coming_pages, self.roster.running)) if is_quiet else 0
+        reload = evictor.next_reload(is_quiet, num_coming_pages, is_ready)
+        return [] if reload is None else [reload]
 
     def _note_launch(self, plan: StepPlan, outline: _Outline) -> None:
         """Remember what reading the plan's result needs: the sequences of its rows, and the numbers of their draws."""

@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from scheduler.messages import Stats
 from server.engine.request_figures import find_figures
 from server.engine.stat_metrics import StatMetrics
 from server.engine.token_rates import TokenRates
@@ -22,8 +21,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._stats = StatMetrics(self._registry)
-        self.pages_capacity = self._stats.limits["pages_total"]
+        self.stats = StatMetrics(self._registry)
+        self.pages_capacity = self.stats.limits["pages_total"]
         self.engine_up = self._gauge("tandem_engine_up", "1 while the engine serves")
         self.prompt_tokens = self._counter("tandem_prompt_tokens", "tokens of accepted prompts")
         self.generated_tokens = self._counter("tandem_generated_tokens", "tokens generated")
@@ -70,23 +69,10 @@ class Metrics:
         self.rates = TokenRates()
         self.num_load_waits: Callable[[], int] = int  # requests that wait for the model's load; 0: there are no loads
 
-    @property
-    def latest(self) -> Stats | None:
-        """Return the engine's last report; None: there is none yet, or the engine is gone."""
-        return self._stats.latest
-
-    def take(self, stats: Stats) -> None:
-        """Take the engine's latest gauges and counters."""
-        self._stats.take(stats)
-
     def engine_gone(self) -> None:
         """Clear the engine's gauges; the next engine counts from zero."""
-        self._stats.clear()
+        self.stats.clear()
         self.engine_up.set(0)
-
-    def count_generated(self, num_tokens: int) -> None:
-        self.generated_tokens.inc(num_tokens)
-        self.rates.count(num_tokens)
 
     def take_figures(self, figures: Mapping[str, int]) -> None:
         """Add a request's figures."""

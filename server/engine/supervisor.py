@@ -203,10 +203,6 @@ class Supervisor:
         return bool(self._mailboxes or self._answers or self._storing or self._asked)
 
     @property
-    def is_serving(self) -> bool:
-        return self.state == "ready" and not self._stopping
-
-    @property
     def knows_disk(self) -> bool:
         """Return whether no engine runs, or it is ending, and the place of its contexts on disk is known."""
         is_at_rest = self.state == "unloaded" or (self.state == "ready" and self._stopping)
@@ -426,7 +422,7 @@ class Supervisor:
 
     def ready(self) -> Ready:
         """Return the engine's limits. Raises ApiError 503 if it does not serve."""
-        if not self.is_serving or self.limits is None:
+        if self.state != "ready" or self._stopping or self.limits is None:
             state = "unloading" if self.state == "ready" else self.state
             what = _WHY_NOT.get(state, "the engine process is dead")
             raise unavailable(f"engine: {what}; try again later", f"engine_{state}", self._retry_after())
@@ -586,7 +582,7 @@ class Supervisor:
             if mailbox is not None:
                 mailbox.put(progress)
         if outputs.stats is not None:
-            self._metrics.take(outputs.stats)
+            self._metrics.stats.take(outputs.stats)
 
     def _publish(self, changes: CacheChanges) -> None:
         if self.on_blocks is not None:

@@ -99,7 +99,8 @@ class Choice:
                 self._pending.append(TokenEntry(token_id, delta.logprobs[i], self._num_chars))
             if i == last and delta.finish_reason == "stop" and not self._keeps_stop:
                 break
-            self._note_special(token_id)
+            if self._reader is not None and token_id in self._tokenizer.special_ids:
+                self._specials.append((self._num_chars, self._tokenizer.token_bytes(token_id).decode()))
             text += self._advance(self._decoder.step(token_id), parts)
             if self.finish_reason is not None:
                 self._cut_drafts(num_accepted + len(token_ids))
@@ -136,10 +137,6 @@ class Choice:
             parts += self._reader.cut() if reason in ("length", TIME_LIMIT) else self._reader.finish()
             if reason == "stop" and self._reader.num_calls:
                 self.finish_reason = "tool_calls"
-
-    def _note_special(self, token_id: int) -> None:
-        if self._reader is not None and token_id in self._tokenizer.special_ids:
-            self._specials.append((self._num_chars, self._tokenizer.token_bytes(token_id).decode()))
 
     def _read(self, text: str, parts: list[Part]) -> None:
         """Read text that became certain, and the special tokens up to its end."""

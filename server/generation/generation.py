@@ -420,7 +420,8 @@ class Generation:
             self._prefill_s = self._prefill_s or delta.prefill_seconds
         if num_tokens:
             last_s = self._last_token_s[index]
-            metrics.count_generated(num_tokens)
+            metrics.generated_tokens.inc(num_tokens)
+            metrics.rates.count(num_tokens)
             if last_s is None:
                 metrics.first_token_s.observe(now - self._arrival_s)
                 self._first_token_s = self._first_token_s or now
@@ -428,12 +429,8 @@ class Generation:
                 metrics.inter_token_s.observe((now - last_s) / num_tokens)
             self._last_token_s[index] = now
 
-    def _told_of_turn(self) -> dict[str, str | int]:
-        """Return, for the log, where a chat's prompt differs from the turn before, if it follows one."""
-        turn = self.jobs[0].prompt.turn
-        return {} if turn is None else {"parted": turn.parted, "same_tokens": turn.num_same}
-
     def _log(self, now: float) -> None:
+        turn = self.jobs[0].prompt.turn
         logs.info(
             "generated",
             id=self.id,
@@ -444,7 +441,7 @@ class Generation:
             **self.figures(False),
             generated_tokens=self.num_generated_tokens,
             finish=",".join(sorted({choice.finish_reason or "" for choice in self.choices})),
-            **self._told_of_turn(),
+            **({} if turn is None else {"parted": turn.parted, "same_tokens": turn.num_same}),
             prefill_ms=1e3 * self._prefill_s,
             ttft_ms=1e3 * ((self._first_token_s or now) - self._arrival_s),
             ms=1e3 * (now - self._arrival_s),

@@ -151,9 +151,10 @@ def build_service(
     parts = load_parts(deployment)
     metrics, name = Metrics(), model_name(deployment)
     has_prefixes = deployment.scheduler.prefix_cache
+    stats = metrics.stats
     metrics.show_more(
         RouterMetrics(
-            name, memory, parts.adapters.names, has_prefixes, lambda: metrics.latest, lambda: metrics.num_load_waits()
+            name, memory, parts.adapters.names, has_prefixes, lambda: stats.latest, lambda: metrics.num_load_waits()
         )
     )
     texts = TextPool(server.retry_after_seconds) if beside is None else beside.texts

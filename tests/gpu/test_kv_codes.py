@@ -112,7 +112,7 @@ def test_a_layer_is_gathered_exactly_some_heads_after_others(kv_heads: int) -> N
     rows = [torch.randn(kv_heads, 160, shape.dim, generator=torch.manual_seed(seed)).bfloat16() for seed in range(2)]
     ids = torch.tensor(np.random.default_rng(0).permutation(12)[:10])
     pool.page_table[1] = ids.int()
-    pool.scatter_rows(2, ids, *rows)
+    pool.write(2, ids, *rows)
     gathered, seen = GatheredKv(pool, kv_heads, shape.dim), []
     wanted = [read_raw(pages[2][ids])[0].swapaxes(0, 1).reshape(kv_heads, 160, -1)
               for pages in (pool.key_pages, pool.value_pages)]  # fmt: skip

@@ -29,10 +29,10 @@ def test_an_offload_block_is_gathered_only_after_waiting_for_the_last_one_to_be_
     twins = Twins(offload_block_tokens=16)
     row_transfer, pool = offload_of(twins)._row_transfer, twins.offloading.pool
     streams = row_transfer.streams = LoggedStreams()
-    send_offload_block, gather_rows, sent = row_transfer.send_offload_block, pool.gather_rows, []
+    send, gather_rows, sent = row_transfer.send, pool.gather_rows, []
 
     def logged_send(keys: Tensor, *others: object) -> Sent:
-        result = send_offload_block(keys, *others)
+        result = send(keys, *others)
         if len(keys) > 1:  # all layers at once
             sent.append((keys.untyped_storage().data_ptr(), result.read))
         return result
@@ -41,7 +41,7 @@ def test_an_offload_block_is_gathered_only_after_waiting_for_the_last_one_to_be_
         assert [read for _, read in sent[-1:]] == [read for _, read in sent[-1:] if read in streams.waited]
         gather_rows(page_ids, keys, values)
 
-    monkeypatch.setattr(row_transfer, "send_offload_block", logged_send)
+    monkeypatch.setattr(row_transfer, "send", logged_send)
     monkeypatch.setattr(pool, "gather_rows", logged_gather)
     twins.prefill([document_prompt(length, length) for length in (300, 301)])
     for _ in range(20):

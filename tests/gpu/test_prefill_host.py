@@ -92,7 +92,7 @@ def assert_rows_are_down(stand: Stand, context_id: int, plain: Stand, slot: int,
 
 
 def logprobs(finished: FinishedJob) -> np.ndarray:
-    (entries,) = finished.prompt_logprobs_to_host().values()
+    (entries,) = (own.to_list() for own in finished.prompt_logprobs.values())
     return np.array([entry.logprob for entry in entries])
 
 
@@ -114,7 +114,7 @@ def test_a_prompt_that_goes_down_has_the_logits_of_one_that_stays(
     finished = run_down(stand, prompt, 2, CONTEXT, chunk_tokens)
     torch.testing.assert_close(stand.sampler.logits, plain[1], rtol=0, atol=CHUNKING_LOGPROB_ATOL)
     np.testing.assert_allclose(logprobs(finished), logprobs(plain[2]), rtol=0, atol=CHUNKING_LOGPROB_ATOL)
-    assert finished.sampled.to_host()[0].token_id == plain[2].sampled.to_host()[0].token_id
+    assert finished.drawing.to_host()[0].token_id == plain[2].drawing.to_host()[0].token_id
 
 
 def test_rows_that_go_down_are_the_exact_ones_rounded_and_the_rest_is_in_pages(

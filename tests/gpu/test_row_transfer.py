@@ -148,7 +148,7 @@ def test_a_layer_goes_down_and_comes_back(kv_heads, tokens, dim, rows, way):
     row_transfer = make_row_transfer(way, kv_heads, dim, rows)
     store = Store(row_transfer, 1, tokens)
     keys, values = make_source(row_transfer, 1, tokens)
-    row_transfer.send(keys[0], values[0], store.rows(0, 0, tokens), False).done.synchronize()
+    row_transfer.send(keys, values, [store.rows(0, 0, tokens)], False).done.synchronize()
     assert distance(store.centre, wide(keys).mean(2)) < KERNEL_FLOAT32
     assert_sent(store, row_transfer, keys, values, 0, tokens)
     staging = torch.full((2, kv_heads, tokens + 9, dim), float("nan"), dtype=keys.dtype, device=keys.device)
@@ -182,7 +182,7 @@ def test_a_second_offload_block_joins_the_first_under_its_centre_and_scales(rows
 def send_offload_blocks(row_transfer: RowTransfer, store: Store, keys, values, begin: int, has_centre: bool) -> None:
     layers, _, tokens, _ = keys.shape
     views = [store.rows(layer, begin, begin + tokens) for layer in range(layers)]
-    sent = row_transfer.send_offload_block(keys, values, views, has_centre)
+    sent = row_transfer.send(keys, values, views, has_centre)
     row_transfer.streams.wait_for(sent.read)
     sent.done.synchronize()
 
@@ -222,7 +222,7 @@ def test_the_source_may_be_overwritten_once_it_is_read(way):
     store = Store(row_transfer, 1, 8192)
     keys, values = make_source(row_transfer, 1, 8192)
     kept = keys.clone(), values.clone()
-    sent = row_transfer.send(keys[0], values[0], store.rows(0, 0, 8192), False)
+    sent = row_transfer.send(keys, values, [store.rows(0, 0, 8192)], False)
     row_transfer.streams.wait_for(sent.read)
     keys.fill_(float("nan"))
     values.fill_(float("nan"))
@@ -238,7 +238,7 @@ def test_a_row_transfer_is_given_rooms_that_fit(way):
     with pytest.raises(AssertionError, match="50 rows for a room of 49"):
         row_transfer.load([store.rows(0, 0, 50)], keys[0, :, :49], values[0, :, :49])
     with pytest.raises(AssertionError, match=f"0 tokens of a segment, wanted 1 to {PIECE_ROWS}"):
-        row_transfer.send(keys[0, :, :0], values[0, :, :0], store.rows(0, 0, 0), False)
+        row_transfer.send(keys[:, :, :0], values[:, :, :0], [store.rows(0, 0, 0)], False)
 
 
 @pytest.mark.parametrize(("rows", "element_bytes"), [("bfloat16", 2), ("int8", 1), ("int4", 0.75)])

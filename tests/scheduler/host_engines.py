@@ -111,7 +111,7 @@ def check_idle(engine: Engine, runner: PageRunner) -> None:
     assert engine.scheduler.rings.num_free_pages == residence._capacity.ring_pages
     assert runner.ring_holders == {}
     assert residence.windows.num_free == residence.windows.count
-    assert set(contexts._contexts) | set(contexts._closed) == set(runner.contexts)
+    assert set(contexts._contexts) | set(contexts.closed) == set(runner.contexts)
     while contexts.evict_idle([]):
         pass
     assert (len(contexts), contexts.used_bytes, contexts._owners) == (0, 0, {})

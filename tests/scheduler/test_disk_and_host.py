@@ -87,7 +87,7 @@ def test_evicted_rows_go_to_the_disk_as_pages_would_have_them(rows: str, tmp_pat
     serve(engine, [first])
     others = [structs.replace(ask(f"o{n}", draw(900, 9 + n), 4), attention_profile="offloaded") for n in range(2)]
     serve(engine, others)
-    assert engine.scheduler.residence.counts.num_evicted_tokens > 0
+    assert engine.scheduler.residence.contexts.num_evicted > 0
     engine.shutdown()
     engine = make_engine(tmp_path, rows=rows)
     told, found = serve(engine, [structs.replace(first, request_id="b")])[0]

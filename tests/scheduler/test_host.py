@@ -252,9 +252,9 @@ def test_a_cancelled_prefill_leaves_nothing_in_host_memory() -> None:
     engine.submit([ask("a", prompt_of(900))])
     for _ in range(3):
         engine.step()
-    assert engine.scheduler.residence.counts.num_promised_bytes > 0
+    assert engine.scheduler.residence.contexts.used_bytes > 0
     engine.cancel(["a"])
-    assert engine.scheduler.residence.counts.num_promised_bytes == 0
+    assert engine.scheduler.residence.contexts.used_bytes == 0
     drain(engine)
     assert not runner.contexts, "the device hears of it though no other request comes"
     assert not runner.jobs
@@ -281,7 +281,7 @@ def test_without_a_prefix_cache_no_context_outlives_its_request() -> None:
     engine, runner = make_engine(prefix_cache=False)
     request = ask("a", prompt_of(500), max_tokens=100)
     answer(engine, [request])
-    assert engine.scheduler.residence.counts.num_promised_bytes == 0
+    assert engine.scheduler.residence.contexts.used_bytes == 0
     check_idle(engine, runner)
 
 

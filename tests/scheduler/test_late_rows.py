@@ -35,7 +35,7 @@ def test_a_late_row_is_left_out_and_says_what_it_says_alone(is_pipelined: bool) 
     deltas = drain(engine)
     check_output(LONG, deltas["long"])
     check_output(SHORT, deltas["short"])
-    assert engine.scheduler.num_rows_left_out >= 12
+    assert engine.scheduler.late.num_left_out >= 12
     decoding = [plan for plan in runner.plans if plan.decode]
     assert all(group.slots for plan in decoding for group in plan.decode)
     assert len(decoding) <= 80, "nobody waited for it"
@@ -85,5 +85,5 @@ def test_no_row_is_left_out_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
             if delta.finish_reason:
                 order[delta.request_id] = steps
     assert most < order["long"] < order["short"]
-    assert engine.scheduler.num_rows_left_out == 2 * most
+    assert engine.scheduler.late.num_left_out == 2 * most
     check_idle(engine, runner)

@@ -69,7 +69,7 @@ def test_a_background_job_in_front_takes_no_share_from_the_oldest_that_is_waited
     ran = run_steps(queue, 100)
     assert sum(is_oldest for is_oldest, _ in ran) > 5
     assert (stored.begin, stored.layer) == (0, 0)
-    queue.drop(waited)
+    queue.jobs.remove(waited)
     assert not queue._is_oldest_due(queue._eligible_jobs(None, False), None)
 
 
@@ -97,7 +97,7 @@ def test_what_the_oldest_job_was_owed_goes_with_it() -> None:
     queue = make_queue(oldest_share=0.5)
     queue.jobs += [make_job(0, (0, 100 * CHUNK)), make_job(1000, (0, 100 * CHUNK))]
     run_steps(queue, 2)
-    queue.drop(queue.jobs[0])
+    queue.jobs.remove(queue.jobs[0])
     queue.jobs.append(make_job(2000, (0, CHUNK // LAYERS)))
     assert {unit.job_id for unit in queue.next_units(None)[0]} == {2000}
 

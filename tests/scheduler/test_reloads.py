@@ -58,8 +58,8 @@ def test_a_context_that_gave_all_up_is_asked_for_less_and_less_and_then_for_noth
     assert len(set(ends)) > 4, "a few offload blocks at a time"
     assert max(len(fetch.page_ids) for fetch in fetches_of(runner)) == 2 * OFFLOAD_BLOCK // PAGE
     assert sum(len(restore.page_ids) for restore in restores_of(runner)) == num_blocks
-    assert engine.scheduler.residence.counts.num_reloaded_tokens == num_blocks * PAGE
-    assert engine.scheduler.residence.counts.num_evicted_tokens == 0
+    assert engine.scheduler.residence.evictor.num_reloaded == num_blocks
+    assert engine.scheduler.residence.contexts.num_evicted == 0
     check_idle(engine, runner)
 
 

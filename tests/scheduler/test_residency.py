@@ -53,10 +53,10 @@ def test_a_prompt_that_does_not_fit_keeps_its_last_tokens() -> None:
     start(engine, ask("a", prompt_of(800), max_tokens=60))
     context = context_of(engine, "a")
     assert 0 < context.num_evicted < context.num_blocks
-    assert engine.scheduler.residence.counts.num_evicted_tokens == context.num_evicted * PAGE
+    assert engine.scheduler.residence.contexts.num_evicted == context.num_evicted
     assert engine.stats().pages_used >= 30, "what is left is for its window to grow"
     (table,), (dense,) = runner.tables.values(), runner.dense.values()
-    assert engine.scheduler.residence.counts.num_resident_tokens == (len(table) - len(dense)) * PAGE
+    assert engine.scheduler.residence.evictor.num_resident_tokens() == (len(table) - len(dense)) * PAGE
     drain(engine)
     check_idle(engine, runner)
 
@@ -172,14 +172,14 @@ def test_what_contexts_share_on_the_device_is_counted_once() -> None:
     engine.submit([ask("first", prompt_of(400))])
     drain(engine)
     residence = engine.scheduler.residence
-    idle = residence.counts.num_resident_tokens
-    assert idle == residence.counts.num_offloaded_tokens + SINK, "its window went with its sequence"
+    idle = residence.evictor.num_resident_tokens()
+    assert idle == residence.contexts.num_blocks * PAGE + SINK, "its window went with its sequence"
     start(engine, ask("fork", prompt_of(400), max_tokens=40))
     table = next(iter(runner.tables.values()))
-    assert residence.counts.num_resident_tokens == len(table) * PAGE
+    assert residence.evictor.num_resident_tokens() == len(table) * PAGE
     engine.submit([ask("short", prompt_of(50), max_tokens=2)])
     drain(engine)
-    assert residence.counts.num_resident_tokens == idle
+    assert residence.evictor.num_resident_tokens() == idle
     check_idle(engine, runner)
 
 

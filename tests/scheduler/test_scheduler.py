@@ -342,7 +342,7 @@ def test_progress_grows_to_the_whole_prompt() -> None:
     seen = []
     while engine.has_work:
         engine.step()
-        seen += [report.done_tokens for report in engine.progress()]
+        seen += [report.done_tokens for report in engine.scheduler.progress()]
     assert seen == sorted(seen)
     assert len(set(seen)) > 20
     assert 900 < seen[-1] <= 1000
@@ -356,7 +356,7 @@ def test_progress_counts_what_was_cached_as_done() -> None:
     seen = []
     while engine.has_work:
         engine.step()
-        seen += engine.progress()
+        seen += engine.scheduler.progress()
     assert {(report.cached_tokens, report.total_tokens) for report in seen} == {(640, 1280)}
     assert min(report.done_tokens for report in seen) >= 640
     assert max(report.done_tokens for report in seen) > 1200

@@ -67,7 +67,7 @@ def check_idle(engine: Engine) -> None:
     engine._tier._store.wait_for_doomed()
     stats = engine._tier.stats()
     assert (stats.contexts, stats.tokens, stats.bytes_in_use) == (0, 0, 0)
-    assert residence.counts.num_promised_bytes == 0
+    assert residence.contexts.used_bytes == 0
     assert residence.pages.num_held == 0
     assert engine._runner.num_prefill_jobs == 0
 

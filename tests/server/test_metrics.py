@@ -65,7 +65,7 @@ def read(metrics: Metrics) -> dict[str, float]:
 
 def test_every_figure_of_the_engine_is_told_under_its_name() -> None:
     metrics = Metrics()
-    metrics.take(STATS)
+    metrics.stats.take(STATS)
     told = read(metrics)
     for name, value in (GAUGES | CAPACITIES).items():
         assert told[name] == value, name
@@ -75,18 +75,18 @@ def test_every_figure_of_the_engine_is_told_under_its_name() -> None:
 
 def test_counters_are_the_engines_own_and_begin_anew_with_the_next_one() -> None:
     metrics = Metrics()
-    metrics.take(STATS)
-    metrics.take(STATS)
+    metrics.stats.take(STATS)
+    metrics.stats.take(STATS)
     assert {name: read(metrics)[f"{name}_total"] for name in COUNTERS} == COUNTERS
     metrics.engine_gone()
-    metrics.take(STATS)
+    metrics.stats.take(STATS)
     assert {name: read(metrics)[f"{name}_total"] for name in COUNTERS} == {n: 2 * v for n, v in COUNTERS.items()}
 
 
 def test_an_engine_that_is_gone_holds_nothing() -> None:
     metrics = Metrics()
     metrics.engine_up.set(1)
-    metrics.take(STATS)
+    metrics.stats.take(STATS)
     metrics.engine_gone()
     told = read(metrics)
     assert {name: told[name] for name in (*GAUGES, "engine_up")} == dict.fromkeys((*GAUGES, "engine_up"), 0)
@@ -95,23 +95,23 @@ def test_an_engine_that_is_gone_holds_nothing() -> None:
 
 def test_what_is_reused_is_told_layer_by_layer_and_grows_over_engines() -> None:
     metrics = Metrics()
-    metrics.take(STATS)
+    metrics.stats.take(STATS)
     wanted = {f'reuse_{name}_total{{layer="{layer}"}}': 2 * number + 1 + layer
               for number, name in enumerate(REUSE_NAMES) for layer in range(2)}  # fmt: skip
     assert wanted.items() <= read(metrics).items()
     assert read(metrics)['reuse_matching{layer="1"}'] == 0
-    metrics.take(replace(STATS, methods=METHODS | {"reuse_hits": [8, 5]}))
+    metrics.stats.take(replace(STATS, methods=METHODS | {"reuse_hits": [8, 5]}))
     assert read(metrics)['reuse_hits_total{layer="0"}'] == 8
     metrics.engine_gone()
-    metrics.take(STATS)
+    metrics.stats.take(STATS)
     assert read(metrics)['reuse_hits_total{layer="0"}'] == 8 + 3
 
 
 def test_what_turns_wrote_is_a_histogram_that_grows_over_engines() -> None:
     metrics = Metrics()
     for engines in (1, 2):
-        metrics.take(STATS)
-        metrics.take(STATS)
+        metrics.stats.take(STATS)
+        metrics.stats.take(STATS)
         told = read(metrics)
         bounds = {"0.0": 3, f"{4.0 * 2**20}": 5, f"{2.0**32}": 5, "+Inf": 6}
         for bound, number in bounds.items():

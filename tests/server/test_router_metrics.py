@@ -23,14 +23,14 @@ def read(text: str) -> dict[str, tuple[dict[str, str], float]]:
 def test_vllms_gauges_have_the_engines_numbers_and_the_caches_sizes() -> None:
     memory, metrics = plan_of(make_deployment()), Metrics()
     metrics.show_more(
-        RouterMetrics("some/model", memory, ["first", "second", "third"], True, lambda: metrics.latest, lambda: 0)
+        RouterMetrics("some/model", memory, ["first", "second", "third"], True, lambda: metrics.stats.latest, lambda: 0)
     )
     idle = read(metrics.text().decode())
     of_model = {"model_name": "some/model", "engine": "0"}
     assert idle.keys() == NAMES | {"lora_requests_info"}
     assert idle["num_requests_running"] == (of_model, 0)
     stats: Stats = replace(STATS, running_adapters=[1, 3], waiting_adapters=[2])
-    metrics.take(stats)
+    metrics.stats.take(stats)
     told = read(metrics.text().decode())
     assert told["num_requests_running"] == (of_model, STATS.num_running + STATS.num_prefilling)
     assert told["num_requests_waiting"] == (of_model, STATS.num_waiting)

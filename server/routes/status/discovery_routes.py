@@ -37,7 +37,7 @@ async def server_info(call: Call[Any]) -> Tree:
 async def loads(call: Call[Any]) -> Tree:
     """Return how busy the engine is, as one rank of one. Raises ApiError 503 unless it serves."""
     service = call.service
-    limits, stats = service.supervisor.ready(), service.metrics.latest
+    limits, stats = service.supervisor.ready(), service.metrics.stats.latest
     load: Tree = {
         "dp_rank": 0,
         "max_total_num_tokens": limits.num_pages * limits.page_tokens,
