@@ -248,7 +248,7 @@ class Indexed(RingSide):
         self.audits.follow()
 
     def counts(self) -> dict[str, list[int]]:
-        read, noted, audits = self._on_host[0], self._host_counts[1], self.audits
+        read, noted, audits = self._on_host[0], self._on_host[1], self.audits
         tokens = read.sum(0)[[OFFLOADED, READ, FETCHED, TOKENS]].tolist()
         of_layers = [
             read[:, HEADS].tolist(),
