@@ -221,8 +221,8 @@ def test_what_cannot_draft_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"profiles\.b\.draft: model .* one model drafts for all"):
         plan_of(two)
     for given, wanted in (
-        ({"model": SAME, "profile": "indexed"}, "beside `profile`"),
-        ({"model": SAME, "least_match": 3}, "beside `model`"),
+        ({"model": SAME, "profile": "indexed"}, "together with `profile`"),
+        ({"model": SAME, "least_match": 3}, "together with `model`"),
         ({"cache_tokens": 128}, "there is no `model`"),
     ):
         with pytest.raises(ValueError, match=wanted):
