@@ -88,7 +88,7 @@ class StepClock:
             self._anchor_s = time.perf_counter()
         timed = self._spans.timed
         steps: Any = self._runner.decode_steps
-        steps._find = self._found(steps._find)
+        steps._find_captured = self._found(steps._find_captured)
         for thing, name, instead in (
             (loop._pulse, "begin_turn", self._begin_turn),
             (loop, "_handle", timed("queue a request", self._handle(loop._handle))),
