@@ -162,7 +162,7 @@ def test_hyperthreads_of_a_core_are_of_one_rank() -> None:
         ({"profiles": {"p": {"host": {"method": "predicted", "weights": "/p"}}}}, "profiles.p has 'predicted'"),
         ({"profiles": {"p": {"prefill": "momo"}}}, "profiles.p has 'momo'"),
         ({"profiles": {"p": {"reuse": "mac"}}}, "profiles.p has 'mac'"),
-        ({"model": {"path": "/there/one.gguf"}}, "model.path one.gguf is a GGUF file, whose blocks cannot be read in part"),
+        ({"model": {"path": "/there/one.gguf"}}, "one.gguf is a GGUF file, whose blocks cannot be read in part"),
         ({"gpu": {"devices": 5, "device": "cpu"}}, "has 8 heads, no multiple of it; use 1"),
     ],
 )
