@@ -1,4 +1,4 @@
-"""Private attributes that methods read are set somewhere: mypy does not check these packages, where renames may miss one."""
+"""Private attributes that methods read are set somewhere. mypy does not check these packages; a rename may miss one."""
 
 import ast
 from collections import defaultdict
