@@ -150,16 +150,15 @@ def plain_tiles(
 ) -> Tensor:
     """Return `x @ weight.T (+ added)`, or `activation(gate) * up` of it, `[tokens, rows]` of `dtype`, new.
 
-    Arguments are checked. x: `[tokens, inner]`, bf16 or float32, of 2 to MOST_TILED_TOKENS tokens. weight: bf16 `[rows,
-    inner]`, contiguous; twice as many rows if the activation has a gate, gate first. added: `[tokens, rows]`, or
-    `[rows]` for all tokens; None with an activation.
+    The caller has checked the arguments. x: `[tokens, inner]`, bf16 or float32, of 2 to MOST_TILED_TOKENS tokens, its
+    last axis contiguous. weight: bf16 `[rows, inner]`, contiguous; twice as many rows if the activation has a gate,
+    gate first. added: `[tokens, rows]`, or `[rows]` for all tokens; None with an activation.
     """
     gates = activation is not None and is_gated(activation)
     (tokens, inner), num_rows = x.shape, len(weight) // (1 + gates)
     assert added is None or activation is None, "nothing is added to an activated product"
     assert tiles.parts == 1 or activation is None, "parts of a sum are not activated"
     assert tiles.parts == 1 or inner % (tiles.parts * tiles.columns * tiles.splits) == 0, "parts are whole tiles"
-    x = x if x.stride(1) == 1 else x.contiguous()
     block_tokens = block_of(tokens)
     out = torch.empty(tokens, num_rows, dtype=dtype, device=x.device)
     before, stride = (out, 0) if added is None else (added.contiguous(), 0 if added.ndim == 1 else num_rows)

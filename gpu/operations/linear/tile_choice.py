@@ -40,7 +40,7 @@ class Product:
 
     @property
     def rows(self) -> int:
-        """Return the number of columns of the result, which is rows of the weight."""
+        """Return the width of the result: the weight's rows, or half of them if they are gates and ups."""
         return len(self.weights[0]) // (2 if self.use == "gate_up" and is_gated(self.activation) else 1)
 
     def multiply(self, x: Tensor, weight: Tensor, residual: Tensor, tiles: Tiles | None) -> Tensor:
