@@ -95,6 +95,9 @@ class Method:
     # Whether several rows of a sequence in one step, such as a draft's, take turns in its ring: `StepRows.turns`.
     takes_turns: ClassVar[bool] = False
     why_no_drafts: ClassVar[str] = "it reads no less than what verifies does"  # if it does not
+    # Whether a model that is split over several devices is served with it. It must choose nothing by measured times or
+    # over all heads, so that each device takes the same steps for its own heads.
+    serves_split_devices: ClassVar[bool] = False
     prefill_side: ClassVar[str | None] = None  # module with make_prefill_side(settings, site, dense)
     # Whether its outputs come with an lse, which attention sinks need to be merged.
     has_mass: ClassVar[bool] = True

@@ -5,15 +5,12 @@ from collections.abc import Iterator
 from gpu.config import GpuConfig
 from gpu.memory.machine_limits import resolve_device
 from gpu.memory.plan import PlanError
+from gpu.methods.registry import list_methods
 from gpu.model.gguf.file import is_gguf
 from gpu.model.split import KEY
 from gpu.profiles import resolve_profiles
 from scheduler.engine_config import EngineConfig
 from transfer.machine import MachineProfile
-
-METHODS = ("exact", "offloaded", "sampled")
-"""Methods that choose nothing by measured times or over all heads, so each device takes the same steps for its heads.
-"""
 
 
 def check_split(config: EngineConfig) -> None:
@@ -42,11 +39,12 @@ def _refused(config: EngineConfig) -> Iterator[tuple[str, str, str]]:
         if profile.draft is not None and not profile.draft.uses_ngrams:
             yield f"profiles.{name}.draft", f"is by {profile.draft.name!r}, which is not split", "draft by `ngram`"
         for part in profile.parts:
-            if part.method.name not in METHODS:
+            if not part.method.serves_split_devices:
+                served = [method.name for method in list_methods().values() if method.serves_split_devices]
                 yield (
                     f"profiles.{name}",
                     f"has {part.method.name!r}, which chooses by times or by all heads",
-                    (f"take one of {', '.join(METHODS)}"),
+                    f"take one of {', '.join(served)}",
                 )
 
 

@@ -14,6 +14,7 @@ class Offloaded(Method):
     summary = "The middle of a long context is in host memory, and the CPU reads all of it."
     kv_host = OFFLOAD_KEYS
     reading = Reading.WHOLE
+    serves_split_devices = True
     plan_words = "device and host, exact"
 
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:

@@ -20,6 +20,7 @@ class Sampled(Method):
     kv_settings = {"bits": "bits_per_table", "tables": "num_tables"}
     kv_host = OFFLOAD_KEYS
     reading = Reading.SAMPLE
+    serves_split_devices = True
     why_no_drafts = "a context of which what verifies reads all has no hash tables in host memory"
     device_side = "gpu.methods.sampled.codes"
     plan_words = "device and host, sampled"
