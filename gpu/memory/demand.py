@@ -268,13 +268,12 @@ class Demand:
         if not self.computed_rows or why_not_computed(self.shape) is not None:
             return ()
         num_rows = min(self.max_running, self.computed_rows)
-        asking, biases = (
-            self.num_lanes * self.expert_shares.expert_slot_bytes(num_rows),
-            self.expert_shares.host_bias_bytes,
-        )
+        requests_bytes = self.num_lanes * self.expert_shares.expert_slot_bytes(num_rows)
+        note = f"{num_rows} rows: pinned states and sums, products"
+        biases = self.expert_shares.host_bias_bytes
         copies = (MemoryItem("experts' biases", "host", biases, "of experts in host memory, for the CPU, float32"),)
         return (
-            MemoryItem("asks for experts", "host", asking, f"{num_rows} rows: pinned states and sums, products"),
+            MemoryItem("host requests for experts", "host", requests_bytes, note),
             *(copies if biases else ()),
         )
 

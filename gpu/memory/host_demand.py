@@ -92,14 +92,15 @@ class HostDemand:
 
     def resident_tokens_of(self, context: int, num_pages: int) -> int:
         """Return how many tokens of a context stay on the device, if it has all `num_pages` pages to itself."""
-        down, page = self.offloaded_tokens(context), self.page_tokens
+        offloaded, page = self.offloaded_tokens(context), self.page_tokens
         whole = -(-context // page)
-        if down == 0 or (self.config.residency == "adaptive" and whole <= num_pages):
+        if offloaded == 0 or (self.config.residency == "adaptive" and whole <= num_pages):
             return context
         if self.config.residency == "fixed":
-            return context - down
+            return context - offloaded
+        choices = range(offloaded // page)
         evicted = bisect_left(
-            range(down // page), True, key=lambda pages: whole - pages + self.dense_blocks(pages * page) <= num_pages
+            choices, True, key=lambda pages: whole - pages + self.dense_blocks(pages * page) <= num_pages
         )
         return context - evicted * page
 

@@ -167,8 +167,8 @@ def test_so_many_rows_are_computed_as_some_graph_has(asked: Any, sizes: list[int
     made = wide(RUNNING_48, **settings)
     assert made.computed_rows == rows
     assert bool(slots(made)) == (max(sizes) > rows)
-    asks = [one.note for one in made.items if one.name == "asks for experts"]
-    assert asks == ([f"{rows} rows: pinned states and sums, products"] if rows else [])
+    requests = [one.note for one in made.items if one.name == "host requests for experts"]
+    assert requests == ([f"{rows} rows: pinned states and sums, products"] if rows else [])
     if (asked, rows) == ("auto", 0):
         assert said(made).endswith("steps of up to 12 rows have them computed, and gpu.graph_batch_sizes names none")
     deployment, machine = make(**settings)
@@ -262,17 +262,18 @@ def test_rates_that_nobody_measured_are_said_to_be_assumed() -> None:
     assert said(made).endswith(" at such numbers; the threads' assumed, `tandem doctor --measure` measures)")
 
 
-def test_what_asks_for_experts_are_written_in_and_computed_in_is_planned() -> None:
-    (item,) = [one for one in plan().items if one.name == "asks for experts"]
+def test_what_host_requests_for_experts_are_written_in_and_computed_in_is_planned() -> None:
+    (item,) = [one for one in plan().items if one.name == "host requests for experts"]
     slot = new_expert_slot(2, 2048, 8, torch.device("cpu"))
     found = [getattr(slot, one.name) for one in fields(slot)]
     products = 2 * 8 * (768 + 2048 + 2048 // 2 + 2048 // 64 + 2048 // 16 + 32) * 4
     assert item.bytes == sum(one.nbytes for one in found if isinstance(one, torch.Tensor)) + products
     assert item.place == "host"
     running = {"scheduler": {"max_running": 64, "max_context_tokens": 4096}}
-    (wider,) = [one for one in wide(running, graph_batch_sizes=[1, 32]).items if one.name == "asks for experts"]
+    items = wide(running, graph_batch_sizes=[1, 32]).items
+    (wider,) = [one for one in items if one.name == "host requests for experts"]
     assert wider.bytes == 16 * item.bytes - 15 * slot.answered.nbytes  # of 32 rows
-    assert not [one for one in plan(host_experts="fetch").items if one.name == "asks for experts"]
+    assert not [one for one in plan(host_experts="fetch").items if one.name == "host requests for experts"]
 
 
 def slots(made: MemoryPlan) -> int:
