@@ -8,7 +8,8 @@ import pytest
 from evals import aims
 from evals.fusion_report import render_policies
 from evals.report.verdicts import render_cells, render_verdicts
-from evals.score_rows import Row
+from evals.score_rows import BASELINES, FED, Row
+from gpu.methods.registry import list_methods
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ANY = aims.Aim(("",), (), None, None, ())
@@ -24,12 +25,43 @@ def table(name: str) -> str:
     return page.partition(f"<!-- {name}: begin -->\n")[2].partition(f"\n<!-- {name}: end -->")[0]
 
 
-@pytest.mark.parametrize("prefix", ["", "indexed-", "indexed-budgets-"])
+@pytest.mark.parametrize("prefix", ["", "indexed-", "indexed-now-", "indexed-budgets-"])
 def test_verdicts_and_cells_are_those_of_the_rows(prefix: str) -> None:
     rows = read_rows(f"{prefix}real-model-h200.json")
     methods = aims.meant(rows, ANY)
     assert table(f"{prefix}verdicts") == "\n".join(render_verdicts(rows, ANY, methods))
     assert table(f"{prefix}cells") == "\n".join(render_cells(rows, methods))
+
+
+def test_the_pooled_verdict_is_that_of_old_and_new_rows() -> None:
+    rows = [row for name in ("indexed", "indexed-now") for row in read_rows(f"{name}-real-model-h200.json")]
+    assert table("indexed-pooled-verdicts") == "\n".join(render_verdicts(rows, ANY, ["profile:indexed"]))
+
+
+def judge_all(method: str) -> aims.Judgement:
+    """Judge a method by the rows of all files that have it.
+
+    A cell on which full attention scores too little counts by its KL. One without KL is left out if another seed of the
+    same task is pooled.
+    """
+    files = [read_rows(path.name) for path in sorted(RESULTS.glob("*real-model-h200.json"))]
+    rows = [row for of_file in files if method in {row.get("method") for row in of_file} for row in of_file]
+    exact = [row for row in rows if row["method"] in BASELINES]
+    strong = {row["task"] for row in exact if row["score"] >= aims.STRONG_SCORE and row["metric"] not in FED}
+    fed = {(row["task"], row["seed"]) for row in exact if row["metric"] in FED}
+    weak = {(row["task"], row["seed"]) for row in exact if row["score"] < aims.STRONG_SCORE} - fed
+    return aims.judge(
+        [one for one in rows if one["task"] not in strong or (one["task"], one["seed"]) not in weak], method, ANY
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, method in list_methods().items() if method.is_default_if_faster])
+def test_a_method_that_may_be_the_default_holds_by_the_rows_of_the_page(name: str) -> None:
+    assert judge_all(f"profile:{name}").verdict == aims.HOLDS
+
+
+def test_a_method_that_loses_by_the_rows_of_the_page_may_not_be_the_default() -> None:
+    assert {judge_all(f"profile:{name}").verdict for name in ("mac", "sampled", "predicted")} == {aims.FAILS}
 
 
 @pytest.mark.parametrize(("name", "length"), [("three", 1400), ("nine", 3900)])
