@@ -1,4 +1,4 @@
-"""The reference decoder, in which methods are judged: plain batched torch over full, contiguous KV.
+"""Run the reference decoder, in which methods are judged: plain batched torch over full, contiguous KV.
 
 The caller passes in a step's attention, except for layers with a window, which methods do not handle. Only the layout
 of weights and the rotary tables are shared with the server's decoder. Rows are padded on the right. So positions are

@@ -1,4 +1,4 @@
-"""A launched step: its results, the time it took, and the rows that failed.
+"""Hold a launched step: its results, the time it took, and the rows that failed.
 
 If the host's answers of a step fail, its rows are void, and so are rows of the same sequences in all later steps. If
 another sequence has taken the slot meanwhile, that sequence does not fail.

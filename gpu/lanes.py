@@ -1,4 +1,4 @@
-"""The CUDA streams of a device's two lanes, and which lane owns the buffers of decode steps.
+"""Hold the CUDA streams of a device's two lanes, and decide which lane owns the buffers of decode steps.
 
 Work of one lane runs in order, beside the work of the other lane. A fenced step begins after everything launched before
 it. The lane of rows that wait for the host has priority, because its kernels are short and the host waits for them.

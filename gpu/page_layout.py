@@ -1,4 +1,4 @@
-"""Where pages lie in the arena of KV memory, and how many bytes a row takes.
+"""Lay pages out in the arena of KV memory, and count how many bytes a row takes.
 
 The arena is cut into blocks, each with the bytes of a page of every layer. A block is either one **resident page** of
 all layers, or it holds several **dense pages**, each of the dense layers alone: the other layers' rows of those tokens

@@ -1,4 +1,4 @@
-"""The runner: carries out step plans on one device, in order, without waiting for it or for the CPU's answers.
+"""Carry out step plans on one device, in order, without waiting for it or for the CPU's answers.
 
 Everything a plan asks for is launched on one stream, so a later plan may release a slot, reuse its pages or decode its
 next token while an earlier step is still in flight. A sequence fails alone if its logits are not finite, if the host

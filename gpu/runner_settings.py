@@ -1,4 +1,4 @@
-"""Settings of a runner: as the runner takes them, and as the caller of the loader states them."""
+"""Define the settings of a runner: as the runner takes them, and as the caller of the loader states them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The sampling options of a request. Plain data, without torch, so that the API process can build it too."""
+"""Define the sampling options of a request: plain data without torch, so that the API process can build it too."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""The contract between the scheduler and the runner: plain dataclasses, without torch.
+"""Define the contract between the scheduler and the runner: plain dataclasses, without torch.
 
 The scheduler names sequences by **slot**: an index below `max_running` that a sequence holds from admission until it is
 finished or preempted. Per-slot state (page table, last token, sampler) lives on the device, so a plan carries only what

@@ -1,4 +1,4 @@
-"""The messages in which the engine reports which blocks of keys and values can be reused, and in which memory.
+"""Define the messages in which the engine reports which blocks of KV can be reused, and in which memory.
 
 A block is named by the digest of all tokens up to its end. Media have the names of vLLM's cache events.
 """

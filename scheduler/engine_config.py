@@ -1,4 +1,4 @@
-"""Settings of the scheduler, and the message that starts an engine process.
+"""Define the settings of the scheduler, and the message that starts an engine process.
 
 `favour` sets the defaults of three settings. Each of them can also be set by itself:
 

@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine process: msgspec structs, sent as MessagePack over ZeroMQ.
+"""Define the messages between the API process and the engine process: msgspec structs as MessagePack over ZeroMQ.
 
 Each engine process has its own pair of sockets (PUSH/PULL), so messages of a dead engine never reach a new one. Times
 are seconds of `time.monotonic()`, a clock that all processes of a Linux host share.

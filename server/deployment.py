@@ -1,4 +1,4 @@
-"""The deployment: one YAML file, read here and nowhere else. Unknown keys are errors; nothing mutates it."""
+"""Read a deployment's YAML file, which no other module reads. Unknown keys are errors; nothing mutates a deployment."""
 
 import re
 from collections.abc import Iterator

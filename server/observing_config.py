@@ -1,4 +1,4 @@
-"""Settings of cache events and traces, by which a server reports to other programs."""
+"""Define the settings of cache events and traces, by which a server reports to other programs."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A server's address as people give it: with or without http://, /v1, a route or a slash at its end."""
+"""Read a server's address as people give it: with or without http://, /v1, a route or a slash at its end."""
 
 from urllib.parse import urlsplit
 

@@ -164,6 +164,16 @@ def test_what_a_function_does_is_said_by_a_verb_first() -> None:
     assert verbless == []
 
 
+def test_what_a_module_holds_or_does_is_said_by_a_verb_first() -> None:
+    """As of functions; the tests' modules aside, whose first lines are what they test."""
+    heads = {
+        path.relative_to(ROOT): read_words(path).docstrings[0]
+        for path in list_files(".py") if "tests" not in path.relative_to(ROOT).parts
+    }  # fmt: skip
+    assert len(heads) > 500
+    assert [f"{path}: {head[:60]}" for path, head in heads.items() if VERBLESS.match(head)] == []
+
+
 def test_no_function_takes_more_than_eight_arguments() -> None:
     """But command lines, what emits vectors of compiled code, and recurrent steps, whose tensors are all their own."""
     wide = {

@@ -1,4 +1,4 @@
-"""Shapes and types of arrays, shared by the code that allocates them and the plans that count them. No torch."""
+"""Share the shapes and types of arrays between the code that allocates them and the plans that count them. No torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Numbers of published models and formats that both the CPU's and the card's code compute with. No torch."""
+"""Name the numbers of published models and formats that both the CPU's and the card's code compute with. No torch."""
 
 from typing import Literal
 

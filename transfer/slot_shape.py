@@ -1,4 +1,4 @@
-"""The arrays of exchange slots in host memory, as they are allocated and as plans count them. No torch."""
+"""Size the arrays of exchange slots in host memory, as they are allocated and as plans count them. No torch."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Which models the compiled decode step computes, and its arrays that grow with contexts and vocabulary. No torch."""
+"""Say which models the compiled decode step computes, and size its arrays of contexts and vocabulary. No torch."""
 
 from dataclasses import fields
 

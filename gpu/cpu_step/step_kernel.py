@@ -1,4 +1,4 @@
-"""The compiled decode step: all layers and the logits of a few tokens in one parallel region.
+"""Compile the decode step: all layers and the logits of a few tokens in one parallel region.
 
 Five stages a layer: norm and QKV; RoPE, KV write and attention; output projection and residual; norm, gate and up with
 SwiGLU; down projection and residual. Weights and pages are addresses that the caller keeps alive. A token's logits

@@ -1,1 +1,1 @@
-"""The device's side of contexts on disk: pages are copied to records, and prefixes of prompts are loaded from them."""
+"""Copy pages on the device to records on disk, and load prefixes of prompts from records."""

@@ -1,4 +1,4 @@
-"""The device's side of a slot in which a step has the CPU compute experts: hidden states out, their sums back.
+"""Send a step's hidden states to the CPU, which computes experts on them, and receive their sums.
 
 On a GPU every call is ordered by the stream alone, so it may be captured, and the host's side gets the list of
 requests. The CPU device computes both sides: a request is answered when its answer is read.

@@ -1,4 +1,4 @@
-"""The device's side of one exchange slot: queries and their codes out, the CPU's partial back.
+"""Send queries and their codes through one exchange slot, and receive the CPU's partial.
 
 Every call is ordered by the device's stream alone, so it may be captured in a graph. The host's side is `slot.advance`
 and `slot.give_answer`.

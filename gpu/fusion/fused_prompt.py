@@ -1,4 +1,4 @@
-"""A prompt that takes keys and values of document chunks from the library while it goes through the model.
+"""Prefill a prompt that takes keys and values of document chunks from the library, layer by layer.
 
 A3, section 2.2: position recovery (eq. 2) rotates keys to their positions in this prompt when a layer is loaded;
 attention recovery (eq. 3 to 5) chooses tokens in one layer and computes them from there on. Layer l + 1 is copied to

@@ -1,4 +1,4 @@
-"""The device memory of document chunks on their way to a prompt, or while they are computed. No torch."""
+"""Size the device memory of document chunks on their way to a prompt, or while they are computed. No torch."""
 
 from transfer.arrays import FLOATS, ArraySpec
 from transfer.chunks.chunk_format import ChunkShape

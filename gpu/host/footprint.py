@@ -1,4 +1,4 @@
-"""The arrays between KV pages and host memory, of rows and of host requests, as allocated and as planned. No torch."""
+"""Allocate and plan the arrays between KV pages and host memory, of rows and of host requests. No torch."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""One layer's keys and values of a context, copied out of its pages for prefill's kernels.
+"""Copy one layer's keys and values of a context out of its pages, for prefill's kernels.
 
 Rows that were gathered before are used again, so code that computes tokens out of order, and thus changes their pages,
 must call `forget`.

@@ -1,4 +1,4 @@
-"""The device's side of the host tier for running sequences: offloads, reloads, and the end of contexts.
+"""Move running sequences' rows on the device's side of the host tier: offloads, reloads, and the end of contexts.
 
 Invariants, all in stream order: an offload's rows are copied from their pages before the pages are evicted; reloaded
 rows are in their pages before a page table has these pages; a context is closed only when none of its rows are being

@@ -1,4 +1,4 @@
-"""Pages of keys and values on the device, and each slot's page table.
+"""Hold pages of keys and values on the device, and each slot's page table.
 
 The scheduler decides which pages are free or shared. `gpu.page_layout` defines where resident pages, of all layers, and
 dense pages, of the dense layers alone, are in the arena. The tokens of a dense page are in host memory for the other

@@ -1,4 +1,4 @@
-"""The input of memory planning: the model, the settings, the machine, and what methods keep."""
+"""Define the input of memory planning: the model, the settings, the machine, and what methods keep."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

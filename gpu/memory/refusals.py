@@ -1,4 +1,4 @@
-"""Checks of memory planning. An error names what was asked for, what there is, and the setting to change. No torch."""
+"""Check memory plans. An error names what was asked for, what there is, and the setting to change. No torch."""
 
 from collections.abc import Sequence
 

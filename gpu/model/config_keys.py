@@ -1,4 +1,4 @@
-"""The keys of one `config.json`, as a family reads them.
+"""Read the keys of one `config.json` for a family.
 
 Every key is read, harmless (listed as such, or unknown to the code that computes the model), empty, or refused by name.
 """

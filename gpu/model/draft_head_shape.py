@@ -1,4 +1,4 @@
-"""The draft head of a checkpoint, which guesses one more token (multi-token prediction): a layer behind all others.
+"""Read a checkpoint's draft head, which guesses one more token (multi-token prediction): a layer behind all others.
 
 Qwen3-Next and Qwen3.5 have one. It takes the normed hidden state of a token and the embedding of the next token, norms
 each, and joins them, embedding first. A matrix turns this into the input of one attention layer. A norm of its own and

@@ -1,4 +1,4 @@
-"""The tokens that end a model's texts, by all files of its folder."""
+"""Find the tokens that end a model's texts, in all files of its folder."""
 
 from pathlib import Path
 

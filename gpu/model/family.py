@@ -1,5 +1,5 @@
-"""A model family: a folder of `gpu.model.families` that makes an Architecture from its files. There is no list
-of them.
+"""Define a model family: a folder of `gpu.model.families` that makes an Architecture from its files. No list names
+the families.
 """
 
 import pkgutil

@@ -1,4 +1,4 @@
-"""The keys of a `config.json` that the transformers library knows, read from its source and kept in JSON files.
+"""Read the keys of a `config.json` that the transformers library knows from its source, and keep them in JSON files.
 
 `python -m gpu.model.library_keys` writes the files anew from the source of the transformers that is installed: one here
 and one in the folder of each family that transformers has. A key that neither a model type's configuration class nor

@@ -1,4 +1,4 @@
-"""The sizes that most published configurations state, by the keys of a `config.json`."""
+"""Read the sizes that most published configurations state, by the keys of a `config.json`."""
 
 from typing import Any
 

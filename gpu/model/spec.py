@@ -1,4 +1,4 @@
-"""A decoder's shape: its sizes, what each layer computes, and the byte and FLOP counts that follow from them."""
+"""Describe a decoder's shape: its sizes, what each layer computes, and the byte and FLOP counts that follow."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A weight format: the folder of `gpu.formats` that reads how a checkpoint's matrices of few bits are stored."""
+"""Define a weight format: the folder of `gpu.formats` that reads how a checkpoint's matrices of few bits are stored."""
 
 import pkgutil
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The network that predicts a head's next block maxima from those of its last steps, and its files.
+"""Predict a head's next block maxima from those of its last steps, and read and write the network's files.
 
 AttentionPredictor, section 4.2: convolution 3x3 (1 to 16), ReLU, 3x3 (16 to 32), ReLU, mean over the history, 1x1 to
 one channel. The names of its parameters are those of the authors' files. Invariants: only tensors are read from a file,

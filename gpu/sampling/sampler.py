@@ -1,5 +1,4 @@
-"""The sampler: from logits to tokens, for a batch of sequences with options of their own, without waiting on the
-device.
+"""Draw tokens from logits, for a batch of sequences with options of their own, without waiting for the device.
 
 Order of the options: logit bias and penalties on the raw logits; masks; temperature; top-k, top-p, min-p. A sequence's
 draw is a function of its logits, its seed, its mask and the number of the draw, whatever else is in the batch and

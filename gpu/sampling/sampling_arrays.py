@@ -1,4 +1,4 @@
-"""The memory that drawing takes: the table of penalties, and the most that a step's draws hold at once. No torch."""
+"""Size the memory of drawing: the table of penalties, and the most that a step's draws hold at once. No torch."""
 
 from transfer.arrays import ArraySpec
 

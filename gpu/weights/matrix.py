@@ -1,4 +1,4 @@
-"""The interface of a matrix for the decoder: its products, with the fusions of a decode step, and its bytes.
+"""Define the interface of a matrix for the decoder: its products, with the fusions of a decode step, and its bytes.
 
 A product equals that of the numbers that `unpack` returns, up to the rounding of the dtype that computes.
 """

@@ -1,4 +1,4 @@
-"""The weights of a model on the device, by layer.
+"""Hold the weights of a model on the device, by layer.
 
 A matrix is a tensor, packed in few bits, or in the layout of a library. Q, K and V are one matrix, and gate and up are
 another.

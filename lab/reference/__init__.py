@@ -1,1 +1,1 @@
-"""The reference model's recipe: text and tasks to rows, rows to a model, the model to a Hugging Face folder."""
+"""Train the reference model: text and tasks to rows, rows to a model, the model to a Hugging Face folder."""

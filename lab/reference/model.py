@@ -1,4 +1,4 @@
-"""The reference model in plain torch: a Llama with weights stacked over layers, and its loss by class of token.
+"""Compute the reference model in plain torch: a Llama with weights stacked over layers, and its loss by class of token.
 
 Tokens are flat everywhere but in attention, so the compiled pieces see one shape for rows of any length. The invariant:
 exported weights give the same logits in any implementation of Llama, except for bf16 rounding. The states after a

@@ -1,4 +1,4 @@
-"""The queue of waiting requests, and rounds of admission.
+"""Queue waiting requests, and admit them in rounds.
 
 Invariants: a request leaves the queue only with a slot and all that its prompt needs. A request that does not fit, or
 waits for another to compute its prefix, is overtaken a bounded number of times. The cost of examining a request does

@@ -1,4 +1,4 @@
-"""The state of one round of admission: what it has admitted and refused so far."""
+"""Track one round of admission: what it has admitted and refused so far."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""The unfinished requests: queue them, preempt them, and free what they hold when they leave.
+"""Queue unfinished requests, preempt them, and free what they hold when they leave.
 
 Invariants: a page belongs to a sequence from admission until it is finished or preempted. A preempted sequence waits at
 the front of the queue, with its tokens so far. If a sequence leaves its prefill job, the others keep their progress.

@@ -1,1 +1,1 @@
-"""Pools of pages, windows and rings on the device, and the prefixes that requests share."""
+"""Keep pools of pages, windows and rings on the device, and find the prefixes that requests share."""

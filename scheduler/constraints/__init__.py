@@ -1,1 +1,1 @@
-"""Grammars and token rules that a request's draws must obey."""
+"""Hold a request's draws to grammars and token rules."""

@@ -1,1 +1,1 @@
-"""Tokens that may follow, and whether it pays to compute them ahead of their draws."""
+"""Propose tokens that may follow, and decide whether it pays to compute them ahead of their draws."""

@@ -1,4 +1,4 @@
-"""One request's drafter: its draft source, and how often its proposals were accepted."""
+"""Keep one request's drafter: its draft source, and how often its proposals were accepted."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""One request's drafter for drafts that the device makes: how long they may be, and how often they were accepted."""
+"""Keep one request's drafter for drafts that the device makes: their longest length, and how many were accepted."""
 
 from gpu.config import DraftConfig
 from gpu.step import TO_DRAFT

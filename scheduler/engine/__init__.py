@@ -1,1 +1,1 @@
-"""The engine process: loading, the loop over steps, and the sockets."""
+"""Run the engine process: loading, the loop over steps, and the sockets."""

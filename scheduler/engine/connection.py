@@ -1,4 +1,4 @@
-"""The engine process's end of its two sockets, read by a thread that also prepares submissions.
+"""Serve the engine process's end of its two sockets, read by a thread that also prepares submissions.
 
 Prompts are unpacked and hashed while the engine steps, a tenth of a millisecond at a time, so the loop never waits
 longer for the interpreter. Invariants: all messages but submissions are handed over as they are read. Submissions wait

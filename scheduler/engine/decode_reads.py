@@ -1,4 +1,4 @@
-"""Counts of what decode steps read.
+"""Count what decode steps read.
 
 Invariant: each token of a context is counted once, as read on the device, covered by the host tier, reused or dropped.
 """

@@ -1,4 +1,4 @@
-"""The engine's loop: plan a step, launch it, and report the results of the step before.
+"""Run the engine's loop: plan a step, launch it, and report the results of the step before.
 
 On CUDA, a lane's step is planned and launched while the one before still runs, so the device never waits for Python. On
 the CPU, launching a step computes it. A step with masked draws is launched without the draws; they follow once the step

@@ -1,4 +1,4 @@
-"""A thread that reports how long the current turn of the engine's loop has taken.
+"""Report from a thread how long the current turn of the engine's loop has taken.
 
 By these messages the server distinguishes a slow step from a process that hangs.
 """

@@ -1,4 +1,4 @@
-"""Document chunks of requests: find those in the library, and choose which to compute before a request and to store.
+"""Find the document chunks of requests in the library, and choose which to compute before a request and to store.
 
 Invariants: a request that waits for a chunk holds it in the library, so the chunk is there when its prefill starts. A
 chunk that cannot be kept is computed as plain text. Chunks to store are overtaken by a bounded number of requests.

@@ -1,4 +1,4 @@
-"""A running prefill job: its progress, its next unit, and the work left.
+"""Track a running prefill job: its progress, its next unit, and the work left.
 
 Invariant: units of a job come in order, and have each token once.
 """

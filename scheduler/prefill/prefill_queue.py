@@ -1,4 +1,4 @@
-"""The running prefill jobs, and the choice of the next unit.
+"""Hold the running prefill jobs, and choose the next unit.
 
 Of the jobs with the highest priority, the one with the least work left for each of its prompts runs first, while the
 oldest gets its share. So prompts have the shortest mean wait (least work by weight: Smith 1956, "Various optimizers for

@@ -1,4 +1,4 @@
-"""Contexts on disk: choose which blocks of a prompt are read, and which blocks of a finished sequence are written.
+"""Choose which blocks of a prompt are read from disk, and which blocks of a finished sequence are written.
 
 A block is `disk.block_tokens` tokens, counted from the start of the prompt. Its name is the hash of its last KV block,
 which covers all tokens before it, the model, the software that computed the keys and values, and the salt. So a shared

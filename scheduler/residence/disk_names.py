@@ -1,4 +1,4 @@
-"""Names of context records on disk, and the work on records that runs in the writing thread."""
+"""Name context records on disk, and run the work on records that is done in the writing thread."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator

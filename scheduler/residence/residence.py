@@ -1,4 +1,4 @@
-"""Keys and values of sequences: pages on the device, and contexts in host memory for offloaded tokens.
+"""Place keys and values of sequences: pages on the device, and contexts in host memory for offloaded tokens.
 
 Offloaded tokens keep their pages while no request needs these. If one does, the pages are evicted at once, and nothing
 is computed again. Invariant: `sequence.pages` has a page for each position, in order. The pages of offloaded tokens

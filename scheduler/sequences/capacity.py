@@ -1,4 +1,4 @@
-"""Limits of device and host memory, and the two refusals: not now (the queue is full), and never (too large).
+"""Limit device and host memory, with two refusals: not now (the queue is full), and never (too large).
 
 Invariant: a request that passes `check` fits when nothing else runs.
 """

@@ -1,4 +1,4 @@
-"""A conversation, in which each prompt continues the one before, and the front that prompts share."""
+"""Define a conversation, in which each prompt continues the one before, and the front that prompts share."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""A context in host memory: a run of blocks. A fork shares the first blocks of its parent."""
+"""Define a context in host memory: a run of blocks. A fork shares the first blocks of its parent."""
 
 from dataclasses import dataclass, field
 

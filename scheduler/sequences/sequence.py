@@ -1,4 +1,4 @@
-"""One request's state in the engine: waiting, prefilling, running, finished. A preempted one waits again."""
+"""Hold one request's state in the engine: waiting, prefilling, running, finished. A preempted one waits again."""
 
 import math
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A launched plan, with what reading its result needs."""
+"""Hold a launched plan, with what reading its result needs."""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many

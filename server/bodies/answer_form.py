@@ -1,4 +1,4 @@
-"""The structured output that a body asks for, by OpenAI's names or by vLLM's.
+"""Read the structured output that a body asks for, by OpenAI's names or by vLLM's.
 
 A checked body asks for one form or none.
 """

@@ -1,4 +1,4 @@
-"""A limit on the memory of request bodies while they are read: for one body, and for all of them together."""
+"""Limit the memory of request bodies while they are read: of one body, and of all of them together."""
 
 from server.api_error import body_too_large, unavailable
 

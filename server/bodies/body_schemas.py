@@ -1,4 +1,4 @@
-"""The JSON Schemas of request bodies: exactly what the structs, the tables and the checks accept.
+"""Write the JSON Schemas of request bodies: exactly what the structs, the tables and the checks accept.
 
 Only checks that compare two fields (`min_tokens` and `max_tokens`, the prompt and the context, a profile and
 `attention_epsilon`) cannot be expressed by a schema.

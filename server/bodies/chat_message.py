@@ -1,4 +1,4 @@
-"""Messages of a chat: their types, and the checks of a list of them.
+"""Define messages of a chat: their types, and the checks of a list of them.
 
 In a checked list every message has a content or calls, and every result of a tool answers a call before it.
 """

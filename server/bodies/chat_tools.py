@@ -1,4 +1,4 @@
-"""Tools as chats offer them, and the choice among them: types and checks.
+"""Define tools as chats offer them, and the choice among them: types and checks.
 
 Checked tools have distinct names, and the tool that must be called is among them.
 """

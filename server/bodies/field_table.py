@@ -1,4 +1,4 @@
-"""Tables of the fields of completions and chats, and of everything that is nested in them.
+"""List the fields of completions and chats, and of everything that is nested in them.
 
 Each struct has one table. `/openapi.json` and the tables of `docs/API.md` are generated from them. A test compares the
 served fields with the struct's. Fields without effect and refused fields have a reason.

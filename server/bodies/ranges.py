@@ -1,4 +1,4 @@
-"""Ranges of the numbers in request bodies, by field.
+"""List the ranges of the numbers in request bodies, by field.
 
 A field has one range in every body, and `/openapi.json` states the same one. That of int64 is stated by its name, since
 a browser's numbers end before it.

@@ -1,4 +1,4 @@
-"""The limits in a request body's JSON Schema beyond its types, as hand-written checks enforce them."""
+"""State the limits in a request body's JSON Schema beyond its types, as hand-written checks enforce them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The command line where nothing is installed: `python -m server.commands`."""
+"""Run the command line where nothing is installed: `python -m server.commands`."""
 
 from server.commands.tandem import main
 

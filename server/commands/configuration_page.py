@@ -1,4 +1,4 @@
-"""The reference page of the configuration, written from the models: `python -m server.commands.configuration_page`.
+"""Write the reference page of the configuration from the models: `python -m server.commands.configuration_page`.
 
 The page in `docs/` is exactly what this module writes; a test compares them.
 """

@@ -1,4 +1,4 @@
-"""The command `tandem`: read arguments, run the command, and turn expected errors into one line.
+"""Run the command `tandem`: read arguments, run the command, and turn expected errors into one line.
 
 Command groups of other packages (`bench`, `eval`) are found through entry points, so that nothing here imports a
 package above it. Each command imports its modules when it runs, so that `--version` and `--help` are quick. Exit

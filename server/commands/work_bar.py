@@ -1,4 +1,4 @@
-"""A progress bar, which appears with the first report and disappears with the end of the work. Only on a terminal."""
+"""Show a progress bar, from the first report of the work to its end. Only on a terminal."""
 
 from types import TracebackType
 

@@ -1,4 +1,4 @@
-"""Where everything that concerns one API call arrives, in order: deltas, progress, ticks of the clock, its end.
+"""Collect everything that concerns one API call, in order: deltas, progress, ticks of the clock, its end.
 
 One queue for all of it means that a response is a single loop, and that no timer is set for each token.
 """

@@ -1,5 +1,5 @@
-"""The metrics of /metrics: the engine's numbers (`stat_metrics`), and the counts of this process. One registry per
-application.
+"""Publish the metrics of /metrics: the engine's numbers (`stat_metrics`), and the counts of this process. One registry
+per application.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The numbers in an answer's usage beside tokens: of documents, the scheduler and attention methods."""
+"""Read the numbers in an answer's usage beside tokens: of documents, the scheduler and attention methods."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""The events of a server's start, which are shown to a person."""
+"""Define the events of a server's start, which are shown to a person."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The numbers of the engine's `Stats` as metrics. One table has the name and description of each.
+"""Publish the numbers of the engine's `Stats` as metrics. One table has the name and description of each.
 
 Counters of `Stats` start at zero with each engine process; the metrics only grow.
 """

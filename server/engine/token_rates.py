@@ -1,4 +1,4 @@
-"""Tokens generated in the last ten minutes, counted in steps of ten seconds."""
+"""Count the tokens generated in the last ten minutes, in steps of ten seconds."""
 
 import time
 from collections import deque

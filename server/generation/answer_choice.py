@@ -1,4 +1,4 @@
-"""One choice of an answer as text: its pieces, its logprobs with offsets, and how it ended."""
+"""Build one choice of an answer as text: its pieces, its logprobs with offsets, and how it ended."""
 
 from collections import deque
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The content of a call's trace: the times of its sequences, and attributes of the request and the answer."""
+"""Gather the content of a call's trace: the times of its sequences, and attributes of the request and the answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A generation as a stream of server-sent events or lines of JSON: chunks, keepalives, progress, an end or an error."""
+"""Stream a generation as server-sent events or lines of JSON: chunks, keepalives, progress, an end or an error."""
 
 import asyncio
 import time

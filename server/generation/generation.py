@@ -1,4 +1,4 @@
-"""The work of one API call in the engine: submit its requests together, and cancel them when the call ends.
+"""Run one API call in the engine: submit its requests together, and cancel them when the call ends.
 
 It turns the engine's messages into pieces of text, and updates the metrics.
 """

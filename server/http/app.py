@@ -1,4 +1,4 @@
-"""The application and the program: the routes, the errors, and a server that drains.
+"""Build the application and run it: the routes, the errors, and a server that drains.
 
 `create_app` is the whole API as an ASGI application; `serve` runs it until a signal. This process has no torch.
 """

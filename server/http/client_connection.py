@@ -1,4 +1,4 @@
-"""One client's connection: uvicorn's httptools protocol, with limits and deadlines that it lacks.
+"""Serve one client's connection: uvicorn's httptools protocol, with limits and deadlines that it lacks.
 
 uvicorn keeps headers of any size and number, waits for headers, bodies and readers for ever, answers malformed HTTP in
 plain text, and drops a client that has closed its sending half. Its h11 protocol limits only an unfinished event, and

@@ -1,4 +1,4 @@
-"""All models of a deployment, and the policy that decides which of them are loaded.
+"""Hold all models of a deployment, and decide which of them are loaded.
 
 A single model is loaded at the start and stays loaded. With several models, or with `idle_seconds`, an engine is
 started when a request needs it. If there is no room, other models are drained first: they accept no new request, finish

@@ -1,4 +1,4 @@
-"""One model of a deployment: its service, whose engine comes and goes, and the requests that use it or wait for it."""
+"""Keep one model of a deployment: its service, whose engine comes and goes, and its running and waiting requests."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""The parts of an answer: content, reasoning and tool calls, in pieces and complete.
+"""Define the parts of an answer: content, reasoning and tool calls, in pieces and complete.
 
 A stream sends the pieces. Joined, they are the complete answer, however the text was cut.
 """

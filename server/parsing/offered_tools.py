@@ -1,4 +1,4 @@
-"""The tools that a request offers, with what reading calls needs: names and schemas of arguments."""
+"""Read the tools that a request offers, with what reading calls needs: names and schemas of arguments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

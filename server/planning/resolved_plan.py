@@ -1,4 +1,4 @@
-"""A deployment resolved for a machine."""
+"""Define a deployment that is resolved for a machine."""
 
 from dataclasses import dataclass
 

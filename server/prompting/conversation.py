@@ -1,4 +1,4 @@
-"""A chat as its template reads it: messages, tools and variables as plain trees, every text of a client spelled.
+"""Turn a chat into what its template reads: messages, tools and variables as plain trees, every client text spelled.
 
 Calls have their arguments as objects, which is what templates read. Every text of a client passes through `spell`.
 """

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: a template is foreign code, which may not end or may take all memory.
+"""Render chat templates in a child process: a template is foreign code, which may not end or may take all memory.
 
 It runs as a script and imports only jinja. It reads requests from its standard input and writes one answer for each;
 both are a length and that many bytes. A render that runs for too long ends the process (SIGPROF). One that takes too

@@ -1,4 +1,4 @@
-"""The base of all answer types, and the error that may come instead of an answer.
+"""Define the base of all answer types, and the error that may come instead of an answer.
 
 Handlers write answers as plain trees. `/openapi.json` is made of these types, and a test holds every answer to them;
 unknown fields are errors, so an answer that grows a field is noticed.

@@ -1,4 +1,4 @@
-"""The adapters of a deployment as requests name them, `MODEL:ADAPTER`; in the engine they have numbers from 1 on."""
+"""Name the adapters of a deployment as requests do, `MODEL:ADAPTER`; in the engine they have numbers from 1 on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What all routes share: the deployment, the tokenizer, the engine's supervisor, metrics, and whether we drain."""
+"""Hold what all routes share: the deployment, the tokenizer, the engine's supervisor, metrics, and whether we drain."""
 
 import hashlib
 import hmac

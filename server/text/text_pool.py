@@ -1,4 +1,4 @@
-"""Threads for work that grows with a text: tokenising, templates, long answers.
+"""Run work that grows with a text in threads: tokenising, templates, long answers.
 
 Their number does not grow with that of clients. A short text never waits for a long one, and no text waits for more
 than `_MOST_WAITING` others. Long texts from which nothing is generated are processed one at a time, so that a thread is

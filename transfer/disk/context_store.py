@@ -1,4 +1,4 @@
-"""The contexts of one model on disk, and the threads that read and write them.
+"""Store the contexts of one model on disk, with threads that read and write them.
 
 A block is named by the hash of all tokens up to its end, so a prefix that two contexts share is stored once. Reads run
 side by side and begin in the order of their requests. Writes run one after another, in the background.

@@ -1,4 +1,4 @@
-"""Bytes and records of contexts on disk, as the engine reports them to the server."""
+"""Count bytes and records of contexts on disk, as the engine reports them to the server."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Tensors of AWQ modules."""
+"""Name and pack the tensors of AWQ modules."""
 
 from torch import Tensor
 

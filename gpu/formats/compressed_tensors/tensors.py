@@ -1,4 +1,4 @@
-"""Tensors of compressed-tensors modules."""
+"""Name and pack the tensors of compressed-tensors modules."""
 
 import torch
 from torch import Tensor

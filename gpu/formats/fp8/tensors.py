@@ -1,4 +1,4 @@
-"""Tensors of FP8 modules."""
+"""Name and pack the tensors of FP8 modules."""
 
 from gpu.model.matrix_format import MatrixFormat
 from gpu.weights.stored import WIDE_SCALES, ModuleRows, StoredTensor, fp8_weight, input_scale, row_scales

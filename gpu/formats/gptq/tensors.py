@@ -1,4 +1,4 @@
-"""Tensors of GPTQ modules."""
+"""Name and pack the tensors of GPTQ modules."""
 
 from collections.abc import Callable
 

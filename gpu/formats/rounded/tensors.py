@@ -1,4 +1,4 @@
-"""Tensors of modules that are rounded as they are loaded."""
+"""Name and pack the tensors of modules that are rounded as they are loaded."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Settings of AttentionPredictor in serving. No torch: the plan and the server's process read them."""
+"""Define the settings of AttentionPredictor in serving. No torch: the plan and the server's process read them."""
 
 from collections.abc import Mapping
 from pathlib import Path

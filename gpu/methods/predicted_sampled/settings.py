@@ -1,4 +1,4 @@
-"""Settings of predicted blocks beside a sample of the rest. No torch: the plan and the server's process read them."""
+"""Define the settings of predicted blocks beside a sample of the rest. No torch: plan and server read them."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""How a byte-level tokenizer cuts a text into words before it merges bytes, by a GGUF file's name for it.
+"""List how byte-level tokenizers cut a text into words before they merge bytes, by a GGUF file's names for them.
 
 The names are llama.cpp's (`tokenizer.ggml.pre`), and each one's patterns are those of the tokenizer that it stands for.
 """

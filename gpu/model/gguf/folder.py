@@ -1,4 +1,4 @@
-"""The GGUF files that lie in a folder in place of a Hugging Face model. No torch. Reads names alone."""
+"""Find the GGUF files that lie in a folder in place of a Hugging Face model. No torch. Reads names alone."""
 
 from pathlib import Path
 

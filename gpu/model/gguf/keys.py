@@ -1,4 +1,4 @@
-"""The keys of one architecture in a GGUF file's metadata, and how a family's files differ from others."""
+"""Read the keys of one architecture in a GGUF file's metadata, and how a family's files differ from others."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The kinds of tensors in GGUF files that are served, and how a matrix of them is stored here.
+"""List the kinds of tensors in GGUF files that are served, and say how a matrix of them is stored here.
 
 A number of most kinds of few bits is `q * d * scale - least * offset`: q below 2**8, d and least float16 of a run of
 groups, scale and offset whole numbers of a group. So nothing is rounded on the way from the file. Kinds with one scale

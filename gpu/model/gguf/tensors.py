@@ -1,4 +1,4 @@
-"""A GGUF file's tensors by the names of a Hugging Face checkpoint, and how its matrices of few bits are stored.
+"""Name a GGUF file's tensors as a Hugging Face checkpoint does, and say how its matrices of few bits are stored.
 
 A tensor that no layer wants keeps its own name, so that the check of a checkpoint reports it.
 """

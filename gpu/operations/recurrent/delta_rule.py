@@ -1,4 +1,4 @@
-"""The gated delta rule, token by token and in chunks, in plain torch.
+"""Compute the gated delta rule, token by token and in chunks, in plain torch.
 
 Yang, Kautz, Hatamizadeh: Gated Delta Networks (arXiv 2412.06464), equation 10. A head has a state S `[key_dim,
 value_dim]`. A token with key k, value v, query q, a decay g <= 0 and a share b in (0, 1) makes of it

@@ -1,4 +1,4 @@
-"""The types of the answers of completions and chats, whole and as the events of a stream."""
+"""Define the answers of completions and chats, whole and as the events of a stream."""
 
 from typing import Any, Literal
 

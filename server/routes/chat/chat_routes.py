@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`."""
+"""Serve `/v1/completions` and `/v1/chat/completions`."""
 
 from starlette.responses import Response
 

@@ -1,4 +1,4 @@
-"""The types of the answers of `/v1/documents`."""
+"""Define the answers of `/v1/documents`."""
 
 from typing import Literal
 

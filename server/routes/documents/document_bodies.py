@@ -1,4 +1,4 @@
-"""The request body of `/v1/documents`, and the table of its fields."""
+"""Define the request body of `/v1/documents`, and the table of its fields."""
 
 import msgspec
 

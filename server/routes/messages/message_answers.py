@@ -1,4 +1,4 @@
-"""The types of the answers of `/v1/messages`, whole and as events, and of its errors, which are Anthropic's."""
+"""Define the answers of `/v1/messages`, whole and as events, and its errors, which are Anthropic's."""
 
 from typing import Any, Literal
 

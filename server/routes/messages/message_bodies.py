@@ -1,4 +1,4 @@
-"""The request bodies of Anthropic's `/v1/messages` and its token count, and the tables of their fields.
+"""Define the request bodies of Anthropic's `/v1/messages` and its token count, and the tables of their fields.
 
 Of objects inside the body only what is read is declared; their other fields have no effect.
 """

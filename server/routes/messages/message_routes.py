@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`, and the count of a prompt's tokens."""
+"""Serve Anthropic's `/v1/messages`, and the count of a prompt's tokens."""
 
 from starlette.responses import Response
 

@@ -1,4 +1,4 @@
-"""The types of the answers of Ollama's routes, and of their errors. Durations are nanoseconds."""
+"""Define the answers of Ollama's routes, and their errors. Durations are nanoseconds."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""The request bodies of Ollama's routes, and the tables of their fields.
+"""Define the request bodies of Ollama's routes, and the tables of their fields.
 
 Ollama's clients send new fields with each release, so an unknown one has no effect.
 """

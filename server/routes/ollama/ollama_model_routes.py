@@ -1,4 +1,4 @@
-"""What Ollama's clients ask of models: which there are and how they are; and the work on models that is refused."""
+"""Answer what Ollama's clients ask of models: which there are and how they are; refuse work on models."""
 
 import hashlib
 import math

@@ -1,1 +1,1 @@
-"""The page at `/`: a chat, and what the server is doing."""
+"""Serve the page at `/`: a chat, and what the server is doing."""

@@ -1,4 +1,4 @@
-"""The types of the answers of `/v1/responses`, whole, as events, and as they are kept."""
+"""Define the answers of `/v1/responses`, whole, as events, and as they are kept."""
 
 from typing import Any, Literal
 

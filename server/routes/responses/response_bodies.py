@@ -1,4 +1,4 @@
-"""The request body of OpenAI's `/v1/responses`, and the table of its fields.
+"""Define the request body of OpenAI's `/v1/responses`, and the table of its fields.
 
 Of objects inside the body only what is read is declared; their other fields have no effect.
 """

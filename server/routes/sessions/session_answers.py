@@ -1,4 +1,4 @@
-"""The types of what is told of sessions."""
+"""Define the answers about sessions, saved contexts and slots."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The body of `POST /slots/{id_slot}`, and the names that contexts may be saved by."""
+"""Define the body of `POST /slots/{id_slot}`, and check the names that contexts may be saved by."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""The types of what the server says of itself: the model, its tokenizer, the engine's limits and load, its health."""
+"""Define the answers about the server itself: the model, its tokenizer, the engine's limits and load, its health."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Routes about the server itself: its model, health, version and metrics."""
+"""Serve the routes about the server itself: its model, health, version and metrics."""
 
 import time
 from typing import Any

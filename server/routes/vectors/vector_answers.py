@@ -1,4 +1,4 @@
-"""The types of the answers of embeddings and of ranking."""
+"""Define the answers of embeddings and of ranking."""
 
 from typing import Literal
 
