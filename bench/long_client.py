@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0)
 MIN_STEPS = 4  # measured at least, however long they take
 READY_S = 120.0  # timeout until the tables of all contexts are built
 _WARMUP_STEPS = 4
-_NO_HOST = HostStats(**dict.fromkeys(HostStats.__struct_fields__, 0))
+_NO_HOST = HostStats(**dict.fromkeys(HostStats.__struct_fields__, 0) | {"method_counts": {}})
 _WARM_UP_STEPS = 16  # if they are short: by then each row has found the rows that it steps with
 
 

@@ -70,6 +70,20 @@ class TierStats:
     attention: AttentionCounts
     errors: ErrorCounts
 
+    @property
+    def method_counts(self) -> dict[str, int]:
+        """Return the counts of single methods, by the names under which these declare them (`host_counters`)."""
+        return {
+            "host_tables_built": self.tables_built,
+            "host_tables_failed": self.tables_failed,
+            "host_answers_estimated": self.errors.estimated,
+            "host_answers_heavy": self.errors.heavy,
+            "host_answers_beyond_bound": self.errors.beyond,
+            "host_answers_heavy_beyond_bound": self.errors.heavy_beyond,
+            "host_steps_beyond_bound": self.errors.steps_beyond,
+            "host_answers_in_full": self.errors.in_full,
+        }
+
 
 def compiled_for(shape: TierShape, query_dtype: torch.dtype) -> Compiled:
     """Return the compile parameters of attention to rows of this shape. query_dtype: bfloat16 or float32."""

@@ -447,7 +447,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of the host tier; counters count since the engine started."""
+    """Gauges and counters of the host tier; counters count since the engine started.
+
+    method_counts: counters that methods declare (`Method.host_counters`), by name.
+    """
 
     bytes_used: int  # by contexts
     bytes_promised: int  # what contexts use and may still take; admission compares this with the limit
@@ -459,20 +462,13 @@ class HostStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens_reloaded: int  # tokens reloaded to such pages
     segments: int
     leases: int  # held on segments by unanswered steps and by writes to disk
-    tables_built: int  # one for each layer of a segment
-    tables_failed: int  # these layers are read exactly
     tokens_covered: int  # that decode attended to, counted for each layer and head
     rows_read: int  # key and value rows read for these tokens
     rows_left_out: int  # rows of decode steps that ran without them, as their contexts were not ready
     ready_seconds: float  # decode waited for offloads and tables to be ready
     wait_seconds: float  # the CPU waited for queries
     attend_seconds: float  # the CPU computed attention
-    answers_estimated: int  # answers for a head in a layer whose error was estimated; this and the next five: or 0
-    answers_heavy: int  # of these, with a key that has more than a tenth of the weight
-    answers_beyond: int  # whose error exceeds the configured bound, without such a key
-    answers_heavy_beyond: int  # the same, with such a key
-    steps_beyond: int  # with any answer beyond the bound
-    answers_in_full: int  # read in full, to learn the error or because it was too large
+    method_counts: dict[str, int] = {}
 
 
 class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):

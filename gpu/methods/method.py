@@ -104,6 +104,7 @@ class Method:
     token_outputs: ClassVar[int] = 0  # memory of its sides per token, in arrays as wide as a query
     # What it counts.
     counters: ClassVar[Mapping[str, Counter]] = {}  # of `DeviceSide.counts`, on /metrics
+    host_counters: ClassVar[Mapping[str, Counter]] = {}  # what the host tier counts for it, on /metrics
     figures: ClassVar[Mapping[str, RequestFigure]] = {}  # of `RingSide.figures_of`, in an answer's `usage`
     shares: ClassVar[Mapping[str, Share]] = {}  # quotients of counters that evaluations report
     # What `tandem plan` and evaluations say about it.

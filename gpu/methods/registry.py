@@ -28,6 +28,20 @@ def list_counters() -> dict[str, Counter]:
     return counters
 
 
+def list_host_counters() -> dict[str, Counter]:
+    """Return the counters of all methods that the host tier counts, by name.
+
+    Methods may share a counter, which must then be the same in each.
+    """
+    counters: dict[str, Counter] = {}
+    for method in list_methods().values():
+        for name, counter in method.host_counters.items():
+            assert not counter.by_layer, f"methods: the host tier does not count {name!r} by layer"
+            assert not counter.is_gauge, f"methods: the host tier has no gauge {name!r}"
+            assert counters.setdefault(name, counter) == counter, f"methods: two meanings of the counter {name!r}"
+    return counters
+
+
 def list_figures() -> dict[str, RequestFigure]:
     """Return the request figures of all methods by name.
 

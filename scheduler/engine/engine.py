@@ -198,20 +198,13 @@ class Engine:
             tokens_reloaded=evictor.num_reloaded * page_tokens,
             segments=tier.segments,
             leases=tier.leases,
-            tables_built=tier.tables_built,
-            tables_failed=tier.tables_failed,
             tokens_covered=tier.attention.tokens_covered,
             rows_read=tier.attention.rows_read,
             rows_left_out=self.scheduler.late.num_left_out,
             ready_seconds=times.ready_s,
             wait_seconds=tier.attention.wait_s,
             attend_seconds=tier.attention.attend_s,
-            answers_estimated=tier.errors.estimated,
-            answers_heavy=tier.errors.heavy,
-            answers_beyond=tier.errors.beyond,
-            answers_heavy_beyond=tier.errors.heavy_beyond,
-            steps_beyond=tier.errors.steps_beyond,
-            answers_in_full=tier.errors.in_full,
+            method_counts=tier.method_counts,
         )
 
     def _launch(self, lane: Lane) -> StepPlan | None:

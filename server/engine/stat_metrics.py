@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from gpu.methods.registry import list_counters
+from gpu.methods.registry import list_counters, list_host_counters
 from scheduler.messages import Stats
 from server.engine.turn_histogram import TurnHistogram
 
@@ -105,10 +105,6 @@ COUNTERS: Table = {
         "disk_failed", "disk reads that failed for lack of open files or memory; the blocks stay on disk"
     ),
     "host.tokens_reloaded": ("host_tokens_reloaded", "tokens reloaded from host memory to free KV pages"),
-    "host.tables_built": ("host_tables_built", "hash tables of a layer of a segment built"),
-    "host.tables_failed": (
-        "host_tables_failed", "hash tables that could not be built; that layer of the segment is read exactly"
-    ),
     "host.tokens_covered": (
         "host_tokens_covered", "offloaded tokens that decode attended to, in each layer and head"
     ),
@@ -119,26 +115,6 @@ COUNTERS: Table = {
     "host.ready_seconds": ("host_ready_seconds", "seconds that decode waited for offloads and hash tables"),
     "host.wait_seconds": ("host_wait_seconds", "seconds that the CPU waited for a layer's queries"),
     "host.attend_seconds": ("host_attend_seconds", "seconds of attention on the CPU"),
-    "host.answers_estimated": (
-        "host_answers_estimated", "sampled answers, of a head in a layer, whose standard error was estimated"
-    ),
-    "host.answers_heavy": (
-        "host_answers_heavy", "sampled answers in which a key has more than a tenth of the weight"
-    ),
-    "host.answers_beyond": (
-        "host_answers_beyond_bound",
-        "sampled answers without a heavy key whose error exceeds host.sampled.errors.bound",
-    ),
-    "host.answers_heavy_beyond": (
-        "host_answers_heavy_beyond_bound",
-        "sampled answers with a heavy key whose error exceeds host.sampled.errors.bound",
-    ),
-    "host.steps_beyond": (
-        "host_steps_beyond_bound", "decode steps with a sampled answer whose error exceeds the bound"
-    ),
-    "host.answers_in_full": (
-        "host_answers_in_full", "answers read in full for host.sampled.errors.epsilon, audits included"
-    ),
 }  # fmt: skip
 
 
@@ -157,6 +133,10 @@ class StatMetrics:
         self._counters = {
             place: Counter(f"tandem_{name}", what, registry=registry) for place, (name, what) in COUNTERS.items()
         }
+        self._host_counters = {
+            name: Counter(f"tandem_{name}", one.description, registry=registry)
+            for name, one in list_host_counters().items()
+        }
         self._turns = TurnHistogram("tandem_disk_turn_written_bytes", "bytes that a turn wrote to the disk")
         registry.register(self._turns)
         self._method_counters = list_counters()
@@ -171,6 +151,7 @@ class StatMetrics:
         for place, counter in self._counters.items():
             if (value := _find(stats, place)) is not None:
                 counter.inc(value - (_find(last, place) or 0))
+        self._take_host_counters(stats, last)
         if stats.disk is not None:
             before = None if last is None else last.disk
             then = [0] * len(stats.disk.turns_written) if before is None else before.turns_written
@@ -183,6 +164,11 @@ class StatMetrics:
         self.latest = None
         for gauge in self._gauges.values():
             gauge.set(0)
+
+    def _take_host_counters(self, stats: Stats, last: Stats | None) -> None:
+        counts, before = ({} if one is None or one.host is None else one.host.method_counts for one in (stats, last))
+        for name, now in counts.items():
+            self._host_counters[name].inc(now - before.get(name, 0))
 
     def _take_methods(self, counts: dict[str, list[int]], last: dict[str, list[int]]) -> None:
         for name, numbers in counts.items():

@@ -330,7 +330,7 @@ class LateRow:
 
     def stats(self):
         zeros = dict.fromkeys(HostStats.__struct_fields__, 0)
-        return SimpleNamespace(host=HostStats(**zeros), methods={})
+        return SimpleNamespace(host=HostStats(**zeros | {"method_counts": {}}), methods={})
 
 
 def test_nothing_is_timed_before_the_tables_of_all_rows_stand():

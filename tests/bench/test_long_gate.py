@@ -39,7 +39,7 @@ def run_gate(
     client: Any = SimpleNamespace(
         prompt=lambda num_tokens: np.zeros(num_tokens, np.int64).tolist(),
         longest_tokens={"exact": 4096, "offloaded": 4096},
-        host_stats=lambda: SimpleNamespace(rows_read=next(reads), tables_failed=0),
+        host_stats=lambda: SimpleNamespace(rows_read=next(reads), method_counts={}),
         forget_contexts=lambda: None,
     )
     monkeypatch.setattr(bench.long_gate, "_measure", measure)

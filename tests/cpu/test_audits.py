@@ -12,6 +12,7 @@ from cpu.cpu_tier import CpuTier
 from cpu.host_attention import HostPartial
 from cpu.host_context import Context as HostContext
 from cpu.sample_errors import LARGEST, LOG_MASS, OUTPUT
+from gpu.methods.registry import list_host_counters
 from tests.cpu.rows_model import SAMPLED, Context, table_of, to_bf16
 from tests.cpu.test_errors import HEADS, KV_HEADS, clustered, draw_tables, kernel
 from tests.cpu.tier_model import HEADS as TIER_HEADS
@@ -189,6 +190,19 @@ def test_a_tier_reads_in_full_what_its_first_turns_find_beyond_epsilon() -> None
         device.open(1, Reading.SAMPLE, 2100)
         device.attend([1])
         assert device.tier.stats().errors.estimated == 0
+
+
+def test_a_tier_counts_what_methods_declare_of_it() -> None:
+    errors = ErrorsConfig(bound=1e-6, epsilon=1e-6, audit_steps=2, full_share=1.0)
+    pages = PageSource(poisoned_pages, None, None)
+    with Device(CpuTier(tier_shape(bits=5, tables=40), torch.float32, 2**30, 1, pages, errors), 3) as device:
+        device.open(1, Reading.SAMPLE, 2100)
+        device.attend([1])
+        stats = device.tier.stats()
+    assert set(stats.method_counts) == set(list_host_counters())
+    assert stats.method_counts["host_tables_built"] == stats.tables_built > 0
+    assert stats.method_counts["host_answers_estimated"] == stats.errors.estimated > 0
+    assert stats.method_counts["host_answers_in_full"] == stats.errors.in_full > 0
 
 
 def test_a_fork_goes_on_with_the_readings_of_the_context_it_stands_on() -> None:

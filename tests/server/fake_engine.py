@@ -66,10 +66,10 @@ PROFILES = dict.fromkeys(["exact", "slow", "long_prefill", "dies", "breaks", "to
 }
 HOST_STATS = HostStats(
     bytes_used=5000, bytes_promised=6000, bytes_limit=9000, contexts=3, tokens=400, tokens_evicted=300,
-    tokens_resident=150, tokens_reloaded=70, segments=2, leases=0, tables_built=60,
-    tables_failed=1, tokens_covered=8000, rows_read=160, rows_left_out=7,
+    tokens_resident=150, tokens_reloaded=70, segments=2, leases=0,
+    tokens_covered=8000, rows_read=160, rows_left_out=7,
     ready_seconds=0.5, wait_seconds=0.25, attend_seconds=1.5,
-    answers_estimated=0, answers_heavy=0, answers_beyond=0, answers_heavy_beyond=0, steps_beyond=0, answers_in_full=0,
+    method_counts={"host_tables_built": 60, "host_tables_failed": 1},
 )  # fmt: skip
 
 

@@ -8,11 +8,14 @@ from transfer.disk.disk_counts import DiskCounts
 
 HOST = HostStats(
     bytes_used=21, bytes_promised=22, bytes_limit=23, contexts=24, tokens=25, tokens_evicted=20, tokens_resident=19,
-    tokens_reloaded=35, segments=26, leases=37, tables_built=27,
-    tables_failed=28, tokens_covered=29, rows_read=30, rows_left_out=34,
+    tokens_reloaded=35, segments=26, leases=37,
+    tokens_covered=29, rows_read=30, rows_left_out=34,
     ready_seconds=31.5, wait_seconds=32.5, attend_seconds=33.5,
-    answers_estimated=60, answers_heavy=61, answers_beyond=62, answers_heavy_beyond=63, steps_beyond=64,
-    answers_in_full=65,
+    method_counts={
+        "host_tables_built": 27, "host_tables_failed": 28, "host_answers_estimated": 60, "host_answers_heavy": 61,
+        "host_answers_beyond_bound": 62, "host_answers_heavy_beyond_bound": 63, "host_steps_beyond_bound": 64,
+        "host_answers_in_full": 65,
+    },
 )  # fmt: skip
 REUSE_NAMES = ("tries", "hits", "context_cells", "skipped_cells", "gaps", "ages", "kv_cells", "whole_groups", "refused",
                "stops")  # fmt: skip
@@ -71,6 +74,12 @@ def test_every_figure_of_the_engine_is_told_under_its_name() -> None:
         assert told[name] == value, name
     for name, value in COUNTERS.items():
         assert told[f"{name}_total"] == value, name
+
+
+def test_counters_of_the_host_tier_are_told_from_the_start() -> None:
+    """As rates over them need, before any engine has reported."""
+    told = read(Metrics())
+    assert {name: told[f"{name}_total"] for name in HOST.method_counts} == dict.fromkeys(HOST.method_counts, 0)
 
 
 def test_counters_are_the_engines_own_and_begin_anew_with_the_next_one() -> None:

@@ -24,6 +24,7 @@ class PredictedSampled(Predicted):
     reading = Reading.SAMPLE
     drafts = False
     why_no_drafts = Sampled.why_no_drafts
+    host_counters = Sampled.host_counters
     plan_words = "predicted blocks, the rest sampled"
     measured = "gains 0.8 points (a loss of 0.3 to a gain of 2.1) on SmolLM2-135M-Instruct over 127 prompts: too few"
 

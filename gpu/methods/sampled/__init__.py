@@ -5,11 +5,27 @@ The host tier builds one kind of hash table for all profiles, so its settings ar
 
 from typing import Any
 
+from gpu.methods.counters import Counter
 from gpu.methods.kept import OFFLOAD_KEYS, Kept, keep_as_set
 from gpu.methods.method import Method
 from gpu.model.architecture import Architecture
 from transfer.host_config import HostConfig, SampledConfig
 from transfer.reading import Reading
+
+HOST_COUNTERS = {
+    "host_tables_built": Counter("hash tables of a layer of a segment built"),
+    "host_tables_failed": Counter("hash tables that could not be built; that layer of the segment is read exactly"),
+    "host_answers_estimated": Counter("sampled answers, of a head in a layer, whose standard error was estimated"),
+    "host_answers_heavy": Counter("sampled answers in which a key has more than a tenth of the weight"),
+    "host_answers_beyond_bound": Counter(
+        "sampled answers without a heavy key whose error exceeds host.sampled.errors.bound"
+    ),
+    "host_answers_heavy_beyond_bound": Counter(
+        "sampled answers with a heavy key whose error exceeds host.sampled.errors.bound"
+    ),
+    "host_steps_beyond_bound": Counter("decode steps with a sampled answer whose error exceeds the bound"),
+    "host_answers_in_full": Counter("answers read in full for host.sampled.errors.epsilon, audits included"),
+}
 
 
 class Sampled(Method):
@@ -23,6 +39,7 @@ class Sampled(Method):
     serves_split_devices = True
     why_no_drafts = "a context of which what verifies reads all has no hash tables in host memory"
     device_side = "gpu.methods.sampled.codes"
+    host_counters = HOST_COUNTERS
     plan_words = "device and host, sampled"
     scored = (SampledConfig(bits_per_table=10, num_tables=150), SampledConfig(bits_per_table=10, num_tables=200))
     measured = "loses 9.4 points (12.3 to 6.6) on SmolLM2-135M-Instruct: it does not hold"
