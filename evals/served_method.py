@@ -1,11 +1,13 @@
 """Parse the name of a method that is a serving profile, with settings that replace the deployment's own.
 
 The form is `profile:NAME`, or `profile:sampled:bits_per_table=10,num_tables=200` for other settings of the profile's
-method, so that one run compares several. Values are read as YAML, as in a deployment's file. Invariant: two methods
+method, so that one run compares several. Values are read as YAML, as in a deployment's file. Settings of the `host`
+section that change answers may be replaced, too: `dense_layers=0+15`, or `dense_layers=none`. Invariant: two methods
 that need the same deployment have equal ones.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -14,6 +16,7 @@ from gpu.config import Composition, MethodChoice
 from gpu.methods.method import Slot
 from gpu.profiles import Profile, ProfileError, get_profile, needs_host, resolve_profiles
 from server.deployment import Deployment, describe
+from transfer.host_config import HostConfig
 
 PREFIX = "profile:"
 """Prefix of a method that is a serving profile: `profile:exact`."""
@@ -58,14 +61,19 @@ def _with_settings(method: str, text: str, found: ServedMethod) -> Deployment:
     """Return the deployment in which the profile's method has the settings of `text`."""
     profile, deployment = found.profile, found.deployment
     parts = [part for part in profile.parts if part.method.settings.model_fields]
+    given = {key: yaml.safe_load(value) for key, _, value in (part.partition("=") for part in text.split(","))}
+    own = {key for part in parts for key in part.method.settings.model_fields}
+    if of_host := {key: given.pop(key) for key in _host_keys(profile) - own if key in given}:
+        deployment = _with_host_settings(method, of_host, deployment)
+        if not given:
+            return deployment
     if not parts or deployment is None:
         raise ProfileError(f"--method {method}: profile {profile.name!r} takes no settings; leave out `:{text}`")
-    given = {key: yaml.safe_load(value) for key, _, value in (part.partition("=") for part in text.split(","))}
     part = next((part for part in parts if given.keys() <= part.method.settings.model_fields.keys()), parts[0])
     try:
         settings = part.method.settings.model_validate({**part.settings.model_dump(), **given})
     except ValidationError as error:
-        known = ", ".join(part.method.settings.model_fields)
+        known = ", ".join([*part.method.settings.model_fields, *sorted(_host_keys(profile))])
         raise ProfileError(f"--method {method}: {describe(error, None)}; settings are {known}") from None
     slot, name = part.method.slot, part.method.name
     if part.method.shared_key is not None:
@@ -78,6 +86,25 @@ def _with_settings(method: str, text: str, found: ServedMethod) -> Deployment:
     choice = MethodChoice(method=name, **settings.model_dump())
     own = deployment.profiles[profile.name].model_copy(update={slot: choice})
     return deployment.model_copy(update={"profiles": deployment.profiles | {profile.name: own}})
+
+
+def _host_keys(profile: Profile) -> set[str]:
+    """Return the settings of the `host` section that change what the profile answers."""
+    return {key for part in profile.parts for key in part.method.kv_host.values()}
+
+
+def _with_host_settings(method: str, given: dict[str, Any], deployment: Deployment | None) -> Deployment:
+    """Return the deployment with other settings of its `host` section. Layers are joined by `+`; `none` is no layer."""
+    assert deployment is not None, "evals: a profile that offloads has a deployment"
+    assert deployment.host is not None, "evals: a profile that offloads has a section `host`"
+    layers = given.get("dense_layers")
+    if layers is not None:
+        given = given | {"dense_layers": () if layers == "none" else str(layers).split("+")}
+    try:
+        host = HostConfig.model_validate({**deployment.host.model_dump(), **given})
+    except ValidationError as error:
+        raise ProfileError(f"--method {method}: host.{describe(error, None)}") from None
+    return deployment.model_copy(update={"host": host})
 
 
 def _without_settings(composition: Composition, slot: Slot, name: str) -> Composition:

@@ -5,7 +5,7 @@
 # other methods) and `hard` (needles among needles at 16,000 tokens, by the project's own model); without any, all. `cpu`
 # before them: few and short prompts on the CPU device, to see that all of it runs. SEED (0), LIMIT (seconds of each
 # process, 200, but of `kl`, which has no limit), FEW (texts of a length of `kl` and `weak`, 24) and SETTINGS (of the
-# method, as `:budget_share=0.02`) from outside. All of a context is in host memory, and every step is audited. A part
+# method and of `host`, as `:budget_share=0.02,dense_layers=none`) from outside. All of a context is in host memory, and every step is audited. A part
 # ends with a line a row, of which one of `kl` has 48: `KL own` is along what a profile drew itself (its prompt is
 # computed exactly, so its `KL` along the text is 0), `KL` of the others along the text; `beyond` is the share of true
 # errors above their bound. `tandem eval judge FOLDER/tasks-*.json FOLDER/weak-*.json` pools prompts.

@@ -199,6 +199,21 @@ def test_a_setting_that_is_one_of_several_numbers_is_read_as_a_number() -> None:
     assert (settings.key_bits, settings.budget_share) == (3, 0.02)
 
 
+def test_settings_of_the_host_section_are_taken_beside_the_methods_own() -> None:
+    named = {"near": Composition.model_validate({"host": {"method": "indexed"}})}
+    deployment = DEPLOYMENT.model_copy(update={"profiles": named})
+    found = served_method("profile:near:budget_share=0.02,dense_layers=none", deployment)
+    assert found.deployment.host == deployment.host.model_copy(update={"dense_layers": ()})
+    assert found.profile.host_part.settings.budget_share == 0.02
+    assert " dense= " in found.profile.kv_key
+    wanted = {"near:dense_layers=0+15": (0, 15), "sampled:dense_layers=3": (3,), "offloaded:dense_layers=none": ()}
+    for name, layers in wanted.items():
+        assert served_method(f"profile:{name}", deployment).deployment.host.dense_layers == layers
+    assert served_method("profile:near:rows=int4,window_tokens=128", deployment).deployment.host.rows == "int4"
+    groups = group_by_deployment(["profile:exact", "profile:near", "profile:near:dense_layers=none"], deployment)
+    assert [len(members) for _, members in groups] == [2, 1]
+
+
 def test_settings_of_a_named_profile_are_those_of_all_that_share_them() -> None:
     named = {"careful": Composition.model_validate({"host": {"method": "sampled", "num_tables": 150}})}
     whole = {"whole": Composition.model_validate({"host": "offloaded"})}
@@ -232,6 +247,9 @@ def test_settings_that_a_profile_has_for_itself_change_that_profile_alone(
 @pytest.mark.parametrize(("method", "told"), [
     ("profile:exact:num_tables=3", "profile 'exact' takes no settings; leave out `:num_tables=3`"),
     ("profile:sampled:tables=3", "tables: unknown key"),
+    ("profile:exact:dense_layers=none", "profile 'exact' takes no settings"),
+    ("profile:sampled:dense_layers=half", r"host.dense_layers(\.0)?: Input should be a valid integer"),
+    ("profile:sampled:threads=2", "threads: unknown key"),
     ("profile:sampled:num_tables=1", "num_tables: Input should be greater than or equal to 2"),
 ])  # fmt: skip
 def test_settings_that_a_profile_has_not_are_refused(method: str, told: str) -> None:
