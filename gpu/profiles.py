@@ -106,9 +106,10 @@ def resolve_profiles(named: Mapping[str, Composition], host: HostConfig | None) 
     Raises ProfileError for a composition that cannot be served.
     """
     methods = list_methods()
-    built_in = {name: method for name, method in methods.items() if is_built_in(method)}
+    built_in = list_built_in()
     profiles = {}
-    for name, method in built_in.items():
+    for name in built_in:
+        method = methods[name]
         if method.reading is Reading.NONE or host is not None:
             profiles[name] = _compose(name, Composition(host=MethodChoice(method=name)), methods, host, named)
     for name, composition in named.items():
@@ -169,6 +170,11 @@ def needs_host(name: str) -> bool:
     """Return whether `name` is a built-in profile that needs a `host` section."""
     method = list_methods().get(name)
     return method is not None and method.reading is not Reading.NONE and is_built_in(method)
+
+
+def list_built_in() -> list[str]:
+    """Return the names of the built-in profiles, of which some need a `host` section (`needs_host`)."""
+    return [name for name, method in list_methods().items() if is_built_in(method)]
 
 
 def is_built_in(method: Method) -> bool:
@@ -239,7 +245,7 @@ def _compose(
     _check_together(name, parts)
     draft, draft_part = composition.draft, None
     if draft is not None:
-        _check_draft(name, draft, parts, host)
+        _check_draft(name, draft, parts)
         if draft.profile is not None:
             draft_part = _find_drafting(name, draft.profile, parts, methods, host, named)
     keys = [key for part in parts if (key := _kv_key(part, host))]
@@ -293,14 +299,12 @@ def _check_together(name: str, parts: Iterable[ProfilePart]) -> None:
             )
 
 
-def _check_draft(name: str, draft: DraftConfig, parts: Iterable[ProfilePart], host: HostConfig | None) -> None:
+def _check_draft(name: str, draft: DraftConfig, parts: Iterable[ProfilePart]) -> None:
     """Raise ProfileError for drafts beside methods that keep something of each token or step."""
     for part in parts:
         method, why = part.method, part.method.why_no_draft(part.settings, draft.most_tokens)
         if not why and method.has_rings and draft.profile is not None:
             why = "a sequence that holds a ring for drafts steps without one"
-        elif method.reading is Reading.SAMPLE and host is not None and host.sampled.errors is not None:
-            why = "host.sampled.errors chooses the heads that it reads in full by the number of the step"
         if why:
             raise ProfileError(
                 f"profiles.{name}.draft: is not served with {method.name!r}: {why}; leave out `draft` or "

@@ -36,6 +36,9 @@ class HostDemand:
     window_layers: the layers without pages: they have windows or states of their own, or keep nothing.
     kv: format of rows in pages; None: the dtype that computes.
     excludes: whether a method excludes blocks from the host's attention.
+
+    Room for hash tables and codes is always planned, because each deployment with a `host` section serves the built-in
+    profile `sampled`, so any context may have them. What a context takes is counted by its own profile's reading.
     """
 
     shape: Architecture

@@ -69,7 +69,7 @@ def test_what_may_draft_and_what_is_refused_says_why() -> None:
         fast = Composition(draft="ngram", host={"method": host})
         assert resolve_profiles({"fast": fast}, HostConfig())["fast"].draft == DraftConfig()
     errors = HostConfig(sampled=SampledConfig(errors=ErrorsConfig()))
-    with pytest.raises(ProfileError, match=r"profiles\.fast\.draft: is not served with 'sampled'"):
+    with pytest.raises(ProfileError, match=r"fast\.draft: is not served with 'sampled': host\.sampled\.errors chooses"):
         resolve_profiles({"fast": Composition(draft="ngram", host="sampled")}, errors)
     for wrong in ("ngrams", {"source": "ngram", "least_match": 1}, {"modle": "x"}, 7):
         with pytest.raises(ValidationError):

@@ -10,6 +10,7 @@ from cpu.cpu_tier import CpuTier
 from gpu.memory.host_shares import resolve_host
 from gpu.methods.kept import keep_as_set
 from gpu.model.architecture import named_shape
+from gpu.profiles import resolve_profiles
 from transfer.copies import PASSED
 from transfer.host_config import HostConfig
 from transfer.host_memory import TAIL_TOKENS, bytes_of_centre, bytes_of_run
@@ -69,6 +70,11 @@ def test_a_fork_takes_no_more_than_its_charge(tier: CpuTier, bulk: int, shared: 
     for more in range(OFFLOAD_BLOCK, 2 * TAIL_TOKENS, OFFLOAD_BLOCK):
         offload(tier, 2, OFFLOAD_BLOCK)
         assert taken_bytes(tier) - before <= bytes_of_run(SHAPE, bulk, more, reading, is_fork=True)
+
+
+def test_every_deployment_with_host_memory_has_a_profile_with_tables() -> None:
+    """So plans count them for any context."""
+    assert any(profile.reading.has_tables for profile in resolve_profiles({}, HostConfig()).values())
 
 
 @pytest.mark.parametrize("context", [3000, 9000])

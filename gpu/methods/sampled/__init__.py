@@ -44,6 +44,11 @@ class Sampled(Method):
     scored = (SampledConfig(bits_per_table=10, num_tables=150), SampledConfig(bits_per_table=10, num_tables=200))
     measured = "loses 9.4 points (12.3 to 6.6) on SmolLM2-135M-Instruct: it does not hold"
 
+    def why_no_draft(self, settings: Any, most_tokens: int) -> str:
+        if settings.errors is None:
+            return ""
+        return f"host.{self.shared_key}.errors chooses the heads that it reads in full by the number of the step"
+
     def find_kept(self, settings: Any, host: HostConfig, architecture: Architecture) -> Kept:
         return keep_as_set(host, architecture)
 
