@@ -278,7 +278,7 @@ CHUNK_BFLOAT16 = 2**-8 * 1.0001
 # Share of codes that two orders of summation agree on: a product within some ulps of zero decides a bit of ten.
 SAME_CODES = 0.999
 
-# --- prefill of prompts that go down to the host ---
+# --- prefill of prompts that are offloaded to the host ---
 # Error of a row kept in bf16, as a share of the layer's largest centred element: half a unit is 2**-8 of an element at
 # the lower end of its binade, and keys are centred on their segment's mean, values not at all.
 HOST_ROW_BFLOAT16 = 5e-3

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import httpx
 
-from bench.soak.requests import Ask
+from bench.soak.requests import SoakRequest
 
 Verdict = Literal["same", "level", "other"]
 
@@ -29,13 +29,13 @@ class RefusedError(Exception):
         self.status, self.code = status, code
 
 
-async def read_answer(client: httpx.AsyncClient, ask: Ask) -> Answer:
+async def read_answer(client: httpx.AsyncClient, request: SoakRequest) -> Answer:
     """Send a request and return its whole answer. Raises RefusedError, and httpx's errors if a connection breaks."""
     answer = Answer()
-    async with client.stream("POST", ask.path, json=ask.body) as response:
+    async with client.stream("POST", request.path, json=request.body) as response:
         if response.status_code != httpx.codes.OK:
             raise _refused(response.status_code, (await response.aread()).decode(errors="replace"))
-        if not ask.body["stream"]:
+        if not request.body["stream"]:
             _take(answer, json.loads(await response.aread())["choices"][0])
         else:
             await _read_stream(response, answer)

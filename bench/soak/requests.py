@@ -34,7 +34,7 @@ TOOLS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SoakRequest:
     """A request. is_compared: greedy, by a method that reads every token, so that its text is always the same."""
 
     kind: str
@@ -67,7 +67,7 @@ class Mix:
     judged: tuple[str, ...] = EXACT_PROFILES
 
 
-def make_requests(served: Served, mix: Mix) -> list[Ask]:
+def make_requests(served: Served, mix: Mix) -> list[SoakRequest]:
     """Make all requests of a soak, two thirds of them streamed. Raises ValueError for a profile that is not served."""
     unknown = [name for name in mix.profiles or () if name not in served.profiles]
     if unknown:
@@ -77,7 +77,7 @@ def make_requests(served: Served, mix: Mix) -> list[Ask]:
     kinds += [("text, drawn", default, _drawn)]
     kinds += [("chat", default, _chat), ("chat, tools", default, _tool_call)] if served.has_chat else []
     kinds += [("chat, documents", default, _fused)] if served.has_chat and served.has_documents else []
-    asks = []
+    requests = []
     for index, (kind, profile, build) in enumerate(kinds):
         for number in range(mix.prompts):
             num_chars = _CHARS_A_TOKEN * _length(number, mix, served.profiles[profile])
@@ -87,8 +87,8 @@ def make_requests(served: Served, mix: Mix) -> list[Ask]:
                 "stream": number % 3 != 1, "attention_profile": profile, "session_id": f"soak-{index}-{number}",
             }  # fmt: skip
             path, changes = build(text, number)
-            asks.append(Ask(kind, path, body | changes, profile in mix.judged and build is not _drawn))
-    return asks
+            requests.append(SoakRequest(kind, path, body | changes, profile in mix.judged and build is not _drawn))
+    return requests
 
 
 def _length(number: int, mix: Mix, limit: int) -> int:

@@ -15,7 +15,7 @@ from bench.soak import gauges
 from bench.soak.answers import Answer, RefusedError, compare, read_answer
 from bench.soak.gauges import read_drafted, read_gauges, read_served, wait_for_rest
 from bench.soak.processes import ServerProcesses, find_server
-from bench.soak.requests import LEFT_SESSIONS, Ask, Mix, Served, make_requests, make_short_lived
+from bench.soak.requests import LEFT_SESSIONS, Mix, Served, SoakRequest, make_requests, make_short_lived
 
 _RETRY_S = 0.5
 _SAMPLE_S = 1.0
@@ -79,14 +79,14 @@ async def run_soak(plan: SoakPlan, transport: httpx.AsyncBaseTransport | None = 
     )
     async with every as client:
         served = await read_served(client)
-        asks = make_requests(served, plan.mix)
-        first = [await _ask_first(client, ask) for ask in asks]
-        soak = _Soak(plan, client, served, asks, first)
+        requests = make_requests(served, plan.mix)
+        first = [await _ask_first(client, request) for request in requests]
+        soak = _Soak(plan, client, served, requests, first)
         await soak.run()
         result = soak.result
         try:
             result.drafted = await read_drafted(client)
-            sessions = [*LEFT_SESSIONS, *(str(ask.body["session_id"]) for ask in asks)]
+            sessions = [*LEFT_SESSIONS, *(str(request.body["session_id"]) for request in requests)]
             result.at_rest = await wait_for_rest(client, sessions)
         except httpx.TransportError as error:
             result.blame(f"the server does not answer at the end: {error or type(error).__name__}")
@@ -96,20 +96,25 @@ async def run_soak(plan: SoakPlan, transport: httpx.AsyncBaseTransport | None = 
     return result
 
 
-async def _ask_first(client: httpx.AsyncClient, ask: Ask) -> Answer:
+async def _ask_first(client: httpx.AsyncClient, request: SoakRequest) -> Answer:
     try:
-        return await read_answer(client, ask)
+        return await read_answer(client, request)
     except RefusedError as error:
-        raise ValueError(f"{ask.kind}: the server refuses the first request of this kind: {error}") from None
+        raise ValueError(f"{request.kind}: the server refuses the first request of this kind: {error}") from None
     except httpx.HTTPError as error:
-        raise ValueError(f"{ask.kind}: the first request: {error or type(error).__name__}") from None
+        raise ValueError(f"{request.kind}: the first request: {error or type(error).__name__}") from None
 
 
 class _Soak:
     def __init__(
-        self, plan: SoakPlan, client: httpx.AsyncClient, served: Served, asks: list[Ask], first: list[Answer]
+        self,
+        plan: SoakPlan,
+        client: httpx.AsyncClient,
+        served: Served,
+        requests: list[SoakRequest],
+        first: list[Answer],
     ) -> None:
-        self._plan, self._client, self._served, self._asks, self._first = plan, client, served, asks, first
+        self._plan, self._client, self._served, self._requests, self._first = plan, client, served, requests, first
         self._random = Random(plan.seed)
         self._processes = find_server(plan.url)
         self.result = SoakResult()
@@ -132,33 +137,33 @@ class _Soak:
 
     async def _ask_again_and_again(self) -> None:
         while time.monotonic() < self._ends:
-            index = self._random.randrange(len(self._asks))
-            ask, counts = self._asks[index], self.result.counts[self._asks[index].kind]
+            index = self._random.randrange(len(self._requests))
+            request, counts = self._requests[index], self.result.counts[self._requests[index].kind]
             counts["asked"] += 1
-            answer = await self._ask_until_answered(ask, counts)
+            answer = await self._ask_until_answered(request, counts)
             if answer is None:
-                self.result.blame(f"{ask.kind}: not answered within {self._plan.patience_s:.0f} s")
+                self.result.blame(f"{request.kind}: not answered within {self._plan.patience_s:.0f} s")
                 continue
             counts["answered"] += 1
             verdict = compare(answer, self._first[index], self._plan.level_gap)
-            counts[verdict if ask.is_compared or verdict == "same" else "parted"] += 1
-            if verdict == "other" and ask.is_compared:
+            counts[verdict if request.is_compared or verdict == "same" else "parted"] += 1
+            if verdict == "other" and request.is_compared:
                 wanted = self._first[index].text
-                self.result.blame(f"{ask.kind}: said {answer.text[:120]!r}, at first {wanted[:120]!r}")
+                self.result.blame(f"{request.kind}: said {answer.text[:120]!r}, at first {wanted[:120]!r}")
 
-    async def _ask_until_answered(self, ask: Ask, counts: Counter[str]) -> Answer | None:
+    async def _ask_until_answered(self, request: SoakRequest, counts: Counter[str]) -> Answer | None:
         began = time.monotonic()
         while (sent := time.monotonic()) - began < self._plan.patience_s:
             try:
-                return await read_answer(self._client, ask)
+                return await read_answer(self._client, request)
             except RefusedError as error:
-                self._judge(ask, sent, error, counts, time.monotonic())
+                self._judge(request, sent, error, counts, time.monotonic())
             except httpx.HTTPError as error:
-                self.result.blame(f"{ask.kind}: the connection broke: {type(error).__name__} {error}")
+                self.result.blame(f"{request.kind}: the connection broke: {type(error).__name__} {error}")
             await asyncio.sleep(_RETRY_S)
         return None
 
-    def _judge(self, ask: Ask, sent: float, error: RefusedError, counts: Counter[str], now: float) -> None:
+    def _judge(self, request: SoakRequest, sent: float, error: RefusedError, counts: Counter[str], now: float) -> None:
         """Count an error that is allowed: of a request in flight at a kill, of one that came before the next engine
         served, or of a full queue. Any other error is a broken promise.
         """
@@ -170,7 +175,7 @@ class _Soak:
         elif error.code == "queue_full":
             counts["queue full"] += 1
         else:
-            self.result.blame(f"{ask.kind}: {error}")
+            self.result.blame(f"{request.kind}: {error}")
 
     async def _leave_again_and_again(self) -> None:
         """Disconnect again and again: at once, after some tokens, or without reading any."""

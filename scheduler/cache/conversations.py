@@ -38,7 +38,7 @@ class Conversations:
         self._last_number = NOBODY
         self._known: OrderedDict[int, Conversation] = OrderedDict()  # the least recently used first
         self._ending: dict[tuple[str, bytes], Conversation] = {}  # by owner and last block of its last prompt
-        self._asking: dict[str, Conversation] = {}  # by the id of its last request
+        self._by_request: dict[str, Conversation] = {}  # by the id of its last request
         self._awaited: dict[tuple[str, str], dict[int, Conversation]] = {}  # those in a session, by owner and session
         self._fronts: dict[bytes, Front] = {}
         self._most_fronts = _MOST_KNOWN  # with more, unused ones are forgotten
@@ -71,7 +71,7 @@ class Conversations:
         one.hashes, one.num_blocks, one.num_tokens = sequence.hashes, num_blocks, sequence.num_tokens
         one.work, one.request_id, one.is_awaited = work_of(sequence.num_tokens), request.request_id, False
         one.session = request.session or one.session
-        self._ending[one.owner, one.hashes[num_blocks - 1]] = self._asking[one.request_id] = one
+        self._ending[one.owner, one.hashes[num_blocks - 1]] = self._by_request[one.request_id] = one
         one.num_turns += sequence.conversation is None
         one.num_running += 1
         sequence.conversation = one
@@ -96,7 +96,7 @@ class Conversations:
     def expect(self, request_ids: list[str]) -> None:
         """Note that the answers to these requests called tools, so that another turn is expected."""
         for request_id in request_ids:
-            one = self._asking.get(request_id)
+            one = self._by_request.get(request_id)
             if one is not None:
                 one.is_awaited = True
                 self._rank(one)
@@ -168,7 +168,7 @@ class Conversations:
         """Remove a conversation from the indexes by last prompt, by last request and by awaited session."""
         if self._ending.get(end := (one.owner, one.hashes[one.num_blocks - 1])) is one:
             del self._ending[end]
-        self._asking.pop(one.request_id, None)
+        self._by_request.pop(one.request_id, None)
         session = self._awaited.get(key := (one.owner, one.session), {})
         session.pop(one.number, None)
         if not session:

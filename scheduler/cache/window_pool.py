@@ -227,7 +227,7 @@ class Windows:
         if sequence.window is not None:
             self._written[sequence.window] = max(self._written[sequence.window], num_cells)
 
-    def note_settled(self, sequence: Sequence) -> None:
+    def note_accepted(self, sequence: Sequence) -> None:
         """Note that a state has taken in only the accepted tokens of a draft."""
         if self.snapshot_tokens is not None and sequence.window is not None:
             self._written[sequence.window] = sequence.next_position

@@ -53,14 +53,15 @@ class StepBytes:
 
         offloaded_tokens: tokens of the context that the offloaded layers read on the host instead.
         """
-        shape, down = self.architecture, 0 if self.tier is None else offloaded_tokens * len(self.tier.layers)
+        shape = self.architecture
+        offloaded_rows = 0 if self.tier is None else offloaded_tokens * len(self.tier.layers)
         seen = 0
         for spec in shape.layers:
             own, window = shape.heads_of(spec), spec.seen_tokens
             tokens = context if window is None else min(context, window)
             seen += tokens * shape.rows_of_head * own.count * row_bytes(self.plan.kv, own.dim)
         state = 0 if shape.recurrent is None else 2 * self.plan.window_bytes  # read and written
-        return seen - down * self.layer_token + state
+        return seen - offloaded_rows * self.layer_token + state
 
     @property
     def host_row(self) -> int:

@@ -234,9 +234,9 @@ class Evictor:
 
         Sinks and windows are included, and shared tokens count once.
         """
-        down = [context for context in self._contexts if context.num_blocks]
-        pages = {page for context in down for page in context.sink_pages}
-        for context in down:
+        offloaded = [context for context in self._contexts if context.num_blocks]
+        pages = {page for context in offloaded for page in context.sink_pages}
+        for context in offloaded:
             if (sequence := self.holders.get(context)) is not None:
                 pages.update(sequence.pages[len(context.sink_pages) + context.num_blocks :])
         num_blocks = self._contexts.num_blocks - self._contexts.num_evicted

@@ -215,9 +215,9 @@ class Residence:
             return max(most, 0)
         return self.offloads.most_known(sequence, most)
 
-    def settle_draft(self, sequence: Sequence) -> None:
+    def end_draft(self, sequence: Sequence) -> None:
         """Note the outcome of a sequence's draft: the tokens in flight are now those that were accepted."""
-        self.windows.note_settled(sequence)
+        self.windows.note_accepted(sequence)
         if sequence.live and sequence.state is State.WAITING:
             sequence.num_live_tokens = sequence.next_position
 

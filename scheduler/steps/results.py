@@ -65,7 +65,7 @@ class Results:
             self._residence.publish_run(run.sequence, run.context, run.num_blocks)
         return deltas
 
-    def settle_drafts(self, result: StepResult, launched: LaunchedPlan) -> list[tuple[Sequence, int, int]]:
+    def end_drafts(self, result: StepResult, launched: LaunchedPlan) -> list[tuple[Sequence, int, int]]:
         """Take rejected drafted tokens out of flight.
 
         Returns each draft's sequence, its length, and its accepted tokens up to a stop token.
@@ -74,16 +74,16 @@ class Results:
         for token in result.tokens if told else ():
             if token.slot in told:
                 told[token.slot].append(token.token_id)
-        settled = []
+        drafted = []
         for slot, draft in launched.drafts.items():
             sequence, own, num_drafted = launched.drawing[slot], told[slot], len(draft)
             sequence.num_in_flight -= 1 + num_drafted - len(own)
             sequence.num_drafted = 0
-            self._residence.settle_draft(sequence)
+            self._residence.end_draft(sequence)
             if own:  # else it had failed before the step, which computed nothing of it
                 ends = (place for place, one in enumerate(own) if one in sequence.request.stop_token_ids)
-                settled.append((sequence, num_drafted, next(ends, len(own) - 1)))
-        return settled
+                drafted.append((sequence, num_drafted, next(ends, len(own) - 1)))
+        return drafted
 
     def _append(self, sequence: Sequence, token: SampledToken, result: StepResult) -> list[Delta]:
         """Append a drawn token to its sequence, which may end with it."""

@@ -364,7 +364,7 @@ class Scheduler:
         """Apply the result of a lane's oldest launched plan, and return the output of its requests, in any order."""
         launched = self._launched[lane].popleft()
         self.drafts.end(lane)
-        drafted = self._results.settle_drafts(result, launched)
+        drafted = self._results.end_drafts(result, launched)
         num_slots = launched.num_rows - launched.num_drafted
         self.drafts.tell(lane, drafted, num_slots, launched.num_rows)
         deltas = self._results.tell(result, launched)

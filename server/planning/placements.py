@@ -293,12 +293,14 @@ def _count_contexts(planned: Planned) -> tuple[int, str | None]:
         tokens = memory.num_pages * memory.page_tokens
         beside = " beside the host tier" if planned.config.host is not None else ""
         return most, None if most else f"KV pages hold {tokens:,} of {context:,} tokens{beside}"
-    down = demand.offloaded_tokens(context)
-    blocks = -(-demand.running_tokens(context) // memory.page_tokens) + demand.dense_blocks(down)
-    in_pages = memory.num_pages // (blocks if down else pages)
+    offloaded = demand.offloaded_tokens(context)
+    blocks = -(-demand.running_tokens(context) // memory.page_tokens) + demand.dense_blocks(offloaded)
+    in_pages = memory.num_pages // (blocks if offloaded else pages)
     capacity = host_capacity(memory, tier)
     num_bytes = (
-        capacity.bytes_of_run(down, memory.offload_block_tokens, planned.part.method.reading, False) if down else 0
+        capacity.bytes_of_run(offloaded, memory.offload_block_tokens, planned.part.method.reading, False)
+        if offloaded
+        else 0
     )
     in_host = capacity.limit_bytes // num_bytes if num_bytes else in_pages
     most = min(running, in_pages, in_host)
@@ -314,7 +316,7 @@ def _step(planned: Planned, batch: int, share: float, rates: Rates) -> StepEstim
     """Estimate a step in which contexts share the pages equally and the CPU reads the rest."""
     memory, context, architecture = planned.memory, planned.context, planned.architecture
     tier, demand = planned.tier, planned.demand
-    down = 0 if demand is None else context - demand.resident_tokens_of(context, memory.num_pages // batch)
+    offloaded = 0 if demand is None else context - demand.resident_tokens_of(context, memory.num_pages // batch)
     moved = StepBytes(architecture, memory, tier)
     is_cuda = memory.device == "cuda"
     device_gb_s = rates.of["device_stream_gb_s" if is_cuda else "host_stream_gb_s"]
@@ -326,11 +328,11 @@ def _step(planned: Planned, batch: int, share: float, rates: Rates) -> StepEstim
     products_ms = 2 * batch * architecture.num_weights_read(1) / tflop_s / 1e9
     link_ms = host_ms = fetch_ms = 0.0
     cost, unread = ReadCost(), 0
-    if tier is not None and not down:
+    if tier is not None and not offloaded:
         middle = max(context - memory.sink_tokens - memory.window_tokens, 0)
         unread = planned.part.method.unread_tokens(planned.part.settings, context, middle)
-    if tier is not None and demand is not None and down:
-        cost = planned.part.method.read_cost(planned.part.settings, context, down)
+    if tier is not None and demand is not None and offloaded:
+        cost = planned.part.method.read_cost(planned.part.settings, context, offloaded)
         stream_gb_s = rates.of["host_stream_gb_s"]
         link_gb_s = rates.of["host_to_device_gb_s"] if is_cuda else stream_gb_s
         if is_cuda:
@@ -344,10 +346,10 @@ def _step(planned: Planned, batch: int, share: float, rates: Rates) -> StepEstim
             host_ms += sampled_rows * row_bytes / rates.of["host_random_rows_gb_s"] / 1e6
     return StepEstimate(
         batch,
-        down,
+        offloaded,
         max(moved.weights(batch) / device_gb_s / 1e6, products_ms),
         experts_ms,
-        batch * moved.device_kv(context, down - cost.on_device + unread) / device_gb_s / 1e6,
+        batch * moved.device_kv(context, offloaded - cost.on_device + unread) / device_gb_s / 1e6,
         link_ms,
         host_ms,
         fetch_ms,

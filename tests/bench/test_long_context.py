@@ -93,7 +93,7 @@ def test_every_row_has_a_floor_below_what_was_measured(run):
         assert 0 < floor_ms < row.ms, row.name
 
 
-def test_a_sample_is_a_small_part_of_what_is_down_and_a_batch_reads_more(run):
+def test_a_sample_is_a_small_part_of_what_is_offloaded_and_a_batch_reads_more(run):
     alone, both = run[1][0][:2]
     assert 0 < alone.extras["fraction_read"] < 0.5
     assert both.floor_ms > alone.floor_ms
@@ -297,7 +297,7 @@ def test_a_count_of_two_reads_in_a_hundred_too_many_gives_no_number(client, monk
         sample(client)
 
 
-def test_a_deployment_whose_device_holds_no_prompt_that_goes_down_gives_no_number():
+def test_a_deployment_whose_device_holds_no_prompt_that_is_offloaded_gives_no_number():
     capacity = HostCapacity(16, PageLayout(4, 1, 8), True, 1 << 30, 16, 64, 128, 4096, lambda *_: 0)
     client = SimpleNamespace(longest_tokens={"exact": 4096, "offloaded": 8192})
     offloaded = resolve_profiles({}, HostConfig())["offloaded"]

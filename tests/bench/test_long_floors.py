@@ -52,7 +52,7 @@ def test_a_step_reads_weights_and_kv_in_their_own_dtype(tiny):
     assert halved.decode(sampled, TOKENS, 2, None).ms == pytest.approx(whole / 2)
 
 
-def test_a_context_that_is_down_has_its_window_and_its_dense_layer_on_the_device(tiny):
+def test_a_context_that_is_offloaded_has_its_window_and_its_dense_layer_on_the_device(tiny):
     floors, sampled, _, exact = tiny
     a_layer_token = 2 * 2 * 64 * 4  # key and value, KV heads, dim, float32
     kept = floors.decode(exact, TOKENS, 1, None).ms - floors.decode(sampled, TOKENS, 1, None).ms
@@ -73,7 +73,7 @@ def test_rows_that_the_cpu_reads_come_on_top_as_they_are_kept(rows, itemsize):
     assert attended.ms - without.ms == pytest.approx(1000 * 2 * 64 * itemsize / 4 / 1e6)
 
 
-def test_what_goes_down_has_codes_only_where_it_is_sampled(tiny):
+def test_what_is_offloaded_has_codes_only_where_it_is_sampled(tiny):
     floors, sampled, offloaded, exact = tiny
     rows = DOWN * 3 * 2  # layers, KV heads
     assert floors.prefill(offloaded, TOKENS).ms == pytest.approx(rows * 2 * 64 * 2 / 1e3)

@@ -126,8 +126,8 @@ def test_an_error_is_right_only_of_what_was_in_flight_at_a_kill_or_came_before_t
         one = object.__new__(run._Soak)
         one.result = SoakResult(kills=[Kill(10.0, 20.0)])
         counts: Counter[str] = Counter()
-        ask = make_requests(SERVED, PLAN.mix)[0]
-        one._judge(ask, sent, run.RefusedError(503, "engine_dead", "gone"), counts, now)
+        request = make_requests(SERVED, PLAN.mix)[0]
+        one._judge(request, sent, run.RefusedError(503, "engine_dead", "gone"), counts, now)
         assert counts == ({column: 1} if column else {})
         assert bool(one.result.faults) == (column is None)
 
@@ -155,12 +155,14 @@ def test_memory_that_grows_with_each_request_is_seen_and_noise_is_not() -> None:
 
 
 def test_all_that_is_served_is_asked_for_in_lengths_up_to_the_longest() -> None:
-    asks = make_requests(SERVED, Mix(3, 600, 8, None))
-    assert [ask.kind for ask in asks[::3]] == [
+    requests = make_requests(SERVED, Mix(3, 600, 8, None))
+    assert [request.kind for request in requests[::3]] == [
         "text, exact", "text, sampled", "text, drawn", "chat", "chat, tools", "chat, documents",
     ]  # fmt: skip
-    assert {ask.kind for ask in asks if not ask.is_compared} == {"text, sampled", "text, drawn"}
-    assert [len(ask.body["prompt"]) for ask in asks[:3]] == [60, 294, 1440], "480 tokens fit beside the answer"
-    assert len({json.dumps(ask.body) for ask in asks}) == len(asks)
+    assert {request.kind for request in requests if not request.is_compared} == {"text, sampled", "text, drawn"}
+    assert [len(request.body["prompt"]) for request in requests[:3]] == [60, 294, 1440], (
+        "480 tokens fit beside the answer"
+    )
+    assert len({json.dumps(request.body) for request in requests}) == len(requests)
     with pytest.raises(ValueError, match="--profiles: got mac; the server has exact, sampled"):
         make_requests(SERVED, Mix(3, 600, 8, ("mac",)))

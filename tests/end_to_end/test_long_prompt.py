@@ -1,4 +1,4 @@
-"""A prompt ten times as long as the KV pages hold, through the API: its middle goes down to host memory and is sampled.
+"""A prompt ten times as long as the KV pages hold, through the API: its middle is offloaded and sampled.
 
 Takes TANDEM_LONG_TOKENS tokens (16,000 by default; 200,000 is what a release is held to, three minutes a prefill). The
 model is random and small, so that the time goes into attention, which is what grows with the prompt.

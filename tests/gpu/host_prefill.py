@@ -1,4 +1,4 @@
-"""A small random model whose prompts may go down to a reference tier: what tests of prefill and staging stand on.
+"""A small random model whose prompts may be offloaded to a reference tier: what tests of prefill and staging stand on.
 
 Every page and the staging buffers are NaN until written.
 """
@@ -176,7 +176,7 @@ def draw_prompt(num_tokens: int, seed: int) -> np.ndarray:
 
 
 def host_prompt(num_tokens: int, context_id: int, source_id: int | None = None, num_kept: int = 0) -> HostPrompt:
-    """All but the sink and a window of 32 to 47 tokens goes down; the last `num_kept` of it stay as well."""
+    """All but the sink and a window of 32 to 47 tokens is offloaded; the last `num_kept` of it stay as well."""
     end = (num_tokens - WINDOW) // PAGE * PAGE
     return HostPrompt(context_id, source_id, SINK, end - num_kept, end, reading=Reading.SAMPLE)
 

@@ -42,7 +42,7 @@ class RingTwins(Twins):
         has_ring = [any(self.offloading._reusing[part.id].has_ring(one) for part in self.parts) for one in (0, 1)]
         if what == "evict" and sequence.run_end > max(sequence.released, 16):
             first = max(sequence.released, 16) // 16
-            self.give_up(sequence, 16 * int(draw.integers(first + 1, sequence.run_end // 16 + 1)))
+            self.evict(sequence, 16 * int(draw.integers(first + 1, sequence.run_end // 16 + 1)))
         elif what == "reload" and sequence.released > 16:
             begin = 16 * int(draw.integers(1, sequence.released // 16))
             self.restore(self.fetch(sequence, begin))

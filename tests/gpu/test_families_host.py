@@ -1,4 +1,4 @@
-"""Contexts of other families that outgrow the device: what is down is read as if it were not; windows go nowhere.
+"""Contexts of other families that outgrow the device: what is offloaded is read as if it were not; windows go nowhere.
 
 The runner that offloads keeps windows alone in layers that have one; its oracle has all of every context in pages.
 """
@@ -104,7 +104,7 @@ def test_that_comparison_sees_one_token_of_one_layer(monkeypatch: pytest.MonkeyP
         twins.step([0])
         assert off(*twins.logits(0)) < FAMILY_LOGITS
         page = twins._exact_pages(0, 96, 112)[0]
-        twins.exact.pool.value_pages[2][page, :, 4] *= -3  # what is down still has it as it was
+        twins.exact.pool.value_pages[2][page, :, 4] *= -3  # what is offloaded still has it as it was
         twins.step([0])
         assert off(*twins.logits(0)) > FAMILY_LOGITS
 

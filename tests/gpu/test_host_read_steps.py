@@ -192,7 +192,7 @@ def test_forks_share_their_front_and_part_ways() -> None:
     assert twins.tier.num_tokens(100) > first[0].end
 
 
-def test_an_offload_of_several_chunks_goes_down_layer_by_layer() -> None:
+def test_an_offload_of_several_chunks_runs_layer_by_layer() -> None:
     twins = Twins()
     twins.prefill([PROMPTS[2]])
     check_steps(twins, [0], 3)
@@ -201,7 +201,7 @@ def test_an_offload_of_several_chunks_goes_down_layer_by_layer() -> None:
     assert sum(sizes) == twins.sequences[0].run_end - 16
 
 
-def test_a_prompt_that_went_down_as_it_was_computed_is_decoded_the_same() -> None:
+def test_a_prompt_that_was_offloaded_as_it_was_computed_is_decoded_the_same() -> None:
     twins = Twins(offload_block_tokens=32)
     twins.prefill_down(0, PROMPTS[0])
     check_steps(twins, [0], 32)
@@ -234,7 +234,7 @@ def test_a_context_whose_last_tokens_are_also_on_the_device_is_asked_for_its_fir
     sequence.context_id = 101
     twins.tier.fork(100, 101, twins.tier.num_tokens(100), Reading.WHOLE)
     sequence.run_end = twins.sequences[0].run_end
-    twins.give_up(sequence, PAGE + 128)
+    twins.evict(sequence, PAGE + 128)
     assert twins.tier.num_tokens(101) > 128
     assert twins.tier.contexts[101][0].chunk is ahead[0].chunk
     check_steps(twins, [0, 1], 1)
@@ -251,7 +251,7 @@ def test_what_the_host_has_is_read_on_the_device_until_it_is_released(num_kept: 
     assert sequence.run_end - sequence.released == min(num_kept, sequence.run_end - PAGE)
     assert twins.tier.num_tokens(100) == sequence.run_end - PAGE
     asks = twins.offloading.host_read_times.steps
-    twins.give_up(sequence, sequence.run_end)
+    twins.evict(sequence, sequence.run_end)
     check_steps(twins, [0], 2)
     assert twins.offloading.host_read_times.steps == asks + 2
 

@@ -139,7 +139,7 @@ def test_on_cuda_graphs_give_the_bits_of_eager_segments(reading: Reading) -> Non
 
 
 @pytest.mark.gpu
-def test_prompts_that_went_down_as_they_were_computed_decode_the_same_on_cuda_graphs() -> None:
+def test_prompts_that_were_offloaded_as_they_were_computed_decode_the_same_on_cuda_graphs() -> None:
     with twins_on_cpu_tier("cuda", Reading.WHOLE, ALL, (1, 2)) as twins:
         twins.prefill_down(0, PROMPTS[0])
         twins.prefill_down(1, PROMPTS[2])

@@ -163,7 +163,7 @@ def test_tokens_that_come_back_to_the_device_are_read_there() -> None:
     sequence = twins.sequences[0]
     twins.restore(twins.fetch(sequence, 128))
     check_steps(twins, [0], 2)
-    twins.give_up(sequence, 208)
+    twins.evict(sequence, 208)
     check_steps(twins, [0], 2)
 
 
@@ -254,7 +254,7 @@ def test_a_context_that_leaves_the_device_and_comes_back_keeps_its_index() -> No
     sequence, known = twins.sequences[0], twins.side.upkeep.known[0]
     indexed = known.num_tokens
     assert indexed > 0
-    twins.give_up(sequence, 208)
+    twins.evict(sequence, 208)
     check_steps(twins, [0], 2)
     assert twins.side.upkeep.known[0] is known
     assert known.context_id == sequence.context_id
@@ -263,7 +263,7 @@ def test_a_context_that_leaves_the_device_and_comes_back_keeps_its_index() -> No
     sequence.released = 0
     check_steps(twins, [0], 2)
     assert (known.context_id, known.num_tokens) == (IN_PAGES, indexed)
-    twins.give_up(sequence, 128)
+    twins.evict(sequence, 128)
     check_steps(twins, [0], 2)
 
 

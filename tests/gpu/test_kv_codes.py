@@ -36,7 +36,7 @@ def steps(twins: Twins, slots: list[int], count: int) -> float:
 
 @on_codes
 @pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
-def test_what_stays_and_what_goes_down_is_what_the_codes_mean(kv: Kv, reading: Reading) -> None:
+def test_what_stays_and_what_is_offloaded_is_what_the_codes_mean(kv: Kv, reading: Reading) -> None:
     """Prompt, decode, offload blocks, pages that are evicted, in two rows."""
     twins = Twins(kv=kv, reading=reading)
     twins.prefill(PROMPTS)
@@ -53,7 +53,7 @@ def test_an_oracle_without_codes_is_further_off(kv: Kv, monkeypatch: pytest.Monk
 
 
 @on_codes
-def test_a_prompt_that_goes_down_leaves_codes_in_its_window(kv: Kv) -> None:
+def test_a_prompt_that_is_offloaded_leaves_codes_in_its_window(kv: Kv) -> None:
     """It is computed in the compute dtype, so the oracle, which reads codes from the start, is a rounding off."""
     twins = Twins(kv=kv)
     twins.prefill_down(0, PROMPTS[0])
@@ -82,7 +82,7 @@ def test_blocks_that_are_fetched_stand_in_slots_as_codes(kv: Kv) -> None:
 
 
 @on_codes
-def test_rows_go_down_without_being_rounded_to_bf16_on_the_way(kv: Kv) -> None:
+def test_rows_are_offloaded_without_being_rounded_to_bf16_on_the_way(kv: Kv) -> None:
     """By many tokens at once, a layer after another, and by offload blocks of all layers."""
     twins = Twins(kv=kv, dtype="bfloat16", kept_tokens=10_000, offload_block_tokens=16)
     twins.prefill(PROMPTS[:1])

@@ -88,7 +88,7 @@ def test_dense_pages_of_several_blocks_come_one_block_after_another() -> None:
 
 
 @pytest.mark.parametrize("dense_pages", [[30, 110], [11, 91], [7, 87]])
-def test_a_release_copies_the_dense_layers_rows_even_into_pages_that_it_gives_up(dense_pages: list[int]) -> None:
+def test_a_release_copies_the_dense_layers_rows_even_into_pages_that_it_evicts(dense_pages: list[int]) -> None:
     pool = make_tiered_pool(torch.bfloat16)
     pool.write_pages([PageWrite(3, 0, [4, 11, 7, 2, 9]), PageWrite(1, 0, [11, 7, 5])])
     before = [pages.clone() for pages in (*pool.key_pages, *pool.value_pages)]
@@ -103,7 +103,7 @@ def test_a_release_copies_the_dense_layers_rows_even_into_pages_that_it_gives_up
         assert torch.equal(pages[others], was[others])
 
 
-def test_gathered_rows_are_the_pages_of_the_layers_that_go_down() -> None:
+def test_gathered_rows_are_the_pages_of_the_layers_that_are_offloaded() -> None:
     pool = make_tiered_pool()
     room = torch.full((2, 2, TINY.num_kv_heads, 4 * PAGE, TINY.dim), torch.nan)
     keys, values = room[:, :, :, : 3 * PAGE]

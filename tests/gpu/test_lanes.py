@@ -189,7 +189,7 @@ def test_on_cuda_what_needs_the_device_alone_goes_on_while_rows_wait_for_the_hos
     twins.offloading.shutdown()
 
 
-def test_units_attend_as_their_plan_says_that_they_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_attend_as_their_plan_says_that_they_yield(monkeypatch: pytest.MonkeyPatch) -> None:
     twins, seen, attend = Twins(), [], Dense.attend
 
     def watched(dense: Dense, query: PrefillQuery) -> Attended:
@@ -280,7 +280,7 @@ def test_on_cuda_rows_in_two_lanes_have_the_logits_of_the_exact_profile(how: str
 
 
 def both(twins: Twins, slots: list[int], **changes: object) -> tuple[InFlight, InFlight]:
-    """A step of both runners, which go on from their own draws; nothing more goes down."""
+    """A step of both runners, which go on from their own draws; nothing more is offloaded."""
     plan = twins.plan(slots, [])
     launched = twins.offloading.launch(replace(plan, **changes)), twins.exact.launch(twins.exact_plan(plan))
     for slot in slots:

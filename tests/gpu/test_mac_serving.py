@@ -44,12 +44,12 @@ class MacTwins(RingTwins):
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("goes_down", [False, True])
-def test_where_nothing_matches_the_logits_are_the_exact_profiles(goes_down: bool) -> None:
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_where_nothing_matches_the_logits_are_the_exact_profiles(is_offloaded: bool) -> None:
     twins = MacTwins(STRICT, check_coverage=True)
-    twins.prefill([PROMPT if goes_down else document_prompt(70, 1)])
+    twins.prefill([PROMPT if is_offloaded else document_prompt(70, 1)])
     check_steps(twins, [0], 20)
-    assert bool(twins.sequences[0].run_end) == goes_down
+    assert bool(twins.sequences[0].run_end) == is_offloaded
     assert sum(twins.counts.tries) == 20 * NUM_HEADS * (NUM_LAYERS - 1)
     assert sum(twins.counts.hits) == 0
 
@@ -100,12 +100,12 @@ def test_a_step_in_which_no_row_holds_a_ring_goes_without_the_method(monkeypatch
 # --- rings ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("goes_down", [False, True])
-def test_what_decode_leaves_in_a_ring_is_what_a_prompt_of_the_same_tokens_leaves(goes_down: bool) -> None:
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_what_decode_leaves_in_a_ring_is_what_a_prompt_of_the_same_tokens_leaves(is_offloaded: bool) -> None:
     """Queries, summaries, refusals and what is said of them: also where the skipped range is the host's, over a full
     ring.
     """
-    prompt = PROMPT if goes_down else document_prompt(90, 1)
+    prompt = PROMPT if is_offloaded else document_prompt(90, 1)
     settings = STRICT | {"max_prefix_share": 0.5}
     twins = MacTwins(settings, window_tokens=64)
     twins.prefill([prompt])
@@ -119,9 +119,9 @@ def test_what_decode_leaves_in_a_ring_is_what_a_prompt_of_the_same_tokens_leaves
     seeded = fresh.entries(0)
     assert decoded["norms"].isfinite().all()
     assert 0 < (decoded["norms"] < 0).float().mean() < 1
-    check_entries(decoded, seeded, MAC_SUMMARY_STORED_ATOL if goes_down else MAC_SUMMARY_ATOL)
+    check_entries(decoded, seeded, MAC_SUMMARY_STORED_ATOL if is_offloaded else MAC_SUMMARY_ATOL)
     assert torch.equal(decoded["origins"], seeded["origins"])
-    assert bool(twins.sequences[0].run_end) == goes_down
+    assert bool(twins.sequences[0].run_end) == is_offloaded
 
 
 def test_seeds_are_those_of_the_last_positions_wherever_units_end() -> None:

@@ -65,7 +65,7 @@ def test_steps_change_between_rows_and_index_and_each_is_exact_with_a_budget_of_
     assert int(side.upkeep.in_pages[0]) > 0, "a step without the method leaves it be"
     assert read([0, 1]) > 0, "the index goes on where it was"
     side._crossovers = {1: None, 2: None}
-    twins.give_up(twins.sequences[1], 208)
+    twins.evict(twins.sequences[1], 208)
     both = read([0, 1])
     assert int(side.upkeep.in_pages[0]) == 0 < both
     assert read([1]) == both, "the row beside it was read in full"

@@ -168,7 +168,7 @@ def test_through_all_layers_neither_units_nor_a_shared_prefix_change_a_token() -
     assert (logits_of(DENSE_SETTINGS, 64, 0) - wanted).abs().max() > CHUNKING_LOGPROB_ATOL
 
 
-def test_a_prompt_that_goes_down_is_prefilled_so_too() -> None:
+def test_a_prompt_that_is_offloaded_is_prefilled_so_too() -> None:
     ids, told = draw_tokens(24 * PAGE + 5, 1), []
     for has_tier in (False, True):
         stand = Stand(has_tier=has_tier)

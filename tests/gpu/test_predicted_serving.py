@@ -98,7 +98,7 @@ def test_a_layers_blocks_change_in_its_turns_alone(every: int, monkeypatch: pyte
     twins.step([0])  # its blocks were chosen before it
     side, noise = twins.side, torch.Generator().manual_seed(5)
     monkeypatch.setattr(side, "_score", lambda layer, _: torch.rand(layer.scores.shape, generator=noise))
-    monkeypatch.setattr(side, "_choose_now", lambda behind: pytest.fail("nothing goes down meanwhile"))
+    monkeypatch.setattr(side, "_choose_now", lambda behind: pytest.fail("nothing is offloaded meanwhile"))
     changed = []
     for _ in range(2 * every):
         before, cell = twins.ids(0).clone(), twins.sequences[0].num_tokens
@@ -110,7 +110,7 @@ def test_a_layers_blocks_change_in_its_turns_alone(every: int, monkeypatch: pyte
     twins.check_slots(0)
 
 
-def test_a_context_that_goes_down_while_it_runs_has_its_blocks_from_the_first_step() -> None:
+def test_a_context_that_is_offloaded_while_it_runs_has_its_blocks_from_the_first_step() -> None:
     twins = PredictedTwins(WIDE, check_coverage=True, offload_block_tokens=32)
     twins.prefill([PROMPT])
     check_steps(twins, [0], 40)

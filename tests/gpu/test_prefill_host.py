@@ -64,7 +64,7 @@ def run_down(stand: Stand, token_ids: np.ndarray, slot: int, context_id: int, ch
 
 def run_after(stand: Stand, token_ids: np.ndarray, begin: int, slot: int, context_id: int,
               source_id: int | None) -> None:  # fmt: skip
-    """A prompt whose first `begin` tokens are down already: sink and dense pages are those of slot 0."""
+    """A prompt whose first `begin` tokens are offloaded already: sink and dense pages are those of slot 0."""
     host = host_prompt(len(token_ids), context_id, source_id)
     own = stand.give_pages(slot, len(token_ids), host)
     own[: begin // PAGE] = stand.pool.page_table[0, : begin // PAGE].tolist()
@@ -79,7 +79,9 @@ def relative(got: Tensor, wanted: Tensor, centre: Tensor) -> float:
     return float((got - wanted).abs().max() / (wanted - centre).abs().max())
 
 
-def assert_rows_are_down(stand: Stand, context_id: int, plain: Stand, slot: int, end: int, tolerance: float) -> None:
+def assert_rows_are_offloaded(
+    stand: Stand, context_id: int, plain: Stand, slot: int, end: int, tolerance: float
+) -> None:
     """Tokens `[SINK, end)` of the plain stand's slot, in every layer that is offloaded."""
     assert stand.tier.num_tokens(context_id) == end - SINK
     for place, layer in enumerate(stand.down):
@@ -107,7 +109,7 @@ def plain(prompt: np.ndarray) -> Plain:
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, 16, 100, 1000])
-def test_a_prompt_that_goes_down_has_the_logits_of_one_that_stays(
+def test_a_prompt_that_is_offloaded_has_the_logits_of_one_that_stays(
     chunk_tokens: int, prompt: np.ndarray, plain: Plain
 ) -> None:
     stand = Stand()
@@ -117,14 +119,14 @@ def test_a_prompt_that_goes_down_has_the_logits_of_one_that_stays(
     assert finished.drawing.to_host()[0].token_id == plain[2].drawing.to_host()[0].token_id
 
 
-def test_rows_that_go_down_are_the_exact_ones_rounded_and_the_rest_is_in_pages(
+def test_rows_that_are_offloaded_are_the_exact_ones_rounded_and_the_rest_is_in_pages(
     prompt: np.ndarray, plain: Plain
 ) -> None:
     stand = Stand()
     run_down(stand, prompt, 2, CONTEXT, 100)
     end = host_prompt(LENGTH, CONTEXT).end
     assert stand.tier.num_tokens(CONTEXT) == end - SINK
-    assert_rows_are_down(stand, CONTEXT, plain[0], 0, end, HOST_ROW_BFLOAT16)
+    assert_rows_are_offloaded(stand, CONTEXT, plain[0], 0, end, HOST_ROW_BFLOAT16)
     for layer in range(SHAPE.num_layers):
         stays = [(0, LENGTH)] if layer in DENSE_LAYERS else [(0, SINK), (end, LENGTH)]
         for begin, stop in stays:
@@ -143,10 +145,10 @@ def test_the_comparison_of_rows_sees_a_shift_by_one_token(plain: Plain) -> None:
 def test_rows_kept_in_int8_are_the_exact_ones_to_eight_bits(prompt: np.ndarray, plain: Plain) -> None:
     stand = Stand(rows="int8")
     run_down(stand, prompt, 0, CONTEXT, 64)
-    assert_rows_are_down(stand, CONTEXT, plain[0], 0, host_prompt(LENGTH, CONTEXT).end, HOST_ROW_INT8)
+    assert_rows_are_offloaded(stand, CONTEXT, plain[0], 0, host_prompt(LENGTH, CONTEXT).end, HOST_ROW_INT8)
 
 
-def test_codes_of_every_row_are_down(prompt: np.ndarray) -> None:
+def test_codes_of_every_row_are_offloaded(prompt: np.ndarray) -> None:
     stand = Stand()
     run_down(stand, prompt, 0, CONTEXT, 64)
     for place in range(len(DOWN)):
@@ -189,7 +191,7 @@ def test_a_prompt_after_an_offloaded_prefix_is_as_over_pages_that_hold_the_same_
     wanted = rounded_plain(stand, CONTEXT, prompt, longer, begin)
     run_after(stand, longer, begin, 3, CONTEXT + 1, CONTEXT)
     torch.testing.assert_close(stand.sampler.logits, wanted.sampler.logits, rtol=0, atol=CHUNKING_LOGPROB_ATOL)
-    assert_rows_are_down(stand, CONTEXT + 1, wanted, 1, host_prompt(len(longer), 0).end, HOST_ROW_BFLOAT16)
+    assert_rows_are_offloaded(stand, CONTEXT + 1, wanted, 1, host_prompt(len(longer), 0).end, HOST_ROW_BFLOAT16)
 
 
 def test_a_context_goes_on_where_it_is_itself_the_prefix(prompt: np.ndarray) -> None:
@@ -199,7 +201,7 @@ def test_a_context_goes_on_where_it_is_itself_the_prefix(prompt: np.ndarray) -> 
     wanted = rounded_plain(stand, CONTEXT, prompt, longer, begin)
     run_after(stand, longer, begin, 3, CONTEXT, None)
     torch.testing.assert_close(stand.sampler.logits, wanted.sampler.logits, rtol=0, atol=CHUNKING_LOGPROB_ATOL)
-    assert_rows_are_down(stand, CONTEXT, wanted, 1, host_prompt(len(longer), 0).end, HOST_ROW_BFLOAT16)
+    assert_rows_are_offloaded(stand, CONTEXT, wanted, 1, host_prompt(len(longer), 0).end, HOST_ROW_BFLOAT16)
 
 
 @pytest.mark.parametrize("spoil", ["one value", "two rows change places"])
@@ -237,7 +239,7 @@ def test_chunks_may_differ_from_layer_to_layer_and_other_jobs_run_between(prompt
     np.testing.assert_allclose(logprobs(finished[9]), logprobs(plain[2]), rtol=0, atol=CHUNKING_LOGPROB_ATOL)
     for slot, one in enumerate(wanted, 1):
         np.testing.assert_allclose(logprobs(finished[9 + slot]), logprobs(one), rtol=0, atol=CHUNKING_LOGPROB_ATOL)
-    assert_rows_are_down(stand, CONTEXT, plain[0], 0, host.end, HOST_ROW_BFLOAT16)
+    assert_rows_are_offloaded(stand, CONTEXT, plain[0], 0, host.end, HOST_ROW_BFLOAT16)
 
 
 def random_units(job: PrefillJob, draw: np.random.Generator) -> list[Unit]:
@@ -264,7 +266,7 @@ def test_a_job_dropped_anywhere_leaves_the_next_one_as_if_it_had_never_been(
     assert stand.prefill.num_jobs == stand.tier.used_tokens == 0
     finished = run_down(stand, prompt, 2, CONTEXT + 1, 100)
     np.testing.assert_allclose(logprobs(finished), logprobs(plain[2]), rtol=0, atol=CHUNKING_LOGPROB_ATOL)
-    assert_rows_are_down(stand, CONTEXT + 1, plain[0], 0, host_prompt(LENGTH, 0).end, HOST_ROW_BFLOAT16)
+    assert_rows_are_offloaded(stand, CONTEXT + 1, plain[0], 0, host_prompt(LENGTH, 0).end, HOST_ROW_BFLOAT16)
 
 
 def test_a_prompt_that_the_host_has_no_room_for_fails_alone(prompt: np.ndarray) -> None:

@@ -129,7 +129,7 @@ def test_a_prefix_in_pages_is_attended_to_by_the_same_method() -> None:
     assert spy.asked[:2] == [(0, 80, 30, 130), (0, 110, 20, 130)]
 
 
-def test_a_prompt_that_goes_down_is_attended_to_by_its_method() -> None:
+def test_a_prompt_that_is_offloaded_is_attended_to_by_its_method() -> None:
     ids = draw_tokens(21 * PAGE + 5, 1)
     told = []
     for method in (DENSE, SPY):

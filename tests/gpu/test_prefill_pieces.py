@@ -328,7 +328,7 @@ def test_dense_goes_by_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("least_past", [{}, {256: 2048}])
-def test_a_past_is_cut_further_while_dense_gives_way_and_never_before(
+def test_a_past_is_cut_further_while_dense_yields_and_never_before(
     least_past: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever kernel it is that takes pieces: cuDNN, or the one that takes any past."""

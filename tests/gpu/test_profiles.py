@@ -179,7 +179,7 @@ def test_the_methods_of_the_slot_host_are_profiles_of_their_own_names() -> None:
     ]
 
 
-def test_without_a_host_section_nothing_goes_down() -> None:
+def test_without_a_host_section_nothing_is_offloaded() -> None:
     assert list(resolve({}, None)) == ["exact"]
 
 

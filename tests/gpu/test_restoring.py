@@ -25,7 +25,7 @@ def test_rows_come_back_in_pieces_and_are_read_on_the_device(dense_layers: tuple
     twins = Twins(check_coverage=True, kept_tokens=2048, dense_layers=dense_layers, reading=reading)
     twins.prefill_down(0, PROMPT)
     sequence = twins.sequences[0]
-    twins.give_up(sequence, 560)
+    twins.evict(sequence, 560)
     check_steps(twins, [0], 2)
     asked = twins.offloading.host_read_times.steps
     for begin in (320, 304, PAGE):
@@ -35,7 +35,7 @@ def test_rows_come_back_in_pieces_and_are_read_on_the_device(dense_layers: tuple
         check_steps(twins, [0], 2)
     assert sequence.released == PAGE
     assert twins.offloading.host_read_times.steps == asked + 2 + 2 * 2 + 2 * 2, "once all is back it asks nothing"
-    twins.give_up(sequence, 400)
+    twins.evict(sequence, 400)
     check_steps(twins, [0], 2)
 
 
@@ -43,7 +43,7 @@ def test_a_page_that_is_not_where_it_was_brought_back_to_shows() -> None:
     twins = Twins(kept_tokens=2048)
     twins.prefill_down(0, PROMPT)
     sequence = twins.sequences[0]
-    twins.give_up(sequence, 560)
+    twins.evict(sequence, 560)
     restore = twins.fetch(sequence, 304)
     pages = restore.page_ids
     twins.restore(replace(restore, page_ids=(*pages[:2], pages[5], *pages[3:])))
@@ -55,7 +55,7 @@ def test_rows_that_cannot_come_fail_those_that_have_them(monkeypatch: pytest.Mon
     twins = Twins(kept_tokens=2048)
     twins.prefill_down(0, PROMPT)
     sequence = twins.sequences[0]
-    twins.give_up(sequence, 560)
+    twins.evict(sequence, 560)
 
     def refuse(*_: int) -> None:
         raise HostMemoryError("host memory: gone")
@@ -75,7 +75,7 @@ def test_on_cuda_rows_come_back_beside_steps(sizes: tuple[int, ...]) -> None:
     twins.prefill_down(0, PROMPT)
     sequence = twins.sequences[0]
     for _ in range(3):
-        twins.give_up(sequence, 560)
+        twins.evict(sequence, 560)
         check_steps(twins, [0], 2)
         for begin in (320, PAGE):
             restore = twins.fetch(sequence, begin)
@@ -89,7 +89,7 @@ def test_on_cuda_the_host_waits_for_no_rows_that_come_back() -> None:
     twins = Twins(device="cuda", graph_batch_sizes=(1,), kept_tokens=2048)
     twins.prefill_down(0, PROMPT)
     sequence = twins.sequences[0]
-    twins.give_up(sequence, 560)
+    twins.evict(sequence, 560)
     check_steps(twins, [0], 2)
     torch.cuda.synchronize()
     with torch.cuda.stream(twins.offloading._offloader._row_transfer.streams.up):

@@ -144,7 +144,7 @@ def assert_untouched(store: Store, begin: int, end: int) -> None:
 @pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(("kv_heads", "tokens", "dim"), [(1, 1, 64), (2, 130, 128), (8, 300, 64), (2, 8193, 64)])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_layer_goes_down_and_comes_back(kv_heads, tokens, dim, rows, way):
+def test_a_layer_is_offloaded_and_reloaded(kv_heads, tokens, dim, rows, way):
     row_transfer = make_row_transfer(way, kv_heads, dim, rows)
     store = Store(row_transfer, 1, tokens)
     keys, values = make_source(row_transfer, 1, tokens)

@@ -13,7 +13,7 @@ def reads_of(shape: str, num_offloaded_layers: int = 0, kv: str = "bfloat16") ->
     return StepReads(named_shape(shape), 2, False, kv, num_offloaded_layers)
 
 
-def test_of_a_context_that_is_down_the_device_reads_the_rest_and_its_dense_layers_all() -> None:
+def test_of_a_context_that_is_offloaded_the_device_reads_the_rest_and_its_dense_layers_all() -> None:
     reads = reads_of("llama-3.1-8b", 30)
     assert reads.context(10_000, None) == 10_000 * 32 * HEADS_BYTES
     assert reads.context(10_000, HostRead(0, 16, 9_016)) == (10_000 * 32 - 9_000 * 30) * HEADS_BYTES

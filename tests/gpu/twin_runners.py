@@ -156,7 +156,7 @@ class Sequence:
 
 
 class Twins:
-    """`exact` keeps all; `offloading` writes what is older than the window to the host, in offload blocks, and gives up
+    """`exact` keeps all; `offloading` writes what is older than the window to the host, in offload blocks, and evicts
     the pages of all but its last `kept_tokens`.
     """
 
@@ -275,14 +275,14 @@ class Twins:
         return self._logits[self.offloading][slot], self._logits[self.exact][slot]
 
     def fork(self, source: int, slot: int) -> None:
-        """`slot`, of the same tokens, gives up its pages for a fork of `source`'s context."""
+        """`slot`, of the same tokens, has its pages evicted for a fork of `source`'s context."""
         sequence, run_end = self.sequences[slot], self.sequences[source].run_end
         num_tokens = run_end - self.page_tokens
         self.tier.fork(self.sequences[source].context_id, sequence.context_id, num_tokens, Reading.WHOLE)
         sequence.run_end = run_end
-        self.give_up(sequence, self.sequences[source].released)
+        self.evict(sequence, self.sequences[source].released)
 
-    def give_up(self, sequence: Sequence, end: int) -> None:
+    def evict(self, sequence: Sequence, end: int) -> None:
         """Evict what the host has of a sequence up to `end`, between two steps."""
         release = self._release_to(sequence, end)
         self.offloading.launch(StepPlan(evictions=[release])).collect()
@@ -342,7 +342,7 @@ class Twins:
         ]  # fmt: skip
 
     def _release(self, sequence: Sequence, offloads: list[Offload]) -> PageEviction | None:
-        """What a slot's offload of this step leaves to give up, if that is anything."""
+        """What a slot's offload of this step leaves to evict, if that is anything."""
         end = next((offload.end for offload in offloads if offload.slot == sequence.slot), 0) - self.kept_tokens
         return self._release_to(sequence, end) if end > (sequence.released or self.page_tokens) else None
 

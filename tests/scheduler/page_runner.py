@@ -73,7 +73,7 @@ class _Job:
 
 class PageRunner:
     """`broken` holds slots whose logits are not finite, `exhausted` those with nothing left to draw; `refuses_memory`:
-    nothing more goes down.
+    nothing more is offloaded.
 
     `layout`: where pages of both kinds lie; None: there are no dense ones. A page of one kind takes the bytes of those
     of the other that its block held. `clock` adds up simulated seconds: `unit_seconds` a token-layer (10,000 tokens on,
@@ -293,7 +293,7 @@ class PageRunner:
         for prompt in job.prompts:
             assert 0 <= prompt.begin < len(prompt.token_ids)
             if prompt.host is not None:
-                assert len(job.prompts) == 1, "a prompt that goes down is alone in its job"
+                assert len(job.prompts) == 1, "a prompt that is offloaded is alone in its job"
                 self._open(prompt)
             cached = self._read(prompt.slot, 0, prompt.begin)
             assert cached == prompt.token_ids[: prompt.begin].tolist(), "the cached prefix is what the pages hold"
@@ -312,7 +312,7 @@ class PageRunner:
     def _open(self, prompt: PrefillPrompt) -> None:
         host = prompt.host
         others = [entry for entry in self.jobs.values() if entry.job.prompts[0].host is not None]
-        assert len(others) == 1, "one prompt goes down at a time"
+        assert len(others) == 1, "one prompt is offloaded at a time"
         assert host.sink < host.end < len(prompt.token_ids)
         assert prompt.begin == 0 or host.sink < prompt.begin <= host.end
         assert host.sink <= host.evicted <= host.end
@@ -339,7 +339,7 @@ class PageRunner:
             return
         assert table[first:last] == [*offload.page_ids]
         tokens = self._read(offload.slot, offload.begin, offload.end)
-        assert None not in tokens, "what goes down is written"
+        assert None not in tokens, "what is offloaded is written"
         context += tokens
 
     def _release(self, release: PageEviction) -> None:
@@ -347,7 +347,7 @@ class PageRunner:
         read = [list(self.pages[page]) for page in release.page_ids]
         for place in release.places:
             if place.slot not in self.tables:
-                continue  # it has given way in this plan
+                continue  # it was preempted in this plan
             table, last = self.tables[place.slot], place.first_page + len(release.page_ids)
             assert table[place.first_page : last] == [*release.page_ids]
             table[place.first_page : last] = release.dense_page_ids
@@ -363,7 +363,7 @@ class PageRunner:
     def _fetch(self, fetch: Reload) -> None:
         """The other layers' rows: nobody reads the pages before a restore, which finds them as they were left."""
         tokens = self.contexts[fetch.context_id][: fetch.end]
-        assert len(tokens) == fetch.end, "what is fetched is down"
+        assert len(tokens) == fetch.end, "what is fetched is offloaded"
         assert self._held_pages().isdisjoint(fetch.page_ids), "the pages are nobody's"
         for index, page in enumerate(fetch.page_ids):
             begin = fetch.begin + index * self.page_tokens
@@ -379,7 +379,7 @@ class PageRunner:
             assert self._keeps_nothing or self.pages[dense_page] == rows
         for place in restore.places:
             if place.slot not in self.tables:
-                continue  # it has given way in this plan
+                continue  # it was preempted in this plan
             table, last = self.tables[place.slot], place.first_page + len(restore.page_ids)
             assert table[place.first_page : last] == [*restore.dense_page_ids]
             table[place.first_page : last] = restore.page_ids

@@ -130,7 +130,7 @@ def check_every_number(
     raise AssertionError(f"not seen: {wanted - seen}")
 
 
-def check_giving_way(
+def check_preemption(
     engine: Engine, ask: Asked, switch: Callable[[bool], None], alone: dict[str, list[Delta]] | None = None
 ) -> None:
     """Some of four requests lose their pages now and then, others are in flight then; a fifth is cancelled. switch:

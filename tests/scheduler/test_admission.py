@@ -71,7 +71,7 @@ def test_hidden_states_under_way_count_against_the_bound() -> None:
     assert most == 900
 
 
-def test_the_youngest_gives_way_and_waits_in_front_of_those_who_came_later() -> None:
+def test_the_youngest_is_preempted_and_waits_in_front_of_those_who_came_later() -> None:
     engine, _ = make_engine(num_pages=14, max_running=4)
     engine.submit([make_request(f"r{i}", prompt_of(30, salt=i + 1), max_tokens=90) for i in range(4)])
     while not engine.stats().preemptions:
@@ -84,7 +84,7 @@ def test_the_youngest_gives_way_and_waits_in_front_of_those_who_came_later() -> 
     drain(engine)
 
 
-def test_who_gave_way_is_counted_once_among_prefix_queries() -> None:
+def test_who_was_preempted_is_counted_once_among_prefix_queries() -> None:
     engine, _ = make_engine(num_pages=14, max_running=4)
     engine.submit([make_request(f"r{i}", prompt_of(30, salt=i + 1), max_tokens=90) for i in range(4)])
     drain(engine)

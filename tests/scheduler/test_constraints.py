@@ -1,4 +1,4 @@
-"""Requests that are held to something draw from what they may, whatever runs beside them, gives way or fails."""
+"""Requests that are held to something draw from what they may, whatever runs beside them, is preempted or fails."""
 
 import time
 from collections.abc import Callable
@@ -168,7 +168,7 @@ workloads = st.lists(
     is_pipelined=st.booleans(),
     max_running=st.integers(1, 6),
 )
-def test_each_draws_from_what_it_may_whatever_runs_beside_it_or_gives_way(
+def test_each_draws_from_what_it_may_whatever_runs_beside_it_or_is_preempted(
     workload: list[tuple[str, int, int, int]], num_pages: int, is_pipelined: bool, max_running: int
 ) -> None:
     made, _ = make_engine(num_pages=num_pages, is_pipelined=is_pipelined, max_running=max_running)

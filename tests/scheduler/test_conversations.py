@@ -187,7 +187,7 @@ def test_fronts_of_prompts_that_nobody_follows_are_pinned_neither_for_long_nor_b
     talk.turn()
     talk.turn()
     assert talk.num_turns == 2
-    assert len(held._pinned) == 4, "of several turns without a name; the one used longest ago gives way"
+    assert len(held._pinned) == 4, "of several turns without a name; the one used longest ago is no longer pinned"
 
 
 def test_a_rank_that_falls_is_told_of() -> None:
@@ -314,5 +314,5 @@ def test_some_thousand_conversations_are_known_and_no_more() -> None:
             drain(engine)
     held = engine.scheduler.residence.conversations
     assert len(list(held)) == 1024
-    assert len(held._numbered) == len(held._ending) == len(held._asking) == 1024
+    assert len(held._numbered) == len(held._ending) == len(held._by_request) == 1024
     assert not held._awaited

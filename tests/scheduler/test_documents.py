@@ -532,7 +532,7 @@ def test_a_scored_prompt_is_computed_whole(engine: Engine) -> None:
     assert deltas[0].prompt_logprobs is not None
 
 
-def test_a_fused_context_goes_down_and_is_read_there(tmp_path: Path) -> None:
+def test_a_fused_context_is_offloaded_and_is_read_there(tmp_path: Path) -> None:
     host = HostConfig(resident_tokens=64, residency="fixed", memory_limit_gib=0.2, dense_layers=(0,), rows="bfloat16")
     engine = make_engine(tmp_path, host)
     wanted = text(serve(engine, ask("a", A3, max_tokens=6)))
@@ -689,7 +689,7 @@ def test_a_fused_context_is_indexed(tmp_path: Path) -> None:
     engine.shutdown()
 
 
-def test_one_that_gives_way_is_fused_again(tmp_path: Path) -> None:
+def test_one_that_is_preempted_is_fused_again(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     wanted = text(serve(engine, ask("a", A3, max_tokens=30)))
     engine.submit([ask("b", A3, max_tokens=30)])

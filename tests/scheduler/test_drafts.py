@@ -1,4 +1,4 @@
-"""Drafts in the scheduler: the text is what it is without them, wherever a sequence ends, gives way or is cancelled."""
+"""Drafts in the scheduler: texts are what they are without them, wherever sequences end, are preempted or cancelled."""
 
 from dataclasses import replace
 from random import Random
@@ -128,7 +128,7 @@ def test_nothing_steps_in_a_lane_while_a_draft_is_in_flight(monkeypatch: pytest.
 
 @pytest.mark.parametrize("kept", [{}, {"num_windows": 10}, {"num_states": 10}, {"num_states": 3, "num_host_states": 4}])
 @pytest.mark.parametrize("is_pipelined", [True, False])
-def test_texts_are_right_whoever_gives_way_or_is_cancelled(is_pipelined: bool, kept: dict[str, int]) -> None:
+def test_texts_are_right_whoever_is_preempted_or_cancelled(is_pipelined: bool, kept: dict[str, int]) -> None:
     """Few pages, so that sequences are preempted with drafts in flight; prompts share their fronts, and windows or
     states are left that others begin with.
     """
@@ -219,7 +219,9 @@ def test_what_a_refused_draft_wrote_to_a_window_is_in_nobodys_way(length: int) -
 
 @pytest.mark.parametrize("is_pipelined", [True, False])
 @pytest.mark.parametrize("spoilt", [0.0, 0.3, 1.0])
-def test_one_that_gives_way_with_a_draft_goes_on_behind_what_is_drawn_of_it(is_pipelined: bool, spoilt: float) -> None:
+def test_one_that_is_preempted_with_a_draft_goes_on_behind_what_is_drawn_of_it(
+    is_pipelined: bool, spoilt: float
+) -> None:
     """Its state is behind as many tokens as the result says, and nothing is computed again."""
     engine, runner = make_engine(num_pages=200, max_running=24, is_pipelined=is_pipelined, num_states=8)
     requests = [request_of(str(number), 5 + 30 * number, 120) for number in range(3)]

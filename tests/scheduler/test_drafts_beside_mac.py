@@ -15,7 +15,7 @@ from scheduler.engine_config import SchedulerConfig
 from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest
 from tests.scheduler.drafting import foresee
 from tests.scheduler.engines import drain, text
-from tests.scheduler.real_model import ask_variously, check_every_number, check_giving_way, check_told, logprobs
+from tests.scheduler.real_model import ask_variously, check_every_number, check_preemption, check_told, logprobs
 from tests.scheduler.tiered_engine import running_engine, tiered_config
 
 LENGTH = 4
@@ -100,7 +100,7 @@ def test_every_number_of_drafted_tokens_is_accepted_and_refused(
 
 
 @pytest.mark.parametrize("engine", [True], indirect=True)
-def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
+def test_one_that_is_preempted_with_a_draft_goes_on_as_if_it_had_not(
     engine: Engine, alone: dict[str, list[Delta]]
 ) -> None:
     def switch(is_on: bool) -> None:
@@ -109,7 +109,7 @@ def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
         else:
             switch_drafts(engine.scheduler.drafts, False)
 
-    check_giving_way(engine, ask, switch, alone)
+    check_preemption(engine, ask, switch, alone)
     assert all(not side.held for side in engine._runner.ring_sides.values())
 
 

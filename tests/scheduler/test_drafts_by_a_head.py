@@ -16,7 +16,7 @@ from scheduler.messages import ACCEPTED, REJECTED, Delta, EngineRequest
 from scheduler.planning.engine_memory import plan_engine
 from tests.scheduler.drafting import take_all
 from tests.scheduler.engines import drain, text
-from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load
+from tests.scheduler.real_model import ask_variously, check_preemption, check_told, load
 from tests.scheduler.test_states_of_a_model import ask as request
 from tests.scheduler.test_states_of_a_model import draw
 from transfer.disk.disk_config import DiskConfig
@@ -113,10 +113,10 @@ def test_drafts_that_are_right_take_no_step_and_are_told(engine: Engine) -> None
     assert after.steps - before.steps < MOST - MOST // 3
 
 
-def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
+def test_one_that_is_preempted_with_a_draft_goes_on_as_if_it_had_not(
     engine: Engine, alone: dict[str, list[Delta]]
 ) -> None:
-    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on), alone)
+    check_preemption(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on), alone)
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3.5-moe", pytest.param("tiny-qwen3-next", marks=pytest.mark.long)])

@@ -14,7 +14,7 @@ from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.messages import ACCEPTED, Delta, EngineRequest
 from tests.scheduler.drafting import take_all
 from tests.scheduler.engines import drain, text
-from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config, small_host
+from tests.scheduler.real_model import ask_variously, check_preemption, check_told, load, shallow_config, small_host
 from tests.scheduler.test_drafts_by_a_model import SMALLER
 from tests.scheduler.test_jumps_of_a_model import GRAMMAR
 
@@ -97,12 +97,12 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(
     assert sum(accepted.values()) > under_grammars, "and under other rules"
 
 
-def test_one_that_gives_way_with_a_draft_goes_on_as_if_it_had_not(
+def test_one_that_is_preempted_with_a_draft_goes_on_as_if_it_had_not(
     engine: Engine, alone: dict[str, list[Delta]]
 ) -> None:
     """Each source of drafts has one of the four; its rings and its pages come back."""
     engine.scheduler.jumps.is_on = False
-    check_giving_way(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on), alone)
+    check_preemption(engine, ask, lambda is_on: switch_drafts(engine.scheduler.drafts, is_on), alone)
     model = engine.scheduler.drafts.model
     assert model is not None
     assert model.num_pages_held == 0

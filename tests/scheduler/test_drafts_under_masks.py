@@ -86,7 +86,7 @@ def test_held_requests_draft_and_their_texts_are_those_without(kind: str, spoilt
     num_pages=st.sampled_from([12, 18, 60]),
     seed=st.integers(0, 1000),
 )
-def test_texts_are_the_same_whoever_runs_beside_gives_way_or_is_cancelled(
+def test_texts_are_the_same_whoever_runs_beside_is_preempted_or_cancelled(
     kinds: list[str], spoilt: float, jumps: bool, is_pipelined: bool, num_pages: int, seed: int
 ) -> None:
     engine, _, requests = make(kinds, spoilt, jumps, is_pipelined=is_pipelined, num_pages=num_pages)

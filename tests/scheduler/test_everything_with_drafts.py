@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODULES = (
     "admission", "block_events", "cache_salt", "constraints", "conversations", "disk_and_host", "disk_of_a_model",
-    "disk_of_sessions", "disk_of_windows", "documents", "fairness", "giving_way", "host", "host_charges", "lanes",
+    "disk_of_sessions", "disk_of_windows", "documents", "fairness", "preemption_order", "host", "host_charges", "lanes",
     "latents_of_a_model", "leaving_jobs", "mac_soak", "predicted_soak", "preemption", "priority", "reloads",
     "residency", "residency_soak", "ring_pages", "rings", "scheduler", "states", "states_of_a_model", "waiting_tokens",
     "windows",
@@ -22,12 +22,12 @@ OF_STEPS = {
     "documents": (
         "a_prompt_that_is_done_keeps_what_the_question_looks_at", "those_that_wait_for_long_have_no_chunks_computed"
     ),
-    "giving_way": ("idle_contexts_give_their_pages_before", "an_idle_context_whose_pages_others_hold"),
-    "host": ("prompts_that_go_down_leave_each_other_the_pages", "who_gives_way_to_a_lack_of_pages_forks"),
+    "preemption_order": ("idle_contexts_give_their_pages_before", "an_idle_context_whose_pages_others_hold"),
+    "host": ("prompts_that_are_offloaded_leave_each_other_the_pages", "who_is_preempted_for_a_lack_of_pages_forks"),
     "lanes": ("rows_that_ask_step_apart", "rows_that_ask_nothing_join", "rows_part_again_where_a_joint_step"),
     "reloads": ("it_comes_back_only_some_steps_after",),
     "residency": (
-        "what_fixed_residence_asks_for_depends", "sampled_ones_are_written_down_first", "one_that_gives_way_in_the_plan"
+        "what_fixed_residence_asks_for_depends", "sampled_ones_are_offloaded_first", "one_that_is_preempted_in_the_plan"
     ),
     "scheduler": ("auto_computes_a_short_prompt_between", "a_block_is_found_only_once_its_last_token"),
     "states": ("one_that_is_preempted_finds_its_state", "one_that_is_preempted_goes_on_with_its_own_state"),

@@ -114,7 +114,7 @@ def test_layers_of_short_units_are_captured_where_that_costs_next_to_no_pages(
     assert any(item.name == "prefill graphs" for item in plan.items) is bool(wanted)
 
 
-def test_spare_windows_give_way_to_captured_layers_and_to_a_context_that_is_asked_for() -> None:
+def test_spare_windows_are_fewer_beside_captured_layers_and_a_context_that_is_asked_for() -> None:
     """They are counted by what is left, so anything else takes some of them."""
     tree = {"model": {"random_weights": "gpt-oss-20b"}, "scheduler": {"max_running": 4}}
     config, shape, machine = EngineConfig.model_validate(tree), named_shape("gpt-oss-20b"), read_machine("rtx4090")

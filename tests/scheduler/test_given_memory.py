@@ -106,7 +106,7 @@ def test_an_answer_that_outgrows_memory_alone_is_refused_with_what_it_has() -> N
     assert engine.scheduler.pages.num_held == 0
 
 
-def test_a_known_prefix_is_kept_while_there_is_memory_and_given_up_where_it_is_refused() -> None:
+def test_a_known_prefix_is_kept_while_there_is_memory_and_evicted_where_it_is_refused() -> None:
     host = Host(12)
     engine = make(host)
     for salt, name in enumerate("ab"):

@@ -63,7 +63,7 @@ class Cell:
         return Costs(self.reads, 1e-9 / self.gb_s, 1e-3 * self.host_ms)
 
 
-WHOLE = (16_000, 15_920)  # of a 16K context that is down
+WHOLE = (16_000, 15_920)  # of a 16K context that is offloaded
 BESIDE = Cell("llama-3.1-8b", [(98_304, 98_224)] * 4, [1024] * 8, 2270, 61.0)
 THIRTEEN = Cell("codellama-13b", [(16_000, 7680), WHOLE, WHOLE], [16_000], H100, 30.0)
 

@@ -1,4 +1,4 @@
-"""Long contexts whose middle goes down: texts come out as if each request ran alone, and nothing is left behind."""
+"""Long contexts whose middle is offloaded: texts come out as if each request ran alone, and nothing is left behind."""
 
 from collections.abc import Iterator
 from random import Random
@@ -53,7 +53,7 @@ def prefilled(runner: PageRunner) -> list[int]:
 
 @pytest.mark.parametrize("is_pipelined", [False, True])
 @pytest.mark.parametrize("length", [129, 200, 1000])
-def test_a_long_prompt_goes_down_and_its_text_is_its_own(length: int, is_pipelined: bool) -> None:
+def test_a_long_prompt_is_offloaded_and_its_text_is_its_own(length: int, is_pipelined: bool) -> None:
     engine, runner = make_engine(is_pipelined=is_pipelined)
     request = ask("a", prompt_of(length), max_tokens=300)
     answer(engine, [request])
@@ -154,7 +154,7 @@ def test_all_rows_of_a_step_are_one_group_whatever_their_profiles_and_wherever_t
     check_idle(engine, runner)
 
 
-def test_one_prompt_goes_down_at_a_time_and_short_ones_pass_it() -> None:
+def test_one_prompt_is_offloaded_at_a_time_and_short_ones_pass_it() -> None:
     engine, runner = make_engine(chunk_tokens=256)
     long = [ask(f"long{i}", prompt_of(900, salt=i), max_tokens=2) for i in range(3)]
     short = ask("short", prompt_of(20, salt=9), max_tokens=2)
@@ -196,7 +196,7 @@ def test_dense_pages_bound_a_context() -> None:
     check_idle(engine, runner)
 
 
-def test_the_youngest_gives_way_when_host_memory_runs_out() -> None:
+def test_the_youngest_is_preempted_when_host_memory_runs_out() -> None:
     engine, runner = make_engine(limit_blocks=75, num_pages=200)
     requests = [ask(f"r{i}", prompt_of(RESIDENT, salt=i), max_tokens=600) for i in range(2)]
     engine.submit(requests)
@@ -207,7 +207,7 @@ def test_the_youngest_gives_way_when_host_memory_runs_out() -> None:
     check_idle(engine, runner)
 
 
-def test_who_gives_way_to_a_lack_of_pages_forks_what_it_left() -> None:
+def test_who_is_preempted_for_a_lack_of_pages_forks_what_it_left() -> None:
     engine, runner = make_engine(num_pages=38)
     requests = [
         ask("exact", prompt_of(20, salt=9), max_tokens=260, profile="exact"),
@@ -224,7 +224,7 @@ def test_who_gives_way_to_a_lack_of_pages_forks_what_it_left() -> None:
     check_idle(engine, runner)
 
 
-def test_prompts_that_go_down_leave_each_other_the_pages_to_grow() -> None:
+def test_prompts_that_are_offloaded_leave_each_other_the_pages_to_grow() -> None:
     for num_pages in range(18, 70, 3):  # every remainder of the four pages that leave at once
         engine, runner = make_engine(num_pages=num_pages)
         engine.submit([ask(f"r{i}", prompt_of(300, salt=i), max_tokens=190) for i in range(4)])
@@ -373,7 +373,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 @pytest.fixture(scope="module")
 def soon() -> Iterator[None]:
-    """What was given up comes back after a few steps."""
+    """What was evicted is reloaded after a few steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evictions, "QUIET_STEPS", 2)
         patch.setattr(evictions, "RELOADED_TOKENS", 2 * OFFLOAD_BLOCK)

@@ -174,7 +174,7 @@ def test_a_run_writes_over_nothing_that_its_first_tokens_see(num_windows: int, m
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_contexts_go_down_with_runs_as_well(is_adaptive: bool, seed: int) -> None:
+def test_contexts_are_offloaded_with_runs_as_well(is_adaptive: bool, seed: int) -> None:
     engine, runner = host_engines.make_engine(is_adaptive=is_adaptive, order=Random(seed), num_pages=120)
     engine.scheduler.jumps.most_rows = 40
     with_letters(engine)
@@ -187,7 +187,7 @@ def test_contexts_go_down_with_runs_as_well(is_adaptive: bool, seed: int) -> Non
     assert runs_of(runner)
 
 
-def test_contexts_go_down_at_the_places_that_single_tokens_would_send_them() -> None:
+def test_contexts_are_offloaded_at_the_places_that_single_tokens_would_send_them() -> None:
     """With fixed residence, what each token's row reads where is what it would be, token by token."""
     released = 0
     for length in range(90, 200, 5):
@@ -275,7 +275,7 @@ def test_a_run_of_bad_tokens_is_seen_in_what_is_on_its_way() -> None:
 
 @pytest.mark.parametrize("num_free", [2, 3])
 @pytest.mark.parametrize("most", [20, 40])
-def test_nobody_gives_way_to_a_run(num_free: int, most: int) -> None:
+def test_nobody_is_preempted_for_a_run(num_free: int, most: int) -> None:
     """Streams that need all pages there are, one each that they are about to take, and runs beside them."""
     preemptions = {}
     for jumps in (True, False):
@@ -287,7 +287,7 @@ def test_nobody_gives_way_to_a_run(num_free: int, most: int) -> None:
             check(request, "text", deltas[request.request_id])
         preemptions[jumps] = engine.scheduler.roster.num_preemptions
     assert preemptions[True] <= preemptions[False]
-    assert preemptions[True] < num_free, "one more gives way where runs take the last page"
+    assert preemptions[True] < num_free, "one more is preempted where runs take the last page"
 
 
 @pytest.mark.parametrize("is_pipelined", [True, False])

@@ -12,7 +12,7 @@ from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import Delta, EngineRequest
 from server.grammar.structured import schema_grammar
 from tests.scheduler.engines import drain
-from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config, small_host
+from tests.scheduler.real_model import ask_variously, check_preemption, check_told, load, shallow_config, small_host
 
 GRAMMAR = schema_grammar(
     "schema",
@@ -74,5 +74,5 @@ def test_what_is_drawn_and_told_is_what_it_is_token_by_token(engine: Engine, alo
 
 
 @pytest.mark.parametrize("engine", [True], indirect=True)
-def test_one_that_gives_way_in_a_run_goes_on_as_if_it_had_not(engine: Engine, alone: dict[str, list[Delta]]) -> None:
-    check_giving_way(engine, ask, lambda is_on: setattr(engine.scheduler.jumps, "is_on", is_on), alone)
+def test_one_that_is_preempted_in_a_run_goes_on_as_if_it_had_not(engine: Engine, alone: dict[str, list[Delta]]) -> None:
+    check_preemption(engine, ask, lambda is_on: setattr(engine.scheduler.jumps, "is_on", is_on), alone)

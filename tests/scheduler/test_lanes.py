@@ -49,7 +49,7 @@ def test_rows_that_ask_step_apart_from_the_others_and_from_prefills() -> None:
     check_idle(engine, runner)
 
 
-def test_units_give_way_while_rows_wait_for_the_host_beside_them_alone() -> None:
+def test_units_yield_while_rows_wait_for_the_host_beside_them_alone() -> None:
     engine, runner = two_lanes()
     engine.submit([ask("long", prompt_of(600), 60), ask("short", prompt_of(30), 200, "exact")])
     while len(engine.scheduler.roster.running) < 2:

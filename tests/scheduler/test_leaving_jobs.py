@@ -85,7 +85,7 @@ def test_nothing_that_is_computed_for_one_is_computed_again_when_others_leave(
     is_pipelined: bool,
     num_windows: int,
 ) -> None:
-    """A prefill begins once, and once more each time that its own request gives way; the runner sees to the rows."""
+    """A prefill begins once, and once more each time that its own request is preempted; the runner sees to the rows."""
     engine, runner = make_engine(
         num_pages=num_pages, chunk_tokens=chunk_tokens, is_pipelined=is_pipelined, num_windows=num_windows
     )

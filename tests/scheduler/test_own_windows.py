@@ -50,7 +50,7 @@ def serve(engine: Engine, name: str, prompt: list[int], profile: str) -> int:
 @pytest.mark.parametrize("residency", ["fixed", "adaptive"])
 @pytest.mark.parametrize("num_tokens", [1000, 5888])
 def test_a_repeat_reuses_as_much_as_where_no_profile_keeps_more(num_tokens: int, residency: str) -> None:
-    """The first length goes down under the plain profiles alone: mac's contexts of 1,424 tokens stay."""
+    """The first length is offloaded under the plain profiles alone: mac's contexts of 1,424 tokens stay."""
     reused = []
     for profiles in ({}, MAC):
         engine, _ = engine_of(profiles, residency)
@@ -76,7 +76,7 @@ def test_a_profile_that_needs_more_keeps_it_and_its_repeats_answer_right(residen
     assert [5888 - host.end for host in hosts] == [WINDOW, *[OWN_WINDOW] * 3, WINDOW]
 
 
-def test_the_longest_request_of_each_profile_fits_and_what_is_down_of_it_is_planned_for() -> None:
+def test_the_longest_request_of_each_profile_fits_and_what_is_offloaded_of_it_is_planned_for() -> None:
     """A shorter window sends more down: the plan counts that one's bytes."""
     without, beside = plan_of({}), plan_of(MAC)
     demands = [find_host_demand(plan.deployment, plan.architecture, plan.memory) for plan in (without, beside)]

@@ -1,6 +1,6 @@
 """Requests whose blocks are predicted, over a real model and a real host tier in little memory: in every step each
 token of each row and head is read once, sampled or counted as dropped, and nothing is left behind, whoever leaves,
-gives way or forks.
+is preempted or forks.
 """
 
 from collections.abc import Iterator

@@ -11,7 +11,7 @@ from tests.scheduler import host_engines
 from tests.scheduler.engines import check_output, drain, make_engine, make_request, prompt_of
 from tests.scheduler.host_engines import RESIDENT, ask
 from tests.scheduler.test_given_memory import Host, make
-from tests.scheduler.test_giving_way import run
+from tests.scheduler.test_preemption_order import run
 
 PAGES = 14
 NAMES = [f"r{i}" for i in range(4)]

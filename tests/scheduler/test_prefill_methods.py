@@ -185,7 +185,7 @@ def test_what_was_drawn_behind_a_prompts_last_block_is_computed_again(
 
 @pytest.mark.parametrize("align_tokens", [1, 16, 32, 48, 64])
 @pytest.mark.parametrize("num_shared", [20, 200, 288, 305])
-def test_a_context_that_went_down_is_gone_on_with_at_a_border(
+def test_a_context_that_was_offloaded_is_gone_on_with_at_a_border(
     align_tokens: int, num_shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, runner = make_engine_down(align_tokens, monkeypatch)

@@ -55,8 +55,8 @@ def test_the_prefill_of_less_priority_goes_on_first_however_long_and_the_oldest_
     assert any("patient" in clients.step() for _ in range(3000))
 
 
-def test_who_asks_for_less_gives_way_when_pages_run_out_and_loses_no_token() -> None:
-    """The first one came first, so that without priorities the second one would give way."""
+def test_who_asks_for_less_is_preempted_when_pages_run_out_and_loses_no_token() -> None:
+    """The first one came first, so that without priorities the second one would be preempted."""
     for priorities, victim in (((0, 0), "second"), ((1, 0), "first")):
         engine, _ = make_engine(num_pages=2 * (60 // PAGE) + 1, prefix_cache=False)
         requests = [
@@ -64,7 +64,7 @@ def test_who_asks_for_less_gives_way_when_pages_run_out_and_loses_no_token() -> 
             for name, priority in zip(("first", "second"), priorities, strict=True)
         ]
         ended = []
-        gave_way: set[str] = set()
+        preempted: set[str] = set()
         for request in requests:
             engine.submit([request])
         deltas: dict[str, list] = {request.request_id: [] for request in requests}
@@ -74,7 +74,7 @@ def test_who_asks_for_less_gives_way_when_pages_run_out_and_loses_no_token() -> 
                 deltas[delta.request_id].append(delta)
                 ended += [delta.request_id] if delta.finish_reason else []
             if engine.scheduler.roster.num_preemptions > before:
-                gave_way |= {sequence.request_id for sequence in engine.scheduler._admission.waiting}
-        assert gave_way == {victim}
+                preempted |= {sequence.request_id for sequence in engine.scheduler._admission.waiting}
+        assert preempted == {victim}
         for request in requests:
             check_output(request, deltas[request.request_id])

@@ -1,4 +1,4 @@
-"""What was given up comes back where pages are free: in pieces, for all that share it, and not at once."""
+"""What was evicted is reloaded where pages are free: in pieces, for all that share it, and not at once."""
 
 import pytest
 
@@ -76,7 +76,7 @@ def test_nothing_comes_back_while_anybody_waits_or_pages_are_short() -> None:
     check_idle(engine, runner)
 
 
-def test_it_comes_back_only_some_steps_after_pages_were_given_up_last() -> None:
+def test_it_comes_back_only_some_steps_after_pages_were_evicted_last() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=120)
     start(engine, ask("a", prompt_of(600), max_tokens=120))
     press(engine, "a")
@@ -100,7 +100,7 @@ def test_pages_that_others_may_take_soon_and_some_more_stay_free() -> None:
             free.append(engine.scheduler.pages.num_available - coming)
     assert free
     assert min(free) >= 64 // 16
-    assert len(releases_of(runner)) <= 5 * len(restores_of(runner)), "what comes back is not given up at once"
+    assert len(releases_of(runner)) <= 5 * len(restores_of(runner)), "what is reloaded is not evicted at once"
     assert engine.stats().preemptions == 0
     check_idle(engine, runner)
 

@@ -61,7 +61,7 @@ def test_a_prompt_that_does_not_fit_keeps_its_last_tokens() -> None:
     check_idle(engine, runner)
 
 
-def test_pages_are_given_up_where_another_request_needs_them_and_nobody_gives_way() -> None:
+def test_pages_are_evicted_where_another_request_needs_them_and_nobody_is_preempted() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=60)
     long = ask("long", prompt_of(700), max_tokens=200)
     others = [ask(f"r{salt}", prompt_of(150, salt=salt), max_tokens=60, profile="exact") for salt in (1, 2, 3)]
@@ -303,7 +303,7 @@ def offloads_of(runner: PageRunner) -> list[Offload]:
 
 @pytest.mark.parametrize("is_pipelined", [False, True])
 @pytest.mark.parametrize("profile", ["offloaded", "sampled"])
-def test_short_contexts_are_written_down_before_anybody_gives_way(profile: str, is_pipelined: bool) -> None:
+def test_short_contexts_are_offloaded_before_anybody_is_preempted(profile: str, is_pipelined: bool) -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=20, is_pipelined=is_pipelined)
     requests = [short(f"r{salt}", salt, profile) for salt in (1, 2)]
     answer(engine, requests)
@@ -322,7 +322,7 @@ def test_a_chat_that_meets_no_pressure_takes_no_host_memory() -> None:
     check_idle(engine, runner)
 
 
-def test_with_fixed_residence_the_youngest_gives_way_as_ever() -> None:
+def test_with_fixed_residence_the_youngest_is_preempted_as_ever() -> None:
     engine, runner = make_engine(num_pages=20)
     requests = [short(f"r{salt}", salt) for salt in (1, 2)]
     answer(engine, requests)
@@ -331,7 +331,7 @@ def test_with_fixed_residence_the_youngest_gives_way_as_ever() -> None:
     check_idle(engine, runner)
 
 
-def test_where_the_host_has_no_room_for_short_ones_the_youngest_gives_way() -> None:
+def test_where_the_host_has_no_room_for_short_ones_the_youngest_is_preempted() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=14, limit_blocks=2)
     requests = [ask(f"r{salt}", prompt_of(60, salt=salt), max_tokens=68) for salt in (1, 2)]
     answer(engine, requests)
@@ -340,7 +340,7 @@ def test_where_the_host_has_no_room_for_short_ones_the_youngest_gives_way() -> N
     check_idle(engine, runner)
 
 
-def test_sampled_ones_are_written_down_first_and_then_the_longest() -> None:
+def test_sampled_ones_are_offloaded_first_and_then_the_longest() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=60)
     start(engine, short("whole", 1, max_tokens=60), short("sample", 2, "sampled", 60))
     start(engine, ask("long", prompt_of(125, salt=3), max_tokens=60))
@@ -354,7 +354,7 @@ def test_sampled_ones_are_written_down_first_and_then_the_longest() -> None:
     check_idle(engine, runner)
 
 
-def test_one_that_gives_way_in_the_plan_that_writes_it_down_leaves_nothing() -> None:
+def test_one_that_is_preempted_in_the_plan_that_offloads_it_leaves_nothing() -> None:
     engine, runner = make_engine(is_adaptive=True, num_pages=60)
     request = short("a", 1)
     deltas = start(engine, request)

@@ -1,4 +1,4 @@
-"""Contexts that grow, give pages up and get them back, fork, give way and leave, over a real model and a real host tier
+"""Contexts that grow, lose and get back pages, fork, are preempted and leave, over a real model and a real host tier
 in little memory: in every step each token of each row is read once, texts are those of lone runs, and nothing is left
 behind. Where residence is adaptive, sampled texts may depend on load.
 """

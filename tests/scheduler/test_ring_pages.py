@@ -1,4 +1,4 @@
-"""Pages that rings share: who takes them, who waits or gives way for them, and when they come back."""
+"""Pages that rings share: who takes them, who waits or is preempted for them, and when they come back."""
 
 from dataclasses import replace
 from random import Random
@@ -100,7 +100,7 @@ def test_one_whose_prompt_finds_too_few_pages_waits_and_others_pass() -> None:
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_where_no_page_is_free_the_last_that_holds_some_gives_way_and_begins_again(seed: int | None) -> None:
+def test_where_no_page_is_free_the_last_that_holds_some_is_preempted_and_begins_again(seed: int | None) -> None:
     engine, runner = make_indexed_engine(order=None if seed is None else Random(seed))
     requests = [ask("a", prompt_of(2000), 100, "indexed"), ask("b", prompt_of(2000, salt=1), 100, "indexed"),
                 ask("none", prompt_of(40, salt=2), 50, "indexed")]  # fmt: skip

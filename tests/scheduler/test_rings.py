@@ -116,7 +116,7 @@ def test_a_request_too_short_to_reuse_anything_takes_no_ring() -> None:
 
 
 @pytest.mark.parametrize("profile", ["reusing", "reusing-down"])
-def test_who_gives_way_gives_its_ring_back_and_begins_again_with_an_empty_one(profile: str) -> None:
+def test_who_is_preempted_gives_its_ring_back_and_begins_again_with_an_empty_one(profile: str) -> None:
     engine, runner = make_engine(num_rings=2, num_pages=60, prefix_cache=False)
     request = ask("a", prompt_of(200), 60, profile)
     deltas = start(engine, [request])

@@ -118,7 +118,7 @@ def test_a_scored_prompt_that_is_cancelled_between_two_pieces_leaves_nothing() -
     check_empty(engine)
 
 
-def test_a_scored_prompt_that_gives_way_between_two_pieces_is_scored_anew_and_whole() -> None:
+def test_a_scored_prompt_that_is_preempted_between_two_pieces_is_scored_anew_and_whole() -> None:
     """The stream needs its pages."""
     engine, runner = make_engine(num_pages=66, chunk_tokens=512, max_hidden_tokens=5000, token_gap_target_ms=1.0)
     stream = make_request("stream", draw_prompt(20), max_tokens=120)
@@ -134,7 +134,7 @@ def test_a_scored_prompt_that_gives_way_between_two_pieces_is_scored_anew_and_wh
     check_output(scored, deltas["scored"])
     assert engine.scheduler.roster.num_preemptions > 0
     begins = [unit.job_id for unit in logits_of(runner) if unit.begin == 0]
-    assert len(begins) == 2, "it had begun when it gave way"
+    assert len(begins) == 2, "it had begun when it was preempted"
     check_empty(engine)
 
 

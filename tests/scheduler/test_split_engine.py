@@ -26,7 +26,7 @@ from server.planning.side_by_side import taken_bytes
 from tests.gpu.reference_model import FOLDER
 from tests.scheduler.drafting import take_all
 from tests.scheduler.engines import drain
-from tests.scheduler.real_model import ask_variously, check_giving_way, check_told, load, shallow_config, small_host
+from tests.scheduler.real_model import ask_variously, check_preemption, check_told, load, shallow_config, small_host
 from transfer.machine import load_machine, probe_machine
 
 GRAMMAR = schema_grammar("schema", {"type": "object", "properties": {"the year of it": {"type": "integer"}},
@@ -95,8 +95,8 @@ def check_texts(told: dict[str, list[Delta]], alone: dict[str, list[Delta]]) -> 
 
 
 @pytest.mark.long
-def test_one_that_gives_way_goes_on_as_if_it_had_not(engine: Engine) -> None:
-    check_giving_way(engine, ask, lambda is_on: None)
+def test_one_that_is_preempted_goes_on_as_if_it_had_not(engine: Engine) -> None:
+    check_preemption(engine, ask, lambda is_on: None)
 
 
 def test_each_device_has_half_of_what_is_split_and_its_part_of_the_host() -> None:

@@ -125,7 +125,7 @@ def test_another_question_about_a_long_text_begins_near_it_where_a_state_was_fre
     check_empty(engine)
 
 
-def test_nothing_is_given_up_for_a_snapshot_that_nobody_may_ask_for() -> None:
+def test_nothing_is_evicted_for_a_snapshot_that_nobody_may_ask_for() -> None:
     """Of three states one runs; the last two prompts' ends stay, and of the long one's nothing else."""
     engine, runner = make_engine(num_states=3, num_pages=400)
     for name, length in (("a", 200), ("b", 230), ("c", 900)):
@@ -164,7 +164,7 @@ def test_one_that_is_preempted_begins_again_behind_a_state_that_was_left() -> No
     check_empty(engine)
 
 
-def test_a_turn_goes_on_from_host_memory_where_the_card_has_given_up_its_snapshot() -> None:
+def test_a_turn_goes_on_from_host_memory_where_the_card_has_evicted_its_snapshot() -> None:
     """Two states on the card, twelve in host memory, and four conversations in turn."""
     engine, runner = make_engine(num_states=2, num_pages=300, num_host_states=12)
     histories = {name: prompt_of(100 + 16 * name, salt=name) for name in range(4)}
@@ -380,7 +380,7 @@ def test_any_turns_forks_and_evictions_give_the_text_of_a_cold_server(
     turns: list[tuple[int, int, int, int, bool]], num_states: int, num_pages: int, is_pipelined: bool, num_steps: int,
     num_host_states: int,
 ) -> None:  # fmt: skip
-    """And with somebody who gives way every so many steps."""
+    """And with a request that is preempted every so many steps."""
     engine, _ = make_engine(
         num_states=num_states,
         num_pages=num_pages,

@@ -214,7 +214,7 @@ def test_many_at_once_are_each_served_as_alone() -> None:
 
 
 def preempt_often(engine: Engine, requests: list[EngineRequest], num_steps: int) -> list[list[int]]:
-    """Each one's text, where somebody gives way every so many steps."""
+    """Each one's text, where a request is preempted every so many steps."""
     engine.submit(requests)
     told: dict[str, list[Delta]] = {}
     for step in range(20_000):
@@ -229,7 +229,7 @@ def preempt_often(engine: Engine, requests: list[EngineRequest], num_steps: int)
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3.5", "tiny-lfm2", "tiny-nemotron-h"])  # a kind of state each
-def test_one_that_gives_way_goes_on_with_its_live_state_and_no_text_changes(name: str) -> None:
+def test_one_that_is_preempted_goes_on_with_its_live_state_and_no_text_changes(name: str) -> None:
     """And choices of one prompt compute no more than its last block."""
     requests = [ask(f"r{number}", draw(21 + 50 * number, number), 50) for number in range(3)]
     requests += [ask(f"n{number}", draw(150, 9), 30) for number in range(3)]

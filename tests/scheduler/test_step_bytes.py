@@ -1,4 +1,4 @@
-"""What a step moves, by hand: rows in codes with their scales, windows as far as they see, layers that are down."""
+"""What a step moves, by hand: rows in codes with their scales, windows as far as they see, offloaded layers."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def test_matrices_of_few_bits_are_read_as_they_are_stored_and_the_input_embeddin
     assert step_of("llama-3.1-8b", weights="int4").weights(1) == 32 * (layer // 2 + groups) + output + norms
 
 
-def test_layers_that_are_down_read_nothing_of_it_on_the_device() -> None:
+def test_layers_that_are_offloaded_read_nothing_of_it_on_the_device() -> None:
     step = step_of("llama-3.1-8b", host=True)
     assert step.device_kv(10_000, 9000) == (10_000 * 32 - 9000 * 30) * 2 * 8 * 256
     assert step.host_row == 2 * 128

@@ -114,7 +114,7 @@ def test_a_branch_takes_the_place_of_what_is_kept_only_where_it_saves_much() -> 
         assert deltas[0].num_cached_tokens == wanted
 
 
-def test_a_branch_is_given_up_with_its_prefill_and_with_a_context_that_failed() -> None:
+def test_a_branch_is_dropped_with_its_prefill_and_with_a_context_that_failed() -> None:
     engine, _ = make_engine(num_windows=8, num_pages=300, chunk_tokens=32)
     windows = engine.scheduler.residence.windows
     engine.submit([parting("first", 10)])

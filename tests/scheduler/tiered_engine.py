@@ -113,7 +113,7 @@ def check_rings(engine: Engine) -> None:
 
 def leave_and_preempt(engine: Engine, left: list[str], preempted: list[str]) -> Callable[[], None]:
     """What to do before a step: those to leave are cancelled after five tokens and go from the list, and the youngest
-    gives way when one of the others has drawn twelve.
+    is preempted when one of the others has drawn twelve.
     """
 
     def before_step() -> None:

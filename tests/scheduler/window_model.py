@@ -68,7 +68,9 @@ class TokenStates(TokenWindows):
                     self.states[write.state] = list(self.places[write.place])
                     self.num_moved_up += 1
                 else:
-                    assert write.state not in self.of_slot.values(), "a state that somebody writes to goes down"
+                    assert write.state not in self.of_slot.values(), (
+                        "a state that somebody writes to is copied to the host"
+                    )
                     self.places[write.place] = list(self.states[write.state] or [])
                 continue
             self.states[write.window] = None if write.source is None else list(self.states[write.source] or [])

@@ -186,7 +186,7 @@ def test_a_document_is_stored_once_and_fused_into_every_turn_that_names_it(clien
     assert "4815162" not in ask(client).choices[0].message.content
 
 
-def test_another_server_fuses_what_is_stored_also_into_prompts_that_go_down(client, documents, tmp_path):
+def test_another_server_fuses_what_is_stored_also_into_prompts_that_are_offloaded(client, documents, tmp_path):
     """It starts on the folder later: documents and chunks are there; a host tier, and a method of prefill."""
     made = client.post("/documents", body={"text": DOCUMENT, "title": "The house"}, cast_to=object)
     host = {"resident_tokens": 256, "residency": "fixed", "memory_limit_gib": 0.3}

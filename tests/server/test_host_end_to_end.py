@@ -82,7 +82,7 @@ def test_a_server_says_which_profiles_it_has(url):
 
 
 def test_short_prompts_of_all_profiles_at_once_answer_as_each_does_alone(client):
-    """Nothing of theirs goes down: they are one decode group."""
+    """Nothing of theirs is offloaded: they are one decode group."""
     names = ["exact", "sampled", "offloaded", "whole"]
     chats = [[{"role": "user", "content": f"{FILLER * (1 + place)}{NEEDLE}\n\n{QUESTION}"}] for place in range(4)]
 

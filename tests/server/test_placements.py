@@ -30,7 +30,7 @@ ROUND = {
     "host_random_rows_gb_s": 25.0,
 }
 CONTEXT = 98_304
-DOWN = CONTEXT - 16 - 64  # without sink and window
+OFFLOADED = CONTEXT - 16 - 64  # without sink and window
 
 
 def compare(tree: dict[str, Any], rates: dict[str, float] | None = None, machine: str = "a100-80g") -> Comparison:
@@ -66,12 +66,12 @@ def test_an_8b_shape_over_round_rates_is_what_a_pencil_says(rows: str, row_bytes
     layer_token = 2 * 8 * 128 * 2
     device, exact, sampled = (found.get(name).first for name in ALWAYS)
     assert device.ms == pytest.approx(weights_ms + CONTEXT * 32 * layer_token / 1e9, rel=PLACEMENT_MS)
-    kept_ms = (CONTEXT * 32 - DOWN * 30) * layer_token / 1e9
+    kept_ms = (CONTEXT * 32 - OFFLOADED * 30) * layer_token / 1e9
     link_ms = 30 * (32 * (128 * (2 + 4) + 4 + 150 * 2 + 1) + 4) / 10 / 1e6
-    read_ms = DOWN * 30 * 8 * row_bytes / 50 / 1e6
-    assert exact.offloaded_tokens == sampled.offloaded_tokens == DOWN
+    read_ms = OFFLOADED * 30 * 8 * row_bytes / 50 / 1e6
+    assert exact.offloaded_tokens == sampled.offloaded_tokens == OFFLOADED
     assert exact.ms == pytest.approx(weights_ms + kept_ms + link_ms + read_ms, rel=PLACEMENT_MS)
-    drawn_ms = found.share_read * DOWN * 30 * 32 * row_bytes / 25 / 1e6
+    drawn_ms = found.share_read * OFFLOADED * 30 * 32 * row_bytes / 25 / 1e6
     assert sampled.ms == pytest.approx(weights_ms + kept_ms + link_ms + drawn_ms, rel=PLACEMENT_MS)
     assert sampled.tokens_s == pytest.approx(1e3 / sampled.ms)
 
@@ -392,17 +392,17 @@ def test_a_default_profile_is_priced_as_what_it_reads(name: str) -> None:
     read = 2048 if kind.startswith("predicted") else 0
     layer_token, row = 2 * 8 * 128 * 2, 512
     layers = 29 if read else 30  # offloaded: two are dense in the reference deployment, of predictions one more
-    down = step.offloaded_tokens
-    whole_ms = (CONTEXT * 32 - (down - read) * layers) * layer_token / 1e9
+    offloaded = step.offloaded_tokens
+    whole_ms = (CONTEXT * 32 - (offloaded - read) * layers) * layer_token / 1e9
     assert step.device_kv_ms == pytest.approx(whole_ms, rel=PLACEMENT_MS)
-    fetched = read / 4 + down / 256 / 2 if read else 0
+    fetched = read / 4 + offloaded / 256 / 2 if read else 0
     assert step.fetch_ms == pytest.approx(layers * 8 * fetched * row / 10 / 1e6, rel=PLACEMENT_MS)
     host_ms = {
         "device": 0.0,
-        "offloaded": down * layers * 8 * row / 50 / 1e6,
-        "sampled": found.share_read * down * layers * 32 * row / 25 / 1e6,
+        "offloaded": offloaded * layers * 8 * row / 50 / 1e6,
+        "sampled": found.share_read * offloaded * layers * 32 * row / 25 / 1e6,
         "predicted": 0.0,
-        "predicted+sampled": found.share_read * (down - 2048) * layers * 32 * row / 25 / 1e6,
+        "predicted+sampled": found.share_read * (offloaded - 2048) * layers * 32 * row / 25 / 1e6,
     }[kind]
     assert step.host_ms == pytest.approx(host_ms, rel=PLACEMENT_MS)
     assert (step.link_ms > 0) == (kind != "device")
@@ -416,8 +416,8 @@ def test_a_default_profile_is_priced_as_what_it_reads(name: str) -> None:
 
 def test_an_index_is_priced_beside_what_the_cpu_reads_and_with_the_settings_of_a_profile_that_names_it() -> None:
     found = compare(eight_b()).get("indexed").first
-    read = -(-DOWN // 200)
-    on_card = (CONTEXT * 32 - DOWN * 30) * 4096 + 30 * 4096 * (read + DOWN * 6 // 32)
+    read = -(-OFFLOADED // 200)
+    on_card = (CONTEXT * 32 - OFFLOADED * 30) * 4096 + 30 * 4096 * (read + OFFLOADED * 6 // 32)
     assert found.device_kv_ms == pytest.approx(on_card / 1e9, rel=2e-3)
     assert found.fetch_ms == pytest.approx(30 * 8 * read * 512 / 10 / 1e6, rel=2e-3)
     assert found.host_ms == 0.0
@@ -438,9 +438,9 @@ def test_steps_that_attend_to_everything_are_priced_by_their_share() -> None:
     """Keys of all blocks over the link, and all rows but the fetched ones on the host, in one step of four."""
     plain = compare_default("blocks", look_stride_blocks=0).get("predicted").first
     full = compare_default("blocks", look_stride_blocks=0, calibrate_every=4).get("predicted").first
-    down, row, heads = full.offloaded_tokens, 512, 29 * 8
-    assert full.fetch_ms - plain.fetch_ms == pytest.approx(down / 4 / 2 * heads * row / 10 / 1e6, rel=PLACEMENT_MS)
-    assert (full.host_ms, plain.host_ms) == (pytest.approx((down - 2048) / 4 * heads * row / 50 / 1e6), 0)
+    offloaded, row, heads = full.offloaded_tokens, 512, 29 * 8
+    assert full.fetch_ms - plain.fetch_ms == pytest.approx(offloaded / 4 / 2 * heads * row / 10 / 1e6, rel=PLACEMENT_MS)
+    assert (full.host_ms, plain.host_ms) == (pytest.approx((offloaded - 2048) / 4 * heads * row / 50 / 1e6), 0)
 
 
 def test_a_context_that_is_too_short_for_predictions_is_read_as_without() -> None:

@@ -1,4 +1,4 @@
-"""Who gives way when pages or host memory are short: idle contexts first, and then the youngest, whatever it holds."""
+"""Idle contexts are evicted first when pages or host memory are short; then the youngest request is preempted."""
 
 from scheduler.engine.engine import Engine
 from scheduler.messages import EngineRequest
@@ -47,7 +47,7 @@ def num_prefills(runner: PageRunner, request: EngineRequest) -> int:
     return sum(tokens[: len(request.prompt_token_ids)] == request.prompt_token_ids for tokens in prompts)
 
 
-def test_idle_contexts_give_their_pages_before_a_running_request_gives_way() -> None:
+def test_idle_contexts_give_their_pages_before_a_running_request_is_preempted() -> None:
     engine, runner = make_engine(num_pages=32, dense_layers=0)
     idle = leave_idle(engine, 6)
     growing = [ask(f"r{salt}", prompt_of(20, salt=salt), max_tokens=200, profile="exact") for salt in range(2)]
