@@ -34,6 +34,11 @@ def row_bytes(kv: KvFormat, dim: int, is_latent: bool = False) -> int:
     return row_array(kv, dim, is_latent).num_bytes
 
 
+def page_array(num_heads: int, num_tokens: int, row: ArraySpec) -> ArraySpec:
+    """Return the keys of a page, `[kv_heads, tokens, row]`; values have the same. row: see `row_array`."""
+    return row.times(num_heads, num_tokens)
+
+
 def page_table(num_slots: int, num_pages: int) -> ArraySpec:
     """Return the table of the pages of all slots, `[slots, pages]`."""
     return ArraySpec((num_slots, num_pages), "int32")

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from gpu.disk.disk_copies import DiskCopies, pinned_bytes
-from gpu.disk.record_shapes import num_buffers
+from gpu.disk.record_shapes import STAGED_BLOCKS, block_array, num_buffers, saving_arrays
 from gpu.host.row_transfer import cut_rows
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.kv.kv_rows import write_rows
 from gpu.step import EvictedPart, SavedBlock
+from transfer.allocation import allocate_empty
 from transfer.copies import PASSED, Event
 from transfer.host_tier import HostTier, LentRows
-
-STAGED_BLOCKS = 2  # blocks on the device on their way to the host; also the most that a plan saves
 
 
 class BlockWriter:
@@ -33,11 +32,11 @@ class BlockWriter:
         self._copies = copies
         self._tier = tier
         more = len(copies.layers) * (copies.layer_bytes - copies.part_bytes)  # of rows that are not in codes yet
-        size = max(sum(shape.part_bytes) for shape in copies.store.shapes) + more
+        block = block_array(copies.store.shapes, more)
         self._free: SimpleQueue[Tensor] = SimpleQueue()
-        for _ in range(num_buffers(copies.store.config.memory_mib, size)):
-            self._free.put(pinned_bytes(size, copies.pool.device))
-        self._staged = torch.empty((STAGED_BLOCKS, size), dtype=torch.uint8, device=copies.pool.device)
+        for _ in range(num_buffers(copies.store.config.memory_mib, block.num_bytes)):
+            self._free.put(pinned_bytes(block.num_bytes, copies.pool.device))
+        self._staged = allocate_empty(saving_arrays(block)["staged"], copies.pool.device)
         self._read: list[Event] = [PASSED] * STAGED_BLOCKS  # what was in each is in host memory
         self._num_saved = 0
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpu.disk.disk_copies import DiskCopies, pinned_bytes
-from gpu.disk.record_shapes import piece_blocks, piece_bytes
+from gpu.disk.record_shapes import piece_array, piece_blocks
 from gpu.host.staging import StagedPrompt
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.step import DiskPrefix
@@ -211,7 +211,7 @@ class PrefixLoad:
 
 def _buffer_of(copies: DiskCopies) -> Tensor:
     """Return this thread's pinned memory for a piece, uint8 `[bytes]`."""
-    size = piece_bytes(copies.store.kv, copies.store.end)
+    size = piece_array(copies.store.kv, copies.store.end).num_bytes
     buffer: Tensor | None = getattr(_buffers, "own", None)
     if buffer is None or len(buffer) != size:
         buffer = _buffers.own = pinned_bytes(size, copies.pool.device)

@@ -19,7 +19,7 @@ from gpu.kv.windows import NO_WINDOWS, Windows, WindowShape
 from gpu.model.architecture import Architecture
 from gpu.operations.kv.gather_pages import gather_pages
 from gpu.operations.kv.kv_rows import write_rows
-from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout, page_table, row_array
+from gpu.page_layout import CODE_FORMATS, KvFormat, PageLayout, page_array, page_table, row_array
 from gpu.step import FinishedReload, PageEviction, PageWrite, StateMove, TablePlace, WindowWrite
 from gpu.upload import upload
 from transfer.allocation import allocate, dtype_name, dtype_of
@@ -67,10 +67,8 @@ class KvPool:
         windows, max_slots = shape.windows, shape.max_slots
         kv = shape.kv or dtype_name(dtype)
         row = row_array(kv, architecture.dim, architecture.latent is not None)
-        stored = dtype_of(row)
-        page_shape = (architecture.num_kv_heads, page_tokens, *row.shape)
+        page = page_array(architecture.num_kv_heads, page_tokens, row)
         own = architecture.window_heads
-        own_row = row_array(kv, own.dim)
         if architecture.has_own_window_heads and set(architecture.window_layers) - set(windows.layers):
             raise ValueError(
                 f"pages hold {architecture.num_kv_heads} KV heads of {architecture.dim}; layers with a window have "
@@ -91,12 +89,11 @@ class KvPool:
         self.max_slots = max_slots
         self.max_pages = -(-shape.max_context_tokens // page_tokens)
         self.device = device
-        size = len(layers) * num_pages, *page_shape
-        self.arenas = [allocate_arena(size, stored, device) for _ in range(architecture.rows_of_head)]
-        self.commitment = Commitment([arena.view(len(layers), num_pages, *page_shape) for arena in self.arenas])
-        self.windows = Windows(
-            windows, (own.count, page_tokens, *own_row.shape), own.dim, max_slots, self.max_pages, stored, device
-        )
+        pages = page.times(len(layers) * num_pages)
+        self.arenas = [allocate_arena(pages.shape, dtype_of(pages), device) for _ in range(architecture.rows_of_head)]
+        self.commitment = Commitment([arena.view(len(layers), num_pages, *page.shape) for arena in self.arenas])
+        window_page = page_array(own.count, page_tokens, row_array(kv, own.dim))
+        self.windows = Windows(windows, window_page, own.dim, max_slots, self.max_pages, device)
         own_states = architecture.recurrent
         self.states = None if own_states is None else States(
             own_states, recurrent, shape.num_states, max_slots, dtype, shape.state_dtype, device, shape.num_host_states

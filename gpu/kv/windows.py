@@ -17,6 +17,8 @@ from torch import Tensor
 from gpu.kv.commitment import Commitment, allocate_arena
 from gpu.step import WindowWrite
 from gpu.upload import upload
+from transfer.allocation import dtype_of
+from transfer.arrays import ArraySpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +36,21 @@ NO_WINDOWS = WindowShape((), 0, 1)
 
 
 class Windows:
-    """The windows of all slots. arenas: of keys and of values, `[layers, windows, pages, kv_heads, page_tokens, dim]`.
+    """The windows of all slots.
+
+    page: keys of a page in one layer, with rows of `dim` numbers (`gpu.page_layout.page_array`).
+    arenas: of keys and of values, `[layers, windows, pages, kv_heads, page_tokens, dim]`.
     page_table: int32 `[max_slots, max_pages]`, by cell: pages of the slot's window, counted across all windows.
     """
 
-    def __init__(self, shape: WindowShape, page_shape: tuple[int, ...], dim: int, max_slots: int, max_pages: int,
-                 dtype: torch.dtype, device: torch.device) -> None:  # fmt: skip
+    def __init__(
+        self, shape: WindowShape, page: ArraySpec, dim: int, max_slots: int, max_pages: int, device: torch.device
+    ) -> None:
         self.shape = shape
-        self.num_kv_heads, self.dim = page_shape[0], dim
+        self.num_kv_heads, self.dim = page.shape[0], dim
         self.device = device
-        size = (len(shape.layers), shape.count, shape.num_pages, *page_shape)
-        self.arenas = [allocate_arena(size, dtype, device) for _ in range(2)]
+        keys = page.times(len(shape.layers), shape.count, shape.num_pages)
+        self.arenas = [allocate_arena(keys.shape, dtype_of(keys), device) for _ in range(2)]
         self.commitment = Commitment(self.arenas)
         self._ring = torch.arange(max_pages if shape.layers else 0, device=device) % shape.num_pages
         self.page_table = self._ring.int().repeat(max_slots, 1)

@@ -1,4 +1,4 @@
-"""Compute the sizes of what a decoder's layers need beside weights and KV: RoPE tables and activations. No torch.
+"""Compute the sizes of what a decoder's layers need beside weights and KV: RoPE tables, activations, logits. No torch.
 
 `tests/gpu/test_memory_peaks.py` compares the numbers of copies with what layers hold while they run.
 """
@@ -21,6 +21,26 @@ def rope_array(dim: int, num_tokens: int) -> ArraySpec:
 def rope_bytes(architecture: Architecture, num_tokens: int) -> int:
     """Return the bytes of all layers' RoPE tables. Layers with the same rotation share one."""
     return 2 * sum(rope_array(dim, num_tokens).num_bytes for _, dim in architecture.ropes)
+
+
+def logits_arrays(architecture: Architecture, num_rows: int, dtype_bytes: int, on_cuda: bool) -> dict[str, ArraySpec]:
+    """Return the arrays of so many rows' logits, `[rows, vocab]`.
+
+    narrow: on a CPU, the product before it is widened.
+    """
+    logits = ArraySpec((num_rows, architecture.vocab_size), "float32")
+    if on_cuda or dtype_bytes >= 4:
+        return {"logits": logits}
+    return {"logits": logits, "narrow": ArraySpec(logits.shape, FLOATS[dtype_bytes])}
+
+
+def gathered_logits_arrays(architecture: Architecture, num_rows: int) -> dict[str, ArraySpec]:
+    """Return the arrays in which a split model's device joins the logits of all devices (`gpu.ranks`).
+
+    parts: as they come, `[devices * rows, vocab / devices]`. joined: in order, `[rows, vocab]`.
+    """
+    logits = ArraySpec((num_rows, architecture.vocab_size), "float32")
+    return {"parts": logits, "joined": logits}
 
 
 def activation_bytes(

@@ -93,7 +93,7 @@ def _count_state(state: MethodState, demand: Demand, share: int) -> MethodState:
     """Return a method's state with the number of its rings and of the pages that they share: as configured, or within
     `share` bytes. Raises PlanError if the configured pages do not hold one longest context.
     """
-    size = state.sequence_bytes(demand.served, demand.max_running, demand.row_bytes, demand.dtype_bytes)
+    size = state.sequence_bytes(demand.served, demand.max_running, demand.stored_row.num_bytes, demand.dtype_bytes)
     own = state.footprint(demand.served, demand.max_running)
     most = -(-demand.served.max_context_tokens // own.page_tokens) if own.page_tokens else 0
     asked = state.part.method.shared_tokens(state.part.settings)

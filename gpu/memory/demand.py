@@ -8,10 +8,19 @@ from typing import Literal
 
 from gpu.batching.captured_steps import steps_to_capture
 from gpu.cpu_step.step_arrays import logits_array, num_step_rows, part_arrays
-from gpu.disk.record_shapes import disk_format, end_record, kv_record, num_buffers, piece_bytes
+from gpu.disk.record_shapes import (
+    block_array,
+    decoded_arrays,
+    disk_format,
+    end_record,
+    kv_record,
+    num_buffers,
+    piece_array,
+    saving_arrays,
+)
 from gpu.fusion.fusion_arrays import chunk_token_bytes
 from gpu.host.footprint import gathered_array
-from gpu.layers.layer_arrays import activation_bytes, rope_bytes
+from gpu.layers.layer_arrays import activation_bytes, gathered_logits_arrays, logits_arrays, rope_bytes
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.method import MethodState
 from gpu.model.architecture import Architecture
@@ -21,7 +30,7 @@ from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import describe_formats, weight_bytes, widened_bytes, widened_experts_bytes
 from gpu.operations.decode_attention.split_rows import most_rows, scratch_arrays
 from gpu.operations.recurrent.state_arrays import draft_array, stacked_arrays, state_arrays
-from gpu.page_layout import CODE_FORMATS, KvFormat, page_table, row_bytes
+from gpu.page_layout import CODE_FORMATS, KvFormat, page_array, page_table, row_array
 from gpu.prefill.graph_arrays import layer_graphs_bytes
 from gpu.prefill.prefill_arrays import (
     EXPANDED_TOKENS,
@@ -29,13 +38,12 @@ from gpu.prefill.prefill_arrays import (
     expanded_array,
     latent_arrays,
     most_piece_outputs,
-    seen_rows,
-    window_buffer,
+    window_unit_arrays,
 )
 from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.sampling.sampling_arrays import drawing_bytes, penalty_arrays
 from gpu.weights.expert_shares import ExpertShares, most_experts, why_not_computed
-from transfer.arrays import FLOATS, sum_bytes
+from transfer.arrays import FLOATS, ArraySpec, sum_bytes
 from transfer.chunks.chunk_format import ChunkShape
 from transfer.disk.disk_config import DiskConfig
 from transfer.host_config import LEAST_AHEAD_BYTES, DocumentsConfig
@@ -148,24 +156,19 @@ class Demand:
         return self.kv in CODE_FORMATS
 
     @property
-    def row_bytes(self) -> int:
-        """Return the bytes of a key or a value of one KV head in pages."""
-        shape = self.shape
-        if self.kv is None:
-            return shape.dim * self.dtype_bytes
-        return row_bytes(self.kv, shape.dim, shape.latent is not None)
+    def stored_kv(self) -> str:
+        """Return the format of rows in pages."""
+        return self.kv or FLOATS[self.dtype_bytes]
+
+    @property
+    def stored_row(self) -> ArraySpec:
+        """Return a key or a value of one KV head in pages."""
+        return row_array(self.stored_kv, self.shape.dim, self.shape.latent is not None)
 
     @property
     def stored_layer_bytes(self) -> int:
         """Return the bytes of keys and values of one token in one layer's pages."""
-        return self.shape.rows_of_head * self.shape.num_kv_heads * self.row_bytes
-
-    @property
-    def stored_window_bytes(self) -> int:
-        """Return the bytes of keys and values of one token in one layer that has windows instead of pages."""
-        own = self.shape.window_heads
-        row = row_bytes(self.kv, own.dim) if self.kv is not None else own.dim * self.dtype_bytes
-        return 2 * own.count * row
+        return self.shape.rows_of_head * page_array(self.shape.num_kv_heads, 1, self.stored_row).num_bytes
 
     @property
     def kv_token_bytes(self) -> int:
@@ -178,7 +181,9 @@ class Demand:
         own, layers = self.shape.recurrent, self.shape.recurrent_layers
         if own is not None:
             return len(layers) * sum_bytes(state_arrays(own, 1, self.dtype_bytes, self.state_bytes).values())
-        return len(self.window_layers) * self.window_pages * self.page_tokens * self.stored_window_bytes
+        heads = self.shape.window_heads
+        page = page_array(heads.count, self.page_tokens, row_array(self.stored_kv, heads.dim))
+        return 2 * page.times(len(self.window_layers), self.window_pages).num_bytes
 
     @property
     def page_bytes(self) -> int:
@@ -232,9 +237,8 @@ class Demand:
         if shape.devices == 1:
             return ()
         rows = max(LOGITS_BLOCK_ROWS, self.max_running)
-        gathered = (
-            self.item("gathered logits", 2 * 4 * rows * shape.vocab_size, f"{rows} rows of all devices, and in order"),
-        )
+        num_bytes = sum_bytes(gathered_logits_arrays(shape, rows).values())
+        gathered = (self.item("gathered logits", num_bytes, f"{rows} rows of all devices, and in order"),)
         if self.device == "cpu":
             return gathered
         return (*gathered, self.item("NCCL", NCCL_BYTES, f"buffers between {shape.devices} devices (reserve)"))
@@ -338,8 +342,7 @@ class Demand:
     def _workspaces(self) -> tuple[MemoryItem, ...]:
         shape, running = self.shape, self.max_running
         rows = max(LOGITS_BLOCK_ROWS, running)
-        narrow = self.dtype_bytes if self.device == "cpu" and self.dtype_bytes < 4 else 0  # logits before widening
-        logits = rows * shape.vocab_size * (4 + narrow)
+        logits = sum_bytes(logits_arrays(shape, rows, self.dtype_bytes, self.device == "cuda").values())
         drawing = drawing_bytes(rows, running, shape.vocab_size)
         steps = self._activation_bytes(running) + self._decode_partials() + self._draft_bytes()
         heads = sum_bytes(head_arrays(shape, running, self.dtype_bytes).values()) if shape.draft_layers else 0
@@ -411,7 +414,7 @@ class Demand:
         items = []
         for state in self.states:
             count = (state.count or 0) if state.has_rings else self.max_running
-            size = state.sequence_bytes(self.served, self.max_running, self.row_bytes, self.dtype_bytes)
+            size = state.sequence_bytes(self.served, self.max_running, self.stored_row.num_bytes, self.dtype_bytes)
             method, work_bytes = state.part.method.name, state.footprint(self.served, self.max_running).work_bytes
             if size:
                 name = f"{'rings' if state.has_rings else 'state'} of {method}"
@@ -490,13 +493,15 @@ class Demand:
             )
         tokens, layers = self.window_pages * self.page_tokens, len(self.window_layers)
         note = f"{self.num_windows} of {tokens:,} tokens in {layers} layers: of what runs, and ends of prefixes"
-        sizes = self.shape.window_heads.count, self.shape.window_heads.dim
-        buffer = window_buffer(*sizes, self.chunk_tokens, self.dtype_bytes)
-        seen = seen_rows(*sizes, tokens + self.chunk_tokens, self.dtype_bytes)  # of the window, and joined with its own
-        beside = 2 * (buffer.num_bytes + 2 * seen.num_bytes)
+        heads = self.shape.window_heads
+        beside = window_unit_arrays(heads.count, heads.dim, tokens, self.chunk_tokens, self.dtype_bytes)
         return (
             self.item("KV windows", self.num_windows * self.window_bytes, note),
-            self.item("windows under prefill", beside, f"rows of {self.chunk_tokens:,} tokens, and what they see"),
+            self.item(
+                "windows under prefill",
+                sum_bytes(beside.values()),
+                f"rows of {self.chunk_tokens:,} tokens, and what they see",
+            ),
         )
 
     def _documents(self) -> tuple[MemoryItem, ...]:
@@ -515,15 +520,17 @@ class Demand:
         kv = self.kv or FLOATS[self.dtype_bytes]
         block = kv_record(self.shape, self.window_layers, kv, self.disk.block_tokens)
         end = end_record(self.shape, self.window_bytes, block)
-        record = max(sum(shape.part_bytes) for shape in (block, end) if shape is not None)
+        held = block_array(shape for shape in (block, end) if shape is not None)
         stored = kv_record(self.shape, self.window_layers, disk_format(self.disk.rows, kv), self.disk.block_tokens)
-        reading = self.disk.threads * piece_bytes(stored, end_record(self.shape, self.window_bytes, stored))
-        writing = num_buffers(self.disk.memory_mib, record) * record
-        decoded = 0 if stored == block else 5 * reading  # codes, and at most four bytes of each decoded
+        piece, threads = piece_array(stored, end_record(self.shape, self.window_bytes, stored)), self.disk.threads
+        writing = num_buffers(self.disk.memory_mib, held.num_bytes) * held.num_bytes
+        decoded = 0 if stored == block else sum_bytes(decoded_arrays(piece).values())
+        reading = threads * piece.num_bytes
+        on_device = reading + threads * decoded + sum_bytes(saving_arrays(held).values())
         return (
             MemoryItem("contexts to the disk", "host", writing, f"blocks of {self.disk.block_tokens} tokens, pinned"),
-            MemoryItem("contexts from the disk", "host", reading, f"pieces that {self.disk.threads} threads read"),
-            self.item("blocks of contexts", reading + decoded + 4 * record, "as they come from the disk, and go there"),
+            MemoryItem("contexts from the disk", "host", reading, f"pieces that {threads} threads read"),
+            self.item("blocks of contexts", on_device, "as they come from the disk, and go there"),
         )
 
     def item(self, name: str, num_bytes: int, note: str) -> MemoryItem:

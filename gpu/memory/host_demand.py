@@ -1,6 +1,7 @@
 """Count a host tier's memory: which tokens and layers stay on the device, and the bytes by kind and place. No torch.
 
-Each number mirrors an allocation of the staging, the row transfer, the exchange or the store.
+The staging, the row transfer, the exchange and the store state the arrays that they allocate, and the bytes are sums of
+these.
 """
 
 from bisect import bisect_left

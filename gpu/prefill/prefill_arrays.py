@@ -41,6 +41,21 @@ def seen_rows(kv_heads: int, dim: int, num_tokens: int, dtype_bytes: int) -> Arr
     return ArraySpec((kv_heads, num_tokens, dim), FLOATS[dtype_bytes])
 
 
+def window_unit_arrays(
+    kv_heads: int, dim: int, window_tokens: int, unit_tokens: int, dtype_bytes: int
+) -> dict[str, ArraySpec]:
+    """Return the arrays of keys, and after them of values, that a unit takes beside a window of so many tokens.
+
+    buffer: the unit's rows. before: the window's rows in front of it. joined: these with the unit's own.
+    """
+    seen = seen_rows(kv_heads, dim, window_tokens + unit_tokens, dtype_bytes)
+    return {
+        "buffer": window_buffer(kv_heads, dim, unit_tokens, dtype_bytes).times(2),
+        "before": seen.times(2),
+        "joined": seen.times(2),
+    }
+
+
 def expanded_array(num_tokens: int, num_heads: int, query_dim: int, value: int, dtype_bytes: int) -> ArraySpec:
     """Return the array for keys and values that are expanded from so many latent rows, and the products they consist
     of.

@@ -7,10 +7,16 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from gpu import ranks
 from gpu.config import Composition, GpuConfig
+from gpu.disk.block_writer import BlockWriter
+from gpu.disk.disk_copies import DiskCopies
+from gpu.disk.prefix_load import _buffer_of
+from gpu.disk.record_shapes import disk_format, end_record, kv_record, piece_blocks
 from gpu.host.gathered import GatheredKv
 from gpu.kv.pool import KvPool, PoolShape
-from gpu.layers.layer_arrays import rope_bytes
+from gpu.kv.windows import NO_WINDOWS, WindowShape
+from gpu.layers.layer_arrays import logits_arrays, rope_bytes
 from gpu.layers.rope import rope_tables
 from gpu.memory.demand import Demand
 from gpu.memory.plan import MemoryPlan, MemoryRequest, PlannedSizes, plan_memory
@@ -19,12 +25,21 @@ from gpu.model.architecture import named_shape
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import matrix_parts, matrix_shapes, rounded
 from gpu.model.shapes import NAMED_SHAPES
+from gpu.model.split import split_over
+from gpu.operations.linear.plain_linear import logits_linear
 from gpu.page_layout import page_table
+from gpu.prefill.scored_rows import LOGITS_BLOCK_ROWS
 from gpu.profiles import resolve_profiles
+from gpu.ranks import ProcessRanks
 from gpu.sampling.penalties import PenaltyTable
 from gpu.weights.rounding import BYTES_A_NUMBER, NUMBERS_AT_ONCE
 from gpu.weights.weight_allocation import allocate_weights
+from tests.gpu.live_bytes import LiveBytes
 from tests.gpu.test_predicted_serving import WEIGHTS
+from transfer.arrays import sum_bytes
+from transfer.copies import Streams
+from transfer.disk.context_store import ContextStore
+from transfer.disk.disk_config import DiskConfig
 from transfer.host_config import HostConfig
 from transfer.machine import load_machine
 from transfer.tier_shape import TierShape
@@ -33,6 +48,9 @@ TINY = named_shape("tiny")
 CPU = torch.device("cpu")
 CARD = load_machine(Path(__file__).parents[2] / "deploy" / "machines" / "rtx4090.json")
 PAGE, PAGES, SLOTS, CONTEXT = 16, 10, 5, 128
+BLOCK_PAGES = 16  # of a block on disk
+LEAST_SHARE = 0.5  # of what is planned, that is taken
+IDS_BYTES = 1024  # page ids of a block, which no plan counts
 DEMAND = Demand(TINY, "cpu", 4, SLOTS, 256, PAGE, (1,), None, ())
 
 
@@ -150,6 +168,93 @@ def bytes_of(holder: object) -> int:
 
     add(holder)
     return sum(storages.values())
+
+
+def bytes_by_name(demand: Demand) -> dict[str, int]:
+    return {item.name: item.bytes for item in demand.fixed_items()}
+
+
+def demand_of(name: str, disk: DiskConfig | None = None, kv: Literal["int8"] | None = None) -> tuple[Demand, KvPool]:
+    """A model's demand, with windows where it has layers with windows, and its pool."""
+    shape = named_shape(name)
+    windows = WindowShape(shape.window_layers, 2, 12) if shape.window_layers else NO_WINDOWS
+    pages = windows.num_pages if windows.layers else 0
+    demand = replace(DEMAND, shape=shape, kv=kv, disk=disk, window_pages=pages, num_windows=windows.count)
+    return demand, KvPool(shape, PoolShape(BLOCK_PAGES, (), PAGE, SLOTS, 1024, torch.float32, windows, kv), CPU)
+
+
+@pytest.mark.parametrize("kv", [None, "int8"])
+@pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-gemma4"])
+def test_windows_take_what_is_planned(name: str, kv: Literal["int8"] | None) -> None:
+    """The layers with windows of the second have other heads than its other layers."""
+    demand, pool = demand_of(name, kv=kv)
+    taken = sum(arena.nbytes for arena in pool.windows.arenas)
+    assert taken == demand.num_windows * demand.window_bytes == bytes_by_name(demand)["KV windows"]
+
+
+@pytest.mark.parametrize("rows", ["same", "int8"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-gemma3"])
+def test_blocks_on_their_way_to_the_disk_and_back_take_what_is_planned(
+    tmp_path: Path, name: str, rows: Literal["same", "int8"]
+) -> None:
+    disk = DiskConfig(folder=tmp_path, rows=rows, threads=3, memory_mib=1.0)
+    demand, pool = demand_of(name, disk)
+    planned = bytes_by_name(demand)
+    stored = kv_record(demand.shape, demand.window_layers, disk_format(rows, "float32"), disk.block_tokens)
+    store = ContextStore(disk, "0" * 32, stored, end_record(demand.shape, demand.window_bytes, stored))
+    copies = DiskCopies(pool, store, Streams(CPU))
+    writer = BlockWriter(copies, None)
+    try:
+        free = [writer._free.get_nowait() for _ in range(writer._free.qsize())]
+        assert sum(buffer.nbytes for buffer in free) == planned["contexts to the disk"]
+        piece = _buffer_of(copies)
+        assert disk.threads * piece.nbytes == planned["contexts from the disk"]
+        with LiveBytes([*pool.arenas, *pool.windows.arenas]) as live:
+            copies.gather(range(BLOCK_PAGES))
+        decoded = 0
+        if rows == "int8":
+            names = piece_blocks(copies.part_bytes)
+            sides = piece[: names * copies.part_bytes].view(names, 2, BLOCK_PAGES, -1).unbind(1)
+            with LiveBytes([piece, *pool.arenas]) as decoding:
+                whole = [copies.decode(side.flatten(0, 1)) for side in sides]
+            assert sum(side.nbytes for side in whole) <= decoding.peak
+            decoded = decoding.peak
+    finally:
+        writer.shutdown()
+    taken = writer._staged.nbytes + live.peak + disk.threads * piece.nbytes + decoded  # one piece at a time
+    planned_bytes = planned["blocks of contexts"]
+    assert LEAST_SHARE * planned_bytes <= taken <= planned_bytes + IDS_BYTES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_take_what_is_planned(dtype: torch.dtype) -> None:
+    rows, hidden = 48, torch.randn(48, TINY.hidden).to(dtype)
+    weight = torch.randn(TINY.vocab_size, TINY.hidden).to(dtype)
+    with LiveBytes([hidden, weight]) as live:
+        logits_linear(hidden, weight)
+    assert live.peak == sum_bytes(logits_arrays(TINY, rows, dtype.itemsize, on_cuda=False).values())
+
+
+def test_logits_of_several_devices_take_what_is_planned_where_they_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = split_over(TINY, 2)
+    rows = max(LOGITS_BLOCK_ROWS, SLOTS)
+    monkeypatch.setattr(ranks, "_gather", lambda parts, own: parts.view(2, *own.shape).copy_(own))
+    joining = ProcessRanks.__new__(ProcessRanks)
+    joining.rank, joining.count = 0, 2
+    own = torch.randn(rows, share.logit_rows)
+    with LiveBytes([own]) as live:
+        joined = joining.join(own)
+    assert torch.equal(joined, torch.cat([own, own], 1))
+    planned = bytes_by_name(replace(DEMAND, shape=share))
+    assert live.peak == planned["gathered logits"]
+    assert "gathered logits" not in bytes_by_name(DEMAND)
+
+
+def test_a_device_of_several_has_its_share_of_the_rows_in_pages() -> None:
+    share = split_over(TINY, 2)
+    pool = KvPool(share, PoolShape(PAGES, (), PAGE, SLOTS, CONTEXT, torch.float32), CPU)
+    taken = sum(arena.nbytes for arena in pool.arenas)
+    assert taken == PAGES * replace(DEMAND, shape=share).page_bytes == PAGES * DEMAND.page_bytes // 2
 
 
 def plan_8b(**gpu: float) -> MemoryPlan:
