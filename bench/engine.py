@@ -101,7 +101,7 @@ def run_engine_benchmark(benchmark: EngineBenchmark, console: Console) -> list[R
     """
     device, dtype = torch.device(benchmark.device), DTYPES[benchmark.dtype]
     torch.set_num_threads(benchmark.threads)
-    require_products(benchmark.products, device.type, benchmark.dtype)
+    require_products(benchmark.products, device, benchmark.dtype)
     architecture, weights = _load(benchmark, dtype, device)
     began = time.perf_counter()
     prepare(weights.matrices, range(1, max(benchmark.chunk_tokens, *benchmark.batches) + 1), lambda fraction: None)

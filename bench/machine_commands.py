@@ -40,7 +40,7 @@ def engine(
         Literal["fp8", "int8", "int4", "Q8_0", "Q4_0", "Q4_K", "Q6_K"] | None,
         typer.Option(help="rounded to this at load; GGUF's kinds: of random weights"),
     ] = None,
-    products: Annotated[Literal["own", "humming"], typer.Option(help="as `model.products`")] = "own",
+    products: Annotated[Literal["own", "humming", "fp8"], typer.Option(help="as `model.products`")] = "own",
     prompts: Annotated[str | None, typer.Option(help="tokens of prompts that are timed, too, with commas")] = None,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="of a prefill unit of these prompts")] = 2048,
     http: Annotated[Path | None, typer.Option(metavar="CONFIG", help="instead: serve CONFIG, stream over HTTP")] = None,

@@ -36,14 +36,16 @@ class ModelConfig(Settings):
         description="format that matrices of an unquantised checkpoint are rounded to at load, and keep on a GPU; "
         "bfloat16: they stay as they are. Leave it out for a quantised checkpoint, which is served as it is",
     )
-    products: Literal["auto", "own", "integers", "humming"] = Field(
+    products: Literal["auto", "own", "integers", "humming", "fp8"] = Field(
         "auto",
         description="kernels for quantised matrices. own: Tandem's, which multiply floats. integers: Tandem's; on a "
         "CPU, those for 4 and 8 bits and FP4 round activations to 16 bits and multiply integers. This is faster, and "
         "next-token distributions stay within 3e-7 (KL) of floats. auto: integers on a CPU, and for the experts that "
         "the CPU computes beside a GPU; own on a GPU. humming: on a GPU the library humming-kernels (the extra "
         "`humming`), for the formats that it supports; the log names the others. Its kernels are compiled at the "
-        "first start and kept in the user's cache folder",
+        "first start and kept in the user's cache folder. fp8: where 16 tokens or more are multiplied by an FP8 matrix "
+        "with a scale a row (or one for all), the tokens are rounded to FP8, too. Prompts are faster, and a little "
+        "quality is lost (docs/MODELS.md). Not every GPU has this product; the start says so",
     )
     rope: dict[str, int | float | bool | str | list[float]] | None = Field(
         None,

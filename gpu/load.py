@@ -71,7 +71,7 @@ def load_runner(
     if device.type == "cuda" and odd:
         served = ", ".join(map(str, DECODED_DIMS))
         raise ModelError(f"model: {architecture.name} has heads of {min(odd)}; on a GPU served: {served}")
-    require_products(model.products, device.type, _resolve_dtype(gpu, device))
+    require_products(model.products, device, _resolve_dtype(gpu, device))
     context = asked.max_context_tokens or architecture.max_context_tokens
     if context > architecture.max_context_tokens:
         raise ModelError(

@@ -44,6 +44,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/gpu/test_families_on_gpu.py",
         "tests/gpu/test_adapters.py",
         "tests/gpu/test_hybrids.py",
+        "tests/gpu/test_fp8_tokens.py",
         "tests/gpu/test_fusion_on_gpu.py",
         "tests/gpu/test_host_experts.py",
         "tests/gpu/test_known_tokens.py",

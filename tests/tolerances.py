@@ -443,3 +443,7 @@ INDEXED_FLIPS = 3e-4
 SPLIT_LOGITS = 2e-5
 # A partial of 45 rows of order one beside float64, with products and sums in float32.
 CPU_ATTENTION_FLOAT32 = 1e-5
+
+# Log probabilities of a prompt's tokens where FP8 matrices are multiplied by tokens in FP8, beside tokens as they are,
+# on average over 300 tokens of a document. Measured: 0.056.
+FP8_TOKENS_LOGPROB = 0.1

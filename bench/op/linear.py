@@ -23,7 +23,7 @@ from gpu.weights.matrix import as_matrix
 from gpu.weights.weight_allocation import allocate_packed
 from gpu.weights.weights import LayerWeights, Weights
 
-LIBRARY_KINDS = ("humming-fp8", "humming-int8", "humming-int4")
+LIBRARY_KINDS = ("humming-fp8", "humming-int8", "humming-int4", "fp8-fp8")
 _OF_FILES = tuple(name for name, kind in BLOCK_KINDS.items() if kind.stored is not None)
 KINDS = ("bfloat16", "fp8", "int8", "int4", *_OF_FILES, *LIBRARY_KINDS)
 DEFAULT_KINDS = ("bfloat16", "fp8", "int8", "int4")
@@ -37,7 +37,7 @@ def linear_cases(asked: Asked) -> Iterator[Case]:
     plain = _draw_layers(asked, "bfloat16")
     for kind in asked.choose(KINDS) if asked.kinds else DEFAULT_KINDS:
         if kind in LIBRARY_KINDS:
-            require_products("humming", asked.device.type, "bfloat16")
+            require_products(kind.split("-")[0], asked.device, "bfloat16")
         shape, weights = plain if kind == "bfloat16" else _draw_layers(asked, kind)
         prepare(weights.matrices, {*GATED, UNPACKED_COLUMNS, *asked.batches}, lambda fraction: None)
         layer_bytes = sum(as_matrix(matrix).nbytes for matrix in _matrices(weights.layers[0]))

@@ -75,7 +75,8 @@ class Projections:
             for layer in weights.layers
         ]
         for layer in self._matrices:
-            widened.lay_out([one.packed for one in layer.values() if isinstance(one, PackedMatrix)])
+            packed = [one.packed for one in layer.values() if isinstance(one, PackedMatrix)]
+            widened.lay_out([one for one in packed if not one.rounds_tokens])
         self.staged = _stage_experts(weights, architecture)
         self._experts = [
             None if layer.experts is None or spec.experts is None

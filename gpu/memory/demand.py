@@ -314,6 +314,7 @@ class Demand:
         if shape.quantisation is not None:
             note += f", {describe_formats(shape)}" + ("" if is_packed else f", unpacked: {self.unpacked}")
             note += ", multiplied by humming" if shape.quantisation.humming else ""
+            note += ", multiplied by tokens in FP8" if shape.quantisation.rounds_tokens else ""
         if self.expert_shares.host_bytes:
             num_bytes -= self.expert_shares.host_bytes
             note += f", but for {self.expert_shares.on_host} experts of each layer"

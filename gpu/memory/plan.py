@@ -193,8 +193,7 @@ def _find_demand(asked: MemoryRequest) -> tuple[Demand, Literal["bfloat16", "flo
     device = resolve_device(gpu, machine)
     dtype = resolve_dtype(gpu, device)
     if architecture.quantisation is not None:
-        own = architecture.quantisation
-        reason = why_not_here("integers" if own.wants_cpu else "humming" if own.humming else "own", device, dtype)
+        reason = why_not_here(architecture.quantisation.products, device, dtype)
         if reason is not None:
             raise PlanError(reason)
     kv = resolve_kv(gpu, machine, dtype, architecture, asked.host is not None or asked.documents is not None)

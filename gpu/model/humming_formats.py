@@ -1,13 +1,13 @@
-"""Find the matrices that the library humming-kernels can multiply, and the memory that it needs beside them.
+"""Decide how packed matrices are multiplied: by our kernels, by the library humming-kernels, or by tokens in FP8.
 
-A matrix that the library cannot multiply is refused by name, or multiplied by our own kernels and reported.
+A matrix that cannot be multiplied as asked is refused by name, or multiplied by our own kernels and reported.
 """
 
 from collections import Counter
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
-from gpu.model.matrix_formats import OF_EXPERTS, humming_names, layer_formats, matrix_shapes, output_format
+from gpu.model.matrix_formats import OF_EXPERTS, layer_formats, matrix_shapes, output_format, unwidened_names
 from gpu.model.spec import Architecture, ModelError
 
 PACKAGE, VERSION = "humming-kernels", "0.1.19"
@@ -15,7 +15,7 @@ PACKAGE, VERSION = "humming-kernels", "0.1.19"
 
 def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture:
     """Return a shape whose packed matrices are multiplied as `asked`: by "own" kernels; by kernels that multiply
-    "integers" on a CPU, which "auto" also chooses there; or by "humming" where it can.
+    "integers" on a CPU, which "auto" also chooses there; by "humming" where it can; or by tokens in "fp8".
 
     Raises ModelError if none of the matrices can be multiplied so, except for "auto".
     """
@@ -29,8 +29,10 @@ def multiplied(architecture: Architecture, asked: str, key: str) -> Architecture
     if asked in ("auto", "integers"):
         own = replace(architecture.quantisation, integers=True, wants_cpu=asked == "integers")
         return replace(architecture, quantisation=own)
-    shape = replace(architecture, quantisation=replace(architecture.quantisation, humming=True))
-    if not any(humming_names(shape, layer) for layer in range(shape.num_layers)):
+    by_library = asked == "humming"
+    own = replace(architecture.quantisation, humming=by_library, rounds_tokens=not by_library)
+    shape = replace(architecture, quantisation=own)
+    if not any(unwidened_names(shape, layer) for layer in range(shape.num_layers)):
         raise ModelError(
             f"{key}: asked {asked}, which multiplies none of the matrices of {shape.name} ({describe_own(shape)}); "
             "leave it out"
@@ -47,6 +49,8 @@ def why_not_here(products: str, device: str, dtype: str) -> str | None:
             "model.products: asked integers, the device is a CUDA device; wanted the CPU, or auto, which multiplies "
             "the experts that the CPU computes in integers"
         )
+    if products == "fp8" and device == "cuda" and dtype != "bfloat16":
+        return f"model.products: asked fp8, which multiplies in bfloat16 on a GPU, gpu.dtype is {dtype}; wanted own"
     if products != "humming":
         return None
     if device != "cuda":
@@ -57,16 +61,18 @@ def why_not_here(products: str, device: str, dtype: str) -> str | None:
 
 
 def products_key(architecture: Architecture, device: str, is_packed: bool) -> str:
-    """Return the name of a model's products on a device ("cuda", "cpu"), for keys of cached results: "integers" or
-    "humming", whose results differ from those of our own kernels for floats, which have the name "". is_packed: whether
-    matrices of few bits stay packed.
+    """Return the name of a model's products on a device ("cuda", "cpu"), for keys of cached results: "integers",
+    "humming" or "fp8", whose results differ from those of our own kernels for floats, which have the name "".
+    is_packed: whether matrices of few bits stay packed.
     """
     own = architecture.quantisation
     if own is None:
         return ""
-    if device == "cpu":
-        return "integers" if own.integers and is_packed else ""
-    return "humming" if own.humming else ""
+    if not is_packed:
+        return ""
+    if device == "cpu" and own.integers:
+        return "integers"
+    return "humming" if own.humming else "fp8" if own.rounds_tokens else ""
 
 
 def require_installed() -> None:
@@ -83,12 +89,14 @@ def require_installed() -> None:
 
 
 def describe_own(architecture: Architecture) -> str:
-    """Describe the packed matrices of a model that humming does not multiply, and why; "" for none."""
-    found: Counter[str] = Counter()
+    """Describe the packed matrices of a model that neither humming nor tokens in FP8 multiply, and why; "" for none."""
+    assert architecture.quantisation is not None, "a plain model has none"
+    by_library, found = architecture.quantisation.humming, Counter[str]()
     for layer, spec in enumerate(architecture.layers):
         for name, stored in layer_formats(architecture, layer).items():
-            if stored is not None and not stored.humming:
-                reason = stored.why_not_humming(*matrix_shapes(architecture, spec)[name])
+            if stored is not None and not (stored.humming or stored.rounds_tokens):
+                why_not = stored.why_not_humming if by_library else stored.why_not_rounding
+                reason = why_not(*matrix_shapes(architecture, spec)[name])
                 found[f"{name}: {'of experts' if name in OF_EXPERTS else reason}"] += 1
     parts = [f"{what} ({count} layers)" for what, count in found.items()]
     if output_format(architecture) is not None:

@@ -17,6 +17,7 @@ MULTIPLIED_GROUP = 16  # columns; and groups, where a row has several, are of mu
 # What humming-kernels multiplies: whole tiles, with groups of columns that tiles are made of.
 HUMMING_ROWS, HUMMING_COLUMNS, HUMMING_GROUPS = 128, 128, (32, 64, 128)
 HUMMING_BLOCK_ROWS = 64  # the least that share scales with each other and not with all
+ROUNDED_ROWS = 16  # torch's scaled product has multiples of so many
 _ORDER_BYTES = 8  # of a column
 _RUN_BYTES = 4  # two float16
 
@@ -42,6 +43,7 @@ class MatrixFormat:
     run: columns that share a pair of float16 numbers, of which the groups' one-byte scales and offsets are multiples;
         None: scales have no such factor.
     humming: whether it gets that library's layout after it is loaded (`gpu.weights.humming_matrix`).
+    rounds_tokens: whether several tokens are rounded to FP8 and multiplied in 8 bits (`fp8_linear`).
     """
 
     kind: Kind
@@ -52,6 +54,7 @@ class MatrixFormat:
     has_order: bool = False
     run: int | None = None
     humming: bool = False
+    rounds_tokens: bool = False
 
     def num_bytes(self, rows: int, inner: int) -> int:
         if self.humming:
@@ -90,6 +93,14 @@ class MatrixFormat:
             return f"blocks of {self.row_block} rows"
         return None
 
+    def why_not_rounding(self, rows: int, inner: int) -> str | None:
+        """Return the reason why tokens in FP8 cannot be multiplied by such a matrix; None if they can."""
+        if self.kind != "fp8":
+            return f"numbers of {self.kind}"
+        if self.row_block > 1 or self.group not in (None, inner):
+            return "scales of blocks"
+        return f"{rows:,} rows, no multiple of {ROUNDED_ROWS}" if rows % ROUNDED_ROWS else None
+
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
@@ -103,6 +114,7 @@ class Quantisation:
         frequent one.
     note: a description of the formats for printing; None: `layers` describes them.
     humming: whether that library multiplies the matrices that it can.
+    rounds_tokens: whether tokens are rounded to FP8 for the matrices that allow it.
     integers: whether a CPU rounds tokens to 16 bits and multiplies the matrices that it can in integers.
     wants_cpu: whether `integers` was asked for by name, so that another device is an error.
     """
@@ -114,8 +126,14 @@ class Quantisation:
     matrices: Mapping[tuple[int, str], MatrixFormat | None] | None = field(default=None, hash=False)
     note: str | None = None
     humming: bool = False
+    rounds_tokens: bool = False
     integers: bool = False
     wants_cpu: bool = False
+
+    @property
+    def products(self) -> str:
+        """Return the kernels that were asked for by name, as `model.products` names them; "own": none."""
+        return "integers" if self.wants_cpu else "humming" if self.humming else "fp8" if self.rounds_tokens else "own"
 
     def leaves(self, names: tuple[str, ...]) -> bool:
         """Return whether a module stays plain. names: all its names."""

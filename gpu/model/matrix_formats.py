@@ -231,8 +231,8 @@ def describe_formats(architecture: Architecture) -> str:
 
 def widened_bytes(architecture: Architecture, dtype_bytes: int) -> int:
     """Return the bytes of packed matrices that prefill keeps widened: a layer's matrices, or as many as WIDENED_BYTES
-    hold, but at least the largest. 0 if all are plain. Experts are counted by `widened_experts_bytes`; matrices that
-    humming multiplies are not widened.
+    hold, but at least the largest. 0 if all are plain. Experts are counted by `widened_experts_bytes`; matrices of
+    `unwidened_names` are not widened.
     """
     if architecture.quantisation is None:
         return 0
@@ -264,11 +264,10 @@ def widened_experts_bytes(architecture: Architecture, dtype_bytes: int, most_tok
 
 
 def _own_shapes(a: Architecture) -> list[list[tuple[int, int]]]:
-    """Return for each layer the shapes of packed matrices that our own kernels multiply, without experts."""
-    is_shared = a.quantisation is not None and a.quantisation.humming
-    if not is_shared:
+    """Return for each layer the shapes of packed matrices that prefill widens, without experts."""
+    if a.quantisation is None or not (a.quantisation.humming or a.quantisation.rounds_tokens):
         return [_dense_shapes(a, spec, frozenset()) for spec in set(a.layer_pattern)]
-    return [_dense_shapes(a, spec, humming_names(a, layer)) for layer, spec in enumerate(a.layers)]
+    return [_dense_shapes(a, spec, unwidened_names(a, layer)) for layer, spec in enumerate(a.layers)]
 
 
 def _dense_shapes(a: Architecture, spec: LayerSpec, but: frozenset[str]) -> list[tuple[int, int]]:
@@ -276,10 +275,12 @@ def _dense_shapes(a: Architecture, spec: LayerSpec, but: frozenset[str]) -> list
     return [shape for name, shape in matrix_shapes(a, spec).items() if name not in left_out]
 
 
-def humming_names(architecture: Architecture, layer: int) -> frozenset[str]:
-    """Return the names of a layer's matrices that humming multiplies."""
-    formats = layer_formats(architecture, layer)
-    return frozenset(name for name, stored in formats.items() if stored is not None and stored.humming)
+def unwidened_names(architecture: Architecture, layer: int) -> frozenset[str]:
+    """Return the names of a layer's packed matrices that prefill multiplies as they are: by humming, or by tokens in
+    FP8.
+    """
+    formats = layer_formats(architecture, layer).items()
+    return frozenset(name for name, one in formats if one is not None and (one.humming or one.rounds_tokens))
 
 
 def rounded(architecture: Architecture, asked: str | None, key: str) -> Architecture:
@@ -361,8 +362,13 @@ def _multiplied(
 ) -> MatrixFormat:  # fmt: skip
     """Return the format that the matrix has when it is multiplied."""
     is_ours = matrix in (*OF_EXPERTS, LATENT_UP)
-    is_humming = quantisation.humming and not is_ours and stored.why_not_humming(rows, inner) is None
-    return replace(stored, humming=True) if is_humming else stored
+    if is_ours:
+        return stored
+    if quantisation.humming and stored.why_not_humming(rows, inner) is None:
+        return replace(stored, humming=True)
+    if quantisation.rounds_tokens and stored.why_not_rounding(rows, inner) is None:
+        return replace(stored, rounds_tokens=True)
+    return stored
 
 
 def _fitting(stored: MatrixFormat, inner: int, name: str) -> MatrixFormat:

@@ -32,6 +32,7 @@ from torch import Tensor
 from gpu.model.humming_formats import VERSION, require_installed, why_not_here
 from gpu.model.spec import Activation, ModelError
 from gpu.operations.arguments import check
+from gpu.operations.linear.fp8_linear import why_no_scaled_product
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.operations.linear.word_layout import unpack_words
 from gpu.operations.rms_norm import rms_norm
@@ -48,9 +49,13 @@ DTYPES = {"int4": "uint4", "int8": "uint8", "fp8": "float8e4m3"}
 Progress = Callable[[float], None]
 
 
-def require_products(asked: str, device: str, dtype: str) -> None:
+def require_products(asked: str, device: torch.device, dtype: str) -> None:
     """Raise ModelError if the kernels asked for cannot multiply on this device; own kernels always can."""
-    reason = why_not_here(asked, device, dtype)
+    reason = why_not_here(asked, device.type, dtype)
+    if asked == "fp8" and reason is None and (failure := why_no_scaled_product(device)) is not None:
+        reason = (
+            f"model.products: asked fp8, which this device does not multiply by rows' scales ({failure}); wanted own"
+        )
     if reason is not None:
         raise ModelError(reason)
     if asked == "humming":

@@ -216,4 +216,5 @@ def allocate_packed(
         zeros=torch.empty(shape, dtype=torch.uint8, device=device) if stored.has_zeros else None,
         order=torch.full((inner,), UNSET, dtype=torch.int64, device=device) if stored.has_order else None,
         runs=None if stored.run is None else torch.empty(rows, inner // stored.run, dtype=torch.int32, device=device),
+        rounds_tokens=stored.rounds_tokens,
     )  # fmt: skip

@@ -254,8 +254,10 @@ def served(weights: Weights, architecture: Architecture, device: torch.device) -
         return unpacked(weights)
     if device.type == "cpu" and architecture.quantisation is not None and architecture.quantisation.integers:
         return _in_tiles(weights)
-    if architecture.quantisation is not None and architecture.quantisation.humming:
-        log.info("products by=humming own=%r", describe_own(architecture))
+    asked = "own" if architecture.quantisation is None else architecture.quantisation.products
+    if asked in ("humming", "fp8"):
+        log.info("products by=%s own=%r", asked, describe_own(architecture))
+    if asked == "humming":
         _lay_out(weights, architecture)
         torch.cuda.empty_cache()
     return weights

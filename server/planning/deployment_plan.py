@@ -45,8 +45,8 @@ def find_architecture(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]
     """
     shape, notes = _find_shape(model)
     shape = multiplied(rounded(shape, model.weights, "model.weights"), model.products, "model.products")
-    own = describe_own(shape) if model.products == "humming" else ""
-    return shape, (*notes, f"model.products: humming, but for {own}") if own else notes
+    own = describe_own(shape) if model.products in ("humming", "fp8") else ""
+    return shape, (*notes, f"model.products: {model.products}, but for {own}") if own else notes
 
 
 def _find_shape(model: ModelConfig) -> tuple[Architecture, tuple[str, ...]]:

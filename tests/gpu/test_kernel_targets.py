@@ -92,6 +92,7 @@ from gpu.operations.linear.adapter_product import (
     lower_normed,
     swiglu_raised,
 )
+from gpu.operations.linear.fp8_linear import round_tokens
 from gpu.operations.linear.packed_linear import (
     packed_linear,
     packed_logits,
@@ -306,6 +307,13 @@ def _tiled(shape: Architecture, dtype: torch.dtype) -> None:
             gate_up_swiglu(x, empty(2 * intermediate, hidden, dtype=dtype), "silu", tiles)
         for tiles in ways(shape.vocab_size, hidden, tokens, 2, False):
             logits_linear(x, empty(shape.vocab_size, hidden, dtype=dtype), tiles)
+
+
+def _rounded_tokens(shape: Architecture, dtype: torch.dtype) -> None:
+    x = empty(2, shape.hidden, dtype=dtype)
+    round_tokens(x)
+    for norm in (torch.empty_like(x[0]), empty(shape.hidden)):
+        round_tokens(x, norm, 1e-5)
 
 
 def _packed(shape: Architecture, dtype: torch.dtype) -> None:
@@ -755,6 +763,7 @@ def _request_for_experts(shape: Architecture, dtype: torch.dtype) -> None:
 # What launches every kernel as a step does. A kernel that none of them launches fails its tests.
 CALLS: tuple[Callable[[Architecture, torch.dtype], None], ...] = (
     _norms, _swiglu, _adapters, _rope, _attention, _latents, _projections, _tiled, _packed, _experts, _folded, _race,
+    _rounded_tokens,
     _merge, _sinks, _add_shared, _recurrent, _mamba, _recurrent_prompts, _short, _rows, _fused, _codes, _pack, _scatter,
     _gather, _coded, _pieces, _prefill, _scattered, _mac, _predict, _blocks, _index, _linked, _experts_in_host_memory,
     _request_for_experts,

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ("elementwise", "attention", "linear", "simhash", "offload_rows", "exchange", "merge", "gather", "momo",
            "mac", "fused", "packed", "predictor", "predicted", "scattered", "kv_rows", "experts", "fetch_experts",
            "far_experts", "expert_request", "indexed", "indexed_errors", "indexed_words", "latent",
-           "recurrent", "linked", "plain_tiles")  # fmt: skip
+           "recurrent", "linked", "plain_tiles", "fp8")  # fmt: skip
 FILES = [*(f"tests/gpu/test_kernels_{name}.py" for name in KERNELS),
          "tests/gpu/test_sampler_race.py", "tests/transfer/test_partial.py"]  # fmt: skip
 SELECTED = " or ".join(
@@ -55,6 +55,7 @@ SELECTED = " or ".join(
         "(test_kernels_packed and a_product and cpu-float32 and (-1-fp8-rows or -2-int8-halves or -1-int4-fine))",
         "(test_kernels_packed and every_make and float32-cpu and (int4-zeros or fp8-rows))",
         "(test_kernels_packed and swiglu and cpu-bfloat16-1-int4-order)",
+        "(test_kernels_fp8 and not cuda and (nearest or plain_torch or stays_nan or (stand_around and float32)))",
         "(test_kernels_fetch_experts and (cpu or any_choice))",
         "(test_kernels_far_experts and (cpu-float32 and plain) or may_lie_far or is_named)",
         "(test_kernels_far_experts and cpu-float32 and left_out and (plain or few-2-int4-runs))",

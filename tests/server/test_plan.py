@@ -11,6 +11,8 @@ from gpu.config import Composition, ModelConfig
 from gpu.memory.plan import PlanError
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import ModelError, load_architecture, named_shape
+from gpu.model.humming_formats import products_key
+from gpu.model.matrix_formats import widened_bytes
 from server.commands.plan_page import describe_plan, describe_token, print_plan
 from server.deployment import Deployment, load_deployment
 from server.planning.deployment_plan import find_architecture, resolve_plan
@@ -341,6 +343,19 @@ def test_who_multiplies_is_planned_as_it_is_loaded_and_noted_where_it_is_not_all
     own, notes = find_architecture(model.model_copy(update={"products": "own"}))
     assert own != architecture
     assert not any("humming" in note for note in notes)
+
+
+def test_tokens_in_fp8_are_planned_without_widened_matrices_and_where_no_matrix_takes_them_refused() -> None:
+    model = ModelConfig.model_validate({"random_weights": "llama-3.1-8b", "weights": "fp8", "products": "fp8"})
+    architecture, notes = find_architecture(model)
+    assert architecture == load_architecture(model)
+    assert notes[-1] == "model.products: fp8, but for output matrix: logits are float32"
+    assert widened_bytes(architecture, 2) == 0
+    own, _ = find_architecture(model.model_copy(update={"products": "own"}))
+    assert widened_bytes(own, 2) > 0
+    assert {products_key(shape, "cuda", True) for shape in (own, architecture)} == {"", "fp8"}
+    with pytest.raises(ModelError, match=r"asked fp8, which multiplies none .*numbers of int4"):
+        find_architecture(model.model_copy(update={"weights": "int4"}))
 
 
 def test_a_gemma4_in_4_bits_has_contexts_of_128k_on_24_gib() -> None:

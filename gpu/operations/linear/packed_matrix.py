@@ -33,6 +33,7 @@ class Packed:
         on (`transfer.simd.row_tiles`).
     has_equal_pairs: for tiles with runs, whether all scales are equal, as where a run is one group: then only one is
         read.
+    rounds_tokens: whether several tokens are rounded to FP8 and multiplied in 8 bits (`fp8_linear`).
     """
 
     kind: Kind
@@ -47,6 +48,7 @@ class Packed:
     runs: Tensor | None = None
     in_tiles: bool = False
     has_equal_pairs: bool = False
+    rounds_tokens: bool = False
 
     @property
     def bits(self) -> int:

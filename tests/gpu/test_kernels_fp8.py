@@ -1,0 +1,162 @@
+"""Products of tokens that are rounded to FP8, against float64 oracles of what e4m3 is."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.operations.arguments import INTERPRETED
+from gpu.operations.linear import packed_linear as packed_products
+from gpu.operations.linear.fp8_linear import (
+    LEAST_ROUNDED_TOKENS,
+    LEAST_SCALE,
+    MOST_FP8,
+    fp8_linear,
+    round_tokens,
+    round_tokens_reference,
+    why_no_scaled_product,
+)
+from gpu.operations.linear.packed_linear import packed_linear, packed_norm_gate_up, packed_norm_linear
+from gpu.operations.linear.packed_matrix import Packed
+from gpu.operations.linear.word_layout import unpack_words
+from tests.gpu import kernel_oracles as oracle
+from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
+from tests.gpu.packed_oracle import Drawn, draw_packed, e4m3, poisoned
+from tests.tolerances import KERNEL_CHAIN_BFLOAT16, KERNEL_FLOAT32
+
+TOKENS = LEAST_ROUNDED_TOKENS + 1
+SHAPES = [(48, 1056), (64, 1024), (16, 72)]  # rows and columns; columns that are whole words, and others
+ROUNDING = 2.0**-4  # of a number of e4m3 that is not subnormal, relative
+CHAIN_TOLERANCE = {torch.float32: 2 * KERNEL_FLOAT32, torch.bfloat16: KERNEL_CHAIN_BFLOAT16}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    reason = why_no_scaled_product(torch.device(request.param))
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+def _drawn(rows: int, inner: int, dtype: torch.dtype, device: str) -> Drawn:
+    """Return a matrix that rounds tokens."""
+    drawn = draw_packed("fp8", rows, inner, inner, 1, False, False, dtype, device)
+    fields = {name: getattr(drawn.packed, name) for name in Packed.__dataclass_fields__}
+    return Drawn(Packed(**fields | {"rounds_tokens": True}), drawn.wanted)
+
+
+def _tokens(inner: int, dtype: torch.dtype, device: str, count: int = TOKENS) -> torch.Tensor:
+    """Return tokens in a buffer of NaN. They differ in size, and one is zero."""
+    x = random(np.random.default_rng(inner + count), (count, inner), dtype, device)
+    x *= torch.logspace(-3, 3, count, device=device).to(dtype)[:, None]
+    x[1] = 0
+    return poisoned(x, float("nan"))
+
+
+def _numbers(codes: torch.Tensor, inner: int) -> np.ndarray:
+    """Return rounded tokens in float64, `[tokens, inner]`, with columns in order and without their scales."""
+    return e4m3(unpack_words(codes.cpu().view(torch.int32), 8, inner).numpy())
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    """Round by the definition: to the nearest number of e4m3, of those times the largest of a token over 448."""
+    codes = np.arange(256, dtype=np.uint8)
+    levels = np.sort(np.unique(e4m3(codes[(codes & 0x7F) != 0x7F])))
+    scales = np.maximum(np.abs(x).max(1, keepdims=True) / MOST_FP8, LEAST_SCALE).astype(np.float32).astype(float)
+    scaled = (x / scales).astype(np.float32).astype(float)
+    above = np.clip(np.searchsorted(levels, scaled), 1, len(levels) - 1)
+    below = above - 1
+    is_above = levels[above] - scaled < scaled - levels[below]
+    return np.where(is_above, levels[above], levels[below]) * scales
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [inner for _, inner in SHAPES])
+def test_tokens_are_rounded_to_the_nearest_numbers_of_their_scale_in_the_order_of_words(inner, dtype, device):
+    x = _tokens(inner, dtype, device)
+    codes, scales = round_tokens(x)
+    got, wanted = _numbers(codes, inner) * wide(scales), _rounded(wide(x))
+    most = np.abs(wide(x)).max(1, keepdims=True)
+    ties = got != wanted  # halfway between two levels, either is nearest
+    assert ties.mean() < 0.08
+    assert np.allclose(np.abs(got - wide(x))[ties], np.abs(wanted - wide(x))[ties], rtol=1e-4)
+    assert (np.abs(got - wide(x)) <= ROUNDING * np.abs(wide(x)) + most / MOST_FP8 * 2.0**-10 * 1.001).all()
+    assert np.array_equal(np.abs(got).max(1), np.abs(wide(scales))[:, 0] * MOST_FP8 * (most[:, 0] > 0))
+    padding = unpack_words(codes.cpu().view(torch.int32), 8, codes.shape[1])[:, inner:]
+    assert not padding.any()
+    assert (_numbers(codes, inner)[:, [0, 1]] != _numbers(codes, inner)[:, [1, 0]]).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_kernel_rounds_as_plain_torch_does(dtype, device):
+    x = _tokens(1056, dtype, device)
+    codes, scales = round_tokens(x)
+    wanted, wanted_scales = round_tokens_reference(x)
+    assert torch.equal(scales, wanted_scales)
+    assert (codes.view(torch.uint8) == wanted.view(torch.uint8)).float().mean() > 0.999
+
+
+def test_nan_stays_nan(device):
+    x = random(np.random.default_rng(0), (TOKENS, 64), torch.float32, device)
+    x[3, 7] = float("nan")
+    drawn = _drawn(16, 64, torch.float32 if device == "cpu" else torch.bfloat16, device)
+    got = fp8_linear(round_tokens(x), drawn.packed)
+    assert got[3].isnan().all()
+    assert not got[[0, 1, 2, 4]].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "inner"), SHAPES)
+def test_a_product_is_that_of_the_rounded_numbers(rows, inner, dtype, device):
+    if device != "cpu" and dtype != torch.bfloat16:
+        pytest.skip("on a GPU it multiplies in bf16")
+    drawn, x = _drawn(rows, inner, dtype, device), _tokens(inner, dtype, device)
+    codes, scales = rounded = round_tokens(x)
+    wanted = (_numbers(codes, inner) * wide(scales)) @ drawn.wanted.T
+    for token in range(TOKENS):
+        got = fp8_linear(rounded, drawn.packed)[token]
+        assert distance(got, wanted[token]) < KERNEL_TOLERANCE[dtype] or (not wanted[token].any() and not got.any())
+    moved = wanted + np.outer(wide(scales)[:, 0], drawn.wanted[:, 3]) * 448
+    assert distance(fp8_linear(rounded, drawn.packed), moved) > KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_activation_bias_and_residual_stand_around_a_rounded_product(dtype, device):
+    if device != "cpu" and dtype != torch.bfloat16:
+        pytest.skip("on a GPU it multiplies in bf16")
+    drawn, x = _drawn(64, 1024, dtype, device), _tokens(1024, dtype, device)
+    generator = np.random.default_rng(5)
+    gain = poisoned(random(generator, (1024,), dtype, device), float("nan"))
+    residual = random(generator, (TOKENS, 64), dtype, device)
+
+    def product(tokens: torch.Tensor) -> np.ndarray:
+        codes, scales = round_tokens(tokens)
+        return (_numbers(codes, 1024) * wide(scales)) @ drawn.wanted.T
+
+    plain, before = product(x), residual.clone()
+    assert distance(packed_linear(x, drawn.packed, residual), plain + wide(residual)) < CHAIN_TOLERANCE[dtype]
+    assert torch.equal(residual, before)
+    codes, scales = round_tokens(x, gain, NORM_EPS)
+    normed = (_numbers(codes, 1024) * wide(scales)) @ drawn.wanted.T
+    far = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ drawn.wanted.T
+    assert 0 < np.linalg.norm(normed - far) / np.linalg.norm(far) < ROUNDING
+    bias = residual[0].contiguous()
+    got = packed_norm_linear(x, gain, NORM_EPS, drawn.packed, bias)
+    assert distance(got, normed + wide(bias)) < CHAIN_TOLERANCE[dtype]
+    gate, up = normed[:, :32], normed[:, 32:]
+    got = packed_norm_gate_up(x, gain, NORM_EPS, drawn.packed, "silu")
+    assert distance(got, gate / (1 + np.exp(-gate)) * up) < 4 * CHAIN_TOLERANCE[dtype]
+    assert distance(packed_norm_linear(x, gain, NORM_EPS, drawn.packed, None), plain) > CHAIN_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("count", "is_rounded"), [(LEAST_ROUNDED_TOKENS - 1, False), (LEAST_ROUNDED_TOKENS, True)])
+def test_few_tokens_are_not_rounded(count, is_rounded, device):
+    dtype = torch.float32 if device == "cpu" or INTERPRETED else torch.bfloat16
+    drawn, x = _drawn(48, 1056, dtype, device), _tokens(1056, dtype, device, count)
+    error = distance(packed_linear(x, drawn.packed), wide(x) @ drawn.wanted.T)
+    assert (error > 4 * KERNEL_TOLERANCE[dtype]) == is_rounded
+
+
+def test_the_matrix_is_not_widened(device, monkeypatch):
+    monkeypatch.setattr(packed_products, "widen", None)
+    drawn = _drawn(48, 1056, torch.bfloat16, device)
+    assert packed_linear(_tokens(1056, torch.bfloat16, device, 300), drawn.packed).isfinite().all()
