@@ -216,7 +216,7 @@ def print_fidelity(rows: list, layers: list, console: "Console") -> None:
     from evals.report.table import percent
 
     said = Table("text", "length", "method", "failed", "agreement", "KL (nats)", "perplexity", "generated: agreement",
-                 "KL", "keys scored", "bytes read", "error a layer: mean", "worst")  # fmt: skip
+                 "KL", "keys scored", "bytes read", "read", "error a layer: mean", "worst")  # fmt: skip
     for row in rows:
         place = [row[name] for name in ("text", "length", "method")]
         errors = [one["error"] for one in layers if [one[name] for name in ("text", "length", "method")] == place]
@@ -224,6 +224,7 @@ def print_fidelity(rows: list, layers: list, console: "Console") -> None:
                      percent(row["agreement"]), number_text(row["kl"], 4), number_text(row["perplexity"], 3),
                      percent(row.get("agreement_generated")), number_text(row.get("kl_generated"), 4),
                      percent(row["head_fraction"]), percent(row["bytes_fraction"]),
+                     percent(row.get("read_fraction")),
                      percent(sum(errors) / len(errors) if errors else None),
                      percent(max(errors, default=None)))  # fmt: skip
     console.print(said)

@@ -155,6 +155,8 @@ class _Run:
             self.meter.add(
                 result.keys_scored.mean(1) / step.lengths, result.rows_read.mean(1) / step.lengths, handled, active
             )
+            if handled and (read := self._method.read_between(step, result)) is not None:
+                self.meter.add_read(read, active)
             if result.accepted is not None and result.skipped is not None:
                 self.meter.add_reused(result.accepted, result.skipped, active)
             if handled and self._watch is not None:

@@ -132,7 +132,7 @@ def _row(
         "kl": kl,
         "nll": sum(nll) / len(nll),
         "perplexity": float(torch.tensor(nll, dtype=torch.float64).mean().exp()),
-        **{name: mean_known([fraction[name] for fraction in fractions]) for name in fractions[0]},
+        **{name: mean_known([fraction.get(name) for fraction in fractions]) for name in fractions[0]},
     }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpu.methods.counters import Counts
+from gpu.methods.counters import Counts, SavedReads
 from gpu.methods.method import Method, ProfilePart
 from gpu.model.architecture import Architecture
 from scheduler.engine.decode_reads import DecodeReads
@@ -25,6 +25,8 @@ class Fractions:
     """Means over steps and layers: over the layers that the method handles, and over all.
 
     shares: a method's own figures over the layers that it handles, by name (`Method.shares`).
+    read: rows that a KV head read, over those that are not of sink, window or a dense layer. None: there were none, or
+    it is not known.
     """
 
     head_handled: float
@@ -32,6 +34,7 @@ class Fractions:
     head_all: float
     bytes_all: float
     shares: Mapping[str, float] = field(default_factory=dict)
+    read: float | None = None
 
     @property
     def spares(self) -> bool:
@@ -44,6 +47,7 @@ class Fractions:
             "bytes_fraction": self.bytes_handled,
             "head_fraction_all_layers": self.head_all,
             "bytes_fraction_all_layers": self.bytes_all,
+            **({} if self.read is None else {"read_fraction": self.read}),
             **self.shares,
         }
 
@@ -83,7 +87,20 @@ def served_fractions(
         1 - keys_spared / (keys * shape.num_layers),
         1 - bytes_spared / (data * shape.num_layers),
         shares,
+        _read_between(reads, saved, shape),
     )
+
+
+def _read_between(reads: DecodeReads, saved: Sequence[SavedReads], shape: Architecture) -> float | None:
+    """Return the share of rows in host memory, or with an index, that KV heads read.
+
+    It is not known of a method that counts rows on the device among those that it spares.
+    """
+    if any(one.rows and not one.host_rows for one in saved):
+        return None
+    rows = reads.host_tokens // shape.group + sum(one.host_rows for one in saved)
+    read = reads.host_rows + sum(one.host_rows - one.rows for one in saved)
+    return read / rows if rows else None
 
 
 def layer_shares(method: Method, counts: Counts, group: int) -> dict[str, list[float]]:
@@ -119,11 +136,16 @@ class ReadMeter:
         self._counts = torch.zeros(requests, 2, device=device, dtype=torch.float64)
         self._reused = torch.zeros(requests, 2, device=device, dtype=torch.float64)  # accepted, skipped
         self._reuses = False
+        self._read = torch.zeros(requests, 2, device=device, dtype=torch.float64)  # fractions, and their number
 
     def add_reused(self, accepted: torch.Tensor, skipped: torch.Tensor, active: torch.Tensor) -> None:
         """Add shares `[requests]` of one handled layer and step; `add` must be called as well."""
         self._reuses = True
         self._reused += torch.stack([accepted, skipped], dim=-1).double() * active.double()[:, None]
+
+    def add_read(self, fractions: torch.Tensor, active: torch.Tensor) -> None:
+        """Add `Fractions.read` of one handled layer and step, `[requests]`."""
+        self._read += torch.stack([fractions, torch.ones_like(fractions)], dim=-1).double() * active.double()[:, None]
 
     def add(self, head: torch.Tensor, data: torch.Tensor, handled: bool, active: torch.Tensor) -> None:
         """Add fractions `[requests]` of one layer and step. active: bool `[requests]`, rows still running."""
@@ -137,7 +159,8 @@ class ReadMeter:
         """Return one row a request. A method that handled no layer read nothing there: NaN."""
         means = (self._sums / self._counts[..., None]).tolist()
         reused = (self._reused / self._counts[:, :1]).tolist() if self._reuses else [()] * len(means)
+        read = [total / count if count else None for total, count in self._read.tolist()]
         return [
-            Fractions(handled[0], handled[1], every[0], every[1], dict(zip(SHARES, shares, strict=False)))
-            for (handled, every), shares in zip(means, reused, strict=True)
+            Fractions(handled[0], handled[1], every[0], every[1], dict(zip(SHARES, shares, strict=False)), between)
+            for (handled, every), shares, between in zip(means, reused, read, strict=True)
         ]

@@ -15,6 +15,8 @@ from evals.store import Record
 from gpu.methods.registry import list_shares
 
 FRACTIONS = ("head_fraction", "bytes_fraction", "head_fraction_all_layers", "bytes_fraction_all_layers")
+READ = "read_fraction"
+"""Known of some methods: rows read that are not of sink, window or dense layers."""
 BASELINES = ("full", "profile:exact")
 """The methods that rows are paired with: full attention in the reference decoder or, without that, the engine's."""
 KL = "kl"
@@ -97,7 +99,8 @@ def _row(members: Sequence[Record], exact: dict[str, float]) -> Row:
         "applied": _applied(members),
         KL: mean_known([record.measured.get(KL) for record in members]),
         **{
-            name: mean_known([record.measured.get(name) for record in members]) for name in (*FRACTIONS, *list_shares())
+            name: mean_known([record.measured.get(name) for record in members])
+            for name in (*FRACTIONS, READ, *list_shares())
         },
     }
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 HEAD = ("task or text", "tokens", "method", "prompts", "failed", "score", "difference [95 %]", "KL", "KL own", "keys",
-        "bytes", "beyond")  # fmt: skip
+        "bytes", "read", "new", "beyond")  # fmt: skip
 
 
 def quality_lines(
@@ -16,8 +16,9 @@ def quality_lines(
     """Print one line for each row: scores in points, KL in nats, shares read in per cent.
 
     `KL`: along the tokens of a text, or of full attention's answer. `KL own`: along tokens that the method chose
-    itself, if a profile's prompt is computed exactly. `beyond`: per cent of audited heads whose error was above its
-    bound.
+    itself, if a profile's prompt is computed exactly. `read`: rows read that are not of sink, window or dense layers
+    (docs/EVALS.md). `new`: per cent of an index's rows that came over the link in their step. `beyond`: per cent of
+    audited heads whose error was above its bound.
     """
     rows: list[tuple[str, ...]] = [HEAD]
     for file in files:
@@ -35,7 +36,7 @@ def quality_lines(
 
 def line_of(row: dict[str, Any]) -> tuple[str, ...]:
     """Return a row's values in the order of HEAD; `-` if there is none."""
-    gap = row.get("difference")
+    gap, read = row.get("difference"), row.get("read_fraction")
     return (
         str(row.get("task") or row.get("text")),
         str(row["length"]),
@@ -48,6 +49,8 @@ def line_of(row: dict[str, Any]) -> tuple[str, ...]:
         _told(row.get("kl_generated"), 1, 4),
         _told(row.get("head_fraction"), 100, 1),
         _told(row.get("bytes_fraction"), 100, 1),
+        _told(row.get("index_read") if read is None else read, 100, 2),
+        _told(row.get("index_fetched"), 100, 1),
         _told(row.get("index_beyond"), 100, 1),
     )
 

@@ -128,6 +128,16 @@ def read_together(result: StepResult, group: int) -> StepResult:
     return StepResult(result.out, result.lse, result.keys_scored, result.keys_scored[:, ::group])
 
 
+def read_between(step: Step, result: StepResult, ends: int, heads: Choice) -> torch.Tensor:
+    """Return `DecodeMethod.read_between` of a method that always reads `ends` tokens of sink and window.
+
+    Heads that choose together read a row once.
+    """
+    kept = step.lengths.clamp(max=ends).float()
+    rows = (result.keys_scored - kept[:, None]).mean(1) * (1 if heads == "together" else step.group)
+    return rows / (step.lengths - kept).clamp(min=1)
+
+
 def add_group(masses: torch.Tensor, group: int) -> torch.Tensor:
     """Return masses `[requests, heads, n]` summed over each group's heads, with the sum repeated for each of them."""
     return masses.unflatten(1, (-1, group)).sum(2).repeat_interleave(group, 1)

@@ -146,6 +146,13 @@ class DecodeMethod(Method):
     def step(self, step: Step, state: Any) -> StepResult:
         raise NotImplementedError
 
+    def read_between(self, step: Step, result: StepResult) -> torch.Tensor | None:
+        """Return the rows that a KV head read between sink and window, over those that are there: `[requests]`.
+
+        None: this method does not say it.
+        """
+        return None
+
 
 def parse_layers(text: str, num_layers: int) -> frozenset[int]:
     """Parse `0-1+half` to layer ids, such as {0, 1, 16} for 32 layers. Raises ValueError."""

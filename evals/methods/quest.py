@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from evals.methods.attending import Choice, add_group, score_keys
+from evals.methods.attending import Choice, add_group, read_between, score_keys
 from evals.methods.blocks import attend_blocks, num_blocks, split_blocks
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
@@ -75,6 +75,9 @@ class Quest(DecodeMethod):
         result = attend_blocks(step, masses, self.page, self.budget, self.sink, self.window, index_rows=1.0)
         index_read = (step.lengths.float() / self.page).ceil()[:, None]
         return StepResult(result.out, result.lse, result.keys_scored, result.keys_scored[:, :: step.group] + index_read)
+
+    def read_between(self, step: Step, result: StepResult) -> torch.Tensor:
+        return read_between(step, result, self.sink + self.window, self.heads)
 
 
 def spread(keys: torch.Tensor, lengths: torch.Tensor, page: int) -> PageBounds:

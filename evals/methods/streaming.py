@@ -32,3 +32,7 @@ class Streaming(DecodeMethod):
         chosen = (rank < count)[:, None].expand(-1, heads, -1)
         result = attend_chosen(step, index[:, None].expand(-1, heads, -1), chosen)
         return StepResult(result.out, result.lse, result.keys_scored, count.float().expand(-1, step.keys.shape[1]))
+
+    def read_between(self, step: Step, result: StepResult) -> torch.Tensor:
+        """Return 0: whatever this method reads is sink or window."""
+        return torch.zeros_like(step.lengths, dtype=torch.float32)

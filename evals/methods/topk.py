@@ -16,6 +16,7 @@ from evals.methods.attending import (
     attend_chosen,
     choose_best,
     force_ends,
+    read_between,
     read_together,
     step_logits,
 )
@@ -49,6 +50,9 @@ class TopK(DecodeMethod):
             masses = torch.nn.functional.pad(masses, (0, behind)).unflatten(-1, (-1, self.block)).sum(-1)
             result = attend_blocks(step, masses, self.block, self.budget, self.sink, self.window, index_rows=0.0)
         return read_together(result, step.group) if self.heads == "together" else result
+
+    def read_between(self, step: Step, result: StepResult) -> torch.Tensor:
+        return read_between(step, result, self.sink + self.window, self.heads)
 
 
 def attend_best(step: Step, scores: torch.Tensor, budget: Budget, sink: int, window: int) -> StepResult:

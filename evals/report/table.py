@@ -14,6 +14,8 @@ from evals.score_rows import BASELINES, column_of
 
 METHOD_COLUMNS = 14
 PIPED_COLUMNS = 150
+SHARES = {"read": "read_fraction", "fetched": "index_fetched"}
+"""Columns that a table has if one of its rows does, with their fields."""
 NOT_APPLIED = "did not apply"
 """Shown in place of a difference if the method did nothing in the whole cell."""
 
@@ -49,10 +51,12 @@ def open_console() -> Console:
 
 def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print rows (`evals.score_rows.summarize`) to the console."""
+    shares = {name: field for name, field in SHARES.items() if any(row.get(field) is not None for row in rows)}
     table = Table(title="score in points [95 % interval]; difference to full attention, paired", title_style="dim")
     for name, justify in (
         ("task", "left"), ("length", "right"), ("method", "left"), ("samples", "right"), ("failed", "right"),
         ("score", "right"), ("difference", "right"), ("heads read", "right"), ("bytes read", "right"),
+        *((name, "right") for name in shares),
     ):  # fmt: skip
         fewest = METHOD_COLUMNS if name == "method" else None
         table.add_column(name, justify=justify, no_wrap=name != "method", min_width=fewest, overflow="fold")  # type: ignore[arg-type]
@@ -71,6 +75,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
                 else with_range(row.get("difference"), row.get("difference_low"), row.get("difference_high"), "+"),
                 percent(row.get("head_fraction")),
                 percent(row.get("bytes_fraction")),
+                *(percent(row.get(field)) for field in shares.values()),
             )
         table.add_section()
     console.print(table)

@@ -11,7 +11,15 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attending import Choice, add_group, attend_weighted, force_ends, read_together, step_logits
+from evals.methods.attending import (
+    Choice,
+    add_group,
+    attend_weighted,
+    force_ends,
+    read_between,
+    read_together,
+    step_logits,
+)
 from evals.methods.budget import Budget
 from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
 
@@ -59,3 +67,6 @@ class VAttention(DecodeMethod):
         log_weights = torch.where(place < first, 0.0, stands_for.log()[:, None, None])
         result = attend_weighted(step, order.gather(2, place), chosen.expand_as(place), log_weights)
         return read_together(result, step.group) if self.heads == "together" else result
+
+    def read_between(self, step: Step, result: StepResult) -> torch.Tensor:
+        return read_between(step, result, self.sink + self.window, self.heads)

@@ -8,10 +8,11 @@ from typer.testing import CliRunner
 from lab.cli import app
 
 FED = {"text": "a.txt", "length": 8000, "method": "profile:indexed:budget_share=0.005", "prompts": 24, "failures": 0,
-       "kl": 0.0, "kl_generated": 0.00123, "head_fraction": 0.012, "bytes_fraction": 0.24}  # fmt: skip
+       "kl": 0.0, "kl_generated": 0.00123, "head_fraction": 0.012, "bytes_fraction": 0.24,
+       "read_fraction": 0.00512, "index_read": 0.0051, "index_fetched": 0.4}  # fmt: skip
 ASKED = {"task": "vt", "text": "novel.txt", "length": 4000, "method": "profile:exact", "samples": 8, "failures": 1,
          "score": 87.5, "difference": -12.5, "difference_low": -40.0, "difference_high": 0.0, "kl": None,
-         "index_beyond": 0.05}  # fmt: skip
+         "index_beyond": 0.05, "read_fraction": None, "index_read": 0.02}  # fmt: skip
 
 
 def test_each_row_is_a_line_once_with_its_whole_method_and_files_that_are_not_there_are_told(tmp_path: Path) -> None:
@@ -23,8 +24,8 @@ def test_each_row_is_a_line_once_with_its_whole_method_and_files_that_are_not_th
     gone, _, *lines = result.output.splitlines()
     assert gone == f"{paths[3]}: is not there"
     assert [" ".join(line.split()) for line in lines] == [
-        "a.txt 8000 indexed:budget_share=0.005 24 0 - - 0.0000 0.0012 1.2 24.0 -",
-        "vt 4000 exact 8 1 87.5 -12.5 [-40.0,+0.0] - - - - 5.0",
+        "a.txt 8000 indexed:budget_share=0.005 24 0 - - 0.0000 0.0012 1.2 24.0 0.51 40.0 -",
+        "vt 4000 exact 8 1 87.5 -12.5 [-40.0,+0.0] - - - - 2.00 - 5.0",
     ]
 
 

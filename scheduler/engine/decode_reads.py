@@ -18,6 +18,8 @@ class DecodeReads:
     host_keys: those of them whose logit entered the softmax, counted likewise.
     host_bytes: bytes of rows and hash tables that the host tier read for them.
     methods: the methods' own counts, by counter (`Method.saved_reads`).
+    host_rows: rows (a key and a value) that the host tier read for them, counted for each layer and KV head. Heads that
+    choose their rows for themselves count each.
     """
 
     context_tokens: int
@@ -25,6 +27,7 @@ class DecodeReads:
     host_keys: int
     host_bytes: int
     methods: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    host_rows: int = 0
 
     def __sub__(self, before: "DecodeReads") -> "DecodeReads":
         return DecodeReads(
@@ -33,4 +36,5 @@ class DecodeReads:
             self.host_keys - before.host_keys,
             self.host_bytes - before.host_bytes,
             subtract_counts(self.methods, before.methods),
+            self.host_rows - before.host_rows,
         )

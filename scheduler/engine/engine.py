@@ -138,11 +138,11 @@ class Engine:
 
     def decode_reads(self) -> DecodeReads:
         """Return what decode steps have read since the start. It is complete once there is no work."""
-        host = (0, 0, 0)
+        host, rows = (0, 0, 0), 0
         if self._tier is not None:
             counts = self._tier.stats().attention
-            host = counts.tokens_covered, counts.keys_scored, counts.bytes_read
-        return DecodeReads(self._decode_context_tokens, *host, self._method_counts())
+            host, rows = (counts.tokens_covered, counts.keys_scored, counts.bytes_read), counts.rows_read
+        return DecodeReads(self._decode_context_tokens, *host, self._method_counts(), rows)
 
     @property
     def host_layers(self) -> tuple[int, ...]:

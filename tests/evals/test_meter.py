@@ -79,10 +79,30 @@ def test_rows_in_host_memory_that_two_methods_count_are_spared_once() -> None:
         "reuse_tries": [tries], "reuse_hits": [3 * 4], "reuse_context_cells": [160 * 4 * 4],
         "reuse_skipped_cells": [300 * 4], "reuse_kv_cells": [(80 + 60) * 4], "index_offloaded_tokens": [80 * 4],
         "index_read_tokens": [10 * 4], "index_scored_tokens": [80 * 4],
-        "index_audited_heads": [0], "index_audit_beyond": [0],
+        "index_audited_heads": [0], "index_audit_beyond": [0], "index_fetched_rows": [4 * 4],
     }  # fmt: skip
     found = served_fractions(DecodeReads(160, 0, 0, 0, methods=counts), SHAPE, 0, parts)
     assert found.head_all == pytest.approx((3 * 60 + 80 + 10) / (160 * 4), rel=EXACT_FRACTION)
     own = tries * try_bytes(mac.settings, SHAPE) + 80 * 4 * (index.settings.token_bytes(dim) + 2 * dim // 32)
     rows = 4 * (80 + 60 + 10) * 256
     assert found.bytes_all == pytest.approx((rows + own) / (4 * 2 * 160 * 256), rel=EXACT_FRACTION)
+    assert found.read is None, "mac counts rows on the device, too"
+    assert found.shares["index_read"] == 10 / 80
+    assert found.shares["index_fetched"] == 4 / 10
+
+
+def test_what_is_read_is_of_rows_that_are_not_of_sink_window_or_dense_layers() -> None:
+    """Of 120 tokens in host memory in three of four layers 30 rows of each KV head are read on the CPU; beside them an
+    index of 200 tokens a layer has 10 read.
+    """
+    part = resolve_profiles({"near": Composition.model_validate({"host": "indexed"})}, HostConfig())["near"].parts[0]
+    counts = {name: [0] for name, counter in part.method.counters.items() if not counter.by_layer}
+    counts |= {name: [0] * 4 for name, counter in part.method.counters.items() if counter.by_layer}
+    reads = replace(STEPS, host_rows=30 * 2 * 3)
+    assert served_fractions(reads, SHAPE, 3).read == pytest.approx(30 / 120)
+    counts |= {"index_offloaded_tokens": [200 * 2 * 3], "index_read_tokens": [10 * 2 * 3]}
+    found = served_fractions(replace(reads, methods=counts), SHAPE, 3, [part])
+    assert found.read == pytest.approx((30 + 10) / (120 + 200))
+    assert found.to_json()["read_fraction"] == found.read
+    assert found.to_json()["index_read"] == 10 / 200
+    assert served_fractions(DecodeReads(160, 0, 0, 0), SHAPE, 0).read is None

@@ -197,6 +197,25 @@ def test_heads_that_choose_together_read_what_has_most_of_the_groups_attention_o
     check_together(text, parse_method, rule, STEPS, index_rows)
 
 
+def test_what_is_read_is_without_sink_and_window_and_heads_that_choose_apart_count_each():
+    case = Case(5)
+    prompt = case.prompt()
+    step = case.steps(prompt)[0]
+
+    def read(text: str) -> list[float] | None:
+        method = parse_method(text)
+        found = method.read_between(step, method.step(step, method.begin(prompt)))
+        return None if found is None else found.tolist()
+
+    lengths = [start + 1 for start in LENGTHS]
+    apart = read("topk:budget=12,sink=2,window=4")
+    assert apart == pytest.approx([GROUP * 6 / (length - 6) for length in lengths])
+    assert read("topk:budget=12,sink=2,window=4,heads=together") == pytest.approx([one / GROUP for one in apart])
+    assert read("quest:budget=16,page=8") > read("quest:budget=8,page=8") > [0.0] * 3
+    assert read("streaming:budget=12") == [0.0] * 3
+    assert read("oracle:budget=12") is None
+
+
 def test_oracle_sampling_is_unbiased_and_counts_distinct_keys():
     case, draws, runs = Case(9), 8, 400
     total, square = np.zeros((HEADS, DIM)), np.zeros((HEADS, DIM))

@@ -105,8 +105,10 @@ def test_a_profile_says_what_it_read_and_dense_layers_count_in_full(config: Path
             assert reads.context_tokens == 2301 + 2302 + 2303, "the first token is the prompt's own"
             down = 0 if profile == "exact" else (2300 - 64) // 16 * 16 - 16
             assert reads.host_tokens == 3 * down * 10 * 8, "three steps, ten layers, eight heads"
-    assert found["exact"] == found["offloaded"] == Fractions(1.0, 1.0, 1.0, 1.0)
+    assert found["exact"] == Fractions(1.0, 1.0, 1.0, 1.0)
+    assert found["offloaded"] == Fractions(1.0, 1.0, 1.0, 1.0, read=1.0)
     sampled = found["sampled"]
+    assert sampled.read == reads.host_keys / (3 * down * 10 * 2), "each head reads what it samples, of two KV heads"
     assert 0.05 < sampled.head_handled < 0.95
     assert sampled.bytes_handled > sampled.head_handled, "four heads of a group read apart"
     assert sampled.head_all == pytest.approx((10 * sampled.head_handled + 2) / 12)

@@ -174,8 +174,8 @@ class Indexed(RingMethod):
     counters = COUNTERS
     figures = FIGURES
     shares = {
-        "index_read": Share("index_read_tokens", "index_offloaded_tokens"),
-        "index_fetched": Share("index_fetched_rows", "index_read_tokens"),
+        "index_read": Share("index_read_tokens", "index_offloaded_tokens", of_all_layers=True),
+        "index_fetched": Share("index_fetched_rows", "index_read_tokens", of_all_layers=True),
         "index_beyond": Share("index_audit_beyond", "index_audited_heads", of_all_layers=True),
     }
     plan_words = "indexed tokens, the rest estimated"
