@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from gpu.config import Composition, MethodChoice, ModelConfig
 from gpu.methods.method import Slot
 from gpu.methods.registry import list_methods
-from gpu.model.answers.declared_formats import AUTO, NONE, call_formats, reasoning_formats
+from gpu.model.declared_formats import AUTO, NONE, call_formats, reasoning_formats
 from gpu.model.gguf.folder import model_path, name_gguf_files
 from scheduler.engine_config import EngineConfig
 from server.observing_config import EventsConfig, TracingConfig

@@ -13,11 +13,11 @@ from gpu.config import ModelConfig
 from gpu.model.draft_head_shape import MARK, name_of_head, with_draft_head
 from gpu.model.end_tokens import end_token_ids
 from gpu.model.family import families, parse_config
-from gpu.model.gguf.config_translation import as_config
 from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.model.gguf.folder import name_gguf_files
 from gpu.model.gguf.keys import HEADS
-from gpu.model.gguf.tensors import find_quantisation
+from gpu.model.gguf_translation.config_translation import as_config
+from gpu.model.gguf_translation.tensors import find_quantisation
 from gpu.model.humming_formats import multiplied
 from gpu.model.json_files import read_object
 from gpu.model.matrix_formats import rounded

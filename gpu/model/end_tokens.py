@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gpu.model.config_keys import as_ids
 from gpu.model.gguf.file import is_gguf
-from gpu.model.gguf.gguf_tokenizer import gguf_end_token_ids
+from gpu.model.gguf_translation.gguf_tokenizer import gguf_end_token_ids
 from gpu.model.json_files import read_object
 from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
 from gpu.model.spec import ModelError

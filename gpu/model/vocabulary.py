@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer as Vocabulary
 
 from gpu.model.gguf.file import is_gguf
-from gpu.model.gguf.gguf_tokenizer import read_gguf_vocabulary
+from gpu.model.gguf_translation.gguf_tokenizer import read_gguf_vocabulary
 from gpu.model.sentencepiece_file import MODEL_FILE, read_sentencepiece
 from gpu.model.sentencepiece_vocabulary import build_vocabulary
 from gpu.model.spec import ModelError

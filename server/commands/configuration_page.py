@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from gpu.config import MethodChoice
 from gpu.methods.method import Method
 from gpu.methods.registry import list_methods
-from gpu.model.answers.declared_formats import call_formats, reasoning_formats
+from gpu.model.declared_formats import call_formats, reasoning_formats
 from gpu.model.family import family_folders
 from server.deployment import Deployment
 from transfer.settings_model import Settings

@@ -12,10 +12,10 @@ from typing import Any
 import regex
 
 from gpu.config import ModelConfig
-from gpu.model.answers.declared_formats import AUTO, NONE, call_formats, choose_by_sign, reasoning_formats
 from gpu.model.answers.formats import CallSyntax, Channels, Marks, ReasoningFormat
 from gpu.model.answers.hermes import HERMES
 from gpu.model.answers.llama3_json import LLAMA3_JSON
+from gpu.model.declared_formats import AUTO, NONE, call_formats, choose_by_sign, reasoning_formats
 from server.parsing.response_template import Field, ResponseTemplate, load_response_template
 
 Tree = dict[str, Any]

@@ -23,7 +23,8 @@ from gpu.model.architecture import (
 )
 from gpu.model.end_tokens import end_token_ids
 from gpu.model.family import families
-from gpu.model.library_keys import find_library_keys, read_library_keys
+from gpu.model.library_key_search import find_library_keys
+from gpu.model.library_keys import read_library_keys
 from gpu.model.spec import RopeScaling
 from server.deployment import ConfigError
 from server.text.model_tokenizer import Tokenizer
@@ -288,7 +289,7 @@ def test_keys_that_pass_change_nothing_that_transformers_computes(name: str, tmp
 
 
 def test_the_kept_keys_are_those_of_the_transformers_that_is_installed() -> None:
-    assert find_library_keys(list(families())) == read_library_keys(), "run python -m gpu.model.library_keys"
+    assert find_library_keys(list(families())) == read_library_keys(), "run python -m gpu.model.library_key_search"
 
 
 @pytest.mark.parametrize("key", ["sliding_window", "layer_types", "is_causal", "per_layer_config", "rope_scaling"])

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 import gpu.formats
 import gpu.model.families
 from gpu.config import ModelConfig
-from gpu.model import library_keys
-from gpu.model.answers.declared_formats import call_formats, choose_by_sign
+from gpu.model import library_key_search
 from gpu.model.answers.formats import Marks
 from gpu.model.architecture import ModelError, read_architecture
+from gpu.model.declared_formats import call_formats, choose_by_sign
 from gpu.model.family import family_folders
 from gpu.model.library_keys import read_library_keys
 from gpu.model.matrix_formats import layer_tensors
@@ -189,8 +189,8 @@ def test_a_key_that_a_new_family_does_not_know_is_refused(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("family")
 def test_keys_of_a_family_that_transformers_lacks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    monkeypatch.setattr(library_keys, "_write", lambda path, tree: written.append(path.parent.name))
-    library_keys.write_library_keys()
+    monkeypatch.setattr(library_key_search, "_write", lambda path, tree: written.append(path.parent.name))
+    library_key_search.write_library_keys()
     assert "lessened" not in written
     assert {"model", "llama"} < {*written}
 

@@ -19,7 +19,7 @@ from evals.tokenizer import load_tokenizer as load_for_evals
 from gpu.config import ModelConfig
 from gpu.model.architecture import ModelError, read_architecture
 from gpu.model.end_tokens import end_token_ids
-from gpu.model.gguf.cuts import ALIASES, CUTS
+from gpu.model.gguf_translation.cuts import ALIASES, CUTS
 from gpu.weights.weights_digest import digest_weights
 from server.commands.servable import require_servable
 from server.deployment import ConfigError, Deployment, load_deployment

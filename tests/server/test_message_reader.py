@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu.config import ModelConfig
-from gpu.model.answers.declared_formats import call_formats, reasoning_formats
+from gpu.model.declared_formats import call_formats, reasoning_formats
 from server.deployment import ConfigError
 from server.parsing.answer_formats import AnswerFormat, choose_format, make_format
 from server.parsing.answer_parts import CallArguments, CallBegun, Part, ReadAnswer, join_parts

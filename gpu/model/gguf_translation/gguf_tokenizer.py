@@ -11,10 +11,10 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Vocabulary
 
-from gpu.model.gguf.config_translation import families_of
-from gpu.model.gguf.cuts import ALIASES, CUTS, WHOLE_FIRST
 from gpu.model.gguf.file import GgufFile, read_gguf
 from gpu.model.gguf.header import shown
+from gpu.model.gguf_translation.config_translation import families_of
+from gpu.model.gguf_translation.cuts import ALIASES, CUTS, WHOLE_FIRST
 from gpu.model.sentencepiece_file import Kind, SentencepieceFile
 from gpu.model.sentencepiece_vocabulary import assemble_vocabulary, frame_texts
 from gpu.model.spec import ModelError

@@ -13,10 +13,10 @@ from typing import Any
 
 from gpu.model.draft_head_shape import GGUF_TENSORS, PREFIXES
 from gpu.model.family import EACH, families
-from gpu.model.gguf.config_translation import ROPE_TENSORS
 from gpu.model.gguf.file import GgufFile, GgufTensor
 from gpu.model.gguf.keys import OF_LAYER
 from gpu.model.gguf.kinds import BLOCK_KINDS, format_of
+from gpu.model.gguf_translation.config_translation import ROPE_TENSORS
 from gpu.model.matrix_format import MatrixFormat, Quantisation
 from gpu.model.matrix_formats import matrix_shapes, module_names
 from gpu.model.spec import Architecture, ModelError
