@@ -6,7 +6,7 @@ from bench.context_commands import agents, disk, documents, long, prefill
 from bench.load.serve_command import serve
 from bench.machine_commands import drafts, engine, rates
 from bench.op.op_command import op
-from bench.soak.command import soak
+from bench.soak.soak_command import soak
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every number next to its floor.")
 

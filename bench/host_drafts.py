@@ -23,7 +23,7 @@ from rich.console import Console
 
 from bench.as_served import interpreter_as_served
 from bench.benchmark_rows import Row, Stages, announce, require, summarise
-from bench.drafts import add_partings
+from bench.draft_speed import add_partings
 from bench.engine_patches import note_results
 from bench.host_rate import attend_alike_rows
 from bench.long_client import GREEDY, Client

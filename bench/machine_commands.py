@@ -51,7 +51,7 @@ def engine(
     import torch
 
     from bench.benchmark_rows import GateError, report
-    from bench.engine import EngineBenchmark, run_engine_benchmark
+    from bench.engine_steps import EngineBenchmark, run_engine_benchmark
     from bench.split_engine import run_split_benchmark
     from gpu.load import DTYPES
     from gpu.memory.demand import PlanError
@@ -146,7 +146,7 @@ def drafts(
     a context in host memory is timed: the CPU's attention for 1 to 16 rows, and `verified` beside `offloaded`.
     """
     from bench.benchmark_rows import GateError, report
-    from bench.drafts import DraftsBenchmark, run_drafts_benchmark
+    from bench.draft_speed import DraftsBenchmark, run_drafts_benchmark
     from bench.host_drafts import HostDraftsBenchmark, run_host_drafts_benchmark
     from bench.replay import parse_acceptance
     from transfer.machine import count_physical_cores
@@ -205,7 +205,7 @@ def run_http(
     """Run the HTTP benchmark on a deployment's file."""
     import torch
 
-    from bench.engine import measure_floor_rates
+    from bench.engine_steps import measure_floor_rates
     from bench.over_http import Floor, HttpBenchmark, run_http_benchmark
     from gpu.model.matrix_formats import step_weight_bytes
     from server.deployment import load_deployment

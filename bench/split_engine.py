@@ -14,7 +14,7 @@ from rich.console import Console
 from bench.as_served import interpreter_as_served
 from bench.benchmark_rows import Row, announce, require, summarise
 from bench.decode_loop import decode, prefill_ms, served_graph_sizes
-from bench.engine import EngineBenchmark, draw_prompts, measure_floor_rates
+from bench.engine_steps import EngineBenchmark, draw_prompts, measure_floor_rates
 from bench.rates import device_name
 from gpu.config import GpuConfig, ModelConfig
 from gpu.memory.plan import MemoryPlan

@@ -13,8 +13,8 @@ import torch
 
 from evals.forward import KvCache, ReferenceDecoder
 from evals.meter import Fractions, ReadMeter
-from evals.methods.attending import attend_all
-from evals.methods.method import DecodeMethod, MethodError, PromptLayer, Step, StepResult
+from evals.methods.attention_method import DecodeMethod, MethodError, PromptLayer, Step, StepResult
+from evals.methods.key_attention import attend_all
 
 Watch = Callable[[Step, StepResult, torch.Tensor], None]
 """Called with each handled layer's step, its result, and which rows (bool `[requests]`) are still running."""

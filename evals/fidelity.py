@@ -16,10 +16,10 @@ from evals.decode import PrefilledBatch, decode_forced, prefill_batch
 from evals.distributions import TokenSums
 from evals.forward import ReferenceDecoder
 from evals.meter import Fractions
-from evals.methods.attending import attend_all
+from evals.methods.attention_method import DecodeMethod, MethodError, Step, StepResult
 from evals.methods.baselines import parse_method
 from evals.methods.full import Full
-from evals.methods.method import DecodeMethod, MethodError, Step, StepResult
+from evals.methods.key_attention import attend_all
 from evals.score_rows import Row, mean_known
 from evals.tasks.haystack import TextSource
 

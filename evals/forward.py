@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from evals.methods.method import PromptLayer, Step, StepResult
+from evals.methods.attention_method import PromptLayer, Step, StepResult
 from evals.plain_attention import attend_causal, attend_window, rotate
 from evals.plain_layers import gate_linear, latent_tables, latent_width, mix_experts, project_latent, recur, rms_norm
 from gpu.layers.decoder import parted_gates

@@ -42,7 +42,7 @@ Concurrency = Annotated[int, typer.Option("--concurrency", min=1, help="requests
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print expected errors as one line on stderr, and end with status 1."""
-    from evals.methods.method import MethodError
+    from evals.methods.attention_method import MethodError
     from gpu.memory.plan import PlanError
     from gpu.model.architecture import ModelError
     from scheduler.sequences.capacity import TooLargeError

@@ -23,9 +23,9 @@ from evals.datasets import read_own, shorten
 from evals.decode import Decoded, PrefilledBatch, decode_forced, decode_greedy, prefill_batch
 from evals.distributions import TokenSums
 from evals.forward import ReferenceDecoder
+from evals.methods.attention_method import MethodError
 from evals.methods.baselines import parse_method
 from evals.methods.full import Full
-from evals.methods.method import MethodError
 from evals.samples import Sample
 from evals.score_rows import APPLIED, KL
 from evals.store import Ledger, Record, sample_key

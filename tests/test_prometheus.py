@@ -21,7 +21,7 @@ import yaml
 
 from bench.server_process import serving
 from bench.soak.requests import Mix
-from bench.soak.run import SoakPlan, run_soak
+from bench.soak.soak_run import SoakPlan, run_soak
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"

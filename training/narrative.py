@@ -9,7 +9,7 @@ seed alone, has no digits and no hyphens (so needles cannot occur in it), and ea
 import random
 import re
 
-from evals.tasks.vocabulary import (
+from evals.tasks.task_words import (
     ABSTRACTIONS,
     ADJECTIVES,
     ANIMALS,

@@ -7,8 +7,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from bench.load.metrics import Spread, Summary
-from bench.load.run import LoadRun
+from bench.load.load_figures import Spread, Summary
+from bench.load.send_load import LoadRun
 
 _REFRESH_S = 0.25
 MOST_REASONS = 8  # of failures, on the terminal: some reasons have a number that is different each time

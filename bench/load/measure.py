@@ -17,14 +17,14 @@ from tokenizers import Tokenizer
 
 from bench.load.client import Client, StreamFault
 from bench.load.console import show_progress
-from bench.load.corpus import CorpusReader
-from bench.load.metrics import Summary, summarise
+from bench.load.load_figures import Summary, summarise
+from bench.load.load_plan import LoadPlan, PlanError
 from bench.load.notes import list_notes
 from bench.load.prompts import ConversationReader, Job, PromptMaker
 from bench.load.prose import write_prose
+from bench.load.rag_prompts import CorpusReader
 from bench.load.records import RequestRecord
-from bench.load.run import LoadRun
-from bench.load.settings import LoadPlan, PlanError
+from bench.load.send_load import LoadRun
 from bench.load.tokenised_text import (
     DEFAULT_CHARS_PER_TOKEN,
     TextPool,

@@ -1,7 +1,7 @@
 """List the notes that a reader of the numbers needs, and the settings of the run."""
 
-from bench.load.metrics import Summary
-from bench.load.settings import LoadPlan
+from bench.load.load_figures import Summary
+from bench.load.load_plan import LoadPlan
 
 _LATE_MS = 20.0
 """If half of the requests were sent later than this, arrivals were not as asked for."""

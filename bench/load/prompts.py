@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.load.load_plan import LoadPlan, PlanError
 from bench.load.prose import write_salt
-from bench.load.settings import LoadPlan, PlanError
 from bench.load.tokenised_text import TextPool
 
 _FIT_ROUNDS = 4

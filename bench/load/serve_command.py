@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
+    from bench.load.load_plan import LoadPlan
     from bench.load.measure import LoadResult
-    from bench.load.settings import LoadPlan
 
 _INTERRUPTED = 130
 _STDOUT = Path("-")
@@ -73,7 +73,7 @@ def serve(
     Latencies start when a request was due. Exit status: 1 if nothing completed, 2 for options that cannot be run,
     130 after Ctrl-C (with a report of what was measured).
     """
-    from bench.load.settings import Corpus, LoadPlan, PlanError, parse_lengths, parse_slo
+    from bench.load.load_plan import Corpus, LoadPlan, PlanError, parse_lengths, parse_slo
 
     try:
         corpus = None
@@ -151,7 +151,7 @@ def _write(result: "LoadResult", json_file: Path | None, raw: Path | None, html:
         write_raw(raw, result)
     if html is not None:
         from bench.load.notes import describe_settings
-        from bench.load.page import write_page
+        from bench.load.report_page import write_page
 
         title = f"Load test of {result.model}"
         settings = describe_settings(result.plan, result.model, result.counting)
@@ -159,7 +159,7 @@ def _write(result: "LoadResult", json_file: Path | None, raw: Path | None, html:
 
 
 def _pick_cache(warm: bool, cold: bool) -> Literal["warm", "cold", "as it comes"]:
-    from bench.load.settings import PlanError
+    from bench.load.load_plan import PlanError
 
     if warm and cold:
         raise PlanError("--warm and --cold: got both; wanted one of them or neither")
@@ -167,7 +167,7 @@ def _pick_cache(warm: bool, cold: bool) -> Literal["warm", "cold", "as it comes"
 
 
 def _parse_body(text: str) -> dict[str, Any]:
-    from bench.load.settings import PlanError
+    from bench.load.load_plan import PlanError
 
     try:
         tree = json.loads(text)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from bench.load.settings import PlanError
+from bench.load.load_plan import PlanError
 from gpu.model.sentencepiece_file import MODEL_FILE
 from server.deployment import ConfigError
 from server.text.model_tokenizer import Tokenizer as ServedTokenizer

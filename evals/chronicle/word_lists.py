@@ -1,6 +1,6 @@
 """List the words of the chronicle: rocks, plants, instruments and people of a survey, written for this project.
 
-The invariant: no content word occurs in `evals.tasks.vocabulary`, in a task's wording or in the prose that the
+The invariant: no content word occurs in `evals.tasks.task_words`, in a task's wording or in the prose that the
 reference model was trained with, and none has a digit or a hyphen. No key of a needle occurs here.
 """
 

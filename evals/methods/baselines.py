@@ -4,8 +4,8 @@ from functools import cache
 
 from pydantic import ValidationError
 
+from evals.methods.attention_method import DecodeMethod, MethodError
 from evals.methods.full import Full
-from evals.methods.method import DecodeMethod, MethodError
 from evals.methods.oracle import Oracle
 from evals.methods.quest import Quest
 from evals.methods.streaming import Streaming

@@ -2,9 +2,9 @@
 
 import torch
 
-from evals.methods.attending import attend_chosen, choose_best
+from evals.methods.attention_method import Step, StepResult
 from evals.methods.budget import Budget
-from evals.methods.method import Step, StepResult
+from evals.methods.key_attention import attend_chosen, choose_best
 
 
 def num_blocks(tokens: int, block: int) -> int:

@@ -2,8 +2,8 @@
 
 from typing import Any, ClassVar
 
-from evals.methods.attending import attend_all
-from evals.methods.method import DecodeMethod, Step, StepResult
+from evals.methods.attention_method import DecodeMethod, Step, StepResult
+from evals.methods.key_attention import attend_all
 
 
 class Full(DecodeMethod):

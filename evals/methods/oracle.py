@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attending import attend_chosen, gather_rows, rows_apart, step_logits
+from evals.methods.attention_method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
 from evals.methods.budget import Budget
-from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.key_attention import attend_chosen, gather_rows, rows_apart, step_logits
 
 
 class Oracle(DecodeMethod):

@@ -12,10 +12,10 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from evals.methods.attending import Choice, add_group, read_between, score_keys
+from evals.methods.attention_method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
 from evals.methods.blocks import attend_blocks, num_blocks, split_blocks
 from evals.methods.budget import Budget
-from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.key_attention import Choice, add_group, read_between, score_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attending import attend_chosen
+from evals.methods.attention_method import BudgetSetting, DecodeMethod, Step, StepResult
 from evals.methods.budget import Budget
-from evals.methods.method import BudgetSetting, DecodeMethod, Step, StepResult
+from evals.methods.key_attention import attend_chosen
 
 
 class Streaming(DecodeMethod):

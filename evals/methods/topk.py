@@ -10,7 +10,10 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attending import (
+from evals.methods.attention_method import BudgetSetting, DecodeMethod, Step, StepResult
+from evals.methods.blocks import attend_blocks, num_blocks
+from evals.methods.budget import Budget
+from evals.methods.key_attention import (
     Choice,
     add_group,
     attend_chosen,
@@ -20,9 +23,6 @@ from evals.methods.attending import (
     read_together,
     step_logits,
 )
-from evals.methods.blocks import attend_blocks, num_blocks
-from evals.methods.budget import Budget
-from evals.methods.method import BudgetSetting, DecodeMethod, Step, StepResult
 
 
 class TopK(DecodeMethod):

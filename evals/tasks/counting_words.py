@@ -12,7 +12,7 @@ from itertools import count, islice
 
 from evals.samples import Sample
 from evals.tasks.request import Request, Wanted, make_sample
-from evals.tasks.vocabulary import ABSTRACTIONS, ADJECTIVES, ANIMALS, OBJECTS, PLACES, ROLES
+from evals.tasks.task_words import ABSTRACTIONS, ADJECTIVES, ANIMALS, OBJECTS, PLACES, ROLES
 
 COMMON_PROMPT = (
     "Below is a numbered list of words. In these words, some appear more often than others. "

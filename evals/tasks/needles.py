@@ -14,7 +14,7 @@ from functools import partial
 from evals.samples import Sample
 from evals.tasks.haystack import Haystack
 from evals.tasks.request import Request, Wanted, make_sample
-from evals.tasks.vocabulary import KEY_WORDS
+from evals.tasks.task_words import KEY_WORDS
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 PROMPT = (

@@ -18,7 +18,7 @@ from evals.tasks.counting_words import shuffled, words_of
 from evals.tasks.haystack import Haystack
 from evals.tasks.needles import Distinct, draw_depth
 from evals.tasks.request import WORDS_A_TOKEN, Request, Wanted, make_sample
-from evals.tasks.vocabulary import CITIES, FIRST_NAMES, JOBS, KEY_WORDS, LAST_NAMES
+from evals.tasks.task_words import CITIES, FIRST_NAMES, JOBS, KEY_WORDS, LAST_NAMES
 
 TURN_BEGIN = "<|begin_of_text|><|user|>\n"
 TURN_END = "<|end|><|assistant|>\n"

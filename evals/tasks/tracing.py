@@ -10,7 +10,7 @@ import random
 from evals.samples import Sample
 from evals.tasks.needles import Distinct, hide, noise_lines
 from evals.tasks.request import Request, Wanted, make_sample
-from evals.tasks.vocabulary import KEY_WORDS
+from evals.tasks.task_words import KEY_WORDS
 
 NUM_HOPS = 4
 EXAMPLE_SENTENCES = 25

@@ -57,7 +57,7 @@ def lsh(
 
         from evals.fidelity import text_prompts
         from evals.forward import load_decoder
-        from evals.methods.method import parse_layers
+        from evals.methods.attention_method import parse_layers
         from evals.report.document import finite, write_document
         from evals.report.table import open_console
         from evals.session import progress_bar, resolve_device

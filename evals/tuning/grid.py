@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from evals.methods.attending import matmul_float32
-from evals.methods.method import PromptLayer
+from evals.methods.attention_method import PromptLayer
+from evals.methods.key_attention import matmul_float32
 from evals.tuning.collisions import (
     LOOKUP_STRIPE_TOKENS,
     MAX_COMPARED,

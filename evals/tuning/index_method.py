@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from evals.methods.attending import score_keys, step_logits, valid_positions, weigh_values
-from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.attention_method import DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.key_attention import score_keys, step_logits, valid_positions, weigh_values
 from gpu.methods.indexed import BLOCK_TOKENS
 from gpu.methods.indexed.codes import (
     decode_reference,

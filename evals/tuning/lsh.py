@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from evals.forward import ReferenceDecoder
-from evals.methods.method import PromptLayer, parse_layers
+from evals.methods.attention_method import PromptLayer, parse_layers
 from evals.score_rows import Row
 from evals.tuning.collisions import even_bucket_fraction
 from evals.tuning.grid import LayerSamples, Resident, Setting, Tally, table_memory_bytes

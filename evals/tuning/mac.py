@@ -11,8 +11,8 @@ import torch
 
 from evals.decode import decode_forced, prefill_batch
 from evals.forward import ReferenceDecoder
+from evals.methods.attention_method import Step, StepResult
 from evals.methods.full import Full
-from evals.methods.method import Step, StepResult
 from evals.score_rows import Row
 from evals.tuning.mac_method import Mac
 from gpu.methods.mac.match import Count

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from evals.methods.attending import step_logits, valid_positions, weigh_values
-from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.attention_method import DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.key_attention import step_logits, valid_positions, weigh_values
 from gpu.attention.prefill_query import PrefillQuery
 from gpu.methods.mac.complete import complete
 from gpu.methods.mac.match import NUM_COUNTS, Limits, match

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from bench.benchmark_rows import Row, announce, require, summarise
 from bench.decode_loop import decode, prefill_ms, served_graph_sizes
-from bench.engine import draw_prompts, measure_floor_rates
+from bench.engine_steps import draw_prompts, measure_floor_rates
 from bench.memory_cap import cap_memory
 from bench.rates import device_name
 from cpu.expert_rates import measure_core_rates

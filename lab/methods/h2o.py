@@ -12,7 +12,9 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attending import (
+from evals.methods.attention_method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.budget import Budget
+from evals.methods.key_attention import (
     Choice,
     add_group,
     attend_chosen,
@@ -22,8 +24,6 @@ from evals.methods.attending import (
     step_logits,
     valid_positions,
 )
-from evals.methods.budget import Budget
-from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
 
 
 @dataclass(slots=True)

@@ -15,7 +15,10 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from evals.methods.attending import (
+from evals.methods.attention_method import BudgetSetting, DecodeMethod, MethodError, PromptLayer, Step, StepResult
+from evals.methods.blocks import num_blocks
+from evals.methods.budget import Budget
+from evals.methods.key_attention import (
     attend_chosen,
     choose_best,
     last_positions,
@@ -24,9 +27,6 @@ from evals.methods.attending import (
     rows_apart,
     step_logits,
 )
-from evals.methods.blocks import num_blocks
-from evals.methods.budget import Budget
-from evals.methods.method import BudgetSetting, DecodeMethod, MethodError, PromptLayer, Step, StepResult
 from gpu.predictor.history import STORED, History, attended_maxima, block_maxima, new_history, restore
 from gpu.predictor.network import load_network
 from gpu.predictor.predict import PackedNetwork, pack, predict_blocks

@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attending import attend_chosen, rows_apart, score_keys, weigh_values
-from evals.methods.method import DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.attention_method import DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.key_attention import attend_chosen, rows_apart, score_keys, weigh_values
 from evals.tuning.collisions import LOOKUP_STRIPE_TOKENS, count_collisions, hash_rows, log_inclusion
 from gpu.methods.sampled.hyperplanes import MAX_BITS_PER_TABLE, Projections, draw_projections
 

@@ -12,7 +12,9 @@ import torch
 from pydantic import Field
 from torch.nn import functional
 
-from evals.methods.attending import (
+from evals.methods.attention_method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.budget import Budget
+from evals.methods.key_attention import (
     Choice,
     add_group,
     attend_chosen,
@@ -21,8 +23,6 @@ from evals.methods.attending import (
     force_ends,
     read_together,
 )
-from evals.methods.budget import Budget
-from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
 
 
 @dataclass(frozen=True, slots=True)

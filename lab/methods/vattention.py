@@ -11,7 +11,9 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from evals.methods.attending import (
+from evals.methods.attention_method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
+from evals.methods.budget import Budget
+from evals.methods.key_attention import (
     Choice,
     add_group,
     attend_weighted,
@@ -20,8 +22,6 @@ from evals.methods.attending import (
     read_together,
     step_logits,
 )
-from evals.methods.budget import Budget
-from evals.methods.method import BudgetSetting, DecodeMethod, PromptLayer, Step, StepResult
 
 
 class VAttention(DecodeMethod):

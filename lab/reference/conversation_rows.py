@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evals.tasks.needles import Distinct
-from evals.tasks.vocabulary import KEY_WORDS
+from evals.tasks.task_words import KEY_WORDS
 from lab.reference.corpus import Text
 from lab.reference.spelling import ASSISTANT, BEGIN, END, END_OF_TEXT, USER, Spelling
 from lab.reference.tasks import KINDS, MERGED, TASKS, Exercise, Room, Turn

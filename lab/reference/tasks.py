@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from evals.tasks.counting_words import PLAIN_WORDS, words_of
 from evals.tasks.needles import Distinct
 from evals.tasks.reference import COUNTED, NUMBER_NEEDLE, WORD_NEEDLE, a
-from evals.tasks.vocabulary import CITIES, FIRST_NAMES, JOBS, LAST_NAMES
+from evals.tasks.task_words import CITIES, FIRST_NAMES, JOBS, LAST_NAMES
 
 TASKS = (
     "needle",

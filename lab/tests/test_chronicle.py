@@ -10,9 +10,9 @@ import pytest
 
 from evals.chronicle import word_lists as chronicle_words
 from evals.chronicle.chronicler import GRAMMAR, chronicle, ordinal, spelled
-from evals.tasks import vocabulary
+from evals.tasks import task_words
 from evals.tasks.needles import Distinct
-from evals.tasks.vocabulary import CITIES, FIRST_NAMES, KEY_WORDS, LAST_NAMES
+from evals.tasks.task_words import CITIES, FIRST_NAMES, KEY_WORDS, LAST_NAMES
 from lab.reference import tasks
 from tests.tolerances import PROSE_DISTINCT
 from training import narrative
@@ -63,7 +63,7 @@ def task_wording() -> str:
 def trained_words() -> set[str]:
     grammar = " ".join(re.sub(r"\{\w+\}", " ", options) for options in narrative.GRAMMAR.values())
     told_words = words_of(" ".join(narrated(NUM_SENTENCES, 0)))
-    return words_of(grammar) | told_words | lists_of(vocabulary) | words_of(re.sub(r"[A-Z]{4}", "", task_wording()))
+    return words_of(grammar) | told_words | lists_of(task_words) | words_of(re.sub(r"[A-Z]{4}", "", task_wording()))
 
 
 @cache

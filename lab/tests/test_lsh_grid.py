@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from evals.methods.attention_method import PromptLayer, Step
 from evals.methods.full import Full
-from evals.methods.method import PromptLayer, Step
 from evals.tuning import grid as grids
 from evals.tuning.grid import LayerSamples
 from lab.methods import parse_method

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from evals.methods.attention_method import MethodError
 from evals.methods.full import Full
-from evals.methods.method import MethodError
 from gpu.methods.predicted.settings import PredictedSettings
 from gpu.predictor.network import PredictorNetwork, load_network, save_network
 from lab.methods import parse_method

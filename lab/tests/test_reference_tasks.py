@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from evals.tasks.needles import Distinct
-from evals.tasks.vocabulary import KEY_WORDS
+from evals.tasks.task_words import KEY_WORDS
 from lab.reference.tasks import KINDS, TASKS, Exercise, Room
 from tests.reference_solver import solve
 

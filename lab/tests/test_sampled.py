@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.special import betainc
 
+from evals.methods.attention_method import PromptLayer, Step, StepResult
 from evals.methods.full import Full
-from evals.methods.method import PromptLayer, Step, StepResult
 from evals.tuning.collisions import count_collisions, even_bucket_fraction, log_inclusion
 from gpu.methods.sampled.hyperplanes import draw_projections, encode_reference
 from lab.methods import parse_method, sampled

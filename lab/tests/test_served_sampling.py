@@ -20,7 +20,7 @@ import torch
 import cpu.segment_jobs
 from cpu.cpu_tier import CpuTier, open_tier
 from cpu.tables import build_tables
-from evals.methods.method import PromptLayer, Step
+from evals.methods.attention_method import PromptLayer, Step
 from gpu.exchange.device_slots import SlotExchange
 from gpu.host.row_transfer import RowTransfer
 from gpu.methods.sampled.codes import Codes

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from bench.load.settings import LoadPlan, parse_lengths
+from bench.load.load_plan import LoadPlan, parse_lengths
 
 PLAN = LoadPlan(
     url="http://127.0.0.1:1",

@@ -10,12 +10,12 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-import bench.engine
+import bench.engine_steps
 from bench.agreement import Agreement
 from bench.benchmark_rows import GateError, Row
 from bench.cli import app
 from bench.decode_loop import build_runner, decode, served_graph_sizes
-from bench.engine import EngineBenchmark, draw_prompts, run_engine_benchmark
+from bench.engine_steps import EngineBenchmark, draw_prompts, run_engine_benchmark
 from bench.hugging_face import load_hugging_face
 from bench.machine_commands import parse_batches
 from bench.over_http import Floor, HttpBenchmark, draw_round, run_http_benchmark
@@ -43,8 +43,8 @@ CONTEXT = 40
 
 @pytest.fixture(autouse=True)
 def _quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.engine, "measure_host_rates", lambda threads: {"host_stream_gb_s": 1.0})
-    monkeypatch.setattr(bench.engine, "measure_device_rates", lambda device: {"device_stream_gb_s": 1.0})
+    monkeypatch.setattr(bench.engine_steps, "measure_host_rates", lambda threads: {"host_stream_gb_s": 1.0})
+    monkeypatch.setattr(bench.engine_steps, "measure_device_rates", lambda device: {"device_stream_gb_s": 1.0})
 
 
 def make_benchmark(device: str, model: Path | None, dtype: str) -> EngineBenchmark:
@@ -71,7 +71,7 @@ def test_rows_carry_floor_and_peer_and_the_ceiling_comes_first(
 
 def test_prompts_stand_beside_their_products_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a mixture: a token's products are of the experts that it takes, and a prompt reads all of them."""
-    monkeypatch.setattr(bench.engine, "measure_host_matmul", lambda dtypes: 2.0)
+    monkeypatch.setattr(bench.engine_steps, "measure_host_matmul", lambda dtypes: 2.0)
     asked = EngineBenchmark(None, "tiny-qwen3-moe", (1,), 12, 10, 2, torch.get_num_threads(), "cpu", "float32", None,
                             (40, 100), 32)  # fmt: skip
     step, *prompts = run_engine_benchmark(asked, Console(quiet=True))
@@ -93,7 +93,7 @@ def test_prompts_are_timed_by_an_engine_that_is_loaded_as_a_server_loads_its_own
     """With its units, its warm-up and its own word of how long a prefill took."""
     asked = EngineBenchmark(None, "tiny", (1,), 12, 10, 1, torch.get_num_threads(), "cpu", "float32", None, (70,), 32)
     loaded, warmed, units = [], [], []
-    real_load, real_warm, real_plan = bench.engine.load_engine, Rehearsal.warm_up, Runner._launch
+    real_load, real_warm, real_plan = bench.engine_steps.load_engine, Rehearsal.warm_up, Runner._launch
 
     def load(config: EngineConfig, *rest: object) -> object:
         loaded.append(config)
@@ -103,15 +103,15 @@ def test_prompts_are_timed_by_an_engine_that_is_loaded_as_a_server_loads_its_own
         units.append([unit.end - unit.begin for unit in plan.units])
         return real_plan(runner, plan)
 
-    monkeypatch.setattr(bench.engine, "load_engine", load)
+    monkeypatch.setattr(bench.engine_steps, "load_engine", load)
     monkeypatch.setattr(
         Rehearsal, "warm_up", lambda own, tokens, *rest: (warmed.append(tokens), real_warm(own, tokens, *rest))[1]
     )
     monkeypatch.setattr(Runner, "_launch", launch)
     told: list[float] = []
-    monkeypatch.setattr(bench.engine, "_MOST_PROMPTS", 4)
-    real_ms = bench.engine._prefill_ms
-    monkeypatch.setattr(bench.engine, "_prefill_ms", lambda *given: (told.append(real_ms(*given)), told[-1])[1])
+    monkeypatch.setattr(bench.engine_steps, "_MOST_PROMPTS", 4)
+    real_ms = bench.engine_steps._prefill_ms
+    monkeypatch.setattr(bench.engine_steps, "_prefill_ms", lambda *given: (told.append(real_ms(*given)), told[-1])[1])
     _, row = run_engine_benchmark(asked, Console(quiet=True))
     (config,) = loaded
     assert config.scheduler.prefill.chunk_tokens == 32
@@ -138,17 +138,17 @@ def test_the_peer_with_a_checkpoint_is_transformers_and_its_tokens_are_ours() ->
 
 def test_a_wrong_step_yields_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Power of the gate: one matrix of ours has its sign flipped, the peer's has not."""
-    real = bench.engine.random_weights
+    real = bench.engine_steps.random_weights
 
     def damaged(*arguments: object) -> object:
         weights = real(*arguments)
-        bench.engine.PlainDecode = lambda a, w, b, c, d: PlainDecode(a, undamaged, b, c, d)
+        bench.engine_steps.PlainDecode = lambda a, w, b, c, d: PlainDecode(a, undamaged, b, c, d)
         undamaged = real(*arguments)
         weights.layers[0].qkv.neg_()
         return weights
 
-    monkeypatch.setattr(bench.engine, "PlainDecode", PlainDecode)
-    monkeypatch.setattr(bench.engine, "random_weights", damaged)
+    monkeypatch.setattr(bench.engine_steps, "PlainDecode", PlainDecode)
+    monkeypatch.setattr(bench.engine_steps, "random_weights", damaged)
     with pytest.raises(GateError, match="the peer chooses"):
         run_engine_benchmark(make_benchmark("cpu", None, "float32"), Console(quiet=True))
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from rich.console import Console
 
-import bench.engine
+import bench.engine_steps
 from bench.agreement import Agreement, agree, require_agreement
 from bench.benchmark_rows import GateError, Row
-from bench.engine import EngineBenchmark, measure_floor_rates, run_engine_benchmark
+from bench.engine_steps import EngineBenchmark, measure_floor_rates, run_engine_benchmark
 from bench.plain_decode import PlainDecode
 from gpu.weights.drawing import random_weights
 from gpu.weights.weights import Weights
@@ -40,8 +40,10 @@ class RecordedPeer(PlainDecode):
 @pytest.fixture(scope="module")
 def run() -> tuple[list[Row], list[RecordedPeer]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench.engine, "measure_floor_rates", lambda *_: ({"host_stream_gb_s": RATE_GB_S}, RATE_GB_S))
-        patch.setattr(bench.engine, "PlainDecode", RecordedPeer)
+        patch.setattr(
+            bench.engine_steps, "measure_floor_rates", lambda *_: ({"host_stream_gb_s": RATE_GB_S}, RATE_GB_S)
+        )
+        patch.setattr(bench.engine_steps, "PlainDecode", RecordedPeer)
         RecordedPeer.made = []
         return run_engine_benchmark(BENCHMARK, Console(quiet=True)), RecordedPeer.made
 
@@ -75,9 +77,9 @@ def test_rates_of_tokens_are_of_the_whole_batch(run: tuple[list[Row], list[Recor
 
 def test_the_floor_has_the_better_rate_of_memory_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(bench.engine, "measure_host_rates", lambda threads: {"host_stream_gb_s": 10.0})
+    monkeypatch.setattr(bench.engine_steps, "measure_host_rates", lambda threads: {"host_stream_gb_s": 10.0})
     monkeypatch.setattr(
-        bench.engine, "measure_read_rate", lambda threads, num_bytes: asked.append((threads, num_bytes)) or 30.0
+        bench.engine_steps, "measure_read_rate", lambda threads, num_bytes: asked.append((threads, num_bytes)) or 30.0
     )
     rates, rate = measure_floor_rates(12345, 3, torch.device("cpu"))
     assert rates == {"host_stream_gb_s": 10.0, "host_weights_gb_s": 30.0}
@@ -112,6 +114,6 @@ def test_tokens_of_another_model_are_far_behind_and_near_ties_are_not() -> None:
 
 
 def test_prompts_are_different_texts_of_the_length_that_was_asked() -> None:
-    prompts = bench.engine.draw_prompts(4, 50, 1000)
+    prompts = bench.engine_steps.draw_prompts(4, 50, 1000)
     assert prompts.shape == (4, 50)
     assert len(np.unique(prompts, axis=0)) == 4

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from bench.host_drafts import DRAFTED, WIDTHS, HostDraftsBenchmark, run_host_drafts_benchmark
 from bench.replay import RIGHT
-from tests.bench.test_drafts import NEVER
+from tests.bench.test_draft_speed import NEVER
 from tests.bench.test_long_context import measure_little
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from bench.load.load_plan import LoadPlan, PlanError, parse_lengths, parse_slo
 from bench.load.prompts import ConversationReader, PromptMaker, read_conversations
 from bench.load.prose import write_prose
-from bench.load.settings import LoadPlan, PlanError, parse_lengths, parse_slo
 from bench.load.tokenised_text import (
     TextPool,
     load_tokenizer,

@@ -145,5 +145,7 @@ def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_the_client_needs_no_torch() -> None:
-    code = "import bench.load.serve_command, bench.load.row, bench.load.page, sys; sys.exit('torch' in sys.modules)"
+    code = (
+        "import bench.load.serve_command, bench.load.row, bench.load.report_page, sys; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

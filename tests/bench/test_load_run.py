@@ -12,8 +12,8 @@ from rich.console import Console
 
 from bench.load.client import StreamFault
 from bench.load.console import print_summary
+from bench.load.load_plan import LoadPlan, parse_lengths
 from bench.load.measure import LoadResult, measure
-from bench.load.settings import LoadPlan, parse_lengths
 from tests.bench.load_plans import make_plan
 from tests.bench.scripted_server import Behaviour, ScriptedServer, scripted_server
 from tests.tolerances import LOAD_EARLY_S, LOAD_LATE_S

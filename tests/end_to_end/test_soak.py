@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench.soak.requests import Mix
-from bench.soak.run import SoakPlan, SoakResult, run_soak
-from bench.soak.table import judge_memory
+from bench.soak.soak_report import judge_memory
+from bench.soak.soak_run import SoakPlan, SoakResult, run_soak
 from tests.end_to_end.server_process import ServerProcess, running_server
 from tests.tolerances import (
     BF16_FLIP_LOGIT_GAP,

@@ -7,7 +7,7 @@ import torch
 
 from evals.fidelity import compare, pool_rows, spread_grid
 from evals.forward import load_decoder
-from evals.methods.method import MethodError
+from evals.methods.attention_method import MethodError
 from gpu.model.architecture import read_architecture
 from tests.tolerances import METHOD_FLOAT32
 

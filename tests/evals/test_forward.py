@@ -7,8 +7,8 @@ import torch
 
 from evals.decode import decode_forced, decode_greedy, prefill_batch
 from evals.forward import ReferenceDecoder, load_decoder
+from evals.methods.attention_method import MethodError
 from evals.methods.baselines import parse_method
-from evals.methods.method import MethodError
 from tests.tolerances import FORWARD_LOGIT_ATOL
 
 MODEL = Path("deploy/models/reference")

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from evals.decode import decode_forced, prefill_batch
 from evals.forward import load_decoder
+from evals.methods.attention_method import DecodeMethod
 from evals.methods.full import Full
-from evals.methods.method import DecodeMethod
 from evals.tuning.command import app
 from evals.tuning.mac import choose_taus
 from evals.tuning.mac_method import Mac

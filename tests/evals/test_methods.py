@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from evals.methods.attending import column_mass
+from evals.methods.attention_method import DecodeMethod, MethodError, PromptLayer, Step, StepResult
 from evals.methods.baselines import parse_method
 from evals.methods.full import Full
-from evals.methods.method import DecodeMethod, MethodError, PromptLayer, Step, StepResult
+from evals.methods.key_attention import column_mass
 from tests.tolerances import METHOD_FLOAT32, SAMPLED_MEAN_SIGMAS
 
 HEADS, KV_HEADS, DIM, STEPS = 4, 2, 8, 3
@@ -270,7 +270,7 @@ def check_padded(method):
 def test_column_masses_of_all_queries_do_not_depend_on_blocks(monkeypatch):
     case = Case(13)
     whole = column_mass(case.prompt(), 0)
-    monkeypatch.setattr("evals.methods.attending.MAX_BLOCK_LOGITS", 5 * len(LENGTHS) * HEADS * max(LENGTHS))
+    monkeypatch.setattr("evals.methods.key_attention.MAX_BLOCK_LOGITS", 5 * len(LENGTHS) * HEADS * max(LENGTHS))
     torch.testing.assert_close(column_mass(case.prompt(), 0), whole, atol=METHOD_FLOAT32, rtol=0)
     assert abs(whole[1].sum().item() - HEADS * LENGTHS[1]) < METHOD_FLOAT32 * LENGTHS[1] * HEADS
 

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from evals.forward import load_decoder
-from evals.methods.method import PromptLayer
+from evals.methods.attention_method import PromptLayer
 from evals.tuning.command import app, deployment_of, warnings_of
 from evals.tuning.grid import LayerSamples, Resident, Setting, table_memory_bytes
 from evals.tuning.lsh import Budget, choose_setting, measure_grid, summarize_grid

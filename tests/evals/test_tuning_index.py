@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from evals.cells import Cell, PromptSettings
+from evals.methods.attention_method import PromptLayer, Step
 from evals.methods.full import Full
-from evals.methods.method import PromptLayer, Step
 from evals.run import Prompt
 from evals.stopping import Stop
 from evals.store import Record

@@ -14,7 +14,7 @@ from bench.agreement import Agreement
 from bench.decode_loop import build_runner, decode
 from bench.plain_decode import PlainDecode
 from evals.forward import load_decoder
-from evals.methods.attending import attend_all
+from evals.methods.key_attention import attend_all
 from gpu.config import Composition
 from gpu.cpu_step.cpu_step import serves
 from gpu.cpu_step.step_attention import COLUMN_BLOCK

@@ -8,7 +8,7 @@ import torch
 
 from bench.agreement import require_agreement
 from bench.decode_loop import build_runner, decode
-from bench.engine import draw_prompts
+from bench.engine_steps import draw_prompts
 from bench.plain_decode import PlainDecode
 from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape
 from gpu.model.matrix_formats import rounded

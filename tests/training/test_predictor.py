@@ -11,7 +11,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from evals.forward import load_decoder
-from evals.methods.method import PromptLayer
+from evals.methods.attention_method import PromptLayer
 from gpu.predictor.network import PredictorNetwork, load_network
 from tests.gpu.gguf_files import vocabulary, write
 from tests.gpu.reference_model import FOLDER

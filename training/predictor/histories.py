@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from evals.forward import ReferenceDecoder
-from evals.methods.attending import last_positions, prompt_weights
-from evals.methods.method import PromptLayer
+from evals.methods.attention_method import PromptLayer
+from evals.methods.key_attention import last_positions, prompt_weights
 from gpu.predictor.history import block_maxima
 
 Tracks = Literal["group", "head"]

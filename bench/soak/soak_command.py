@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bench.soak.run import SoakPlan, SoakResult
+    from bench.soak.soak_run import SoakPlan, SoakResult
 
 _DEFAULT_CONFIG = Path("deploy/soak.yaml")
 _LOAD_S = 600.0
@@ -51,8 +51,8 @@ def soak(
 
     from bench.gate_error import GateError
     from bench.soak.requests import EXACT_PROFILES, Mix
-    from bench.soak.run import SoakPlan, run_soak
-    from bench.soak.table import judge_memory, print_result, write_result
+    from bench.soak.soak_report import judge_memory, print_result, write_result
+    from bench.soak.soak_run import SoakPlan, run_soak
     from server.deployment import ConfigError
     from server.server_url import find_root
 
@@ -89,7 +89,7 @@ def _soak_own_server(config: Path, plan_for: "Callable[[str, tuple[str, ...]], S
 
     from bench.server_process import serving
     from bench.soak.requests import EXACT_PROFILES
-    from bench.soak.run import run_soak
+    from bench.soak.soak_run import run_soak
     from gpu.profiles import resolve_profiles
     from server.deployment import load_deployment
 

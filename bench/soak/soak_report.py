@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.soak.processes import Trend, fit_trend
-from bench.soak.run import SoakResult
+from bench.soak.soak_run import SoakResult
 
 FLAT_BYTES = 50 * 2**20  # a leak of one request's rows (2 MB and more) passes it within some fifty requests
 _COLUMNS = ("asked", "answered", "same", "level", "parted", "other", "lost at a kill", "refused meanwhile", 

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.soak import gauges, run
-from bench.soak.answers import Answer, compare
+from bench.soak import gauges, soak_run
 from bench.soak.processes import fit_trend
 from bench.soak.requests import LEFT_SESSIONS, Mix, Served, make_requests
-from bench.soak.run import Kill, SoakPlan, SoakResult, run_soak
-from bench.soak.table import FLAT_BYTES, judge_memory, write_result
+from bench.soak.soak_answers import Answer, compare
+from bench.soak.soak_report import FLAT_BYTES, judge_memory, write_result
+from bench.soak.soak_run import Kill, SoakPlan, SoakResult, run_soak
 
 PLAN = SoakPlan("http://scripted.test", None, 0.25, 0, 8, Mix(2, 60, 4, None), 1e-3, 0, patience_s=0.5)
 SERVED = Served("scripted", {"exact": 1000, "sampled": 1000}, "exact", True, True)
@@ -40,7 +40,7 @@ def refuse(status: int, code: str | None) -> httpx.Response:
 async def soak(answers: Answers, monkeypatch: pytest.MonkeyPatch, **held: float) -> SoakResult:
     """Soak a server of completions: `answers` gets the number of a request that is compared or drawn, and its body."""
     monkeypatch.setattr(gauges, "REST_S", 0.1)
-    monkeypatch.setattr(run, "_RETRY_S", 0.05)
+    monkeypatch.setattr(soak_run, "_RETRY_S", 0.05)
     numbers = iter(range(10**6))
 
     async def handle(request: httpx.Request) -> httpx.Response:
@@ -123,11 +123,11 @@ async def test_a_server_that_refuses_a_first_request_is_not_soaked(monkeypatch):
 
 def test_an_error_is_right_only_of_what_was_in_flight_at_a_kill_or_came_before_the_next_engine() -> None:
     for sent, now, column in ((5.0, 11.0, "lost at a kill"), (12.0, 13.0, "refused meanwhile"), (21.0, 22.0, None)):
-        one = object.__new__(run._Soak)
+        one = object.__new__(soak_run._Soak)
         one.result = SoakResult(kills=[Kill(10.0, 20.0)])
         counts: Counter[str] = Counter()
         request = make_requests(SERVED, PLAN.mix)[0]
-        one._judge(request, sent, run.RefusedError(503, "engine_dead", "gone"), counts, now)
+        one._judge(request, sent, soak_run.RefusedError(503, "engine_dead", "gone"), counts, now)
         assert counts == ({column: 1} if column else {})
         assert bool(one.result.faults) == (column is None)
 

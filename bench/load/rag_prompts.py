@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.load.load_plan import Corpus, LoadPlan
 from bench.load.prompts import Job
 from bench.load.prose import write_prose
-from bench.load.settings import Corpus, LoadPlan
 from bench.load.tokenised_text import TextPool
 
 _SEEDS = 1_000_003  # seeds of documents for each seed of the run

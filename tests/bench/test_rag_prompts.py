@@ -13,11 +13,11 @@ from rich.console import Console
 
 from bench.load.client import StreamFault
 from bench.load.console import list_facts, list_latencies
-from bench.load.corpus import CorpusReader
+from bench.load.load_plan import Corpus, LoadPlan, PlanError, parse_lengths
 from bench.load.measure import LoadResult, measure
 from bench.load.prose import write_prose
+from bench.load.rag_prompts import CorpusReader
 from bench.load.row import make_row
-from bench.load.settings import Corpus, LoadPlan, PlanError, parse_lengths
 from bench.load.tokenised_text import load_tokenizer, pool_by_tokenizer
 from server.commands.tandem import main
 from tests.bench.load_plans import make_plan

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from evals.methods.method import PromptLayer, Step, StepResult
+from evals.methods.attention_method import PromptLayer, Step, StepResult
 
 Choice = Literal["apart", "together"]
 """Whether each query head chooses the keys it reads, or the heads of a group choose together and read rows once."""

@@ -6,7 +6,7 @@ from array import array
 import numpy as np
 import pytest
 
-from bench.load.metrics import count_peak, meets, spread_ms, summarise
+from bench.load.load_figures import count_peak, meets, spread_ms, summarise
 from bench.load.records import RequestRecord
 from tests.tolerances import LOAD_MS
 

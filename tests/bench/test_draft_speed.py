@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from bench.drafts import WIDTHS, DraftsBenchmark, run_drafts_benchmark
+from bench.draft_speed import WIDTHS, DraftsBenchmark, run_drafts_benchmark
 from bench.replay import RIGHT, Acceptance
 from tests.bench.test_long_context import measure_little
 

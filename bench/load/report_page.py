@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bench.load.console import list_facts, list_latencies
-from bench.load.metrics import Summary
+from bench.load.load_figures import Summary
 from bench.load.plots import draw_cdfs, draw_requests, draw_timeline, draw_ttft_against_prompt
 from bench.load.records import RequestRecord
 

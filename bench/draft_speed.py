@@ -21,8 +21,8 @@ from rich.console import Console
 
 from bench.as_served import interpreter_as_served
 from bench.benchmark_rows import Row, Stages, announce, require, summarise
-from bench.engine import measure_floor_rates
 from bench.engine_patches import note_results, switch_drafts
+from bench.engine_steps import measure_floor_rates
 from bench.long_client import GREEDY, Client
 from bench.rates import device_name
 from bench.replay import RIGHT, Acceptance, Partings, Recorded, Replayed

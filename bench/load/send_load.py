@@ -12,9 +12,9 @@ from typing import Any
 
 from bench.load.arrivals import draw_arrivals
 from bench.load.client import Client
+from bench.load.load_plan import LoadPlan
 from bench.load.prompts import Job
 from bench.load.records import RequestRecord
-from bench.load.settings import LoadPlan
 
 FAILURE_PAUSE_S = 0.1
 """Pause of a closed-loop worker after a failure, so that a dead server is not flooded with requests."""

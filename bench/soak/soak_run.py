@@ -12,10 +12,10 @@ import httpx
 import psutil
 
 from bench.soak import gauges
-from bench.soak.answers import Answer, RefusedError, compare, read_answer
 from bench.soak.gauges import read_drafted, read_gauges, read_served, wait_for_rest
 from bench.soak.processes import ServerProcesses, find_server
 from bench.soak.requests import LEFT_SESSIONS, Mix, Served, SoakRequest, make_requests, make_short_lived
+from bench.soak.soak_answers import Answer, RefusedError, compare, read_answer
 
 _RETRY_S = 0.5
 _SAMPLE_S = 1.0
