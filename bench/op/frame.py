@@ -29,7 +29,7 @@ Rate = Literal[
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The options of the command line. batches: rows of a step. tokens: of a context or prompt. kinds: formats of
-    weights or of keys and values; empty: all that the operation has.
+    weights or of keys and values; empty: all that the operation has. own: options of one operation alone, by name.
     """
 
     shape_name: str
@@ -38,6 +38,7 @@ class Asked:
     kinds: tuple[str, ...]
     threads: int
     device: torch.device
+    own: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shape(self) -> Architecture:

@@ -26,6 +26,9 @@ def op(
     tokens: Annotated[int, typer.Option(min=1, help="of a context or prompt")] = 32_768,
     kinds: Annotated[str, typer.Option(help="formats of weights or rows, methods, with commas; default: "
                                             "the operation's own")] = "",
+    rows: Annotated[str, typer.Option(help="of `indexed`: how rows are stored: bfloat16, int8 or int4")] = "",
+    bits: Annotated[str, typer.Option(help="of `indexed`: bits of keys and values in the index, as 4,2")] = "",
+    share: Annotated[str, typer.Option(help="of `indexed`: share of the tokens that a KV head reads, as 0.02")] = "",
     threads: Threads = None,
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option()] = "auto",
     json_file: JsonFile = None,
@@ -40,11 +43,14 @@ def op(
 
     if name not in OPERATIONS:
         raise typer.BadParameter(f"got {name}; wanted one of {', '.join(OPERATIONS)}", param_hint="NAME")
+    own = {option: value for option, value in {"rows": rows, "bits": bits, "share": share}.items() if value}
+    if own and name != "indexed":
+        raise typer.BadParameter(f"is of `indexed`, got {name}; leave it out", param_hint=f"--{next(iter(own))}")
     console = Console(stderr=True)
     warn_if_busy(console)
     on = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     named = tuple(kind.strip() for kind in kinds.split(",") if kind.strip())
-    asked = Asked(shape, parse_batches(batch), tokens, named, threads or count_physical_cores(), on)
+    asked = Asked(shape, parse_batches(batch), tokens, named, threads or count_physical_cores(), on, own)
     module, _, function = OPERATIONS[name].partition(":")
     try:
         cases = getattr(import_module(module), function)(asked)

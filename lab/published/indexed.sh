@@ -69,12 +69,15 @@ for part in "${parts[@]}"; do
     # Aim, 130,560 tokens with keys of 3 bits: 30 ms (45 sampled), in 23 GiB. It takes 28.6: 5.8 of index beside 17.4 of
     # weights and 3.5 of a prompt under way, so this is the time alone.  300 s
     32b-128k) deployment 32b-128k "random_weights: qwen2.5-32b, weights: int4, $yarn" 30 48 int8 int8 1024 131072 1 512 "key_bits: 3, $share" && long 32b-128k 130560 1 indexed ;;
-    # A layer's parts, and a layer of resident pages beside full attention.  60 s
+    # A layer's parts over rows in bf16 and in int8, and a layer of resident pages beside full attention.  60 s each
     op)
         echo "== op"
         shape=(--shape llama-3.1-8b) tokens=98304 batches=1,4 device=cuda
         [ $mode = cpu ] && shape=(--shape tiny) tokens=2048 batches=1 device=cpu
-        [ $mode = plan ] || tandem bench op indexed --tokens $tokens --batch $batches "${shape[@]}" --device $device --json "$OUT/op.json" || failed=1 ;;
+        for rows in ${ROWS:-bfloat16 int8}; do
+            [ $mode = plan ] || tandem bench op indexed --tokens $tokens --batch $batches "${shape[@]}" --device $device --rows $rows --share "${SHARE:-0.005}" \
+                --json "$OUT/op-$rows.json" || failed=1
+        done ;;
     # Aim: the prompt of 96K with an index at most 3 % over the same without. Beside it in the same card, twice, since a
     # card's clock drifts: one reads host memory by the CPU, which makes no index.  100 s
     prompt)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from bench.benchmark_rows import GateError
 from bench.cli import app
-from bench.op import attention, frame, linear
+from bench.op import attention, frame, indexed, linear
 from bench.op.frame import Asked, Case, Work, time_cases
 from bench.op.op_command import OPERATIONS
 from gpu.layers.projections import Projections
@@ -61,6 +62,28 @@ def test_an_operation_or_a_kind_that_there_is_not_is_refused() -> None:
     assert "got qwen3-30b-a3b, a mixture of experts" in done.stderr
     done = CliRunner().invoke(app, ["op", "linear", "--shape", "tiny", "--device", "cpu", "--kinds", "humming-int4"])
     assert "error: model.products: asked humming, the device is the CPU" in done.stderr
+
+
+@pytest.mark.parametrize(("rows", "row_bytes"), [("int8", 64), ("int4", 48)])
+def test_an_index_is_timed_over_rows_of_few_bits_with_other_bits_and_share(rows: str, row_bytes: int) -> None:
+    one = replace(asked("fetch", "attend", batches=(1,)), own={"rows": rows, "bits": "8,4", "share": "0.25"})
+    fetch, attend = indexed.indexed_cases(one)
+    assert fetch.config == {"stage": "fetch", "batch": 1, "tokens": 600, "budget": 150, "rows": rows, "key_bits": 8,
+                            "value_bits": 4}  # fmt: skip
+    shape = named_shape("tiny")
+    num_rows = 2 * 150 * shape.num_kv_heads  # of keys and of values
+    assert fetch.work.num_bytes == num_rows * row_bytes
+    assert attend.work.num_bytes == num_rows * 2 * shape.dim, "slots are in two bytes a number"
+    assert all(row.ms > 0 for row in time_all(iter([fetch, attend]), one))
+
+
+def test_options_of_an_index_are_its_own_and_are_checked() -> None:
+    done = CliRunner().invoke(app, ["op", "attention", "--rows", "int8"])
+    assert (done.exit_code, "is of `indexed`, got attention" in done.output) == (2, True)
+    for given, told in ((["--rows", "int2"], "--rows: got int2; wanted one of bfloat16, int8, int4"),
+                        (["--bits", "4,3"], "got 4,3 and 0.005"), (["--share", "0"], "got 4,2 and 0;")):  # fmt: skip
+        done = CliRunner().invoke(app, ["op", "indexed", "--shape", "tiny", "--device", "cpu", *given])
+        assert (done.exit_code, told in done.stderr) == (1, True), done.output
 
 
 def test_the_floor_is_the_larger_of_bytes_and_products() -> None:
