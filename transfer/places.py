@@ -8,8 +8,8 @@ multiples of ALIGN_BYTES.
 import numpy as np
 
 # Rows of a table, int64 `[layers, COLUMNS, pieces]`: a piece's tokens `[begin, end)` of the run; addresses of its first
-# key and value, bf16 or int8 `[kv_heads, tokens, dim]` with their strides in bytes; and of float32 centre `[kv_heads,
-# dim]`, key scale `[kv_heads]` and value scale `[kv_heads, dim]`, 0: bf16 rows have no scales.
+# key and value, stored rows `[kv_heads, tokens]` with their strides in bytes; and of float32 centre `[kv_heads, dim]`,
+# key scale `[kv_heads]` and value scale `[kv_heads, dim]`, 0: bf16 and int4 rows have no such scales.
 (
     RUN_BEGIN, RUN_END, KEYS, KEY_HEAD_BYTES, KEY_ROW_BYTES, VALUES, VALUE_HEAD_BYTES, VALUE_ROW_BYTES, CENTRE,
     KEY_SCALE, VALUE_SCALE,
