@@ -38,7 +38,7 @@ from gpu.decode.steps import Batch
 from gpu.load import DTYPES, RANDOM_SEED, LoadedModel
 from gpu.model.architecture import Architecture, named_shape, read_architecture
 from gpu.model.gguf.kinds import BLOCK_KINDS
-from gpu.model.gguf_translation.tensors import stored_as
+from gpu.model.gguf_translation.tensor_names import stored_as
 from gpu.model.humming_formats import multiplied
 from gpu.model.matrix_formats import rounded, step_weight_bytes
 from gpu.runner import Runner

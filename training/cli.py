@@ -74,7 +74,7 @@ def predictor(
     with one_line_errors():
         from training.predictor.fit import Recipe
         from training.predictor.histories import Cut
-        from training.predictor.train import TextPlan, train
+        from training.predictor.train_predictor import TextPlan, train
 
         if out.suffix != ".safetensors":
             raise ValueError(f"--out: {out}; wanted a name that ends in .safetensors")

@@ -11,7 +11,7 @@ from bench.benchmark_rows import require
 from bench.op.frame import COLD_BYTES, SEED, Asked, Call, Case, Work, relative_error
 from gpu.layers.projections import Projections
 from gpu.model.gguf.kinds import BLOCK_KINDS
-from gpu.model.gguf_translation.tensors import stored_as
+from gpu.model.gguf_translation.tensor_names import stored_as
 from gpu.model.humming_formats import multiplied
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.matrix_formats import output_format, rounded

@@ -17,12 +17,12 @@ from gpu.model.gguf.file import is_gguf, read_gguf
 from gpu.model.gguf.folder import name_gguf_files
 from gpu.model.gguf.keys import HEADS
 from gpu.model.gguf_translation.config_translation import as_config
-from gpu.model.gguf_translation.tensors import find_quantisation
+from gpu.model.gguf_translation.tensor_names import find_quantisation
 from gpu.model.humming_formats import multiplied
 from gpu.model.json_files import read_object
 from gpu.model.matrix_formats import rounded
+from gpu.model.named_shapes import NAMED_SHAPES, named_config, named_shape
 from gpu.model.safetensors_index import find_names
-from gpu.model.shapes import NAMED_SHAPES, named_config, named_shape
 from gpu.model.spec import ROPE_TYPES, Architecture, LayerSpec, ModelError, RopeScaling
 
 __all__ = [

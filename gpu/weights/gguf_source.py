@@ -17,7 +17,7 @@ from gpu.model.draft_head_shape import TENSORS as HEAD_TENSORS
 from gpu.model.family import EACH, families
 from gpu.model.gguf.file import read_gguf
 from gpu.model.gguf.kinds import BLOCK_KINDS
-from gpu.model.gguf_translation.tensors import checkpoint_names, stored_names
+from gpu.model.gguf_translation.tensor_names import checkpoint_names, stored_names
 from gpu.model.spec import Architecture
 from gpu.weights.file_tensor import FileTensor
 from gpu.weights.gguf_blocks import Blocks

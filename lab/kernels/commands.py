@@ -43,7 +43,7 @@ def host_experts(
 
     Experts in host memory are fetched, against the link's floor, or computed by the CPU, against host memory's.
     """
-    from lab.kernels.host_experts import HostExpertsBenchmark, host_expert_rows, parse_ways
+    from lab.kernels.host_expert_steps import HostExpertsBenchmark, host_expert_rows, parse_ways
 
     asked = HostExpertsBenchmark(
         shape, weights, memory_gib, on_card, tuple(parse_batches(batch)), tuple(parse_batches(prompts)), chunk_tokens,

@@ -14,8 +14,8 @@ import torch
 from lab.reference.conversation_rows import make_library
 from lab.reference.corpus import read_text, split_novels, tokenise
 from lab.reference.evaluation import accuracy, perplexity
-from lab.reference.folder import read_shape, read_weights
 from lab.reference.model import Llama, choose_attention
+from lab.reference.model_folder import read_shape, read_weights
 from lab.reference.spelling import Spelling
 from lab.reference.train import HELD_OUT_SHARE, HELD_OUT_WEIGHTS
 

@@ -32,14 +32,14 @@ from lab.reference.curriculum import (
 )
 from lab.reference.evaluation import accuracy, perplexity, place
 from lab.reference.feed import Feed
-from lab.reference.folder import read_weights, write_folder
 from lab.reference.lineage import Run, read_lineage, write_lineage
 from lab.reference.model import SHAPES, Llama, choose_attention
+from lab.reference.model_folder import read_weights, write_folder
 from lab.reference.muon import Muon
 from lab.reference.objective import Counts, lr_at, weigh, weigh_hints
+from lab.reference.reference_tokenizer import write_tokenizer
 from lab.reference.spelling import Spelling
 from lab.reference.tasks import TASKS
-from lab.reference.tokenizer import write_tokenizer
 
 HELD_OUT_SHARE = 0.022
 NARRATED_TRAIN, NARRATED_HELD_OUT = 60_000, 4_000

@@ -22,7 +22,7 @@ from gpu.decode.steps import Batch
 from gpu.model.adapter_file import CONFIG, TENSORS, AdapterFile, read_adapter
 from gpu.model.architecture import Architecture
 from gpu.model.matrix_formats import matrix_parts, matrix_shapes
-from gpu.model.shapes import named_shape
+from gpu.model.named_shapes import named_shape
 from gpu.runner import Runner
 from gpu.weights.drawing import random_weights
 

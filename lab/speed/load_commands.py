@@ -113,7 +113,7 @@ def measured_times(told: dict[str, Any]) -> "DeviceTimes | None":
 
 def _print_simulated(config: Path | str, load: "TokenLoad", times: "DeviceTimes", console: Console) -> None:
     from gpu.model.architecture import load_architecture
-    from gpu.model.shapes import named_shape
+    from gpu.model.named_shapes import named_shape
     from lab.speed.load_simulation import simulate
     from lab.speed.mixed_steps import simulate_mixed
     from scheduler.engine_config import SchedulerConfig

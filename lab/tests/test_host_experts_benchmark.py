@@ -14,8 +14,8 @@ from gpu.model.matrix_formats import step_weight_bytes
 from gpu.weights.expert_shares import ExpertShares
 from gpu.weights.host_experts import HostExperts as StoredExperts
 from gpu.weights.host_experts import Slots
-from lab.kernels import host_experts
-from lab.kernels.host_experts import HostExpertsBenchmark, host_expert_rows, parse_ways
+from lab.kernels import host_expert_steps
+from lab.kernels.host_expert_steps import HostExpertsBenchmark, host_expert_rows, parse_ways
 from transfer.host_tier import Answered
 
 CPU = torch.device("cpu")
@@ -25,8 +25,8 @@ TINY = HostExpertsBenchmark("tiny-qwen3-moe", None, 2.0, 5, (1, 2), (40,), 16, 8
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"host_to_device_gb_s": 10.0, "bf16_matmul_tflop_s": 1.0, "host_stream_gb_s": 20.0}
-    monkeypatch.setattr(host_experts, "measure_floor_rates", lambda *_: (rates, 100.0))
-    monkeypatch.setattr(host_experts, "measure_core_rates", core_rates)
+    monkeypatch.setattr(host_expert_steps, "measure_floor_rates", lambda *_: (rates, 100.0))
+    monkeypatch.setattr(host_expert_steps, "measure_core_rates", core_rates)
 
 
 def core_rates(threads: int, stored: list[str]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu.model.shapes import named_shape
+from gpu.model.named_shapes import named_shape
 from lab.speed.load_simulation import DeviceTimes, Outcome, simulate
 from lab.speed.mixed_steps import mixed_seconds, simulate_mixed
 from lab.speed.token_turns import TokenLoad, summarise_turns

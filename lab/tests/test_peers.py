@@ -181,7 +181,7 @@ def test_without_vllm_its_side_is_left_out(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_both_sides_have_the_same_shape() -> None:
-    from gpu.model.shapes import named_shape
+    from gpu.model.named_shapes import named_shape
 
     for kind, name in (("int4", "llama-3.1-8b"), ("moe", "qwen3-30b-a3b")):
         config, shape = model_config(kind), named_shape(name)

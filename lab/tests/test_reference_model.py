@@ -18,14 +18,14 @@ from lab.reference.conversation_rows import ROW_KINDS, Library, make_library
 from lab.reference.corpus import narrate
 from lab.reference.evaluation import accuracy, exact, perplexity, place
 from lab.reference.feed import Batch, draw_batch
-from lab.reference.folder import read_shape, read_weights, write_folder
 from lab.reference.lineage import read_lineage
 from lab.reference.model import REFERENCE, TINY, Llama, Shape, attend_by
+from lab.reference.model_folder import read_shape, read_weights, write_folder
 from lab.reference.muon import Muon, orthogonal
 from lab.reference.objective import lr_at, weigh, weigh_hints
+from lab.reference.reference_tokenizer import write_tokenizer
 from lab.reference.score import main as score
 from lab.reference.spelling import Spelling
-from lab.reference.tokenizer import write_tokenizer
 from lab.reference.train import main
 from tests.tolerances import MUON_SINGULAR_VALUES, TRAINING_LOGITS_ATOL
 from training.narrative import Narrator

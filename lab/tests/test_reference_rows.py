@@ -35,9 +35,9 @@ from lab.reference.curriculum import (
 )
 from lab.reference.evaluation import draw_evaluation
 from lab.reference.feed import count_hints, draw_batch, mixed_levels
+from lab.reference.reference_tokenizer import split_capitals, write_tokenizer
 from lab.reference.spelling import BEGIN, END, Spelling
 from lab.reference.tasks import TASKS
-from lab.reference.tokenizer import split_capitals, write_tokenizer
 
 REFERENCE = Path(__file__).resolve().parents[2] / "deploy/models/reference"
 FULL_LEVEL = dict.fromkeys(ROW_KINDS, 1.0)

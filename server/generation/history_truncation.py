@@ -11,7 +11,7 @@ from server.api_error import PromptTooLong
 from server.bodies.chat_message import Message
 from server.bodies.generation_bodies import ChatBody
 from server.generation.prompt_tokens import chat_prompt, context_of
-from server.prompting.conversation import read_conversation
+from server.prompting.plain_chat import read_conversation
 from server.service.service import Service
 
 _INSTRUCTIONS = ("system", "developer")

@@ -13,8 +13,8 @@ from server.bodies.generation_bodies import MAX_VARIABLES, WHOLE_CONTEXT, ChatBo
 from server.grammar.structured import asks_form, form_grammar
 from server.parsing.response_template import END_CHARS
 from server.prompting.chat_template import ChatTemplate
-from server.prompting.conversation import Conversation
 from server.prompting.document_prompt import ChunkedPrompt, PlacedDocument, encode_pieces, render_documents
+from server.prompting.plain_chat import Conversation
 from server.service.service import Service
 from server.stores.conversation_tails import Turn
 from server.stores.document_texts import Documents, GivenText

@@ -31,7 +31,7 @@ from server.parsing.call_grammar import (
 from server.parsing.marked_arguments import MarkedWriter, UnwrittenSchema
 from server.parsing.message_reader import MessageReader
 from server.parsing.offered_tools import Tools
-from server.prompting.conversation import Conversation
+from server.prompting.plain_chat import Conversation
 from server.service.service import Service
 from server.text.model_tokenizer import Tokenizer
 

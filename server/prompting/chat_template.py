@@ -16,8 +16,8 @@ from server.api_error import ApiError, invalid
 from server.bodies.chat_message import CalledFunction, Message, MessageCall, Part, message_text
 from server.bodies.chat_tools import Function, Tool
 from server.deployment import ConfigError
-from server.prompting.conversation import Conversation, Spell, Tree, plain_message, plain_tool, spell_tree
 from server.prompting.default_tools import write_calls, write_observations, write_results, write_tools
+from server.prompting.plain_chat import Conversation, Spell, Tree, plain_message, plain_tool, spell_tree
 from server.prompting.system_messages import place_systems
 from server.prompting.template_renderers import RENDERERS, MalformedTemplate, TemplateOverrun, TemplateRefusal
 from server.text.model_tokenizer import Tokenizer

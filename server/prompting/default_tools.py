@@ -29,7 +29,7 @@ import msgspec
 
 from server.bodies.chat_message import Message, message_text
 from server.parsing.response_template import encode_json
-from server.prompting.conversation import Conversation, Tree, read_arguments
+from server.prompting.plain_chat import Conversation, Tree, read_arguments
 
 _INTRODUCTION = (
     "# Tools\n\nYou may call functions to help with the user's request. Their signatures are in <tools></tools>:\n"

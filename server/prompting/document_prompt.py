@@ -27,7 +27,7 @@ from server.api_error import ApiError, invalid
 from server.bodies.chat_message import Message, message_text
 from server.parsing.response_template import END_CHARS
 from server.prompting.chat_template import ChatTemplate
-from server.prompting.conversation import Conversation
+from server.prompting.plain_chat import Conversation
 from server.text.chunker import Chunks
 from server.text.control_tokens import ControlTokens
 from server.text.model_tokenizer import Tokenizer, TooManyTokens

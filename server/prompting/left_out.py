@@ -10,7 +10,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from server.bodies.chat_message import Message, Part
-from server.prompting.conversation import Conversation
+from server.prompting.plain_chat import Conversation
 
 _INSTRUCTIONS = ("system", "developer")
 

@@ -10,7 +10,7 @@ import msgspec
 from server.api_error import ApiError
 from server.bodies.chat_message import Message
 from server.prompting.chat_template import ChatTemplate
-from server.prompting.conversation import Conversation
+from server.prompting.plain_chat import Conversation
 from server.text.model_tokenizer import Tokenizer
 from server.text.text_pool import INLINE_CHARS, TextPool
 

@@ -23,7 +23,7 @@ from server.generation.prompt_tokens import (
 from server.generation.session_name import find_session
 from server.generation.time_limit import choose_limit
 from server.generation.tool_use import choose_tools, constrain_answer, make_reader
-from server.prompting.conversation import read_conversation
+from server.prompting.plain_chat import read_conversation
 from server.routes.route import Call
 from server.service.service import Service
 from server.stores.document_texts import choose_fusion, find_texts

@@ -19,7 +19,7 @@ from server.bodies.keep_alive import KeepAlive
 from server.generation.generation import Generation
 from server.generation.history_truncation import kept_messages
 from server.generation.prompt_tokens import context_of
-from server.prompting.conversation import read_arguments
+from server.prompting.plain_chat import read_arguments
 from server.routes.generate import chat_job, start_generation
 from server.routes.route import Call
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpu.cpu_step.cpu_step import CpuStep
 from gpu.layers.decoder import Decoder
-from gpu.model.gguf_translation.tensors import stored_as
+from gpu.model.gguf_translation.tensor_names import stored_as
 from gpu.model.humming_formats import multiplied
 from gpu.operations.linear.numba_packed_linear import packed_product, widen_packed
 from gpu.operations.linear.packed_matrix import (

@@ -13,7 +13,7 @@ from gpu.layers.expert_mlp import ExpertMlp
 from gpu.layers.projections import Projections
 from gpu.model.architecture import ModelError, named_shape, read_architecture
 from gpu.model.gguf.kinds import BLOCK_KINDS
-from gpu.model.gguf_translation.tensors import stored_as
+from gpu.model.gguf_translation.tensor_names import stored_as
 from gpu.model.humming_formats import multiplied
 from gpu.model.matrix_format import MatrixFormat, Quantisation
 from gpu.model.matrix_formats import (

@@ -19,7 +19,7 @@ import torch
 from gpu.model.architecture import ModelError, named_shape, read_architecture
 from gpu.model.gguf.file import read_gguf
 from gpu.model.gguf.kinds import BLOCK_KINDS
-from gpu.model.gguf_translation.tensors import stored_as
+from gpu.model.gguf_translation.tensor_names import stored_as
 from gpu.model.matrix_formats import rounded, step_weight_bytes, weight_bytes
 from gpu.model.spec import NO_ROTATION, Latent, RopeScaling
 from gpu.operations.linear.packed_matrix import Packed

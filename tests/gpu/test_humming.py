@@ -19,7 +19,7 @@ from gpu.load import load_runner
 from gpu.memory.plan import MemoryRequest, PlanError, PlannedSizes, plan_memory
 from gpu.model import humming_formats
 from gpu.model.architecture import load_architecture, named_shape
-from gpu.model.gguf_translation.tensors import stored_as
+from gpu.model.gguf_translation.tensor_names import stored_as
 from gpu.model.humming_formats import laying_out_bytes, multiplied, products_key
 from gpu.model.matrix_format import MatrixFormat
 from gpu.model.matrix_formats import rounded, weight_bytes

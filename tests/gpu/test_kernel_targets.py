@@ -44,7 +44,7 @@ from gpu.methods.momo.block_sparse import CONFIGS, block_sparse_attention
 from gpu.methods.momo.query_sparse import query_sparse_attention
 from gpu.methods.momo.settings import MomoSettings
 from gpu.methods.momo.union import unite
-from gpu.methods.predicted.choosing import choose_blocks
+from gpu.methods.predicted.block_choice import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.held_blocks import Blocks
 from gpu.methods.predicted.listing import NUM_COUNTS as NUM_FETCH_COUNTS

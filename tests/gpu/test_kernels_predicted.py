@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu.attention.step_rows import StepRows
-from gpu.methods.predicted.choosing import choose_blocks, choose_blocks_reference, pack_bits
+from gpu.methods.predicted.block_choice import choose_blocks, choose_blocks_reference, pack_bits
 from gpu.methods.predicted.fetching import BLOCKS_AT_ONCE, CHUNK, PROGRAMS, Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.held_blocks import Blocks
 from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS, READ, SKIP, list_blocks

@@ -24,7 +24,7 @@ from gpu.methods.device_side import Site, make_device_sides
 from gpu.model.architecture import named_shape
 from gpu.model.matrix_format import MOST_PACKED_TOKENS
 from gpu.model.matrix_formats import matrix_parts, matrix_shapes, rounded
-from gpu.model.shapes import NAMED_SHAPES
+from gpu.model.named_shapes import NAMED_SHAPES
 from gpu.model.split import split_over
 from gpu.operations.linear.plain_linear import logits_linear
 from gpu.page_layout import page_table

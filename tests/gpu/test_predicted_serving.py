@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu.memory.host_demand import HostDemand
 from gpu.methods.kept import Kept
-from gpu.methods.predicted.choosing import pack_bits
+from gpu.methods.predicted.block_choice import pack_bits
 from gpu.methods.predicted.device import Predicted
 from gpu.methods.predicted.fetching import fetch_blocks
 from gpu.methods.predicted.held_blocks import EMPTY

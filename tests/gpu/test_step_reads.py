@@ -3,7 +3,7 @@
 import pytest
 
 from gpu.batching.step_reads import StepReads
-from gpu.model.shapes import named_shape
+from gpu.model.named_shapes import named_shape
 from gpu.step import HostRead
 
 HEADS_BYTES = 2 * 8 * 256  # keys and values of a token in a layer of an 8B

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpu.config import GpuConfig
-from gpu.model.shapes import named_shape
+from gpu.model.named_shapes import named_shape
 from scheduler.engine.load_engine import describe_steps
 from scheduler.engine_config import EngineConfig, PrefillConfig, SchedulerConfig
 from scheduler.planning.engine_memory import plan_engine

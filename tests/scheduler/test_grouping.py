@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu.batching.step_reads import StepReads
-from gpu.model.shapes import named_shape
+from gpu.model.named_shapes import named_shape
 from gpu.step import HostRead
 from scheduler.prefill.cost_model import CostModel
 from scheduler.sequences.lane_fences import Rows

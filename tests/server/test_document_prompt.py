@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from server.api_error import ApiError
 from server.bodies.chat_message import CalledFunction, Message, MessageCall
 from server.prompting.chat_template import ChatTemplate, load_template
-from server.prompting.conversation import Conversation
 from server.prompting.document_prompt import ChunkedPrompt, PlacedDocument, encode_pieces, render_documents
+from server.prompting.plain_chat import Conversation
 from server.text.chunker import Chunker
 from server.text.control_tokens import ControlTokens
 from server.text.model_tokenizer import Tokenizer, TooManyTokens

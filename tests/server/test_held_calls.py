@@ -15,7 +15,7 @@ from server.generation.prompt_tokens import Prompt
 from server.generation.tool_use import choose_tools, constrain_answer, make_reader
 from server.parsing.answer_formats import choose_format
 from server.parsing.answer_parts import join_parts
-from server.prompting.conversation import read_conversation
+from server.prompting.plain_chat import read_conversation
 from server.text.model_tokenizer import Tokenizer
 from server.text.text_pool import TextPool
 from tests.server.drawn_answers import Drawer

@@ -7,8 +7,8 @@ import pytest
 
 from server.bodies.chat_message import Message, Part
 from server.deployment import LEFT_OUT, ConfigError, Deployment, load_deployment
-from server.prompting.conversation import Conversation
 from server.prompting.left_out import LeftOut
+from server.prompting.plain_chat import Conversation
 from tests.server.live_server import Running, fake_command, make_deployment, running_server
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.332.93d; cc_entrypoint=sdk-cli; cch=eb6c6; cc_prev_turn_index=3;"

@@ -11,7 +11,7 @@ from server.api_error import ApiError
 from server.bodies.chat_message import CalledFunction, Message, MessageCall, Part
 from server.deployment import ConfigError
 from server.prompting.chat_template import ChatTemplate, load_template
-from server.prompting.conversation import Conversation
+from server.prompting.plain_chat import Conversation
 from server.text.control_tokens import ControlTokens
 from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE

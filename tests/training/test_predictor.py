@@ -19,7 +19,7 @@ from tests.tolerances import HISTORY_FLOAT32
 from training.cli import app
 from training.predictor.fit import LOGITS, Loss, Recipe, draw_pairs, fit, loss_of, recover
 from training.predictor.histories import Cut, Track, capture
-from training.predictor.train import TextPlan, narrated, read_prompts, split
+from training.predictor.train_predictor import TextPlan, narrated, read_prompts, split
 
 CUT = Cut(block=4, sink=3, window=6, steps=5, dense=2)
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.attention.step_rows import StepRows
 from gpu.methods.device_side import LayerReads, Lent, RingSide, Site
 from gpu.methods.predicted import COUNTERS
-from gpu.methods.predicted.choosing import choose_blocks
+from gpu.methods.predicted.block_choice import choose_blocks
 from gpu.methods.predicted.fetching import Lateness, fetch_blocks, look_at_blocks
 from gpu.methods.predicted.held_blocks import EMPTY, Blocks, new_blocks
 from gpu.methods.predicted.listing import FETCHED, LATE, LOOKED, NUM_COUNTS, READ, SKIP, WHOLE, list_blocks

@@ -5,7 +5,7 @@ from starlette.responses import Response
 from server.bodies.generation_bodies import check_chat
 from server.bodies.schema_limits import Tree
 from server.generation.prompt_tokens import chat_prompt, profile_of
-from server.prompting.conversation import read_conversation
+from server.prompting.plain_chat import read_conversation
 from server.routes.generate import respond
 from server.routes.messages.message_answers import AnsweredMessage, InputTokens, MessageError, MessageEvent
 from server.routes.messages.message_bodies import COUNT_TOKENS, MESSAGES, CountTokensBody, MessagesBody

@@ -8,7 +8,7 @@ from server.bodies.chat_tools import check_tools
 from server.bodies.generation_bodies import check_continued
 from server.bodies.schema_limits import Tree
 from server.generation.prompt_tokens import chat_prompt, check_token_ids, check_variables
-from server.prompting.conversation import read_conversation
+from server.prompting.plain_chat import read_conversation
 from server.routes.answer import Answer, Count
 from server.routes.route import BODY_ERRORS, Call, Route
 from server.routes.tokens.token_bodies import DETOKENIZE, TOKENIZE, DetokenizeBody, TokenizeBody

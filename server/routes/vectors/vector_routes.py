@@ -22,7 +22,7 @@ from server.bodies.schema_limits import Tree
 from server.generation.event_stream import CLIENT_GONE, watched
 from server.generation.generation import Disconnected, Generation, Job, collect
 from server.generation.prompt_tokens import Prompt, chat_prompt, check_room, completion_prompts, context_of
-from server.prompting.conversation import Conversation
+from server.prompting.plain_chat import Conversation
 from server.routes.generate import start_generation
 from server.routes.route import ENGINE_ERRORS, Call, Route, json_response
 from server.routes.vectors.vector_answers import Embeddings, Ranking

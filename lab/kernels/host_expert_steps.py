@@ -37,7 +37,7 @@ from gpu.load import DTYPES, RANDOM_SEED
 from gpu.memory.plan import MemoryPlan, MemoryRequest, PlannedSizes, plan_memory
 from gpu.model.architecture import Architecture, named_shape
 from gpu.model.gguf.kinds import BLOCK_KINDS
-from gpu.model.gguf_translation.tensors import stored_as
+from gpu.model.gguf_translation.tensor_names import stored_as
 from gpu.model.matrix_formats import OF_EXPERTS, rounded, step_weight_bytes
 from gpu.runner import Runner
 from gpu.runner_settings import RunnerSettings

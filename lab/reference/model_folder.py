@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lab.reference.model import EPSILON, ROPE_BASE, Llama, Shape
+from lab.reference.reference_tokenizer import SETTINGS, TOKENIZER
 from lab.reference.spelling import BEGIN, END, END_OF_TEXT
-from lab.reference.tokenizer import SETTINGS, TOKENIZER
 
 LAYER_NAMES = {
     "attention_norm": "input_layernorm",

@@ -11,8 +11,8 @@ from server.api_error import ApiError
 from server.bodies.chat_message import Message
 from server.bodies.generation_bodies import ChatBody
 from server.prompting.chat_template import ChatTemplate
-from server.prompting.conversation import Conversation, read_arguments, read_conversation
 from server.prompting.default_tools import write_tools
+from server.prompting.plain_chat import Conversation, read_arguments, read_conversation
 from server.text.control_tokens import ControlTokens
 from server.text.model_tokenizer import Tokenizer
 from tests.server.live_server import REFERENCE
