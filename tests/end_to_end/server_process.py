@@ -68,11 +68,13 @@ def running_server(folder: Path, changes: dict) -> Iterator[ServerProcess]:
     """Serve the reference model with `changes` merged over a small float32 configuration, section by section."""
     tree: dict = {
         "model": {"path": str(REPOSITORY / "deploy/models/reference"), "name": "reference"},
-        "gpu": {"device": "cpu", "dtype": "float32", "kv": "float32", "kv_cache_gib": KV_CACHE_GIB, "threads": 1},
+        "gpu": {"device": "cpu", "dtype": "float32", "kv_cache_gib": KV_CACHE_GIB, "threads": 1},
         "server": {"port": free_port(), "drain_seconds": 5},
     }
     for section, values in changes.items():
         tree.setdefault(section, {}).update(values)
+    if tree["gpu"]["dtype"] == "float32":
+        tree["gpu"].setdefault("kv", "float32")
     config = folder / "server.yaml"
     config.write_text(yaml.safe_dump(tree))
     log = folder / "server.log"

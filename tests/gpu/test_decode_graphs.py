@@ -133,6 +133,7 @@ def test_that_comparison_sees_a_shift_of_one_position(atol: float) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("products_by_library")
 def test_cuda_graphs_equal_the_eager_step(dtype: str) -> None:
     eager, eager_logprobs = decoded_logprobs(small_runner("cuda", dtype))
     captured, captured_logprobs = decoded_logprobs(small_runner("cuda", dtype, (1, 2, 3)))

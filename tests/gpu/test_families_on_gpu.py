@@ -14,7 +14,7 @@ from gpu.model.architecture import NAMED_SHAPES, LayerSpec, named_shape
 from gpu.model.matrix_formats import rounded
 from gpu.operations.recurrent.delta_net import RecurrentWeights
 from gpu.weights.drawing import random_weights
-from gpu.weights.weights import Weights, unpacked
+from gpu.weights.weights import ExpertWeights, Weights, unpacked
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -41,6 +41,8 @@ def moved(weights: Weights, dtype: torch.dtype, wide_norms: bool) -> Weights:
         if isinstance(held, RecurrentWeights):
             wide = {name: getattr(held, name) for name in FLOAT32_OF_STATES}
             made = replace(made, **{name: None if one is None else one.to(CUDA) for name, one in wide.items()})
+        if isinstance(held, ExpertWeights) and held.correction is not None:
+            made = replace(made, correction=held.correction.to(CUDA))
         return made
 
     found = move(weights)

@@ -284,6 +284,7 @@ def test_on_cuda_graphs_and_eager_segments_equal_the_exact_profile(
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("products_by_library")
 def test_on_cuda_graphs_give_the_bits_of_eager_segments() -> None:
     logits = []
     for sizes in ((), (2, 3)):

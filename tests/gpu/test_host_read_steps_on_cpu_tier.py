@@ -126,6 +126,7 @@ def test_that_comparison_sees_a_few_keys_left_out(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("reading", [Reading.WHOLE, Reading.SAMPLE])
+@pytest.mark.usefixtures("products_by_library")
 def test_on_cuda_graphs_give_the_bits_of_eager_segments(reading: Reading) -> None:
     logits = []
     for sizes in ((), (3, 5)):

@@ -42,6 +42,7 @@ def test_on_cuda_every_cell_is_covered_once() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("products_by_library")
 def test_on_cuda_graphs_give_the_bits_of_eager_steps_and_leave_the_same_rings() -> None:
     logits, stores = [], []
     for sizes in ((), (3,)):

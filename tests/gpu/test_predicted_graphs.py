@@ -85,6 +85,7 @@ def test_on_cuda_blocks_that_are_late_are_left_to_the_sample(sizes: tuple[int, .
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("products_by_library")
 def test_on_cuda_graphs_give_the_bits_of_eager_steps_and_leave_the_same_blocks() -> None:
     logits, ids, histories = [], [], []
     for sizes in ((), (3,)):

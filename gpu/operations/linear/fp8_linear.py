@@ -16,13 +16,14 @@ from torch.nn.functional import ScalingType, scaled_mm
 from gpu.model.matrix_format import UNIT_WORDS, unit_columns
 from gpu.operations.arguments import check_dtype, runs_on_triton
 from gpu.operations.linear.packed_matrix import Packed
+from gpu.operations.linear.word_layout import RUN_COLUMNS
 from gpu.operations.rms_norm import check_norm, normed_row, rms_norm_reference
 
 MOST_FP8 = 448.0  # the largest number of e4m3
 LEAST_SCALE = 2.0**-100  # of a token of zeros
 LEAST_ROUNDED_TOKENS = 16  # fewer tokens are not rounded: kernels that widen the matrix are faster
 
-_UNIT, _BYTES, _RUN = tl.constexpr(unit_columns(8)), tl.constexpr(4), tl.constexpr(2 * UNIT_WORDS)
+_RUN = tl.constexpr(RUN_COLUMNS)
 _MOST, _LEAST, _DOWN = tl.constexpr(MOST_FP8), tl.constexpr(LEAST_SCALE), tl.constexpr(2.0**-120)
 
 
@@ -30,7 +31,8 @@ def round_tokens_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round tokens in plain torch: what `round_tokens` returns without a norm."""
     tokens, inner = x.shape
     scales = x.float().abs().amax(1, keepdim=True).div_(MOST_FP8).clamp_(min=LEAST_SCALE)
-    padded = F.pad((x.float() / scales).to(torch.float8_e4m3fn).view(torch.uint8), (0, -inner % unit_columns(8)))
+    codes = (x.float() * scales.reciprocal()).to(torch.float8_e4m3fn).view(torch.uint8)
+    padded = F.pad(codes, (0, -inner % unit_columns(8)))
     halves = padded.view(tokens, -1, 2, UNIT_WORDS, 2).permute(0, 1, 3, 4, 2)
     return halves.reshape(tokens, -1).view(torch.float8_e4m3fn), scales
 
@@ -53,17 +55,17 @@ def _round_kernel(
     HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    # A word's bytes hold columns 2 w of both runs, then columns 2 w + 1 of both.
-    byte, word = place % _BYTES, place % _UNIT // _BYTES
-    column = place // _UNIT * _UNIT + byte % 2 * _RUN + 2 * word + byte // 2
+    column = tl.arange(0, BLOCK)
     row = tl.load(x + token * x_stride + column, mask=column < INNER, other=0.0)
     if HAS_NORM:
         row = normed_row(row, tl.load(norm + column, mask=column < INNER, other=0.0), eps, INNER)
     wide = row.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide), axis=0) / _MOST, _LEAST)
+    scale = tl.maximum(tl.math.div_rn(tl.max(tl.abs(wide), axis=0), _MOST), _LEAST)
     tl.store(scales + token, scale)
-    tl.store(codes + token * PADDED + place, _e4m3_bits(wide / scale), mask=place < PADDED)
+    code = _e4m3_bits(wide * tl.math.div_rn(1.0, scale))
+    # A word's bytes hold columns 2 w of both of a unit's runs, then columns 2 w + 1 of both.
+    runs = tl.reshape(code, [BLOCK // (2 * _RUN), 2, _RUN])
+    tl.store(codes + token * PADDED + column, tl.reshape(tl.permute(runs, (0, 2, 1)), [BLOCK]), mask=column < PADDED)
 
 
 def round_tokens(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
