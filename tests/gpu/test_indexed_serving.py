@@ -316,14 +316,32 @@ def test_a_resident_row_beside_a_row_of_mac_is_exact() -> None:
         assert counts_of(twins.side).read_tokens > 0
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_whatever_becomes_of_a_contexts_pages_every_step_covers_all_of_it(seed: int) -> None:
-    """Steps check their coverage, and with a budget of everything a lost or doubled token shows in the logits."""
-    draw = np.random.default_rng(seed)
-    twins = IndexedTwins(ALL | ON_CARD, ringed=(0,), kept_tokens=1024)
+@pytest.mark.parametrize(
+    ("settings", "seed"),
+    [
+        pytest.param(ALL | ON_CARD, 0, id="all"),
+        pytest.param(ALL | ON_CARD, 1, id="all, again"),
+        pytest.param(FEW | ON_CARD, 0, id="few"),
+        pytest.param(FEW | ON_CARD, 1, id="few, again", marks=pytest.mark.long),
+        pytest.param(ALL, 0, id="all, full on the card"),
+        pytest.param(ALL, 1, id="all, full on the card, again", marks=pytest.mark.long),
+        pytest.param(FEW, 0, id="few, full on the card"),
+        pytest.param(FEW, 1, id="few, full on the card, again", marks=pytest.mark.long),
+    ],
+)
+def test_whatever_becomes_of_a_contexts_pages_every_step_covers_all_of_it(settings: dict[str, Any], seed: int) -> None:
+    """Steps check their coverage, and with a budget of everything a lost or doubled token shows in the logits.
+
+    With `resident: full`, a context that is whole on the device is read in full, and an evicted one by its index.
+    """
+    draw, is_all = np.random.default_rng(seed), settings["budget_share"] == 1.0
+    limit = HOP_LOGITS_FLOAT32 if is_all else INDEXED_LOGITS
+    twins = IndexedTwins(settings, ringed=(0,), kept_tokens=1024)
     twins.prefill([PROMPT, PROMPT])
-    check_steps(twins, [0, 1], 1)
+    check_steps(twins, [0, 1], 1, limit)
     for _ in range(8):
         twins.change(int(draw.choice([0, 1])), draw, 300)
-        check_steps(twins, [0, 1], int(draw.integers(1, 5)))
-    assert counts_of(twins.side).read_tokens > 0
+        check_steps(twins, [0, 1], int(draw.integers(1, 5)), limit)
+    counts = counts_of(twins.side)
+    assert counts.read_tokens > 0
+    assert (counts.read_tokens == counts.offloaded_tokens) == is_all == (sum(counts.estimated_mass) == 0)
