@@ -64,6 +64,30 @@ def test_a_method_that_loses_by_the_rows_of_the_page_may_not_be_the_default() ->
     assert {judge_all(f"profile:{name}").verdict for name in ("mac", "sampled", "predicted")} == {aims.FAILS}
 
 
+INDEX_STEP = "decode step over 98,304 tokens, 8B bf16, 23 GiB, `indexed`, 2 % of keys read (H200)"
+SAMPLED_STEP = "decode step over it, `sampled`, batch 1"
+TIMED = [
+    ("offloaded", "", INDEX_STEP, "peer"),
+    ("indexed", "indexed-", INDEX_STEP, "measured"),
+    ("indexed", "indexed-now-", INDEX_STEP, "measured"),
+    ("sampled", "", SAMPLED_STEP, "measured"),
+]
+"""Profile, prefix of its rows' file, and row and field of docs/results/performance-h200.json with its time."""
+
+
+def test_quality_stands_beside_times_and_bytes_as_they_were_measured() -> None:
+    recorded = {row["row"]: row for row in json.loads((RESULTS / "performance-h200.json").read_text())["rows"]}
+    lines = []
+    for name, prefix, step, field in TIMED:
+        line = render_verdicts(read_rows(f"{prefix}real-model-h200.json"), ANY, [f"profile:{name}"])[-1]
+        _, verdict, pairs, gap, kl, _, read = (cell.strip() for cell in line.strip("|").split("|"))
+        date = recorded[step]["source"].split(", ")[1]
+        judged = json.loads((RESULTS / f"{prefix}real-model-h200.json").read_text())["date"]
+        cells = [f"`{name}`", judged, verdict, f"{gap} ({pairs})", kl, read, f"{recorded[step][field][0]:g}", date]
+        lines.append("| " + " | ".join(cells) + " |")
+    assert table("times").splitlines()[2:] == lines
+
+
 @pytest.mark.parametrize(("name", "length"), [("three", 1400), ("nine", 3900)])
 def test_policies_are_those_of_the_rows(name: str, length: int) -> None:
     rows = read_rows("fusion-real-model-h200.json")
