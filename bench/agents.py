@@ -133,7 +133,7 @@ class _Bench:
         """Return the seconds to the first token, the answer, and the request's figures."""
         request = EngineRequest(
             request_id=f"{session}-{next(self._numbers)}", prompt=pack_tokens(prompt), sampling=GREEDY,
-            max_tokens=max_tokens, stop_token_ids=[], attention_profile=self._profile, arrival_s=time.monotonic(),
+            max_tokens=max_tokens, stop_token_ids=(), attention_profile=self._profile, arrival_s=time.monotonic(),
             session=session,
         )  # fmt: skip
         began, first_s, answer = time.perf_counter(), 0.0, list[int]()

@@ -250,7 +250,8 @@ class _Bench:
     ) -> str:
         request = EngineRequest(
             request_id=f"{time.monotonic_ns()}", prompt=pack_tokens(prompt), sampling=GREEDY, max_tokens=max_tokens,
-            stop_token_ids=[], attention_profile=profile, arrival_s=time.monotonic(), chunks=spans, fusion=fusion,
+            stop_token_ids=(), attention_profile=profile, arrival_s=time.monotonic(), chunks=tuple(spans),
+            fusion=fusion,
         )  # fmt: skip
         self._engine.submit([request])
         return request.request_id

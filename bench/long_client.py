@@ -82,7 +82,7 @@ class Client:
             prompt=pack_tokens(prompt),
             sampling=sampling,
             max_tokens=max_tokens,
-            stop_token_ids=[],
+            stop_token_ids=(),
             attention_profile=profile,
             arrival_s=time.monotonic(),
         )

@@ -111,7 +111,7 @@ def _run_engine(engine: Engine, ready: Ready, benchmark: HttpBenchmark, number: 
             prompt=pack_tokens(prompt),
             sampling=SamplingParams(temperature=0.0),
             max_tokens=benchmark.tokens,
-            stop_token_ids=[],
+            stop_token_ids=(),
             attention_profile=ready.default_profile,
             arrival_s=time.monotonic(),
         )

@@ -223,7 +223,7 @@ def _request(prompt: FusionPrompt, run: PolicyRun, max_tokens: int, stop_token_i
         stop_token_ids=stop_token_ids,
         attention_profile="exact",
         arrival_s=time.monotonic(),
-        chunks=[ChunkSpan(*span) for span in prompt.spans],
+        chunks=tuple(ChunkSpan(*span) for span in prompt.spans),
         fusion=run.fusion,
     )
 

@@ -111,18 +111,18 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt: bytes
     sampling: SamplingParams
     max_tokens: int
-    stop_token_ids: list[int]
+    stop_token_ids: tuple[int, ...]
     min_tokens: int = 0
     attention_profile: str
     arrival_s: float
     priority: int = 0  # lower ones are admitted first
     pooling: Pooling | None = None
     cache_salt: str = ""  # only requests with the same salt share prefixes
-    chunks: list[ChunkSpan] = []  # document chunks in the prompt's order; they do not overlap
+    chunks: tuple[ChunkSpan, ...] = ()  # document chunks in the prompt's order; they do not overlap
     fusion: Fusion | None = None  # None: vanilla, `chunks` are ignored
     grammar: str = ""  # of the output, in llguidance's format; "": none
-    allowed_token_ids: list[int] = []  # only these are drawn; empty: all tokens
-    bad_token_ids: list[list[int]] = []  # token sequences that the output must not contain
+    allowed_token_ids: tuple[int, ...] = ()  # only these are drawn; empty: all tokens
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
     prediction: bytes = b""  # packed: tokens that the output may repeat, for a profile that drafts
     owner: str = ""  # the API key's owner, whose sessions it may name
     session: str = ""  # the session that it belongs to; "": none

@@ -5,6 +5,7 @@ that names what to change.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -132,10 +133,10 @@ class LoadPlan:
     ignore_eos: bool
     include_usage: bool
     attention_profile: str | None
-    extra_body: dict[str, Any]
+    extra_body: Mapping[str, Any]
     temperature: float
     seed: int
-    slo: dict[str, float]
+    slo: Mapping[str, float]
     timeout_s: float
     retries: int
     warmup: int

@@ -297,7 +297,7 @@ def _told(
     engine.submit([
         EngineRequest(
             request_id=name, prompt=pack_tokens(task.token_ids), sampling=sampling,
-            max_tokens=min(max_tokens, _CONTEXT - len(task.token_ids)), stop_token_ids=[2], attention_profile=profile,
+            max_tokens=min(max_tokens, _CONTEXT - len(task.token_ids)), stop_token_ids=(2,), attention_profile=profile,
             arrival_s=time.monotonic(),
         )
         for name, task in tasks.items()

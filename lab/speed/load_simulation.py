@@ -227,7 +227,7 @@ def make_request(name: str, prompt: list[int], tokens_out: int) -> EngineRequest
         prompt=pack_tokens(prompt),
         sampling=SamplingParams(temperature=0.0),
         max_tokens=tokens_out,
-        stop_token_ids=[],
+        stop_token_ids=(),
         attention_profile="exact",
         arrival_s=0.0,
     )

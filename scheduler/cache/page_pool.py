@@ -45,10 +45,10 @@ def count_front(hashes: list[bytes], has: Callable[[bytes], bool], near: int, en
 
 @dataclass(frozen=True, slots=True)
 class PrefixPages:
-    """The pages of a prompt's first blocks, in both forms that callers need: an int64 array `[blocks]` and a list."""
+    """The pages of a prompt's first blocks, in both forms that callers need: an int64 array `[blocks]` and a tuple."""
 
     array: np.ndarray
-    page_ids: list[int]
+    page_ids: tuple[int, ...]
 
 
 class Memory(Protocol):
@@ -73,7 +73,7 @@ def commit_more(memory: Memory, num_there: int, num_all: int, counts: Sequence[i
     return num_there
 
 
-_NO_PREFIX = PrefixPages(np.zeros(0, np.int64), [])
+_NO_PREFIX = PrefixPages(np.zeros(0, np.int64), ())
 
 
 class PagePool:
@@ -182,14 +182,14 @@ class PagePool:
         return count_front(hashes, self._is_held, near, end)
 
     def prefix_pages(self, hashes: list[bytes], count: int) -> PrefixPages:
-        """Return the pages of the first `count` blocks, which must be published. They get no holder; do not change
-        them.
+        """Return the pages of the first `count` blocks, which must be published. They get no
+        holder.
         """
         if not count:
             return _NO_PREFIX
         front = self._prefixes.get(hashes[count - 1])
         if front is None:
-            page_ids = list(map(self._page_of.__getitem__, hashes[:count]))
+            page_ids = tuple(map(self._page_of.__getitem__, hashes[:count]))
             front = PrefixPages(np.array(page_ids, np.int64), page_ids)
             if len(self._prefixes) == _MOST_PREFIXES:
                 self._prefixes.clear()

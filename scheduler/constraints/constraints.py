@@ -48,12 +48,12 @@ class Constraint:
         self._min_tokens = request.min_tokens
         self._allowed = _words_of(request.allowed_token_ids or None, vocab_size)
         self._stop_token_ids = frozenset(request.stop_token_ids)
-        self._followers: dict[int, list[list[int]]] = {}  # banned sequences, by their last token but one
+        self._followers: dict[int, list[tuple[int, ...]]] = {}  # banned sequences, by their last token but one
         for sequence in request.bad_token_ids:
             if len(sequence) == 1:
                 _clear(self._allowed, sequence)
             else:
-                self._followers.setdefault(sequence[-2], []).append(sequence)
+                self._followers.setdefault(sequence[-2], []).append(tuple(sequence))
         self._before_end = self._allowed.copy()
         _clear(self._before_end, request.stop_token_ids)
         self._forced: deque[int] | None = None  # the next forced tokens, from the matcher; None: not asked yet
@@ -173,7 +173,7 @@ class Constraint:
         """Return the tokens banned after the request's output and the tokens taken ahead."""
         if not self._followers:
             return []
-        behind = [*output, *self._taken]
+        behind = (*output, *self._taken)
         runs = self._followers.get(behind[-1], ()) if behind else ()
         return [run[-1] for run in runs if behind[-len(run) + 1 :] == run[:-1]]
 

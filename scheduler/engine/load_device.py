@@ -1,11 +1,12 @@
 """Load one device's part of an engine: the host tier, the stores of documents and contexts, and the runner."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gpu.config import GpuConfig, ModelConfig
@@ -48,7 +49,7 @@ class LoadedDevice:
 
     runner: Runner
     architecture: Architecture
-    profiles: dict[str, Profile]
+    profiles: Mapping[str, Profile]
     gpu: GpuConfig
     shape: TierShape | None
     tier: "CpuTier | None"
@@ -129,7 +130,7 @@ def load_device(
         on_progress=on_progress,
         loaded=loaded,
     )
-    return LoadedDevice(runner, architecture, profiles, gpu, shape, tier, library, disk, digest)
+    return LoadedDevice(runner, architecture, MappingProxyType(profiles), gpu, shape, tier, library, disk, digest)
 
 
 @contextmanager

@@ -137,9 +137,9 @@ class Residence:
         last = self.prefixes.take_live(sequence) if sequence.finds_live else []  # pages that it left for itself
         num_new = sequence.num_pages - len(front.page_ids) - len(last)
         if not self.room.could_free_pages(num_new + num_spare, kept) or not self.room.free_pages(num_new, kept):
-            self.pages.release(front.page_ids + last)
+            self.pages.release([*front.page_ids, *last])
             return False
-        sequence.pages = front.page_ids + last + self.pages.allocate(num_new)
+        sequence.pages = [*front.page_ids, *last, *self.pages.allocate(num_new)]
         return True
 
     def start_prefill(self, sequence: Sequence, start: Start) -> None:

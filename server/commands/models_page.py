@@ -19,7 +19,7 @@ def describe_models(plans: Sequence[ResolvedPlan], trees: Sequence[dict[str, Any
         "models": [{"name": _name_of(plan), **tree} for plan, tree in zip(plans, trees, strict=True)],
         "together": {
             "at_once": plans[0].deployment.server.models_at_once,
-            "room_bytes": room.bytes,
+            "room_bytes": dict(room.bytes),
             "why_not": room.why_not([plan.memory for plan in plans]),
             "pairs": [{"models": names, "why_not": why_not} for names, why_not in _pairs(plans, room)],
         },

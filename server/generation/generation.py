@@ -301,7 +301,7 @@ class Generation:
         sampling = self._sampling(num_logprobs, num_prompt_logprobs)
         own_stops = body.stop_token_ids or []
         check_token_ids("stop_token_ids", own_stops, vocab_size)
-        stop_ids = sorted({*own_stops, *(() if body.ignore_eos else self._service.tokenizer.eos_ids)})
+        stop_ids = tuple(sorted({*own_stops, *(() if body.ignore_eos else self._service.tokenizer.eos_ids)}))
         allowed = body.allowed_token_ids or []
         check_token_ids("allowed_token_ids", allowed, vocab_size)
         bad_words = spell_words(self._service.tokenizer, body.bad_words or [])
@@ -325,10 +325,10 @@ class Generation:
                     arrival_s=self._arrival_s,
                     cache_salt=self.cache_salt,
                     priority=body.priority or 0,
-                    chunks=[ChunkSpan(*span, self.cache_salt) for span in job.prompt.chunks] if job.fusion else [],
+                    chunks=tuple(ChunkSpan(*span, self.cache_salt) for span in job.prompt.chunks) if job.fusion else (),
                     fusion=job.fusion,
                     grammar=job.grammar,
-                    allowed_token_ids=allowed,
+                    allowed_token_ids=tuple(allowed),
                     bad_token_ids=bad_words,
                     pooling=job.pooling,
                     prediction=pack_tokens(job.prediction),

@@ -254,11 +254,11 @@ def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
         raise invalid(field, f"token id {bad} is out of range, the vocabulary has {vocab_size}")
 
 
-def spell_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
+def spell_words(tokenizer: Tokenizer, words: list[str]) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences of each word, as it is spelled inside a text and after a space."""
     texts = [text for word in words for text in (word.lstrip(" ") or word, f" {word.lstrip(' ')}")]
     found = dict.fromkeys(tuple(tokenizer.encode_inside(text)) for text in texts)
-    return [list(token_ids) for token_ids in found if token_ids]
+    return tuple(token_ids for token_ids in found if token_ids)
 
 
 def completion_max_tokens(service: Service, body: CompletionBody, prompt: Prompt, limits: Ready) -> int:

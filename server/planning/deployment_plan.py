@@ -6,6 +6,7 @@ deployment; resolving that again changes nothing.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from gpu.config import ModelConfig
 from gpu.memory.demand import Place
@@ -134,7 +135,7 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
     notes = (*notes, *_tell_measured(deployment, profiles, memory, architecture, machine))
     if documents is not None and documents.policy != "vanilla" and documents.ratio < 1:
         notes = (*notes, NOT_PLAIN)
-    return ResolvedPlan(resolved, architecture, memory, profiles, machine, notes)
+    return ResolvedPlan(resolved, architecture, memory, MappingProxyType(profiles), machine, notes)
 
 
 def _tell_what_gains_nothing(device: str, profiles: Mapping[str, Profile]) -> tuple[str, ...]:

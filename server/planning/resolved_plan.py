@@ -1,5 +1,6 @@
 """Define a deployment that is resolved for a machine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpu.memory.plan import MemoryPlan
@@ -14,6 +15,6 @@ class ResolvedPlan:
     deployment: Deployment
     architecture: Architecture
     memory: MemoryPlan
-    profiles: dict[str, Profile]
+    profiles: Mapping[str, Profile]
     machine: MachineProfile
     notes: tuple[str, ...]

@@ -1,7 +1,8 @@
 """Decide which engines may have memory at once: one, or those whose plans leave room for each other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from gpu.memory.machine_limits import in_gib
@@ -16,7 +17,7 @@ HOST_SHARE = 0.8  # of the host, for engines; the system, this process and files
 class Room:
     """The bytes that engines may take together, by place. is_shared: whether several may be loaded at once."""
 
-    bytes: dict[Device, int]
+    bytes: Mapping[Device, int]
     is_shared: bool = False
 
     def why_not(self, plans: Sequence[MemoryPlan]) -> str | None:
@@ -34,13 +35,14 @@ class Room:
         return len(plans) <= 1 or (self.is_shared and self.why_not(plans) is None)
 
 
-ONE_AT_A_TIME = Room({})
+ONE_AT_A_TIME = Room(MappingProxyType({}))
 
 
 def find_room(machine: MachineProfile, is_shared: bool) -> Room:
     """Return the room of a machine: all of the card, and most of host memory."""
     room: dict[Device, int] = {} if machine.gpu is None else {"gpu": machine.gpu.memory_bytes}
-    return Room(room | {"host": int(machine.memory_bytes * HOST_SHARE)}, is_shared)
+    room["host"] = int(machine.memory_bytes * HOST_SHARE)
+    return Room(MappingProxyType(room), is_shared)
 
 
 def taken_bytes(plan: MemoryPlan, place: Device) -> int:

@@ -85,7 +85,7 @@ def ask_variously(
         prompt=pack_tokens(prompt_of(prompt_tokens[number % len(prompt_tokens)], number)),
         sampling=params,
         max_tokens=most_tokens - number,
-        stop_token_ids=[],
+        stop_token_ids=(),
         attention_profile=profiles[number % len(profiles)],
         arrival_s=float(number),
         grammar=grammar,

@@ -24,7 +24,7 @@ def request_of(name: str, prompt: bytes) -> EngineRequest:
         prompt=prompt,
         sampling=SamplingParams(),
         max_tokens=4,
-        stop_token_ids=[],
+        stop_token_ids=(),
         attention_profile="exact",
         arrival_s=0.0,
     )

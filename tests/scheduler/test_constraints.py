@@ -360,7 +360,7 @@ def test_text_that_must_come_has_its_own_tokens_alone(monkeypatch: pytest.Monkey
     held = Constraints(SHAPE.vocab_size, letters)
     grammar = LLMatcher.grammar_from_regex("[ab]cdef[ab]")
     free = msgspec.structs.replace(make_request("free", prompt_of(4, 0), 8), grammar=grammar)
-    barred = msgspec.structs.replace(free, bad_token_ids=[[3]])
+    barred = msgspec.structs.replace(free, bad_token_ids=((3,),))
     for request, num_searches, allowed in (
         (free, 2, [{0, 1}, {2}, {3}, {4}, {5}, {0, 1}]),
         (barred, 2, [{0, 1}, {2}, set()]),
@@ -384,7 +384,7 @@ def bits_of(words: np.ndarray) -> set[int]:
 
 def test_a_run_of_bad_tokens_is_banned_behind_all_of_it_alone() -> None:
     held = Constraints(SHAPE.vocab_size, letters)
-    request = msgspec.structs.replace(make_request("r", prompt_of(4, 0), 8), bad_token_ids=[[1, 2, 3]])
+    request = msgspec.structs.replace(make_request("r", prompt_of(4, 0), 8), bad_token_ids=((1, 2, 3),))
     (one,) = held.prepare([request], lambda: None)
     for output, is_banned in (([1, 2], True), ([5, 2], False), ([2], False), ([1], False), ([1, 2, 5, 1, 2], True)):
         (words,) = held.fill([(one, len(output), output, ())])

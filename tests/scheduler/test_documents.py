@@ -86,9 +86,9 @@ def ask(
         spans.append(ChunkSpan(len(prompt), len(prompt) + SIZES[number]))
         prompt += CHUNKS[number] + [7]
     prompt += draw(QUESTION, 2)
-    settings = {"attention_profile": "exact", "sampling": GREEDY, "chunks": spans, **how}
+    settings = {"attention_profile": "exact", "sampling": GREEDY, "chunks": tuple(spans), **how}
     return EngineRequest(
-        request_id=name, prompt=pack_tokens(prompt), max_tokens=max_tokens, stop_token_ids=[],
+        request_id=name, prompt=pack_tokens(prompt), max_tokens=max_tokens, stop_token_ids=(),
         arrival_s=time.monotonic(), fusion=fusion, **settings,
     )  # fmt: skip
 

@@ -76,7 +76,7 @@ def test_the_text_is_the_same_and_takes_fewer_steps_where_drafts_are_right(is_pi
 
 def test_a_stop_token_ends_a_text_and_is_not_drafted() -> None:
     engine, runner = make_engine(max_running=32)
-    requests = [msgspec.structs.replace(request_of(str(n), 10 + n), stop_token_ids=[7, 11]) for n in range(12)]
+    requests = [msgspec.structs.replace(request_of(str(n), 10 + n), stop_token_ids=(7, 11)) for n in range(12)]
     foresee(engine, outputs_of(requests), 0.0)
     engine.submit(requests)
     check_all(requests, drain(engine))
@@ -88,8 +88,8 @@ def test_who_draws_from_a_mask_drafts_as_others_do() -> None:
     """`min_tokens` bars the ends of a text, so its draws have masks until it has so many."""
     engine, runner = make_engine(max_running=16)
     least = 30
-    held = msgspec.structs.replace(request_of("1", 20, 60), stop_token_ids=[7], min_tokens=least)
-    barred = msgspec.structs.replace(request_of("3", 25, 60), bad_token_ids=[[51]])
+    held = msgspec.structs.replace(request_of("1", 20, 60), stop_token_ids=(7,), min_tokens=least)
+    barred = msgspec.structs.replace(request_of("3", 25, 60), bad_token_ids=((51,),))
     requests = [held, request_of("2", 22, 60), barred]
     foresee(engine, outputs_of(requests), 0.2)
     engine.submit(requests)

@@ -94,7 +94,7 @@ def test_texts_of_other_layers_are_the_same_with_drafts(shape: str, spoilt: floa
                 prompt=pack_tokens(prompt_of(40 + number, number)),
                 sampling=SamplingParams(temperature=0.5 * number, seed=number),
                 max_tokens=40,
-                stop_token_ids=[],
+                stop_token_ids=(),
                 attention_profile="drafting",
                 arrival_s=float(number),
             )

@@ -58,12 +58,12 @@ def ask(number: int) -> EngineRequest:
         frequency_penalty=(0.0, 0.0, 0.4)[number % 3],
     )  # fmt: skip
     if number % 4 == 1:
-        asked = msgspec.structs.replace(asked, stop_token_ids=[5, 6], min_tokens=MOST)
+        asked = msgspec.structs.replace(asked, stop_token_ids=(5, 6), min_tokens=MOST)
     if number == 7:  # of what an index drafts on the device
-        asked = msgspec.structs.replace(asked, allowed_token_ids=list(range(1000)))
+        asked = msgspec.structs.replace(asked, allowed_token_ids=tuple(range(1000)))
     elif number % 4 == 3:
-        pairs = [[first, second] for first in range(100, 140) for second in range(100, 180, 3)]
-        asked = msgspec.structs.replace(asked, bad_token_ids=[[7], *pairs], allowed_token_ids=list(range(1000)))
+        pairs = [(first, second) for first in range(100, 140) for second in range(100, 180, 3)]
+        asked = msgspec.structs.replace(asked, bad_token_ids=((7,), *pairs), allowed_token_ids=tuple(range(1000)))
     return asked
 
 

@@ -173,10 +173,10 @@ def test_a_rule_that_no_draw_changes_holds_every_row_of_a_draft_that_the_device_
     """Nobody has read what was drafted by then."""
     made = Constraints(SHAPE.vocab_size, letters)
     plain = held("1", "free", prompt_of(8, 1), 40)
-    late = structs.replace(plain, stop_token_ids=[60], min_tokens=2)
+    late = structs.replace(plain, stop_token_ids=(60,), min_tokens=2)
     for request, wanted in (
-        (structs.replace(plain, allowed_token_ids=[1, 2, 3]), [{1, 2, 3}] * 4),
-        (structs.replace(plain, bad_token_ids=[[60]]), [EVERYTHING - {60}] * 4),
+        (structs.replace(plain, allowed_token_ids=(1, 2, 3)), [{1, 2, 3}] * 4),
+        (structs.replace(plain, bad_token_ids=((60,),)), [EVERYTHING - {60}] * 4),
         (late, [EVERYTHING - {60}] * 2 + [EVERYTHING] * 2),
     ):
         (one,) = made.prepare([request], lambda: None)

@@ -85,10 +85,10 @@ def test_the_most_tokens_of_an_answer_end_it_wherever_a_run_is(max_tokens: int) 
 def test_a_token_that_ends_a_text_ends_it_in_the_middle_of_a_run(letter: str) -> None:
     stop = LETTERS.index(letter)
     engine, _ = make_engine(max_running=32)
-    requests = [msgspec.structs.replace(request, stop_token_ids=[stop]) for request in texts(3)]
+    requests = [msgspec.structs.replace(request, stop_token_ids=(stop,)) for request in texts(3)]
     deltas = serve(engine, requests)
     for request in requests:
-        whole = expected(msgspec.structs.replace(request, stop_token_ids=[49]), "text")[0]
+        whole = expected(msgspec.structs.replace(request, stop_token_ids=(49,)), "text")[0]
         wanted = whole[: whole.index(stop) + 1] if stop in whole else whole
         assert text(deltas[request.request_id]) == wanted
         assert deltas[request.request_id][-1].finish_reason == "stop"
@@ -100,7 +100,7 @@ def test_what_must_come_and_may_not_leaves_nothing_to_draw() -> None:
     told = {}
     for jumps in (True, False):
         engine, _ = make_engine(jump_forward=jumps, max_running=32)
-        requests = [msgspec.structs.replace(one, bad_token_ids=[[token] for token in banned]) for one in texts(3)]
+        requests = [msgspec.structs.replace(one, bad_token_ids=tuple((token,) for token in banned)) for one in texts(3)]
         deltas = serve(engine, requests)
         assert {one[-1].finish_reason for one in deltas.values()} == {"error"}
         assert all("no token has a finite score" in (one[-1].error or "") for one in deltas.values())
@@ -246,7 +246,7 @@ def test_words_are_long_enough_to_need_a_page_of_their_own() -> None:
 def test_no_row_stands_behind_a_token_that_ends_the_text() -> None:
     engine, runner = make_engine(max_running=32)
     stop = LETTERS.index("k")
-    requests = [msgspec.structs.replace(request, stop_token_ids=[stop]) for request in texts(3)]
+    requests = [msgspec.structs.replace(request, stop_token_ids=(stop,)) for request in texts(3)]
     serve(engine, requests)
     assert any(len(run) > 5 for run in runs_of(runner))
     assert not any(stop in run for run in runs_of(runner))
@@ -267,7 +267,7 @@ def test_a_run_of_bad_tokens_is_seen_in_what_is_on_its_way() -> None:
     run = [LETTERS.index(letter) for letter in "defg"]
     for jumps in (True, False):
         engine, _ = make_engine(jump_forward=jumps, max_running=32)
-        requests = [msgspec.structs.replace(request, bad_token_ids=[run]) for request in texts(3)]
+        requests = [msgspec.structs.replace(request, bad_token_ids=(tuple(run),)) for request in texts(3)]
         told[jumps] = {name: text(one) for name, one in serve(engine, requests).items()}
     assert told[True] == told[False]
     assert any(one[-3:] == run[:3] for one in told[True].values())
@@ -296,7 +296,7 @@ def test_a_grammar_that_ends_with_a_run_ends_its_answer_behind_all_of_it(is_pipe
     engine, runner = make_engine(max_running=32, is_pipelined=is_pipelined)
     word = "bcdefghij"
     grammar = LLMatcher.grammar_from_regex(f"(a|b){word}")
-    request = msgspec.structs.replace(texts(1)[0], grammar=grammar, stop_token_ids=[])
+    request = msgspec.structs.replace(texts(1)[0], grammar=grammar, stop_token_ids=())
     deltas = serve(engine, [request])["0"]
     assert [LETTERS[token] for token in text(deltas)[1:]] == list(word)
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["stop"]

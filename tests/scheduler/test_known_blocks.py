@@ -28,7 +28,7 @@ class Walk:
     def enter(self, chain: int, is_shared: bool) -> None:
         hashes = hashes_of(CHAINS[chain])
         known = self.pool.count_known(hashes, 0, len(hashes)) if is_shared else 0
-        cached = self.pool.prefix_pages(hashes, known).page_ids
+        cached = list(self.pool.prefix_pages(hashes, known).page_ids)
         self.pool.hold(cached)
         if len(hashes) - known > self.pool.num_available:
             self.pool.release(cached)
@@ -60,7 +60,7 @@ class Walk:
             front = [*known, False].index(False)
             assert known == [True] * front + [False] * (len(known) - front), "nothing is known behind a gap"
             pages = [pool._page_of[digest] for digest in hashes[:front]]
-            assert pool.prefix_pages(hashes, front).page_ids == pages
+            assert pool.prefix_pages(hashes, front).page_ids == tuple(pages)
             assert pool.prefix_pages(hashes, front).array.tolist() == pages
             assert [self.content[page] for page in pages] == hashes[:front]
             for near in range(len(hashes) + 1):
@@ -105,10 +105,10 @@ def test_what_two_computed_stays_known_when_the_first_lets_go() -> None:
     walk.publish(0)
     walk.publish(1)
     hashes, pages, _ = walk.held[1]
-    assert walk.pool.prefix_pages(hashes, 8).page_ids == walk.held[0][1] + pages[3:]
+    assert walk.pool.prefix_pages(hashes, 8).page_ids == (*walk.held[0][1], *pages[3:])
     assert walk.pool.count_held(hashes, 0, 8) == 8
     walk.leave(0)
-    assert walk.pool.prefix_pages(hashes, 8).page_ids == pages
+    assert walk.pool.prefix_pages(hashes, 8).page_ids == tuple(pages)
     assert walk.pool.count_held(hashes, 0, 8) == 8
     walk.check()
     walk.pool.release(walk.pool.allocate(walk.pool.num_available))

@@ -27,7 +27,7 @@ def make_pool() -> tuple[PagePool, list[int]]:
 
 def found(pool: PagePool) -> list[int]:
     """Pages of the known front."""
-    return pool.prefix_pages(HASHES, pool.count_known(HASHES, 0, len(HASHES))).page_ids
+    return list(pool.prefix_pages(HASHES, pool.count_known(HASHES, 0, len(HASHES))).page_ids)
 
 
 def test_the_page_that_was_used_longest_ago_is_evicted_first() -> None:

@@ -38,7 +38,7 @@ def request_of(name: str, prompt: bytes, max_tokens: int = 8) -> EngineRequest:
         prompt=prompt,
         sampling=SamplingParams(temperature=0.0),
         max_tokens=max_tokens,
-        stop_token_ids=[],
+        stop_token_ids=(),
         attention_profile="exact",
         arrival_s=time.monotonic(),
     )

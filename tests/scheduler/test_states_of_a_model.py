@@ -90,7 +90,7 @@ def test_states_of_a_model_that_has_none_are_refused_by_name(key: str) -> None:
 
 def ask(name: str, prompt: list[int], max_tokens: int) -> EngineRequest:
     return EngineRequest(
-        request_id=name, prompt=pack_tokens(prompt), max_tokens=max_tokens, stop_token_ids=[], sampling=GREEDY,
+        request_id=name, prompt=pack_tokens(prompt), max_tokens=max_tokens, stop_token_ids=(), sampling=GREEDY,
         attention_profile="exact", arrival_s=time.monotonic(),
     )  # fmt: skip
 

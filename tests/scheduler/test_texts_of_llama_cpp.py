@@ -51,7 +51,7 @@ def ask(number: int) -> EngineRequest:
         prompt=pack_tokens(said["prompt_tokens"]),
         sampling=SamplingParams(temperature=0.0, num_logprobs=TOP),
         max_tokens=len(said["tokens"]),
-        stop_token_ids=[],
+        stop_token_ids=(),
         attention_profile="exact",
         arrival_s=0.0,
     )

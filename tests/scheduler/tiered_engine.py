@@ -82,7 +82,7 @@ def ask(name: str, prompt: list[int], max_tokens: int = 6, profile: str = "sampl
         prompt=pack_tokens(prompt),
         sampling=SamplingParams(temperature=0.0),
         max_tokens=max_tokens,
-        stop_token_ids=[],
+        stop_token_ids=(),
         attention_profile=profile,
         arrival_s=time.monotonic(),
     )

@@ -164,12 +164,12 @@ async def test_vanilla_computes_the_same_ids_and_a_plain_chat_is_as_ever(docs) -
         await chat(docs, [{"text": TEXT}], fusion={"policy": "vanilla"}),
     )
     assert noted[0].prompt == noted[1].prompt
-    assert (noted[1].fusion, noted[1].chunks) == (None, [])
+    assert (noted[1].fusion, noted[1].chunks) == (None, ())
     counts = {"cached_tokens": 7, "reused_tokens": 0, "recomputed_tokens": 0}
     assert details(vanilla) == counts | {"cached_tokens_from": {"card": 7, "host": 0, "disk": 0}}
     assert details(fused)["cached_tokens"] == 7
     await docs.http.post(CHAT, json={"messages": HI, "max_tokens": 1, "fusion": {"ratio": 1}, "documents": None})
-    assert (noted[2].fusion, noted[2].chunks) == (None, [])
+    assert (noted[2].fusion, noted[2].chunks) == (None, ())
 
 
 async def test_the_official_client_names_documents_in_extra_body(docs) -> None:

@@ -117,9 +117,9 @@ async def test_choices_follow_their_prompts_and_count_seeds_up_from_the_same_one
     assert len({request.request_id for request in requests}) == 6
 
 
-@pytest.mark.parametrize(("ignores", "ends"), [(False, [1, 5, 77]), (True, [77])])
+@pytest.mark.parametrize(("ignores", "ends"), [(False, (1, 5, 77)), (True, (77,))])
 async def test_a_text_ends_at_its_own_stop_tokens_and_the_models_unless_told_not_to(
-    tokenizer: Tokenizer, ignores: bool, ends: list[int]
+    tokenizer: Tokenizer, ignores: bool, ends: tuple[int, ...]
 ) -> None:
     assert tokenizer.eos_ids == [1, 5]
     (request,) = await Call(tokenizer, [[1]], stop_token_ids=[77], ignore_eos=ignores).submit()

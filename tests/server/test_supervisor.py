@@ -32,7 +32,7 @@ class Sent:
 
 def make_request(name: str) -> EngineRequest:
     return EngineRequest(
-        request_id=name, prompt=pack_tokens([1]), sampling=SamplingParams(), max_tokens=1, stop_token_ids=[],
+        request_id=name, prompt=pack_tokens([1]), sampling=SamplingParams(), max_tokens=1, stop_token_ids=(),
         attention_profile="exact", arrival_s=0.0,
     )  # fmt: skip
 
