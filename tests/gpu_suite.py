@@ -50,7 +50,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tests/gpu/test_known_tokens.py",
         "tests/gpu/test_gguf.py",
         "tests/gpu/test_kv_codes.py",
-        "tests/gpu/test_lanes.py",
+        "tests/gpu/test_lane_streams.py",
         "tests/gpu/test_layer_graphs.py",
         "tests/gpu/test_mac_graphs.py",
         "tests/gpu/test_masked_steps.py",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.int4_rows import unpack
+from tests.int4_reference import unpack
 from transfer import places
 from transfer.exchange import ExchangeSlot
 from transfer.host_tier import (

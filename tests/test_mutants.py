@@ -10,9 +10,9 @@ import pytest
 
 from tests.mutants.__main__ import choose, exit_status
 from tests.mutants.changed import find_tests, read_changed_lines
+from tests.mutants.fault_trial import BROKEN, Case, Verdict, judge, share_out
 from tests.mutants.faults import Fault, find_flaws, read_faults
 from tests.mutants.tree import Tree, find_importers
-from tests.mutants.trial import BROKEN, Case, Verdict, judge, share_out
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY = {

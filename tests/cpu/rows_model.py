@@ -10,7 +10,7 @@ import numpy as np
 
 from cpu.pieces import EXACT, SAMPLED, new_pieces
 from cpu.tables import build_tables
-from tests.int4_rows import pack, unpack
+from tests.int4_reference import pack, unpack
 from transfer.host_memory import STRIPE_TOKENS, num_offsets
 
 ROW_TYPES = {"bf16": np.uint16, "int8": np.int8, "int4": np.uint8, "float32": np.float32}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cpu.answers import assert_answered, assert_same, expect
 from tests.cpu.naming_tier import BLOCK, DIM, HEADS, KV_HEADS, Row, Witness, new_witness
 from tests.cpu.sampling_oracle import Answer
+from tests.cpu.tier_answers import assert_answered, assert_same, expect
 from tests.cpu.tier_model import HEADS as MODEL_HEADS
 from tests.cpu.tier_model import Device, new_tier, tier_shape
 from tests.reference_tier import ReferenceTier

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cpu.answers import assert_drawn, assert_same, expect
 from tests.cpu.naming_tier import DIM, NAMING, Row, Witness, new_naming_tier, new_witness
 from tests.cpu.sampling_oracle import Answer
+from tests.cpu.tier_answers import assert_drawn, assert_same, expect
 from tests.tolerances import SAMPLED_WEIGHT_BFLOAT16
 from transfer.host_memory import STRIPE_TOKENS, TAIL_TOKENS
 

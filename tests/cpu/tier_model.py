@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cpu.cpu_tier import CpuTier
-from tests.int4_rows import pack, unpack
+from tests.int4_reference import pack, unpack
 from transfer.copies import PASSED
 from transfer.exchange import RELEASED, new_slot
 from transfer.host_tier import ContextRead, LayerRows, TierShape

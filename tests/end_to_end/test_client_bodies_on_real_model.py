@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.end_to_end.server_process import running_server
+from tests.end_to_end.real_server import running_server
 from tests.server.test_client_bodies import PROMPT_TOO_LONG, TOO_LONG, read_requests
 
 MODEL = os.environ.get("TANDEM_REAL_MODEL")

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.end_to_end.server_process import REPOSITORY, running_server
+from tests.end_to_end.real_server import REPOSITORY, running_server
 from tests.server.program import Program
 from tests.tolerances import GAP_TARGET_S, HOSTILE_GROWTH_BYTES, HOSTILE_PEAK_BYTES, HOSTILE_SAMPLE_GAP_S
 

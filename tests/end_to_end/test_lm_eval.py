@@ -31,7 +31,7 @@ from tests.end_to_end.harness import (
     text_documents,
     write_tasks,
 )
-from tests.end_to_end.server_process import ServerProcess, running_server
+from tests.end_to_end.real_server import ServerProcess, running_server
 from tests.tolerances import FLIP_LOGIT_GAP, HARNESS_METRIC_RTOL, PROMPT_LOGPROB_ATOL
 
 pytestmark = pytest.mark.timeout(300)

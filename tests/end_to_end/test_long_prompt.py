@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.end_to_end.server_process import REPOSITORY, ServerProcess, running_server
+from tests.end_to_end.real_server import REPOSITORY, ServerProcess, running_server
 
 LONG_TOKENS = int(os.environ.get("TANDEM_LONG_TOKENS", "16000"))
 ANSWER_TOKENS = 48

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.end_to_end.server_process import REPOSITORY, ServerProcess, running_server
+from tests.end_to_end.real_server import REPOSITORY, ServerProcess, running_server
 from tests.tolerances import CANCEL_S, GAP_BOUND_S, GAP_SHARE, GAP_TARGET_S, PASSED_SHARE
 
 pytestmark = pytest.mark.timeout(280)

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.end_to_end.server_process import REPOSITORY, START_SECONDS, ServerProcess, running_server
+from tests.end_to_end.real_server import REPOSITORY, START_SECONDS, ServerProcess, running_server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 

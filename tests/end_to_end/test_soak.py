@@ -12,7 +12,7 @@ import pytest
 from bench.soak.requests import Mix
 from bench.soak.soak_report import judge_memory
 from bench.soak.soak_run import SoakPlan, SoakResult, run_soak
-from tests.end_to_end.server_process import ServerProcess, running_server
+from tests.end_to_end.real_server import ServerProcess, running_server
 from tests.tolerances import (
     BF16_FLIP_LOGIT_GAP,
     BF16_SAMPLED_FLIPS_PER_TOKEN,

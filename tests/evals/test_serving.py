@@ -21,7 +21,7 @@ from gpu.config import Composition
 from gpu.methods.registry import list_shares
 from gpu.profiles import ProfileError
 from server.deployment import load_deployment
-from tests.end_to_end.server_process import running_server
+from tests.end_to_end.real_server import running_server
 from tests.tolerances import METHOD_FLOAT32
 
 MODEL = Path("deploy/models/reference")

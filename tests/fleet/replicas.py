@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.end_to_end.server_process import ServerProcess, free_port, running_server
+from tests.end_to_end.real_server import ServerProcess, free_port, running_server
 
 Messages = list[dict[str, Any]]
 DRAIN_SECONDS = 30

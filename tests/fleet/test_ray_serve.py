@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.end_to_end.server_process import KV_CACHE_GIB, free_port
+from tests.end_to_end.real_server import KV_CACHE_GIB, free_port
 from tests.fleet.environments import ROOT, program_of
 from tests.fleet.replicas import Conversation, cached_tokens, prompt_tokens
 from tests.server.live_server import REFERENCE

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.end_to_end.server_process import free_port
+from tests.end_to_end.real_server import free_port
 from tests.fleet.environments import ROOT, program_of
 from tests.fleet.replicas import Conversation, Replicas, cached_tokens, prompt_tokens
 

@@ -18,7 +18,7 @@ from gpu.operations.arguments import INTERPRETED
 from gpu.operations.kv.kv_rows import read_cells, width_of, write_rows
 from tests.gpu.kernel_oracles import wide
 from tests.gpu.poison import poison
-from tests.int4_rows import pack, unpack
+from tests.int4_reference import pack, unpack
 from transfer import places
 from transfer.partial import Partial
 from transfer.places import COLUMNS

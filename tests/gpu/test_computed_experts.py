@@ -26,7 +26,7 @@ from tests.gpu.family_checkpoints import checkpoint, draw_prompt, generate, load
 from tests.gpu.gguf_files import write as write_gguf
 from tests.gpu.kernel_oracles import DEVICES
 from tests.gpu.quantised_files import FORMATS, write
-from tests.gpu.test_experts import WIDE
+from tests.gpu.test_expert_models import WIDE
 from tests.gpu.test_families import off
 from tests.gpu.test_mxfp4 import folders
 from tests.gpu.test_split_experts import draw_hidden, random_packed, split

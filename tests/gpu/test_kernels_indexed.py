@@ -15,7 +15,7 @@ from gpu.methods.indexed.scoring import BINS_PER_OCTAVE, LOWEST_OCTAVE
 from gpu.operations.arguments import INTERPRETED
 from tests.gpu.indexed_stand import KV_HEADS, NUM_LAYERS, PAGE_SLOT, Stand, make_stand
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
-from tests.int4_rows import unpack
+from tests.int4_reference import unpack
 from tests.tolerances import INDEXED_FLIPS, INDEXED_PARTIAL, INDEXED_PARTIAL_BFLOAT16, INDEXED_SCORES, INDEXED_WEIGHTS
 from transfer.tier_shape import Rows
 

@@ -13,7 +13,7 @@ from gpu.operations.host_rows.offload_rows import centre_of, key_scale_of, offlo
 from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import scatter_runs
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, distance, random, wide
-from tests.int4_rows import pack, unpack, width_of
+from tests.int4_reference import pack, unpack, width_of
 from tests.tolerances import INT8_HALF_STEP, KERNEL_BFLOAT16, KERNEL_FLOAT32
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", DTYPES)]

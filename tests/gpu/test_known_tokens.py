@@ -13,7 +13,7 @@ from gpu.sampling_params import SamplingParams
 from gpu.step import DecodeGroup, Lane, PageWrite, SampledToken, StepPlan
 from tests.gpu.poison import poison_pool
 from tests.gpu.reference_model import document_prompt
-from tests.gpu.test_drafts import DEVICES, PENALISED, PLAIN, PROMPTS, QUIET, begin, runner_on
+from tests.gpu.test_drafted_rows import DEVICES, PENALISED, PLAIN, PROMPTS, QUIET, begin, runner_on
 from tests.gpu.twin_runners import Twins
 from tests.tolerances import CHUNKING_LOGPROB_ATOL, HOP_LOGITS_FLOAT32
 

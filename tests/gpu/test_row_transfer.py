@@ -13,7 +13,7 @@ from gpu.methods.sampled.codes import Codes
 from gpu.methods.sampled.encode import arrange
 from gpu.methods.sampled.hyperplanes import draw_projections, encode_reference
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
-from tests.int4_rows import unpack
+from tests.int4_reference import unpack
 from tests.tolerances import INT8_HALF_STEP, KERNEL_BFLOAT16, KERNEL_FLOAT32, SAME_CODES
 from transfer.copies import Streams
 from transfer.host_tier import LayerRows, TierShape

@@ -24,7 +24,7 @@ from tests.gpu.gguf_files import write as write_gguf
 from tests.gpu.kernel_oracles import DEVICES
 from tests.gpu.quantised_files import write
 from tests.gpu.small_runner import load_small
-from tests.gpu.test_experts import WIDE
+from tests.gpu.test_expert_models import WIDE
 from tests.gpu.test_families import off
 from tests.gpu.test_quantised_checkpoints import FORMATS
 from tests.tolerances import FAMILY_LOGITS

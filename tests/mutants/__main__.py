@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tests.mutants.fault_trial import BROKEN, KILLED, SKIPPED, SURVIVED, Trials, Verdict, share_out
 from tests.mutants.faults import Fault, read_faults
 from tests.mutants.tree import Tree
-from tests.mutants.trial import BROKEN, KILLED, SKIPPED, SURVIVED, Trials, Verdict, share_out
 
 PROJECT = Path(__file__).resolve().parents[2]
 ORDER = (KILLED, SKIPPED, BROKEN, SURVIVED)  # survivors are printed last

@@ -1,10 +1,10 @@
-"""Contexts on disk of an engine that is killed: no wrong text, and no growth (`disk_soak`, which runs for longer)."""
+"""Contexts on disk of an engine that is killed: no wrong text, no growth (`restart_soak`, which runs for longer)."""
 
 import os
 from pathlib import Path
 from random import Random
 
-from tests.scheduler.disk_soak import Soak
+from tests.scheduler.restart_soak import Soak
 
 SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "4"))
 

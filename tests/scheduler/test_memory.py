@@ -16,7 +16,7 @@ from scheduler.engine import load_engine as loading
 from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
 from server.planning.deployment_plan import resolve_plan
-from tests.scheduler.test_prefill_methods import make_profile
+from tests.scheduler.test_aligned_prefill import make_profile
 from transfer.machine import GpuProfile, load_machine
 
 MACHINES = Path(__file__).parents[2] / "deploy" / "machines"

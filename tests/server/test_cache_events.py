@@ -19,7 +19,7 @@ from server.engine import event_publisher, event_replays
 from server.engine.event_publisher import EventPublisher
 from server.engine.event_wire import AdapterTag, block_hash, encode_batch
 from server.observing_config import EventsConfig
-from tests.end_to_end.server_process import free_port
+from tests.end_to_end.real_server import free_port
 from tests.scheduler.engines import prompt_of
 from tests.scheduler.host_engines import ask, make_engine
 from tests.server.event_subscriber import AllBlocksCleared, Subscriber

@@ -9,7 +9,7 @@ from scheduler.messages import Stats
 from server.engine.prometheus import Metrics
 from server.engine.router_metrics import RouterMetrics
 from tests.server.live_server import fake_command, make_deployment, plan_of, running_server
-from tests.server.test_metrics import STATS
+from tests.server.test_engine_metrics import STATS
 
 NAMES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"}
 

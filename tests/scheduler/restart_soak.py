@@ -1,4 +1,4 @@
-"""Contexts on disk through restarts: `python -m tests.scheduler.disk_soak --seconds 600`.
+"""Contexts on disk through restarts: `python -m tests.scheduler.restart_soak --seconds 600`.
 
 An engine in a process of its own takes turns of conversations that fork, take turns back, are saved by name and are
 forgotten. It is killed at random moments, or ends; between two lives bits of files are flipped now and then. Each text
