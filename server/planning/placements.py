@@ -401,7 +401,7 @@ def _judge_sampling(placements: Sequence[Placement]) -> str:
     The other placement may use a smaller batch.
     """
     exact = [placement for placement in placements if placement.reads_all]
-    sampled = next(one for one in placements if one.method.reading is Reading.SAMPLE)
+    sampled = next(one for one in placements if one.method.reading.has_tables)
     if sampled.first is None:
         return "sampling: does not fit this machine"
     pays: list[str] = []

@@ -13,11 +13,13 @@ import pytest
 
 from gpu.config import Composition, DraftConfig, GpuConfig, ModelConfig
 from gpu.memory.plan import PlanError
+from gpu.methods.momo import Momo
 from gpu.model.architecture import load_architecture, named_shape
 from scheduler.engine.engine import Engine
 from scheduler.engine.rank_processes import share_cores
 from scheduler.engine_config import EngineConfig, SchedulerConfig
 from scheduler.messages import ACCEPTED, Delta, EngineRequest
+from scheduler.planning.devices import check_split
 from scheduler.planning.engine_memory import plan_engine
 from server.deployment import Deployment
 from server.grammar.structured import schema_grammar
@@ -146,6 +148,15 @@ def test_hyperthreads_of_a_core_are_of_one_rank() -> None:
     assert share_cores(range(8), 2, lambda cpu: (0, cpu % 4)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
     assert share_cores(range(8), 2, lambda cpu: (cpu % 2, cpu % 4 // 2)) == [(0, 2, 4, 6), (1, 3, 5, 7)]
     assert share_cores(range(2), 2, lambda cpu: (0, 0)) == [(0,), (1,)], "there are too few"
+
+
+def test_a_method_says_itself_that_several_devices_serve_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = {"model": {"path": str(FOLDER)}, "gpu": {"devices": 2, "device": "cpu"}}
+    config = EngineConfig.model_validate(base | {"profiles": {"p": {"prefill": "momo"}}})
+    with pytest.raises(PlanError, match="take one of exact, offloaded, sampled, or use 1"):
+        check_split(config)
+    monkeypatch.setattr(Momo, "serves_split_devices", True)
+    check_split(config)
 
 
 @pytest.mark.parametrize(
