@@ -1,10 +1,12 @@
 """The page of results on a real model says what its rows say."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from bench.soak.requests import EXACT_PROFILES
 from evals import aims
 from evals.fusion_report import render_policies
 from evals.report.verdicts import render_cells, render_verdicts
@@ -12,6 +14,7 @@ from evals.score_rows import BASELINES, FED, Row
 from gpu.methods.registry import list_methods
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+README = (RESULTS.parents[1] / "README.md").read_text()
 ANY = aims.Aim(("",), (), None, None, ())
 
 
@@ -62,6 +65,28 @@ def test_a_method_that_may_be_the_default_holds_by_the_rows_of_the_page(name: st
 
 def test_a_method_that_loses_by_the_rows_of_the_page_may_not_be_the_default() -> None:
     assert {judge_all(f"profile:{name}").verdict for name in ("mac", "sampled", "predicted")} == {aims.FAILS}
+
+
+def to_judge(readme: str) -> list[str]:
+    """Return the methods in the column *choose* of README's table that are not exact by construction.
+
+    Exact are profiles that read every token, and drafts, each token of which the model verifies.
+    """
+    part = readme.partition("<!-- choices: begin.")[2].partition("<!-- choices: end -->")[0]
+    cells = [line.split("|")[2] for line in part.splitlines()[1:] if line.startswith("| ")][1:]
+    assert len(cells) > 3
+    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert {"exact", "offloaded"} <= set(names)
+    return [name.partition(": ")[2] or name for name in names if not (name in EXACT_PROFILES or name[:6] == "draft:")]
+
+
+def test_what_readme_chooses_is_exact_or_holds() -> None:
+    verdicts = {name: judge_all(f"profile:{name}").verdict for name in to_judge(README)}
+    assert [name for name, verdict in verdicts.items() if verdict != aims.HOLDS] == []
+
+
+def test_a_method_that_fails_would_be_noticed_in_that_column() -> None:
+    assert to_judge(README.replace("[`offloaded`]", "`offloaded`, `reuse: mac`, `sampled`", 1)) == ["mac", "sampled"]
 
 
 INDEX_STEP = "decode step over 98,304 tokens, 8B bf16, 23 GiB, `indexed`, 2 % of keys read (H200)"
