@@ -230,8 +230,19 @@ def test_heads_above_epsilon_are_read_again_before_the_token_is_drawn() -> None:
     assert sum(counts_of(twins.side).estimated_mass) > 0, "of what would have been"
 
 
+def test_heads_above_epsilon_are_read_again_in_pages_and_beside_them_in_host_memory() -> None:
+    errors = {"epsilon": 1e-4, "on_exceed": "reread", "audit_steps": 0}
+    twins = IndexedTwins({**FEW, **ON_CARD, "errors": errors}, ringed=(0, 1), offload_block_tokens=NEVER)
+    twins.prefill([document_prompt(300, 1), document_prompt(280, 3)])
+    check_steps(twins, [0], 2)
+    assert counts_of(twins.side).fetched_rows == 0
+    twins.prefill_down(1, document_prompt(280, 3))
+    check_steps(twins, [0, 1], 3)
+    counts = counts_of(twins.side)
+    assert counts.fetched_rows > 0
+    assert 0 < counts.read_tokens < counts.offloaded_tokens
+
+
 def test_reading_again_needs_an_epsilon() -> None:
     with pytest.raises(ValueError, match="`reread` without `epsilon`"):
         IndexedSettings.model_validate({"errors": {"on_exceed": "reread"}})
-    with pytest.raises(ValueError, match="`resident: indexed` has some in pages"):
-        IndexedSettings.model_validate({"resident": "indexed", "errors": {"on_exceed": "reread", "epsilon": 0.1}})

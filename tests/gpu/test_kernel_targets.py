@@ -312,7 +312,7 @@ def _tiled(shape: Architecture, dtype: torch.dtype) -> None:
 def _rounded_tokens(shape: Architecture, dtype: torch.dtype) -> None:
     x = empty(2, shape.hidden, dtype=dtype)
     round_tokens(x)
-    for norm in (torch.empty_like(x[0]), empty(shape.hidden)):
+    for norm in (empty(shape.hidden, dtype=dtype), empty(shape.hidden)):
         round_tokens(x, norm, 1e-5)
 
 
@@ -725,7 +725,8 @@ def _index(shape: Architecture, dtype: torch.dtype) -> None:
         }
         report = Report(**_empty_arrays(own_specs))
         report_errors(query, found, found, wanted, work, report, step, layout)
-        read_again(query, found, own, work, report, step, layout)
+        for read in (None, *pages):
+            read_again(query, found, own, work, report, step, layout, read)
 
 
 def _linked(shape: Architecture, dtype: torch.dtype) -> None:

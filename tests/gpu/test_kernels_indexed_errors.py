@@ -7,6 +7,7 @@ import torch
 from gpu.methods.indexed import MASS_UNIT
 from gpu.methods.indexed.codes import NUMBER_SQUARE, VALUE_LOSS
 from gpu.methods.indexed.layer_step import spare_heads
+from gpu.methods.indexed.page_rows import Pages
 from gpu.methods.indexed.reporting import (
     BOUND,
     ESTIMATED,
@@ -24,7 +25,17 @@ from gpu.methods.indexed.reporting import (
 )
 from gpu.methods.indexed.rereading import read_again
 from gpu.methods.indexed.scoring import RingStep
-from tests.gpu.indexed_stand import KV_HEADS, NUM_LAYERS, NUM_RINGS, Stand, make_stand
+from tests.gpu.indexed_stand import (
+    KV_HEADS,
+    NUM_LAYERS,
+    NUM_RINGS,
+    NUM_SLOTS,
+    PAGE_SLOT,
+    PAGE_TOKENS,
+    SINK,
+    Stand,
+    make_stand,
+)
 from tests.gpu.kernel_oracles import DEVICES, distance, wide
 from tests.gpu.test_kernels_indexed import LENGTHS, draw_query, estimated_keys, partial_of, softmax_logits
 from tests.tolerances import INDEXED_PARTIAL, INDEXED_SCORES
@@ -40,9 +51,9 @@ def near_of(query: torch.Tensor, resident: torch.Tensor) -> Partial:
     return Partial(out.to(query.device), resident)
 
 
-def step_of(query: torch.Tensor, num_tokens: int) -> RingStep:
-    """Return the step of a row that has ring 1."""
-    numbers = [1], [1], [0, 0, num_tokens, num_tokens], [0] * 4
+def step_of(query: torch.Tensor, num_tokens: int, page_slot: int = -1) -> RingStep:
+    """Return the step of a row that has ring 1, whose tokens are in this slot's pages (-1: in host memory)."""
+    numbers = [1], [1], [0, 0, num_tokens, num_tokens], [0] * 4, [-1, page_slot]
     return RingStep(*(torch.tensor(own, dtype=torch.int32, device=query.device) for own in numbers))
 
 
@@ -146,18 +157,43 @@ def test_heads_that_read_nothing_by_index_are_in_no_sum_of_a_report(device: str)
     assert report.doublings[1, KV_HEADS:].tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8, torch.uint8], ids=["plain", "int8", "fp8"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_place_that_exceeds_is_read_in_full_in_resident_pages(device: str, stored: torch.dtype) -> None:
+    stand = make_stand(96, 3, [240], device, stored=stored)
+    check_read_again(stand, 240, PAGE_SLOT, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_place_of_a_ring_in_host_memory_is_read_there_though_others_are_in_pages(device: str) -> None:
+    stand = make_stand(96, 3, [240], device, builds=False)
+    nothing = torch.zeros(4, KV_HEADS, PAGE_TOKENS, 96, device=device)
+    table = torch.zeros(NUM_SLOTS, 16, dtype=torch.int32, device=device)
+    pages = Pages(nothing, nothing, table, SINK)
+    check_read_again(stand, 240, -1, device, pages)
+    with pytest.raises(AssertionError):
+        check_read_again(stand, 240, PAGE_SLOT, device, pages)
+
+
 @pytest.mark.parametrize("rows", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_place_that_exceeds_is_read_in_full_and_no_other(device: str, rows: Rows) -> None:
     stand = make_stand(96, 3, [1100, 64, 76], device, rows=rows, builds=False)
+    check_read_again(stand, 1200, -1, device)
+
+
+def check_read_again(stand: Stand, num_tokens: int, page_slot: int, device: str, pages: Pages | None = None) -> None:
+    """Check the answers of a step in which the second KV head of ring 1 is above epsilon, and the first is not."""
     query, resident = draw_query(stand, device)
     report = new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
-    found = stand.step(query, resident, 1200, 64)
+    found = stand.step(query, resident, num_tokens, 64)
     before = found.out.clone()
     report.exceeds[:] = torch.tensor([1, 1, 0, 1])
-    read_again(query, found, stand.index.layer(1), stand.work, report, step_of(query, 1200), stand.layout)
-    logits = softmax_logits(query[1, 3:], stand.runs[1].keys[1][:1200])
-    out, lse = partial_of(logits, stand.runs[1].values[1][:1200])
+    own = stand.pages[1] if stand.pages else pages
+    step = step_of(query, num_tokens, page_slot)
+    read_again(query, found, stand.index.layer(1), stand.work, report, step, stand.layout, own)
+    logits = softmax_logits(query[1, 3:], stand.runs[1].keys[1][:num_tokens])
+    out, lse = partial_of(logits, stand.runs[1].values[1][:num_tokens])
     assert distance(found.out[1, 3:], out) < INDEXED_PARTIAL
     assert distance(found.lse[1, 3:], lse) < INDEXED_PARTIAL
     assert torch.equal(found.out[:1], before[:1])

@@ -40,7 +40,7 @@ SELECTED = " or ".join(
         "(test_kernels_predicted and cpu)",
         "(test_kernels_indexed and cpu and (equal_scores or wants_nothing or (stay_in_their and int8)))",
         "(test_kernels_indexed and cpu and ((grows and 4-int8) or (means and 16-2) or (groups_softmax and 100)))",
-        "(test_kernels_indexed_errors and cpu and (64-3-4-2 or halve or (in_full and int8)))",
+        "(test_kernels_indexed_errors and cpu and (64-3-4-2 or halve or (in_full and int8) or read_there))",
         "(test_kernels_indexed and cpu and ((in_pages and 64) or (of_pages and int8) or (wrong_token and pages)))",
         "(test_kernels_indexed_words and cpu and (powers or planes or dimension or centres or 128-4-4-2))",
         "(test_kernels_scattered and cpu and float32 and (shape0 or shape1 or shape3) and 199)",

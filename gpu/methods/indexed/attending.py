@@ -12,11 +12,10 @@ from torch import Tensor
 
 from gpu.methods.indexed import MASS_UNIT, READ_SLOTS, SPLIT_TOKENS
 from gpu.methods.indexed.host_rows import find_piece, read_rows, restored_rows, row_address
-from gpu.methods.indexed.page_rows import Pages, page_rows, read_pages
+from gpu.methods.indexed.page_rows import Pages, page_arguments, page_rows, read_pages
 from gpu.methods.indexed.ring import EMPTY, Index, Layout, Work
 from gpu.methods.indexed.scoring import RingStep, group_shape, place_of
 from gpu.operations.arguments import runs_on_triton
-from gpu.operations.kv.kv_rows import kind_of
 from transfer import places
 from transfer.partial import Partial
 from transfer.places import COLUMNS
@@ -243,21 +242,14 @@ def attend_chosen(
     if not runs_on_triton(index.codes):
         attend_chosen_reference(query, index, work, step, layout, counts, pages)
         return
-    paged: dict[str, int | bool] = {"PAGED": False, "PAGE_TOKENS": 1, "KIND": 0}
-    at = (step.rows, index.keys, index.values, index.ids)  # placeholders that the kernel does not read
-    max_pages, first_cell = 0, 0
-    if pages is not None:
-        assert step.page_slots is not None, "indexed: pages, but no slots that they belong to"
-        paged = {"PAGED": True, "PAGE_TOKENS": pages.keys.shape[2], "KIND": kind_of(pages.keys)}
-        at = (step.page_slots, pages.keys, pages.values, pages.table)
-        max_pages, first_cell = pages.table.stride(0), pages.first_cell
+    at, numbers, paged = page_arguments(pages, step.page_slots, (step.rows, index.keys, index.values, index.ids))
     group, dim = group_shape(query, layout.kv_heads)
     slots = index.ids.shape[1]
     reads = work.read_lse.shape[1]
     _attend_kernel[(step.num_entries * layout.kv_heads, reads)](
         query, index.ids, work.fresh, index.keys, index.values, index.lies, index.piece_centres,
         index.piece_key_scales, index.piece_value_scales, step.rows, step.rings, step.num_tokens, *at,
-        work.read_out, work.read_lse, counts, query.stride(0), slots, reads, max_pages, first_cell,
+        work.read_out, work.read_lse, counts, query.stride(0), slots, reads, *numbers,
         KV_HEADS=layout.kv_heads, GROUP=group, SIZE=max(16, triton.next_power_of_2(group)),
         PIECES=index.lies.shape[2], DIM=dim, WIDE=triton.next_power_of_2(dim), ROWS=layout.rows,
         TILE=TILE // 2 if index.keys.itemsize * dim > 256 else TILE, num_warps=4, num_stages=1, **paged,

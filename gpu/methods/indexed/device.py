@@ -226,7 +226,7 @@ class Indexed(RingSide):
             reads.fetched.append(found)
             report_errors(query, near, found, wanted, work, report, step, self._layout)
             if self.settings.on_exceed == "reread":
-                read_again(query, found, layer, work, report, step, self._layout)
+                read_again(query, found, layer, work, report, step, self._layout, pages)
 
     def covered(self, reads: LayerReads) -> dict[Owner, Tensor]:
         wanted, place = reads.kept.get(self), self._places.get(reads.layer)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu.methods.indexed.ring import Index, Layout
 from gpu.operations.kv import kv_rows
-from gpu.operations.kv.kv_rows import floats_of, read_cells, widen
+from gpu.operations.kv.kv_rows import floats_of, kind_of, read_cells, widen
 
 CENTRE_TOKENS = 1_024  # the centre of a resident run is the mean key of so many tokens
 
@@ -28,6 +28,20 @@ class Pages:
     values: Tensor
     table: Tensor
     first_cell: int
+
+
+def page_arguments(
+    pages: Pages | None, page_slots: Tensor | None, unused: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[int, int], dict[str, int | bool]]:
+    """Return a kernel's arguments for rows in pages: tensors, the table's stride with the first cell, and constants.
+
+    pages: of the layer; None: no ring has any, and the kernel gets `unused` in their place. page_slots: of the step.
+    """
+    if pages is None:
+        return unused, (0, 0), {"PAGED": False, "PAGE_TOKENS": 1, "KIND": 0}
+    assert page_slots is not None, "indexed: pages, but no slots that they belong to"
+    constants = {"PAGED": True, "PAGE_TOKENS": pages.keys.shape[2], "KIND": kind_of(pages.keys)}
+    return (page_slots, pages.keys, pages.values, pages.table), (pages.table.stride(0), pages.first_cell), constants
 
 
 def read_pages(rows: Tensor, pages: Pages, slot: int, tokens: Tensor, kv_heads: Tensor | int) -> Tensor:

@@ -1,7 +1,7 @@
 """Read all of a KV head's offloaded tokens exactly if the bound of its answer's error is above epsilon.
 
-The rows come over the link within the step; programs of other KV heads end at once. Bytes over the link: all rows of
-the KV heads above epsilon.
+The rows come over the link within the step, or from resident pages; programs of other KV heads end at once. Bytes: all
+rows of the KV heads above epsilon.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpu.methods.indexed import SPLIT_TOKENS
 from gpu.methods.indexed.host_rows import find_piece, read_rows, restored_rows, row_address
+from gpu.methods.indexed.page_rows import Pages, page_arguments, page_rows, read_pages
 from gpu.methods.indexed.reporting import Report
 from gpu.methods.indexed.ring import Index, Layout, Work
 from gpu.methods.indexed.scoring import RingStep, group_shape, place_of
@@ -26,7 +27,7 @@ _KEYS, _VALUES = tl.constexpr(places.KEYS), tl.constexpr(places.VALUES)
 
 
 def read_again_reference(query: Tensor, found: Partial, index: Index, report: Report, step: RingStep,
-                         layout: Layout) -> None:  # fmt: skip
+                         layout: Layout, pages: Pages | None) -> None:  # fmt: skip
     """Compute `read_again` in plain torch."""
     group, dim = group_shape(query, layout.kv_heads)
     for place, row, count in step.list_places(layout.kv_heads):
@@ -34,17 +35,23 @@ def read_again_reference(query: Tensor, found: Partial, index: Index, report: Re
             continue
         ring, kv_head = divmod(place, layout.kv_heads)
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        keys, values = read_rows(index, ring, kv_head, torch.arange(count), layout.rows)
+        slot = -1 if step.page_slots is None else int(step.page_slots[ring])
+        if pages is not None and slot >= 0:
+            tokens = torch.arange(count, device=query.device)
+            keys, values = (read_pages(rows, pages, slot, tokens, kv_head) for rows in (pages.keys, pages.values))
+        else:
+            keys, values = read_rows(index, ring, kv_head, torch.arange(count), layout.rows)
         logits = query[row, heads].float() @ keys.T * dim**-0.5
         found.out[row, heads], found.lse[row, heads] = logits.softmax(-1) @ values, logits.logsumexp(-1)
 
 
 @triton.jit
 def _read_again_kernel(
-    query, exceeds, lies, piece_centres, piece_key_scales, piece_value_scales, rows, rings, num_tokens, split_out,
-    split_lse, row_stride, splits,
+    query, exceeds, lies, piece_centres, piece_key_scales, piece_value_scales, rows, rings, num_tokens, page_slots,
+    key_pages, value_pages, page_table, split_out, split_lse, row_stride, splits, max_pages, first_cell,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGED: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of one place."""
     row, ring, place = place_of(rows, rings, KV_HEADS)
@@ -60,18 +67,31 @@ def _read_again_kernel(
     most = tl.full([SIZE], float("-inf"), tl.float32)
     mass, out = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE, WIDE], tl.float32)
     table = lies + ring * (_COLUMNS * PIECES)
+    page_slot = -1
+    if PAGED:
+        page_slot = tl.load(page_slots + ring)
     for first in range(begin, tl.minimum(begin + _SPLIT, count), TILE):
         token = first + tl.arange(0, TILE)
         is_there = token < count
-        piece = find_piece(table, tl.where(is_there, token, 0), PIECES)
+        lies_in_host = is_there & (tl.zeros([TILE], tl.int32) + page_slot < 0)
+        piece = find_piece(table, tl.where(lies_in_host, token, 0), PIECES)
         head = (ring * PIECES + piece) * KV_HEADS + kv_head
         scale = piece_key_scales + head
-        at = row_address(table, piece, token, kv_head, is_there, _KEYS, PIECES)
-        key = restored_rows(at, is_there, scale, scale, DIM, WIDE, ROWS, False)
-        is_number = is_there[:, None] & (column < DIM)
+        at = row_address(table, piece, token, kv_head, lies_in_host, _KEYS, PIECES)
+        key = restored_rows(at, lies_in_host, scale, scale, DIM, WIDE, ROWS, False)
+        is_number = lies_in_host[:, None] & (column < DIM)
         key += tl.load(piece_centres + head[:, None] * DIM + column, mask=is_number, other=0.0)
-        at = row_address(table, piece, token, kv_head, is_there, _VALUES, PIECES)
-        value = restored_rows(at, is_there, scale, piece_value_scales + head * DIM, DIM, WIDE, ROWS, True)
+        at = row_address(table, piece, token, kv_head, lies_in_host, _VALUES, PIECES)
+        value = restored_rows(at, lies_in_host, scale, piece_value_scales + head * DIM, DIM, WIDE, ROWS, True)
+        if PAGED:  # noqa: SIM102 (a constant, which leaves the rest out)
+            if page_slot >= 0:
+                pages, cells = page_table + page_slot.to(tl.int64) * max_pages, first_cell + token
+                key = page_rows(
+                    key_pages, pages, cells, is_there, kv_head, KV_HEADS, PAGE_TOKENS, DIM, WIDE, KIND
+                ).to(tl.float32)  # fmt: skip
+                value = page_rows(
+                    value_pages, pages, cells, is_there, kv_head, KV_HEADS, PAGE_TOKENS, DIM, WIDE, KIND
+                ).to(tl.float32)  # fmt: skip
         logit = tl.dot(own, tl.trans(key.to(own.dtype)), input_precision="ieee") / tl.sqrt(DIM * 1.0)
         logit = tl.where(is_there[None, :], logit, float("-inf"))
         higher = tl.maximum(most, tl.max(logit, 1))
@@ -113,22 +133,24 @@ def _replace_kernel(
 
 
 def read_again(query: Tensor, found: Partial, index: Index, work: Work, report: Report, step: RingStep,
-               layout: Layout) -> None:  # fmt: skip
+               layout: Layout, pages: Pages | None = None) -> None:  # fmt: skip
     """Replace the partials of KV heads with `report.exceeds` by exact ones over all their tokens.
 
     found: what `join_parts` returned. index: of the layer. work: its estimate is no longer needed, and is overwritten.
+    pages: of the layer, see `attend_chosen`.
     """
     if not runs_on_triton(index.codes):
-        read_again_reference(query, found, index, report, step, layout)
+        read_again_reference(query, found, index, report, step, layout, pages)
         return
     group, dim = group_shape(query, layout.kv_heads)
     programs, splits = step.num_entries * layout.kv_heads, work.split_lse.shape[1]
+    at, numbers, paged = page_arguments(pages, step.page_slots, (step.rows, index.keys, index.values, index.ids))
     shape = {"KV_HEADS": layout.kv_heads, "GROUP": group, "DIM": dim, "WIDE": triton.next_power_of_2(dim)}
     _read_again_kernel[(programs, splits)](
         query, report.exceeds, index.lies, index.piece_centres, index.piece_key_scales, index.piece_value_scales,
-        step.rows, step.rings, step.num_tokens, work.rest_out, work.split_lse, query.stride(0), splits,
+        step.rows, step.rings, step.num_tokens, *at, work.rest_out, work.split_lse, query.stride(0), splits, *numbers,
         SIZE=max(16, triton.next_power_of_2(group)), PIECES=index.lies.shape[2], ROWS=layout.rows, TILE=TILE,
-        num_warps=4, num_stages=1, **shape,
+        num_warps=4, num_stages=1, **shape, **paged,
     )  # fmt: skip
     _replace_kernel[(programs, group)](
         report.exceeds, step.rows, step.rings, step.num_tokens, work.rest_out, work.split_lse, found.out, found.lse,

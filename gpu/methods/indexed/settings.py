@@ -26,7 +26,7 @@ class IndexErrors(Settings):
     on_exceed: Literal["report", "reread"] = Field(
         "report",
         description="what happens above `epsilon`: `report` keeps the head's answer, `reread` replaces it within the "
-        "step by one from all its offloaded keys, over the link",
+        "step by one from all the keys of its index, over the link or in resident pages",
     )
 
     @model_validator(mode="after")
@@ -72,15 +72,6 @@ class IndexedSettings(Settings):
         "default: with `rings`, as many longest contexts, else the rest of that eighth",
     )
     errors: IndexErrors = Field(IndexErrors(), description="how errors of estimates are measured and bounded")
-
-    @model_validator(mode="after")
-    def check_rereads(self) -> "IndexedSettings":
-        if self.resident != "full" and self.errors.on_exceed == "reread":
-            raise ValueError(
-                f"errors.on_exceed: `reread` reads rows in host memory, and `resident: {self.resident}` has some in "
-                "pages; wanted `report`"
-            )
-        return self
 
     @property
     def on_exceed(self) -> str:
