@@ -116,6 +116,16 @@ def test_table_shows_failures_noise_and_reads() -> None:
     assert text.count("│ 4,096") + text.count("4,096 │") >= 2
 
 
+def test_a_table_has_a_column_of_what_is_read_and_fetched_where_a_row_says_it() -> None:
+    heads = []
+    for more in ({}, {"read_fraction": 0.0123, "index_fetched": 0.4}):
+        console = Console(width=190, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        print_table([ROWS[0], ROWS[1] | more], console)
+        text = console.export_text()
+        heads.append(("┃ read " in text.replace("  ", " "), "fetched" in text, "1.2 %" in text, "40.0 %" in text))
+    assert heads == [(False,) * 4, (True,) * 4]
+
+
 def test_what_is_lost_at_most_is_the_lower_end() -> None:
     row = make_row("topk", "needle", 4096, 89.0, 0.05, 0)
     assert most_lost(row) == 4.0
