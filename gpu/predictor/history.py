@@ -13,7 +13,6 @@ from torch.nn import functional
 
 STEPS_PER_OCTAVE = 8
 TOP_CODE = 255
-STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
 
 def block_maxima(values: Tensor, block: int, fill: float) -> Tensor:

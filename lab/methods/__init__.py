@@ -3,11 +3,10 @@
 from evals.methods.baselines import METHODS, parse_method
 from evals.tuning.mac_method import Mac
 from lab.methods.h2o import H2O
-from lab.methods.predicted import Predicted
 from lab.methods.sampled import Sampled
 from lab.methods.snapkv import SnapKV
 from lab.methods.vattention import VAttention
 
-__all__ = ["Mac", "Predicted", "Sampled", "parse_method"]
+__all__ = ["Mac", "Sampled", "parse_method"]
 
-METHODS.update({method.name: method for method in (Sampled, Mac, Predicted, H2O, SnapKV, VAttention)})
+METHODS.update({method.name: method for method in (Sampled, Mac, H2O, SnapKV, VAttention)})

@@ -216,6 +216,36 @@ def test_what_is_read_is_without_sink_and_window_and_heads_that_choose_apart_cou
     assert read("oracle:budget=12") is None
 
 
+def test_quest_by_moments_ranks_pages_by_mean_and_deviation():
+    case, page = Case(4), 4
+
+    def rule(row, head, step, length):
+        query, bounds = case.q[row, head, length - 1], []
+        for begin in range(0, length, page):
+            keys = case.k[row, head // GROUP, begin : min(begin + page, length)]
+            mean, deviation = keys.mean(0), keys.std(0)
+            bounds.append((query * mean + np.abs(query) * deviation).sum())
+        pages = best(np.array(bounds), math.ceil(12 / page))
+        return [key for number in pages for key in range(number * page, min(number * page + page, length))]
+
+    check(case, parse_method("quest:budget=12,page=4,bounds=moments"), rule)
+
+
+def test_the_best_blocks_are_those_with_most_of_a_groups_attention():
+    case, block = Case(6), 4
+
+    def rule(row, head, step, length):
+        group = range(head // GROUP * GROUP, head // GROUP * GROUP + GROUP)
+        weights = np.zeros(-(-length // block) * block)
+        weights[:length] = sum(case.weights(row, one, length - 1) for one in group)
+        blocks = best(weights.reshape(-1, block).sum(1), 3)
+        return [key for one in blocks for key in range(one * block, min(length, one * block + block))]
+
+    check(case, parse_method("topk:budget=12,block=4,heads=together"), rule)
+    first = run(case, parse_method("topk:budget=12,block=4,heads=together"))[0]
+    assert (first.rows_read == first.keys_scored[:, ::GROUP]).all()
+
+
 def test_oracle_sampling_is_unbiased_and_counts_distinct_keys():
     case, draws, runs = Case(9), 8, 400
     total, square = np.zeros((HEADS, DIM)), np.zeros((HEADS, DIM))

@@ -1,8 +1,10 @@
 """A predictor's training: captured is the attention that follows, the fit learns, and the best epoch is kept."""
 
+import inspect
 import json
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,15 +14,17 @@ from typer.testing import CliRunner
 
 from evals.forward import load_decoder
 from evals.methods.attention_method import PromptLayer
+from gpu.methods.predicted.settings import PredictedSettings
 from gpu.predictor.network import PredictorNetwork, load_network
 from tests.gpu.gguf_files import vocabulary, write
 from tests.gpu.reference_model import FOLDER
 from tests.tolerances import HISTORY_FLOAT32
-from training.cli import app
+from training.cli import app, predictor
 from training.predictor.fit import LOGITS, Loss, Recipe, draw_pairs, fit, loss_of, recover
 from training.predictor.histories import Cut, Track, capture
 from training.predictor.train_predictor import TextPlan, narrated, read_prompts, split
 
+ROOT = Path(__file__).parents[2]
 CUT = Cut(block=4, sink=3, window=6, steps=5, dense=2)
 CPU = torch.device("cpu")
 
@@ -177,3 +181,19 @@ def test_its_text_is_the_same_for_the_same_seed() -> None:
 
 
 # --- the paper's Table 4 ----------------------------------------------------------------------------------------------
+
+
+def test_training_begins_with_the_settings_that_serve() -> None:
+    served, trained = PredictedSettings(weights=Path("unread")), inspect.signature(predictor).parameters
+    assert (trained["history"].default, trained["sink"].default) == (served.history, served.sink_tokens)
+
+
+def test_the_reference_models_predictor_is_there_and_follows_what_was_attended_to() -> None:
+    network = load_network(ROOT / "deploy" / "predictors" / "reference.safetensors")
+    report = json.loads((ROOT / "deploy" / "predictors" / "reference.json").read_text())
+    assert report["best"]["recovery"] == max(epoch["recovery"] for epoch in report["epochs"])
+    history = torch.zeros(1, 64, 40)
+    history[0, :, 5], history[0, -1, 20] = 0.3, 0.3
+    scores = network(history, None)[0]
+    assert scores.argsort(descending=True)[0] == 5, "what was attended to in every step"
+    assert scores[20] > scores[[10, 12, 30, 35]].max(), "and what was in the last"
