@@ -1,4 +1,4 @@
-"""Pooling requests: the vector that is made of a prompt's last hidden states instead of an answer. Data, no torch."""
+"""Define pooling requests: the vector made of a prompt's last hidden states instead of an answer. Data, no torch."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Attention profiles: named compositions of methods, which a request chooses by `attention_profile`. No torch.
+"""Resolve attention profiles: named compositions of methods, which a request chooses by `attention_profile`. No torch.
 
 Each method of the slot `host` is a profile of the same name, unless it plans device memory for each sequence. The
 section `profiles` of a deployment names others. Invariant: two profiles share KV, and cached prefixes, exactly if

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status and `{"error": {message, type, param, code}}`.
+"""Make errors as OpenAI's clients expect them: a status and `{"error": {message, type, param, code}}`.
 
 Every failure that a client sees is made here. The constructors name the cases, so routes say what went wrong and not
 which number that is.

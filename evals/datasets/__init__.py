@@ -1,4 +1,4 @@
-"""Readers of published benchmarks from local JSONL files: LongBench, LongBench v2, InfiniteBench and GSM8K.
+"""Read published benchmarks from local JSONL files: LongBench, LongBench v2, InfiniteBench and GSM8K.
 
 `read(name, path, num_samples)` returns samples; a name is `family/dataset`, such as `longbench/hotpotqa`. Nothing is
 downloaded. Fields are as published, but the instructions around them are worded for this project: compare methods with

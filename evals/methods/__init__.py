@@ -1,1 +1,1 @@
-"""Attention methods over full KV: reference implementations, for quality and not for speed."""
+"""Compute attention methods over full KV: reference implementations, for quality and not for speed."""

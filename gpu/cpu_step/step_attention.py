@@ -1,4 +1,4 @@
-"""Attention of the compiled decode step: RoPE, the write of keys and values, and each row's whole paged context.
+"""Compute attention of the compiled decode step: RoPE, the write of KV, and each row's whole paged context.
 
 A work item is one part of one (row, KV head). Contexts are cut every PART_TOKENS, so that threads share a long context,
 and the thread that ends the last part merges all. Rows of one slot are adjacent, in the order of their positions. An

@@ -1,4 +1,4 @@
-"""Memory of KV pages and windows: on a GPU all of it from the start, on the CPU device row by row on request.
+"""Commit memory of KV pages and windows: on a GPU all of it from the start, on the CPU device row by row on request.
 
 On the CPU, arenas are reserved addresses, and rows are committed when a request needs them. So a shortage of memory is
 noticed in time, instead of a page fault that ends the process. Rows stay committed. Rows that are not committed read as

@@ -1,5 +1,6 @@
-"""Copies of recurrent layers' states in host memory. Copies to the host run beside all other work, copies back run
-before the step that needs them.
+"""Keep copies of recurrent layers' states in host memory.
+
+Copies to the host run beside all other work, copies back run before the step that needs them.
 
 A copy to the host reads a state that no step writes; a later write waits for it on the device
 (`HostStates.before_write`). On the CPU a copy is done when the call returns.

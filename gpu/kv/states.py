@@ -1,4 +1,4 @@
-"""States of recurrent layers: each sequence has one in all of these layers, in place of keys and values.
+"""Hold states of recurrent layers: each sequence has one in all of these layers, in place of keys and values.
 
 The scheduler numbers states as it does windows, and decides which slot holds which. A copy is the state after the same
 token. A sequence that begins at position 0 never reads its state before it writes it, so none is cleared. Host memory

@@ -1,5 +1,5 @@
-"""Windows of keys and values: for layers with sliding attention, each sequence has a ring of pages in place of pages
-for its whole context.
+"""Hold windows of keys and values: for layers with sliding attention, each sequence has a ring of pages in place of
+pages for its whole context.
 
 A window is a ring of `num_pages` pages in each of these layers: cell c of a context is in page `c // page_tokens %
 num_pages`. Readers and writers use an ordinary page table, and a copy of a window has the same cells. The scheduler

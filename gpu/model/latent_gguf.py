@@ -1,4 +1,4 @@
-"""Latent attention in GGUF files, llama.cpp's `deepseek2`: DeepSeek's models, and GLM-4.7-Flash.
+"""Read latent attention in GGUF files, llama.cpp's `deepseek2`: DeepSeek's models, and GLM-4.7-Flash.
 
 Files have what makes keys and values of latents in one matrix (`attn_kv_b`), as a checkpoint, or apart (`attn_k_b`,
 transposed head by head, and `attn_v_b`), and then sizes of heads under keys of their own.

@@ -1,4 +1,4 @@
-"""Mamba-2 layers in GGUF files: the names of their tensors, their sizes, and which layers they are."""
+"""Read Mamba-2 layers in GGUF files: the names of their tensors, their sizes, and which layers they are."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Shapes by name, for random weights: the published sizes that each family's folder lists."""
+"""Name shapes for random weights: the published sizes that each family's folder lists."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Next-step scores of all blocks, for many heads and layers at once: the network of `network.py`, fused.
+"""Score all blocks for the next step, for many heads and layers at once: the network of `network.py`, fused.
 
 AttentionPredictor, section 4.2. Invariant: scores of a head depend on its own history and width alone.
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and of the most likely alternatives, from raw logits, without a sync.
+"""Compute log-probabilities of given tokens and of the most likely alternatives, from raw logits, without a sync.
 
 These are the model's own probabilities, before temperature, penalties and bias. Alternatives come best first; of equal
 logits, which are common in bf16, the lower token id comes first, as argmax has it.

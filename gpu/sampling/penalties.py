@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties: counts of the tokens that a sequence holds, on the device.
+"""Count the tokens that a sequence holds, on the device, for repetition, presence and frequency penalties.
 
 Memory for all sequences (5 bytes a vocabulary entry) is kept from the start, because steps in flight read it. After
 `count`, the table equals a recount of prompt and output. It is updated from tokens on the device, so the host may run

@@ -1,4 +1,4 @@
-"""Conversations, in which each prompt continues the one before, and the eviction order of what they leave.
+"""Track conversations, in which each prompt continues the one before, and order the eviction of what they leave.
 
 What costs least to compute again is evicted first, by GreedyDual (Young, Algorithmica 11, 1994). A conversation's rank
 is a clock plus the work of computing it again. The clock is the highest rank evicted so far. So a rarely used

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent layers' states in host memory, found by the hash of the last block before them.
+"""Keep snapshots of recurrent layers' states in host memory, found by the hash of the last block before them.
 
 A snapshot is copied to host memory when it is kept on the card, so the card may evict it at any time. It stays in host
 memory when a prompt starts from a copy. The snapshot that is cheapest to compute again is evicted first.

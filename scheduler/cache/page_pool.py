@@ -1,4 +1,4 @@
-"""KV pages on the device: allocate and count holders, and find pages by the hash of their prefix.
+"""Allocate KV pages on the device, count their holders, and find pages by the hash of their prefix.
 
 A page is free, or held by one or more sequences. A free page whose content is published under a block hash can be found
 until the page is needed; the least valuable are evicted first (`IdlePages`). If the host gives memory on demand

@@ -1,4 +1,4 @@
-"""Rings of methods: give them to a sequence at admission, and take them back when it leaves.
+"""Give rings of methods to a sequence at admission, and take them back when it leaves.
 
 Some methods work only on tokens in host memory. A sequence whose prompt has none there takes the ring of such a method
 when it first offloads tokens.

@@ -1,4 +1,4 @@
-"""Windows of layers with sliding attention: which sequence holds which, and which are kept as the ends of prefixes.
+"""Assign windows of layers with sliding attention to sequences, and keep some as the ends of prefixes.
 
 A sequence holds a window while it holds a slot. A kept window is no longer written to. It belongs to one or more ends
 of prefixes, and a prompt that begins with such a prefix can continue from a copy of the window. A copy is kept when a

@@ -1,4 +1,4 @@
-"""Drafts by a small model with the same vocabulary, which runs on the same device with pages of its own.
+"""Draft with a small model of the same vocabulary, which runs on the same device with pages of its own.
 
 It takes in a request's tokens: a prompt one chunk a step, so that no stream waits for all of it, and later a few tokens
 at once. Then it draws the next tokens with the request's options, seed and draw numbers, so its draft differs from the

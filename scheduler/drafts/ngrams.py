@@ -1,4 +1,4 @@
-"""Drafts by n-grams: the tokens that followed the longest earlier copy of the last tokens, in prompt and output.
+"""Draft by n-grams: the tokens that followed the longest earlier copy of the last tokens, in prompt and output.
 
 Positions are chained by a hash of the `least_match` tokens before them, as in LZ77, so that adding a token takes
 constant time. A proposal walks the chain from the latest position, compares tokens backwards, and takes the longest

@@ -1,4 +1,4 @@
-"""Contexts in host memory: which sequences hold them, which fork which, what they are charged, and which are dropped.
+"""Track contexts in host memory: who holds them, which fork which, what they are charged, and which are dropped.
 
 A context is a run of blocks (whole pages of tokens after the sink), all of them in host memory. Its first blocks are
 evicted, and have only dense pages on the device. The others still have resident pages. A finished sequence's context

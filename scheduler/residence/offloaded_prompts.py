@@ -1,4 +1,4 @@
-"""Prompts that are offloaded in part: where each can start, and what it needs of both memories.
+"""Plan prompts that are offloaded in part: where each can start, and what it needs of both memories.
 
 Such a prompt has a sink in pages, a run of offloaded blocks, and a window in pages. The run's first blocks may be
 shared with another context, the `source`; the others are computed. With fixed residence, token counts decide how many

@@ -1,4 +1,4 @@
-"""Tables of request fields, and the check of a body against its table.
+"""Define tables of request fields, and check a body against its table.
 
 A field is served (the body's struct has it), accepted without effect, or refused unless its value is neutral. Every
 other field is unknown. The check reads only names and small values; msgspec checks types.

@@ -1,4 +1,4 @@
-"""`tandem chat`: a conversation with a running server, in the terminal. Any OpenAI-compatible server will do.
+"""Run `tandem chat`: a conversation with a running server, in the terminal. Any OpenAI-compatible server will do.
 
 Ctrl-C stops the answer and not the program; closing the stream frees its request on the server. A partial answer stays
 in the conversation. If there is none yet, the question is removed from it.

@@ -1,4 +1,4 @@
-"""`tandem documents`: add, list and delete the documents of a running server from the terminal.
+"""Run `tandem documents`: add, list and delete the documents of a running server from the terminal.
 
 A file that was added before is the same document, so an interrupted addition can simply be run again. One file's error
 does not stop the others; a lost server does.

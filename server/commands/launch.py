@@ -1,4 +1,4 @@
-"""`tandem launch`: start a coding agent that uses a running server, configured by its environment.
+"""Run `tandem launch`: start a coding agent that uses a running server, configured by its environment.
 
 None of the user's files is read or written: agents get all settings from variables and arguments.
 """

@@ -1,4 +1,4 @@
-"""Models by name for commands: a deployment of one, and `tandem models`, which lists those that were fetched."""
+"""Find models by name for commands: a deployment of one, and `tandem models`, which lists those that were fetched."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Names of models on a hub, `hf:OWNER/NAME[@REVISION][:FILE or QUANT]`, and which of a model's files a name means."""
+"""Read names of models on a hub, `hf:OWNER/NAME[@REVISION][:FILE or QUANT]`, and choose the files that a name means."""
 
 import re
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Response templates: how a model marks the regions of its answer, as data that may come with the tokenizer.
+"""Read response templates: how a model marks the regions of its answer, as data that may come with the tokenizer.
 
 The format is that of transformers (`utils/chat_parsing`), version 1, but its code is not used. The API process has no
 transformers, and their parser neither gives back the text of a region that does not parse, nor a call's name before the

@@ -1,4 +1,4 @@
-"""Chat templates: find out which messages a template accepts, and render chats with it.
+"""Find out which messages a chat template accepts, and render chats with it.
 
 A template comes from a checkpoint, so it is foreign code, and a child process renders it (`template_renderers.py`).
 Rendering short chats shows which messages it accepts. A chat is then adapted so that no message is dropped silently. If

@@ -1,4 +1,4 @@
-"""Tools for a chat template that writes none: they are told in a system message, calls and results in turns of text.
+"""Write tools for a chat template that writes none: in a system message, with calls and results in turns of text.
 
 The form is Hermes's, which `gpu/model/answers/hermes.py` declares:
 

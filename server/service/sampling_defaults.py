@@ -1,5 +1,5 @@
-"""Sampling defaults for what a request leaves open: from the model's generation_config.json, a GGUF file's metadata, or
-OpenAI's.
+"""Find sampling defaults for what a request leaves open: from the model's generation_config.json, a GGUF file's
+metadata, or OpenAI's.
 
 `do_sample: false` means the most likely token. Values must be in the ranges of a request's fields.
 """

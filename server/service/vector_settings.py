@@ -1,4 +1,4 @@
-"""Settings of the served model's embeddings and ranking: the deployment's, else those of the model's folder.
+"""Find settings of the served model's embeddings and ranking: the deployment's, else those of the model's folder.
 
 If the model does not suit a request, the error names the setting.
 """

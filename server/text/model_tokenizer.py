@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a Hugging Face folder, on `tokenizers` alone (transformers would import torch).
+"""Turn text to token ids and back, from a Hugging Face folder, on `tokenizers` alone (transformers would import torch).
 
 Its files are read by `gpu.model.vocabulary`; which tokens end a text says `gpu.model.end_tokens`. Holds no state of a
 request; the invariant is that `token_bytes` of a sequence, joined, is what its text is made of.

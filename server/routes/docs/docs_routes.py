@@ -1,4 +1,4 @@
-"""`/openapi.json`, written when it changes, and `/docs`: Swagger UI over it, from the files of `fastapi-swagger`.
+"""Serve `/openapi.json`, written when it changes, and `/docs`: Swagger UI over it, from the files of `fastapi-swagger`.
 
 The page names its files relative to itself, so that it works below a proxy's prefix, and its content security policy
 lets it load from this server and ask this server only.

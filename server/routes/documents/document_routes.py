@@ -1,4 +1,4 @@
-"""`/v1/documents`: store, list, show and delete the documents of an API key, which its chats then name.
+"""Serve `/v1/documents`: store, list, show and delete the documents of an API key, which its chats then name.
 
 A new document is cut into chunks, whose keys and values the engine computes and stores behind requests. When a document
 is deleted, those of its chunks that no other document has leave the store.

@@ -1,4 +1,4 @@
-"""Ollama's routes that work: `/api/chat`, `/api/generate`, `/api/embed`, and `/api/embeddings`, the older one."""
+"""Serve Ollama's routes: `/api/chat`, `/api/generate`, `/api/embed`, and `/api/embeddings`, the older one."""
 
 import time
 from dataclasses import replace

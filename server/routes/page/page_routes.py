@@ -1,4 +1,4 @@
-"""`/`: a page to talk to the model and to see what the server is doing. `server.page: false` turns it off.
+"""Serve `/`: a page to talk to the model and to see what the server is doing. `server.page: false` turns it off.
 
 The page names its files relative to itself, so that it works below a proxy's prefix. Its policy lets it load scripts,
 styles and pictures from this server alone, ask this server alone, and turn no text into markup.

@@ -1,4 +1,4 @@
-"""`/v1/responses`: answer, and show, list or delete what is kept of an answer for the key that asked."""
+"""Serve `/v1/responses`: answer, and show, list or delete what is kept of an answer for the key that asked."""
 
 from functools import cache
 from typing import Any

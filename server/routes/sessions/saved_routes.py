@@ -1,4 +1,4 @@
-"""`/v1/saved_contexts`: list and delete contexts that were saved by name: a key's own, or all with an admin's key."""
+"""Serve `/v1/saved_contexts`: list and delete contexts saved by name: a key's own, or all with an admin's key."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`/v1/sessions`: what is kept of the conversations of the key that asks, where, and by name; and forget a session."""
+"""Serve `/v1/sessions`: what is kept of the asking key's conversations, where, and by name; and forget a session."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`/slots`, as llama.cpp's server has it: conversations by number, and their contexts on disk by name."""
+"""Serve `/slots`, as llama.cpp's server has it: conversations by number, and their contexts on disk by name."""
 
 import math
 import time

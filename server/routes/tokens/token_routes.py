@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`. A long text takes one thread at most, so that prompts keep another."""
+"""Serve `/tokenize` and `/detokenize`. A long text takes one thread at most, so that prompts keep another."""
 
 from dataclasses import replace
 

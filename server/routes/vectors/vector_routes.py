@@ -1,4 +1,4 @@
-"""`/v1/embeddings` and `/rerank`: prompts become vectors.
+"""Serve `/v1/embeddings` and `/rerank`: prompts become vectors.
 
 A vector is a generation of no token, so limits, metrics and cancellation are those of every generation.
 """
