@@ -36,7 +36,7 @@ from gpu.operations.rms_norm import rms_norm, rms_norm_add
 from gpu.operations.swiglu import swiglu
 from gpu.ranks import Ranks
 from gpu.weights.host_experts import tensors_of
-from gpu.weights.matrix import Matrix, PackedMatrix, PlainMatrix, as_matrix
+from gpu.weights.matrix import Matrix, PackedMatrix, PlainMatrix, RoundingMatrix, as_matrix
 from gpu.weights.weights import Weights
 
 
@@ -101,7 +101,8 @@ class Projections:
             experts.warm_up(most_tokens, norm)
 
     def choose_tiles(self, sizes: Sequence[int], seconds: Callable[[Callable[[], object]], float]) -> None:
-        """Time how decode steps of so many rows are best multiplied by plain matrices, and keep the fastest way.
+        """Time how decode steps of so many rows are best multiplied by plain matrices and by those that round tokens to
+        FP8, and keep the fastest way.
 
         On CUDA.
 
@@ -111,14 +112,17 @@ class Projections:
         self._tile_choice.choose(self._products(), sizes, seconds, properties.shared_memory_per_block_optin)
 
     def _products(self) -> list[Product]:
-        """Return the products of decode steps with plain matrices in bf16, grouped by shape and use."""
-        found: dict[tuple[Use, torch.Size], Product] = {}
+        """Return the products of decode steps with matrices in bf16, and with those that round tokens to FP8, grouped
+        by shape and use.
+        """
+        found: dict[tuple[Use, bool, tuple[int, int]], Product] = {}
 
         def add(
             use: Use, matrix: Matrix, x_dtype: torch.dtype = torch.bfloat16, activation: Activation = "silu"
         ) -> None:
-            if isinstance(matrix, PlainMatrix) and matrix.dtype == torch.bfloat16:
-                key, weight = (use, matrix.weight.shape), matrix.weight
+            if isinstance(matrix, PlainMatrix | RoundingMatrix) and matrix.dtype == torch.bfloat16:
+                weight: Stored = matrix.weight if isinstance(matrix, PlainMatrix) else matrix.packed
+                key = use, isinstance(matrix, PlainMatrix), matrix.shape
                 before = found[key].weights if key in found else ()
                 found[key] = Product(use, (*before, weight), x_dtype, activation)
 

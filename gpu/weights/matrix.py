@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from gpu.model.spec import Activation
+from gpu.operations.arguments import check
+from gpu.operations.linear.fp8_linear import LEAST_ROUNDED_TOKENS, fp8_linear, round_tokens
 from gpu.operations.linear.packed_linear import (
     Widen,
+    check_tokens,
     packed_gate_up,
     packed_linear,
     packed_logits,
@@ -66,6 +69,11 @@ class PlainMatrix:
         return self.weight.dtype
 
     @property
+    def shape(self) -> tuple[int, int]:
+        rows, inner = self.weight.shape
+        return rows, inner
+
+    @property
     def nbytes(self) -> int:
         return self.weight.nbytes
 
@@ -92,7 +100,10 @@ class PlainMatrix:
 
 
 class PackedMatrix:
-    """A packed matrix of 4 or 8 bits, widened while it is multiplied."""
+    """A packed matrix of 4 or 8 bits, widened while it is multiplied.
+
+    widened: the function that widens it for many tokens.
+    """
 
     def __init__(self, packed: Packed, widened: Widen) -> None:
         self.packed = packed
@@ -101,6 +112,10 @@ class PackedMatrix:
     @property
     def dtype(self) -> torch.dtype:
         return self.packed.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.packed.rows, self.packed.inner
 
     @property
     def nbytes(self) -> int:
@@ -125,10 +140,55 @@ class PackedMatrix:
         return unpack(self.packed)
 
 
+class RoundingMatrix(PackedMatrix):
+    """An FP8 matrix that LEAST_ROUNDED_TOKENS tokens or more multiply in 8 bits, rounded to FP8 (`fp8_linear`).
+
+    choice: how as many tokens as decode steps have are multiplied; None: by torch's product.
+    """
+
+    def __init__(self, packed: Packed, widened: Widen, choice: TileChoice | None) -> None:
+        super().__init__(packed, widened)
+        self._choice = choice
+
+    def linear(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if len(x) < LEAST_ROUNDED_TOKENS:
+            return super().linear(x, residual)
+        return self._multiply("add" if residual is not None else "linear", x, None, residual, None)
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, bias: Tensor | None) -> Tensor:
+        if len(x) < LEAST_ROUNDED_TOKENS:
+            return super().norm_linear(x, norm, eps, bias)
+        return self._multiply("linear", x, (norm, eps), bias, None)
+
+    def gate_up(self, x: Tensor, activation: Activation) -> Tensor:
+        if len(x) < LEAST_ROUNDED_TOKENS:
+            return super().gate_up(x, activation)
+        return self._multiply("gate_up", x, None, None, activation)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, activation: Activation) -> Tensor:
+        if len(x) < LEAST_ROUNDED_TOKENS:
+            return super().norm_gate_up(x, norm, eps, activation)
+        return self._multiply("gate_up", x, (norm, eps), None, activation)
+
+    def _multiply(
+        self, use: Use, x: Tensor, norm: tuple[Tensor, float] | None, added: Tensor | None,
+        activation: Activation | None,
+    ) -> Tensor:  # fmt: skip
+        check_tokens("a product in FP8", x, self.packed)
+        if added is not None:
+            shape = (len(x), self.packed.rows)[2 - added.ndim :]
+            check("a product in FP8", "what is added", added, shape, self.dtype, x.device)
+        rounded = round_tokens(x) if norm is None else round_tokens(x, *norm)
+        tiles = None if self._choice is None else self._choice.tiles(use, self.packed, len(x))
+        return fp8_linear(rounded, self.packed, added, activation, tiles)
+
+
 def as_matrix(held: Tensor | Packed | Matrix, widened: Widen = widen, choice: TileChoice | None = None) -> Matrix:
     """Return a `Matrix` for weights in their place. widened: the function that widens packed ones for prefill. choice:
-    how plain ones multiply several tokens.
+    how plain ones, and tokens in FP8, are multiplied by several tokens.
     """
+    if isinstance(held, Packed) and held.rounds_tokens:
+        return RoundingMatrix(held, widened, choice)
     if isinstance(held, Packed):
         return PackedMatrix(held, widened)
     return PlainMatrix(held, choice) if isinstance(held, Tensor) else held

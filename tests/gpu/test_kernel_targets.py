@@ -92,7 +92,7 @@ from gpu.operations.linear.adapter_product import (
     lower_normed,
     swiglu_raised,
 )
-from gpu.operations.linear.fp8_linear import round_tokens
+from gpu.operations.linear.fp8_linear import fp8_linear, round_tokens
 from gpu.operations.linear.packed_linear import (
     packed_linear,
     packed_logits,
@@ -141,6 +141,7 @@ TRITON_TYPES = {
     torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 COMPILE_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -314,6 +315,17 @@ def _rounded_tokens(shape: Architecture, dtype: torch.dtype) -> None:
     round_tokens(x)
     for norm in (empty(shape.hidden, dtype=dtype), empty(shape.hidden)):
         round_tokens(x, norm, 1e-5)
+    if dtype != torch.bfloat16 or shape.hidden < 4096:
+        return
+    stored = MatrixFormat("fp8", None, 4, rounds_tokens=True)
+    for rows, activation in ((shape.hidden, None), (2 * shape.intermediate, "silu")):
+        matrix = allocate_packed(rows, shape.hidden, stored, dtype, torch.device("cuda"), torch.bfloat16)
+        for tokens in (16, 64):
+            rounded = round_tokens(empty(tokens, shape.hidden, dtype=dtype))
+            for one in candidates(rows, shape.hidden, tokens, activation is not None, 1):
+                tiles = fitted(one, tokens, 1, activation is not None, SHARED_KIB[89] * 1024, 1)
+                added = empty(tokens, rows, dtype=dtype) if activation is None else None
+                fp8_linear(rounded, matrix, added, activation, tiles)
 
 
 def _packed(shape: Architecture, dtype: torch.dtype) -> None:

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from gpu.operations.arguments import INTERPRETED
-from gpu.operations.linear import packed_linear as packed_products
 from gpu.operations.linear.fp8_linear import (
     LEAST_ROUNDED_TOKENS,
     LEAST_SCALE,
@@ -15,17 +14,20 @@ from gpu.operations.linear.fp8_linear import (
     round_tokens_reference,
     why_no_scaled_product,
 )
-from gpu.operations.linear.packed_linear import packed_linear, packed_norm_gate_up, packed_norm_linear
 from gpu.operations.linear.packed_matrix import Packed
+from gpu.operations.linear.plain_tiles import Tiles
+from gpu.operations.linear.tile_choice import Product, TileChoice
 from gpu.operations.linear.word_layout import unpack_words
+from gpu.weights.matrix import RoundingMatrix, as_matrix
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
 from tests.gpu.packed_oracle import Drawn, draw_packed, e4m3, poisoned
-from tests.tolerances import KERNEL_CHAIN_BFLOAT16, KERNEL_FLOAT32
+from tests.tolerances import KERNEL_BFLOAT16, KERNEL_CHAIN_BFLOAT16, KERNEL_FLOAT32
 
 TOKENS = LEAST_ROUNDED_TOKENS + 1
 SHAPES = [(48, 1056), (64, 1024), (16, 72)]  # rows and columns; columns that are whole words, and others
 ROUNDING = 2.0**-4  # of a number of e4m3 that is not subnormal, relative
+TILED = {torch.float32: KERNEL_FLOAT32, torch.bfloat16: KERNEL_BFLOAT16}
 CHAIN_TOLERANCE = {torch.float32: 2 * KERNEL_FLOAT32, torch.bfloat16: KERNEL_CHAIN_BFLOAT16}
 
 
@@ -133,30 +135,83 @@ def test_norm_activation_bias_and_residual_stand_around_a_rounded_product(dtype,
         return (_numbers(codes, 1024) * wide(scales)) @ drawn.wanted.T
 
     plain, before = product(x), residual.clone()
-    assert distance(packed_linear(x, drawn.packed, residual), plain + wide(residual)) < CHAIN_TOLERANCE[dtype]
+    matrix = as_matrix(drawn.packed)
+    assert distance(matrix.linear(x, residual), plain + wide(residual)) < CHAIN_TOLERANCE[dtype]
     assert torch.equal(residual, before)
     codes, scales = round_tokens(x, gain, NORM_EPS)
     normed = (_numbers(codes, 1024) * wide(scales)) @ drawn.wanted.T
     far = oracle.rms_norm(wide(x), wide(gain), NORM_EPS) @ drawn.wanted.T
     assert 0 < np.linalg.norm(normed - far) / np.linalg.norm(far) < ROUNDING
     bias = residual[0].contiguous()
-    got = packed_norm_linear(x, gain, NORM_EPS, drawn.packed, bias)
+    got = matrix.norm_linear(x, gain, NORM_EPS, bias)
     assert distance(got, normed + wide(bias)) < CHAIN_TOLERANCE[dtype]
     gate, up = normed[:, :32], normed[:, 32:]
-    got = packed_norm_gate_up(x, gain, NORM_EPS, drawn.packed, "silu")
+    got = matrix.norm_gate_up(x, gain, NORM_EPS, "silu")
     assert distance(got, gate / (1 + np.exp(-gate)) * up) < 4 * CHAIN_TOLERANCE[dtype]
-    assert distance(packed_norm_linear(x, gain, NORM_EPS, drawn.packed, None), plain) > CHAIN_TOLERANCE[dtype]
+    assert distance(matrix.norm_linear(x, gain, NORM_EPS, None), plain) > CHAIN_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("count", "is_rounded"), [(LEAST_ROUNDED_TOKENS - 1, False), (LEAST_ROUNDED_TOKENS, True)])
 def test_few_tokens_are_not_rounded(count, is_rounded, device):
     dtype = torch.float32 if device == "cpu" or INTERPRETED else torch.bfloat16
     drawn, x = _drawn(48, 1056, dtype, device), _tokens(1056, dtype, device, count)
-    error = distance(packed_linear(x, drawn.packed), wide(x) @ drawn.wanted.T)
+    error = distance(as_matrix(drawn.packed).linear(x), wide(x) @ drawn.wanted.T)
     assert (error > 2 * KERNEL_TOLERANCE[dtype]) == is_rounded
 
 
-def test_the_matrix_is_not_widened(device, monkeypatch):
-    monkeypatch.setattr(packed_products, "widen", None)
+def test_the_matrix_is_not_widened(device):
     drawn = _drawn(48, 1056, torch.bfloat16, device)
-    assert packed_linear(_tokens(1056, torch.bfloat16, device, 300), drawn.packed).isfinite().all()
+    matrix = as_matrix(drawn.packed, widened=None)
+    assert matrix.linear(_tokens(1056, torch.bfloat16, device, 300)).isfinite().all()
+
+
+WAYS = {
+    "whole": Tiles(64, 64, 4, 3),
+    "two parts": Tiles(64, 32, 4, 3, parts=2),
+    "four splits": Tiles(16, 32, 4, 3, splits=4),
+    "wide": Tiles(128, 256, 4, 2),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES if INTERPRETED else DEVICES[1:])
+@pytest.mark.parametrize("tiles", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("tokens", [16, 17, 64])
+def test_tiles_give_the_product_with_a_residual_a_bias_and_an_activation(tiles, tokens, device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    drawn, x = _drawn(96, 1024, dtype, device), _tokens(1024, dtype, device, tokens)
+    x[1] = 1e-3
+    rounded = round_tokens(x)
+    wanted = (_numbers(rounded[0], 1024) * wide(rounded[1])) @ drawn.wanted.T
+    residual = random(np.random.default_rng(1), (tokens, 96), dtype, device)
+    bias = residual[0].contiguous()
+    for token in range(tokens):
+        assert distance(fp8_linear(rounded, drawn.packed, tiles=tiles)[token], wanted[token]) < TILED[dtype]
+    assert distance(fp8_linear(rounded, drawn.packed, residual, tiles=tiles), wanted + wide(residual)) < TILED[dtype]
+    assert distance(fp8_linear(rounded, drawn.packed, bias, tiles=tiles), wanted + wide(bias)) < TILED[dtype]
+    if tiles.parts == 1:
+        gate, up = wanted[:, :48], wanted[:, 48:]
+        got = fp8_linear(rounded, drawn.packed, None, "silu", tiles)
+        assert distance(got, gate / (1 + np.exp(-gate)) * up) < 2 * TILED[dtype]
+    swapped = (rounded[0], rounded[1].flip(0))
+    assert distance(fp8_linear(swapped, drawn.packed, tiles=tiles), wanted) > TILED[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES if INTERPRETED else DEVICES[1:])
+def test_tiles_are_chosen_by_time_for_as_many_tokens_as_are_rounded(device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    packed = _drawn(64, 1024, dtype, device).packed
+    choice, sizes = TileChoice(), []
+
+    def seconds(run):
+        run()
+        sizes.append(1)
+        return 1.0 if len(sizes) == 1 else 0.5
+
+    choice.choose([Product("add", (packed,), dtype)], (1, 8, 16, 100), seconds, 232_448)
+    assert choice.tiles("add", packed, 16) is not None
+    assert choice.tiles("add", packed, 32) is choice.tiles("linear", packed, 16) is None
+    assert choice.tiles("add", torch.empty(64, 1024, dtype=torch.bfloat16), 16) is None
+    matrix = RoundingMatrix(packed, None, choice)
+    x, residual = _tokens(1024, dtype, device, 16), torch.zeros(16, 64, dtype=dtype, device=device)
+    wanted = fp8_linear(round_tokens(x), packed, residual, tiles=choice.tiles("add", packed, 16))
+    assert torch.equal(matrix.linear(x, residual), wanted)

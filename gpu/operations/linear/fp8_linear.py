@@ -1,4 +1,4 @@
-"""Multiply tokens, rounded to FP8, by a matrix of FP8 numbers, with torch's scaled product.
+"""Multiply tokens, rounded to FP8, by a matrix of FP8 numbers, with torch's scaled product or tiles of our own.
 
 Each token is rounded to e4m3 with a scale of its own (its largest number becomes 448). The product's sums are scaled by
 the token's and the row's scale. A packed matrix is read as it is stored: its words hold columns in an order of their
@@ -14,10 +14,15 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from gpu.model.matrix_format import UNIT_WORDS, unit_columns
+from gpu.model.spec import Activation
 from gpu.operations.arguments import check_dtype, runs_on_triton
 from gpu.operations.linear.packed_matrix import Packed
+from gpu.operations.linear.plain_tiles import Tiles, plain_tiles
 from gpu.operations.linear.word_layout import RUN_COLUMNS
 from gpu.operations.rms_norm import check_norm, normed_row, rms_norm_reference
+from gpu.operations.swiglu import swiglu
+
+Rounded = tuple[Tensor, Tensor]  # tokens in FP8 in the order of packed words, and their scales: of `round_tokens`
 
 MOST_FP8 = 448.0  # the largest number of e4m3
 LEAST_SCALE = 2.0**-100  # of a token of zeros
@@ -27,7 +32,7 @@ _RUN = tl.constexpr(RUN_COLUMNS)
 _MOST, _LEAST, _DOWN = tl.constexpr(MOST_FP8), tl.constexpr(LEAST_SCALE), tl.constexpr(2.0**-120)
 
 
-def round_tokens_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+def round_tokens_reference(x: Tensor) -> Rounded:
     """Round tokens in plain torch: what `round_tokens` returns without a norm."""
     tokens, inner = x.shape
     scales = x.float().abs().amax(1, keepdim=True).div_(MOST_FP8).clamp_(min=LEAST_SCALE)
@@ -68,7 +73,7 @@ def _round_kernel(
     tl.store(codes + token * PADDED + column, tl.reshape(tl.permute(runs, (0, 2, 1)), [BLOCK]), mask=column < PADDED)
 
 
-def round_tokens(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
+def round_tokens(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Rounded:
     """Round tokens to FP8, after a norm if there is one.
 
     x: `[tokens, inner]`, bf16 or float32. norm: `[inner]`, of `rms_norm`. Returns e4m3 numbers `[tokens, padded]`, in
@@ -93,18 +98,27 @@ def round_tokens(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> tup
     return codes.view(torch.float8_e4m3fn), scales
 
 
-def fp8_linear(rounded: tuple[Tensor, Tensor], packed: Packed) -> Tensor:
-    """Return the product of rounded tokens with a matrix that rounds tokens, `[tokens, rows]` of packed.dtype.
+def fp8_linear(
+    rounded: Rounded, packed: Packed, added: Tensor | None = None, activation: Activation | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the product of rounded tokens with an FP8 matrix `(+ added)`, or `activation(gate) * up` of it.
 
-    rounded: from `round_tokens`. packed: FP8 with a scale a row.
+    packed: of a scale a row, and a multiple of 16 rows. added: `[tokens, rows]` in packed.dtype, or `[rows]` for all
+    tokens; None with an activation. tiles: how up to MOST_TILED_TOKENS tokens are multiplied; None: by torch's product.
+    Returns `[tokens, rows]` of packed.dtype, new; with a gated activation half as many rows.
     """
     codes, scales = rounded
-    assert packed.rounds_tokens, "its format says so"
-    numbers = packed.words.view(torch.float8_e4m3fn)
-    return scaled_mm(
-        codes, numbers.t(), scales, ScalingType.RowWise, packed.scales.float().t(), ScalingType.RowWise,
+    numbers, row_scales = packed.words.view(torch.float8_e4m3fn), packed.scales.float()
+    if tiles is not None:
+        return plain_tiles(codes, numbers, added, activation, packed.dtype, tiles, (scales, row_scales))
+    product = scaled_mm(
+        codes, numbers.t(), scales, ScalingType.RowWise, row_scales.t(), ScalingType.RowWise,
         output_dtype=packed.dtype, use_fast_accum=packed.words.is_cuda,
     )  # fmt: skip
+    if activation is not None:
+        return swiglu(product, activation)
+    return product if added is None else product.add_(added)
 
 
 def why_no_scaled_product(device: torch.device) -> str | None:

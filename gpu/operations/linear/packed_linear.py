@@ -2,8 +2,7 @@
 
 Up to MOST_PACKED_TOKENS tokens use `packed_tiles`, with bias, residual and, for the fewest, SwiGLU fused in. On the CPU
 up to MOST_MULTIPLIED_TOKENS (any number for float32 in tiles) use `numba_packed_linear`. With more (prefill) the matrix
-is widened once and multiplied by the vendor's product. A matrix that rounds tokens is instead multiplied in 8 bits
-(`fp8_linear`), from LEAST_ROUNDED_TOKENS on. A program owns whole output rows, so a result does not depend on
+is widened once and multiplied by the vendor's product. A program owns whole output rows, so a result does not depend on
 how programs are scheduled. Bytes moved: words, scales and zero points once for each tile of tokens; a widened matrix is
 also written.
 """
@@ -19,7 +18,6 @@ from torch import Tensor
 from gpu.model.matrix_format import MOST_MULTIPLIED_TOKENS, MOST_PACKED_TOKENS
 from gpu.model.spec import Activation
 from gpu.operations.arguments import check, runs_on_triton
-from gpu.operations.linear.fp8_linear import LEAST_ROUNDED_TOKENS, fp8_linear, round_tokens
 from gpu.operations.linear.numba_packed_linear import multiplies, packed_product, widen_packed
 from gpu.operations.linear.packed_matrix import Packed, unpack_reference
 from gpu.operations.linear.packed_numbers import layout, scales_of, widened
@@ -77,10 +75,10 @@ def packed_linear(x: Tensor, packed: Packed, residual: Tensor | None = None, wid
     x: `[tokens, inner]` of any float type. residual: `[tokens, rows]` in packed.dtype. widened: widens the matrix for
     more than MOST_PACKED_TOKENS tokens; None: `widen`. Raises ValueError for another shape, dtype or device.
     """
-    _check_tokens("packed_linear", x, packed)
+    x = _ordered("packed_linear", x, packed)
     if residual is not None:
         check("packed_linear", "residual", residual, (len(x), packed.rows), packed.dtype, x.device)
-    return _product(x, None, packed, residual, None, packed.dtype, widened)
+    return _product(x, packed, residual, None, packed.dtype, widened)
 
 
 def packed_logits(x: Tensor, packed: Packed) -> Tensor:
@@ -88,11 +86,11 @@ def packed_logits(x: Tensor, packed: Packed) -> Tensor:
 
     Raises ValueError for another shape or device.
     """
-    _check_tokens("packed_logits", x, packed)
-    assert not packed.rounds_tokens, "an output matrix does not"
+    x = _ordered("packed_logits", x, packed)
     most = MOST_PACKED_TOKENS if runs_on_triton(x) else most_multiplied(packed) or len(x)
-    parts = [_product(part, None, packed, None, None, torch.float32, None) for part in x.split(most)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(x) <= most:
+        return _product(x, packed, None, None, torch.float32, None)
+    return torch.cat([_product(part, packed, None, None, torch.float32, None) for part in x.split(most)])
 
 
 def packed_norm_linear(
@@ -102,17 +100,16 @@ def packed_norm_linear(
 
     Raises ValueError for another shape, dtype or device.
     """
-    _check_tokens("packed_norm_linear", x, packed)
     check_norm("packed_norm_linear", "norm", norm, x)
     if bias is not None:
         check("packed_norm_linear", "bias", bias, (packed.rows,), packed.dtype, x.device)
-    return _product(x, (norm, eps), packed, bias, None, packed.dtype, widened)
+    x = _ordered("packed_norm_linear", rms_norm(x, norm, eps), packed)
+    return _product(x, packed, bias, None, packed.dtype, widened)
 
 
 def packed_gate_up(x: Tensor, packed: Packed, activation: Activation, widened: Widen | None = None) -> Tensor:
     """Return `activation(gate) * up` of `x @ packed.T`, like `packed_norm_gate_up` without the norm."""
-    _check_tokens("packed_gate_up", x, packed)
-    return _product(x, None, packed, None, activation, packed.dtype, widened)
+    return _product(_ordered("packed_gate_up", x, packed), packed, None, activation, packed.dtype, widened)
 
 
 def packed_norm_gate_up(
@@ -122,9 +119,8 @@ def packed_norm_gate_up(
 
     For an activation without a gate it is `[tokens, rows]`. Raises ValueError for another shape, dtype or device.
     """
-    _check_tokens("packed_norm_gate_up", x, packed)
     check_norm("packed_norm_gate_up", "norm", norm, x)
-    return _product(x, (norm, eps), packed, None, activation, packed.dtype, widened)
+    return packed_gate_up(rms_norm(x, norm, eps), packed, activation, widened)
 
 
 def unpack(packed: Packed) -> Tensor:
@@ -151,36 +147,34 @@ def most_multiplied(packed: Packed) -> int:
     )
 
 
-def _check_tokens(op: str, x: Tensor, packed: Packed) -> None:
-    """Raise ValueError unless the matrix multiplies tokens of x's shape, on its device."""
+def check_tokens(op: str, x: Tensor, packed: Packed) -> None:
+    """Raise ValueError unless x is tokens `[tokens, inner]` of the matrix, on its device."""
     if x.ndim != 2 or x.shape[1] != packed.inner or x.device != packed.words.device:
         got = f"x {tuple(x.shape)} on {x.device}, a matrix {packed.rows, packed.inner} on {packed.words.device}"
         raise ValueError(f"{op}: got {got}; wanted [tokens, in] and [out, in] on one device")
 
 
+def _ordered(op: str, x: Tensor, packed: Packed) -> Tensor:
+    """Return x with its columns in the matrix's order. Raises ValueError for another shape or device."""
+    check_tokens(op, x, packed)
+    x = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
+    return x if packed.order is None else x.index_select(1, packed.order)
+
+
 def _product(
-    x: Tensor, norm: tuple[Tensor, float] | None, packed: Packed, added: Tensor | None,
-    activation: Activation | None, dtype: torch.dtype, widened: Widen | None,
+    x: Tensor, packed: Packed, added: Tensor | None, activation: Activation | None, dtype: torch.dtype,
+    widened: Widen | None,
 ) -> Tensor:  # fmt: skip
-    """Multiply tokens. norm: its weight and epsilon. added: `[tokens, rows]`, or `[rows]` for all tokens."""
-    if packed.rounds_tokens and len(x) >= LEAST_ROUNDED_TOKENS:
-        product = fp8_linear(round_tokens(x if norm is not None else _floats(x), *(norm or ())), packed)
+    """Multiply x, whose columns are in the matrix's order. added: `[tokens, rows]`, or `[rows]` for all tokens."""
+    if runs_on_triton(x) and 0 < len(x) <= MOST_PACKED_TOKENS:
+        return packed_tiles(x, packed, added, activation, dtype)
+    if not runs_on_triton(x) and 0 < len(x) <= most_multiplied(packed):
+        product = packed_product(x.float().contiguous(), packed)
     else:
-        x = _floats(x if norm is None else rms_norm(x, *norm))
-        x = x if packed.order is None else x.index_select(1, packed.order)
-        if runs_on_triton(x) and 0 < len(x) <= MOST_PACKED_TOKENS:
-            return packed_tiles(x, packed, added, activation, dtype)
-        if not runs_on_triton(x) and 0 < len(x) <= most_multiplied(packed):
-            product = packed_product(x.float().contiguous(), packed)
-        else:
-            product = x.to(packed.dtype) @ (widened or widen)(packed).t()
+        product = x.to(packed.dtype) @ (widened or widen)(packed).t()
     if activation is not None:
         product = swiglu(product, activation)
     return (product if added is None else product.add_(added)).to(dtype)
-
-
-def _floats(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
 
 
 def widen(packed: Packed, out: Tensor | None = None) -> Tensor:

@@ -1,9 +1,10 @@
-"""Multiply several tokens by a bf16 matrix: tiles of weights go through shared memory to tensor cores.
+"""Multiply several tokens by a matrix in bf16 or FP8: tiles of weights go through shared memory to tensor cores.
 
 Bias or residual and the activation are fused in. The weight is the first operand, so that few tokens fill a product of
 64 rows. A program owns rows of the result, or a part of their columns. In the latter case a second kernel adds up the
-parts' sums in order, so a result does not depend on how programs are scheduled. Bytes moved: the weight once for each
-tile of tokens, and the tokens once for each program, from L2.
+parts' sums in order, so a result does not depend on how programs are scheduled. FP8 tokens and weights have a scale a
+token and a row (`fp8_linear`), which multiply the sums. Bytes moved: the weight once for each tile of tokens, and the
+tokens once for each program, from L2.
 """
 
 from dataclasses import dataclass, replace
@@ -39,11 +40,15 @@ class Tiles:
     parts: int = 1
 
 
-def candidates(num_rows: int, inner: int, tokens: int, has_one_part: bool) -> list[Tiles]:
+def candidates(num_rows: int, inner: int, tokens: int, has_one_part: bool, itemsize: int = 2) -> list[Tiles]:
     """Return the tiles that are among the fastest for some product, of 40 that were timed on an H200 (lab/LAB.md).
 
     num_rows, tokens: of the result. has_one_part: whether columns must not be cut into parts, as with an activation.
+    itemsize: bytes of a weight's number. Tiles of FP8 have twice the columns: as many bytes as those that were timed.
     """
+    if itemsize == 1:
+        halves = candidates(num_rows, inner // 2, tokens, has_one_part)
+        return [replace(tiles, columns=2 * tiles.columns) for tiles in halves]
     if has_one_part or num_rows >= MANY_ROWS:
         return [Tiles(64, 128, 4, 4), Tiles(128, 128, 4, 3) if tokens <= 32 else Tiles(128, 64, 4, 4)]
     found = [Tiles(64, 128, 4, 4)]
@@ -54,9 +59,9 @@ def candidates(num_rows: int, inner: int, tokens: int, has_one_part: bool) -> li
     return found
 
 
-def fitted(tiles: Tiles, tokens: int, x_itemsize: int, gates: bool, most_bytes: int) -> Tiles | None:
+def fitted(tiles: Tiles, tokens: int, x_itemsize: int, gates: bool, most_bytes: int, itemsize: int = 2) -> Tiles | None:
     """Return the tiles with as many stages as shared memory of `most_bytes` holds; None: it holds fewer than two."""
-    of_weights = 2 * tiles.rows * (1 + gates)
+    of_weights = itemsize * tiles.rows * (1 + gates)
     stage = tiles.columns * tiles.splits * (of_weights + x_itemsize * block_of(tokens))
     stages = min(tiles.stages, most_bytes // stage)
     return replace(tiles, stages=stages) if stages >= 2 else None
@@ -86,10 +91,10 @@ def _tile(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _plain_tiles_kernel(
-    x, weight, added, out, sums_out, num_tokens, num_rows, inner, x_stride, added_stride,
+    x, weight, x_scales, scales, added, out, sums_out, num_tokens, num_rows, inner, x_stride, added_stride,
     GATES: tl.constexpr, ACTIVATION: tl.constexpr, ADDS: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    SPLITS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first_row, first_token = tl.program_id(0) * BLOCK_ROWS, tl.program_id(1) * BLOCK_TOKENS
     row = tl.minimum(tl.arange(0, BLOCK_ROWS), num_rows - 1 - first_row)
@@ -114,11 +119,17 @@ def _plain_tiles_kernel(
             up_sums = _tile(up_sums, x, ups, row, token, begin + column, is_token, inner, x_stride, EVEN, SPLITS,
                             DTYPE)  # fmt: skip
     result = tl.sum(sums, 0) if SPLITS > 1 else sums
-    if ACTIVATION != "none":
-        result = activated(result, tl.sum(up_sums, 0) if SPLITS > 1 else up_sums, ACTIVATION)
+    ups_result = tl.sum(up_sums, 0) if SPLITS > 1 else up_sums
     row_out = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
     token_out = (first_token + tl.arange(0, BLOCK_TOKENS)[None, :]).to(tl.int64)
     inside = (row_out < num_rows) & (token_out < num_tokens)
+    if SCALES:
+        of_token = tl.load(x_scales + token_out, mask=token_out < num_tokens, other=0.0)
+        result *= tl.load(scales + row_out, mask=row_out < num_rows, other=0.0) * of_token
+        if GATES:
+            ups_result *= tl.load(scales + num_rows + row_out, mask=row_out < num_rows, other=0.0) * of_token
+    if ACTIVATION != "none":
+        result = activated(result, ups_result, ACTIVATION)
     place = token_out * num_rows + row_out
     if PARTS > 1:
         part = tl.program_id(2).to(tl.int64) * num_tokens
@@ -146,13 +157,15 @@ def _add_parts_kernel(
 
 
 def plain_tiles(
-    x: Tensor, weight: Tensor, added: Tensor | None, activation: Activation | None, dtype: torch.dtype, tiles: Tiles
-) -> Tensor:
+    x: Tensor, weight: Tensor, added: Tensor | None, activation: Activation | None, dtype: torch.dtype, tiles: Tiles,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Return `x @ weight.T (+ added)`, or `activation(gate) * up` of it, `[tokens, rows]` of `dtype`, new.
 
     The caller has checked the arguments. x: `[tokens, inner]`, bf16 or float32, of 2 to MOST_TILED_TOKENS tokens, its
     last axis contiguous. weight: bf16 `[rows, inner]`, contiguous; twice as many rows if the activation has a gate,
-    gate first. added: `[tokens, rows]`, or `[rows]` for all tokens; None with an activation.
+    gate first. added: `[tokens, rows]`, or `[rows]` for all tokens; None with an activation. scales: float32,
+    `[tokens, 1]` and `[weight's rows, 1]`, where x and weight are FP8; None: they are not.
     """
     gates = activation is not None and is_gated(activation)
     (tokens, inner), num_rows = x.shape, len(weight) // (1 + gates)
@@ -165,15 +178,17 @@ def plain_tiles(
     sums = out
     if tiles.parts > 1:
         sums = torch.empty(tiles.parts, tokens, num_rows, dtype=torch.float32, device=x.device)
-    is_narrow = weight.dtype == torch.bfloat16 and not INTERPRETED  # the interpreter would multiply bits
+    narrow = tl.bfloat16 if scales is None else tl.float8e4nv
+    is_narrow = weight.dtype != torch.float32 and not INTERPRETED  # the interpreter would multiply bits
+    x_scales, row_scales = scales or (x, weight)
     grid = triton.cdiv(num_rows, tiles.rows), triton.cdiv(tokens, block_tokens), tiles.parts
     _plain_tiles_kernel[grid](
-        x, weight, before, out, sums, tokens, num_rows, inner, x.stride(0), stride,
+        x, weight, x_scales, row_scales, before, out, sums, tokens, num_rows, inner, x.stride(0), stride,
         GATES=gates, ACTIVATION=activation or "none", ADDS=added is not None,
         EVEN=inner % (tiles.columns * tiles.splits * tiles.parts) == 0,
-        DTYPE=tl.bfloat16 if is_narrow else tl.float32, BLOCK_ROWS=tiles.rows, BLOCK_TOKENS=block_tokens,
-        BLOCK_INNER=tiles.columns, SPLITS=tiles.splits, PARTS=tiles.parts, STAGES=tiles.stages,
-        num_warps=tiles.num_warps,
+        DTYPE=narrow if is_narrow else tl.float32, SCALES=scales is not None, BLOCK_ROWS=tiles.rows,
+        BLOCK_TOKENS=block_tokens, BLOCK_INNER=tiles.columns, SPLITS=tiles.splits, PARTS=tiles.parts,
+        STAGES=tiles.stages, num_warps=tiles.num_warps,
     )  # fmt: skip
     if tiles.parts > 1:
         _add_parts_kernel[(triton.cdiv(num_rows, SUM_BLOCK), tokens)](

@@ -1,4 +1,4 @@
-"""Choose how several tokens are multiplied by bf16 matrices on this machine, by measurements when an engine starts.
+"""Choose how several tokens are multiplied by bf16 and FP8 matrices on this machine, by measurements at the start.
 
 For each shape the vendor's product is timed against the tiles that are among the fastest somewhere. Tiles that raise
 here, or whose product differs from the vendor's by more than rounding, are rejected, and the log says so.
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from gpu.model.spec import Activation, is_gated
+from gpu.operations.linear.fp8_linear import LEAST_ROUNDED_TOKENS, Rounded, fp8_linear, round_tokens
+from gpu.operations.linear.packed_matrix import Packed, Stored
 from gpu.operations.linear.plain_linear import gate_up_swiglu, linear, logits_linear
 from gpu.operations.linear.plain_tiles import MOST_TILED_TOKENS, Tiles, block_of, candidates, fitted
 
@@ -29,22 +31,27 @@ LEAST_BYTES = 200_000_000  # of the matrices of a timed run: no cache holds so m
 class Product:
     """A product of a decode step.
 
-    weights: bf16 on CUDA, of one shape: those of the layers that have this product. activation: for `gate_up`. x_dtype:
-    of the tokens.
+    weights: on CUDA, of one shape, all in bf16 or all of those that round tokens to FP8: those of the layers that have
+    this product. activation: for `gate_up`. x_dtype: of the tokens.
     """
 
     use: Use
-    weights: Sequence[Tensor]
+    weights: Sequence[Stored]
     x_dtype: torch.dtype = torch.bfloat16
     activation: Activation = "silu"
 
     @property
     def rows(self) -> int:
         """Return the width of the result: the weight's rows, or half of them if they are gates and ups."""
-        return len(self.weights[0]) // (2 if self.use == "gate_up" and is_gated(self.activation) else 1)
+        return _shape(self.weights[0])[0] // (2 if self.use == "gate_up" and is_gated(self.activation) else 1)
 
-    def multiply(self, x: Tensor, weight: Tensor, residual: Tensor, tiles: Tiles | None) -> Tensor:
+    def multiply(self, x: Tensor | Rounded, weight: Stored, residual: Tensor, tiles: Tiles | None) -> Tensor:
         """Return the product, by these tiles, or by the vendor's product if they are None."""
+        if isinstance(weight, Packed):
+            assert isinstance(x, tuple), "tokens are rounded for such a matrix"
+            added = residual if self.use == "add" else None
+            return fp8_linear(x, weight, added, self.activation if self.use == "gate_up" else None, tiles)
+        assert isinstance(x, Tensor), "and for no other"
         if self.use == "logits":
             return logits_linear(x, weight, tiles)
         if self.use == "gate_up":
@@ -56,13 +63,13 @@ class TileChoice:
     """The tiles of products by shape, use and number of tokens. Before `choose` the vendor's product is used."""
 
     def __init__(self) -> None:
-        self._chosen: dict[tuple[Use, tuple[int, ...], int], Tiles] = {}
+        self._chosen: dict[tuple[Use, type, tuple[int, int], int], Tiles] = {}
 
-    def tiles(self, use: Use, weight: Tensor, tokens: int) -> Tiles | None:
+    def tiles(self, use: Use, weight: Stored, tokens: int) -> Tiles | None:
         """Return the tiles for so many tokens and a matrix of this shape; None: the vendor's product is used."""
         if not self._chosen or not 1 < tokens <= MOST_TILED_TOKENS:
             return None
-        return self._chosen.get((use, tuple(weight.shape), block_of(tokens)))
+        return self._chosen.get((use, type(weight), _shape(weight), block_of(tokens)))
 
     def choose(
         self, products: Iterable[Product], sizes: Sequence[int], seconds: Callable[[Callable[[], object]], float],
@@ -77,33 +84,40 @@ class TileChoice:
             if 1 < size <= MOST_TILED_TOKENS:
                 blocks[block_of(size)] = max(size, blocks.get(block_of(size), 0))
         for product in products:
+            is_rounded = isinstance(product.weights[0], Packed)
             for block, tokens in sorted(blocks.items()):
+                if is_rounded and tokens < LEAST_ROUNDED_TOKENS:
+                    continue
                 best = self._fastest(product, tokens, seconds, most_shared_bytes)
                 if best is not None:
-                    self._chosen[product.use, tuple(product.weights[0].shape), block] = best
+                    one = product.weights[0]
+                    self._chosen[product.use, type(one), _shape(one), block] = best
 
     def _fastest(
         self, product: Product, tokens: int, seconds: Callable[[Callable[[], object]], float], most_shared_bytes: int
     ) -> Tiles | None:
         """Return the fastest tiles for so many tokens; None: the vendor's product is faster."""
         weights = _beyond_caches(product.weights)
-        rows, (_, inner) = product.rows, weights[0].shape
-        x = torch.randn(tokens, inner, device=weights[0].device).to(product.x_dtype)
-        residual = torch.randn(tokens, rows, device=x.device).to(weights[0].dtype)
+        first, rows = weights[0], product.rows
+        inner, is_rounded = _shape(first)[1], isinstance(first, Packed)
+        drawn = torch.randn(tokens, inner, device=first.device).to(product.x_dtype)
+        residual = torch.randn(tokens, rows, device=first.device).to(first.dtype)
+        x = round_tokens(drawn) if is_rounded else drawn
+        itemsizes = (1, 1) if is_rounded else (drawn.element_size(), first.dtype.itemsize)
 
         def run(tiles: Tiles | None) -> Callable[[], object]:
             return lambda: [product.multiply(x, weight, residual, tiles) for weight in weights]
 
         library = seconds(run(None)) / len(weights)
-        wanted = product.multiply(x, weights[0], residual, None).float()
+        wanted = product.multiply(x, first, residual, None).float()
         times: dict[Tiles, float] = {}
         gates = product.use == "gate_up" and is_gated(product.activation)
-        for one in candidates(rows, inner, tokens, product.use == "gate_up"):
-            tiles = fitted(one, tokens, x.element_size(), gates, most_shared_bytes)
+        for one in candidates(rows, inner, tokens, product.use == "gate_up", itemsizes[1]):
+            tiles = fitted(one, tokens, itemsizes[0], gates, most_shared_bytes, itemsizes[1])
             if tiles is None:
                 continue
             try:
-                difference = product.multiply(x, weights[0], residual, tiles).float().sub_(wanted).abs().max()
+                difference = product.multiply(x, first, residual, tiles).float().sub_(wanted).abs().max()
                 if not difference <= ROUNDING * wanted.abs().max():
                     raise RuntimeError(f"differs from the vendor's product by {float(difference):.3g}")
                 times[tiles] = seconds(run(tiles)) / len(weights)
@@ -111,16 +125,24 @@ class TileChoice:
                 log.warning("products event=rejected tiles=%s reason=%r", tiles, " ".join(str(error).split())[:200])
         best = min(times, key=times.__getitem__, default=None)
         is_faster = best is not None and times[best] < GAIN * library
-        if is_faster and x.dtype != weights[0].dtype:  # compile also for the tokens of short prompts
-            product.multiply(x.to(weights[0].dtype), weights[0], residual, best)
+        if is_faster and isinstance(x, Tensor) and x.dtype != first.dtype:  # compile also for short prompts' tokens
+            product.multiply(x.to(first.dtype), first, residual, best)
         log.info(
-            "products event=chosen use=%s rows=%d inner=%d tokens=%d vendor_us=%.1f tiles_us=%s chosen=%s",
-            product.use, rows, inner, tokens, 1e6 * library,
+            "products event=chosen use=%s kind=%s rows=%d inner=%d tokens=%d vendor_us=%.1f tiles_us=%s chosen=%s",
+            product.use, "fp8" if is_rounded else "bf16", rows, inner, tokens, 1e6 * library,
             ",".join(f"{1e6 * took:.1f}" for took in times.values()), best if is_faster else "vendor",
         )  # fmt: skip
         return best if is_faster else None
 
 
-def _beyond_caches(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def _shape(weight: Stored) -> tuple[int, int]:
+    """Return rows and columns of a matrix; an FP8 matrix's columns are those of its words, padding included."""
+    if isinstance(weight, Packed):
+        return weight.rows, weight.inner
+    rows, inner = weight.shape
+    return rows, inner
+
+
+def _beyond_caches(weights: Sequence[Stored]) -> Sequence[Stored]:
     """Return the first of the matrices: so many that no cache holds all of them."""
     return weights[: 1 + -(-LEAST_BYTES // weights[0].nbytes)]
