@@ -353,9 +353,6 @@ class Sampler:
         for row, state in enumerate(states):
             if state.bias is not None:
                 scores[row].index_add_(0, *state.bias)
-        self._penalise(scores, states)
-
-    def _penalise(self, scores: torch.Tensor, states: list[_Slot]) -> None:
         penalised = [row for row, state in enumerate(states) if state.penalty_row is not None]
         if not penalised:
             return

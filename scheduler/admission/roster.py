@@ -111,7 +111,11 @@ class Roster:
         writes, rings = [], []
         spared = self._spared_contexts()
         for sequence in sorted(growing, key=_turn):
-            while sequence.wants_draw and (shortage := self._find_shortage(sequence, spared)) is not None:
+            while sequence.wants_draw:
+                lacks_page = self._rings.lacks_page(sequence)
+                shortage = "index" if lacks_page else self._residence.find_shortage(sequence, spared)
+                if shortage is None:
+                    break
                 if shortage == "pages" and self._residence.offload_short(self.running):
                     continue
                 self._preempt_for(sequence, shortage)
@@ -125,10 +129,6 @@ class Roster:
             if sequence in still:
                 self._rings.take_late(sequence, self.running)
         return [write for write in writes if write.slot in held], [one for who, one in rings if who in still]
-
-    def _find_shortage(self, sequence: Sequence, spared: list[HostContext]) -> Shortage | None:
-        """Return what is short for the next draw of a sequence, or None; see `Residence.find_shortage`."""
-        return "index" if self._rings.lacks_page(sequence) else self._residence.find_shortage(sequence, spared)
 
     def _preempt_for(self, taker: Sequence, shortage: Shortage) -> None:
         """Preempt the taker, or a sequence that holds what it lacks, and log why."""

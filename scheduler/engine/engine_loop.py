@@ -106,7 +106,12 @@ class Loop:
     def _handle(self, message: Prepared | Refused | Message) -> None:
         match message:
             case Prepared():
-                self._queue(message)
+                try:
+                    self._engine.scheduler.roster.queue(message.sequences)
+                except QueueFullError as error:
+                    self._connection.send(Refused(message.submit_id, "queue_full", str(error)))
+                else:
+                    self._connection.send(Accepted(message.submit_id))
             case Refused():
                 self._connection.send(message)
             case Cancel():
@@ -119,14 +124,6 @@ class Loop:
                 self._engine.scheduler.residence.conversations.expect(message.request_ids)
             case AskSessions() | SaveContext() | ReadSaved():
                 self._sessions.ask(message)
-
-    def _queue(self, message: Prepared) -> None:
-        try:
-            self._engine.scheduler.roster.queue(message.sequences)
-        except QueueFullError as error:
-            self._connection.send(Refused(message.submit_id, "queue_full", str(error)))
-        else:
-            self._connection.send(Accepted(message.submit_id))
 
     def _report(self, deltas: list[Delta]) -> None:
         now = time.monotonic()

@@ -18,7 +18,6 @@ from gpu.profiles import Profile
 from gpu.step import (
     DecodeGroup,
     Lane,
-    Offload,
     PageEviction,
     PageWrite,
     PartId,
@@ -104,7 +103,6 @@ class _Outline:
     stepping: list[Sequence]
     page_writes: list[PageWrite] = field(default_factory=list)
     ring_growth: list[RingGrowth] = field(default_factory=list)
-    offloads: list[Offload] = field(default_factory=list)
     offloaded: list[OffloadedRun] = field(default_factory=list)
     new_jobs: list[PrefillJob] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
@@ -201,7 +199,8 @@ class Scheduler:
             return StepPlan(lane)
         saves = self._save(lane)
         outline.page_writes, outline.ring_growth = self.roster.grow(outline.stepping)
-        self._offload(outline)
+        due = [] if self.residence.offloads is None else self.residence.offloads.take_due(outline.stepping)
+        outline.offloaded = [OffloadedRun.of(sequence) for sequence, _ in due]
         if lane is Lane.DEVICE:
             self._admit(outline)
         self._choose_work(outline, is_ready)
@@ -216,7 +215,7 @@ class Scheduler:
             saves=tuple(saves),
             released_slots=tuple(self.roster.take_released()) if lane is Lane.DEVICE else (),  # it hands out slots
             closed_contexts=tuple(closed),
-            offloads=tuple(outline.offloads),
+            offloads=tuple(offload for _, offload in due),
             finished_reloads=tuple(reloaded),
             evictions=tuple(evicted),
             reloads=tuple(reloads),
@@ -248,13 +247,6 @@ class Scheduler:
         if saves:
             self._lanes.give_back(Lane.DEVICE)  # this step reads pages that no sequence holds
         return saves
-
-    def _offload(self, outline: _Outline) -> None:
-        """Plan the offloads that are due: of short contexts that make room, and of old tokens of decoding sequences."""
-        if self.residence.offloads is not None:
-            for sequence, offload in self.residence.offloads.take_due(outline.stepping):
-                outline.offloads.append(offload)
-                outline.offloaded.append(OffloadedRun.of(sequence))
 
     def _admit(self, outline: _Outline) -> None:
         """Admit waiting requests. Fail a request that gets no memory although no other request holds any."""
