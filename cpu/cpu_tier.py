@@ -33,10 +33,10 @@ from transfer.host_tier import (
     LayerRows,
     LentRows,
     Reservation,
-    TierShape,
 )
 from transfer.reading import Reading
 from transfer.slabs import PageSource, SlabPool
+from transfer.tier_shape import TierShape
 
 log = logging.getLogger(__name__)
 

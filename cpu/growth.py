@@ -14,8 +14,9 @@ from cpu.segment import Centre, Segment
 from cpu.segment_jobs import Source
 from cpu.segment_store import SegmentStore
 from transfer.host_memory import TAIL_TOKENS, is_bulk, shape_for, split_tokens
-from transfer.host_tier import HostMemoryError, LayerRows, TierShape
+from transfer.host_tier import HostMemoryError, LayerRows
 from transfer.reading import Reading
+from transfer.tier_shape import TierShape
 
 PREPARE_TOKENS = TAIL_TOKENS // 4  # with so little room left, memory for the next tail is prepared
 MOST_PREPARED = 8  # tails prepared at once: many contexts may be nearly full and yet never grow again

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from cpu.pieces import as_columns, new_pieces
 from transfer.host_memory import lay_out_centre, lay_out_layer, num_offsets
-from transfer.host_tier import LayerRows, TierShape
+from transfer.host_tier import LayerRows
 from transfer.slabs import Slab, SlabPool
+from transfer.tier_shape import TierShape
 
 ROW_TYPES = {"bfloat16": (np.uint16, torch.bfloat16), "int8": (np.int8, torch.int8), "int4": (np.uint8, torch.uint8)}
 

@@ -16,8 +16,9 @@ from cpu.builder import PIECE_TOKENS, Builder, BuildJob, Pace
 from cpu.segment import Centre, Fill, Segment, TableState
 from cpu.segment_jobs import Source, build_layer, copy_layer
 from transfer.host_memory import bytes_of_centre, lay_out_layer
-from transfer.host_tier import Filled, TierShape
+from transfer.host_tier import Filled
 from transfer.slabs import SlabPool
+from transfer.tier_shape import TierShape
 
 POLL_S = 0.05  # how often a copy that waits for rows to land lets its thread do other work
 

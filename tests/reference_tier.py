@@ -25,9 +25,9 @@ from transfer.host_tier import (
     LayerRows,
     Passed,
     Reservation,
-    TierShape,
 )
 from transfer.reading import Reading
+from transfer.tier_shape import TierShape
 
 SECONDS_TO_WAIT_FOR_A_QUERY = 20.0
 LOOK_S = 2e-5  # between two looks at a flag: the other side may need the interpreter, or the core

@@ -17,20 +17,6 @@ from transfer.exchange import ExchangeSlot
 from transfer.reading import Reading
 from transfer.tier_shape import TierShape
 
-__all__ = [
-    "Attention",
-    "ContextLostError",
-    "ContextRead",
-    "Filled",
-    "HostMemoryError",
-    "HostTier",
-    "LayerRows",
-    "LentRows",
-    "Loan",
-    "Reservation",
-    "TierShape",
-]
-
 
 class HostMemoryError(Exception):
     """The host has no room, or cannot pin memory. The message has what was asked, what there is, and what to change."""

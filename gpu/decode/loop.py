@@ -26,10 +26,10 @@ from gpu.layers.decoder import Decoder
 from gpu.layers.draft_head import DraftHead
 from gpu.methods.device_side import DeviceSide, LayerReads, RingSide
 from gpu.operations.arguments import runs_on_numba
-from gpu.operations.decode_attention.decode_launch import PagedReads
+from gpu.operations.decode_attention.decode_launch import PagedReads, Workspace
 from gpu.operations.decode_attention.latent_decode_attention import LatentReads, latent_decode_attention
 from gpu.operations.decode_attention.numba_decode_attention import paged_decode_attention_cpu
-from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, Workspace, paged_decode_attention
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials, paged_decode_attention
 from transfer.partial import Coverage, Owner, Partial, merge_all
 
 # A step under way: it yields where the host must answer, and returns logits, float32 `[rows, vocab]`.

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from gpu.model.architecture import Architecture
-from gpu.operations.decode_attention.paged_decode_attention import Workspace, workspace_for
+from gpu.operations.decode_attention.decode_launch import Workspace
+from gpu.operations.decode_attention.paged_decode_attention import workspace_for
 
 
 @dataclass(frozen=True, slots=True)

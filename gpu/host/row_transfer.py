@@ -19,7 +19,8 @@ from gpu.operations.host_rows.restore_rows import restore_rows
 from gpu.operations.host_rows.scatter_runs import scatter_runs
 from transfer.allocation import allocate_empty
 from transfer.copies import PASSED, Event, Streams
-from transfer.host_tier import LayerRows, TierShape
+from transfer.host_tier import LayerRows
+from transfer.tier_shape import TierShape
 
 COPIED_RUN_BYTES = 256 * 1024  # runs from this size on are copied by the copy engine, shorter ones by a kernel
 CPU_PIECE_TOKENS = 1024  # tokens, with all KV heads, that are widened to float32 at once

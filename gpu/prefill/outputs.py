@@ -13,8 +13,8 @@ from gpu.layers.decoder import Decoder
 from gpu.pooling import Pooling
 from gpu.prefill.job_state import JobState
 from gpu.prefill.scored_rows import cut_rows
-from gpu.sampling.logprobs import Logprobs, join_logprobs
-from gpu.sampling.sampler import Drawing, gather_logprobs, to_pinned
+from gpu.sampling.logprobs import Logprobs, gather_logprobs, join_logprobs, to_pinned
+from gpu.sampling.sampler import Drawing
 from gpu.step import LogitsUnit
 from gpu.upload import upload
 

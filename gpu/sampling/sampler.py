@@ -24,8 +24,6 @@ from gpu.sampling_params import SamplingParams
 from gpu.step import NOT_FINITE, NOTHING_LEFT, SampledToken, TokenLogprob
 from gpu.upload import upload
 
-__all__ = ["NO_MASKS", "Drawing", "Masks", "Sampled", "Sampler", "gather_logprobs"]
-
 Masks = Mapping[int, np.ndarray]
 """By slot, the tokens that may be drawn: uint32 `[ceil(vocab / 32)]`, bit `i % 32` of word `i // 32` for token i. A
 slot with a draft has a mask for each of its rows: `[1 + drafted, ceil(vocab / 32)]`.

@@ -29,10 +29,11 @@ from gpu.methods.sampled.hyperplanes import draw_projections
 from lab.methods.sampled import Sampled
 from tests.tolerances import METHOD_FLOAT32, SAME_CODES, SERVED_WEIGHT
 from transfer.copies import Streams
-from transfer.host_tier import ContextRead, TierShape
+from transfer.host_tier import ContextRead
 from transfer.partial import Partial, merge
 from transfer.reading import Reading
 from transfer.slot_shape import SlotShape
+from transfer.tier_shape import TierShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 64
 HEADS = KV_HEADS * GROUP

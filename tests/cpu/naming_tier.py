@@ -18,10 +18,11 @@ from cpu.decode_step import AttentionCounts
 from tests.cpu.sampling_oracle import Answer, Stored, attend, simhash
 from transfer.copies import PASSED
 from transfer.exchange import ExchangeSlot, new_slot
-from transfer.host_tier import ContextRead, LayerRows, Reservation, TierShape
+from transfer.host_tier import ContextRead, LayerRows, Reservation
 from transfer.reading import Reading
 from transfer.slabs import PageSource
 from transfer.slot_shape import SlotShape
+from transfer.tier_shape import TierShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 64  # where a test says nothing else
 HEADS = KV_HEADS * GROUP

@@ -15,9 +15,10 @@ from cpu.cpu_tier import CpuTier
 from tests.int4_reference import pack, unpack
 from transfer.copies import PASSED
 from transfer.exchange import RELEASED, new_slot
-from transfer.host_tier import ContextRead, LayerRows, TierShape
+from transfer.host_tier import ContextRead, LayerRows
 from transfer.slabs import PageSource
 from transfer.slot_shape import SlotShape
+from transfer.tier_shape import TierShape
 
 LAYERS, KV_HEADS, GROUP, DIM = 2, 1, 2, 64
 HEADS = KV_HEADS * GROUP

@@ -29,9 +29,8 @@ from tests.gpu.poison import poison_buffers, poison_pool
 from tests.gpu.reference_model import layer_units
 from tests.reference_tier import ReferenceTier
 from transfer.copies import Streams
-from transfer.host_tier import TierShape
 from transfer.reading import Reading
-from transfer.tier_shape import Rows
+from transfer.tier_shape import Rows, TierShape
 
 PAGE, SINK, WINDOW = 16, 16, 32
 NUM_PAGES, NUM_DENSE, MAX_SLOTS, MAX_CONTEXT = 120, 80, 6, 520

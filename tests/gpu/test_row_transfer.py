@@ -16,7 +16,8 @@ from tests.gpu.kernel_oracles import DEVICES, distance, wide
 from tests.int4_reference import unpack
 from tests.tolerances import INT8_HALF_STEP, KERNEL_BFLOAT16, KERNEL_FLOAT32, SAME_CODES
 from transfer.copies import Streams
-from transfer.host_tier import LayerRows, TierShape
+from transfer.host_tier import LayerRows
+from transfer.tier_shape import TierShape
 
 BITS, TABLES, MARK = 10, 30, 40_404
 WAYS = [pytest.param(("cpu", False), id="cpu"), pytest.param(("cpu", True), id="cpu-through-buffers")]

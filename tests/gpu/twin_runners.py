@@ -42,8 +42,9 @@ from tests.gpu.reference_model import GREEDY, layer_units, prefill_prompts, shal
 from tests.reference_tier import ReferenceTier, stored_rows
 from tests.tolerances import HOP_LOGITS_FLOAT32
 from transfer.host_config import HostConfig, SampledConfig
-from transfer.host_tier import HostTier, TierShape
+from transfer.host_tier import HostTier
 from transfer.reading import Reading
+from transfer.tier_shape import TierShape
 
 NUM_LAYERS = 4  # two of them dense by default
 WINDOW_LAYERS: tuple[int, ...] = ()  # whose windows the runner that offloads keeps by themselves

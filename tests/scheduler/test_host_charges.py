@@ -14,9 +14,9 @@ from gpu.profiles import resolve_profiles
 from transfer.copies import PASSED
 from transfer.host_config import HostConfig
 from transfer.host_memory import TAIL_TOKENS, bytes_of_centre, bytes_of_run
-from transfer.host_tier import TierShape
 from transfer.reading import Reading
 from transfer.slabs import PageSource
+from transfer.tier_shape import TierShape
 
 SHAPE = TierShape((0, 1), 2, 1, 64, "bfloat16", bits_per_table=10, num_tables=40)
 OFFLOAD_BLOCK = 128

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import transfer.simd  # noqa: F401, what numba cannot cache it then keeps in memory
 from gpu.operations.arguments import FINITE_OR_NOT
+from gpu.operations.decode_attention.attended_blocks import MAXIMA_CELLS
 from gpu.operations.decode_attention.decode_launch import PagedReads
-from gpu.operations.decode_attention.paged_decode_attention import MAXIMA_CELLS, DevicePartials
+from gpu.operations.decode_attention.paged_decode_attention import DevicePartials
 from transfer.partial import Partial
 from transfer.simd.inner import inner
 

@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.model.matrix_format import MOST_MULTIPLIED_TOKENS, MOST_PACKED_TOKENS
+from gpu.model.matrix_format import MOST_MULTIPLIED_TOKENS, MOST_PACKED_TOKENS, UNIT_WORDS
 from gpu.model.spec import Activation
 from gpu.operations.arguments import check, runs_on_triton
 from gpu.operations.linear.numba_packed_linear import multiplies, packed_product, widen_packed
 from gpu.operations.linear.packed_matrix import Packed, unpack_reference
 from gpu.operations.linear.packed_numbers import layout, scales_of, widened
 from gpu.operations.linear.packed_tiles import packed_tiles, tensors_of
-from gpu.operations.linear.word_layout import RUN_COLUMNS, UNIT_WORDS
+from gpu.operations.linear.word_layout import RUN_COLUMNS
 from gpu.operations.rms_norm import check_norm, rms_norm
 from gpu.operations.swiglu import swiglu
 

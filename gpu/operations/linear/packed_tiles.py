@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu.model.matrix_format import unit_columns
+from gpu.model.matrix_format import UNIT_WORDS, unit_columns
 from gpu.model.spec import Activation, is_gated
 from gpu.operations.arguments import INTERPRETED
 from gpu.operations.linear.packed_matrix import Packed
@@ -36,7 +36,7 @@ from gpu.operations.linear.packed_numbers import (
     widened,
     zeros_of,
 )
-from gpu.operations.linear.word_layout import RUN_COLUMNS, UNIT_WORDS
+from gpu.operations.linear.word_layout import RUN_COLUMNS
 from gpu.operations.swiglu import activated, swiglu
 
 MOST_FEW, MOST_GATED = 16, 8  # tokens
