@@ -3,11 +3,13 @@
 Invariant: a count is the configured one, or small enough to leave the other items their share.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 from gpu.config import GpuConfig
 from gpu.host.footprint import OFFLOAD_BLOCK_TOKENS
-from gpu.memory.demand import Demand, PlanError
+from gpu.memory.demand import Demand, MemoryItem, PlanError
 from gpu.memory.host_demand import HostDemand
 from gpu.memory.machine_limits import SMALLEST_CONTEXT_TOKENS, in_gib, least_gib
 from gpu.methods.method import MethodState
@@ -42,17 +44,26 @@ def count_experts(demand: Demand, limit: int, gpu: GpuConfig, context: int | Non
     counts = [replace(demand, experts_on_card=count) for count in range(most, -1, -1)]
     if asked != "auto":
         return next(one for one in counts if one.expert_shares.card_bytes <= asked * GIB)
-    left = {one.experts_on_card: limit - sum(item.bytes for item in one.fixed_items() if item.place == "gpu")
-            for one in counts}  # fmt: skip
     least = counts[-1]
-    bare = left[0] + sum(item.bytes for item in least.fetching_items() if item.place == "gpu")
-    windows = {on_card: _num_windows(demand, bytes_left, gpu) for on_card, bytes_left in left.items()}
-    wanted = {
-        num: _bytes_of_contexts(replace(demand, num_windows=num), bare, gpu, context, hidden_tokens)
-        for num in {*windows.values()}
-    }
-    enough = {on_card for on_card, bytes_left in left.items() if bytes_left >= wanted[windows[on_card]]}
-    return next((one for one in counts if one.experts_on_card in enough), least)
+    bare = limit - _card_bytes(least.fixed_items()) + _card_bytes(least.fetching_items())
+
+    def left_by(one: Demand) -> int:
+        """Return the bytes that weights and workspaces leave. Items other than experts are the same for each count."""
+        shares = one.expert_shares
+        if not shares.host_bytes:  # graphs of prefill units, and no staging
+            return limit - _card_bytes(one.fixed_items())
+        return bare - shares.card_bytes - _card_bytes(one.fetching_items())
+
+    @cache
+    def wanted(num_windows: int) -> int:
+        return _bytes_of_contexts(replace(demand, num_windows=num_windows), bare, gpu, context, hidden_tokens)
+
+    lefts = ((one, left_by(one)) for one in counts)
+    return next((one for one, left in lefts if left >= wanted(_num_windows(demand, left, gpu))), least)
+
+
+def _card_bytes(items: Iterable[MemoryItem]) -> int:
+    return sum(item.bytes for item in items if item.place == "gpu")
 
 
 def _bytes_of_contexts(
