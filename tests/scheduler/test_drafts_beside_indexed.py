@@ -55,11 +55,26 @@ UNCOUNTED = pytest.param(("cpu", False), marks=pytest.mark.long)
 CAPTURED = pytest.param(("cuda", False), marks=pytest.mark.gpu)
 
 
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[dict[tuple[str, bool], Engine]]:
+    """Engines by their parameters. Tests of one do not stand together, and pytest would load it for each of them."""
+    found: dict[tuple[str, bool], Engine] = {}
+    yield found
+    for engine in found.values():
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def told_alone() -> dict[Engine, dict[str, list[Delta]]]:
+    """What each engine told token by token."""
+    return {}
+
+
 @pytest.fixture(scope="module", params=[UNCOUNTED, COUNTED, CAPTURED], ids=["counted by nobody", "counted", "captured"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    made = make(*request.param)
-    yield made
-    made.shutdown()
+def engine(request: pytest.FixtureRequest, loaded: dict[tuple[str, bool], Engine]) -> Engine:
+    if request.param not in loaded:
+        loaded[request.param] = make(*request.param)
+    return loaded[request.param]
 
 
 def ask(number: int) -> EngineRequest:
@@ -72,9 +87,11 @@ def serve(engine: Engine, numbers: Sequence[int] = range(4)) -> dict[str, list[D
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> dict[str, list[Delta]]:
-    switch_drafts(engine.scheduler.drafts, False)
-    return serve(engine)
+def alone(engine: Engine, told_alone: dict[Engine, dict[str, list[Delta]]]) -> dict[str, list[Delta]]:
+    if engine not in told_alone:
+        switch_drafts(engine.scheduler.drafts, False)
+        told_alone[engine] = serve(engine)
+    return told_alone[engine]
 
 
 def draft(engine: Engine, alone: Mapping[str, list[Delta]], spoilt: float) -> None:

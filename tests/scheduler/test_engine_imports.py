@@ -5,33 +5,46 @@ and their memory.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ENGINE = "scheduler.engine.engine_loop"
-SERVER = "server.commands.named_models, server.http.app"
+ENGINE = """
+import sys
+from pathlib import Path
+from scheduler.engine import engine_process
+assert engine_process.main(*sys.argv[1:]) == 1 and 'scheduler.engine.engine_loop' in sys.modules
+print([name for name in ['scipy.optimize', 'cpu', 'torch.distributed._symmetric_memory'] if name in sys.modules])
+print([line for line in Path('/proc/self/maps').read_text().splitlines() if 'triton' in line])
+"""
+SERVER = """
+import sys, server.commands.named_models, server.http.app
+print([name for name in ['huggingface_hub'] if name in sys.modules])
+"""
 
 
-@pytest.mark.parametrize(
-    ("imported", "unused"),
-    [(ENGINE, ["scipy.optimize", "cpu", "torch.distributed._symmetric_memory"]), (SERVER, ["huggingface_hub"])],
-)
-def test_what_few_use_is_not_imported_by_all(imported: str, unused: list[str]) -> None:
-    code = f"import sys, {imported}; print([name for name in {unused} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+def told_by(code: str, *arguments: str) -> list[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """What an engine that is given nothing has imported that few use, and has mapped of Triton."""
+    sockets = tmp_path_factory.mktemp("engine") / "sockets"
+    *_, imported, mapped = told_by(ENGINE, f"ipc://{sockets}/requests", f"ipc://{sockets}/replies", str(os.getpid()))
+    return imported, mapped
+
+
+def test_an_engine_does_not_import_what_few_use(engine: tuple[str, str]) -> None:
+    assert engine[0] == "[]"
+
+
+def test_a_server_does_not_import_what_few_use() -> None:
+    assert told_by(SERVER)[-1] == "[]"
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="an engine with a GPU has kernels of Triton")
-def test_an_engine_whose_torch_has_no_gpu_maps_nothing_of_triton(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from scheduler.engine import engine_process\n"
-        "assert engine_process.main(*sys.argv[1:]) == 1 and 'scheduler.engine.engine_loop' in sys.modules\n"
-        "print([line for line in Path('/proc/self/maps').read_text().splitlines() if 'triton' in line])"
-    )
-    sockets = [f"ipc://{tmp_path}/sockets/{end}" for end in ("requests", "replies")]
-    command = [sys.executable, "-c", code, *sockets, str(os.getpid())]
-    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+def test_an_engine_whose_torch_has_no_gpu_maps_nothing_of_triton(engine: tuple[str, str]) -> None:
+    assert engine[1] == "[]"
