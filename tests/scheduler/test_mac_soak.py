@@ -40,7 +40,7 @@ PROFILES = {
 DOCUMENT_TOKENS = 420
 
 
-@pytest.fixture(scope="module", params=["adaptive", "fixed"])
+@pytest.fixture(scope="module", params=["adaptive", pytest.param("fixed", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Pages for two contexts and a half of the longest kind; two rings of either settings."""
     host = {"memory_limit_gib": 0.02, "residency": request.param}

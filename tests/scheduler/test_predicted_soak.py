@@ -43,7 +43,7 @@ EVERY_KEY = SampledConfig(  # two of 60 tables of two buckets hold any key; some
 )
 
 
-@pytest.fixture(scope="module", params=["adaptive", "fixed"])
+@pytest.fixture(scope="module", params=["adaptive", pytest.param("fixed", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Pages for two contexts and a half of the longest kind; two rings of either settings."""
     host = {"memory_limit_gib": 0.02, "residency": request.param}
