@@ -19,7 +19,9 @@ from gpu.model.library_keys import read_library_keys
 from gpu.model.quantisation import parse_quantisation, without_quantisation
 from gpu.model.spec import Architecture, LayerSpec, ModelError
 
-# A layer's tensors, without `model.layers.N.`, and what of `weights.LayerWeights` each of them is.
+# A layer's tensors, without `model.layers.N.`, and what of `weights.LayerWeights` each of them is. A weight that is
+# called `*_norm` is before its block, attention or MLP; `*_post_norm` is behind it. Names in files vary: here a
+# `post_attention_layernorm` is the norm before the MLP, in other families the one behind attention.
 LAYER_TENSORS = {
     "input_layernorm.weight": "attention_norm",
     "self_attn.q_proj.weight": "query",
