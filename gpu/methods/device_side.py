@@ -73,7 +73,10 @@ class LayerReads:
     - wanted: uint8 `[rows, heads]`, 0: the head asks for nothing; None: all heads ask. Combine with `&`.
     - excluded: int32 `[rows, kv_heads, site.exclusion_words]`; None: nothing is excluded. Bit b of word w stands for
       tokens `[16 n, 16 n + 16)` of the row's host read, `n = 32 w + b`, counted from `rows.skips[0]`. The CPU leaves
-      out tokens whose bit is set. Bits behind the end of a host read mean nothing. Combine with `|`.
+      out tokens whose bit is set. Bits behind the end of a host read mean nothing. Combine with `|`. A row's host
+      read is `[sink, evicted)`. With `residency: adaptive` it is empty while pages are free, so that nothing is left
+      out; try a method with `host: {residency: fixed, resident_tokens: 256}`. A method that sets `excluded` also
+      counts those of these tokens that it does not read itself, as DROPPED in `RingSide.covered`.
 
     skips: whether rows skip their host reads on the device in this layer, because the CPU is asked or methods read all
     of them.
