@@ -76,12 +76,17 @@ class Method:
     # Its settings.
     settings: ClassVar[type[Settings]] = NoSettings
     shared_key: ClassVar[str | None] = None  # key of `host` with one set of settings for all profiles; None: none
-    # Settings that change the KV it writes, by their short names in `kv_key`. Empty: it writes the model's own KV.
+    # Settings that change the KV it writes, by their short names in a profile's `kv_key`. If both are empty, the method
+    # writes the model's own KV. Else its name and these settings are in the key.
     kv_settings: ClassVar[Mapping[str, str]] = {}  # settings of its own
     kv_host: ClassVar[Mapping[str, str]] = {}  # settings of the `host` section
     # What it does with a context in host memory.
     reading: ClassVar[Reading] = Reading.NONE
-    excludes_blocks: ClassVar[bool] = False  # its device side sets `LayerReads.excluded`
+    # Whether its device side sets `LayerReads.excluded`: blocks of a row's host read, `[sink, evicted)`, that the CPU
+    # leaves out. With `residency: adaptive` that range is empty while pages are free, so that nothing is left out. Try
+    # the method with `host: {residency: fixed, resident_tokens: 256}`. It also counts those of these tokens that it
+    # does not read itself, as DROPPED in `RingSide.covered`.
+    excludes_blocks: ClassVar[bool] = False
     # What it does in decode steps and prefill. With a method with rings, a running sequence holds a ring if it has
     # `least_ring_tokens`, and waits for admission while none is free. A step has rows of all profiles, and only
     # `RingSide.ring_of_slot` says which method they belong to. So a method that changes only its own rows has rings,
@@ -110,7 +115,8 @@ class Method:
     # What `tandem plan` and evaluations say about it.
     plan_name: ClassVar[str] = ""  # empty: `name`
     plan_words: ClassVar[str] = ""  # how contexts are read; empty: "device and host" and its name
-    measured: ClassVar[str] = ""  # its measured loss on a pretrained model; empty: it reads everything
+    measured: ClassVar[str] = ""  # its measured loss on a pretrained model; empty: it has none, or was not judged
+    cpu_time: ClassVar[str] = ""  # measured on a CPU device, if slower than exact; empty: not measured
     scored: ClassVar[tuple[Settings, ...]] = ()  # settings that the evaluations' set of served profiles runs
     # Whether requests without a profile get it, if the deployment names no default and it takes clearly less time
     # than reading everything: only for a method whose quality held on a pretrained model (`measured`).

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from gpu.config import ModelConfig
 from gpu.memory.demand import Place
 from gpu.memory.plan import MemoryPlan
-from gpu.methods.method import Where
+from gpu.methods.method import Method, ProfilePart, Where
 from gpu.model.architecture import (
     NAMED_SHAPES,
     Architecture,
@@ -139,36 +139,37 @@ def resolve_plan(deployment: Deployment, machine: MachineProfile) -> ResolvedPla
 
 
 def _tell_what_gains_nothing(device: str, profiles: Mapping[str, Profile]) -> tuple[str, ...]:
-    """Name the profiles that read less than everything but are slower for it, if the CPU is the device."""
-    slower = [
-        name
-        for name, profile in profiles.items()
-        if not profile.reading.reads_all or any(part.method.slot == "prefill" for part in profile.parts)
-    ]
+    """Name the profiles with a method that was measured to be slower than exact, if the CPU is the device."""
+    slower = {name: parts for name, profile in profiles.items() if (parts := _measured_on_cpu(profile))}
     if device != "cpu" or not slower:
         return ()
+    times = {part.method.name: part.method.cpu_time for parts in slower.values() for part in parts}
     return (
-        f"profiles {', '.join(slower)}: slower than exact on a CPU, for demonstration only: with 135M weights and "
-        "5,900 tokens on two cores a token took 60 ms exact, 290 sampled, 570 predicted+sampled and 730 predicted, and "
-        "a prompt of 3,072 tokens 29 s dense and 53 s by MOMO",
+        f"profiles {', '.join(slower)}: slower than exact on a CPU, for demonstration only: with 135M weights on two "
+        f"cores, {'; '.join(f'{method} took {time}' for method, time in times.items())}",
     )
+
+
+def _measured_on_cpu(profile: Profile) -> list[ProfilePart]:
+    return [part for part in profile.parts if part.method.cpu_time]
 
 
 def _tell_losses(profiles: Mapping[str, Profile]) -> tuple[str, ...]:
-    """Return a line for each method that reads less than everything: its measured loss, and the profiles that use
-    it.
+    """Return a line for each method that reads less than everything: its measured loss, or that it was not judged,
+    and the profiles that use it.
     """
-    users: dict[str, list[str]] = {}
-    measured = {}
+    users: dict[Method, list[str]] = {}
     for name, profile in profiles.items():
         for part in profile.parts:
-            if part.method.measured:
-                users.setdefault(part.method.name, []).append(name)
-                measured[part.method.name] = part.method.measured
-    return tuple(
-        f"{method} (profile {', '.join(names)}): {measured[method]}; `tandem eval tasks` measures another model"
-        for method, names in users.items()
-    )
+            if part.method.measured or part.method.slot != "host" or not part.method.reading.reads_all:
+                users.setdefault(part.method, []).append(name)
+    return tuple(f"{method.name} (profile {', '.join(names)}): {_loss_of(method)}" for method, names in users.items())
+
+
+def _loss_of(method: Method) -> str:
+    if method.measured:
+        return f"{method.measured}; `tandem eval tasks` measures another model"
+    return "not judged on a pretrained model; `tandem eval tasks` measures one"
 
 
 def _tell_measured(

@@ -250,6 +250,42 @@ def test_profiles_that_gain_nothing_on_the_cpu_device_are_named(machine: str, pr
     assert ("sampled" in told) == (machine == "laptop")
 
 
+@pytest.mark.parametrize("host", ["indexed", "toy"])
+def test_a_method_without_figures_of_a_cpu_is_not_said_to_be_slower(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_toy(tmp_path, monkeypatch, "host", Reading.BLOCKS)
+    tree = {
+        "model": {"random_weights": "tiny"}, "profiles": {"own": {"host": host}, "deep": {"prefill": "momo"}},
+        "host": {"memory_limit_gib": 0.1}, "scheduler": {"max_running": 2, "max_context_tokens": 16_384},
+    }  # fmt: skip
+    plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / "laptop.json"))
+    (told,) = [note for note in plan.notes if "for demonstration only" in note]
+    named = told.split(":")[0].removeprefix("profiles ").split(", ")
+    assert {"deep", "sampled"} == {*named}
+    assert "momo took 53 s for a prompt of 3,072 tokens (dense: 29)" in told
+    assert "sampled took 290 ms a token at 5,900 tokens (exact: 60)" in told
+    assert "predicted" not in told
+
+
+@pytest.mark.parametrize(("slot", "reading", "is_told"), [("host", Reading.BLOCKS, True), ("reuse", Reading.NONE, True),
+                                                         ("host", Reading.WHOLE, False)])  # fmt: skip
+def test_a_method_that_nobody_judged_is_told_to_be_so(
+    slot: str, reading: Reading, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_toy(tmp_path, monkeypatch, slot, reading)
+    tree = {
+        "model": {"random_weights": "tiny"}, "profiles": {"own": {slot: "toy"}},
+        "host": {"memory_limit_gib": 0.1}, "scheduler": {"max_running": 2, "max_context_tokens": 16_384},
+    }  # fmt: skip
+    plan = resolve_plan(Deployment.model_validate(tree), load_machine(DEPLOY / "machines" / "rtx4090.json"))
+    (told, *more) = [note for note in plan.notes if "not judged on a pretrained model" in note] or [""]
+    assert not more
+    own = "toy, own" if slot == "host" else "own"  # a host method is a profile by its own name, too
+    wanted = f"toy (profile {own}): not judged on a pretrained model; `tandem eval tasks` measures one"
+    assert told == (wanted if is_told else "")
+
+
 def test_methods_that_read_less_than_everything_are_told_with_what_they_lost() -> None:
     tree = {
         "model": {"random_weights": "tiny"}, "host": {"memory_limit_gib": 0.1},

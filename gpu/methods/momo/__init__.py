@@ -30,6 +30,7 @@ class Momo(Method):
         "not judged where it begins by default: no pretrained model at hand is so long. From 2,048 tokens on "
         "it loses 2.1 points (3.5 to 0.8) on SmolLM2-135M-Instruct at 8,000"
     )
+    cpu_time = "53 s for a prompt of 3,072 tokens (dense: 29)"
 
     def align_tokens(self, settings: Any) -> int:
         """Return the query block, because query blocks and windows begin at absolute positions."""
