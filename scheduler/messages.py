@@ -21,11 +21,17 @@ _TOKEN_BYTES = 4
 PREEMPTIONS = "preemptions"
 ACCEPTED, REJECTED = "accepted_prediction_tokens", "rejected_prediction_tokens"
 FIGURES = {
-    PREEMPTIONS: RequestFigure("how often the request was preempted, to make room for another or for itself"),
+    PREEMPTIONS: RequestFigure(
+        "how often the request was preempted, to make room for another or for itself, or since blocks of its prompt on "
+        "disk were lost"
+    ),
     ACCEPTED: RequestFigure("tokens that a draft had guessed: each took no step of its own"),
     REJECTED: RequestFigure("drafted tokens that were computed and not drawn"),
 }
 """The scheduler's own figures of a request, by name."""
+
+PREEMPTED_AGAIN = "preempted_tokens_recomputed"
+"""The figure of a request that counts tokens computed again after its preemptions. It is in the server's log alone."""
 
 CACHED_FROM = {
     "card": RequestFigure("prompt tokens found in pages of the device", True, "cached_tokens_from_card"),

@@ -15,7 +15,7 @@ from gpu.step import PageWrite, PrefillJob, PrefillPrompt
 from scheduler.admission.admission_round import Admitted, Round
 from scheduler.cache.ring_pool import Rings
 from scheduler.engine_config import SchedulerConfig
-from scheduler.messages import COMPUTED_AGAIN, cached_figure, passed_figure
+from scheduler.messages import COMPUTED_AGAIN, PREEMPTED_AGAIN, cached_figure, passed_figure
 from scheduler.prefill.document_chunks import Documents
 from scheduler.prefill.job_in_progress import JobInProgress
 from scheduler.prefill.prefill_queue import PrefillQueue
@@ -294,6 +294,7 @@ class Admission:
         """Count and log the tokens that a preempted sequence computes again. num_found: the tokens that it found."""
         num_recomputed = max(0, sequence.num_computed_tokens - num_found)
         self.num_recomputed_tokens += num_recomputed
+        sequence.figures[PREEMPTED_AGAIN] = sequence.figures.get(PREEMPTED_AGAIN, 0) + num_recomputed
         log.info(
             "resumed request=%s waited_s=%.3f found_tokens=%d of=%d computed_again=%d",
             sequence.request_id,

@@ -141,11 +141,15 @@ class Roster:
             others = [other for other in others if other.context is not None]
         elif shortage == "index":
             others = [other for other in others if _shares(other, taker)]
-        victim = self.preempt_last([taker, *others])
+        candidates, for_priority = [taker, *others], taker.priority
+        priority = max(map(_turn, candidates))[0]  # before its preemption may raise it
+        victim = self.preempt_last(candidates)
         log.warning(
-            "preempted request=%s for=%s short=%s context_tokens=%d pages_free=%d %s",
+            "preempted request=%s priority=%g for=%s for_priority=%g short=%s context_tokens=%d pages_free=%d %s",
             victim.request_id,
+            priority,
             taker.request_id,
+            for_priority,
             shortage,
             victim.num_tokens,
             num_free,
@@ -157,6 +161,12 @@ class Roster:
         for entry in [entry for entry in self._prefill.jobs if entry.job.job_id == job_id]:
             for sequence in list(entry.sequences):
                 self._admission.forget_start(sequence)
+                log.warning(
+                    "preempted request=%s priority=%g reason=disk_blocks_lost context_tokens=%d",
+                    sequence.request_id,
+                    sequence.priority,
+                    sequence.num_tokens,
+                )
                 self.preempt_last([sequence])
 
     def preempt_last(self, candidates: Iterable[Sequence]) -> Sequence:

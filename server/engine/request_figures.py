@@ -32,3 +32,8 @@ def figure_names(of_prompt: bool) -> dict[str, bool]:
         for name, figure in find_figures().items()
         if figure.of_prompt == of_prompt and name not in of_places
     }
+
+
+def logged_name(name: str) -> str:
+    """Return the name of a figure in the log. Those of documents say so: preemptions, too, compute tokens again."""
+    return f"document_{name}" if name in FIGURES else name

@@ -56,7 +56,9 @@ COUNTERS: Table = {
     "prefix_queries_tokens": ("prefix_cache_query_tokens", "prompt tokens looked up, once each"),
     "prefix_hits_tokens": ("prefix_cache_hit_tokens", "prompt tokens found"),
     "preemptions": (
-        "preemptions", "times a running or prefilling request was preempted: its pages are freed, its tokens stay"
+        "preemptions",
+        "times a running or prefilling request was preempted, for lack of memory or since blocks of its prompt on disk "
+        "were lost: its pages are freed, its tokens stay",
     ),
     "recomputed_tokens": (
         "preempted_tokens_recomputed", "tokens of preempted requests computed again when they resumed"

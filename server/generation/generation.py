@@ -19,6 +19,7 @@ from scheduler.messages import (
     CACHED_FROM,
     COMPUTED_AGAIN,
     PASSED_OVER,
+    PREEMPTED_AGAIN,
     ChunkSpan,
     Delta,
     EngineRequest,
@@ -34,7 +35,7 @@ from server.api_error import UNSUPPORTED_GRAMMAR, ApiError, internal, invalid, t
 from server.bodies.answer_form import form_param
 from server.bodies.generation_bodies import ANY_SEED, GenerationBody
 from server.engine.mailbox import ClientGone, EngineLost, Mailbox, Tick, TimeUp
-from server.engine.request_figures import figure_names
+from server.engine.request_figures import figure_names, logged_name
 from server.generation.answer_choice import TIME_LIMIT, AnswerPiece, Choice
 from server.generation.call_trace import CallFacts, CallTrace
 from server.generation.prompt_tokens import Prompt, check_token_ids, epsilon_of, profile_of, spell_words
@@ -437,7 +438,8 @@ class Generation:
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
             **self._cached_figures(),
-            **self.figures(True),
+            **{logged_name(name): number for name, number in self.figures(True).items()},
+            **{PREEMPTED_AGAIN: sum(choice.figures.get(PREEMPTED_AGAIN, 0) for choice in self.choices)},
             **self.figures(False),
             generated_tokens=self.num_generated_tokens,
             finish=",".join(sorted({choice.finish_reason or "" for choice in self.choices})),

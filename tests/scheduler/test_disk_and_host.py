@@ -125,7 +125,9 @@ def test_rows_are_lent_until_they_are_written_though_their_context_closes(
     engine.shutdown()
 
 
-def test_a_damaged_block_of_an_offloaded_prompt_is_computed_anew(tmp_path: Path, cold: list[list[int]]) -> None:
+def test_a_damaged_block_of_an_offloaded_prompt_is_computed_anew(
+    tmp_path: Path, cold: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
     first = structs.replace(ask("a", draw(1100, 0), 40), attention_profile="offloaded")
     engine = make_engine(tmp_path, residency="fixed")
     serve(engine, [first])
@@ -139,4 +141,7 @@ def test_a_damaged_block_of_an_offloaded_prompt_is_computed_anew(tmp_path: Path,
     assert told == cold[0]
     assert found < 1024
     assert engine.scheduler.residence.disk.side.store.counts().damaged > 0
+    preempted = [line for record in caplog.records if (line := record.getMessage()).startswith("preempted ")]
+    assert preempted == ["preempted request=b priority=0 reason=disk_blocks_lost context_tokens=1100"]
+    assert engine.stats().preemptions == 1
     engine.shutdown()

@@ -4,9 +4,10 @@ import logging
 import re
 
 import pytest
+from msgspec import structs
 
 from scheduler.engine.engine import Engine
-from scheduler.messages import PREEMPTIONS
+from scheduler.messages import PREEMPTED_AGAIN, PREEMPTIONS
 from tests.scheduler import host_engines
 from tests.scheduler.engines import check_output, drain, make_engine, make_request, prompt_of
 from tests.scheduler.host_engines import RESIDENT, ask
@@ -42,8 +43,24 @@ def test_a_preemption_names_victim_taker_shortage_and_setting(caplog: pytest.Log
     first = preempted[0]
     assert (first["request"], first["short"], first["raise"]) == ("r3", "pages", "gpu.kv_cache_gib")
     assert first["for"] in NAMES
+    assert (first["priority"], first["for_priority"]) == ("0", "0")
     assert int(first["pages_free"]) == 0
     assert 30 < int(first["context_tokens"]) < 120
+
+
+def test_a_preemption_says_whose_priority_decided(caplog: pytest.LogCaptureFixture) -> None:
+    """The victim is not the latest arrival."""
+    engine, _ = make_engine(num_pages=PAGES, max_running=4)
+    ranks = dict(zip(NAMES, (3, 7, 0, 0), strict=True))
+    requests = [
+        structs.replace(make_request(name, prompt_of(30, salt=i), max_tokens=90), priority=rank)
+        for i, (name, rank) in enumerate(ranks.items())
+    ]
+    engine.submit(requests)
+    drain(engine)
+    first = lines(caplog, "preempted")[0]
+    assert (first["request"], first["priority"]) == ("r1", "7")
+    assert int(first["for_priority"]) == ranks[first["for"]]
 
 
 def test_a_preemption_for_host_memory_names_that(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,8 +117,10 @@ def test_a_prefill_that_is_preempted_counts_the_share_that_was_done() -> None:
 
 
 def test_each_request_reports_its_own_preemptions() -> None:
-    engine, _ = make_engine(num_pages=PAGES, max_running=4)
+    engine, _ = make_engine(num_pages=PAGES, max_running=4, prefix_cache=False)
     deltas = outgrow(engine)
+    again = [deltas[name][-1].figures.get(PREEMPTED_AGAIN, 0) for name in NAMES]
+    assert sum(again) == engine.stats().recomputed_tokens > 0
     told = {name: deltas[name][-1].figures.get(PREEMPTIONS, 0) for name in NAMES}
     assert told["r0"] == 0
     assert sum(told.values()) == engine.stats().preemptions > 1

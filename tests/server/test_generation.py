@@ -279,15 +279,17 @@ async def test_preemptions_stand_in_usage_and_in_the_line_that_joins_the_ids(
     token = logs.request_id.set("of-the-http-request")
     try:
         await call.feed(0, [100], figures={"preemptions": 1})
-        await call.feed(0, [100], "length", figures={"preemptions": 2})
-        await call.feed(1, [100], "length", figures={"preemptions": 1})
+        await call.feed(0, [100], "length", figures={"preemptions": 2, "preempted_tokens_recomputed": 40})
+        await call.feed(1, [100], "length", figures={"preemptions": 1, "preempted_tokens_recomputed": 2})
     finally:
         logs.request_id.reset(token)
     figures = call.generation.figures(of_prompt=False)
     assert {name: count for name, count in figures.items() if count} == {"preemptions": 3}
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("generated ")]
     fields = dict(field.partition("=")[::2] for field in line.split()[1:])
-    assert fields["preemptions"] == "3"
+    assert (fields["preemptions"], fields["preempted_tokens_recomputed"]) == ("3", "42")
+    assert (fields["document_reused_tokens"], fields["document_recomputed_tokens"]) == ("0", "0")
+    assert "recomputed_tokens" not in fields, "it would be mistaken for the tokens of preemptions"
     assert (fields["id"], fields["request_id"]) == (call.generation.id, "of-the-http-request")
     assert [request.request_id for request in call.engine.requests] == [f"{call.generation.id}-{i}" for i in range(2)]
 
