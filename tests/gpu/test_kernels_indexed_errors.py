@@ -78,7 +78,7 @@ def report_step(stand: Stand, query: torch.Tensor, near: Partial, report: Report
 def test_a_report_has_the_expected_error_and_the_masses(
     device: str, dim: int, group: int, key_bits: int, value_bits: int
 ) -> None:
-    stand = make_stand(dim, group, LENGTHS, device, key_bits=key_bits, value_bits=value_bits)
+    stand = make_stand(dim, group, LENGTHS, device, key_bits=key_bits, value_bits=value_bits, builds=False)
     query, resident = draw_query(stand, device)
     near, report = near_of(query, resident), new_report(stand.shape, NUM_LAYERS, NUM_RINGS, torch.device(device))
     report.factor.fill_(2.0)
