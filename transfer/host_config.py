@@ -60,7 +60,9 @@ class HostConfig(Settings):
     sink_tokens: int = Field(4, ge=1, description="first tokens, kept on the device; rounded up to whole pages")
     window_tokens: int = Field(64, ge=1, description="last tokens, kept on the device; rounded up to whole pages")
     dense_layers: tuple[int, ...] | None = Field(
-        None, description="layers whose whole KV stays on the device; default: layer 0 and the one at half the depth"
+        None,
+        description="layers whose whole KV stays on the device, for all profiles; default: layer 0 and the one at half "
+        "the depth, which every method but `indexed` keeps",
     )
     link_share: float | None = Field(
         None,

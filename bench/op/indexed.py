@@ -229,7 +229,7 @@ def indexed_cases(asked: Asked) -> Iterator[Case]:
 
 def _settings_of(asked: Asked) -> tuple[IndexedSettings, Rows]:
     """Return the settings and the format of rows that the options name. Raises ValueError for others."""
-    kind, share = asked.own.get("rows", "bfloat16"), asked.own.get("share", "0.005")
+    kind, share = asked.own.get("rows", "bfloat16"), asked.own.get("share", str(IndexedSettings().budget_share))
     rows: Rows | None = next((one for one in get_args(Rows) if one == kind), None)
     if rows is None:
         raise ValueError(f"--rows: got {kind}; wanted one of {', '.join(get_args(Rows))}")

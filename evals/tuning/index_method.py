@@ -50,7 +50,7 @@ class Index(DecodeMethod):
     paper: ClassVar[str] = ""
     key_bits: int = 4
     value_bits: int = 2
-    budget_share: float = Field(0.005, gt=0, le=1)
+    budget_share: float = Field(IndexedSettings().budget_share, gt=0, le=1)
     sink: int = Field(4, ge=0)
     window: int = Field(64, ge=1)
 

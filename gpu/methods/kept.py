@@ -30,12 +30,13 @@ class Kept:
     dense_layers: tuple[int, ...]
 
 
-def keep_as_set(host: HostConfig, architecture: Architecture) -> Kept:
-    """Return what the `host` section keeps.
+def keep_as_set(host: HostConfig, architecture: Architecture, own_layers: tuple[int, ...] | None = None) -> Kept:
+    """Return what the `host` section keeps. Layers with a window stay always.
 
-    Layers with a window stay always, and by default layer 0 and the middle one.
+    own_layers: dense layers where `host.dense_layers` is not set; None: layer 0 and the middle one.
     """
-    layers = (0, architecture.num_layers // 2) if host.dense_layers is None else host.dense_layers
+    default = (0, architecture.num_layers // 2) if own_layers is None else own_layers
+    layers = default if host.dense_layers is None else host.dense_layers
     return Kept(host.sink_tokens, host.window_tokens, tuple(sorted({*layers, *architecture.layers_apart})))
 
 

@@ -3,7 +3,7 @@
 # them, with the plan's expectations, and what making an index adds to a prompt. `indexed.sh FOLDER PART...` runs some
 # parts alone; `cpu` before them: a tiny shape on the CPU device, to see that all of it runs; `plan` before them: what is
 # planned (for the machine profile MACHINE, if that is set), and nothing runs. ROWS and RESIDENT, where set, are the only
-# ones of parts with several. SHARE is the share of a context that is read (0.005), DENSE the layers that stay whole on the card
+# ones of parts with several. SHARE is the share of a context that is read (0.02), DENSE the layers that stay whole on the card
 # (`[]`; `[0, 16]`, or `null` for the default of `host`). The quality of these settings is in docs/results/real-model.md.
 set -uo pipefail
 OUT=${1:-build/published}
@@ -11,7 +11,7 @@ mkdir -p "$OUT"
 mode=run parts=("${@:2}")
 case ${parts[0]:-} in cpu | plan) mode=${parts[0]} parts=("${parts[@]:1}") ;; esac
 [ ${#parts[@]} = 0 ] && parts=(8b-96k 8b-96k-int8 8b-four 8b-four-resident 8b-int4-four 8b-256k 8b-256k-resident 32b-128k op prompt)
-share="budget_share: ${SHARE:-0.005}" dense=${DENSE:-[]}
+share="budget_share: ${SHARE:-0.02}" dense=${DENSE:-[]}
 far='rope: {rope_type: yarn, factor: 2.0, original_max_position_embeddings: 131072}'
 yarn='rope: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}'
 
@@ -75,7 +75,7 @@ for part in "${parts[@]}"; do
         shape=(--shape llama-3.1-8b) tokens=98304 batches=1,4 device=cuda
         [ $mode = cpu ] && shape=(--shape tiny) tokens=2048 batches=1 device=cpu
         for rows in ${ROWS:-bfloat16 int8}; do
-            [ $mode = plan ] || tandem bench op indexed --tokens $tokens --batch $batches "${shape[@]}" --device $device --rows $rows --share "${SHARE:-0.005}" \
+            [ $mode = plan ] || tandem bench op indexed --tokens $tokens --batch $batches "${shape[@]}" --device $device --rows $rows --share "${SHARE:-0.02}" \
                 --json "$OUT/op-$rows.json" || failed=1
         done ;;
     # Aim: the prompt of 96K with an index at most 3 % over the same without. Beside it in the same card, twice, since a

@@ -90,6 +90,7 @@ def plan_engine(config: EngineConfig, architecture: Architecture, machine: Machi
     if config.host is not None:
         plan = replace(plan, own_windows=_own_windows(profiles, config.host, architecture, plan))
         notes = _say_kept(profiles, config.host, architecture, plan)
+        notes += _say_dense(profiles, config, architecture, plan)
     notes += [] if said is None else [said]
     notes += _say_not_captured(config.gpu, request, plan)
     if config.gpu.devices > 1:
@@ -223,6 +224,22 @@ def _has_room_of(
         and plan.num_windows >= min(least.num_windows, WINDOWS_PER_SEQUENCE * max_running)
         and (plan.experts_on_card or 0) >= _LEAST_PAGES * (least.experts_on_card or 0)
     )
+
+
+def _say_dense(
+    profiles: Iterable[Profile], config: EngineConfig, architecture: Architecture, plan: MemoryPlan
+) -> list[str]:
+    """Name the layers that stay on the device although the default profile needs none of them, and who keeps them."""
+    assert config.host is not None
+    kept = {one.name: set(find_kept([one], config.host, architecture).dense_layers) for one in profiles if one.offloads}
+    default = config.scheduler.default_profile
+    if default not in kept or not (more := set(plan.dense_layers) - kept[default]):
+        return []
+    who = " and ".join(f"{name!r}" for name, layers in kept.items() if layers & more)
+    return [
+        f"host.dense_layers: {sorted(more)} stay whole on the device for all profiles, since requests may name {who}; "
+        f"{default!r} needs none of them: set host.dense_layers to [] to read them as other layers"
+    ]
 
 
 def _own_windows(

@@ -44,7 +44,13 @@ def choose_default(
     stays, takes = _with_default(deployment, base), _with_default(deployment, candidate)
     why_not, said = _weigh(whole, memory, takes, architecture, machine)
     if why_not is None:
-        return takes, (f"scheduler.default_profile: {candidate}: {said}",)
+        others = f". Set scheduler.default_profile to {' or '.join(whole_readers())} to use it" if whole else ""
+        return takes, (f"scheduler.default_profile: {candidate}: {said}{others}",)
+    if deployment.host.dense_layers is None:
+        sparse = takes.model_copy(update={"host": deployment.host.model_copy(update={"dense_layers": ()})})
+        why_not_sparse, said = _weigh(whole, memory, sparse, architecture, machine)
+        if why_not_sparse is None:
+            why_not = f"{why_not}; it would be chosen with host.dense_layers: [], with {said}"
     if base != FULL_ATTENTION:
         why_not = f"{why_not}; {FULL_ATTENTION}: no context of {memory.max_context_tokens:,} tokens fits the card"
     return stays, (f"scheduler.default_profile: {base}, not {candidate}: {why_not}",)
@@ -107,7 +113,7 @@ def _compare(mine: Placement, whole: list[Placement], context: int) -> tuple[str
     beside = f"{own}; {best.words}, which reads every token, takes {_ms(best):,.1f}"
     if _ms(best) < PAYS * mine.first.ms:
         return f"{beside}; it would not be faster", ""
-    return None, f"{beside}. Set scheduler.default_profile to {' or '.join(whole_readers())} to use it"
+    return None, beside
 
 
 def _ms(placement: Placement) -> float:

@@ -81,7 +81,7 @@ def test_options_of_an_index_are_its_own_and_are_checked() -> None:
     done = CliRunner().invoke(app, ["op", "attention", "--rows", "int8"])
     assert (done.exit_code, "is of `indexed`, got attention" in done.output) == (2, True)
     for given, told in ((["--rows", "int2"], "--rows: got int2; wanted one of bfloat16, int8, int4"),
-                        (["--bits", "4,3"], "got 4,3 and 0.005"), (["--share", "0"], "got 4,2 and 0;")):  # fmt: skip
+                        (["--bits", "4,3"], "got 4,3 and 0.02"), (["--share", "0"], "got 4,2 and 0;")):  # fmt: skip
         done = CliRunner().invoke(app, ["op", "indexed", "--shape", "tiny", "--device", "cpu", *given])
         assert (done.exit_code, told in done.stderr) == (1, True), done.output
 

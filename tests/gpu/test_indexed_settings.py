@@ -26,5 +26,5 @@ def test_slots_hold_the_choice_of_every_context_up_to_the_longest(
 def test_budgets_that_may_double_have_all_slots() -> None:
     settings = IndexedSettings(errors={"epsilon": 0.1})
     assert settings.num_slots(10_000) == settings.budget_tokens == 2048
-    assert IndexedSettings().num_slots(10_000) == 64
-    assert IndexedSettings().num_slots(98_304) == 512
+    assert IndexedSettings().num_slots(10_000) == 256
+    assert IndexedSettings().num_slots(98_304) == 1984

@@ -490,6 +490,19 @@ def test_what_stays_on_the_device_is_what_all_methods_need_together() -> None:
     assert kept == (16, 64, (1, 2)), "a longer window is its profile's own"
 
 
+def test_an_index_keeps_no_layer_whole_and_profiles_served_beside_it_keep_theirs() -> None:
+    shape = named_shape("tiny")
+    profiles, usual = resolve({"own": {"host": "indexed"}}), (0, shape.num_layers // 2)
+    own = profiles["own"]
+    assert find_kept([own], HostConfig(), shape).dense_layers == ()
+    assert find_kept([own], HostConfig(dense_layers=(2,)), shape).dense_layers == (2,)
+    for name in ("offloaded", "sampled"):
+        for served in ([profiles[name]], [profiles[name], own]):
+            assert find_kept(served, HostConfig(), shape).dense_layers == usual
+    assert find_kept(profiles.values(), HostConfig(), shape).dense_layers == usual, "built-in profiles are served, too"
+    assert find_kept(profiles.values(), HostConfig(dense_layers=()), shape).dense_layers == ()
+
+
 def test_methods_that_cannot_be_together_are_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,26 @@ def test_where_there_is_no_room_for_an_index_the_plan_says_so() -> None:
     assert note(found).endswith("; exact: no context of 65,536 tokens fits the card")
 
 
+def test_a_plan_says_which_layers_an_index_does_not_need_and_what_it_would_take_without_them() -> None:
+    def with_usual_layers(gib: float) -> ResolvedPlan:
+        tree = long(gib=gib)
+        del tree["host"]["dense_layers"]
+        return plan(tree)
+
+    found, bare = with_usual_layers(24), plan(long())
+    assert (found.deployment.default_profile, found.memory.dense_layers) == ("indexed", (0, 16))
+    said = (
+        "host.dense_layers: [0, 16] stay whole on the device for all profiles, since requests may name 'offloaded' and "
+    )
+    assert [one for one in found.notes if one.startswith(said)]
+    assert bare.memory.dense_layers == ()
+    assert not [one for one in bare.notes if one.startswith("host.dense_layers")]
+    little = with_usual_layers(23)
+    takes = note(plan(long(gib=23))).removeprefix("scheduler.default_profile: indexed: ").partition(". Set ")[0]
+    assert little.deployment.default_profile == "offloaded"
+    assert f"; it would be chosen with host.dense_layers: [], with {takes}" in note(little)
+
+
 def test_nothing_is_chosen_without_a_host_section_on_the_cpu_or_where_one_is_named() -> None:
     bare = long(gib=76)
     del bare["host"]
@@ -89,11 +109,11 @@ def test_the_default_may_be_named_without_a_profile_and_a_profile_of_that_name_h
     tree = long()
     tree["scheduler"]["default_profile"] = "indexed"
     (part,) = plan(tree).profiles["indexed"].parts
-    assert (part.settings.budget_share, part.settings.rings) == (0.005, None)
-    tree["profiles"] = {"indexed": {"host": {"method": "indexed", "budget_share": 0.02, "rings": 1}}}
+    assert (part.settings.budget_share, part.settings.rings) == (0.02, None)
+    tree["profiles"] = {"indexed": {"host": {"method": "indexed", "budget_share": 0.01, "rings": 1}}}
     found = plan(tree)
     (part,) = found.profiles["indexed"].parts
-    assert part.settings.budget_share == 0.02
+    assert part.settings.budget_share == 0.01
     assert set(found.memory.num_rings.values()) == {1}
 
 

@@ -40,7 +40,7 @@ class IndexedSettings(Settings):
     key_bits: Literal[2, 3, 4, 8] = Field(4, description="bits of each dimension of a key in the index")
     value_bits: Literal[2, 4] = Field(2, description="bits of each dimension of a value in the index, for estimates")
     budget_share: float = Field(
-        0.005, gt=0.0, le=1.0, description="share of the offloaded tokens that a KV head reads exactly at each step"
+        0.02, gt=0.0, le=1.0, description="share of the offloaded tokens that a KV head reads exactly at each step"
     )
     least_tokens: int = Field(64, ge=16, le=8192, description="tokens that it reads at least, if there are so many")
     budget_tokens: int = Field(
