@@ -554,7 +554,8 @@ class Architecture:
 
     def _sum_layers(self, count: Callable[[Experts], float]) -> float:
         """Return the number of weights in all layers, with `count(experts)` experts of each layer."""
-        return sum(self._weights_of(spec, count) for spec in self.layers)
+        weights = [self._weights_of(spec, count) for spec in self.layer_pattern]
+        return sum(weights[layer % len(weights)] for layer in range(self.num_layers))
 
     def _weights_of(self, spec: LayerSpec, count: Callable[[Experts], float]) -> float:
         heads, own_mlp = self.heads_of(spec), self.intermediate_of(spec)
