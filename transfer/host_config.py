@@ -62,7 +62,7 @@ class HostConfig(Settings):
     dense_layers: tuple[int, ...] | None = Field(
         None,
         description="layers whose whole KV stays on the device, for all profiles; default: layer 0 and the one at half "
-        "the depth, which every method but `indexed` keeps",
+        "the depth, or none if `indexed` is the default profile",
     )
     link_share: float | None = Field(
         None,

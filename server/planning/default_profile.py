@@ -12,13 +12,15 @@ from gpu.memory.demand import PlanError
 from gpu.memory.plan import MemoryPlan
 from gpu.methods.registry import list_methods
 from gpu.model.architecture import Architecture
-from gpu.profiles import FULL_ATTENTION, Profile, resolve_profiles
+from gpu.profiles import FULL_ATTENTION, Profile, find_kept, resolve_profiles
 from scheduler.planning.engine_memory import plan_engine
 from server.deployment import Deployment
 from server.planning.placements import PAYS, Placement, Planned, place
 from transfer.machine import MachineProfile
 from transfer.machine_rates import find_rates
 from transfer.measured import measured_path
+
+_WITHOUT_DENSE = ". No layer stays whole on the device, for any profile, unless host.dense_layers names it"
 
 
 def choose_default(
@@ -28,29 +30,27 @@ def choose_default(
 
     Raises PlanError and ProfileError if the deployment does not fit even with full attention.
     """
+    candidate = next((name for name, method in list_methods().items() if method.is_default_if_faster), None)
     if deployment.scheduler.default_profile is not None:
-        return deployment, ()
+        is_named = deployment.scheduler.default_profile == candidate
+        return (_keeping_its_own(deployment, architecture) if is_named else deployment), ()
     stays = _with_default(deployment, FULL_ATTENTION)
     if deployment.host is None:
         return stays, ()
     memory = plan_engine(stays, architecture, machine)
     if memory.device != "cuda":
         return stays, ()
-    candidate = next((name for name, method in list_methods().items() if method.is_default_if_faster), None)
     if candidate is None:
         return stays, ()
     whole = _read_all(stays, memory, architecture, machine)
     base = FULL_ATTENTION if FULL_ATTENTION in whole else next(iter(whole), FULL_ATTENTION)
-    stays, takes = _with_default(deployment, base), _with_default(deployment, candidate)
+    stays = _with_default(deployment, base)
+    takes = _keeping_its_own(_with_default(deployment, candidate), architecture)
     why_not, said = _weigh(whole, memory, takes, architecture, machine)
     if why_not is None:
         others = f". Set scheduler.default_profile to {' or '.join(whole_readers())} to use it" if whole else ""
-        return takes, (f"scheduler.default_profile: {candidate}: {said}{others}",)
-    if deployment.host.dense_layers is None:
-        sparse = takes.model_copy(update={"host": deployment.host.model_copy(update={"dense_layers": ()})})
-        why_not_sparse, said = _weigh(whole, memory, sparse, architecture, machine)
-        if why_not_sparse is None:
-            why_not = f"{why_not}; it would be chosen with host.dense_layers: [], with {said}"
+        layers = "" if deployment.host.dense_layers is not None else _WITHOUT_DENSE
+        return takes, (f"scheduler.default_profile: {candidate}: {said}{layers}{others}",)
     if base != FULL_ATTENTION:
         why_not = f"{why_not}; {FULL_ATTENTION}: no context of {memory.max_context_tokens:,} tokens fits the card"
     return stays, (f"scheduler.default_profile: {base}, not {candidate}: {why_not}",)
@@ -79,6 +79,21 @@ def _read_all(
 def _with_default(deployment: Deployment, name: str) -> Deployment:
     scheduler = deployment.scheduler.model_copy(update={"default_profile": name})
     return deployment.model_copy(update={"scheduler": scheduler})
+
+
+def _keeping_its_own(deployment: Deployment, architecture: Architecture) -> Deployment:
+    """Return the deployment with the dense layers of its default profile's methods, if it does not set any.
+
+    So the default profile runs at the setting at which it was judged and timed. Profiles that requests name have no
+    dense layers of their own then.
+    """
+    host = deployment.host
+    if host is None or host.dense_layers is not None:
+        return deployment
+    profile = resolve_profiles(deployment.all_profiles, host)[deployment.scheduler.default_profile or FULL_ATTENTION]
+    kept = find_kept([profile], host, architecture).dense_layers
+    layers = tuple(layer for layer in kept if layer not in architecture.layers_apart)
+    return deployment.model_copy(update={"host": host.model_copy(update={"dense_layers": layers})})
 
 
 def _weigh(

@@ -71,24 +71,21 @@ def test_where_there_is_no_room_for_an_index_the_plan_says_so() -> None:
     assert note(found).endswith("; exact: no context of 65,536 tokens fits the card")
 
 
-def test_a_plan_says_which_layers_an_index_does_not_need_and_what_it_would_take_without_them() -> None:
-    def with_usual_layers(gib: float) -> ResolvedPlan:
-        tree = long(gib=gib)
-        del tree["host"]["dense_layers"]
-        return plan(tree)
-
-    found, bare = with_usual_layers(24), plan(long())
-    assert (found.deployment.default_profile, found.memory.dense_layers) == ("indexed", (0, 16))
-    said = (
-        "host.dense_layers: [0, 16] stay whole on the device for all profiles, since requests may name 'offloaded' and "
-    )
-    assert [one for one in found.notes if one.startswith(said)]
-    assert bare.memory.dense_layers == ()
-    assert not [one for one in bare.notes if one.startswith("host.dense_layers")]
-    little = with_usual_layers(23)
-    takes = note(plan(long(gib=23))).removeprefix("scheduler.default_profile: indexed: ").partition(". Set ")[0]
-    assert little.deployment.default_profile == "offloaded"
-    assert f"; it would be chosen with host.dense_layers: [], with {takes}" in note(little)
+def test_an_index_that_is_the_default_keeps_no_layer_whole_unless_the_deployment_names_some() -> None:
+    """It was judged and timed so. `offloaded` and `sampled`, which requests may name, keep two where one is default."""
+    unset, named = long(), long()
+    del unset["host"]["dense_layers"]
+    named["host"]["dense_layers"] = [0, 16]
+    found = plan(unset)
+    assert (found.deployment.default_profile, found.memory.dense_layers) == ("indexed", ())
+    assert "No layer stays whole on the device, for any profile, unless host.dense_layers names it" in note(found)
+    assert found.memory == plan(long()).memory
+    assert "No layer stays whole" not in note(plan(long()))
+    assert plan(named).memory.dense_layers == (0, 16)
+    unset["scheduler"]["default_profile"] = "indexed"
+    assert plan(unset).memory.dense_layers == ()
+    unset["scheduler"]["default_profile"] = "offloaded"
+    assert plan(unset).memory.dense_layers == (0, 16)
 
 
 def test_nothing_is_chosen_without_a_host_section_on_the_cpu_or_where_one_is_named() -> None:
