@@ -68,11 +68,11 @@ def products_key(architecture: Architecture, device: str, is_packed: bool) -> st
     own = architecture.quantisation
     if own is None:
         return ""
+    if device == "cuda" and own.humming:
+        return "humming"
     if not is_packed:
         return ""
-    if device == "cpu" and own.integers:
-        return "integers"
-    return "humming" if own.humming else "fp8" if own.rounds_tokens else ""
+    return "integers" if device == "cpu" and own.integers else "fp8" if own.rounds_tokens else ""
 
 
 def require_installed() -> None:
