@@ -141,9 +141,9 @@ class PackedMatrix:
 
 
 class RoundingMatrix(PackedMatrix):
-    """An FP8 matrix that LEAST_ROUNDED_TOKENS tokens or more multiply in 8 bits, rounded to FP8 (`fp8_linear`).
+    """An FP8 matrix that multiplies LEAST_ROUNDED_TOKENS tokens or more in 8 bits, rounded to FP8 (`fp8_linear`).
 
-    choice: how as many tokens as decode steps have are multiplied; None: by torch's product.
+    choice: how the tokens of a decode step are multiplied; None: by torch's product.
     """
 
     def __init__(self, packed: Packed, widened: Widen, choice: TileChoice | None) -> None:
@@ -175,6 +175,7 @@ class RoundingMatrix(PackedMatrix):
         activation: Activation | None,
     ) -> Tensor:  # fmt: skip
         check_tokens("a product in FP8", x, self.packed)
+        x = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
         if added is not None:
             shape = (len(x), self.packed.rows)[2 - added.ndim :]
             check("a product in FP8", "what is added", added, shape, self.dtype, x.device)
@@ -185,7 +186,7 @@ class RoundingMatrix(PackedMatrix):
 
 def as_matrix(held: Tensor | Packed | Matrix, widened: Widen = widen, choice: TileChoice | None = None) -> Matrix:
     """Return a `Matrix` for weights in their place. widened: the function that widens packed ones for prefill. choice:
-    how plain ones, and tokens in FP8, are multiplied by several tokens.
+    how several tokens are multiplied by plain matrices and by FP8 ones that round tokens.
     """
     if isinstance(held, Packed) and held.rounds_tokens:
         return RoundingMatrix(held, widened, choice)

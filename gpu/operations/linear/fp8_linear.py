@@ -128,6 +128,6 @@ def why_no_scaled_product(device: torch.device) -> str | None:
     rows = ScalingType.RowWise
     try:
         scaled_mm(numbers, numbers.t(), scales, rows, scales.t(), rows, use_fast_accum=device.type == "cuda")
-    except (RuntimeError, ValueError) as error:  # one is of the other's kind where torch has no code for it
+    except (RuntimeError, ValueError) as error:  # NotImplementedError is a RuntimeError
         return str(error).splitlines()[0]
     return None

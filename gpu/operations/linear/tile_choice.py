@@ -48,10 +48,10 @@ class Product:
     def multiply(self, x: Tensor | Rounded, weight: Stored, residual: Tensor, tiles: Tiles | None) -> Tensor:
         """Return the product, by these tiles, or by the vendor's product if they are None."""
         if isinstance(weight, Packed):
-            assert isinstance(x, tuple), "tokens are rounded for such a matrix"
+            assert isinstance(x, tuple), "a packed matrix is multiplied by rounded tokens"
             added = residual if self.use == "add" else None
             return fp8_linear(x, weight, added, self.activation if self.use == "gate_up" else None, tiles)
-        assert isinstance(x, Tensor), "and for no other"
+        assert isinstance(x, Tensor), "a plain matrix is multiplied by tokens as they are"
         if self.use == "logits":
             return logits_linear(x, weight, tiles)
         if self.use == "gate_up":
@@ -136,7 +136,7 @@ class TileChoice:
 
 
 def _shape(weight: Stored) -> tuple[int, int]:
-    """Return rows and columns of a matrix; an FP8 matrix's columns are those of its words, padding included."""
+    """Return the number of rows and of columns of a matrix, plain or packed."""
     if isinstance(weight, Packed):
         return weight.rows, weight.inner
     rows, inner = weight.shape
