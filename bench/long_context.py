@@ -101,7 +101,9 @@ def run_long_context_benchmark(
             assert deployment.host is not None, "long contexts: a deployment with a host section"
             rows = deployment.host.rows
             with client.fixed_residence():
-                gate = check_host_path(client, floors.capacity, rows, profiles, benchmark.batches[-1], console)
+                gate = check_host_path(
+                    client, floors.capacity, floors.plan.kv, rows, profiles, benchmark.batches[-1], console
+                )
             prompts = [client.prompt(benchmark.context) for _ in range(benchmark.prompts)]
             served: dict[str, Served] = {}
             for profile in profiles:

@@ -59,7 +59,7 @@ def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, c
         offloading = [profile for profile in profiles if profile.offloads]
         if offloading:
             with client.fixed_residence():
-                check_host_path(client, floors.capacity, deployment.host.rows, offloading, 1, console)
+                check_host_path(client, floors.capacity, floors.plan.kv, deployment.host.rows, offloading, 1, console)
         rows: list[Row] = []
         for profile in profiles:
             rows += _Bench(benchmark, deployment, client, profile, floors, console).rows()

@@ -143,7 +143,7 @@ def test_steps_stand_beside_those_with_one_in_flight_and_the_peers(run):
 def test_requests_of_a_peer_have_prompts_of_their_own_where_that_is_asked(monkeypatch, own_prompts):
     taken: dict[str, int] = {}
     engine, ready = SimpleNamespace(shutdown=lambda: None), SimpleNamespace(vocab_size=9, profiles={})
-    floors = SimpleNamespace(plan=SimpleNamespace(device="cpu"), capacity=None)
+    floors = SimpleNamespace(plan=SimpleNamespace(device="cpu", kv="float32"), capacity=None)
 
     def serve(client, prompts, benchmark, profile, *others):
         taken[profile.name] = len({tuple(prompt) for prompt in prompts})
@@ -189,7 +189,7 @@ def check(client):
     host = Deployment.model_validate(DEPLOYMENT).host
     known = resolve_profiles({}, host)
     capacity = client.engine.scheduler.residence._capacity.host
-    return lambda name: check_host_path(client, capacity, "bfloat16", [known[name]], 1, Console(quiet=True))
+    return lambda name: check_host_path(client, capacity, "bfloat16", "bfloat16", [known[name]], 1, Console(quiet=True))
 
 
 def test_the_gate_is_passed_before_anything_is_timed_and_stands_in_every_row(run):
@@ -304,9 +304,22 @@ def test_a_deployment_whose_device_holds_no_prompt_that_is_offloaded_gives_no_nu
     with pytest.raises(
         GateError, match="is offloaded from 4,097 tokens on, and exact and offloaded have room for 4,064"
     ):
-        check_host_path(client, capacity, "bfloat16", [offloaded], 1, Console(quiet=True))
+        check_host_path(client, capacity, "bfloat16", "bfloat16", [offloaded], 1, Console(quiet=True))
     exact = resolve_profiles({}, None)["exact"]
-    assert check_host_path(client, capacity, "bfloat16", [exact], 1, Console(quiet=True)) == {}
+    assert check_host_path(client, capacity, "bfloat16", "bfloat16", [exact], 1, Console(quiet=True)) == {}
+
+
+def test_codes_on_the_device_are_not_what_rows_in_host_memory_are_compared_with():
+    coded = Deployment.model_validate(DEPLOYMENT | {"gpu": DEPLOYMENT["gpu"] | {"kv": "fp8"}})
+    engine, ready = load_engine(coded, resolve_plan(coded, probe_machine()).memory, lambda *_: None)
+    try:
+        client, capacity = Client(engine, ready.vocab_size, ready.profiles), engine.scheduler.residence._capacity.host
+        offloaded = resolve_profiles({}, coded.host)["offloaded"]
+        with pytest.raises(GateError, match="offloaded: log-probabilities are"):
+            check_host_path(client, capacity, "bfloat16", "bfloat16", [offloaded], 1, Console(quiet=True))
+        check_host_path(client, capacity, "fp8", "bfloat16", [offloaded], 1, Console(quiet=True))
+    finally:
+        engine.shutdown()
 
 
 class LateRow:

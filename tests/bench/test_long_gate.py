@@ -10,7 +10,7 @@ from rich.console import Console
 import bench.long_gate
 from bench.benchmark_rows import GateError
 from bench.long_gate import Agreement, check_host_path
-from gpu.page_layout import PageLayout
+from gpu.page_layout import KvFormat, PageLayout
 from gpu.profiles import resolve_profiles
 from scheduler.sequences.capacity import HostCapacity
 from transfer.host_config import HostConfig
@@ -26,13 +26,21 @@ def agreement(apart: float, allowed: float, single: float = 0.0) -> Agreement:
 
 
 def run_gate(
-    monkeypatch: pytest.MonkeyPatch, rows: str, own: float, found: float, single: float = 0.0
+    monkeypatch: pytest.MonkeyPatch,
+    rows: str,
+    own: float,
+    found: float,
+    single: float = 0.0,
+    kv: KvFormat = "bfloat16",
+    references: list[str] | None = None,
 ) -> dict[str, Agreement]:
     """The gate where the device is `own` from itself, and `offloaded` is `found` from full attention."""
     measured: list[float] = []
 
-    def measure(client: Any, answers: Any, allowed: float) -> Agreement:
+    def measure(client: Any, answers: Any, allowed: float, full: str) -> Agreement:
         measured.append(allowed)
+        if references is not None:
+            references.append(full)
         return agreement(own, allowed) if len(measured) == 1 else agreement(found, allowed, single)
 
     reads = iter(range(0, 1000, 10))
@@ -45,7 +53,7 @@ def run_gate(
     monkeypatch.setattr(bench.long_gate, "_measure", measure)
     monkeypatch.setattr(bench.long_gate, "_decode", lambda *_: [])
     offloaded = resolve_profiles({}, HostConfig())["offloaded"]
-    return check_host_path(client, CAPACITY, rows, [offloaded], 2, Console(quiet=True))
+    return check_host_path(client, CAPACITY, kv, rows, [offloaded], 2, Console(quiet=True))
 
 
 @pytest.mark.parametrize(
@@ -82,3 +90,12 @@ def test_one_token_a_nat_off_is_beyond_the_bound(monkeypatch: pytest.MonkeyPatch
 def test_a_device_that_is_far_from_itself_is_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GateError, match="exact: log-probabilities are"):
         run_gate(monkeypatch, "bfloat16", 0.3, 0.01)
+
+
+@pytest.mark.parametrize(("kv", "reference"), [("bfloat16", "exact"), ("int8", "offloaded"), ("fp8", "offloaded")])
+def test_answers_are_compared_with_a_prefill_that_attends_to_rows_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, kv: KvFormat, reference: str
+) -> None:
+    references: list[str] = []
+    run_gate(monkeypatch, "bfloat16", OWN_BFLOAT16, 0.03, kv=kv, references=references)
+    assert references == ["exact", reference]  # the device is compared with itself first
