@@ -133,7 +133,7 @@ def test_a_method_that_fails_would_be_noticed_in_that_column() -> None:
 
 
 INDEX_STEP = "decode step over 98,304 tokens, 8B bf16, 23 GiB, `indexed`, 2 % of keys read (H200)"
-SAMPLED_STEP = "decode step over it, `sampled`, batch 1"
+SAMPLED_STEP = "decode step over 98,304 tokens, 8B bf16, 23 GiB, `sampled` (H200)"
 TIMED = [
     ("offloaded", "profile:offloaded", "", INDEX_STEP, "peer"),
     ("indexed", "profile:indexed:budget_share=0.02,dense_layers=none", "indexed-sparse-", INDEX_STEP, "measured"),
