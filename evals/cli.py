@@ -164,6 +164,7 @@ def fidelity(
     batch: Annotated[int, typer.Option("--batch", min=1, help="texts that go together")] = 8,
     json_path: Json = None,
     html: Html = None,
+    seconds: Seconds = None,
     url: Url = None,
     served_model: ServedModel = None,
     api_key: ApiKey = None,
@@ -171,6 +172,8 @@ def fidelity(
     """Compare methods or serving profiles with full attention on the same text, token by token.
 
     `budget=0.02|0.05` expands into a grid. A profile runs end to end, so errors of its layers are not known.
+
+    Exit status: 0; 1: a text failed; 3: cut before the end, with the rows that are finished.
     """
     with one_line_errors():
         from evals.fidelity import spread_grid
@@ -179,6 +182,7 @@ def fidelity(
         from evals.report.table import open_console, print_failures
         from evals.served import named_methods, probe_server, server_of
         from evals.session import exit_status, resolve_device
+        from evals.stopping import stopping
 
         labels = list(dict.fromkeys(label for grid in method for label in spread_grid(grid)))
         server, deployment = None, read_deployment(config, url)
@@ -188,22 +192,22 @@ def fidelity(
         else:
             check_methods(labels, deployment)
         on, sizes = resolve_device(device), parse_lengths(lengths)
-        found = run_comparisons(
-            FidelityRun(model, labels, sizes, samples, forced, tuple(text), seed, on, batch, server, deployment)
-        )
+        asked = FidelityRun(model, labels, sizes, samples, forced, tuple(text), seed, on, batch, server, deployment)
+        with stopping(seconds) as stop:
+            found = run_comparisons(asked, stop)
         print_fidelity(found["rows"], found["layers"], open_console())
         print_failures(found["rows"], open_console())
         configuration = {"model": str(model), "methods": labels, "lengths": sizes, "samples": samples, "forced": forced,
                          "text": [path.name for path in text], "device": on, "url": url,
                          "config": str(config) if config is not None else None}  # fmt: skip
-        document = finite({"configuration": configuration, "seeds": {"text": seed}, **found})
+        document = finite({"configuration": configuration, "seeds": {"text": seed}, **found, "cut": stop.reason})
         if json_path is not None:
             write_document(json_path, document)
         if html is not None:
             from evals.report.page import page_of_documents
 
             write_text(html, page_of_documents("Beside full attention", [document]))
-        status = exit_status(found["rows"], None)
+        status = exit_status(found["rows"], stop.reason)
         if status:
             raise typer.Exit(status)
 

@@ -1,6 +1,7 @@
 """Run comparisons with full attention: methods in the reference decoder, profiles in the engine or on a URL."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,7 @@ from evals.score_rows import Row
 from evals.served_method import PREFIX, group_by_deployment
 from evals.serving import load_serving_engine
 from evals.session import progress_bar
+from evals.stopping import RunCut, Stop
 from evals.tasks.text import text_source
 from evals.tokenizer import load_tokenizer
 
@@ -48,10 +50,11 @@ class FidelityRun:
     deployment: "Deployment | None" = None
 
 
-def run_comparisons(run: FidelityRun) -> dict[str, list[Row]]:
+def run_comparisons(run: FidelityRun, stop: Stop) -> dict[str, list[Row]]:
     """Return `rows` of methods and profiles and `layers` of methods, each with its text and length.
 
-    Files of text are compared one by one, since a method that is accurate on a novel may not be on code.
+    Files of text are compared one by one, since a method that is accurate on a novel may not be on code. A run that
+    `stop` cuts returns the rows that are finished.
     """
     dtype = torch.bfloat16 if run.device.startswith("cuda") else torch.float32
     decoder = load_decoder(run.model, torch.device(run.device), dtype)
@@ -66,11 +69,17 @@ def run_comparisons(run: FidelityRun) -> dict[str, list[Row]]:
     layers: list[Row] = []
     steps = -(-run.samples // run.batch) + run.samples * len(profiles)
     with progress_bar(len(cells) * steps, "steps") as advance:
-        for place, texts in cells:
-            own_rows, own_layers = run_fidelity(decoder, texts, methods, run.forced, run.batch, advance)
-            rows += [place | row for row in own_rows]
-            layers += [place | row for row in own_layers]
-        rows += _compare_profiles(run, decoder, cells, profiles, advance)
+        try:
+            for place, texts in cells:
+                stop.check()
+                own_rows, own_layers = run_fidelity(decoder, texts, methods, run.forced, run.batch, advance)
+                rows += [place | row for row in own_rows]
+                layers += [place | row for row in own_layers]
+            for row in _compare_profiles(run, decoder, cells, profiles, advance):
+                rows.append(row)
+                stop.check()
+        except RunCut as cut:
+            print(f"cut: {cut}; what is finished is kept", file=sys.stderr, flush=True)
     order = {label: number for number, label in enumerate(["full", *run.labels])}
     places = [place for place, _ in cells]
     rows.sort(key=lambda row: (places.index({name: row[name] for name in places[0]}), order[row["method"]]))
@@ -83,19 +92,16 @@ def _compare_profiles(
     cells: Sequence[Cell],
     profiles: list[str],
     advance: "Callable[[], None]",
-) -> list[Row]:
-    """Return a row for each profile and cell; each engine is loaded once for all cells."""
+) -> Iterator[Row]:
+    """Yield a row for each profile and cell; each engine is loaded once for all cells."""
     from evals.end_to_end import compare_profile, engine_speaker, server_speaker
 
     if run.server is not None:
-        names = {label: label.removeprefix(PREFIX) for label in profiles}
-        return [
-            place | compare_profile(decoder, texts, label, {"attention_profile": name, "url": run.server.url},
-                                    server_speaker(run.server, label, run.model), run.forced, advance)
-            for label, name in names.items()
-            for place, texts in cells
-        ]  # fmt: skip
-    rows: list[Row] = []
+        for label, (place, texts) in product(profiles, cells):
+            settings = {"attention_profile": label.removeprefix(PREFIX), "url": run.server.url}
+            speak = server_speaker(run.server, label, run.model)
+            yield place | compare_profile(decoder, texts, label, settings, speak, run.forced, advance)
+        return
     longest = max(run.lengths) + run.forced
     for deployment, members in group_by_deployment(profiles, run.deployment):
         with load_serving_engine(run.model, run.device, longest, deployment) as engine:
@@ -104,5 +110,4 @@ def _compare_profiles(
                 speak = engine_speaker(engine, name)
                 row = compare_profile(decoder, texts, label, settings, speak, run.forced, advance)
                 fractions = engine.fractions(before, name)
-                rows.append(place | row | (fractions.to_json() if fractions is not None else {}))
-    return rows
+                yield place | row | (fractions.to_json() if fractions is not None else {})

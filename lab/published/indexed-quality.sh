@@ -4,7 +4,7 @@
 # which `exact` scores 20 or more), `weak` (the others, by KL), `kl` (next tokens behind TEXT and CODE, by budget, beside
 # other methods) and `hard` (needles among needles at 16,000 tokens, by the project's own model); without any, all. `cpu`
 # before them: few and short prompts on the CPU device, to see that all of it runs. SEED (0), LIMIT (seconds of each
-# process, 200, but of `kl`, which has no limit), FEW (texts of a length of `kl` and `weak`, 24) and SETTINGS (of the
+# process, 200; of `kl` none, unless it is set), FEW (texts of a length of `kl` and `weak`, 24) and SETTINGS (of the
 # method and of `host`, as `:budget_share=0.02,dense_layers=none`) from outside. All of a context is in host memory, and every step is audited. A part
 # ends with a line a row, of which one of `kl` has 48: `KL own` is along what a profile drew itself (its prompt is
 # computed exactly, so its `KL` along the text is 0), `KL` of the others along the text; `beyond` is the share of true
@@ -65,11 +65,11 @@ for part in "${parts[@]}"; do
     kl)
         deployment kl "$index"
         texts=("${text[@]}" ${CODE:+--text "$CODE"})
-        job kl-indexed fidelity --config "$OUT/kl.yaml" --method profile:exact --method profile:indexed:budget_share=0.005 --method profile:indexed:budget_share=0.01 \
+        job kl-indexed fidelity ${LIMIT:+--seconds $LIMIT} --config "$OUT/kl.yaml" --method profile:exact --method profile:indexed:budget_share=0.005 --method profile:indexed:budget_share=0.01 \
             --method profile:indexed:budget_share=0.02 --method profile:indexed:budget_share=0.05 --lengths $lengths --samples $few --forced 48 "${texts[@]}" &
-        job kl-sampled fidelity --config "$OUT/kl.yaml" --method profile:sampled:bits_per_table=10,num_tables=150 \
+        job kl-sampled fidelity ${LIMIT:+--seconds $LIMIT} --config "$OUT/kl.yaml" --method profile:sampled:bits_per_table=10,num_tables=150 \
             --method profile:sampled:bits_per_table=10,num_tables=300 --lengths $lengths --samples $few --forced 48 "${texts[@]}" &
-        job kl-baselines fidelity --method quest:budget=0.05 --method vattention:budget=0.05 --method streaming:budget=0.05 --lengths $lengths --samples $few --forced 48 \
+        job kl-baselines fidelity ${LIMIT:+--seconds $LIMIT} --method quest:budget=0.05 --method vattention:budget=0.05 --method streaming:budget=0.05 --lengths $lengths --samples $few --forced 48 \
             "${texts[@]}" &
         beside kl ;;
     # The project's own model at 16,000 tokens, 4 processes, 120 s

@@ -1,13 +1,18 @@
 """Fidelity: what is no change costs nothing, what is a change shows, and pooling is a weighted mean."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from evals.cli import app
 from evals.fidelity import compare, pool_rows, spread_grid
+from evals.fidelity_run import FidelityRun, run_comparisons
 from evals.forward import load_decoder
 from evals.methods.attention_method import MethodError
+from evals.stopping import Stop
 from gpu.model.architecture import read_architecture
 from tests.tolerances import METHOD_FLOAT32
 
@@ -55,3 +60,29 @@ def test_a_grid_spreads_into_all_its_methods() -> None:
         "quest:budget=0.05,page=16",
         "quest:budget=0.05,page=32",
     ]
+
+
+def test_a_run_that_is_cut_keeps_the_cells_that_are_finished() -> None:
+    class SecondCheck(Stop):
+        checks = 0
+
+        def check(self) -> None:
+            self.checks += 1
+            if self.checks == 2:
+                self.cut("time is over")
+
+    stop = SecondCheck(None)
+    run = FidelityRun(MODEL, ["streaming:budget=0.5"], [64, 96], 1, 4, (), 0, "cpu", 1, None)
+    found = run_comparisons(run, stop)
+    assert [(row["length"], row["method"]) for row in found["rows"]] == [(64, "full"), (64, "streaming:budget=0.5")]
+    assert stop.reason == "time is over"
+
+
+def test_a_run_that_is_cut_says_so_in_its_file_and_its_status(tmp_path: Path) -> None:
+    path = tmp_path / "cut.json"
+    command = ["fidelity", "--model", str(MODEL), "--device", "cpu", "--lengths", "64", "--seconds", "0"]
+    ended = CliRunner().invoke(app, [*command, "--method", "streaming:budget=0.5", "--json", str(path)])
+    assert ended.exit_code == 3, ended.output
+    document = json.loads(path.read_text())
+    assert document["rows"] == []
+    assert document["cut"] == "--seconds 0 are over"
