@@ -1,4 +1,4 @@
-"""Run `tandem bench long`: contexts larger than the device's memory: prefill, decode by batch, and the next turn.
+"""Run `tandem bench long`: time prompts, decode steps and next turns over contexts beyond the device's memory.
 
 It drives a deployment's engine in this process with prompts of random tokens, one profile after the other. The first
 profile is ours, the second its peer at the same batch. If the peer reads all tokens, its requests share one prompt,
@@ -63,7 +63,7 @@ class LongContextBenchmark:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One profile's numbers.
+    """What was measured of one profile.
 
     parts: of a traced step of the largest batch, only of the first profile. one_in_flight: by batch, milliseconds of a
     step with one step in flight, and with two again after that. lanes: by batch, which rows stepped together since the

@@ -5,9 +5,9 @@ host reads. Then each prompt is computed with its answer in one prefill, which r
 token. So a choice between two tokens that are nearly equal does not end the comparison. The allowed difference of log
 probabilities is measured: that of the device's own decode from its own prefill, and a rounding.
 
-The prefill is that of `exact`, or of `offloaded` where `gpu.kv` holds codes: that attends to rows before they are
-rounded. A prefill of `exact` attends to codes, and where a prompt repeats one token, all rows have the same error,
-which no average reduces (8B, `kv: int8`: 0.35 nats).
+The prefill is that of `exact`. Where `gpu.kv` is int8 or fp8 it is that of `offloaded`, which attends to rows before
+they are rounded. A prefill of `exact` would attend to rounded rows. Where a prompt repeats one token, these all have
+the same error, which no average reduces (8B, `kv: int8`: 0.35 nats).
 
 Over random tokens an average of values is nearly zero, and a lost head would go unnoticed. So for `offloaded`, which
 reads all tokens, prompts repeat one token in stretches: with a wrong layer or head, or without a stretch, an answer is
@@ -92,8 +92,8 @@ def check_host_path(
 ) -> dict[str, Agreement]:
     """Compare steps over host memory with exact ones, for `offloaded` and each profile of `profiles` that estimates.
 
-    kv: the format of rows on the device. rows: the host's. batch: the largest that will be timed. Returns the agreement
-    by profile. Raises GateError.
+    kv: the format of rows on the device. rows: their format in host memory. batch: the largest that will be timed.
+    Returns the agreement by profile. Raises GateError if a profile does not agree with full attention.
     """
     if not any(profile.offloads for profile in profiles):
         return {}
@@ -138,7 +138,7 @@ def check_host_path(
 def check_samples(client: Client, name: str, num_tokens: int, rows: int, console: Console) -> SampleAgreement:
     """Compare each answer of sampled steps with the keys that collide, for `rows` requests with one offloaded prompt.
 
-    Raises GateError.
+    num_tokens: of the prompt. Raises GateError if too few answers agree, or the CPU read another number of keys.
     """
     prompt, request_ids = client.prompt(num_tokens), []
     for _ in range(rows):

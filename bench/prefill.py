@@ -1,4 +1,4 @@
-"""Run `tandem bench prefill`: the first token of long prompts, through the engine, and of a conversation's next turn.
+"""Run `tandem bench prefill`: time the first tokens of long prompts and of a conversation's next turn, in the engine.
 
 For each profile and length, two prompts with different tokens run one after the other. The first pins the host memory
 that it needs, so that the second finds it. The floor is the prompt's arithmetic, or the offload of its rows, at this
@@ -30,9 +30,10 @@ _PEER = "FlashAttention alone, in the same engine"
 
 @dataclass(frozen=True, slots=True)
 class PrefillBenchmark:
-    """The settings of `tandem bench prefill`. lengths: of prompts in tokens, ascending. turn: tokens of a
-    conversation's first prompt, or 0. question: tokens that its next prompt adds. peers: also time FlashAttention
-    alone.
+    """The settings of `tandem bench prefill`.
+
+    lengths: of prompts in tokens, ascending. turn: tokens of a conversation's first prompt, or 0. question: tokens that
+    its next prompt adds. peers: also time FlashAttention alone.
     """
 
     lengths: tuple[int, ...]
@@ -43,8 +44,9 @@ class PrefillBenchmark:
 
 
 def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, console: Console) -> Iterator[list[Row]]:
-    """Yield the rows so far, after each profile. Raises GateError, before anything is timed, if the host path computes
-    wrong results.
+    """Yield the rows so far, after each profile.
+
+    Raises GateError, before anything is timed, if the host path computes wrong results.
     """
     served = resolve_profiles(deployment.profiles, deployment.host)
     profiles = [get_profile(name, served, "--profiles") for name in benchmark.profiles]

@@ -33,8 +33,11 @@ Cell = tuple[dict[str, Any], list[list[int]]]
 
 @dataclass(frozen=True)
 class FidelityRun:
-    """What is compared. server: the labels are profiles of this server; None: they run in this process. deployment: of
-    the engine in this process; None: one made for the machine, without a host tier.
+    """A comparison of methods and profiles with full attention.
+
+    lengths: tokens of a text. samples: texts a length. forced: tokens at a text's end that are compared. batch: texts
+    that go together. server: the labels are profiles of this server; None: they run in this process. deployment: of the
+    engine in this process; None: one made for the machine, without a host tier.
     """
 
     model: Path

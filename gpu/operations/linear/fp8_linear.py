@@ -33,7 +33,11 @@ _MOST, _LEAST, _DOWN = tl.constexpr(MOST_FP8), tl.constexpr(LEAST_SCALE), tl.con
 
 
 def round_tokens_reference(x: Tensor) -> Rounded:
-    """Round tokens in plain torch: what `round_tokens` returns without a norm."""
+    """Round tokens in plain torch, as `round_tokens` does without a norm.
+
+    x: `[tokens, inner]`, any float dtype and device. Returns e4m3 numbers `[tokens, padded]` and float32 scales
+    `[tokens, 1]`.
+    """
     tokens, inner = x.shape
     scales = x.float().abs().amax(1, keepdim=True).div_(MOST_FP8).clamp_(min=LEAST_SCALE)
     codes = (x.float() * scales.reciprocal()).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -44,7 +48,7 @@ def round_tokens_reference(x: Tensor) -> Rounded:
 
 @triton.jit
 def _e4m3_bits(numbers):
-    """Round float32 numbers of at most 448 to e4m3, to even ones between two; NaN stays NaN. Returns uint8.
+    """Round float32 numbers of magnitude 448 or less to e4m3, ties to even; NaN stays NaN. Return the bits as uint8.
 
     Times 2**-120, a number has e4m3's exponent as its own, also if it is subnormal. So no card needs FP8 conversions.
     """
@@ -104,9 +108,10 @@ def fp8_linear(
 ) -> Tensor:  # fmt: skip
     """Return the product of rounded tokens with an FP8 matrix `(+ added)`, or `activation(gate) * up` of it.
 
-    packed: of a scale a row, and a multiple of 16 rows. added: `[tokens, rows]` in packed.dtype, or `[rows]` for all
-    tokens; None with an activation. tiles: how up to MOST_TILED_TOKENS tokens are multiplied; None: by torch's product.
-    Returns `[tokens, rows]` of packed.dtype, new; with a gated activation half as many rows.
+    rounded: what `round_tokens` returned. packed: FP8 with one scale a row, and a multiple of 16 rows. added:
+    `[tokens, rows]` in packed.dtype, or `[rows]` for all tokens; None with an activation. tiles: how up to
+    MOST_TILED_TOKENS tokens are multiplied; None: by torch's product. Returns `[tokens, rows]` of packed.dtype, new;
+    with a gated activation half as many rows.
     """
     codes, scales = rounded
     numbers, row_scales = packed.words.view(torch.float8_e4m3fn), packed.scales.float()
@@ -122,7 +127,7 @@ def fp8_linear(
 
 
 def why_no_scaled_product(device: torch.device) -> str | None:
-    """Return the reason why torch cannot multiply FP8 with a scale a row on this device; None if it can."""
+    """Return the reason why torch cannot multiply FP8 with one scale a row on this device; None if it can."""
     numbers = torch.zeros(LEAST_ROUNDED_TOKENS, unit_columns(8), device=device).to(torch.float8_e4m3fn)
     scales = torch.ones(len(numbers), 1, device=device)
     rows = ScalingType.RowWise

@@ -26,7 +26,7 @@ SUM_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a product is cut.
+    """A way to cut a product into tiles.
 
     rows, columns: of the weight that are multiplied at a time. stages: how many such tiles are in flight. parts:
     programs that share the columns of their rows. splits: parts of these columns that the warps of a program share.
@@ -60,7 +60,11 @@ def candidates(num_rows: int, inner: int, tokens: int, has_one_part: bool, items
 
 
 def fitted(tiles: Tiles, tokens: int, x_itemsize: int, gates: bool, most_bytes: int, itemsize: int = 2) -> Tiles | None:
-    """Return the tiles with as many stages as shared memory of `most_bytes` holds; None: it holds fewer than two."""
+    """Return the tiles with as many stages as shared memory of `most_bytes` holds; None: it holds fewer than two.
+
+    x_itemsize, itemsize: bytes of a token's and of a weight's number. gates: whether a program also reads the up rows
+    of its gate rows.
+    """
     of_weights = itemsize * tiles.rows * (1 + gates)
     stage = tiles.columns * tiles.splits * (of_weights + x_itemsize * block_of(tokens))
     stages = min(tiles.stages, most_bytes // stage)
@@ -77,7 +81,7 @@ def _tile(
     sums, x, weight, row, token, column, is_token, inner, x_stride,
     EVEN: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of the tile of these columns to the sums, and return them."""
+    """Add the product of one tile, of these columns, to the sums, and return the sums."""
     if EVEN:
         weights = tl.load(weight + row * inner + column, eviction_policy="evict_first")
         tokens = tl.load(x + token * x_stride + column, mask=is_token, other=0.0)

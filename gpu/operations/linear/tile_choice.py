@@ -31,8 +31,8 @@ LEAST_BYTES = 200_000_000  # of the matrices of a timed run: no cache holds so m
 class Product:
     """A product of a decode step.
 
-    weights: on CUDA, of one shape, all in bf16 or all of those that round tokens to FP8: those of the layers that have
-    this product. activation: for `gate_up`. x_dtype: of the tokens.
+    weights: the matrices of all layers that have this product, on CUDA and of one shape. All are bf16, or all are FP8
+    and multiplied by rounded tokens. activation: for `gate_up`. x_dtype: of the tokens before they are rounded.
     """
 
     use: Use
@@ -46,7 +46,11 @@ class Product:
         return _shape(self.weights[0])[0] // (2 if self.use == "gate_up" and is_gated(self.activation) else 1)
 
     def multiply(self, x: Tensor | Rounded, weight: Stored, residual: Tensor, tiles: Tiles | None) -> Tensor:
-        """Return the product, by these tiles, or by the vendor's product if they are None."""
+        """Return the product, `[tokens, rows]`, by these tiles, or by the vendor's product if they are None.
+
+        x: `[tokens, inner]`, or what `round_tokens` returned if the weight is packed. residual: `[tokens, rows]`, added
+        if `use` is `add`.
+        """
         if isinstance(weight, Packed):
             assert isinstance(x, tuple), "a packed matrix is multiplied by rounded tokens"
             added = residual if self.use == "add" else None
@@ -77,7 +81,8 @@ class TileChoice:
     ) -> None:  # fmt: skip
         """Time products of so many tokens, and keep the fastest way for each.
 
-        sizes: of decode steps. seconds: runs work on the device and returns its time. most_shared_bytes: of a program.
+        sizes: tokens of decode steps. seconds: runs work on the device and returns its time in seconds.
+        most_shared_bytes: shared memory that a program may use.
         """
         blocks: dict[int, int] = {}
         for size in sizes:
@@ -144,5 +149,5 @@ def _shape(weight: Stored) -> tuple[int, int]:
 
 
 def _beyond_caches(weights: Sequence[Stored]) -> Sequence[Stored]:
-    """Return the first of the matrices: so many that no cache holds all of them."""
+    """Return as many of the matrices, from the first on, as no cache holds together."""
     return weights[: 1 + -(-LEAST_BYTES // weights[0].nbytes)]
