@@ -38,7 +38,14 @@ from server.engine.mailbox import ClientGone, EngineLost, Mailbox, Tick, TimeUp
 from server.engine.request_figures import figure_names, logged_name
 from server.generation.answer_choice import TIME_LIMIT, AnswerPiece, Choice
 from server.generation.call_trace import CallFacts, CallTrace
-from server.generation.prompt_tokens import Prompt, check_token_ids, epsilon_of, profile_of, spell_words
+from server.generation.prompt_tokens import (
+    Prompt,
+    check_text_tokens,
+    check_token_ids,
+    epsilon_of,
+    profile_of,
+    spell_words,
+)
 from server.parsing.message_reader import MessageReader
 from server.service.service import Service, join_salts
 from server.stores.conversation_tails import AnswerRecord
@@ -162,7 +169,7 @@ class Generation:
 
     async def submit(self, num_logprobs: int | None, num_prompt_logprobs: int | None, param: str) -> None:
         """Send the requests, and return once the engine has accepted them. Raises ApiError, and then leaves nothing."""
-        requests = self._requests(num_logprobs, num_prompt_logprobs)
+        requests = self._requests(num_logprobs, num_prompt_logprobs, param)
         if self._limit_seconds is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._limit_seconds, self.mailbox.put, TimeUp())
@@ -297,7 +304,7 @@ class Generation:
             num_prompt_logprobs=num_prompt_logprobs,
         )
 
-    def _requests(self, num_logprobs: int | None, num_prompt_logprobs: int | None) -> list[EngineRequest]:
+    def _requests(self, num_logprobs: int | None, num_prompt_logprobs: int | None, param: str) -> list[EngineRequest]:
         body, vocab_size = self._body, self._limits.vocab_size
         sampling = self._sampling(num_logprobs, num_prompt_logprobs)
         own_stops = body.stop_token_ids or []
@@ -305,8 +312,11 @@ class Generation:
         stop_ids = tuple(sorted({*own_stops, *(() if body.ignore_eos else self._service.tokenizer.eos_ids)}))
         allowed = body.allowed_token_ids or []
         check_token_ids("allowed_token_ids", allowed, vocab_size)
-        bad_words = spell_words(self._service.tokenizer, body.bad_words or [])
+        spelled = spell_words(self._service.tokenizer, body.bad_words or [])
+        bad_words = tuple(token_ids for token_ids in spelled if max(token_ids) < vocab_size)  # no other is ever drawn
         profile, epsilon = profile_of(body, self._limits), epsilon_of(body, self._limits)
+        for job in self.jobs:
+            check_text_tokens(param, job.prompt.token_ids, vocab_size)
         prompts = [pack_tokens(job.prompt.token_ids) for job in self.jobs]
         requests = []
         for request_id, index in self._index.items():

@@ -254,6 +254,12 @@ def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
         raise invalid(field, f"token id {bad} is out of range, the vocabulary has {vocab_size}")
 
 
+def check_text_tokens(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Check that the model has all tokens of a text, since its tokenizer may have more. Raises ApiError 400."""
+    if token_ids and (largest := max(token_ids)) >= vocab_size:
+        raise invalid(field, f"its text has token {largest}, the model has {vocab_size:,}; correct model.tokenizer")
+
+
 def spell_words(tokenizer: Tokenizer, words: list[str]) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences of each word, as it is spelled inside a text and after a space."""
     texts = [text for word in words for text in (word.lstrip(" ") or word, f" {word.lstrip(' ')}")]

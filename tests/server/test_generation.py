@@ -299,3 +299,20 @@ def test_an_answers_figures_are_named_without_a_look_at_folders(monkeypatch: pyt
     names = [request_figures.figure_names(of_prompt) for of_prompt in (True, False)]
     monkeypatch.setattr(request_figures, "list_figures", lambda: pytest.fail("it looked"))
     assert [request_figures.figure_names(of_prompt) for of_prompt in (True, False)] == names
+
+
+async def test_a_text_with_a_token_that_the_model_does_not_have_is_refused(tokenizer: Tokenizer) -> None:
+    """A tokenizer may have more tokens than the model: its embedding has no row for them, and the engine would end."""
+    call = Call(tokenizer, [[1, 8191], [1, 8192]])
+    with pytest.raises(ApiError, match="its text has token 8192, the model has 8,192; correct") as told:
+        await call.generation.submit(None, None, "messages")
+    assert (told.value.status, told.value.param, call.engine.requests) == (400, "messages", [])
+
+
+async def test_a_bad_word_that_the_model_has_no_tokens_for_is_left_out(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_module, "spell_words", lambda *_: ((5, 8192), (5, 8191)))
+    call = Call(tokenizer, [[1, 2]], bad_words=["mill"])
+    (request,) = await call.submit()
+    assert request.bad_token_ids == ((5, 8191),)
