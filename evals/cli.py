@@ -203,7 +203,7 @@ def fidelity(
         document = finite({"configuration": configuration, "seeds": {"text": seed}, **found, "cut": stop.reason})
         if json_path is not None:
             write_document(json_path, document)
-        if html is not None:
+        if html is not None and found["rows"]:
             from evals.report.page import page_of_documents
 
             write_text(html, page_of_documents("Beside full attention", [document]))

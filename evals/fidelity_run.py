@@ -78,9 +78,8 @@ def run_comparisons(run: FidelityRun, stop: Stop) -> dict[str, list[Row]]:
                 own_rows, own_layers = run_fidelity(decoder, texts, methods, run.forced, run.batch, advance)
                 rows += [place | row for row in own_rows]
                 layers += [place | row for row in own_layers]
-            for row in _compare_profiles(run, decoder, cells, profiles, advance):
+            for row in _compare_profiles(run, decoder, cells, profiles, stop, advance):
                 rows.append(row)
-                stop.check()
         except RunCut as cut:
             print(f"cut: {cut}; what is finished is kept", file=sys.stderr, flush=True)
     order = {label: number for number, label in enumerate(["full", *run.labels])}
@@ -94,21 +93,28 @@ def _compare_profiles(
     decoder: ReferenceDecoder,
     cells: Sequence[Cell],
     profiles: list[str],
+    stop: Stop,
     advance: "Callable[[], None]",
 ) -> Iterator[Row]:
-    """Yield a row for each profile and cell; each engine is loaded once for all cells."""
+    """Yield a row for each profile and cell; each engine is loaded once for all cells.
+
+    Raises RunCut before a row or an engine if it is time to end, so a run whose last row is finished is not cut.
+    """
     from evals.end_to_end import compare_profile, engine_speaker, server_speaker
 
     if run.server is not None:
         for label, (place, texts) in product(profiles, cells):
+            stop.check()
             settings = {"attention_profile": label.removeprefix(PREFIX), "url": run.server.url}
             speak = server_speaker(run.server, label, run.model)
             yield place | compare_profile(decoder, texts, label, settings, speak, run.forced, advance)
         return
     longest = max(run.lengths) + run.forced
     for deployment, members in group_by_deployment(profiles, run.deployment):
+        stop.check()
         with load_serving_engine(run.model, run.device, longest, deployment) as engine:
             for (label, name), (place, texts) in product(members.items(), cells):
+                stop.check()
                 settings, before = {"attention_profile": name, **engine.settings_of(name)}, engine.reads()
                 speak = engine_speaker(engine, name)
                 row = compare_profile(decoder, texts, label, settings, speak, run.forced, advance)

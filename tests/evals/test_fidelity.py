@@ -12,6 +12,7 @@ from evals.fidelity import compare, pool_rows, spread_grid
 from evals.fidelity_run import FidelityRun, run_comparisons
 from evals.forward import load_decoder
 from evals.methods.attention_method import MethodError
+from evals.served import server_of
 from evals.stopping import Stop
 from gpu.model.architecture import read_architecture
 from tests.tolerances import METHOD_FLOAT32
@@ -86,3 +87,37 @@ def test_a_run_that_is_cut_says_so_in_its_file_and_its_status(tmp_path: Path) ->
     document = json.loads(path.read_text())
     assert document["rows"] == []
     assert document["cut"] == "--seconds 0 are over"
+
+
+def test_a_run_whose_time_ends_with_its_last_row_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = Stop(None)
+
+    def compare_and_stop(*_: object) -> dict[str, object]:
+        stop.ask("TERM")
+        return {"method": "profile:exact"}
+
+    server = server_of("127.0.0.1:1", None, MODEL, None, 1)
+    monkeypatch.setattr("evals.end_to_end.compare_profile", compare_and_stop)
+    run = FidelityRun(MODEL, ["profile:exact"], [64], 1, 4, (), 0, "cpu", 1, server)
+    assert [row["method"] for row in run_comparisons(run, stop)["rows"]] == ["full", "profile:exact"]
+    assert stop.reason is None
+
+
+def test_a_signal_during_the_methods_ends_a_run_before_an_engine_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = Stop(None)
+
+    def compare_and_stop(*_: object) -> tuple[list[dict[str, object]], list[object]]:
+        stop.ask("TERM")
+        return [{"method": "full"}], []
+
+    monkeypatch.setattr("evals.fidelity_run.run_fidelity", compare_and_stop)
+    monkeypatch.setattr("evals.fidelity_run.load_serving_engine", None)
+    found = run_comparisons(FidelityRun(MODEL, ["profile:exact"], [64], 1, 4, (), 0, "cpu", 1, None), stop)
+    assert ([row["method"] for row in found["rows"]], stop.reason) == (["full"], "signal TERM")
+
+
+def test_a_run_that_is_cut_before_its_first_row_writes_no_page(tmp_path: Path) -> None:
+    path = tmp_path / "cut.html"
+    command = ["fidelity", "--model", str(MODEL), "--device", "cpu", "--lengths", "64", "--seconds", "0"]
+    ended = CliRunner().invoke(app, [*command, "--method", "streaming:budget=0.5", "--html", str(path)])
+    assert (ended.exit_code, path.exists()) == (3, False), ended.output
