@@ -1,12 +1,15 @@
 """What indexed attention reports of its errors: bounds against float64 numpy, audits, and budgets that double."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from gpu.methods.indexed import FIGURES
 from gpu.methods.indexed.auditing import FEWEST_RATIOS, Audits, AuditSums, Calibration, Reading
+from gpu.methods.indexed.device import Indexed
 from gpu.methods.indexed.exact import attend_exactly
 from gpu.methods.indexed.reporting import (
     STEPS_OVER,
@@ -246,3 +249,11 @@ def test_heads_above_epsilon_are_read_again_in_pages_and_beside_them_in_host_mem
 def test_reading_again_needs_an_epsilon() -> None:
     with pytest.raises(ValueError, match="`reread` without `epsilon`"):
         IndexedSettings.model_validate({"errors": {"on_exceed": "reread"}})
+
+
+@pytest.mark.parametrize("heads", [0, 4])
+def test_an_answer_for_which_no_index_was_read_has_no_figures(heads: int) -> None:
+    numbers = torch.tensor([[heads, 0, 0, 0, 7]])
+    known = SimpleNamespace(generation=7, audited=AuditSums())
+    side = SimpleNamespace(held={3: 0}, upkeep=SimpleNamespace(known=[known]), _on_host=[None, None, numbers])
+    assert len(Indexed.figures_of(side, 3)) == (len(FIGURES) if heads else 0)  # type: ignore[arg-type]

@@ -269,8 +269,9 @@ class Indexed(RingSide):
         if numbers[GENERATION] != known.generation:
             return {}  # no step of this request has finished yet
         audited = known.audited
-        figures = [*numbers[:GENERATION], audited.heads, round(audited.error * MASS_UNIT)]
-        return dict(zip(FIGURES, figures, strict=True))
+        numbers = [*numbers[:GENERATION], audited.heads, round(audited.error * MASS_UNIT)]
+        figures = dict(zip(FIGURES, numbers, strict=True))
+        return figures if figures["index_heads"] else {}  # {}: no step read by index
 
     def _by_layer(self, numbers: list[int]) -> list[int]:
         """Return one number per layer of the model, from the numbers of the offloaded layers; 0 for the others."""
