@@ -44,7 +44,7 @@ class DiskBenchmark:
 def run_disk_benchmark(benchmark: DiskBenchmark, deployment: Deployment, console: Console) -> Iterator[list[Row]]:
     """Yield the rows so far, after each length. Blocks are in a folder of their own, which is removed at the end."""
     assert deployment.disk is not None, "disk: a deployment with a disk section"
-    served = resolve_profiles(deployment.profiles, deployment.host)
+    served = resolve_profiles(deployment.all_profiles, deployment.host)
     for name in benchmark.profiles:
         get_profile(name, served, "--profiles")
     folder = deployment.disk.resolved_folder / f"bench-{os.getpid()}"

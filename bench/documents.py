@@ -75,7 +75,7 @@ def run_documents_benchmark(
     """
     began = time.monotonic()
     if benchmark.profile is not None:
-        profiles = resolve_profiles(deployment.profiles, deployment.host)
+        profiles = resolve_profiles(deployment.all_profiles, deployment.host)
         get_profile(benchmark.profile, profiles, "profile")
     fusions = {label: fusion for label in benchmark.policies for fusion in parse_fusions(label, [benchmark.ratio])}
     if not fusions:

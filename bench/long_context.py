@@ -29,9 +29,11 @@ from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import Agreement, check_host_path
 from bench.memory_cap import cap_memory
 from bench.rates import device_name
+from gpu.model.architecture import load_architecture
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
+from server.planning.default_profile import with_layers_of_default
 from transfer.machine import GIB
 
 _ANSWER_TOKENS = 16  # of the first turn
@@ -86,7 +88,8 @@ def run_long_context_benchmark(
 
     Raises GateError, before anything is timed, if the host path computes wrong results.
     """
-    served_profiles = resolve_profiles(deployment.profiles, deployment.host)
+    deployment = with_layers_of_default(deployment, load_architecture(deployment.model))
+    served_profiles = resolve_profiles(deployment.all_profiles, deployment.host)
     profiles = [get_profile(name, served_profiles, "--profiles") for name in benchmark.profiles]
     floors = measure_floors(deployment)
     _announce(console, benchmark, profiles, floors)
@@ -232,7 +235,7 @@ def _rows(
                    "engine": deployment.model_dump(mode="json", exclude={"server"}),
                    "gate": {name: asdict(agreement) for name, agreement in gate.items()}},
     }  # fmt: skip
-    profiles = resolve_profiles(deployment.profiles, deployment.host)
+    profiles = resolve_profiles(deployment.all_profiles, deployment.host)
     names, rows = list(served), []
     for name, ours in served.items():
         peer = names[1] if name == names[0] and len(names) > 1 else None

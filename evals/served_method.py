@@ -53,7 +53,7 @@ def served_method(method: str, deployment: Deployment | None) -> ServedMethod | 
 
 
 def _resolve(deployment: Deployment | None, name: str, method: str) -> Profile:
-    named, host = ({}, None) if deployment is None else (deployment.profiles, deployment.host)
+    named, host = ({}, None) if deployment is None else (deployment.all_profiles, deployment.host)
     return get_profile(name, resolve_profiles(named, host), f"--method {method}")
 
 
@@ -81,10 +81,11 @@ def _with_settings(method: str, text: str, found: ServedMethod) -> Deployment:
         host = deployment.host.model_copy(update={part.method.shared_key: settings})
         profiles = {key: _without_settings(one, slot, name) for key, one in deployment.profiles.items()}
         return deployment.model_copy(update={"host": host, "profiles": profiles})
-    if profile.name not in deployment.profiles:
+    named = deployment.all_profiles
+    if profile.name not in named:
         raise ProfileError(f"--method {method}: {profile.name!r} is built in; name a profile of it in --config")
     choice = MethodChoice(method=name, **settings.model_dump())
-    own = deployment.profiles[profile.name].model_copy(update={slot: choice})
+    own = named[profile.name].model_copy(update={slot: choice})
     return deployment.model_copy(update={"profiles": deployment.profiles | {profile.name: own}})
 
 

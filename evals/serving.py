@@ -29,6 +29,7 @@ from scheduler.messages import Delta, EngineRequest, Logprob, pack_tokens
 from scheduler.planning.engine_memory import plan_engine
 from scheduler.sequences.capacity import QueueFullError, TooLargeError
 from server.deployment import Deployment
+from server.planning.default_profile import with_layers_of_default
 from transfer.host_config import HostConfig
 from transfer.host_memory import bytes_of_run
 from transfer.machine import GIB, probe_machine
@@ -191,18 +192,20 @@ def load_serving_engine(model: Path, device: str, longest_tokens: int, deploymen
     is made for prompts of `longest_tokens`, answers included. Raises ModelError, PlanError or HostMemoryError.
     """
     settings = deployment or make_deployment(model, device, longest_tokens, None)
+    served = settings.model.model_copy(update={"path": model, "random_weights": None, "shape": None})
+    architecture = load_architecture(served)
+    settings = with_layers_of_default(settings, architecture)
     config = EngineConfig(
-        model=settings.model.model_copy(update={"path": model, "random_weights": None, "shape": None}),
+        model=served,
         gpu=settings.gpu.model_copy(update={"device": "cuda" if device.startswith("cuda") else "cpu"}),
         host=settings.host,
         profiles=settings.profiles,
         scheduler=settings.scheduler.model_copy(update={"prefix_cache": False}),
     )
-    architecture = load_architecture(config.model)
     engine, _ = load_engine(config, plan_engine(config, architecture, probe_machine()), lambda *_: None)
     max_waiting = settings.scheduler.max_running + settings.scheduler.max_queue // 2
     return ServingEngine(
-        engine, architecture, resolve_profiles(settings.profiles, settings.host), max_waiting, _told(config)
+        engine, architecture, resolve_profiles(settings.all_profiles, settings.host), max_waiting, _told(config)
     )
 
 

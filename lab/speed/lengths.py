@@ -52,7 +52,7 @@ def lengths(
     logging.getLogger("gpu.prefill.layer_graphs").setLevel(logging.INFO)
     warn_if_busy(console)
     deployment = load_deployment(config)
-    served = resolve_profiles(deployment.profiles, deployment.host)
+    served = resolve_profiles(deployment.all_profiles, deployment.host)
     floors = measure_floors(deployment)
     if floors.plan.device == "cuda":
         cap_memory(floors.plan.limit_bytes["gpu"], torch.device("cuda"))

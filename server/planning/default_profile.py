@@ -30,10 +30,9 @@ def choose_default(
 
     Raises PlanError and ProfileError if the deployment does not fit even with full attention.
     """
-    candidate = next((name for name, method in list_methods().items() if method.is_default_if_faster), None)
+    candidate = _candidate()
     if deployment.scheduler.default_profile is not None:
-        is_named = deployment.scheduler.default_profile == candidate
-        return (_keeping_its_own(deployment, architecture) if is_named else deployment), ()
+        return with_layers_of_default(deployment, architecture), ()
     stays = _with_default(deployment, FULL_ATTENTION)
     if deployment.host is None:
         return stays, ()
@@ -54,6 +53,17 @@ def choose_default(
     if base != FULL_ATTENTION:
         why_not = f"{why_not}; {FULL_ATTENTION}: no context of {memory.max_context_tokens:,} tokens fits the card"
     return stays, (f"scheduler.default_profile: {base}, not {candidate}: {why_not}",)
+
+
+def with_layers_of_default(deployment: Deployment, architecture: Architecture) -> Deployment:
+    """Return the deployment with the dense layers that it is served with, if it names its default profile."""
+    named = deployment.scheduler.default_profile
+    return _keeping_its_own(deployment, architecture) if named and named == _candidate() else deployment
+
+
+def _candidate() -> str | None:
+    """Return the method that becomes the default profile where it is faster than reading all; None: there is none."""
+    return next((name for name, method in list_methods().items() if method.is_default_if_faster), None)
 
 
 def whole_readers() -> list[str]:

@@ -396,3 +396,17 @@ def test_of_a_profile_that_reuses_it_is_told_how_many_heads_do_and_a_peer_that_s
     assert ours.extras["rows_read"] < peer.extras["rows_read"] / 2, "a head that hits asks for nothing"
     assert printed.getvalue().count("of heads reuse attention") == 1
     assert printed.getvalue().split("profile sampled\n")[1].count("  prefill ") == 2
+
+
+def test_a_default_profile_is_known_by_its_name_and_has_the_layers_that_it_is_served_with(monkeypatch):
+    def plan(deployment):
+        assert deployment.host.dense_layers == ()
+        raise GateError("planned")
+
+    host = {name: value for name, value in DEPLOYMENT["host"].items() if name != "dense_layers"}
+    scheduler = DEPLOYMENT["scheduler"] | {"default_profile": "indexed"}
+    deployment = Deployment.model_validate(DEPLOYMENT | {"host": host, "scheduler": scheduler})
+    benchmark = LongContextBenchmark(2304, 1, (1,), 8, 0.0, ("indexed",), 0, False, False)
+    monkeypatch.setattr(long_context, "measure_floors", plan)
+    with pytest.raises(GateError, match="planned"):
+        next(run_long_context_benchmark(benchmark, deployment, Console(quiet=True)))

@@ -25,6 +25,7 @@ from evals.stopping import RunCut
 from evals.store import Ledger, Record
 from gpu.config import Composition, ModelConfig
 from gpu.profiles import ProfileError, resolve_profiles
+from scheduler.engine_config import SchedulerConfig
 from scheduler.messages import Logprob
 from server.deployment import Deployment
 from tests.evals.test_run import MODEL, SETTINGS
@@ -270,3 +271,13 @@ def test_a_deployment_for_a_run_holds_its_prompts_and_no_more(monkeypatch: pytes
     assert few.scheduler.max_running == 2, "half of the memory, 0.23 GiB a prompt"
     assert json.loads(few.model_dump_json())["host"]["resident_tokens"] == 0
     assert Path(str(few.model.path)) == MODEL
+
+
+def test_a_default_profile_that_no_profile_names_is_a_method_and_takes_settings() -> None:
+    deployment = DEPLOYMENT.model_copy(update={"profiles": {}, "scheduler": SchedulerConfig(default_profile="indexed")})
+    found = served_method("profile:indexed", deployment)
+    assert found is not None
+    assert (found.profile.name, found.deployment) == ("indexed", deployment)
+    varied = served_method("profile:indexed:budget_share=0.05", deployment)
+    assert varied is not None
+    assert "budget_share 0.05" in varied.profile.composition

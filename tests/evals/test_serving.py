@@ -226,3 +226,13 @@ def test_weights_and_rows_are_those_of_the_deployment_and_are_said() -> None:
     exact = {"composition": "host: exact", "kv_key": "exact"}
     assert told == [exact, exact | {"weights": "int4"}, exact | {"kv": "int8"}]
     assert all(max(abs(a - b) for a, b in zip(found[0], other, strict=True)) > 1e-3 for other in found[1:])
+
+
+def test_an_index_that_is_the_default_is_judged_without_dense_layers_as_it_is_served(config: Path) -> None:
+    settings = load_deployment(config)
+    assert settings.host is not None
+    assert settings.host.dense_layers is None
+    scheduler = settings.scheduler.model_copy(update={"default_profile": "indexed"})
+    settings = settings.model_copy(update={"scheduler": scheduler, "profiles": {}})
+    with load_serving_engine(MODEL, "cpu", 64, settings) as engine:
+        assert " dense= " in engine.settings_of("indexed")["kv_key"]
