@@ -157,7 +157,8 @@ class FakeEngine:
         context = int(self.settings.get("context", CONTEXT))
         profiles = {"exact": context} if "context" in self.settings else PROFILES
         self.say(Ready(
-            vocab_size=VOCAB, num_layers=12, max_context_tokens=context, profiles=profiles, default_profile="exact",
+            vocab_size=int(self.settings.get("vocab_size", VOCAB)), num_layers=12,
+            max_context_tokens=context, profiles=profiles, default_profile="exact",
             num_pages=self.num_pages, page_tokens=PAGE, device="fake", load_seconds=0.1,
             contexts_folder=str(self.settings.get("contexts", "")),
             without_epsilon={"narrow": "bounds no error of a step"} if profiles is PROFILES else {},

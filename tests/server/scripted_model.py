@@ -10,6 +10,7 @@ from pathlib import Path
 
 from server.deployment import Deployment
 from server.text.model_tokenizer import Tokenizer
+from tests.server.fake_engine import VOCAB
 from tests.server.live_server import REFERENCE, Running, fake_command, running_server
 
 # Writes tools, calls and results as Hermes's and Qwen's do, and opens the reasoning if it is told to.
@@ -76,5 +77,7 @@ def scripted_deployment(tokenizer: Path) -> Deployment:
 @asynccontextmanager
 async def scripted_server(folder: Path, tokenizer: Path) -> AsyncIterator[tuple[Running, Script]]:
     script = Script(folder / "script", Tokenizer(tokenizer, REFERENCE))
-    async with running_server(scripted_deployment(tokenizer), fake_command(script=str(script.path))) as running:
+    last = max(token["id"] for token in json.loads((tokenizer / "tokenizer.json").read_text())["added_tokens"])
+    command = fake_command(script=str(script.path), vocab_size=max(VOCAB, last + 1))
+    async with running_server(scripted_deployment(tokenizer), command) as running:
         yield running, script
