@@ -21,7 +21,7 @@ import psutil
 import torch
 from rich.console import Console
 
-from bench.as_served import interpreter_as_served
+from bench.as_served import interpreter_as_served, layers_as_served
 from bench.benchmark_rows import Row, announce, summarise
 from bench.engine_patches import one_in_flight
 from bench.long_client import GREEDY, Batch, Client
@@ -29,11 +29,9 @@ from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import Agreement, check_host_path
 from bench.memory_cap import cap_memory
 from bench.rates import device_name
-from gpu.model.architecture import load_architecture
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
-from server.planning.default_profile import with_layers_of_default
 from transfer.machine import GIB
 
 _ANSWER_TOKENS = 16  # of the first turn
@@ -88,7 +86,7 @@ def run_long_context_benchmark(
 
     Raises GateError, before anything is timed, if the host path computes wrong results.
     """
-    deployment = with_layers_of_default(deployment, load_architecture(deployment.model))
+    deployment = layers_as_served(deployment)
     served_profiles = resolve_profiles(deployment.all_profiles, deployment.host)
     profiles = [get_profile(name, served_profiles, "--profiles") for name in benchmark.profiles]
     floors = measure_floors(deployment)

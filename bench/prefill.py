@@ -12,16 +12,15 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from rich.console import Console
 
+from bench.as_served import layers_as_served
 from bench.benchmark_rows import Row, announce
 from bench.long_client import GREEDY, Client
 from bench.long_floors import Floor, LongFloors, measure_floors
 from bench.long_gate import check_host_path
 from bench.rates import device_name
-from gpu.model.architecture import load_architecture
 from gpu.profiles import Profile, get_profile, resolve_profiles
 from scheduler.engine.load_engine import load_engine
 from server.deployment import Deployment
-from server.planning.default_profile import with_layers_of_default
 
 GIB = 2**30
 
@@ -50,7 +49,7 @@ def run_prefill_benchmark(benchmark: PrefillBenchmark, deployment: Deployment, c
 
     Raises GateError, before anything is timed, if the host path computes wrong results.
     """
-    deployment = with_layers_of_default(deployment, load_architecture(deployment.model))
+    deployment = layers_as_served(deployment)
     served = resolve_profiles(deployment.all_profiles, deployment.host)
     profiles = [get_profile(name, served, "--profiles") for name in benchmark.profiles]
     assert deployment.host is not None, "prefill: a deployment with a host section"

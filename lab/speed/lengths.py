@@ -16,7 +16,7 @@ import torch
 import typer
 from rich.console import Console
 
-from bench.as_served import interpreter_as_served
+from bench.as_served import interpreter_as_served, layers_as_served
 from bench.benchmark_rows import Row, report, require, summarise
 from bench.context_commands import failures_told
 from bench.long_client import GREEDY, Client
@@ -51,7 +51,7 @@ def lengths(
     logging.basicConfig(format="%(message)s")
     logging.getLogger("gpu.prefill.layer_graphs").setLevel(logging.INFO)
     warn_if_busy(console)
-    deployment = load_deployment(config)
+    deployment = layers_as_served(load_deployment(config))
     served = resolve_profiles(deployment.all_profiles, deployment.host)
     floors = measure_floors(deployment)
     if floors.plan.device == "cuda":

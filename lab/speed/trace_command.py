@@ -22,7 +22,7 @@ def trace(
     """Trace one prompt and a few decode steps of an engine in this process."""
     import torch
 
-    from bench.as_served import interpreter_as_served
+    from bench.as_served import interpreter_as_served, layers_as_served
     from bench.long_client import GREEDY, Client
     from bench.long_floors import measure_floors
     from lab.speed.prefill_trace import tabulate_groups, trace_prefill
@@ -33,7 +33,7 @@ def trace(
     console = Console()
     console = console if console.is_terminal else Console(width=150)  # a file has room for wide tables
     warn_if_busy(console)
-    deployment = load_deployment(config)
+    deployment = layers_as_served(load_deployment(config))
     plan = measure_floors(deployment).plan
     engine, ready = load_engine(deployment, plan, lambda *_: None)
     try:

@@ -46,8 +46,7 @@ def test_a_long_context_is_measured_within_its_plans_limit(monkeypatch: pytest.M
     plan = SimpleNamespace(device="cuda", limit_bytes={"gpu": 23 * GIB, "host": 99 * GIB})
     capped: list[tuple[int, torch.device]] = []
     monkeypatch.setattr(long_context, "measure_floors", lambda _: SimpleNamespace(plan=plan))
-    monkeypatch.setattr(long_context, "load_architecture", lambda _: None)
-    monkeypatch.setattr(long_context, "with_layers_of_default", lambda deployment, _: deployment)
+    monkeypatch.setattr(long_context, "layers_as_served", lambda deployment: deployment)
     monkeypatch.setattr(long_context, "resolve_profiles", lambda *_: {})
     monkeypatch.setattr(long_context, "get_profile", lambda *_: None)
     monkeypatch.setattr(long_context, "_announce", lambda *_: None)
@@ -56,5 +55,5 @@ def test_a_long_context_is_measured_within_its_plans_limit(monkeypatch: pytest.M
     monkeypatch.setattr(long_context, "load_engine", load)
     benchmark = LongContextBenchmark(98_304, 1, (1,), 16, 5.0, ("exact",), 0, False, False)
     with pytest.raises(LoadedError):
-        next(run_long_context_benchmark(benchmark, SimpleNamespace(model=None, all_profiles={}, host=None), None))
+        next(run_long_context_benchmark(benchmark, SimpleNamespace(all_profiles={}, host=None), None))
     assert capped == [(23 * GIB, torch.device("cuda"))]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,5 +256,5 @@ def test_reading_again_needs_an_epsilon() -> None:
 def test_an_answer_for_which_no_index_was_read_has_no_figures(heads: int) -> None:
     numbers = torch.tensor([[heads, 0, 0, 0, 7]])
     known = SimpleNamespace(generation=7, audited=AuditSums())
-    side = SimpleNamespace(held={3: 0}, upkeep=SimpleNamespace(known=[known]), _on_host=[None, None, numbers])
-    assert len(Indexed.figures_of(side, 3)) == (len(FIGURES) if heads else 0)  # type: ignore[arg-type]
+    side: Any = SimpleNamespace(held={3: 0}, upkeep=SimpleNamespace(known=[known]), _on_host=[None, None, numbers])
+    assert len(Indexed.figures_of(side, 3)) == (len(FIGURES) if heads else 0)
