@@ -49,6 +49,22 @@ def test_a_budget_of_everything_gives_the_exact_profiles_logits_while_the_contex
     assert twins.side.upkeep.known[0].num_tokens == twins.sequences[0].released - 16 > 208 - kept_tokens, "it has grown"
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("num_rings", [1, 2])
+@pytest.mark.parametrize("where", [{}, {"resident": "indexed"}], ids=["host", "pages"])
+def test_however_few_rings_there_are_the_logits_are_the_exact_profiles(
+    where: dict[str, Any], num_rings: int, device: str
+) -> None:
+    """With one ring, every place of a step once had the address of the first one's number of tokens."""
+    twins = IndexedTwins(ALL | where, offload_block_tokens=NEVER if where else 32, num_rings=num_rings, device=device)
+    twins.prefill([PROMPT])
+    if not where:
+        twins.prefill_down(0, PROMPT)
+    check_steps(twins, [0], 12)
+    counts = counts_of(twins.side)
+    assert counts.read_tokens == counts.offloaded_tokens > 0
+
+
 def test_a_context_that_is_offloaded_while_it_runs_is_indexed_from_the_first_step() -> None:
     twins = IndexedTwins(ALL, offload_block_tokens=32)
     twins.prefill([PROMPT])

@@ -85,6 +85,7 @@ def load(
     tier: HostTier | None, page_tokens: int, max_running: int, device: str, dtype: str,
     graph_batch_sizes: tuple[int, ...], max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
     check_coverage: bool = False, more_parts: Many[ProfilePart] = (), kv: Kv = "auto", link_share: float = 0.0,
+    num_rings: int = 3,
 ) -> Runner:  # fmt: skip
     num_resident = num_pages if tier is None else layout_of(NUM_LAYERS - len(tier.shape.layers), num_pages).num_pages
     runner = load_runner(
@@ -105,7 +106,7 @@ def load(
             num_pages=num_resident,
             tier=tier,
             parts=(*(() if tier is None else parts_for(tier.shape)), *more_parts),
-            num_rings={part.id: 3 for part in more_parts if part.method.has_rings},
+            num_rings={part.id: num_rings for part in more_parts if part.method.has_rings},
             sink_tokens=page_tokens if tier is not None else 0,
             window_tokens=64,
             num_windows=0 if tier is None or not WINDOW_LAYERS else max_running,
@@ -167,10 +168,11 @@ class Twins:
                  graph_batch_sizes: tuple[int, ...] = (),
                  tier: HostTier | None = None, max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
                  check_coverage: bool = False, more_parts: Many[ProfilePart] = (),
-                 kept_tokens: int = 0, kv: Kv = "auto", link_share: float = 0.0) -> None:  # fmt: skip
+                 kept_tokens: int = 0, kv: Kv = "auto", link_share: float = 0.0, num_rings: int = 3) -> None:  # fmt: skip
         """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape. more_parts: of what is served, in
         the runner that offloads, beside what the built-in profiles are made of. kv: of the runner that offloads; of
         codes the oracle has what they mean in its pages. link_share: of what the host has, read by the device.
+        num_rings: of each part that has rings.
         """
         self.tier = tier or ReferenceTier(tier_shape(dense_layers), capacity_tokens, 256, 200)
         self.page_tokens, self.window_tokens, self.offload_block_tokens = (
@@ -183,7 +185,7 @@ class Twins:
         self.exact = load(None, page_tokens, max_running, device, dtype, (), *sizes)
         self.offloading = load(
             self.tier, page_tokens, max_running, device, dtype, graph_batch_sizes, *sizes, check_coverage, more_parts,
-            kv, link_share,
+            kv, link_share, num_rings,
         )  # fmt: skip
         if self.offloading.pool.has_codes:
             round_what_is_written(self.exact, self.offloading.pool.key_pages[0].dtype)

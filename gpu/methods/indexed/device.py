@@ -317,8 +317,7 @@ class Indexed(RingSide):
         num_tokens = by_ring(of_rows, 0)
         share = (num_tokens.long() * round(settings.budget_share * SHARE_UNIT) + SHARE_UNIT - 1) // SHARE_UNIT
         budgets = share.clamp_min(settings.least_tokens).clamp_max(settings.budget_tokens).int()
-        of_places = budgets[:, None].expand(-1, self._layout.kv_heads).flatten()
-        counts = num_tokens[:, None].expand(-1, self._layout.kv_heads).flatten()
+        of_places, counts = (one.repeat_interleave(self._layout.kv_heads) for one in (budgets, num_tokens))
         step = RingStep(row_of, ring_of, counts, of_places, None if page_slots is None else by_ring(page_slots, -1))
         doubled = (of_places << self._report.doublings).clamp_max(self.index.ids.shape[2])  # slots
         return tuple(replace(step, budgets=of_layer) for of_layer in doubled)

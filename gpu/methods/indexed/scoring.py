@@ -46,6 +46,9 @@ class RingStep:
     num_tokens: int32 `[places]`, tokens with an index; 0 if no query head of the KV head reads them.
     budgets: int32 `[places]`, how many of these tokens the KV head reads exactly.
     page_slots: int32 `[rings]`, the slot whose pages hold these tokens, -1: they are in host memory; None: all are.
+
+    Kernels address entries by number, so each tensor is contiguous. (An expanded one may look right in torch: of a
+    single ring, `[1, heads].flatten()` is a view of one number.)
     """
 
     rows: Tensor
@@ -53,6 +56,11 @@ class RingStep:
     num_tokens: Tensor
     budgets: Tensor
     page_slots: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "rings", "num_tokens", "budgets", "page_slots"):
+            own = getattr(self, name)
+            assert own is None or own.is_contiguous(), f"a step's {name}, of strides {own.stride()}; wanted contiguous"
 
     @property
     def num_entries(self) -> int:
