@@ -5,8 +5,8 @@
 | favour | prefill.chunk_tokens | token_gap_target_ms | prefill.share |
 |---|---|---|---|
 | latency | 2,048 | 100 | 0.8 |
-| auto | up to 8,192 | 100 | 0.8, or all that the gap target leaves while many prompts wait, or a short one |
-| throughput | up to 8,192 | 4,000 | 0.95 |
+| auto | up to 16,384 | 100 | 0.8, or all that the gap target leaves while many prompts wait, or a short one |
+| throughput | up to 16,384 | 4,000 | 0.95 |
 
 "Many prompts" are four or more, and at least a quarter of the running streams. Decode steps between their units would
 have few rows and delay all of them. A prompt is short if its prefill takes no longer than the gap target. Streams do
@@ -14,8 +14,9 @@ not notice it, and spreading it over their steps would only delay it. The gap be
 both cases. Beside longer prompts, streams keep a fifth of the time.
 
 A larger unit computes more prompts per launch. Streams do not wait longer for it, because the gap target bounds the
-time of a unit, not its tokens. It costs memory. The plan therefore takes the largest of 8,192, 4,096 and 2,048 tokens
-that shortens no context and costs next to no pages (`scheduler.planning.engine_memory`).
+time of a unit, not its tokens. It costs memory. The plan therefore takes the largest of 16,384, 8,192, 4,096 and 2,048
+tokens that shortens no context and leaves nearly all pages (`scheduler.planning.engine_memory`): 97 %, and 93 % of
+16,384, which compute the attention of most prompts in one launch a layer.
 """
 
 from collections.abc import Mapping
@@ -34,8 +35,9 @@ from transfer.host_config import DocumentsConfig, HostConfig
 from transfer.settings_model import Settings
 
 CHUNK_TOKENS = 2048
-LARGER_CHUNKS = (8192, 4096)
-"""The units that `favour: auto` and `throughput` try first, in order."""
+LARGER_CHUNKS = {16_384: 0.93, 8192: 0.97, 4096: 0.97}
+"""The units that `favour: auto` and `throughput` try first, in order, each with the share of pages that must be left.
+Pages that are evicted instead are read slowly."""
 _MANY_PROMPTS, _PROMPTS_A_STREAM = 4, 0.25
 """From so many waiting prompts on, `favour: auto` gives prefill all the time that the gap target leaves."""
 _SHARE = 0.8
@@ -47,7 +49,7 @@ class PrefillConfig(Settings):
         CHUNK_TOKENS,
         ge=16,
         description="most tokens of one prefill unit (one layer over one chunk); default: on a GPU, by `favour` and "
-        "memory up to 8192",
+        "memory up to 16384",
     )
     max_hidden_tokens: int | None = Field(
         None, gt=0, description="most tokens with hidden states, over all running prefills; default: derived"
@@ -134,10 +136,12 @@ class SchedulerConfig(Settings):
         return 1.0 if self.favour == "auto" and (are_many or is_short) else _SHARE
 
     @property
-    def larger_chunks(self) -> tuple[int, ...]:
-        """Return the larger units to try before `prefill.chunk_tokens`; none if that was set."""
+    def larger_chunks(self) -> Mapping[int, float]:
+        """Return the larger units to try before `prefill.chunk_tokens`, with the share of pages that each must leave;
+        none if that was set.
+        """
         is_set = "chunk_tokens" in self.prefill.model_fields_set
-        return () if is_set or self.favour == "latency" else LARGER_CHUNKS
+        return {} if is_set or self.favour == "latency" else LARGER_CHUNKS
 
 
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]

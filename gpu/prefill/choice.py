@@ -101,7 +101,7 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
     left = [name for name in kernels if name not in out]
     if "cudnn" in left:
         _make_plans(query, keys, values, scale)
-    most_square = square_size(most) if square_size(most) <= context else most // SQUARE_STEP * SQUARE_STEP
+    most_square = min(square_size(most), context // SQUARE_STEP * SQUARE_STEP)
 
     def seconds(name: str, tokens: int, past: int) -> float:
         own = slice(0, past + tokens)
@@ -112,7 +112,7 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
     flops = 4.0 * num_heads * dim * most * (past + most / 2)
     tflop_s = {name: flops / seconds(name, most, past) / 1e12 for name in left}
     gain = 0.0
-    if "cudnn" in left and most_square >= LEAST_SQUARE:
+    if "cudnn" not in out and most_square >= LEAST_SQUARE:  # also where no past is as long as a piece
         gain = _square_gain(query[:most_square], keys[:, :most_square], values[:, :most_square], scale, whole)
     return KernelChoice(whole, least_past, tflop_s, out, most_square if gain else 0, gain)
 

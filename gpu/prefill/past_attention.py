@@ -73,14 +73,17 @@ def square_size(num_tokens: int) -> int:
 def attend_in_square(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
     """Attend as `prefill_attention` does, by one causal launch of cuDNN.
 
-    Copies all rows, so that all squares of one size have the same strides and share a plan.
+    Keys and values are copied, and queries that are not as many as the square, so that all squares of one size have the
+    same strides and share a plan. Padding is zero: NaN would get through to other rows.
     """
     (tokens, heads, dim), (kv_heads, end, _) = query.shape, keys.shape
     size, past = square_size(end), end - tokens
-    padded = query.new_zeros(size, heads, dim)
-    padded[past:end] = query
-    room = keys.new_zeros(2, kv_heads, size, dim)
-    room[0, :, :end], room[1, :, :end] = keys, values
+    padded = query.contiguous()
+    if tokens < size:
+        padded = query.new_empty(size, heads, dim)
+        padded[:past], padded[past:end], padded[end:] = 0, query, 0
+    room = keys.new_empty(2, kv_heads, size, dim)
+    room[0, :, :end], room[1, :, :end], room[:, :, end:] = keys, values, 0
     square = cudnn_attention(padded, room[0], room[1], True, scale)
     return Attended(square.out[past:end], square.partial_lse[past:end])
 

@@ -31,7 +31,7 @@ from transfer.machine_rates import find_rates
 from transfer.measured import measured_path
 from transfer.tier_shape import TierShape
 
-_LEAST_PAGES = 0.97  # share of pages that larger units and prefill graphs must leave, as evicted pages are read slowly
+_LEAST_PAGES = 0.97  # share of pages that prefill graphs must leave, as evicted pages are read slowly
 _LEAST_PAGES_WITH_STATES = 0.8  # the same for a recurrent model's graphs: without them its prompts take twice as long
 _GRAPH_SIZES = 128, 256, 512, 1024
 _LONGEST_GRAPH = 2048  # tokens of a whole unit that is captured for a recurrent model, whose layers have most launches
@@ -151,13 +151,13 @@ def _choose_sizes(scheduler: SchedulerConfig, request: MemoryRequest) -> Planned
     if not scheduler.larger_chunks:
         return sizes
     least = plan_memory(request)
-    for chunk_tokens in scheduler.larger_chunks if least.device == "cuda" else ():
+    for chunk_tokens, pages_share in scheduler.larger_chunks.items() if least.device == "cuda" else ():
         larger = replace(sizes, chunk_tokens=chunk_tokens)
         try:
             plan = plan_memory(replace(request, sizes=larger))
         except PlanError:
             continue
-        if _has_room_of(plan, least, request.sizes.max_running):
+        if _has_room_of(plan, least, request.sizes.max_running, pages_share=pages_share):
             return larger
     return sizes
 

@@ -61,8 +61,8 @@ def test_what_is_set_by_itself_wins(prefill: Any) -> None:
 
 
 def test_units_are_large_where_memory_is_plenty_and_small_for_latency_on_request_and_on_the_cpu() -> None:
-    assert plan_chunks("a100-80g") == 8192
-    assert plan_chunks("a100-80g", favour="throughput") == 8192
+    assert plan_chunks("a100-80g") == 16_384
+    assert plan_chunks("a100-80g", favour="throughput") == 16_384
     assert plan_chunks("a100-80g", favour="latency") == 2048
     assert plan_chunks("a100-80g", prefill={"chunk_tokens": 1024}) == 1024
     assert plan_chunks("laptop", "tiny", gpu={"device": "cpu", "kv_cache_gib": 0.5}) == 2048
@@ -89,7 +89,7 @@ def test_the_log_says_how_a_load_will_be_stepped_through() -> None:
     plan = plan_engine(config, named_shape("llama-3.1-8b"), read_machine("a100-80g"))
     scheduler = config.scheduler.model_copy(update={"prefill": PrefillConfig(chunk_tokens=plan.chunk_tokens)})
     told = describe_steps(scheduler, GpuConfig(graph_batch_sizes=(1, 16, 24, 64)), plan)
-    assert told == "favour=auto chunk_tokens=8192 token_gap_target_ms=100 max_running=20 graphs=1,16,20"
+    assert told == "favour=auto chunk_tokens=16384 token_gap_target_ms=100 max_running=20 graphs=1,16,20"
     assert describe_steps(scheduler, GpuConfig(graph_batch_sizes=()), plan).endswith("graphs=none")
 
 
