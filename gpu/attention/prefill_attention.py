@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu.attention.flash3 import flash3_attention, packed_flash3_attention
 from gpu.attention.prefill_query import Attended, joined
 from gpu.operations.prefill_attention.scattered_attention import scattered_attention_kernel, serves
 from transfer.partial import Partial, merge
@@ -39,18 +40,20 @@ def prefill_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale
     return Partial(out, lse.transpose(0, 1))
 
 
-Whole = Literal["flash", "efficient"]
+Whole = Literal["flash", "flash3", "efficient"]
+"""Kernels that take any past in one launch: FlashAttention 2 and 3, and efficient attention, which takes two."""
 
 
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Whole) -> Attended:
     """Attend to a whole context with its last `tokens` queries. Queries and keys are rotated.
 
     query `[tokens, heads, dim]`; key, value `[kv_heads, context, dim]` (strided), context >= tokens. kernel: `flash`
-    where `has_flash`; the CPU has one kernel, under either name. Returns out `[tokens, heads, dim]` in the query's
-    dtype, or in float32 where partials are merged, and lse float32 `[tokens, heads]`.
+    where `has_flash`, `flash3` where `has_flash3`; the CPU has one kernel, under any name. Returns out
+    `[tokens, heads, dim]` in the query's dtype, or in float32 where partials are merged, and lse float32
+    `[tokens, heads]`.
     """
-    if kernel == "flash" and query.is_cuda:
-        return _flash(query, key, value, True, scale)
+    if query.is_cuda and kernel != "efficient":
+        return (flash3_attention if kernel == "flash3" else _flash)(query, key, value, True, scale)
     if not query.is_cuda:
         return _in_blocks(query, key, value, scale)
     begin = key.shape[1] - query.shape[0]
@@ -64,8 +67,8 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, k
 
 def past_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: Whole) -> Attended:
     """Attend to keys that every query sees, none of them its own; otherwise like `prefill_attention`."""
-    if kernel == "flash" and query.is_cuda:
-        return _flash(query, key, value, False, scale)
+    if query.is_cuda and kernel != "efficient":
+        return (flash3_attention if kernel == "flash3" else _flash)(query, key, value, False, scale)
     return _full_or_causal(query, key, value, False, scale)
 
 
@@ -139,12 +142,18 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, s
 
 
 def packed_prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None = None
-) -> Attended:
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, window: int | None = None,
+    kernel: Whole = "flash",
+) -> Attended:  # fmt: skip
     """Compute `prefill_attention`, or `windowed_attention`, of each packed prompt in one launch; where `has_flash`.
 
-    query `[tokens, heads, dim]`; key, value `[context tokens of all prompts, kv_heads, dim]`.
+    query `[tokens, heads, dim]`; key, value `[context tokens of all prompts, kv_heads, dim]`. kernel: `flash3` is used
+    without a window; otherwise FlashAttention 2 is.
     """
+    if kernel == "flash3" and window is None:
+        return packed_flash3_attention(
+            query, key, value, packing.query_begins, packing.key_begins, packing.most_queries, packing.most_keys, scale
+        )
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, packing.query_begins, packing.key_begins, packing.most_queries, packing.most_keys,
         0.0, True, False, scale=scale, window_size_left=None if window is None else window - 1,

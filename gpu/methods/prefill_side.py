@@ -12,6 +12,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from gpu.attention.prefill_attention import Whole
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.device_side import Site
 from gpu.methods.method import ProfilePart
@@ -41,6 +42,11 @@ class PrefillSide(ABC):
     def is_faster_alone(self, num_queries: int, past: int) -> bool:
         """Return whether so many queries of a prompt are computed faster without being packed with other prompts."""
         return False
+
+    @property
+    def packed_kernel(self) -> Whole:
+        """Return the kernel that attends to prompts which are packed into one launch."""
+        return "flash"
 
     @abstractmethod
     def attend(self, query: PrefillQuery) -> Attended:

@@ -1,9 +1,9 @@
 """Choose the kernel that attends to a prefill chunk's past on this machine, by measurements when an engine starts.
 
-The candidates are FlashAttention, efficient attention, and cuDNN: over pieces of the past or, if there is hardly any
-past, in one causal square. A candidate that raises here, or whose result differs from the reference by more than
-rounding, is rejected, and the log says so. Every plan that cuDNN may need later is made here, in the thread that will
-use it, because cuDNN keeps plans per thread.
+The candidates are FlashAttention 2 and, if its wheel is installed, 3; efficient attention; and cuDNN: over pieces of
+the past or, if there is hardly any past, in one causal square. A candidate that raises here, or whose result differs
+from the reference by more than rounding, is rejected, and the log says so. Every plan that cuDNN may need later is made
+here, in the thread that will use it, because cuDNN keeps plans per thread.
 """
 
 import logging
@@ -15,6 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from gpu.attention.flash3 import has_flash3
 from gpu.attention.prefill_attention import Whole, prefill_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended
 from gpu.prefill.past_attention import (
@@ -88,7 +89,8 @@ def choose_kernel(keys: Tensor, values: Tensor, num_heads: int, chunk_tokens: in
     keys.normal_()
     values.normal_()
     scale = dim**-0.5
-    kernels: dict[str, Attend] = {name: _whole_kernel(name) for name in get_args(Whole)}
+    wholes: list[Whole] = [name for name in get_args(Whole) if name != "flash3" or has_flash3(keys)]
+    kernels: dict[str, Attend] = {name: _whole_kernel(name) for name in wholes}
     if most + PIECE_TOKENS <= context:
         kernels["cudnn"] = _in_pieces
     out = {}

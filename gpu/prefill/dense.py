@@ -9,7 +9,7 @@ import logging
 import torch
 from torch import Tensor
 
-from gpu.attention.prefill_attention import default_kernel, has_flash, prefill_attention, scattered_attention
+from gpu.attention.prefill_attention import Whole, default_kernel, has_flash, prefill_attention, scattered_attention
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.methods.prefill_side import PrefillSide
 from gpu.prefill.choice import KernelChoice, choose_kernel
@@ -72,6 +72,10 @@ class Dense(PrefillSide):
 
     def is_faster_alone(self, num_queries: int, past: int) -> bool:
         return self.choice is not None and self.choice.is_square(num_queries, past)
+
+    @property
+    def packed_kernel(self) -> Whole:
+        return "flash3" if self.choice is not None and self.choice.whole == "flash3" else "flash"
 
     def attend(self, query: PrefillQuery) -> Attended:
         if query.begin is None:

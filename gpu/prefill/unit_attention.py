@@ -122,7 +122,10 @@ class UnitAttention:
         if is_packed and sum(part.context for part in parts) <= self._most_packed_tokens:
             packed = self._pack(state, unit, parts)
             keys, values = self._gathered.pack(unit.layer, packed.rows)
-            packed_attended = packed_prefill_attention(query, keys, values, packed.packing, self._decoder.scale, window)
+            kernel = self.sides[DENSE].packed_kernel
+            packed_attended = packed_prefill_attention(
+                query, keys, values, packed.packing, self._decoder.scale, window, kernel
+            )
             for part in parts if window is None else ():
                 if any(method.has_ring(part.prompt.slot) for method in self.reusing):
                     self._show(self._query_of(state, unit, part, query, pre_rope_query), part.prompt.slot)

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+import gpu.attention.flash3
 import gpu.attention.prefill_attention
+from gpu.attention.flash3 import has_flash3
 from gpu.attention.prefill_attention import (
     Packing,
     Whole,
@@ -31,6 +33,7 @@ KERNELS = [
     pytest.param("cuda", torch.float32, "efficient", marks=pytest.mark.gpu),
     pytest.param("cuda", torch.bfloat16, "efficient", marks=pytest.mark.gpu),
     pytest.param("cuda", torch.bfloat16, "flash", marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, "flash3", marks=pytest.mark.gpu),
 ]
 
 
@@ -62,6 +65,8 @@ def test_prefill_attention_equals_the_definition(
     tokens: int, context: int, heads: int, kv_heads: int, device: str, dtype: torch.dtype, kernel: Whole
 ) -> None:
     query, key, value = (tensor.to(dtype) for tensor in inputs(tokens, context, heads, kv_heads, 64))
+    if kernel == "flash3" and not has_flash3(query.to(device)):
+        pytest.skip("fa3-fwd is not installed, or has no kernels for this card")
     out, lse = oracle(*(tensor.double().numpy() for tensor in (query, key, value)), 0.125)
     padded_key, padded_value = (torch.full((kv_heads, context + 9, 64), torch.nan, dtype=dtype) for _ in range(2))
     padded_key[:, :context], padded_value[:, :context] = key, value
@@ -73,6 +78,25 @@ def test_prefill_attention_equals_the_definition(
     assert got.out.dtype in (dtype, torch.float32)
     np.testing.assert_allclose(got.out.double().cpu().numpy(), out, atol=atol, rtol=0)
     np.testing.assert_allclose(got.lse.cpu().numpy(), lse, atol=atol, rtol=0)
+
+
+def test_the_wheel_of_flash_attention_3_serves_no_cpu_and_the_log_says_where_it_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not has_flash3(torch.zeros(1, 1, 64, dtype=torch.bfloat16))
+    errors = iter([ModuleNotFoundError("no"), ImportError("undefined symbol: x\nmore"), OSError("libcudart.so.13")])
+
+    def fail(name: str) -> None:
+        assert name == "fa3_fwd._C"
+        raise next(errors)
+
+    monkeypatch.setattr(gpu.attention.flash3, "import_module", fail)
+    for _ in range(3):
+        gpu.attention.flash3._load.cache_clear()
+        assert gpu.attention.flash3._load() is None
+    gpu.attention.flash3._load.cache_clear()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"flash3 event=not_loaded reason={why!r}" for why in ("undefined symbol: x", "libcudart.so.13")]
 
 
 @pytest.mark.parametrize(("device", "dtype"), CASES)

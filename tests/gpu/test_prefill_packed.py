@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import gpu.prefill.unit_attention
-from gpu.attention.prefill_attention import Packing, packed_prefill_attention, prefill_attention_reference
+from gpu.attention.flash3 import has_flash3
+from gpu.attention.prefill_attention import Packing, Whole, packed_prefill_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended, joined
 from gpu.host.gathered import GatheredKv
 from gpu.kv.pool import KvPool, PoolShape
@@ -27,8 +28,13 @@ def starts(counts: list[int], device: str) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 128), (3, 1, 32)])
-def test_each_of_many_prompts_is_attended_to_by_the_definition(heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize("kernel", ["flash", "flash3"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 128), (3, 1, 32), (8, 1, 256), (4, 2, 80)])
+def test_each_of_many_prompts_is_attended_to_by_the_definition(
+    heads: int, kv_heads: int, dim: int, kernel: Whole
+) -> None:
+    if kernel == "flash3" and not has_flash3(torch.empty(1, dim, dtype=torch.bfloat16, device="cuda")):
+        pytest.skip("fa3-fwd is not installed, or has no kernels for this card")
     draw = torch.Generator().manual_seed(dim)
     counts, contexts = (list(numbers) for numbers in zip(*SHAPES, strict=True))
     query, key, value = (
@@ -36,7 +42,7 @@ def test_each_of_many_prompts_is_attended_to_by_the_definition(heads: int, kv_he
         for rows, width in ((counts, heads), (contexts, kv_heads), (contexts, kv_heads))
     )
     packing = Packing(starts(counts, "cuda"), starts(contexts, "cuda"), max(counts), max(contexts))
-    got = packed_prefill_attention(query.cuda(), key.cuda(), value.cuda(), packing, 0.125).out
+    got = packed_prefill_attention(query.cuda(), key.cuda(), value.cuda(), packing, 0.125, kernel=kernel).out
     of_queries = [tensor.cpu().double().split(counts) for tensor in (query, got)]
     of_keys = [tensor.double().split(contexts) for tensor in (key, value)]
     for own, out, keys, values in zip(*of_queries, *of_keys, strict=True):
@@ -125,7 +131,7 @@ def test_prompts_behind_those_that_are_cut_out_are_packed_anew(monkeypatch: pyte
 
 
 def packed_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing,
-                     scale: float, window: int | None = None) -> Attended:  # fmt: skip
+                     scale: float, window: int | None = None, kernel: Whole = "flash") -> Attended:  # fmt: skip
     assert window is None
     queries, keys = (begins.tolist() for begins in (packing.query_begins, packing.key_begins))
     attended = []

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gpu.prefill.past_attention
-from gpu.attention.prefill_attention import past_attention, prefill_attention_reference
+from gpu.attention.flash3 import has_flash3
+from gpu.attention.prefill_attention import Whole, past_attention, prefill_attention_reference
 from gpu.attention.prefill_query import Attended, PrefillQuery
 from gpu.operations.prefill_attention.merge_attended import merge_attended
 from gpu.prefill.choice import KernelChoice, decide, find_fault
@@ -327,6 +329,15 @@ def test_dense_goes_by_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(attended.out, wanted.out, atol=ATTENTION_F32_ATOL, rtol=0)
 
 
+def test_prompts_that_are_packed_go_by_flash_attention_3_where_it_was_faster() -> None:
+    dense = Dense()
+    chosen = [dense.packed_kernel]
+    for whole in get_args(Whole):
+        dense.choice = KernelChoice(whole, {}, {}, {})
+        chosen.append(dense.packed_kernel)
+    assert chosen == ["flash", "flash", "flash3", "flash"]
+
+
 @pytest.mark.parametrize("least_past", [{}, {256: 2048}])
 def test_a_past_is_cut_further_while_dense_yields_and_never_before(
     least_past: dict[int, int], monkeypatch: pytest.MonkeyPatch
@@ -367,7 +378,9 @@ def test_a_machine_chooses_and_what_it_chose_is_kept(monkeypatch: pytest.MonkeyP
     dense = Dense()
     keys, values = torch.empty(2, 8, 20_000, 128, dtype=torch.bfloat16, device="cuda")
     dense.choose(keys, values, 32, 2048)
-    assert dense.choice.tflop_s.keys() | dense.choice.out.keys() == {"flash", "efficient", "cudnn"}
+    assert dense.choice.tflop_s.keys() | dense.choice.out.keys() == {"flash", "efficient", "cudnn"} | (
+        {"flash3"} if has_flash3(keys) else set()
+    )
     (entry,) = read_measured(measured_path())
     assert entry["of"]["gpu"] == torch.cuda.get_device_name()
     assert entry["result"]["whole"] == dense.choice.whole

@@ -168,7 +168,8 @@ class Twins:
                  graph_batch_sizes: tuple[int, ...] = (),
                  tier: HostTier | None = None, max_context: int = MAX_CONTEXT, num_pages: int = NUM_PAGES,
                  check_coverage: bool = False, more_parts: Many[ProfilePart] = (),
-                 kept_tokens: int = 0, kv: Kv = "auto", link_share: float = 0.0, num_rings: int = 3) -> None:  # fmt: skip
+                 kept_tokens: int = 0, kv: Kv = "auto", link_share: float = 0.0,
+                 num_rings: int = 3) -> None:  # fmt: skip
         """tier: in place of a ReferenceTier of `capacity_tokens`, and of its shape. more_parts: of what is served, in
         the runner that offloads, beside what the built-in profiles are made of. kv: of the runner that offloads; of
         codes the oracle has what they mean in its pages. link_share: of what the host has, read by the device.
