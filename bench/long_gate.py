@@ -7,7 +7,7 @@ probabilities is measured: that of the device's own decode from its own prefill,
 
 The prefill is that of `exact`. Where `gpu.kv` is int8 or fp8 it is that of `offloaded`, which attends to rows before
 they are rounded. A prefill of `exact` would attend to rounded rows. Where a prompt repeats one token, these all have
-the same error, which no average reduces (8B, `kv: int8`: 0.35 nats).
+the same error, which no average reduces (shape `tiny`, `kv: int8`: 0.014 nats, where `indexed` is off by 0.002).
 
 Over random tokens an average of values is nearly zero, and a lost head would go unnoticed. So for `offloaded`, which
 reads all tokens, prompts repeat one token in stretches: with a wrong layer or head, or without a stretch, an answer is

@@ -4,7 +4,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-TORCH = ("torch", "triton", "fbgemm-gpu")
+TORCH = ("torch", "triton", "fbgemm-gpu", "fa3-fwd")
 
 
 def main() -> None:

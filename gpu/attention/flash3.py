@@ -1,8 +1,8 @@
 """Attend by FlashAttention 3, where its wheel `fa3-fwd` is installed and has kernels for the card.
 
-The wheel is optional (`pip install '.[flash3]'`). It has kernels for bf16 on cards of compute capability 8 and 9, and
-none for windows. Its causal mask is aligned to the lower right, and it groups query heads itself, as FlashAttention 2
-does. Whether it is faster is measured when an engine starts (`gpu.prefill.choice`).
+The wheel comes with `pip install '.[cuda]'`, and nothing needs it. It has kernels for bf16 on cards of compute
+capability 8 and 9, and none for windows. Its causal mask is aligned to the lower right, and it groups query heads
+itself, as FlashAttention 2 does. Whether it is faster is measured when an engine starts (`gpu.prefill.choice`).
 """
 
 import logging
