@@ -227,6 +227,10 @@ class Projections:
             made = made if bias is None else made.add_(bias)
             product, lowered = swiglu_raised(made, of_gates, activation, self._adapter_products.get((layer, "down")))
         elif bias is None and weights.mlp_norm is not None:
+            has_more = weights.down_bias is not None or weights.mlp_post_norm is not None or self._ranks is not None
+            is_alone = experts is None and adapters is None and not has_more
+            if is_alone and isinstance(gate_up, RoundingMatrix) and isinstance(down, RoundingMatrix):
+                return gate_up.norm_mlp(down, hidden, weights.mlp_norm, self.eps, activation, hidden)
             product = gate_up.norm_gate_up(hidden, weights.mlp_norm, self.eps, activation)
         else:
             product = swiglu(self._norm_linear(layer, "gate_up", hidden, weights.mlp_norm, bias, None), activation)

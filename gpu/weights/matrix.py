@@ -170,6 +170,22 @@ class RoundingMatrix(PackedMatrix):
             return super().norm_gate_up(x, norm, eps, activation)
         return self._multiply("gate_up", x, (norm, eps), None, activation)
 
+    def norm_mlp(
+        self, down: "RoundingMatrix", x: Tensor, norm: Tensor, eps: float, activation: Activation, residual: Tensor
+    ) -> Tensor:
+        """Return `down.linear(self.norm_gate_up(x, norm, eps, activation), residual)`, bit for bit.
+
+        Where neither product is of tiles, one pass activates gate and up and rounds the result for `down`.
+        """
+        if len(x) < LEAST_ROUNDED_TOKENS or self._tiles("gate_up", x) or down._tiles("add", x):
+            return down.linear(self.norm_gate_up(x, norm, eps, activation), residual)
+        gate_and_up = self.norm_linear(x, norm, eps, None)
+        check("a product in FP8", "the residual", residual, (len(x), down.packed.rows), down.dtype, x.device)
+        return fp8_linear(round_tokens(gate_and_up, activation=activation), down.packed, residual)
+
+    def _tiles(self, use: Use, x: Tensor) -> Tiles | None:
+        return None if self._choice is None else self._choice.tiles(use, self.packed, len(x))
+
     def _multiply(
         self, use: Use, x: Tensor, norm: tuple[Tensor, float] | None, added: Tensor | None,
         activation: Activation | None,
@@ -180,8 +196,7 @@ class RoundingMatrix(PackedMatrix):
             shape = (len(x), self.packed.rows)[2 - added.ndim :]
             check("a product in FP8", "what is added", added, shape, self.dtype, x.device)
         rounded = round_tokens(x) if norm is None else round_tokens(x, *norm)
-        tiles = None if self._choice is None else self._choice.tiles(use, self.packed, len(x))
-        return fp8_linear(rounded, self.packed, added, activation, tiles)
+        return fp8_linear(rounded, self.packed, added, activation, self._tiles(use, x))
 
 
 def as_matrix(held: Tensor | Packed | Matrix, widened: Widen = widen, choice: TileChoice | None = None) -> Matrix:

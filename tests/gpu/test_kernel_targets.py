@@ -315,6 +315,7 @@ def _rounded_tokens(shape: Architecture, dtype: torch.dtype) -> None:
     round_tokens(x)
     for norm in (empty(shape.hidden, dtype=dtype), empty(shape.hidden)):
         round_tokens(x, norm, 1e-5)
+    round_tokens(empty(2, 2 * shape.intermediate, dtype=dtype), activation="silu")
     if dtype != torch.bfloat16 or shape.hidden < 4096:
         return
     stored = MatrixFormat("fp8", None, 4, rounds_tokens=True)

@@ -1,9 +1,12 @@
 """Products of tokens that are rounded to FP8, against float64 oracles of what e4m3 is."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 
+from gpu.model.spec import Activation
 from gpu.operations.arguments import INTERPRETED
 from gpu.operations.linear.fp8_linear import (
     LEAST_ROUNDED_TOKENS,
@@ -18,6 +21,7 @@ from gpu.operations.linear.packed_matrix import Packed
 from gpu.operations.linear.plain_tiles import Tiles
 from gpu.operations.linear.tile_choice import Product, TileChoice
 from gpu.operations.linear.word_layout import unpack_words
+from gpu.operations.swiglu import swiglu
 from gpu.weights.matrix import RoundingMatrix, as_matrix
 from tests.gpu import kernel_oracles as oracle
 from tests.gpu.kernel_oracles import DEVICES, DTYPES, KERNEL_TOLERANCE, NORM_EPS, distance, random, wide
@@ -95,6 +99,32 @@ def test_a_kernel_rounds_as_plain_torch_does(dtype, device):
     wanted, wanted_scales = round_tokens_reference(x)
     torch.testing.assert_close(scales, wanted_scales, rtol=2.0**-22, atol=0)  # CUDA multiplies by 1 / 448
     assert (codes.view(torch.uint8) == wanted.view(torch.uint8)).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_an_activation_that_is_rounded_in_the_same_pass_is_rounded_as_by_itself(activation, dtype, device):
+    x = _tokens(2 * 200, dtype, device)
+    codes, scales = round_tokens(x, activation=activation)
+    wanted, wanted_scales = round_tokens(swiglu(x, activation))
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scales, wanted_scales)
+    x[0, 3] *= 1.5  # what the comparison would see
+    assert not torch.equal(round_tokens(x, activation=activation)[0].view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [LEAST_ROUNDED_TOKENS - 1, TOKENS])
+def test_an_mlp_of_two_matrices_that_round_tokens_has_the_bits_of_its_products(count, dtype, device):
+    gate_up, down = (as_matrix(_drawn(*size, dtype, device).packed) for size in ((2 * 144, 80), (80, 144)))
+    assert isinstance(gate_up, RoundingMatrix)
+    assert isinstance(down, RoundingMatrix)
+    x, norm = _tokens(80, dtype, device, count), random(np.random.default_rng(3), (80,), dtype, device)
+    got = gate_up.norm_mlp(down, x, norm, NORM_EPS, "silu", x)
+    wanted = down.linear(gate_up.norm_gate_up(x, norm, NORM_EPS, "silu"), x)
+    assert torch.equal(got, wanted)
+    with pytest.raises(ValueError, match="residual"):
+        gate_up.norm_mlp(down, _tokens(80, dtype, device), norm, NORM_EPS, "silu", x[:3])
 
 
 def test_nan_stays_nan(device):

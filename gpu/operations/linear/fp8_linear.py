@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from gpu.model.matrix_format import UNIT_WORDS, unit_columns
-from gpu.model.spec import Activation
+from gpu.model.spec import Activation, is_gated
 from gpu.operations.arguments import check_dtype, runs_on_triton
 from gpu.operations.linear.packed_matrix import Packed
 from gpu.operations.linear.plain_tiles import Tiles, plain_tiles
 from gpu.operations.linear.word_layout import RUN_COLUMNS
 from gpu.operations.rms_norm import check_norm, normed_row, rms_norm_reference
-from gpu.operations.swiglu import swiglu
+from gpu.operations.swiglu import activated, swiglu, swiglu_reference
 
 Rounded = tuple[Tensor, Tensor]  # tokens in FP8 in the order of packed words, and their scales: of `round_tokens`
 
@@ -61,11 +61,17 @@ def _e4m3_bits(numbers):
 @triton.jit
 def _round_kernel(
     x, norm, codes, scales, x_stride, eps, INNER: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    HAS_NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     row = tl.load(x + token * x_stride + column, mask=column < INNER, other=0.0)
+    if ACTIVATION != "none":
+        gate = row.to(tl.float32)
+        up = gate
+        if GATES:
+            up = tl.load(x + token * x_stride + INNER + column, mask=column < INNER, other=0.0).to(tl.float32)
+        row = activated(gate, up, ACTIVATION).to(x.dtype.element_ty)
     if HAS_NORM:
         row = normed_row(row, tl.load(norm + column, mask=column < INNER, other=0.0), eps, INNER)
     wide = row.to(tl.float32)
@@ -77,27 +83,33 @@ def _round_kernel(
     tl.store(codes + token * PADDED + column, tl.reshape(tl.permute(runs, (0, 2, 1)), [BLOCK]), mask=column < PADDED)
 
 
-def round_tokens(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Rounded:
-    """Round tokens to FP8, after a norm if there is one.
+def round_tokens(
+    x: Tensor, norm: Tensor | None = None, eps: float = 0.0, activation: Activation | None = None
+) -> Rounded:
+    """Round tokens to FP8, after a norm or an activation if there is one.
 
-    x: `[tokens, inner]`, bf16 or float32. norm: `[inner]`, of `rms_norm`. Returns e4m3 numbers `[tokens, padded]`, in
-    the order of packed words and with zeros behind them, and scales, float32 `[tokens, 1]`. Raises ValueError for a
-    norm of another shape, dtype or device.
+    x: `[tokens, inner]`, bf16 or float32; with a gated activation `[tokens, 2 * inner]`, the gate first. norm:
+    `[inner]`, of `rms_norm`; None with an activation, whose result has x's dtype before it is rounded. Returns e4m3
+    numbers `[tokens, padded]`, in the order of packed words and with zeros behind them, and scales, float32
+    `[tokens, 1]`. Raises ValueError for a norm of another shape, dtype or device.
     """
     if norm is not None:
         check_norm("round_tokens", "norm", norm, x)
     check_dtype("round_tokens", x)
     if not runs_on_triton(x) or x.numel() == 0:
+        x = x if activation is None else swiglu_reference(x, activation)
         return round_tokens_reference(x if norm is None else rms_norm_reference(x, norm, eps))
     x = x if x.stride(1) == 1 else x.contiguous()
-    tokens, inner = x.shape
+    gates = activation is not None and is_gated(activation)
+    tokens, inner = len(x), x.shape[1] // (1 + gates)
     padded = -(-inner // unit_columns(8)) * unit_columns(8)
     codes = torch.empty(tokens, padded, dtype=torch.uint8, device=x.device)
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(padded)
     _round_kernel[(tokens,)](
         x, x if norm is None else norm, codes, scales, x.stride(0), eps,
-        INNER=inner, PADDED=padded, BLOCK=block, HAS_NORM=norm is not None, num_warps=min(16, max(1, block // 512)),
+        INNER=inner, PADDED=padded, BLOCK=block, HAS_NORM=norm is not None, ACTIVATION=activation or "none",
+        GATES=gates, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales
 
