@@ -1,4 +1,4 @@
-"""Trace one prefill, and show where the time of a prompt goes: the device's kernels and copies in groups.
+"""Trace one prefill, and show where the time of a prompt goes: the device's kernels and copies in groups, and its gaps.
 
 A group's time is that in which at least one of its kernels ran. Streams overlap, so groups may add up to more than the
 whole; idle time is what no kernel covers.
@@ -28,6 +28,9 @@ GROUPS = {  # parts of kernels' names; the first group that has one
     "gathers and copies": ("index", "gather", "copy", "Memcpy", "Memset", "Cat", "elementwise", "fill"),
 }
 MOST_KERNELS = 12
+MOST_GAPS = 8
+Kernels = list[tuple[str, float, int]]  # name, milliseconds, launches
+Gaps = list[tuple[str, str, float, int]]  # what ran before and behind, milliseconds, how often
 
 
 def _traced(work: Callable[[], object]) -> tuple[profile, float]:
@@ -42,13 +45,13 @@ def _traced(work: Callable[[], object]) -> tuple[profile, float]:
     return tracer, span_us
 
 
-def trace_prefill(prefill: Callable[[], object]) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
-    """Return milliseconds of a traced call by group (with `whole` and `idle`), and the kernels that took most: name,
-    milliseconds, launches. On CUDA. Both are empty if the driver does not allow traces.
+def trace_prefill(prefill: Callable[[], object]) -> tuple[dict[str, float], Kernels, Gaps]:
+    """Return milliseconds of a traced call by group (with `whole` and `idle`), the kernels that took most, and the gaps
+    in which nothing ran. On CUDA. All are empty if the driver does not allow traces.
     """
     tracer, span_us = _traced(prefill)
     events = device_events(tracer)
-    return (group_events(events, span_us), most_kernels(events)) if events else ({}, [])
+    return (group_events(events, span_us), most_kernels(events), most_gaps(events, span_us)) if events else ({}, [], [])
 
 
 def count_launches(work: Callable[[], object]) -> str:
@@ -81,7 +84,28 @@ def group_events(events: Sequence[DeviceEvent], span_us: float) -> dict[str, flo
     return {"whole": span_us / 1e3} | parts | {"idle": max(0.0, span_us - covered_us(events)) / 1e3}
 
 
-def most_kernels(events: Sequence[DeviceEvent]) -> list[tuple[str, float, int]]:
+def most_gaps(events: Sequence[DeviceEvent], span_us: float) -> Gaps:
+    """Return where the device was idle for the most time: between which kernels or copies, milliseconds, and how often.
+
+    `the host` stands for what ran before the first of them and behind the last one, in `span_us` microseconds.
+    """
+    times: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    ordered = sorted(events, key=lambda event: event.start_us)
+    begin, last = ordered[0].start_us, ordered[0]
+    end = begin
+    for event in ordered:
+        if event.start_us > end:
+            times[last.name, event.name] += event.start_us - end  # type: ignore[assignment]
+            counts[last.name, event.name] += 1
+        if event.start_us + event.duration_us > end:
+            end, last = event.start_us + event.duration_us, event
+    times["the host", "the host"] = max(0.0, span_us - (end - begin))  # type: ignore[assignment]
+    counts["the host", "the host"] = 1
+    return [(*pair, us / 1e3, counts[pair]) for pair, us in times.most_common(MOST_GAPS)]
+
+
+def most_kernels(events: Sequence[DeviceEvent]) -> Kernels:
     """Return the kernels with the most time: name, milliseconds, launches."""
     times: Counter[str] = Counter()
     for event in events:
@@ -99,6 +123,17 @@ def tabulate_groups(groups: dict[str, float], kernels: Sequence[tuple[str, float
         table.add_row(name, f"{ms:,.1f}", f"{ms / groups['whole']:.0%}", "")
     for name, ms, count in kernels:
         table.add_row(f"  {name}", f"{ms:,.1f}", f"{ms / groups['whole']:.0%}", f"{count:,}")
+    return table
+
+
+def tabulate_gaps(gaps: Gaps) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("idle behind", "and before"):
+        table.add_column(column, overflow="ellipsis", no_wrap=True, max_width=50)
+    for column in ("ms", "times"):
+        table.add_column(column, justify="right")
+    for before, behind, ms, count in gaps:
+        table.add_row(before, behind, f"{ms:,.2f}", f"{count:,}")
     return table
 
 

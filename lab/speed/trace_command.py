@@ -25,7 +25,7 @@ def trace(
     from bench.as_served import interpreter_as_served, layers_as_served
     from bench.long_client import GREEDY, Client
     from bench.long_floors import measure_floors
-    from lab.speed.prefill_trace import tabulate_groups, trace_prefill
+    from lab.speed.prefill_trace import tabulate_gaps, tabulate_groups, trace_prefill
     from lab.speed.step_trace import tabulate_parts, trace_steps
     from scheduler.engine.load_engine import load_engine
     from server.deployment import load_deployment
@@ -49,9 +49,10 @@ def trace(
             for request_id in running[:-1]:
                 client.until_first_token(request_id)
             if plan.device == "cuda":
-                groups, kernels = trace_prefill(lambda: client.until_first_token(running[-1]))
+                groups, kernels, gaps = trace_prefill(lambda: client.until_first_token(running[-1]))
                 if groups:
                     console.print(tabulate_groups(groups, kernels))
+                    console.print(tabulate_gaps(gaps))
             else:
                 client.until_first_token(running[-1])
             client.until_ready()

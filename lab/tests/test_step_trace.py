@@ -10,7 +10,7 @@ from rich.console import Console
 from torch.profiler import DeviceType
 
 from lab.speed import step_trace
-from lab.speed.prefill_trace import group_events, most_kernels, tabulate_groups
+from lab.speed.prefill_trace import group_events, most_gaps, most_kernels, tabulate_gaps, tabulate_groups
 from lab.speed.step_trace import STEPS, device_parts, tabulate_parts, trace_steps
 from lab.speed.trace_events import DeviceEvent
 
@@ -150,6 +150,20 @@ def test_kernels_fall_into_groups_that_are_lengths_of_time() -> None:
         "other": 0.05,
         "idle": pytest.approx(1.7),
     }
+
+
+def test_gaps_are_where_nothing_ran_and_what_the_host_took_before_and_behind() -> None:
+    gaps = most_gaps(EVENTS, 6000)
+    assert gaps == [
+        ("the host", "the host", pytest.approx(0.95), 1),
+        ("void at::native::index_elementwise_kernel<128, 4>", "somebody_elses_kernel", 0.75, 1),
+    ]
+    assert sum(ms for _, _, ms, _ in gaps) == pytest.approx(group_events(EVENTS, 6000)["idle"])
+    twice = [DeviceEvent("a", 0, 10), DeviceEvent("b", 20, 10), DeviceEvent("a", 30, 1), DeviceEvent("b", 51, 10)]
+    assert most_gaps(twice[::-1], 61) == [("a", "b", 0.03, 2), ("the host", "the host", 0.0, 1)]
+    printed = io.StringIO()
+    Console(file=printed, width=120).print(tabulate_gaps(gaps))
+    assert "0.75" in printed.getvalue()
 
 
 def test_kernels_that_take_most_come_first_with_their_launches() -> None:
