@@ -4,9 +4,10 @@
 # Rows are written as they are done, and those that the folder has are not run again: a run that was cut goes on.
 # ROWS: names with commas (`python -m lab.speed.vllm_rows -h`), `short` (all but 96K) or `all`. VLLM_PATH: where vLLM lies,
 # if it is not installed: folders, with colons. PRODUCTS: of ours in few bits, as `model.products` (humming: the library).
-# FAVOUR, CHUNK: of ours, as `scheduler.favour` and `scheduler.prefill.chunk_tokens`. Arrivals come at 0.7 of the slower
-# side's best rate: in the second of two runs of ours; or at RATE a second: 11.85 is that of docs/PERFORMANCE.md. About
-# 60 s of loads for a side and kind, 25 s for our start and 50 to 125 s for vLLM's.
+# KV: of both, as `gpu.kv` and vLLM's cache (fp8; rows are named by it). FAVOUR, CHUNK: of ours, as `scheduler.favour` and
+# `scheduler.prefill.chunk_tokens`. Arrivals come at 0.7 of the slower side's best rate: in the second of two runs of
+# ours; or at RATE a second: 11.85 is that of docs/PERFORMANCE.md. About 60 s of loads for a side and kind, 25 s for our
+# start and 50 to 125 s for vLLM's.
 set -uo pipefail
 OUT=${1:-build/published}
 mkdir -p "$OUT"
@@ -32,16 +33,16 @@ for kind in "${kinds[@]}"; do
     esac
     cat > "$OUT/tandem-$kind.yaml" <<YAML
 model: {$model, tokenizer: "$PWD/deploy/models/reference"}
-gpu: {device: $device, $memory}
+gpu: {device: $device, $memory${KV:+, kv: $KV}}
 scheduler: {max_running: 64, max_context_tokens: $context${FAVOUR:+, favour: $FAVOUR}${CHUNK:+, prefill: {chunk_tokens: $CHUNK\}}}
 YAML
     for part in "${parts[@]}"; do
         echo "== $kind: $part"
         case $part in
-        ours) python -m lab peers-serve "$OUT/tandem-$kind.yaml" "$OUT/tandem-$kind.jsonl" --weights "$kind" --rows "$rows" "${small[@]}" \
+        ours) python -m lab peers-serve "$OUT/tandem-$kind.yaml" "$OUT/tandem-$kind.jsonl" --weights "$kind${KV:+, kv $KV}" --rows "$rows" "${small[@]}" \
             --rate-of "$OUT/vllm-$kind.jsonl" ${RATE:+--rate "$RATE"} ;;
         theirs) PYTHONPATH="${VLLM_PATH:+$VLLM_PATH:}${PYTHONPATH:-$PWD}" python -m lab.speed.vllm_rows "$kind" "$OUT/vllm-$kind.jsonl" --rows "$rows" \
-            "${small[@]}" --rate-of "$OUT/tandem-$kind.jsonl" ${RATE:+--rate "$RATE"} ;;
+            ${KV:+--kv "$KV"} "${small[@]}" --rate-of "$OUT/tandem-$kind.jsonl" ${RATE:+--rate "$RATE"} ;;
         esac
     done
 done
